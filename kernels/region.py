@@ -1,0 +1,105 @@
+"""Region: the strided box that every move is made of, with the memory at both ends, checked before anything is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+Offsets = npt.NDArray[np.int64]
+
+
+class RegionError(ValueError):
+    """A region that reads or writes outside its memory, or whose two sides disagree. Nothing was moved."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """Rows in memory: row (plane, unit, head, token) starts `offset[plane] + units[unit] + head * head_bytes +
+    token * token_bytes` bytes into `memory[allocation[plane]]`.
+
+    `memory`: flat uint8 tensors on one device, owned by the caller. `allocation`, `offset` [plane] and `units` [unit] are
+    int64 on the host.
+    """
+
+    memory: tuple[torch.Tensor, ...]
+    allocation: Offsets
+    offset: Offsets
+    units: Offsets
+    head_bytes: int
+    token_bytes: int
+
+    def addresses(self) -> Offsets:
+        """Absolute address of each plane [plane]."""
+        bases = np.array([tensor.data_ptr() for tensor in self.memory], np.int64)
+        return bases[self.allocation] + self.offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """planes x units x heads x tokens rows of `row_bytes`, copied from `src` to `dst`. Dtype-blind."""
+
+    src: Side
+    dst: Side
+    heads: int
+    tokens: int
+    row_bytes: int
+
+    @property
+    def planes(self) -> int:
+        return len(self.src.offset)
+
+    @property
+    def units(self) -> int:
+        return len(self.src.units)
+
+    @property
+    def nbytes(self) -> int:
+        return self.planes * self.units * self.heads * self.tokens * self.row_bytes
+
+    def check(self) -> None:
+        """Raise RegionError unless both sides have the same planes and units and lie inside their memory."""
+        if min(self.heads, self.tokens, self.row_bytes) < 1:
+            raise RegionError(f"region of {self.heads} heads x {self.tokens} tokens x {self.row_bytes} bytes")
+        if self.planes != len(self.dst.offset) or self.units != len(self.dst.units):
+            raise RegionError(
+                f"source has {self.planes} planes x {self.units} units,"
+                f" destination {len(self.dst.offset)} x {len(self.dst.units)}"
+            )
+        for name, side in (("source", self.src), ("destination", self.dst)):
+            self._check_side(name, side)
+        if self.src.memory[0].device != self.dst.memory[0].device:
+            raise RegionError(f"source on {self.src.memory[0].device}, destination on {self.dst.memory[0].device}")
+
+    def _check_side(self, name: str, side: Side) -> None:
+        for tensor in side.memory:
+            if tensor.element_size() != 1 or not tensor.is_contiguous() or tensor.device != side.memory[0].device:
+                raise RegionError(f"{name} memory must be flat uint8 on one device, got {tensor.dtype} {tensor.device}")
+        if side.head_bytes < 0 or side.token_bytes < 0:
+            raise RegionError(f"{name} strides {side.head_bytes}, {side.token_bytes} are negative")
+        if not self.units or not self.planes:
+            return
+        if side.allocation.min() < 0 or side.allocation.max() >= len(side.memory):
+            raise RegionError(f"{name} names allocation {side.allocation.max()} of {len(side.memory)}")
+        sizes = np.array([tensor.numel() for tensor in side.memory], np.int64)[side.allocation]
+        reach = (self.heads - 1) * side.head_bytes + (self.tokens - 1) * side.token_bytes + self.row_bytes
+        first = side.offset + side.units.min()
+        last = side.offset + side.units.max() + reach
+        if (first < 0).any() or (last > sizes).any():
+            plane = int(np.flatnonzero((first < 0) | (last > sizes))[0])
+            raise RegionError(
+                f"{name} plane {plane} spans bytes {first[plane]}..{last[plane]} of an allocation of {sizes[plane]}"
+            )
+
+    def alignment(self) -> int:
+        """The largest of 16, 8, 4, 2, 1 bytes that divides every row's address at both ends, and the row."""
+        parts = [self.row_bytes]
+        for side in (self.src, self.dst):
+            parts += [int(np.gcd.reduce(side.addresses(), initial=0)), int(np.gcd.reduce(side.units, initial=0))]
+            parts += [side.head_bytes] * (self.heads > 1) + [side.token_bytes] * (self.tokens > 1)
+        return int(np.gcd.reduce([*parts, 16]))

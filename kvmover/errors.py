@@ -1,0 +1,52 @@
+"""Every error that kvmover raises on purpose, so that a caller can catch by cause.
+
+Bad input is refused with the values in the message before anything is sent or written.
+"""
+
+
+class KvmoverError(Exception):
+    """Base of all errors raised by kvmover."""
+
+
+class LayoutError(KvmoverError, ValueError):
+    """A layout, span, component, fleet or pool that cannot exist: the message names the value."""
+
+
+class PlanError(KvmoverError, ValueError):
+    """Two fleets or pools between which nothing can be planned, or a page table that does not fit the plan."""
+
+
+class TransportError(KvmoverError):
+    """Base of what the wire can do to a caller."""
+
+
+class TransportUnavailable(TransportError):
+    """A backend that cannot run on this machine: the message names the library or plugin it misses."""
+
+
+class DescriptorError(TransportError, ValueError):
+    """Descriptors refused before anything was posted: empty, unequal, zero-length or outside registered memory."""
+
+
+class PeerUnknown(TransportError):
+    """A peer that was never connected, or was disconnected since."""
+
+
+class PeerLost(TransportError):
+    """A peer that died, restarted or became unreachable. Its old name is never used again."""
+
+
+class DeadlineExceeded(TransportError):
+    """A wait that reached its deadline. The operation may still be touching memory until quiescence is proved."""
+
+
+class PeerRefused(KvmoverError):
+    """A handshake that ended because the two sides do not hold the same model: the message gives both values."""
+
+
+class ProtocolError(KvmoverError):
+    """A control message that is malformed, too large, or of a version this side does not speak."""
+
+
+class TransferFailed(KvmoverError):
+    """A request that did not land: the message is the reason, the same one that the peer was told."""

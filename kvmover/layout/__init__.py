@@ -1,0 +1,33 @@
+"""Spans, stripes, layouts, components, fleets and pools: the values that everything else computes with."""
+
+from kvmover.layout.component import DTYPE_BYTES, Component
+from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Shard
+from kvmover.layout.layout import AXES, ORDERS, PACKED_ORDER, Dim, Layout, axes_of, coalesce
+from kvmover.layout.pool import Pool, PoolSpec
+from kvmover.layout.positions import Positions, Stripe, common, normal, tokens_of
+from kvmover.layout.span import EMPTY, Span
+
+__all__ = [
+    "AXES",
+    "DTYPE_BYTES",
+    "EMPTY",
+    "ORDERS",
+    "PACKED_ORDER",
+    "Component",
+    "Coordinate",
+    "CpOrder",
+    "Dim",
+    "Fleet",
+    "Layout",
+    "Pool",
+    "PoolSpec",
+    "Positions",
+    "Shard",
+    "Span",
+    "Stripe",
+    "axes_of",
+    "coalesce",
+    "common",
+    "normal",
+    "tokens_of",
+]

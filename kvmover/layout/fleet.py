@@ -1,0 +1,95 @@
+"""Fleet: the ranks of one engine as a grid, and the Shard of a component that each of them holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvmover.errors import LayoutError
+from kvmover.layout.component import Component
+from kvmover.layout.positions import Stripe
+from kvmover.layout.span import Span
+
+
+class CpOrder(StrEnum):
+    """How context parallelism deals the positions of a request to its ranks."""
+
+    PAGE = "page"
+    TOKEN = "token"
+    BLOCK = "block"
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """Where a rank stands in its fleet. The only place a rank is taken apart."""
+
+    tp: int
+    pp: int
+    cp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The box of a component that one rank holds of one request. `positions` is None where it holds none.
+
+    The rank stores its positions densely and in order: token `i` of its page table is the i-th position of the stripe,
+    whose last run may reach past the end of the request, to the end of a page.
+    """
+
+    layers: Span
+    heads: Span
+    positions: Stripe | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One engine's grid of ranks: `rank = (pp * cp_size + cp) * tp_size + tp`, and its page size in tokens."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    page_tokens: int = 64
+    cp_order: CpOrder = CpOrder.PAGE
+
+    def __post_init__(self) -> None:
+        for field in ("tp", "pp", "cp", "page_tokens"):
+            if getattr(self, field) < 1:
+                raise LayoutError(f"fleet has {field} = {getattr(self, field)}; it must be at least 1")
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp * self.cp
+
+    def coordinate(self, rank: int) -> Coordinate:
+        if not 0 <= rank < self.size:
+            raise LayoutError(f"rank {rank} is outside a fleet of {self.size}")
+        rest, tp = divmod(rank, self.tp)
+        pp, cp = divmod(rest, self.cp)
+        return Coordinate(tp, pp, cp)
+
+    def rank(self, at: Coordinate) -> int:
+        return (at.pp * self.cp + at.cp) * self.tp + at.tp
+
+    def shard(self, component: Component, rank: int, tokens: int) -> Shard:
+        """What `rank` holds of `component` for a request of `tokens` tokens."""
+        at = self.coordinate(rank)
+        if self.pp > component.layers:
+            raise LayoutError(f"{self.pp} pipeline stages for {component.layers} layers of {component.name}")
+        return Shard(
+            Span.share(component.layers, self.pp, at.pp),
+            Span.share(component.heads, self.tp, at.tp),
+            self._positions(at.cp, tokens),
+        )
+
+    def _positions(self, cp: int, tokens: int) -> Stripe | None:
+        if tokens < 1:
+            raise LayoutError(f"a request of {tokens} tokens")
+        if self.cp_order is CpOrder.TOKEN:
+            count = len(range(cp, tokens, self.cp))
+            return Stripe(cp, count, self.cp, 1) if count else None
+        width, pages = self.page_tokens, -(-tokens // self.page_tokens)
+        if self.cp_order is CpOrder.PAGE:
+            count = len(range(cp, pages, self.cp))
+            return Stripe(cp * width, count, self.cp * width, width) if count else None
+        first, stop = cp * pages // self.cp, (cp + 1) * pages // self.cp
+        return Stripe(first * width, stop - first, width, width) if first < stop else None

@@ -1,0 +1,142 @@
+"""PoolSpec and Pool: where a rank holds a component's pages, as a serialisable value and as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+from kvmover.errors import LayoutError
+from kvmover.layout.component import Component
+from kvmover.layout.fleet import Shard
+from kvmover.layout.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+#: Axes that a pool may spread over allocations of their own: one tensor a layer, or one a layer and K/V.
+TABLE_AXES = ("layer", "kv")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """The serialisable half of a pool: strides of the six axes as the rank holds them, in elements.
+
+    `separate` names the axes with one allocation an index; their stride is 0. Local extents: the layers and heads of the
+    rank's Shard, all pages of the pool.
+    """
+
+    component: Component
+    layout: Layout
+    separate: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.layout.stride_of("dim") != 1 and self.layout.extent_of("dim") != 1:
+            raise LayoutError(f"axis dim has stride {self.layout.stride_of('dim')}; rows must be contiguous")
+        for axis in self.separate:
+            if axis not in TABLE_AXES:
+                raise LayoutError(f"axis {axis} cannot have allocations of its own; {', '.join(TABLE_AXES)} can")
+
+    @classmethod
+    def dense(
+        cls,
+        component: Component,
+        shard: Shard,
+        pages: int,
+        page_tokens: int,
+        order: str,
+        separate: tuple[str, ...] = (),
+    ) -> PoolSpec:
+        """The pool without gaps for the layers and heads of `shard`, its axes nested in `order`."""
+        whole = Layout.dense(
+            order,
+            layer=shard.layers.count,
+            kv=component.kv,
+            page=pages,
+            token=page_tokens,
+            head=shard.heads.count,
+            dim=component.dim,
+        )
+        within = [1 if axis in separate else extent for axis, extent in zip(whole.axes, whole.shape, strict=True)]
+        stride = tuple(0 if axis in separate else prod(within[i + 1 :]) for i, axis in enumerate(whole.axes))
+        return cls(component, Layout(whole.axes, whole.shape, stride), separate)
+
+    @property
+    def page_tokens(self) -> int:
+        return self.layout.extent_of("token")
+
+    @property
+    def pages(self) -> int:
+        return self.layout.extent_of("page")
+
+    @property
+    def allocations(self) -> int:
+        return prod(self.layout.extent_of(axis) for axis in self.separate)
+
+    @property
+    def allocation_bytes(self) -> int:
+        return self.layout.elements * self.component.element_bytes
+
+    def stride_bytes(self, axis: str) -> int:
+        return self.layout.stride_of(axis) * self.component.element_bytes
+
+    def planes(self) -> list[tuple[int, int]]:
+        """(allocation, byte offset) of each (layer, kv), layer-major: where page 0, head 0, token 0 of it lies."""
+        extents = {axis: self.layout.extent_of(axis) for axis in TABLE_AXES}
+        planes: list[tuple[int, int]] = []
+        for index in product(*(range(extents[axis]) for axis in TABLE_AXES)):
+            at = dict(zip(TABLE_AXES, index, strict=True))
+            allocation = 0
+            for axis in self.separate:
+                allocation = allocation * extents[axis] + at[axis]
+            offset = sum(at[axis] * self.stride_bytes(axis) for axis in TABLE_AXES if axis not in self.separate)
+            planes.append((allocation, offset))
+        return planes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pool:
+    """A pool's tensors: `spec.allocations` flat uint8 tensors, owned by the engine, alive as long as the Pool.
+
+    All on one device. An engine's own tensors are given as `tensor.view(torch.uint8).flatten()` when they are dense.
+    """
+
+    spec: PoolSpec
+    tensors: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.tensors) != self.spec.allocations:
+            raise LayoutError(f"pool of {self.spec.allocations} allocations was given {len(self.tensors)} tensors")
+        for tensor in self.tensors:
+            if tensor.element_size() != 1 or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise LayoutError(f"pool tensors are flat uint8, got {tensor.dtype} {list(tensor.shape)}")
+            if tensor.numel() < self.spec.allocation_bytes:
+                raise LayoutError(f"allocation of {tensor.numel()} bytes is below {self.spec.allocation_bytes}")
+            if tensor.device != self.tensors[0].device:
+                raise LayoutError(f"pool tensors on {tensor.device} and {self.tensors[0].device}")
+
+    @classmethod
+    def zeros(cls, spec: PoolSpec, device: str = "cpu") -> Pool:
+        """A pool of its own memory, zeroed."""
+        import torch
+
+        return cls(
+            spec,
+            tuple(torch.zeros(spec.allocation_bytes, dtype=torch.uint8, device=device) for _ in range(spec.allocations)),
+        )
+
+    def plane(self, layer: int, kv: int) -> torch.Tensor:
+        """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is."""
+        import torch
+
+        layout = self.spec.layout
+        allocation, offset = self.spec.planes()[layer * layout.extent_of("kv") + kv]
+        flat = self.tensors[allocation].view(getattr(torch, self.spec.component.dtype))
+        axes = ("page", "token", "head", "dim")
+        return flat.as_strided(
+            [layout.extent_of(axis) for axis in axes],
+            [layout.stride_of(axis) for axis in axes],
+            offset // self.spec.component.element_bytes,
+        )
+

@@ -1,0 +1,199 @@
+"""Legs: which rank writes which box to which rank, between any two fleets. The only place that reasons about ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from math import gcd
+
+from kvmover.errors import PlanError
+from kvmover.layout.component import Component
+from kvmover.layout.fleet import Coordinate, Fleet, Shard
+from kvmover.layout.positions import Positions, Stripe, common, normal, tokens_of
+from kvmover.layout.span import Span
+
+
+class Replicas(StrEnum):
+    """What source ranks that hold the same bytes do: share the pages out, or let one of them send all."""
+
+    STRIPE = "stripe"
+    ELECT = "elect"
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One source rank's box for one destination rank, in whole-model and whole-request coordinates."""
+
+    src_rank: int
+    dst_rank: int
+    layers: Span
+    heads: Span
+    positions: Positions
+
+    @property
+    def tokens(self) -> int:
+        return tokens_of(self.positions)
+
+    def nbytes(self, component: Component) -> int:
+        """Payload: K and V, or the latent, at the component's dtype."""
+        return self.layers.count * component.kv * self.heads.count * self.tokens * component.row_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The move of positions [start, stop) of a request of one component from fleet `src` to fleet `dst`.
+
+    Every destination element has exactly one leg that writes it. With 8 heads, TP4 to TP2:
+
+    >>> plan = Plan(Component.attention(1, 8, 128, "bfloat16"), Fleet(tp=4), Fleet(tp=2), 0, 64)
+    >>> [(leg.src_rank, leg.dst_rank, leg.heads.triple()) for leg in plan.legs()]
+    [(0, 0, [0, 2, 1]), (1, 0, [2, 2, 1]), (2, 1, [4, 2, 1]), (3, 1, [6, 2, 1])]
+    """
+
+    component: Component
+    src: Fleet
+    dst: Fleet
+    start: int
+    stop: int
+    replicas: Replicas = Replicas.STRIPE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise PlanError(f"positions [{self.start}, {self.stop}) of a request are not a range of tokens")
+        for fleet in (self.src, self.dst):
+            fleet.shard(self.component, 0, self.stop)
+
+    def src_shard(self, rank: int) -> Shard:
+        return self._src_shards[rank]
+
+    def dst_shard(self, rank: int) -> Shard:
+        return self._dst_shards[rank]
+
+    @cached_property
+    def _src_shards(self) -> list[Shard]:
+        return [self.src.shard(self.component, rank, self.stop) for rank in range(self.src.size)]
+
+    @cached_property
+    def _dst_shards(self) -> list[Shard]:
+        return [self.dst.shard(self.component, rank, self.stop) for rank in range(self.dst.size)]
+
+    def legs(self) -> Iterator[Leg]:
+        """All legs, by destination rank."""
+        return (leg for rank in range(self.dst.size) for leg in self.legs_into(rank))
+
+    def legs_into(self, dst_rank: int) -> Iterator[Leg]:
+        return (leg for rank in self.sources_of(dst_rank) if (leg := self.leg(rank, dst_rank)))
+
+    def sources_of(self, dst_rank: int) -> list[int]:
+        """Source ranks that write to `dst_rank` for some request: a relation of the fleets, whatever the positions."""
+        return [
+            rank
+            for rank in _overlapping(self.component, self.src, self.dst_shard(dst_rank))
+            if self.replicas is Replicas.ELECT or self._deal(rank, dst_rank) is not None
+        ]
+
+    def destinations_of(self, src_rank: int) -> list[int]:
+        """The same relation from the other end."""
+        shard = self.src_shard(src_rank)
+        return [
+            rank
+            for rank in _overlapping(self.component, self.dst, shard)
+            if self.replicas is Replicas.ELECT or self._deal(src_rank, rank) is not None
+        ]
+
+    def leg(self, src_rank: int, dst_rank: int) -> Leg | None:
+        """What `src_rank` writes to `dst_rank`, or None."""
+        src, dst = self.src_shard(src_rank), self.dst_shard(dst_rank)
+        layers, heads = src.layers & dst.layers, src.heads & dst.heads
+        if not layers or not heads or src.positions is None or dst.positions is None:
+            return None
+        positions = common(self._share(src_rank, dst_rank, src.positions), dst.positions)
+        return Leg(src_rank, dst_rank, layers, heads, positions) if positions else None
+
+    def _share(self, src_rank: int, dst_rank: int, held: Stripe) -> Positions:
+        """The part of the positions held by `src_rank` that it, of all its replicas, writes to `dst_rank`."""
+        whole = held.clip(self.start, self.stop)
+        index, count = _replica(self.component, self.src, src_rank)
+        if count == 1:
+            return whole
+        if self.replicas is Replicas.ELECT:
+            ranks = _overlapping(self.component, self.dst, self.src_shard(src_rank))
+            takers = [
+                rank for rank in ranks if (to := self.dst_shard(rank).positions) and common(whole, to)
+            ]
+            return whole if dst_rank in takers and takers.index(dst_rank) % count == index else ()
+        deal = self._deal(src_rank, dst_rank)
+        if deal is None or not whole:
+            return ()
+        unit = (held.step, held.width) if held.count > 1 else (self.src.page_tokens, self.src.page_tokens)
+        return _dealt(whole, held.start, unit, deal)
+
+    def _deal(self, src_rank: int, dst_rank: int) -> _Deal | None:
+        """How `src_rank` shares with its replicas what `dst_rank` and its replicas want, or None if others serve it.
+
+        `s` sources and `d` destinations form gcd(s, d) groups: each destination hears from s / gcd sources, no more, and
+        the remainders of its division go round by destination, so all sources send the same within one page.
+        """
+        src_index, src_count = _replica(self.component, self.src, src_rank)
+        dst_index, dst_count = _replica(self.component, self.dst, dst_rank)
+        groups = gcd(src_count, dst_count)
+        parts, takers = src_count // groups, dst_count // groups
+        if src_index // parts != dst_index // takers:
+            return None
+        return _Deal(src_index % parts, parts, dst_index % takers, takers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deal:
+    """Writer `index` of `parts`, serving destination `turn` of `turns` that all want the same pages."""
+
+    index: int
+    parts: int
+    turn: int
+    turns: int
+
+
+def _dealt(whole: Positions, origin: int, unit: tuple[int, int], deal: _Deal) -> Positions:
+    """The writer's share of `whole`, whose pages start at `origin`, are `unit` = (distance, tokens) and may be cut at the ends.
+
+    Dealing things in falling order of size, round after round, leaves nobody more than one thing ahead: first the full
+    pages of every destination, then the cut ones.
+    """
+    step, width = unit
+    first, last = (whole[0].start - origin) // step, (whole[-1].stop - 1 - origin) // step
+
+    def page(number: int) -> Positions:
+        return common(whole, Stripe(origin + number * step, 1, width, width))
+
+    cut = sorted((n for n in {first, last} if tokens_of(page(n)) < width), key=lambda n: -tokens_of(page(n)))
+    full_from = first + (first in cut)
+    full = max(0, last + 1 - (last in cut) - full_from)
+    mine = full_from + (deal.index - deal.turn * full) % deal.parts
+    rounds = len(range(mine, full_from + full, deal.parts))
+    pieces = [Stripe(origin + mine * step, rounds, deal.parts * step, width)] if rounds else []
+    for place, number in enumerate(cut):
+        if (deal.turns * (full + place) + deal.turn - deal.index) % deal.parts == 0:
+            pieces += page(number)
+    return normal(pieces)
+
+
+def _replica(component: Component, fleet: Fleet, rank: int) -> tuple[int, int]:
+    """Which copy of its heads `rank` holds, of how many copies in its stage. Equal shares are neighbours."""
+    at = fleet.coordinate(rank)
+    heads, tp = component.heads, fleet.tp
+    if heads >= tp:
+        return 0, 1
+    head = at.tp * heads // tp
+    first, stop = -(-head * tp // heads), -(-(head + 1) * tp // heads)
+    return at.tp - first, stop - first
+
+
+def _overlapping(component: Component, fleet: Fleet, shard: Shard) -> list[int]:
+    """Ranks of `fleet` that hold any of the layers and heads of `shard`."""
+    stages = [pp for pp in range(fleet.pp) if Span.share(component.layers, fleet.pp, pp) & shard.layers]
+    columns = [tp for tp in range(fleet.tp) if Span.share(component.heads, fleet.tp, tp) & shard.heads]
+    return [
+        fleet.rank(Coordinate(tp, pp, cp)) for pp in stages for cp in range(fleet.cp) for tp in columns
+    ]

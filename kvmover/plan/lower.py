@@ -1,0 +1,242 @@
+"""Lowering: a leg with page tables as strided boxes, byte runs and strided descriptors. Integers in, integers out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.errors import PlanError
+from kvmover.layout.component import Component
+from kvmover.layout.fleet import Shard
+from kvmover.layout.layout import Dim, coalesce
+from kvmover.layout.pool import PoolSpec
+from kvmover.layout.span import Span
+from kvmover.plan.legs import Leg
+from kvmover.plan.units import Offsets, Paging, Units, cut
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One rank's pool and its Shard of the request: all that turns a logical coordinate into an address."""
+
+    spec: PoolSpec
+    shard: Shard
+
+    def paging(self) -> Paging:
+        if self.shard.positions is None:
+            raise PlanError("a rank that holds no position of the request has no leg")
+        return Paging(self.shard.positions, self.spec.page_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """One side of a box. Address of a row: `base[allocation[plane]] + offset[plane] + unit + head * .. + token * ..`.
+
+    `allocation`, `offset` [plane]; `units` [unit]; all int64, offsets and strides in bytes.
+    """
+
+    allocation: Offsets
+    offset: Offsets
+    units: Offsets
+    head_bytes: int
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Box:
+    """planes x units x heads x tokens rows of `row_bytes`, each contiguous at both ends: what every route moves."""
+
+    src: Place
+    dst: Place
+    heads: int
+    tokens: int
+    row_bytes: int
+
+    @property
+    def unit_bytes(self) -> int:
+        return len(self.src.offset) * self.heads * self.tokens * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.src.units) * self.unit_bytes
+
+
+def units_of(leg: Leg, src: Held, dst: Held) -> tuple[Units, ...]:
+    """The leg's tokens as pieces inside one page on both sides. Both peers compute the same, without page tables."""
+    return cut(leg.positions, src.paging(), dst.paging())
+
+
+def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> Place:
+    """Where `leg` lies in a pool. `pages` [page] is the rank's page table of the request, in order.
+
+    Raises PlanError when the table is too short or names a page that the pool does not have.
+    """
+    spec, shard = held.spec, held.shard
+    page, token = np.divmod(tokens_at, spec.page_tokens)
+    if page.size and page.max() >= len(pages):
+        raise PlanError(f"page table of {len(pages)} pages is too short for page {int(page.max())} of the request")
+    table = np.asarray(pages, np.int64)[page]
+    if table.size and (table.min() < 0 or table.max() >= spec.pages):
+        bad = int(table.min() if table.min() < 0 else table.max())
+        raise PlanError(f"page id {bad} is outside a pool of {spec.pages} pages")
+    first_head = shard.heads.index(leg.heads.start)
+    units = table * spec.stride_bytes("page") + token * spec.stride_bytes("token")
+    planes = np.asarray(spec.planes(), np.int64).reshape(-1, spec.component.kv, 2)
+    chosen = planes[[shard.layers.index(layer) for layer in leg.layers]].reshape(-1, 2)
+    return Place(
+        np.ascontiguousarray(chosen[:, 0]),
+        np.ascontiguousarray(chosen[:, 1]),
+        units + first_head * spec.stride_bytes("head"),
+        spec.stride_bytes("head") * leg.heads.step,
+        spec.stride_bytes("token"),
+    )
+
+
+def packed_place(component: Component, leg: Leg, units: Units, first_byte: int) -> Place:
+    """Where `leg` lies in a staging buffer: dense, in the order `page head layer kv token dim`, from `first_byte`."""
+    planes = leg.layers.count * component.kv
+    plane_bytes = units.tokens * component.row_bytes
+    return Place(
+        np.zeros(planes, np.int64),
+        np.arange(planes, dtype=np.int64) * plane_bytes + first_byte,
+        np.arange(len(units), dtype=np.int64) * (planes * leg.heads.count * plane_bytes),
+        planes * plane_bytes,
+        component.row_bytes,
+    )
+
+
+def box(component: Component, leg: Leg, units: Units, src: Place, dst: Place) -> Box:
+    """Join two places, merging heads into the row where both sides hold them side by side."""
+    heads, row_bytes = leg.heads.count, component.row_bytes
+    if src.head_bytes == dst.head_bytes == row_bytes:
+        heads, row_bytes = 1, row_bytes * heads
+    return Box(src, dst, heads, units.tokens, row_bytes)
+
+
+def _nest(b: Box) -> list[Dim]:
+    """The inner loops of a box, innermost first, merged where both sides allow."""
+    loops = [
+        Dim(b.tokens, (b.src.token_bytes, b.dst.token_bytes)),
+        Dim(b.heads, (b.src.head_bytes, b.dst.head_bytes)),
+    ]
+    loops.sort(key=lambda dim: dim.strides)
+    return coalesce([Dim(b.row_bytes, (1, 1)), *loops])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strided:
+    """`count` runs of `run_bytes`, a stride apart, from each pair of addresses: NIXL's strided descriptors.
+
+    `src`, `dst` [n, 2] int64: allocation and byte offset of the first run.
+    """
+
+    src: npt.NDArray[np.int64]
+    dst: npt.NDArray[np.int64]
+    run_bytes: int
+    count: int
+    src_stride: int
+    dst_stride: int
+
+    @property
+    def runs(self) -> int:
+        return len(self.src) * self.count
+
+
+def strided(b: Box) -> Strided:
+    """The box as strided descriptors: the loop next to the row becomes the stride, the others are written out."""
+    run, *outer = _nest(b)
+    inner = outer[0] if outer else Dim(1, run.strides)
+    rest = outer[1:]
+    return Strided(
+        _starts(b.src, [(dim.extent, dim.strides[0]) for dim in rest]),
+        _starts(b.dst, [(dim.extent, dim.strides[1]) for dim in rest]),
+        run.extent,
+        inner.extent,
+        inner.strides[0],
+        inner.strides[1],
+    )
+
+
+def _starts(place: Place, loops: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """(allocation, offset) of plane x unit x loops, plane-major."""
+    inner = place.units
+    for extent, stride in loops:
+        inner = (inner[:, None] + np.arange(extent, dtype=np.int64) * stride).reshape(-1)
+    offset = (place.offset[:, None] + inner).reshape(-1)
+    return np.stack([np.repeat(place.allocation, len(inner)), offset], axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Byte runs, each contiguous at both ends and as long as can be. `src`, `dst` [n, 2]: allocation and offset."""
+
+    src: npt.NDArray[np.int64]
+    dst: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+def coalesced_runs(boxes: Sequence[Box]) -> Runs:
+    """Every byte run of the boxes, with neighbours joined: pages that happen to follow each other cost one run."""
+    parts = [_rows(strided(b)) for b in boxes]
+    src, dst, nbytes = (np.concatenate(side) for side in zip(*parts, strict=True))
+    order = np.lexsort((src[:, 1], src[:, 0]))
+    src, dst, nbytes = src[order], dst[order], nbytes[order]
+    joined = np.ones(len(nbytes) - 1, bool)
+    for side in (src, dst):
+        joined &= (side[1:, 0] == side[:-1, 0]) & (side[1:, 1] == side[:-1, 1] + nbytes[:-1])
+    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
+    return Runs(src[heads], dst[heads], np.add.reduceat(nbytes, heads))
+
+
+def _rows(s: Strided) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    sides: list[npt.NDArray[np.int64]] = []
+    for side, stride in ((s.src, s.src_stride), (s.dst, s.dst_stride)):
+        rows = np.repeat(side, s.count, axis=0)
+        rows[:, 1] += np.tile(np.arange(s.count, dtype=np.int64) * stride, len(side))
+        sides.append(rows)
+    return sides[0], sides[1], np.full(s.runs, s.run_bytes, np.int64)
+
+
+def count_runs(leg: Leg, src: Held, dst: Held) -> int:
+    """Byte runs of a leg whose pages are scattered in both pools: what going direct would cost, without page tables.
+
+    8,192 tokens of 64 layers in NHD, TP4 to TP2: 1,048,576 runs of 512 B a pair. In HND with 64-token pages: 16,384.
+    """
+    total = 0
+    ends: tuple[int, int] | None = None
+    groups = units_of(leg, src, dst)
+    per_unit = {units.tokens: _runs_of_unit(leg, units.tokens, src.spec, dst.spec) for units in groups}
+    pieces = sorted((at, to, units.tokens) for units in groups for at, to in zip(units.src.tolist(), units.dst.tolist(), strict=True))
+    for at, to, tokens in pieces:
+        runs, continues = per_unit[tokens]
+        inside = at % src.spec.page_tokens and to % dst.spec.page_tokens
+        if not (continues and inside and (at, to) == ends):
+            total += runs
+        ends = (at + tokens, to + tokens)
+    return total
+
+
+def _runs_of_unit(leg: Leg, tokens: int, src: PoolSpec, dst: PoolSpec) -> tuple[int, bool]:
+    """Runs of one unit of all planes, and whether they end where its tokens end, so that the next unit may continue them."""
+    token, head = (
+        Dim(extent, (src.stride_bytes(axis) * step, dst.stride_bytes(axis) * step))
+        for axis, extent, step in (("token", tokens, 1), ("head", leg.heads.count, leg.heads.step))
+    )
+    loops = sorted((token, head, *_plane_loops(leg, src, dst)), key=lambda dim: dim.strides)
+    run, *outer = coalesce([Dim(src.component.row_bytes, (1, 1)), *loops])
+    return prod(dim.extent for dim in outer), all(stride * tokens == run.extent for stride in token.strides)
+
+
+def _plane_loops(leg: Leg, src: PoolSpec, dst: PoolSpec) -> Iterator[Dim]:
+    """Layers and kv as loops; allocations of their own lie nowhere near each other, so they get strides that never meet."""
+    for axis, span in (("layer", leg.layers), ("kv", Span(0, src.component.kv))):
+        apart = axis in src.separate or axis in dst.separate
+        strides = (src.stride_bytes(axis) * span.step, dst.stride_bytes(axis) * span.step)
+        yield Dim(span.count, (1 << 62, 1 << 61) if apart else strides)

@@ -1,0 +1,119 @@
+"""Fleets from text, `tp=4,page=16,order=NHD`, and plans as the plain data that scripts read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvmover.errors import LayoutError
+from kvmover.layout.fleet import CpOrder, Fleet, Shard
+from kvmover.layout.layout import axes_of
+from kvmover.layout.pool import PoolSpec
+from kvmover.layout.span import EMPTY
+from kvmover.plan.cost import Choice, Costs
+from kvmover.plan.legs import Leg, Plan
+from kvmover.plan.lower import Held, count_runs
+
+_SIZES = {"tp": "tp", "pp": "pp", "cp": "cp", "page": "page_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetText:
+    """A fleet and the axis order of its pools, as written on a command line."""
+
+    fleet: Fleet
+    order: str
+
+    @classmethod
+    def parse(cls, text: str) -> FleetText:
+        """`tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; what is left out is 1, page, 64 and NHD.
+
+        Raises LayoutError naming the first word that is wrong.
+        """
+        sizes: dict[str, int] = {}
+        order, cp_order = "NHD", CpOrder.PAGE
+        for word in text.split(","):
+            key, _, value = word.strip().partition("=")
+            if key == "order":
+                axes_of(value)
+                order = value
+            elif key == "cp_order":
+                if value not in set(CpOrder):
+                    raise LayoutError(f"unknown cp_order {value!r} in {text!r}; known are {', '.join(CpOrder)}")
+                cp_order = CpOrder(value)
+            elif key in _SIZES:
+                try:
+                    sizes[_SIZES[key]] = int(value)
+                except ValueError:
+                    raise LayoutError(f"{key} = {value!r} in {text!r} is not a number") from None
+            else:
+                known = ", ".join((*_SIZES, "order", "cp_order"))
+                raise LayoutError(f"unknown word {word!r} in {text!r}; known are {known}")
+        return cls(Fleet(**sizes, cp_order=cp_order), order)
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A leg with what each route would cost it, pages assumed scattered in both pools."""
+
+    leg: Leg
+    nbytes: int
+    choice: Choice
+    chunks: int
+
+
+def explain(plan: Plan, src_order: str, dst_order: str, costs: Costs) -> Iterator[Explained]:
+    """Every leg of `plan` between dense pools of the given axis orders, with its route."""
+    for leg in plan.legs():
+        src = _held(plan, plan.src, plan.src_shard(leg.src_rank), src_order)
+        dst = _held(plan, plan.dst, plan.dst_shard(leg.dst_rank), dst_order)
+        nbytes = leg.nbytes(plan.component)
+        yield Explained(leg, nbytes, costs.choose(nbytes, count_runs(leg, src, dst)), costs.chunks(nbytes))
+
+
+def _held(plan: Plan, fleet: Fleet, shard: Shard, order: str) -> Held:
+    pages = -(-plan.stop // fleet.page_tokens)
+    return Held(PoolSpec.dense(plan.component, shard, pages, fleet.page_tokens, order), shard)
+
+
+def ranks_as_data(plan: Plan, fleet: Fleet) -> list[dict[str, object]]:
+    """What each rank holds, positions cut to the request: spans as [start, count, step], stripes with a width too."""
+    rows: list[dict[str, object]] = []
+    for rank in range(fleet.size):
+        at, shard = fleet.coordinate(rank), fleet.shard(plan.component, rank, plan.stop)
+        positions = shard.positions.clip(0, plan.stop) if shard.positions else ()
+        rows.append(
+            {
+                "rank": rank,
+                "tp": at.tp,
+                "pp": at.pp,
+                "cp": at.cp,
+                "layers": (shard.layers or EMPTY).triple(),
+                "heads": (shard.heads or EMPTY).triple(),
+                "positions": [stripe.quad() for stripe in positions],
+            }
+        )
+    return rows
+
+
+def plan_as_data(plan: Plan, legs: list[Explained]) -> dict[str, object]:
+    """The JSON contract of `kvmover plan`."""
+    return {
+        "src": {"ranks": ranks_as_data(plan, plan.src)},
+        "dst": {"ranks": ranks_as_data(plan, plan.dst)},
+        "legs": [
+            {
+                "src_rank": each.leg.src_rank,
+                "dst_rank": each.leg.dst_rank,
+                "layers": each.leg.layers.triple(),
+                "heads": each.leg.heads.triple(),
+                "positions": [stripe.quad() for stripe in each.leg.positions],
+                "bytes": each.nbytes,
+                "route": each.choice.route.value,
+                "descriptors_direct": each.choice.runs,
+                "descriptors_packed": each.chunks,
+            }
+            for each in legs
+        ],
+        "total_bytes": sum(each.nbytes for each in legs),
+    }

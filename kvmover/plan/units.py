@@ -1,0 +1,98 @@
+"""Units: a leg's tokens cut so that each piece lies inside one page on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.layout.positions import Positions, Stripe
+
+Offsets = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """Equal pieces of `tokens` consecutive tokens each, by where both sides store them.
+
+    `src`, `dst` [unit] int64: the piece's first token as an index into what the rank holds of the request, in order.
+    """
+
+    tokens: int
+    src: Offsets
+    dst: Offsets
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def slice(self, start: int, stop: int) -> Units:
+        return Units(self.tokens, self.src[start:stop], self.dst[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """How one rank pages a request: the positions it holds, in order, and the tokens of a page."""
+
+    held: Stripe
+    page_tokens: int
+
+
+def cut(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
+    """Cut `positions`, held by both sides, at every page border of either.
+
+    Full pieces have gcd(P_src, P_dst) tokens, fewer where the two sides' pages start out of step. What is left over at
+    the ends of a run makes groups of its own; nothing is padded. Longest pieces first.
+    """
+    starts, widths = _runs(positions)
+    at_src, at_dst = _index(src.held, starts), _index(dst.held, starts)
+    joined = (at_src[1:] == at_src[:-1] + widths[:-1]) & (at_dst[1:] == at_dst[:-1] + widths[:-1])
+    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
+    widths, at_src, at_dst = np.add.reduceat(widths, heads), at_src[heads], at_dst[heads]
+    piece = gcd(src.page_tokens, dst.page_tokens, int(np.gcd.reduce(at_src - at_dst)))
+    first = np.minimum(-at_src % piece, widths)
+    full = (widths - first) // piece
+    rest = widths - first - full * piece
+    groups: dict[int, list[tuple[Offsets, Offsets]]] = {}
+    for tokens, source, target in (
+        *_whole(piece, full, at_src + first, at_dst + first),
+        *_ragged(first, at_src, at_dst),
+        *_ragged(rest, at_src + widths - rest, at_dst + widths - rest),
+    ):
+        groups.setdefault(tokens, []).append((source, target))
+    return tuple(
+        Units(tokens, *(np.concatenate(side) for side in zip(*groups[tokens], strict=True)))
+        for tokens in sorted(groups, reverse=True)
+    )
+
+
+def _runs(positions: Positions) -> tuple[Offsets, Offsets]:
+    """First position and width of every run, in order."""
+    starts = np.concatenate([np.arange(s.count, dtype=np.int64) * s.step + s.start for s in positions])
+    widths = np.concatenate([np.full(s.count, s.width, np.int64) for s in positions])
+    order = np.argsort(starts, kind="stable")
+    return starts[order], widths[order]
+
+
+def _index(held: Stripe, positions: Offsets) -> Offsets:
+    """`Stripe.index` of many positions that are known to be held."""
+    run, token = np.divmod(positions - held.start, held.step)
+    return run * held.width + token
+
+
+def _whole(piece: int, counts: Offsets, src: Offsets, dst: Offsets) -> Iterator[tuple[int, Offsets, Offsets]]:
+    """Every run's full pieces, one after the other."""
+    total = int(counts.sum())
+    if total:
+        begins = np.repeat(np.cumsum(counts) - counts, counts)
+        steps = (np.arange(total, dtype=np.int64) - begins) * piece
+        yield piece, np.repeat(src, counts) + steps, np.repeat(dst, counts) + steps
+
+
+def _ragged(lengths: Offsets, src: Offsets, dst: Offsets) -> Iterator[tuple[int, Offsets, Offsets]]:
+    """Pieces shorter than a full one, grouped by length."""
+    for tokens in np.unique(lengths[lengths > 0]).tolist():
+        same = lengths == tokens
+        yield tokens, src[same], dst[same]

@@ -1,0 +1,55 @@
+"""The wire: one interface, NIXL behind it, and a loopback for tests. Importing this loads neither nixl nor torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvmover.transport.base import (
+    Completed,
+    Descriptors,
+    Event,
+    Failed,
+    Memory,
+    MemoryKind,
+    Note,
+    Transport,
+)
+
+if TYPE_CHECKING:
+    from kvmover.transport.checks import MAX_NOTE_BYTES
+    from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
+    from kvmover.transport.memory import memory_of, whole
+    from kvmover.transport.nixl import NixlTransport
+
+_LAZY = {
+    "MAX_NOTE_BYTES": "checks",
+    "LoopbackNetwork": "loopback",
+    "LoopbackTransport": "loopback",
+    "NixlTransport": "nixl",
+    "memory_of": "memory",
+    "whole": "memory",
+}
+
+__all__ = [
+    "MAX_NOTE_BYTES",
+    "Completed",
+    "Descriptors",
+    "Event",
+    "Failed",
+    "LoopbackNetwork",
+    "LoopbackTransport",
+    "Memory",
+    "MemoryKind",
+    "NixlTransport",
+    "Note",
+    "Transport",
+    "memory_of",
+    "whole",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

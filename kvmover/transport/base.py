@@ -1,0 +1,167 @@
+"""The transport interface: register memory, write or read strided descriptors, notify, poll for events.
+
+A transport is driven by one caller at a time and owns no thread of its own. Nothing here blocks for longer than the call
+to the backend takes: completion, failure and notes from peers all come out of `poll`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.errors import DescriptorError
+
+#: Columns of a descriptor table, in NIXL's order: `count` runs of `nbytes` bytes, the starts `stride` bytes apart.
+ADDRESS, NBYTES, DEVICE, STRIDE, COUNT = range(5)
+
+
+class MemoryKind(StrEnum):
+    """Where bytes lie, by the names NIXL gives its memory segments."""
+
+    HOST = "DRAM"
+    DEVICE = "VRAM"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A contiguous byte range of one process. The owner keeps it allocated while it is registered.
+
+    `device` is the CUDA ordinal for device memory and 0 for host memory.
+    """
+
+    kind: MemoryKind
+    address: int
+    nbytes: int
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descriptors:
+    """Strided byte runs in one kind of memory: what a one-sided operation reads or writes.
+
+    `table` [n, 5] int64: address, nbytes, device, stride, count. `Descriptors.runs(HOST, [4096], [256])` is one dense
+    run; a stride of 1024 and a count of 64 in one row are 64 rows of a head slice.
+    """
+
+    kind: MemoryKind
+    table: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if self.table.ndim != 2 or self.table.shape[1] != 5 or self.table.dtype != np.int64:
+            raise DescriptorError(
+                f"descriptor table must be int64 [n, 5], got {self.table.dtype} {list(self.table.shape)}"
+            )
+        if not len(self.table):
+            raise DescriptorError("descriptor table is empty")
+        if (self.table[:, [NBYTES, COUNT]] <= 0).any():
+            bad = self.table[(self.table[:, [NBYTES, COUNT]] <= 0).any(axis=1)][0]
+            raise DescriptorError(f"descriptor of {bad[NBYTES]} bytes x {bad[COUNT]} runs moves nothing")
+
+    @classmethod
+    def runs(
+        cls, kind: MemoryKind, address: npt.ArrayLike, nbytes: npt.ArrayLike, device: int = 0
+    ) -> Descriptors:
+        """Dense runs, one a row: `address` [n] and `nbytes` [n] (or one number for all)."""
+        start = np.asarray(address, np.int64).reshape(-1)
+        length = np.broadcast_to(np.asarray(nbytes, np.int64), start.shape)
+        ones = np.ones_like(start)
+        return cls(kind, np.stack([start, length, ones * device, length, ones], axis=1))
+
+    @property
+    def count(self) -> int:
+        """Number of byte runs, which is what a NIC or a copy loop pays for."""
+        return int(self.table[:, COUNT].sum())
+
+    @property
+    def nbytes(self) -> int:
+        return int((self.table[:, NBYTES] * self.table[:, COUNT]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A notification from `peer`. It arrives after the data of the write it was sent with."""
+
+    peer: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The operation behind `ticket` is done on this side: its local memory may be reused.
+
+    It says nothing about the peer being alive: a copy into a stopped process completes too.
+    """
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The operation behind `ticket` ended without success; its target bytes are garbage.
+
+    `quiescent` is False while the backend may still read the local or write the remote memory.
+    """
+
+    ticket: int
+    peer: str
+    error: Exception
+    quiescent: bool
+
+
+Event = Note | Completed | Failed
+
+
+class Transport(Protocol):
+    """What the mover needs of a wire. NIXL is the real one; loopback serves tests and one-process examples."""
+
+    @property
+    def name(self) -> str:
+        """Unique for ever: a restarted process gets another name, so stale metadata can never be taken for it."""
+        ...
+
+    def register(self, memory: Memory) -> None:
+        """Make `memory` reachable by one-sided operations. Registering the same range twice is an error."""
+        ...
+
+    def deregister(self, memory: Memory) -> None: ...
+
+    def metadata(self) -> bytes:
+        """What a peer needs to connect; taken after all registrations."""
+        ...
+
+    def connect(self, metadata: bytes) -> str:
+        """Load a peer's metadata and return the peer's name. Raises PeerRefused on bytes that are not whole."""
+        ...
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer. Operations in flight to it fail; unknown peers are ignored."""
+        ...
+
+    def write(
+        self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float
+    ) -> int:
+        """Post a one-sided write and return its ticket; `note` reaches the peer after the bytes.
+
+        Raises DescriptorError or PeerUnknown before anything is posted. Whatever goes wrong later is a `Failed` event.
+        """
+        ...
+
+    def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+        """As `write`, in the other direction; `note` reaches the peer after its bytes were read."""
+        ...
+
+    def notify(self, peer: str, note: bytes) -> None:
+        """Send `note` without data. Raises PeerUnknown or PeerLost."""
+        ...
+
+    def poll(self) -> list[Event]:
+        """All that happened since the last call, in order for each peer. Never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Release every handle, peer and registration. Safe to call twice."""
+        ...

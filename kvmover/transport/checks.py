@@ -1,0 +1,137 @@
+"""What is refused before a backend sees it: ranges nobody registered, lists that do not pair, notes too long to send.
+
+NIXL finds some of these late and some never: it accepts a length of zero, a second registration of the same range and a
+descriptor whose negative stride leaves the registered memory (measured with 1.5.1: state DONE, bytes moved).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import ItemsView, Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.errors import DescriptorError, ProtocolError
+from kvmover.transport.base import ADDRESS, COUNT, DEVICE, NBYTES, STRIDE, Descriptors, Memory, MemoryKind
+
+#: NIXL carries larger notes in order too, but 4 MiB takes 95 ms on loopback TCP where 1 MiB takes 1 ms.
+MAX_NOTE_BYTES = 1 << 20
+
+#: Linux maps nothing below this (vm.mmap_min_addr), so a smaller address is an offset that somebody forgot to add to.
+_LOWEST_ADDRESS = 1 << 16
+
+
+class Ranges:
+    """Registered ranges of one process, none overlapping another, each with the serial number it was registered under.
+
+    The serial tells a range that was dropped and registered again from one that stayed: its remote keys differ.
+    """
+
+    def __init__(self, entries: Iterable[tuple[Memory, int]] = ()) -> None:
+        self._serials: dict[Memory, int] = {}
+        self._tables: dict[tuple[MemoryKind, int], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self.revision = 0
+        for memory, serial in entries:
+            self.add(memory)
+            self._serials[memory] = serial
+
+    def __contains__(self, memory: Memory) -> bool:
+        return memory in self._serials
+
+    def __iter__(self) -> Iterator[Memory]:
+        return iter(self._serials)
+
+    def items(self) -> ItemsView[Memory, int]:
+        return self._serials.items()
+
+    def add(self, memory: Memory) -> None:
+        end = memory.address + memory.nbytes
+        if memory.nbytes <= 0 or memory.address < _LOWEST_ADDRESS or end >= 1 << 63 or memory.device < 0:
+            raise DescriptorError(f"{memory} is not memory that can be registered")
+        for other in self._serials:
+            if (other.kind, other.device) != (memory.kind, memory.device):
+                continue
+            if memory.address < other.address + other.nbytes and other.address < end:
+                raise DescriptorError(f"{memory} overlaps {other}, which is registered already")
+        self.revision += 1
+        self._serials[memory] = self.revision
+        self._tables.clear()
+
+    def remove(self, memory: Memory) -> None:
+        if memory not in self._serials:
+            raise DescriptorError(f"{memory} is not registered")
+        self.revision += 1
+        del self._serials[memory]
+        self._tables.clear()
+
+    def check(self, descriptors: Descriptors, owner: str) -> None:
+        """Raise DescriptorError unless every run lies in a registered range; `owner` names the side in the message."""
+        table = descriptors.table
+        devices = table[:, DEVICE]
+        if (devices == devices[0]).all():
+            self._check_rows(descriptors.kind, int(devices[0]), table, owner)
+            return
+        for device in np.unique(devices).tolist():
+            self._check_rows(descriptors.kind, device, table[devices == device], owner)
+
+    def _check_rows(self, kind: MemoryKind, device: int, rows: npt.NDArray[np.int64], owner: str) -> None:
+        address, nbytes, stride, gaps = rows[:, ADDRESS], rows[:, NBYTES], rows[:, STRIDE], rows[:, COUNT] - 1
+        starts, ends = self._table(kind, device)
+        at = np.searchsorted(starts, address, side="right") - 1
+        room = np.where(at >= 0, ends[at] - address, -1)
+        # Compared by division, since a product of two hostile int64 wraps round to something that fits.
+        bad = (room < nbytes) | (gaps > (room - nbytes) // np.maximum(stride, 1)) | ((gaps > 0) & (stride < nbytes))
+        if not bad.any():
+            return
+        row = rows[np.argmax(bad)].tolist()
+        runs = f"{row[COUNT]} run(s) of {row[NBYTES]} bytes from {row[ADDRESS]:#x}, stride {row[STRIDE]}"
+        if row[COUNT] > 1 and row[STRIDE] < row[NBYTES]:
+            raise DescriptorError(f"{owner}: {runs}: the runs overlap or go backwards")
+        raise DescriptorError(f"{owner}: {runs}: outside the registered {kind} memory of device {device}")
+
+    def _table(self, kind: MemoryKind, device: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        table = self._tables.get((kind, device))
+        if table is None:
+            mine = [memory for memory in self._serials if (memory.kind, memory.device) == (kind, device)]
+            spans = sorted((memory.address, memory.address + memory.nbytes) for memory in mine)
+            # The sentinel below every address keeps `ends[at]` indexable when there is no range at all.
+            bounds = np.array([(-(1 << 62), -(1 << 62)), *spans], np.int64)
+            table = self._tables[kind, device] = (bounds[:, 0], bounds[:, 1])
+        return table
+
+
+def touches(descriptors: Descriptors, memory: Memory) -> bool:
+    """Whether a row of checked `descriptors` lies in `memory`."""
+    if descriptors.kind != memory.kind:
+        return False
+    table = descriptors.table
+    inside = (table[:, ADDRESS] >= memory.address) & (table[:, ADDRESS] < memory.address + memory.nbytes)
+    return bool((inside & (table[:, DEVICE] == memory.device)).any())
+
+
+def check_runs(local: Descriptors, remote: Descriptors) -> None:
+    """Raise DescriptorError unless both sides expand to equally many runs of equal lengths, in order.
+
+    The rows may differ: one strided row on this side pairs with many dense rows on the other.
+    """
+    ours, theirs = local.table[:, [NBYTES, COUNT]], remote.table[:, [NBYTES, COUNT]]
+    if np.array_equal(ours, theirs):
+        return
+    if local.count != remote.count:
+        raise DescriptorError(f"{local.count} local runs do not pair with {remote.count} remote runs")
+    ours, theirs = np.repeat(ours[:, 0], ours[:, 1]), np.repeat(theirs[:, 0], theirs[:, 1])
+    if not np.array_equal(ours, theirs):
+        at = int(np.argmax(ours != theirs))
+        raise DescriptorError(f"run {at} is {ours[at]} bytes here and {theirs[at]} bytes at the peer")
+
+
+def check_post(note: bytes, deadline_s: float) -> None:
+    check_note(note)
+    if not 0 < deadline_s < math.inf:
+        raise DescriptorError(f"an operation needs a finite deadline in seconds from now, got {deadline_s}")
+
+
+def check_note(note: bytes) -> None:
+    if len(note) > MAX_NOTE_BYTES:
+        raise ProtocolError(f"note of {len(note)} bytes is longer than {MAX_NOTE_BYTES}")

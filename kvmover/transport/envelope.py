@@ -1,0 +1,77 @@
+"""Metadata as it travels: whatever the backend needs, whose it is, and a digest, since NIXL checks none of its bytes.
+
+A NIXL metadata blob cut by one byte is refused only after the connection is half loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvmover.errors import DescriptorError, PeerRefused
+from kvmover.transport.base import Memory, MemoryKind
+from kvmover.transport.checks import Ranges
+
+_FORMAT = "kvmover.transport/1"
+_Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Registration(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    kind: MemoryKind
+    address: _Natural
+    nbytes: _Natural
+    device: _Natural
+    serial: _Natural
+
+
+class Card(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one transport tells another about itself. `revision` grows with every change to its registrations."""
+
+    backend: Literal["nixl", "loopback"]
+    name: Annotated[str, Meta(min_length=1)]
+    generation: Annotated[str, Meta(min_length=1)]
+    revision: _Natural
+    registrations: tuple[Registration, ...]
+    agent: bytes
+
+    @classmethod
+    def of(cls, backend: Literal["nixl", "loopback"], name: str, ranges: Ranges, agent: bytes) -> Card:
+        rows = tuple(Registration(m.kind, m.address, m.nbytes, m.device, serial) for m, serial in ranges.items())
+        return cls(backend, name, name.rpartition(".")[2], ranges.revision, rows, agent)
+
+    def ranges(self) -> Ranges:
+        return Ranges((Memory(r.kind, r.address, r.nbytes, r.device), r.serial) for r in self.registrations)
+
+
+class _Sealed(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    format: str
+    nbytes: int
+    digest: bytes
+    body: bytes
+
+
+def seal(card: Card) -> bytes:
+    body = msgspec.msgpack.encode(card)
+    return msgspec.msgpack.encode(_Sealed(_FORMAT, len(body), hashlib.sha256(body).digest(), body))
+
+
+def unseal(metadata: bytes, backend: Literal["nixl", "loopback"]) -> Card:
+    """Raises PeerRefused unless `metadata` is whole, of this format and of `backend`."""
+    try:
+        sealed = msgspec.msgpack.decode(metadata, type=_Sealed)
+        if sealed.format != _FORMAT:
+            raise PeerRefused(f"peer metadata is {sealed.format!r}, this side speaks {_FORMAT!r}")
+        if sealed.nbytes != len(sealed.body) or sealed.digest != hashlib.sha256(sealed.body).digest():
+            raise PeerRefused(f"peer metadata is corrupt: {len(sealed.body)} bytes of {sealed.nbytes}, or other bytes")
+        card = msgspec.msgpack.decode(sealed.body, type=Card)
+        card.ranges()
+    except (msgspec.DecodeError, UnicodeDecodeError, DescriptorError) as error:
+        raise PeerRefused(f"peer metadata of {len(metadata)} bytes is malformed: {error}") from error
+    if card.backend != backend:
+        raise PeerRefused(f"peer {card.name} is on {card.backend}, this side on {backend}")
+    if not card.name.endswith(f".{card.generation}"):
+        raise PeerRefused(f"peer {card.name} does not carry its generation {card.generation}")
+    return card

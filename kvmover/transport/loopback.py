@@ -1,0 +1,277 @@
+"""The transport without a wire, for tests and examples in one process: the rules of NIXL, and failures on request."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kvmover.errors import DeadlineExceeded, DescriptorError, PeerLost, PeerRefused, PeerUnknown, TransportError
+from kvmover.transport.base import (
+    ADDRESS,
+    COUNT,
+    NBYTES,
+    STRIDE,
+    Completed,
+    Descriptors,
+    Event,
+    Failed,
+    Memory,
+    MemoryKind,
+    Note,
+)
+from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
+from kvmover.transport.envelope import Card, seal, unseal
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A posted operation. `landed` once the bytes are copied or never will be, `told` once its event is out."""
+
+    ticket: int
+    verb: Literal["WRITE", "READ"]
+    peer: str
+    local: Descriptors
+    remote: Descriptors
+    note: bytes
+    deadline: float
+    error: TransportError | None = None
+    landed: bool = False
+    told: bool = False
+
+
+class LoopbackNetwork:
+    """Where loopback transports meet. It delivers at once, unless it is told to hold back or to cut somebody off."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, LoopbackTransport] = {}
+        self._cut: set[str] = set()
+        self._held: list[tuple[LoopbackTransport, _Flight]] | None = None
+
+    def hold(self) -> None:
+        """Keep whatever is posted from now on in flight: nothing is copied and no note arrives, until `deliver`."""
+        if self._held is None:
+            self._held = []
+
+    def deliver(self) -> None:
+        """Land what was held, in order, even where its deadline has passed since, and hold no longer."""
+        held, self._held = self._held or [], None
+        for sender, flight in held:
+            self._land(sender, flight)
+
+    def cut(self, name: str) -> None:
+        """Let `name` be dead to all others, and they to it, for ever. What it posted before still lands."""
+        self._cut.add(name)
+
+    def join(self, transport: LoopbackTransport) -> None:
+        self._members[transport.name] = transport
+
+    def leave(self, name: str) -> None:
+        self._members.pop(name, None)
+
+    def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
+        if sender.name in self._cut:
+            flight.landed, flight.error = True, _lost(flight.peer)
+        elif self._held is None:
+            self._land(sender, flight)
+        else:
+            self._held.append((sender, flight))
+
+    def tell(self, sender: str, peer: str, note: bytes) -> None:
+        """Raises PeerLost if either end is cut off, or the peer closed."""
+        if peer not in self._members or {sender, peer} & self._cut:
+            raise _lost(peer)
+        self._members[peer].inbox.append(Note(sender, note))
+
+    def _land(self, sender: LoopbackTransport, flight: _Flight) -> None:
+        flight.landed = True
+        peer = self._members.get(flight.peer)
+        if sender.name not in self._members or peer is None or flight.peer in self._cut:
+            flight.error = _lost(flight.peer)
+            return
+        try:
+            peer.ranges.check(flight.remote, flight.peer)
+        except DescriptorError as error:
+            # NIXL would write to memory that the peer has deregistered, or crash the peer where it is unmapped.
+            flight.error = error
+            return
+        ours, theirs = _starts(flight.local), _starts(flight.remote)
+        sources, targets = (ours, theirs) if flight.verb == "WRITE" else (theirs, ours)
+        for source, target, nbytes in zip(sources, targets, _lengths(flight.local), strict=True):
+            ctypes.memmove(target, source, nbytes)
+        if flight.note:
+            peer.inbox.append(Note(sender.name, flight.note))
+        if sender.name in self._cut:
+            flight.error = _lost(flight.peer)
+
+
+class LoopbackTransport:
+    """As NixlTransport, for host memory of this process."""
+
+    def __init__(self, network: LoopbackNetwork, name_hint: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._network = network
+        self._name = f"{name_hint}.{next(_generations)}"
+        self._clock = clock
+        self._peers: dict[str, tuple[int, Ranges]] = {}
+        self._lost: dict[str, str] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._events: list[Event] = []
+        self._tickets = itertools.count(1)
+        self._closed = False
+        self.ranges = Ranges()
+        self.inbox: list[Note] = []
+        network.join(self)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def unsettled(self) -> frozenset[int]:
+        """Tickets that failed and may still touch memory; `poll` takes out those that have ended since."""
+        return frozenset(flight.ticket for flight in self._flights.values() if flight.told)
+
+    def register(self, memory: Memory) -> None:
+        self._ready()
+        if memory.kind is not MemoryKind.HOST:
+            raise DescriptorError(f"loopback copies host memory only, got {memory}")
+        self.ranges.add(memory)
+
+    def deregister(self, memory: Memory) -> None:
+        self._ready()
+        busy = [flight.ticket for flight in self._flights.values() if touches(flight.local, memory)]
+        if busy and memory in self.ranges:
+            raise DescriptorError(f"{memory} is in use by the operations {busy}")
+        self.ranges.remove(memory)
+
+    def metadata(self) -> bytes:
+        self._ready()
+        return seal(Card.of("loopback", self._name, self.ranges, b""))
+
+    def connect(self, metadata: bytes) -> str:
+        self._ready()
+        card = unseal(metadata, "loopback")
+        if card.name == self._name:
+            raise PeerRefused(f"{card.name} is this side's own name")
+        if card.name in self._lost:
+            raise PeerLost(self._lost[card.name])
+        known = self._peers.get(card.name)
+        if known is None or known[0] < card.revision:
+            self._peers[card.name] = (card.revision, card.ranges())
+        return card.name
+
+    def disconnect(self, peer: str) -> None:
+        self._ready()
+        self._peers.pop(peer, None)
+        self._lost.pop(peer, None)
+        for flight in self._flights.values():
+            if flight.peer == peer:
+                self._fail(flight, PeerUnknown(f"disconnected from {peer}"))
+
+    def write(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+        return self._post("WRITE", peer, local, remote, note, deadline_s)
+
+    def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+        return self._post("READ", peer, local, remote, note, deadline_s)
+
+    def _post(
+        self,
+        verb: Literal["WRITE", "READ"],
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        note: bytes,
+        deadline_s: float,
+    ) -> int:
+        ranges = self._reachable(peer)
+        check_post(note, deadline_s)
+        self.ranges.check(local, "local")
+        ranges.check(remote, peer)
+        check_runs(local, remote)
+        flight = _Flight(next(self._tickets), verb, peer, local, remote, note, self._clock() + deadline_s)
+        self._flights[flight.ticket] = flight
+        self._network.carry(self, flight)
+        return flight.ticket
+
+    def notify(self, peer: str, note: bytes) -> None:
+        self._reachable(peer)
+        check_note(note)
+        try:
+            self._network.tell(self._name, peer, note)
+        except PeerLost as error:
+            self._lose(peer, error)
+            raise
+
+    def poll(self) -> list[Event]:
+        self._ready()
+        for flight in list(self._flights.values()):
+            if flight.landed:
+                self._settle(flight)
+            elif self._clock() >= flight.deadline:
+                self._fail(flight, DeadlineExceeded(f"no answer from {flight.peer} by the deadline"))
+        for flight in self._flights.values():
+            if flight.peer in self._lost:
+                self._fail(flight, PeerLost(self._lost[flight.peer]))
+        events, self._events = [*self._events, *self.inbox], []
+        self.inbox.clear()
+        return events
+
+    def close(self) -> None:
+        self._closed = True
+        self._network.leave(self._name)
+        for table in (self._flights, self._peers, self._events, self.inbox):
+            table.clear()
+
+    def _ready(self) -> None:
+        if self._closed:
+            raise TransportError(f"{self._name} is closed")
+
+    def _reachable(self, peer: str) -> Ranges:
+        self._ready()
+        if peer in self._lost:
+            raise PeerLost(self._lost[peer])
+        if peer not in self._peers:
+            raise PeerUnknown(f"{peer} is not connected")
+        return self._peers[peer][1]
+
+    def _lose(self, peer: str, error: TransportError) -> None:
+        if self._peers.pop(peer, None) is not None:
+            self._lost[peer] = str(error)
+
+    def _settle(self, flight: _Flight) -> None:
+        del self._flights[flight.ticket]
+        if isinstance(flight.error, PeerLost):
+            self._lose(flight.peer, flight.error)
+        if flight.told:
+            return
+        if flight.error is None:
+            self._events.append(Completed(flight.ticket))
+        else:
+            self._events.append(Failed(flight.ticket, flight.peer, flight.error, quiescent=True))
+
+    def _fail(self, flight: _Flight, error: TransportError) -> None:
+        if not flight.told:
+            flight.told = True
+            self._events.append(Failed(flight.ticket, flight.peer, error, quiescent=False))
+
+
+_generations = itertools.count(1)
+
+
+def _lost(peer: str) -> PeerLost:
+    return PeerLost(f"{peer} is lost: it is closed or cut off")
+
+
+def _starts(descriptors: Descriptors) -> list[int]:
+    table = descriptors.table
+    row = np.repeat(np.arange(len(table)), table[:, COUNT])
+    first = np.cumsum(table[:, COUNT]) - table[:, COUNT]
+    return (table[row, ADDRESS] + (np.arange(len(row)) - first[row]) * table[row, STRIDE]).tolist()
+
+
+def _lengths(descriptors: Descriptors) -> list[int]:
+    return np.repeat(descriptors.table[:, NBYTES], descriptors.table[:, COUNT]).tolist()

@@ -1,0 +1,244 @@
+"""What never reaches a wire: bad ranges, bad pairs, bad metadata. No backend is needed here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmover.errors import DescriptorError, PeerRefused, ProtocolError
+from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, memory_of, whole
+from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
+from kvmover.transport.envelope import Card, seal, unseal
+
+HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
+BASE = 1 << 20
+
+
+def rows(*table: tuple[int, int, int, int, int], kind: MemoryKind = HOST) -> Descriptors:
+    return Descriptors(kind, np.array(table, np.int64))
+
+
+def two_ranges() -> Ranges:
+    ranges = Ranges()
+    ranges.add(Memory(HOST, BASE, 4096))
+    ranges.add(Memory(HOST, BASE + 4096, 4096))
+    ranges.add(Memory(DEVICE, BASE, 4096, device=1))
+    return ranges
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        rows((BASE - 1, 1, 0, 1, 1)),
+        rows((BASE + 8192, 1, 0, 1, 1)),
+        rows((BASE, 16, 0, 16, 1), (BASE + 4090, 16, 0, 16, 1)),
+        rows((BASE, 16, 0, 1024, 5)),
+        rows((BASE, 16, 1, 16, 1)),
+        rows((BASE, 16, 0, 16, 1), kind=DEVICE),
+        rows((BASE + 4096, 256, 0, -512, 4)),
+        rows((BASE, 256, 0, 128, 2)),
+        rows((BASE, 256, 0, 0, 2)),
+        rows((BASE, (1 << 63) - 1, 0, 1, 1)),
+        rows((BASE, 8, 0, (1 << 62), 5)),
+        rows((BASE, 8, 0, 8, (1 << 63) - 1)),
+        rows((-(1 << 63), 8, 0, 8, 1)),
+        rows(((1 << 63) - 1, 8, 0, 8, 1)),
+    ],
+    ids=[
+        "before", "behind", "across-two-ranges", "last-run-outside", "other-device", "other-kind", "backwards",
+        "overlapping", "stride-0", "length-2^63", "stride-wraps", "count-2^63", "address-lowest", "address-highest",
+    ],
+)  # fmt: skip
+def test_runs_outside_registered_memory_are_refused(bad: Descriptors) -> None:
+    with pytest.raises(DescriptorError, match="local: "):
+        two_ranges().check(bad, "local")
+
+
+def test_runs_to_the_last_byte_pass() -> None:
+    ranges = two_ranges()
+    ranges.check(rows((BASE, 16, 0, 1020, 5), (BASE + 4096, 4096, 0, 0, 1)), "local")
+    ranges.check(rows((BASE, 4096, 1, 4096, 1), kind=DEVICE), "local")
+    ranges.remove(Memory(HOST, BASE, 4096))
+    with pytest.raises(DescriptorError):
+        ranges.check(rows((BASE, 16, 0, 16, 1)), "local")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(BASE - 40, BASE + 200), st.integers(1, 90), st.integers(0, 1), st.integers(-20, 60),
+            st.integers(1, 5),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)  # fmt: skip
+def test_the_check_agrees_with_looking_at_every_byte(table: list[tuple[int, int, int, int, int]]) -> None:
+    ranges = Ranges()
+    memory = [Memory(HOST, BASE, 64), Memory(HOST, BASE + 64, 40), Memory(HOST, BASE, 150, device=1)]
+    for part in memory:
+        ranges.add(part)
+
+    def legal(address: int, nbytes: int, device: int, stride: int, count: int) -> bool:
+        if count > 1 and stride < nbytes:
+            return False
+        starts = [address + i * stride for i in range(count)]
+        homes = [
+            m for m in memory if m.device == device and all(
+                m.address <= start and start + nbytes <= m.address + m.nbytes for start in starts)
+        ]  # fmt: skip
+        return bool(homes)
+
+    if all(legal(*row) for row in table):
+        ranges.check(rows(*table), "local")
+    else:
+        with pytest.raises(DescriptorError):
+            ranges.check(rows(*table), "local")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [Memory(HOST, BASE, 0), Memory(HOST, 0x10, 64), Memory(HOST, BASE, 1 << 63), Memory(DEVICE, BASE, 64, device=-1)],
+)
+def test_memory_that_cannot_be_is_not_registered(bad: Memory) -> None:
+    with pytest.raises(DescriptorError):
+        Ranges().add(bad)
+
+
+def test_overlapping_registration_is_refused_and_names_the_other() -> None:
+    ranges = two_ranges()
+    for address, nbytes in ((BASE, 4096), (BASE + 10, 10), (BASE - 10, 11), (BASE + 4000, 200)):
+        with pytest.raises(DescriptorError, match="overlaps"):
+            ranges.add(Memory(HOST, address, nbytes))
+    ranges.add(Memory(DEVICE, BASE, 4096, device=0))
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "legal"),
+    [
+        (rows((0, 8, 0, 16, 4)), rows((0, 8, 0, 8, 4)), True),
+        (rows((0, 8, 0, 16, 4)), Descriptors.runs(HOST, [0, 99, 50, 7], 8), True),
+        (rows((0, 8, 0, 16, 2), (0, 4, 0, 4, 2)), rows((0, 8, 0, 8, 1), (0, 8, 0, 8, 1), (0, 4, 0, 4, 2)), True),
+        (rows((0, 8, 0, 16, 4)), rows((0, 8, 0, 8, 3)), False),
+        (rows((0, 8, 0, 16, 2)), rows((0, 16, 0, 16, 1)), False),
+        (rows((0, 8, 0, 16, 2)), rows((0, 12, 0, 8, 1), (0, 4, 0, 4, 1)), False),
+    ],
+)
+def test_sides_pair_when_they_expand_to_equal_runs(local: Descriptors, remote: Descriptors, legal: bool) -> None:
+    if legal:
+        check_runs(local, remote)
+    else:
+        with pytest.raises(DescriptorError):
+            check_runs(local, remote)
+
+
+def test_rows_touch_only_the_memory_they_lie_in() -> None:
+    descriptors = rows((BASE, 16, 0, 16, 2), (BASE + 9000, 16, 2, 16, 2))
+    assert touches(descriptors, Memory(HOST, BASE, 64))
+    assert not touches(descriptors, Memory(HOST, BASE + 64, 64))
+    assert not touches(descriptors, Memory(DEVICE, BASE, 64))
+    assert not touches(descriptors, Memory(HOST, BASE + 9000, 64, device=0))
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, float("inf"), float("nan")])
+def test_an_operation_needs_a_finite_deadline(deadline_s: float) -> None:
+    with pytest.raises(DescriptorError, match="deadline"):
+        check_post(b"", deadline_s)
+
+
+def test_a_note_longer_than_the_limit_is_refused() -> None:
+    check_note(bytes(MAX_NOTE_BYTES))
+    with pytest.raises(ProtocolError, match=str(MAX_NOTE_BYTES)):
+        check_note(bytes(MAX_NOTE_BYTES + 1))
+
+
+def card() -> Card:
+    return Card.of("loopback", "decode.1f", two_ranges(), b"agent bytes")
+
+
+def test_metadata_survives_the_trip() -> None:
+    assert unseal(seal(card()), "loopback") == card()
+    assert unseal(seal(card()), "loopback").ranges().items() == two_ranges().items()
+
+
+@given(st.data())
+def test_metadata_with_any_byte_changed_or_missing_is_refused(data: st.DataObject) -> None:
+    whole_metadata = seal(card())
+    at = data.draw(st.integers(0, len(whole_metadata) - 1))
+    flip = data.draw(st.integers(1, 255))
+    changed = bytearray(whole_metadata)
+    changed[at] ^= flip
+    for bad in (bytes(changed), whole_metadata[:at], whole_metadata + bytes([flip])):
+        with pytest.raises(PeerRefused):
+            unseal(bad, "loopback")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"name": "decode.2f"},
+        {"backend": "nixl"},
+        {"registrations": [["DRAM", 16, 64, 0, 1]]},
+        {"registrations": [["DRAM", BASE, 64, 0, 1], ["DRAM", BASE, 64, 0, 2]]},
+        {"registrations": [["DRAM", -BASE, 64, 0, 1]]},
+        {"registrations": [["FILE", BASE, 64, 0, 1]]},
+        {"revision": -1},
+        {"surprise": 1},
+    ],
+)
+def test_a_card_that_lies_about_itself_is_refused_even_well_sealed(bad: dict[str, object]) -> None:
+    fields = msgspec.to_builtins(card(), builtin_types=(bytes,)) | bad
+    with pytest.raises(PeerRefused):
+        unseal(seal(fields), "loopback")  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Device:
+    type: str
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    device: Device
+    nbytes: int
+    contiguous: bool = True
+
+    def data_ptr(self) -> int:
+        return BASE
+
+    def numel(self) -> int:
+        return self.nbytes // 2
+
+    def element_size(self) -> int:
+        return 2
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+
+def test_memory_of_a_tensor_is_its_bytes() -> None:
+    assert memory_of(Tensor(Device("cpu"), 64)) == Memory(HOST, BASE, 64)
+    assert memory_of(Tensor(Device("cuda", 3), 64)) == Memory(DEVICE, BASE, 64, 3)
+    assert whole(Memory(DEVICE, BASE, 64, 3)).table.tolist() == [[BASE, 64, 3, 64, 1]]
+
+
+@pytest.mark.parametrize(
+    "bad", [Tensor(Device("meta"), 64), Tensor(Device("cpu"), 64, contiguous=False), Tensor(Device("cpu"), 0)]
+)
+def test_a_tensor_without_one_range_of_memory_is_refused(bad: Tensor) -> None:
+    with pytest.raises(DescriptorError):
+        memory_of(bad)
+
+
+def test_importing_the_transport_loads_neither_nixl_nor_torch() -> None:
+    probe = "import sys, kvmover.transport as t; t.memory_of, t.LoopbackNetwork, t.NixlTransport; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout.split()
+    assert not {name.partition(".")[0] for name in loaded} & {"nixl", "nixl_cu13", "nixl_cu12", "torch"}
