@@ -1,19 +1,17 @@
 """A small seeded transformer, sharded over TP and PP, whose only state is the KV cache it is given.
 
-Float64 throughout: another sharding sums in another order, which moves a logit by about 1e-14, far below the gap to the
-second best, so tokens are comparable. Keys are cached before their rotation and rotated by the row they are read from:
-a page that lands in the wrong place of the page table changes the text, as a page with wrong bytes does.
+Float64: another sharding sums in another order, which moves a logit by 1e-14, far below its gap to the next. Keys are
+cached before their rotation, and rotated by the row they are read from: a page in the wrong place is a wrong page.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from functools import partial
 from random import Random
-from typing import Protocol, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +21,10 @@ from torch.nn.functional import rms_norm, silu
 
 from kvmover.errors import LayoutError
 
-#: Queries attended at once: bounds the score matrix of a long prompt, and keeps it in the core's own cache.
-_QUERY_CHUNK = 64
-#: Attention as sharp as a trained model's: scores of unit variance would average the rows away, and hide a wrong one.
-_SHARPNESS = 3.0
-#: How long a rank waits for another before it gives up.
-_PATIENCE = timedelta(seconds=60)
+_QUERY_CHUNK = 64  # queries attended at once: bounds the scores of a long prompt, and keeps them in the core's cache
+_SHARPNESS = 3.0  # attention as sharp as a trained model's: rows mixed evenly would hide a wrong one
+#: How the ranks of a fleet add up and hand on: every rank calls the same verbs in the same order.
+Collective: TypeAlias = "Alone | Gloo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +47,7 @@ class ModelConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.layers, self.hidden, self.query_heads, self.kv_heads, self.kv, self.value_dim, self.mlp)
-        if min(sizes) < 1 or self.vocab < 2 or self.query_heads % self.kv_heads:
+        if min(astuple(self)[1:-1]) < 1 or self.vocab < 2 or self.query_heads % self.kv_heads:
             raise LayoutError(f"a model needs positive sizes, and query heads that share its kv heads evenly: {self}")
         if self.head_dim % 2 or self.value_dim > self.head_dim:
             raise LayoutError(f"head_dim {self.head_dim} must be even and hold value_dim {self.value_dim}")
@@ -83,14 +78,13 @@ class ModelShard:
 
 
 class Cache(Protocol):
-    """The cached rows of one request on one rank, local KV heads only, layers by their number in the whole model."""
+    """The cached rows of one request on one rank, local KV heads only, layers by their number in the whole model.
 
-    def write(self, layer: int, positions: range, rows: Tensor) -> None:
-        """Keep `rows` [kv, token, head, dim] of the tokens at `positions`."""
+    `write` keeps rows [kv, token, head, dim] of the tokens at `positions`, `read` gives those of the first `tokens`.
+    """
 
-    def read(self, layer: int, tokens: int) -> Tensor:
-        """The rows [kv, token, head, dim] of the first `tokens` positions."""
-        ...
+    def write(self, layer: int, positions: range, rows: Tensor) -> None: ...
+    def read(self, layer: int, tokens: int) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -112,9 +106,8 @@ class ContiguousCache:
 class PagedCache:
     """Rows of one request in a paged pool, through views whose axes were permuted to one order.
 
-    `layers[n]` [page, token, kv, head, dim], strided in any way; or, where K and V are separate allocations, one
-    [page, token, head, dim] a plane. The pool owns the memory. `page_ids` are the request's pages in order of position;
-    the list is not copied, so the owner may append to it as the request grows.
+    `layers[n]` is [page, token, kv, head, dim] in any strides or, where K and V are separate allocations, one
+    [page, token, head, dim] a plane. The pool owns them. `page_ids`, in order of position, may grow with the request.
     """
 
     layers: Mapping[int, Tensor | Sequence[Tensor]]
@@ -167,19 +160,17 @@ class Gloo:
     def join(cls, store: Store, rank: int, tp: int, pp: int) -> Gloo:
         """Meet the tp * pp ranks of this fleet in `store`, which no other fleet uses, not even an earlier one."""
         # Not new_group: it needs every rank of a world, or (local) ranks that have formed equally many groups before.
-        group = dist.ProcessGroupGloo(store, rank, tp * pp, _PATIENCE)
+        group = dist.ProcessGroupGloo(store, rank, tp * pp, timedelta(seconds=60))
         return cls(cast(dist.ProcessGroup, group), tp)  # the stub of a Gloo group leaves its verbs out
 
     def add_up(self, part: Tensor) -> Tensor:
-        # A star: Gloo's ring of tiny messages takes 4.4 ms among four processes on two cores, this 0.5 ms. And every
-        # rank has the same sum to the last bit.
+        # A star, as Gloo's ring of tiny messages takes 4.4 ms among four processes on two cores, and this 0.5 ms.
         first = self.group.rank() // self.tp * self.tp
         others = range(first + 1, first + self.tp)
         if self.group.rank() != first:
             self._send(part, [first])
             return self._receive(part, [first])[0]
-        for other in self._receive(part, others):
-            part += other
+        part = sum(self._receive(part, others), part)
         self._send(part, others)
         return part
 
@@ -207,14 +198,9 @@ class Gloo:
         return received
 
 
-Collective = Alone | Gloo
-
-
 class Transformer:
-    """One rank of the model. `gaps` has, for every token chosen, how far its logit was above the second best.
-
-    One wrong element seldom changes the text but always the gaps: the sharp test compares them too, to 1e-9.
-    """
+    """One rank of the model. `gaps` has how far the logit of each chosen token was above the second best: a wrong row
+    seldom changes the text, but always the gaps, which agree to 1e-9 where the rows do."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, comm: Collective) -> None:
         self.config, self.shard, self.comm = config, shard, comm
@@ -250,7 +236,9 @@ class Transformer:
         hidden = self._embedding[torch.tensor(tokens)] if first else self.comm.receive(len(tokens), width)
         for layer in self.shard.layers:
             hidden = hidden + self.comm.add_up(self._attention(layer, rms_norm(hidden, [width]), start, cache))
-            hidden = hidden + self.comm.add_up(self._mlp(layer, rms_norm(hidden, [width])))
+            inner, weights = rms_norm(hidden, [width]), self._layers[layer]
+            inner = silu(inner @ weights["gate"]) * (inner @ weights["up"])
+            hidden = hidden + self.comm.add_up(inner @ weights["down"])
         choice = torch.zeros(2, dtype=torch.float64)  # a token id is exact in float64
         if self.shard.layers.stop == self.config.layers:
             best, words = torch.topk(rms_norm(hidden[-1], [width]) @ self._words, 2)
@@ -261,10 +249,6 @@ class Transformer:
         self.gaps.append(gap)
         return int(token)
 
-    def _mlp(self, layer: int, hidden: Tensor) -> Tensor:
-        gate, up, down = (self._layers[layer][name] for name in ("gate", "up", "down"))
-        return (silu(hidden @ gate) * (hidden @ up)) @ down
-
     def _attention(self, layer: int, hidden: Tensor, start: int, cache: Cache) -> Tensor:
         """This rank's part of the attention output [token, hidden]; caches the rows of `hidden` on the way."""
         config, weights, count = self.config, self._layers[layer], len(hidden)
@@ -274,13 +258,12 @@ class Transformer:
         keys = self._rotated(planes[0], 0)[:, self._kv_head_of_query].permute(1, 2, 0)  # [head, dim, token]
         values = planes[-1][:, self._kv_head_of_query, : config.value_dim].transpose(0, 1)  # [head, token, dim]
         queries = self._rotated((hidden @ weights["query"]).view(count, -1, config.head_dim), start).transpose(0, 1)
-        queries = queries * (_SHARPNESS / math.sqrt(config.head_dim))
+        queries = queries * (_SHARPNESS / config.head_dim**0.5)
         mixed: list[Tensor] = []
         for first in range(0, count, _QUERY_CHUNK):
-            seen = start + min(first + _QUERY_CHUNK, count)
-            scores = queries[:, first : first + _QUERY_CHUNK] @ keys[:, :, :seen]
+            scores = queries[:, first : first + _QUERY_CHUNK] @ keys[:, :, : start + first + _QUERY_CHUNK]
             later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(start + first + 1)
-            mixed.append(scores.masked_fill_(later, -math.inf).softmax(-1) @ values[:, :seen])
+            mixed.append(scores.masked_fill_(later, -torch.inf).softmax(-1) @ values[:, : scores.shape[2]])
         return torch.cat(mixed, dim=1).transpose(0, 1).flatten(1) @ weights["out"]
 
     def _rotated(self, rows: Tensor, start: int) -> Tensor:
@@ -314,4 +297,4 @@ def _layer_weights(config: ModelConfig, shard: ModelShard, layer: int) -> dict[s
 def _weights(config: ModelConfig, layer: int, name: str, inputs: int, *shape: int) -> Tensor:
     """A whole matrix, a function of (seed, layer, name) only; as a sum over `inputs` it keeps unit variance."""
     generator = torch.Generator().manual_seed(Random(f"{config.seed}/{layer}/{name}").getrandbits(60))
-    return torch.randn(shape, dtype=torch.float64, generator=generator) / math.sqrt(inputs)
+    return torch.randn(shape, dtype=torch.float64, generator=generator) / inputs**0.5

@@ -209,18 +209,17 @@ def count_runs(leg: Leg, src: Held, dst: Held) -> int:
 
     8,192 tokens of 64 layers in NHD, TP4 to TP2: 1,048,576 runs of 512 B a pair. In HND with 64-token pages: 16,384.
     """
-    total = 0
-    ends: tuple[int, int] | None = None
     groups = units_of(leg, src, dst)
-    per_unit = {units.tokens: _runs_of_unit(leg, units.tokens, src.spec, dst.spec) for units in groups}
-    pieces = sorted((at, to, units.tokens) for units in groups for at, to in zip(units.src.tolist(), units.dst.tolist(), strict=True))
-    for at, to, tokens in pieces:
-        runs, continues = per_unit[tokens]
-        inside = at % src.spec.page_tokens and to % dst.spec.page_tokens
-        if not (continues and inside and (at, to) == ends):
-            total += runs
-        ends = (at + tokens, to + tokens)
-    return total
+    at = [np.concatenate([getattr(units, side) for units in groups]) for side in ("src", "dst")]
+    order = np.argsort(at[0])
+    tokens = np.repeat([units.tokens for units in groups], [len(units) for units in groups])[order]
+    per_unit = [_runs_of_unit(leg, units.tokens, src.spec, dst.spec) for units in groups]
+    runs, continues = (np.repeat(part, [len(units) for units in groups])[order] for part in zip(*per_unit, strict=True))
+    joined = continues[1:].astype(bool)
+    for side, page_tokens in zip(at, (src.spec.page_tokens, dst.spec.page_tokens), strict=True):
+        begins = side[order][1:]
+        joined &= (begins == side[order][:-1] + tokens[:-1]) & (begins % page_tokens > 0)
+    return int(runs.sum() - runs[1:][joined].sum())
 
 
 def _runs_of_unit(leg: Leg, tokens: int, src: PoolSpec, dst: PoolSpec) -> tuple[int, bool]:

@@ -162,6 +162,10 @@ class Transport(Protocol):
         """All that happened since the last call, in order for each peer. Never blocks."""
         ...
 
+    def unsettled(self) -> frozenset[int]:
+        """Tickets of failed operations that may still touch memory. One that has left this set never will again."""
+        ...
+
     def close(self) -> None:
         """Release every handle, peer and registration. Safe to call twice."""
         ...

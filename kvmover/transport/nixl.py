@@ -252,7 +252,9 @@ class NixlTransport:
         try:
             state = step(flight.handle)
         except agent.gone as error:
-            # UCX has failed the endpoint and dropped what it had queued: nothing reads or writes local memory for it.
+            # UCX has failed the endpoint and dropped what it had queued: nothing touches local memory for it any more
+            # (tcp and cma measured). Where one operation spans several rails NIXL may answer at the first that fails;
+            # `_sweep` closes the endpoint by force before `poll` hands out the event.
             self._settle(flight, flight.handle, self._lose(flight.peer, error))
             return
         except agent.errors as error:

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,15 @@ PROMPT = random.Random(7).choices(range(512), k=75)
 ANSWER = 12
 #: The same model on another sharding or in another place of memory: how far a logit gap may move.
 TOLERANCE = 1e-9
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small are multiplied slower by two threads, which spin while they wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def alone(config: ModelConfig) -> Transformer:

@@ -55,7 +55,7 @@ def test_requests_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path / "trace.jsonl", request(5, [1]), "not a request")
     entries = read_trace(path, Scale(512))
     assert len(next(entries).tokens) == 5
-    with pytest.raises(TraceError, match="trace.jsonl line 2: .*not a request"):
+    with pytest.raises(TraceError, match=r"trace\.jsonl line 2: .*not a request"):
         next(entries)
 
 

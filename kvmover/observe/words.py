@@ -1,0 +1,54 @@
+"""Numbers, spans, positions and fleets as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvmover.layout import CpOrder, Positions, Span
+from kvmover.plan.text import FleetText
+
+
+def bytes_in_words(nbytes: int) -> str:
+    """Three figures and a binary unit.
+
+    >>> bytes_in_words(2684354560), bytes_in_words(512)
+    ('2.5 GiB', '512 B')
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"
+
+
+def span_in_words(span: Span) -> str:
+    """First and last: `0-39`, or one number."""
+    if not span:
+        return "none"
+    last = span.stop - 1
+    if span.count == 1:
+        return str(span.start)
+    return f"{span.start}-{last}" + (f" step {span.step}" if span.step > 1 else "")
+
+
+def positions_in_words(positions: Positions) -> str:
+    """Runs of tokens: `0-8191`, or `16 of every 64 from 0 to 8143`."""
+    parts = [
+        f"{s.start}-{s.stop - 1}" if s.count == 1 else f"{s.width} of every {s.step} from {s.start} to {s.stop - 1}"
+        for s in positions
+    ]
+    return ", ".join(parts) or "none"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
+
+
+def fleet_in_words(text: FleetText) -> str:
+    """Sizes above one, the page and the order: `tp 4, pages of 16, NHD`."""
+    fleet = text.fleet
+    sizes = [f"{name} {size}" for name, size in (("tp", fleet.tp), ("pp", fleet.pp), ("cp", fleet.cp)) if size > 1]
+    if fleet.cp > 1 and fleet.cp_order is not CpOrder.PAGE:
+        sizes[-1] += f" by {fleet.cp_order}"
+    return ", ".join([*(sizes or ["one rank"]), f"pages of {fleet.page_tokens}", text.order])

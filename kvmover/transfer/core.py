@@ -1,0 +1,61 @@
+"""Core: what the two halves of a mover share, and the only way they reach the wire."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvmover.errors import PeerLost, PeerUnknown
+from kvmover.layout.pool import Pool
+from kvmover.transfer.arena import Arena
+from kvmover.transfer.copier import Copier
+from kvmover.transfer.handshake import Rank
+from kvmover.transfer.lane import End
+from kvmover.transfer.peers import Peers
+from kvmover.transfer.result import MoverConfig
+from kvmover.transfer.wire import AnyMessage, encode
+from kvmover.transport.base import Memory, Transport
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True, eq=False)
+class Staging:
+    """An arena with its memory."""
+
+    tensor: torch.Tensor
+    memory: Memory
+    arena: Arena
+
+
+@dataclass(slots=True, eq=False)
+class Core:
+    """The parts of a mover. `later` holds what must run outside the event being handled, in order."""
+
+    transport: Transport
+    config: MoverConfig
+    end: End
+    card: Rank
+    pools: tuple[Pool, ...]
+    copier: Copier
+    outgoing: Staging
+    incoming: Staging
+    clock: Callable[[], float]
+    peers: Peers = field(default_factory=Peers)
+    lost: deque[tuple[str, str]] = field(default_factory=deque["tuple[str, str]"])
+    later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
+
+    def say(self, peer: str, message: AnyMessage) -> None:
+        """Send a control message. A peer that cannot be reached is reported lost: every wait on it then ends."""
+        try:
+            self.transport.notify(peer, encode(message))
+        except (PeerLost, PeerUnknown) as error:
+            self.lost.append((peer, str(error)))
+
+    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
+        """`call`, but from the mover's loop instead of from inside whoever finishes."""
+        return lambda: self.later.append(call)
+

@@ -1,0 +1,98 @@
+"""The handshake: a card that says who a rank is, read in two steps so that a stranger is refused before it is understood."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from kvmover.errors import PeerRefused
+from kvmover.layout.component import Component
+from kvmover.layout.fleet import Fleet
+from kvmover.layout.pool import PoolSpec
+from kvmover.transfer.wire import VERSION
+from kvmover.transport.base import Memory
+
+MAX_CARD_BYTES = 4 << 20
+
+
+class Model(msgspec.Struct, frozen=True):
+    """What both sides must hold alike: the weights by name, and every component of their cache."""
+
+    name: str
+    components: tuple[Component, ...]
+
+    def digest(self) -> bytes:
+        """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order stay out: they may differ."""
+        return hashlib.sha256(msgspec.msgpack.encode((VERSION, self), order="deterministic")).digest()
+
+    def text(self) -> str:
+        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}" for c in self.components]
+        return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rank stands: an engine by name, its fleet, and the rank's number in it."""
+
+    engine: str
+    fleet: Fleet
+    rank: int
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """A rank as its peers need to know it: where it stands, how its pools lie, and how to reach its memory.
+
+    `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory for packed chunks.
+    """
+
+    place: Place
+    pools: tuple[PoolSpec, ...]
+    allocations: tuple[tuple[Memory, ...], ...]
+    arena: Memory
+    transport: bytes
+
+
+class Card(msgspec.Struct, frozen=True):
+    """Digest first, the rest unread: `body` is a Rank, decoded only when the digests agree."""
+
+    digest: bytes
+    model: str
+    body: bytes
+
+
+def write_card(model: Model, rank: Rank) -> bytes:
+    return msgspec.msgpack.encode(Card(model.digest(), model.text(), msgspec.msgpack.encode(rank)))
+
+
+def read_card(model: Model, card: bytes) -> Rank:
+    """The peer behind `card`. Raises PeerRefused with both models' text, or with what is wrong with the bytes."""
+    if len(card) > MAX_CARD_BYTES:
+        raise PeerRefused(f"card of {len(card)} bytes is over the limit of {MAX_CARD_BYTES}")
+    try:
+        envelope = msgspec.msgpack.decode(card, type=Card)
+        if envelope.digest != model.digest():
+            raise PeerRefused(f"peer holds {envelope.model}; this side holds {model.text()}")
+        rank = msgspec.msgpack.decode(envelope.body, type=Rank)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise PeerRefused(f"card cannot be read: {error}") from error
+    _check(model, rank)
+    return rank
+
+
+def _check(model: Model, rank: Rank) -> None:
+    """What a decoded card must satisfy before anything is computed from it."""
+    place = rank.place
+    if not 0 <= place.rank < place.fleet.size:
+        raise PeerRefused(f"rank {place.rank} of a fleet of {place.fleet.size}")
+    if not len(rank.pools) == len(rank.allocations) == len(model.components):
+        raise PeerRefused(f"{len(rank.pools)} pools for {len(model.components)} components")
+    for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
+        shard = place.fleet.shard(component, place.rank, 1)
+        if spec.component != component or spec.page_tokens != place.fleet.page_tokens:
+            raise PeerRefused(f"pool of {spec.component.name} with {spec.page_tokens}-token pages does not fit its fleet")
+        extents = {"layer": shard.layers.count, "head": shard.heads.count}
+        for axis, extent in extents.items():
+            if spec.layout.extent_of(axis) != extent:
+                raise PeerRefused(f"pool of {component.name} has {spec.layout.extent_of(axis)} {axis}s, its rank {extent}")
+        if len(memories) != spec.allocations or any(m.nbytes < spec.allocation_bytes for m in memories):
+            raise PeerRefused(f"allocations of {component.name} are fewer or smaller than its pool")
