@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .region import Region, Side
 
 #: Rows are copied through a temporary of about this size where neither side is dense, so that it stays in the L2 cache.
-TEMPORARY_BYTES = 1 << 20
+TEMPORARY_BYTES = 1 << 19
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def move(regions: Sequence[Region]) -> None:
@@ -19,71 +22,98 @@ def move(regions: Sequence[Region]) -> None:
         region.check()
     for region in regions:
         if region.nbytes:
-            _copy(_longest_rows(region))
-
-
-def _longest_rows(region: Region) -> Region:
-    """The same bytes in longer rows, where tokens or heads follow each other on both sides."""
-    src, dst, heads, tokens, row = region.src, region.dst, region.heads, region.tokens, region.row_bytes
-    if tokens == 1 or src.token_bytes == dst.token_bytes == row:
-        row, tokens = row * tokens, 1
-        if src.head_bytes == dst.head_bytes == row:
-            row, heads = row * heads, 1
-    return Region(src, dst, heads, tokens, row)
+            _copy(region)
 
 
 def _copy(region: Region) -> None:
-    """Row by row, by index: one index_select and one index_copy_ for all planes that share both allocations."""
+    """All planes that share both allocations at once: by index, row by row."""
     pairs = np.stack([region.src.allocation, region.dst.allocation])
+    part: torch.Tensor | None = None
     for source, target in np.unique(pairs, axis=1).T.tolist():
         planes = np.flatnonzero((pairs[0] == source) & (pairs[1] == target))
         src = _Rows.of(region, region.src, planes, source)
         dst = _Rows.of(region, region.dst, planes, target)
-        width = int(np.gcd(src.granule, dst.granule))
-        _copy_rows(src.cut(width), dst.cut(width), src.index(width), dst.index(width))
+        dtype = _WORDS[min(src.word_bytes, dst.word_bytes)]
+        # torch refuses an output in the storage of its input, even where the rows do not meet: within one pool.
+        apart = src.memory.untyped_storage().data_ptr() != dst.memory.untyped_storage().data_ptr()
+        if apart and dst.dense:
+            torch.index_select(src.rows(dtype), 0, src.index(), out=_cut(dst.bytes(), src.width, dtype))
+        elif apart and src.dense:
+            dst.rows(dtype).index_copy_(0, dst.index(), _cut(src.bytes(), dst.width, dtype))
+        else:
+            # One for all groups: fresh memory costs a page fault every 4 KiB, three times what the copy takes.
+            part = torch.empty(TEMPORARY_BYTES, dtype=torch.uint8) if part is None else part
+            _copy_in_parts(src, dst, part, dtype)
+
+
+def _copy_in_parts(src: _Rows, dst: _Rows, part: torch.Tensor, dtype: torch.dtype) -> None:
+    """Through `part`, which stays in the cache: each side in rows as long as it has them."""
+    reads, writes = src.index(), dst.index()
+    step = int(np.lcm(src.width, dst.width))
+    step *= max(1, part.numel() // step)
+    if step > part.numel():
+        part = torch.empty(step, dtype=torch.uint8)
+    for first in range(0, src.nbytes, step):
+        here = part[: min(step, src.nbytes - first)]
+        stop = first + here.numel()
+        chosen = reads[first // src.width : stop // src.width]
+        torch.index_select(src.rows(dtype), 0, chosen, out=_cut(here, src.width, dtype))
+        chosen = writes[first // dst.width : stop // dst.width]
+        dst.rows(dtype).index_copy_(0, chosen, _cut(here, dst.width, dtype))
+
+
+def _cut(flat: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Flat bytes as [row, element], rows of `width` bytes."""
+    return flat.view(dtype).view(-1, width // dtype.itemsize)
 
 
 class _Rows:
-    """One side's rows inside one allocation: their byte offsets, and the granule that divides them all."""
+    """One side's rows inside one allocation, in the order unit, head, plane, token, merged where they follow each other.
 
-    def __init__(self, memory: torch.Tensor, starts: np.ndarray, row_bytes: int) -> None:
-        self.memory, self.starts, self.row_bytes = memory, starts, row_bytes
-        self.granule = int(np.gcd(np.gcd.reduce(starts), row_bytes))
+    `starts` are byte offsets of runs of `run_bytes`; `width` divides both, and is what an index counts.
+    """
+
+    def __init__(self, memory: torch.Tensor, starts: npt.NDArray[np.int64], run_bytes: int) -> None:
+        self.memory, self.starts, self.run_bytes = memory, starts, run_bytes
+        self.width = int(np.gcd(np.gcd.reduce(starts), run_bytes))
+        self.word_bytes = int(np.gcd.reduce([self.width, memory.data_ptr(), memory.storage_offset(), 8]))
+        self.dense = bool((np.diff(starts) == run_bytes).all())
 
     @classmethod
-    def of(cls, region: Region, side: Side, planes: np.ndarray, allocation: int) -> _Rows:
-        unit = side.units[:, None, None, None]
-        head = (np.arange(region.heads) * side.head_bytes)[None, :, None, None]
-        plane = side.offset[planes][None, None, :, None]
-        token = (np.arange(region.tokens) * side.token_bytes)[None, None, None, :]
-        return cls(side.memory[allocation], (unit + head + plane + token).reshape(-1), region.row_bytes)
+    def of(cls, region: Region, side: Side, planes: npt.NDArray[np.int64], allocation: int) -> _Rows:
+        """The rows of `planes`, which lie in `allocation`."""
+        loops = [
+            (region.tokens, np.arange(region.tokens) * side.token_bytes),
+            (len(planes), side.offset[planes]),
+            (region.heads, np.arange(region.heads) * side.head_bytes),
+            (len(side.units), side.units),
+        ]
+        run_bytes = region.row_bytes
+        while loops and (np.diff(loops[0][1]) == run_bytes).all():
+            count, offsets = loops.pop(0)
+            run_bytes, base = run_bytes * count, offsets[0]
+            if not loops:
+                return cls(side.memory[allocation], np.array([base]), run_bytes)
+            loops[0] = (loops[0][0], loops[0][1] + base)
+        starts = np.zeros(1, np.int64)
+        for _, offsets in loops:
+            starts = (offsets[:, None] + starts).reshape(-1)
+        return cls(side.memory[allocation], starts, run_bytes)
 
-    def cut(self, width: int) -> torch.Tensor:
-        """The allocation as [row, width], in the widest element that divides `width`."""
-        flat = self.memory[: self.memory.numel() // width * width]
-        size = int(np.gcd(width, 8))
-        aligned = flat.data_ptr() % size == 0
-        dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size if aligned else 1]
-        return flat.view(dtype).view(-1, width // dtype.itemsize)
+    @property
+    def nbytes(self) -> int:
+        return len(self.starts) * self.run_bytes
 
-    def index(self, width: int) -> torch.Tensor:
-        first = self.starts // width
-        pieces = self.row_bytes // width
-        rows = first if pieces == 1 else (first[:, None] + np.arange(pieces)).reshape(-1)
-        return torch.from_numpy(rows)
+    def rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """The allocation as [row, element], rows of `width` bytes."""
+        return _cut(self.memory[: self.memory.numel() // self.width * self.width], self.width, dtype)
 
+    def index(self) -> torch.Tensor:
+        """Row numbers of all runs, in order."""
+        first, pieces = self.starts // self.width, self.run_bytes // self.width
+        return torch.from_numpy(first if pieces == 1 else (first[:, None] + np.arange(pieces)).reshape(-1))
 
-def _copy_rows(src: torch.Tensor, dst: torch.Tensor, reads: torch.Tensor, writes: torch.Tensor) -> None:
-    if src.dtype != dst.dtype:
-        src, dst = src.view(torch.uint8), dst.view(torch.uint8)
-    first, count = int(writes[0]), len(writes)
-    if int(writes[-1]) == first + count - 1 and bool((writes[1:] > writes[:-1]).all()):
-        torch.index_select(src, 0, reads, out=dst[first : first + count])
-        return
-    if int(reads[-1]) == int(reads[0]) + count - 1 and bool((reads[1:] > reads[:-1]).all()):
-        dst.index_copy_(0, writes, src[int(reads[0]) : int(reads[0]) + count])
-        return
-    step = max(1, TEMPORARY_BYTES // (src.shape[1] * src.element_size()))
-    for begin in range(0, count, step):
-        part = torch.index_select(src, 0, reads[begin : begin + step])
-        dst.index_copy_(0, writes[begin : begin + step], part)
+    def bytes(self) -> torch.Tensor:
+        """The bytes of dense rows."""
+        first = int(self.starts[0])
+        return self.memory[first : first + self.nbytes]

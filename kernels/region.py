@@ -1,4 +1,4 @@
-"""Region: the strided box that every move is made of, with the memory at both ends, checked before anything is touched."""
+"""Region: the strided box that every move is made of, with the memory at both ends, checked before it is touched."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Side:
     """Rows in memory: row (plane, unit, head, token) starts `offset[plane] + units[unit] + head * head_bytes +
     token * token_bytes` bytes into `memory[allocation[plane]]`.
 
-    `memory`: flat uint8 tensors on one device, owned by the caller. `allocation`, `offset` [plane] and `units` [unit] are
-    int64 on the host.
+    `memory`: flat uint8 tensors on one device, owned by the caller. `allocation`, `offset` [plane] and `units` [unit]
+    are int64 on the host.
     """
 
     memory: tuple[torch.Tensor, ...]
@@ -77,9 +77,14 @@ class Region:
             raise RegionError(f"source on {self.src.memory[0].device}, destination on {self.dst.memory[0].device}")
 
     def _check_side(self, name: str, side: Side) -> None:
+        if not side.memory:
+            raise RegionError(f"{name} has no memory")
         for tensor in side.memory:
-            if tensor.element_size() != 1 or not tensor.is_contiguous() or tensor.device != side.memory[0].device:
+            flat = tensor.element_size() == tensor.dim() == 1 and tensor.is_contiguous()
+            if not flat or tensor.device != side.memory[0].device:
                 raise RegionError(f"{name} memory must be flat uint8 on one device, got {tensor.dtype} {tensor.device}")
+        if len(side.allocation) != len(side.offset):
+            raise RegionError(f"{name} has {len(side.allocation)} allocations for {len(side.offset)} planes")
         if side.head_bytes < 0 or side.token_bytes < 0:
             raise RegionError(f"{name} strides {side.head_bytes}, {side.token_bytes} are negative")
         if not self.units or not self.planes:

@@ -1,8 +1,8 @@
 """The row mover: one Triton kernel that copies strided rows to strided rows for gather, scatter and relayout alike.
 
-All regions of a call, whatever their planes, units and destinations, go in one launch. A tile is `BLOCK` bytes: rows are cut
-into grains, powers of two that need no padding, and a tile takes as many grains as fill it, from one unit where the unit is
-large enough (one scalar offset a tile) and from several where it is not (one offset a grain).
+All regions of a call, whatever their planes, units and destinations, go in one launch. A tile is `BLOCK` bytes: rows
+are cut into grains, powers of two that need no padding, and a tile takes as many grains as fill it, from one unit where
+the unit is large enough (one scalar offset a tile) and from several where it is not (one offset a grain).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ FULL_TILE = 0.75
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """One kernel call, worked out on the host: the table to upload, the tiles to run and the row shapes to compile for."""
+    """One kernel call, worked out on the host: the table to upload, the tiles to run, the row shapes to compile for."""
 
     table: npt.NDArray[np.int64]
     regions: int
@@ -172,6 +172,8 @@ def describe(regions: Sequence[Region], block_bytes: int) -> Launch:
             used += len(part)
         rows_words = region.tokens * shape.grains * shape.grain
         pieces = -(-rows_words * (region.units if shape.span else 1) // block)
+        if pieces * (block // shape.grain) >= 1 << 31:
+            raise RegionError(f"{region.nbytes} bytes in words of {shape.word_bytes}; the kernel counts them in 32 bits")
         strides = (region.src.head_bytes, region.src.token_bytes, region.dst.head_bytes, region.dst.token_bytes)
         header[number, :15] = (
             tiles,
@@ -196,8 +198,8 @@ _uploads: dict[torch.device, Upload] = {}
 def move(regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None) -> None:
     """Copy every row of every region in one launch on the current stream, without a synchronise.
 
-    All regions on one device. `sms` is the SM budget (None: no budget). The regions' memory must stay allocated until the stream
-    has passed the launch. Raises RegionError before anything is launched; regions without rows are skipped.
+    All regions on one device. `sms` is the SM budget (None: no budget). The regions' memory must stay allocated until
+    the stream has passed the launch. Raises RegionError before anything is launched; regions without rows are skipped.
     """
     for region in regions:
         region.check()

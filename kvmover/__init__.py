@@ -6,14 +6,14 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-#: Public names by the module that defines them; imported on first use, so that `import kvmover` needs neither torch nor nixl.
+#: Public names by the module that defines them, imported on first use: `import kvmover` needs neither torch nor nixl.
 _HOMES = {
     "kvmover.layout": ("Component", "CpOrder", "Fleet", "Layout", "Pool", "PoolSpec", "Shard", "Span", "Stripe"),
     "kvmover.plan": ("Costs", "Leg", "Plan", "Replicas", "Route"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

@@ -32,6 +32,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _count(text: str) -> int:
+    """A number of things that there must be: the message names the value, which typer's own does not."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise typer.BadParameter(f"{text} is not a number of at least 1")
+    return int(text)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND"
 
@@ -69,12 +77,18 @@ def _root(
 def plan(
     src: Annotated[str, typer.Option(help="The fleet that holds the KV.", metavar=_FLEET)],
     dst: Annotated[str, typer.Option(help="The fleet that wants it.", metavar=_FLEET)],
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request.")],
+    layers: Annotated[int, typer.Option(parser=_count, metavar="N", help="Layers of the model.")],
+    tokens: Annotated[int, typer.Option(parser=_count, metavar="N", help="Tokens of the request.")],
     component: Annotated[Literal["attention", "mla"], typer.Option(help="Kind of cache.")] = "attention",
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads of the model (attention).")] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of a head (attention).")] = None,
-    latent_dim: Annotated[int | None, typer.Option(min=1, help="Elements of a token's latent (mla).")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="KV heads of the model (attention).")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="Elements of a head (attention).")
+    ] = None,
+    latent_dim: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="Elements of a token's latent (mla).")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Element type, by torch's name.")] = "bfloat16",
     replicas: Annotated[
         Literal["stripe", "elect"],
@@ -87,7 +101,7 @@ def plan(
     from kvmover.plan import RDMA, Plan, Replicas
     from kvmover.plan.text import explain, plan_as_data
 
-    model = _component(component, layers, dtype, {"kv-heads": kv_heads, "head-dim": head_dim, "latent-dim": latent_dim})
+    model = _component(component, layers, dtype, kv_heads=kv_heads, head_dim=head_dim, latent_dim=latent_dim)
     source, target = _fleet("--src", src), _fleet("--dst", dst)
     answer = Plan(model, source.fleet, target.fleet, 0, tokens, Replicas(replicas))
     legs = list(explain(answer, source.order, target.order, RDMA))
@@ -103,18 +117,19 @@ def plan(
     print_plan(answer, source, target, legs)
 
 
-def _component(kind: str, layers: int, dtype: str, sizes: dict[str, int | None]) -> Component:
+def _component(kind: str, layers: int, dtype: str, **sizes: int | None) -> Component:
     """The model's component from the sizes that its kind has, no fewer and no others."""
     from kvmover.layout import Component
 
-    wanted = ("kv-heads", "head-dim") if kind == "attention" else ("latent-dim",)
+    wanted = ("kv_heads", "head_dim") if kind == "attention" else ("latent_dim",)
     for name, value in sizes.items():
-        if value is None and name in wanted:
-            raise LayoutError(f"component {kind} needs --{name}")
-        if value is not None and name not in wanted:
-            raise LayoutError(f"component {kind} has no --{name} {value}; it has --{', --'.join(wanted)}")
-    first, *rest = (sizes[name] or 0 for name in wanted)
-    return Component.attention(layers, first, *rest, dtype) if rest else Component.mla(layers, first, dtype)
+        option = "--" + name.replace("_", "-")
+        if name in wanted and value is None:
+            raise LayoutError(f"component {kind} needs {option}")
+        if name not in wanted and value is not None:
+            raise LayoutError(f"{option} {value} has no meaning for component {kind}")
+    given = {name: sizes[name] or 0 for name in wanted}
+    return getattr(Component, kind)(layers, dtype=dtype, **given)
 
 
 def _fleet(option: str, text: str) -> FleetText:
@@ -149,9 +164,11 @@ def doctor(as_json: Json = False) -> int:
 @app.command()
 def demo(
     scenario: Annotated[list[str] | None, typer.Option(help="Run this one only; may be repeated.")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Requests of a scenario.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Take requests from a Mooncake JSONL trace.", metavar="FILE")] = None,
-    scale: Annotated[float, typer.Option(help="Lengths of the trace are multiplied by this.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(parser=_count, metavar="N", help="Requests of a scenario.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Take requests from a Mooncake JSONL trace.", metavar="FILE")
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Lengths of the trace are multiplied by this.")] = 0.02,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and conversations.")] = 0,
     as_json: Json = False,
 ) -> int:

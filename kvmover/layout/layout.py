@@ -88,14 +88,14 @@ class Layout:
         return Layout(self.axes, shape, (*self.stride[:i], self.stride[i] * span.step, *self.stride[i + 1 :]))
 
     def runs(self) -> tuple[int, int]:
-        """Length in elements and count of the contiguous runs.
+        """Length in elements and count of the contiguous runs. Separate allocations (stride 0) never join.
 
         Two of eight heads of a 32-layer NHD pool of one 64-token page: 4,096 runs of 256 elements.
 
         >>> Layout.dense("NHD", layer=32, kv=2, page=1, token=64, head=8, dim=128).slice("head", Span(2, 2)).runs()
         (256, 4096)
         """
-        loops = sorted(zip(self.stride, self.shape, strict=True))
+        loops = sorted(zip(self.stride, self.shape, strict=True), key=lambda loop: (loop[0] == 0, loop))
         run, *outer = coalesce([Dim(1, (1,)), *(Dim(extent, (stride,)) for stride, extent in loops)])
         return run.extent, prod(dim.extent for dim in outer)
 
@@ -109,7 +109,7 @@ class Dim:
 
 
 def coalesce(loops: Iterable[Dim]) -> list[Dim]:
-    """Merge neighbouring loops, innermost first, wherever every side continues where it stopped. The first always stays.
+    """Merge neighbouring loops, innermost first, wherever every side continues where it stopped. The first stays.
 
     >>> coalesce([Dim(128, (1, 1)), Dim(16, (128, 128)), Dim(2, (4096, 2048))])
     [Dim(extent=2048, strides=(1, 1)), Dim(extent=2, strides=(4096, 2048))]

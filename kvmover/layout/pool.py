@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     import torch
 
 #: Axes that a pool may spread over allocations of their own: one tensor a layer, or one a layer and K/V.
-TABLE_AXES = ("layer", "kv")
+TABLE_AXES: tuple[str, ...] = ("layer", "kv")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     """The serialisable half of a pool: strides of the six axes as the rank holds them, in elements.
 
-    `separate` names the axes with one allocation an index; their stride is 0. Local extents: the layers and heads of the
-    rank's Shard, all pages of the pool.
+    `separate` names the axes with one allocation an index; their stride is 0. Local extents: the layers and heads of
+    the rank's Shard, all pages of the pool.
     """
 
     component: Component
@@ -121,9 +121,9 @@ class Pool:
         """A pool of its own memory, zeroed."""
         import torch
 
+        size = spec.allocation_bytes
         return cls(
-            spec,
-            tuple(torch.zeros(spec.allocation_bytes, dtype=torch.uint8, device=device) for _ in range(spec.allocations)),
+            spec, tuple(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(spec.allocations))
         )
 
     def plane(self, layer: int, kv: int) -> torch.Tensor:

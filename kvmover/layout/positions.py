@@ -14,8 +14,8 @@ from kvmover.layout.span import Span
 class Stripe:
     """`count` runs of `width` consecutive tokens, the starts `step` apart: a Span whose elements are `width` wide.
 
-    Page-interleaved context parallelism is `Stripe(rank * P, n, ranks * P, P)`, token interleave is width 1, and a whole
-    request is one run. Runs never touch: adjacent ones are merged, so `==` compares sets.
+    Page-interleaved context parallelism is `Stripe(rank * P, n, ranks * P, P)`, token interleave is width 1, and a
+    whole request is one run. Runs never touch: adjacent ones are merged, so `==` compares sets.
 
     >>> Stripe(0, 3, 64, 16) & Stripe(0, 1, 40, 40)
     (Stripe(start=0, count=1, step=16, width=16),)

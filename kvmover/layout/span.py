@@ -11,7 +11,7 @@ from kvmover.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` numbers from `start`, `step` apart. Closed under `&`, and kept in one canonical form, so `==` compares sets.
+    """`count` numbers from `start`, `step` apart. Closed under `&`; in one canonical form, so that `==` compares sets.
 
     >>> Span(0, 8, 3) & Span(1, 9, 2)
     Span(start=3, count=3, step=6)

@@ -5,39 +5,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from kvmover.observe.words import bytes_in_words, fleet_in_words, positions_in_words, ranks_in_words, span_in_words
+from kvmover.observe.console import console
+from kvmover.observe.words import (
+    bytes_in_words,
+    cache_in_words,
+    fleet_in_words,
+    positions_in_words,
+    ranks_in_words,
+    span_in_words,
+)
 from kvmover.plan.legs import Plan
 from kvmover.plan.text import Explained, FleetText
-
-#: Wide enough for every column where there is no terminal whose width to respect.
-_PIPE_COLUMNS = 200
 
 
 def print_plan(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> None:
     """Print the plan on stdout."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    out = console()
     model = plan.component
     total = sum(each.nbytes for each in legs)
-    console.print(
-        f"{model.name}: {model.layers} layers, {_heads(plan)} of {model.dim} {model.dtype},"
+    out.print(
+        f"{model.name}: {model.layers} layers, {cache_in_words(model)} {model.dtype},"
         f" {plan.stop:,} tokens, {bytes_in_words(total)} in {len(legs)} leg{'s' if len(legs) > 1 else ''}"
     )
-    console.print(f"from  {fleet_in_words(src)}\nto    {fleet_in_words(dst)}")
-    console.print(_table(legs))
+    out.print(f"from  {fleet_in_words(src)}\nto    {fleet_in_words(dst)}")
+    out.print(_table(legs))
     for line in reasons(legs):
-        console.print(line, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     senders = {each.leg.src_rank for each in legs}
     if idle := [rank for rank in range(plan.src.size) if rank not in senders]:
-        console.print(f"source ranks that send nothing: {ranks_in_words(idle)}", soft_wrap=True)
-
-
-def _heads(plan: Plan) -> str:
-    return f"{plan.component.heads} heads" if plan.component.kv > 1 else "one latent"
+        out.print(f"source ranks that send nothing: {ranks_in_words(idle)}", soft_wrap=True)
 
 
 def _table(legs: Sequence[Explained]) -> Table:

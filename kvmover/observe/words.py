@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvmover.layout import CpOrder, Positions, Span
+from kvmover.layout import Component, CpOrder, Positions, Span
 from kvmover.plan.text import FleetText
 
 
@@ -39,6 +39,12 @@ def positions_in_words(positions: Positions) -> str:
         for s in positions
     ]
     return ", ".join(parts) or "none"
+
+
+def cache_in_words(component: Component) -> str:
+    """What a token leaves in one layer: `8 heads of 128`, or `one latent of 576`."""
+    heads = f"{component.heads} heads" if component.heads > 1 else "one head"
+    return f"{heads if component.kv > 1 else 'one latent'} of {component.dim}"
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -17,8 +17,8 @@ class Route(StrEnum):
 class Costs:
     """What the parts of a transfer take. Rates in bytes a microsecond (1,000 is 1 GB/s), times in microseconds.
 
-    Formulas: kernel facts, section 2. `descriptor_us` is software posting, which limits long before a NIC's message rate:
-    1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
+    Formulas: kernel facts, section 2. `descriptor_us` is software posting, which limits long before a NIC's message
+    rate: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
     """
 
     descriptor_us: float
@@ -73,7 +73,8 @@ class Choice:
         )
 
 
-#: GPU to GPU over 400 Gb/s RDMA. Packing at 4 SMs of an H200, the slowest row of perf/results; 25 us a chunk is assumed.
+#: GPU to GPU over 400 Gb/s RDMA. Packing with 4 SMs of an H200, its slowest row in perf/results; 25 us a
+#: chunk are assumed.
 RDMA = Costs(
     descriptor_us=1.0,
     wire_rate=50e3,

@@ -133,8 +133,8 @@ class Plan:
     def _deal(self, src_rank: int, dst_rank: int) -> _Deal | None:
         """How `src_rank` shares with its replicas what `dst_rank` and its replicas want, or None if others serve it.
 
-        `s` sources and `d` destinations form gcd(s, d) groups: each destination hears from s / gcd sources, no more, and
-        the remainders of its division go round by destination, so all sources send the same within one page.
+        `s` sources and `d` destinations form gcd(s, d) groups: each destination hears from s / gcd sources, no more,
+        and the remainders of its division go round by destination, so all sources send the same within one page.
         """
         src_index, src_count = _replica(self.component, self.src, src_rank)
         dst_index, dst_count = _replica(self.component, self.dst, dst_rank)
@@ -156,7 +156,7 @@ class _Deal:
 
 
 def _dealt(whole: Positions, origin: int, unit: tuple[int, int], deal: _Deal) -> Positions:
-    """The writer's share of `whole`, whose pages start at `origin`, are `unit` = (distance, tokens) and may be cut at the ends.
+    """The writer's share of `whole`: pages from `origin` on, `unit` = (distance, tokens), perhaps cut at the ends.
 
     Dealing things in falling order of size, round after round, leaves nobody more than one thing ahead: first the full
     pages of every destination, then the cut ones.

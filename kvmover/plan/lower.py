@@ -223,7 +223,7 @@ def count_runs(leg: Leg, src: Held, dst: Held) -> int:
 
 
 def _runs_of_unit(leg: Leg, tokens: int, src: PoolSpec, dst: PoolSpec) -> tuple[int, bool]:
-    """Runs of one unit of all planes, and whether they end where its tokens end, so that the next unit may continue them."""
+    """Runs of one unit of all planes, and whether they end where its tokens end: the next unit may go on there."""
     token, head = (
         Dim(extent, (src.stride_bytes(axis) * step, dst.stride_bytes(axis) * step))
         for axis, extent, step in (("token", tokens, 1), ("head", leg.heads.count, leg.heads.step))
@@ -234,7 +234,7 @@ def _runs_of_unit(leg: Leg, tokens: int, src: PoolSpec, dst: PoolSpec) -> tuple[
 
 
 def _plane_loops(leg: Leg, src: PoolSpec, dst: PoolSpec) -> Iterator[Dim]:
-    """Layers and kv as loops; allocations of their own lie nowhere near each other, so they get strides that never meet."""
+    """Layers and kv as loops; allocations of their own lie far apart, so they get strides that never meet."""
     for axis, span in (("layer", leg.layers), ("kv", Span(0, src.component.kv))):
         apart = axis in src.separate or axis in dst.separate
         strides = (src.stride_bytes(axis) * span.step, dst.stride_bytes(axis) * span.step)

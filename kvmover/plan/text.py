@@ -32,8 +32,12 @@ class FleetText:
         """
         sizes: dict[str, int] = {}
         order, cp_order = "NHD", CpOrder.PAGE
+        seen: set[str] = set()
         for word in text.split(","):
             key, _, value = word.strip().partition("=")
+            if key in seen:
+                raise LayoutError(f"{key} is given twice in {text!r}")
+            seen.add(key)
             if key == "order":
                 axes_of(value)
                 order = value

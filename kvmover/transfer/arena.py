@@ -15,8 +15,8 @@ ALIGN_BYTES = 256
 class Arena:
     """First-fit leases over `nbytes` bytes, neighbours merged when they come back.
 
-    No ring: a long-lived lease blocks nobody but itself. A quarantined region is one that a peer may still write; it stays
-    out of circulation until `release` is told that this is over.
+    No ring: a long-lived lease blocks nobody but itself. A quarantined region is one that a peer may still write; it
+    stays out of circulation until `release` is told that this is over.
     """
 
     nbytes: int

@@ -1,4 +1,4 @@
-"""The handshake: a card that says who a rank is, read in two steps so that a stranger is refused before it is understood."""
+"""The handshake: a card that says who a rank is, read in two steps: a stranger is refused before it is understood."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model(msgspec.Struct, frozen=True):
     components: tuple[Component, ...]
 
     def digest(self) -> bytes:
-        """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order stay out: they may differ."""
+        """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order may differ, and stay out."""
         return hashlib.sha256(msgspec.msgpack.encode((VERSION, self), order="deterministic")).digest()
 
     def text(self) -> str:
@@ -73,9 +73,9 @@ def read_card(model: Model, card: bytes) -> Rank:
         if envelope.digest != model.digest():
             raise PeerRefused(f"peer holds {envelope.model}; this side holds {model.text()}")
         rank = msgspec.msgpack.decode(envelope.body, type=Rank)
-    except (msgspec.MsgspecError, ValueError) as error:
+        _check(model, rank)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerRefused(f"card cannot be read: {error}") from error
-    _check(model, rank)
     return rank
 
 
@@ -89,10 +89,16 @@ def _check(model: Model, rank: Rank) -> None:
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
         if spec.component != component or spec.page_tokens != place.fleet.page_tokens:
-            raise PeerRefused(f"pool of {spec.component.name} with {spec.page_tokens}-token pages does not fit its fleet")
-        extents = {"layer": shard.layers.count, "head": shard.heads.count}
+            raise PeerRefused(f"pool of {spec.component.name}, {spec.page_tokens}-token pages, does not fit its fleet")
+        extents = {
+            "layer": shard.layers.count,
+            "kv": component.kv,
+            "head": shard.heads.count,
+            "dim": component.dim,
+        }
         for axis, extent in extents.items():
-            if spec.layout.extent_of(axis) != extent:
-                raise PeerRefused(f"pool of {component.name} has {spec.layout.extent_of(axis)} {axis}s, its rank {extent}")
+            held = spec.layout.extent_of(axis)
+            if held != extent:
+                raise PeerRefused(f"pool of {component.name} has {held} {axis}s, its rank {extent}")
         if len(memories) != spec.allocations or any(m.nbytes < spec.allocation_bytes for m in memories):
             raise PeerRefused(f"allocations of {component.name} are fewer or smaller than its pool")

@@ -181,7 +181,7 @@ class Inbound:
             sum(lane.nbytes for lane in lanes),
             attempt.runs,
             sum(len(lane.chunks) for lane in lanes),
-            tuple(Route.DIRECT if source.direct else Route.PACKED for source in state.sources.values() if source.chunks),
+            tuple(Route.DIRECT if s.direct else Route.PACKED for s in state.sources.values() if s.chunks),
             sum(bool(lane.chunks) for lane in lanes),
             held,
         )

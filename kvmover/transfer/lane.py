@@ -134,8 +134,11 @@ def _chunks(
     pieces: list[Piece] = []
     used = payload = 0
     for number, (plan, leg) in enumerate(zip(plans, legs, strict=True)):
-        for units in units_of(leg, src[number], dst[number]) if leg else ():
-            unit_bytes = leg.layers.count * plan.component.kv * leg.heads.count * units.tokens * plan.component.row_bytes
+        if leg is None:
+            continue
+        token_bytes = leg.layers.count * plan.component.kv * leg.heads.count * plan.component.row_bytes
+        for units in units_of(leg, src[number], dst[number]):
+            unit_bytes = units.tokens * token_bytes
             done = 0
             while done < len(units):
                 used = -(-used // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES

@@ -51,7 +51,10 @@ def _bases(memories: Sequence[Memory]) -> Bases:
 def descriptors(b: Box, ends: Ends) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Tables [n, 5] of the local source and the remote destination of a box, row by row alike."""
     s = strided(b)
-    sides = ((s.src, s.src_stride, ends.local, ends.local_device), (s.dst, s.dst_stride, ends.remote, ends.remote_device))
+    sides = (
+        (s.src, s.src_stride, ends.local, ends.local_device),
+        (s.dst, s.dst_stride, ends.remote, ends.remote_device),
+    )
     tables: list[npt.NDArray[np.int64]] = []
     for starts, stride, bases, device in sides:
         table = np.empty((len(starts), 5), np.int64)

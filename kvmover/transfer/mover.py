@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Between polls of a wait: two hot pollers on two cores starve each other (a note's round trip grew from 0.1 to 112 ms).
+#: Between polls of a wait. Two hot pollers on two cores starve each other: a note's round trip grew from 0.1 to 112 ms.
 POLL_SLEEP_S = 100e-6
 
 
@@ -119,8 +119,8 @@ class Mover:
     ) -> Transfer:
         """Ask `engine` for `positions` of a request and land them in `pages`.
 
-        `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not sent.
-        Page tables cover the request from its beginning. Raises PlanError or PeerUnknown before anything is asked.
+        `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
+        sent. Page tables cover the request from its beginning. Raises PlanError or PeerUnknown before asking anything.
         """
         if positions.step != 1 or positions.start < 0:
             raise LayoutError(f"positions {positions} are not a range of tokens")

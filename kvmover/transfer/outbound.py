@@ -33,7 +33,7 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that this rank offers. `expected`: the destination ranks that will ask, known from the first that does."""
+    """A request that this rank offers. `expected`: destination ranks that will ask, known from the first that does."""
 
     transfer: Transfer
     pages: Pages
@@ -223,5 +223,6 @@ class Outbound:
 
     def _forget(self, request: _Request) -> None:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
-        if request.transfer.ended and all(a.state.finished and not a.state.in_flight for a in request.attempts.values()):
+        over = all(a.state.finished and not a.state.in_flight for a in request.attempts.values())
+        if request.transfer.ended and over:
             del self._requests[request.transfer.request]

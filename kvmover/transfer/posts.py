@@ -1,4 +1,4 @@
-"""Posts: packs granted chunks into staging memory, writes them, and follows each write until it can touch nothing more."""
+"""Posts: packs granted chunks into staging memory, writes them, and follows each write until it can touch nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Poster:
-    """The writes of a rank. `tell` hears what became of each chunk: Posted, then Written or WriteFailed, then Settled."""
+    """The writes of a rank. `tell` hears what becomes of a chunk: Posted, then Written or WriteFailed, then Settled."""
 
     core: Core
     tell: Callable[[Job, sender.Event], None]

@@ -1,8 +1,8 @@
 """The destination's half of the protocol for one request: a pure state machine, `step(state, event, now)`.
 
-Push with credits. The destination asks every source rank that may write to it (Want), hands out arena regions as it has them
-(Granted), scatters each chunk that lands, and says Done when the set of (writer, chunk) is whole. After a failure it tells
-every source (Abort) and gives the pages back when each of them has answered that nothing is in flight (Drained).
+Push with credits. The destination asks every source rank that may write to it (Want), hands out arena regions as it has
+them (Granted), scatters each chunk that lands, and says Done when the set of (writer, chunk) is whole. After a failure
+it tells every source (Abort) and gives the pages back when each has answered that nothing is in flight (Drained).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def start(state: Receiving) -> tuple[Receiving, list[Action]]:
 def step(state: Receiving, event: Event, now: float) -> tuple[Receiving, list[Action]]:
     """Advance by one event. Events of an ended request, of strangers and of the past change nothing."""
     if state.finished:
-        return state, []
+        return state, [Free(event.offset)] if isinstance(event, Leased) else []
     match event:
         case Tick():
             return _tick(state, now)
@@ -168,8 +168,13 @@ def step(state: Receiving, event: Event, now: float) -> tuple[Receiving, list[Ac
             return _scattered(state, (peer, chunk))
         case Leased(peer, chunk, offset):
             return _leased(state, (peer, chunk), offset)
-    if event.peer not in state.sources:
-        return state, []
+        case Arrived() | PeerAborted() | PeerDrained() | PeerGone():
+            return _heard(state, event, now) if event.peer in state.sources else (state, [])
+
+
+def _heard(
+    state: Receiving, event: Arrived | PeerAborted | PeerDrained | PeerGone, now: float
+) -> tuple[Receiving, list[Action]]:
     match event:
         case Arrived(peer, chunk):
             return _arrived(state, (peer, chunk), now)

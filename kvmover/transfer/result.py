@@ -13,8 +13,9 @@ from kvmover.plan.legs import Replicas
 class MoverConfig:
     """How a mover behaves. Sizes in bytes, times in seconds.
 
-    `arena_bytes` is taken twice, for what is sent and for what arrives. `route` None lets `costs` choose a route for each
-    pair of ranks. `sms`: multiprocessors a copy may take; 4 of an H200 pack faster than a 400 Gb/s wire carries (None: all).
+    `arena_bytes` is taken twice, for what is sent and for what arrives. `route` None lets `costs` choose a route for
+    each pair of ranks. `sms`: multiprocessors a copy may take (None: all); 4 of an H200 pack faster than a 400 Gb/s
+    wire carries.
     """
 
     arena_bytes: int = 64 << 20

@@ -172,8 +172,8 @@ def _done(state: Sending, now: float) -> tuple[Sending, list[Action]]:
 
 
 def _aborted(state: Sending, reason: str, now: float) -> tuple[Sending, list[Action]]:
-    if state.finished:
-        return state, [Say(wire.Drained(state.request, state.generation))] if not state.in_flight else []
+    if state.finished and not state.in_flight:
+        return state, [Say(wire.Drained(state.request, state.generation))]
     if state.reason is None:
         state = replace(state, reason=reason, deadline=now + state.drain_s)
     return _settle(replace(state, peer_waits=True), [])
@@ -191,7 +191,9 @@ def _gone(state: Sending, reason: str, now: float) -> tuple[Sending, list[Action
     """Nobody is left to ask for Drained."""
     if state.finished:
         return state, []
-    state = replace(state, reason=state.reason or reason, peer_waits=False, deadline=now + state.drain_s)
+    # Pings go on failing: only the first news of the loss may set the deadline.
+    deadline = now + state.drain_s if state.reason is None else state.deadline
+    state = replace(state, reason=state.reason or reason, peer_waits=False, deadline=deadline)
     return (state, []) if state.in_flight else (replace(state, finished=True), [Finish(state.reason)])
 
 

@@ -109,5 +109,5 @@ def decode(payload: bytes) -> AnyMessage:
         raise ProtocolError(f"message version {payload[3:4].hex() or 'missing'}, this side speaks {VERSION}")
     try:
         return _decoder.decode(payload[len(_HEAD) :])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed message of {len(payload)} bytes: {error}") from error

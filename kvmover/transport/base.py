@@ -1,7 +1,7 @@
 """The transport interface: register memory, write or read strided descriptors, notify, poll for events.
 
-A transport is driven by one caller at a time and owns no thread of its own. Nothing here blocks for longer than the call
-to the backend takes: completion, failure and notes from peers all come out of `poll`.
+A transport is driven by one caller at a time and owns no thread of its own. Nothing here blocks for longer than the
+call to the backend takes: completion, failure and notes from peers all come out of `poll`.
 """
 
 from __future__ import annotations

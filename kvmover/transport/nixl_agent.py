@@ -70,7 +70,7 @@ def start(name_hint: str, backends: Sequence[str], num_threads: int) -> Agent:
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     api = _load()
-    bindings = api.nixlBind
+    bindings: ModuleType = api.nixlBind
     errors = tuple(v for k, v in vars(bindings).items() if k.startswith("nixl") and k.endswith("Error"))
     # A generation in the name: NIXL takes metadata of a restarted agent for its predecessor's if the names agree.
     name = f"{name_hint}.{uuid.uuid4().hex}"
@@ -110,6 +110,11 @@ def _load() -> ModuleType:
             raise TransportUnavailable(f"nixl-cu{major} {found} has no strided lists: at least {_OLDEST} is needed")
         return api
     raise TransportUnavailable("neither nixl-cu13 nor nixl-cu12 is installed: pip install nixl[cu13]")
+
+
+def nixl_version() -> str:
+    """Release of the wheel in use. Raises TransportUnavailable."""
+    return version(_load().__name__.partition(".")[0].replace("_", "-"))
 
 
 #: Owners of agents in this process.

@@ -1,0 +1,82 @@
+# `make` prints the targets. Everything runs in .venv, which `make setup` makes and the other targets keep up to date.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Workers of `make test`; 0 runs the tests in one process.
+JOBS ?= 0
+# Where `make gpu-check` leaves its results.
+OUT ?= out
+
+BIN := .venv/bin
+READY := .venv/.ready
+# Errors only.
+PIP := $(BIN)/python -m pip -qq
+GPU := $(wildcard /dev/nvidia0)$(shell command -v nvidia-smi)
+
+OLDEST_TRITON := 3.6.0
+NEWEST_TRITON := 3.9.0
+OLD_TRITON := .triton/$(OLDEST_TRITON)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types wheel perf gpu-check pictures clean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) $(OLD_TRITON)/.ready ## make .venv, with the kvmover command in it
+
+demo: setup ## move KV between fleets of different shape, and compare the tokens they generate
+	@$(BIN)/kvmover demo
+
+test: setup ## run all tests that this machine can run
+	@$(BIN)/python -m pytest -q -n $(JOBS)
+
+lint: $(READY) ## check style and spelling
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/codespell
+
+types: $(READY) ## check types
+	@$(BIN)/pyright
+
+wheel: $(READY) ## build the wheel, and try it outside the checkout
+	@rm -rf build dist
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist . > .venv/build.log 2>&1 || { cat .venv/build.log; exit 1; }
+	@.ci/check-wheel $(PYTHON) dist/*.whl
+
+perf: setup ## measure planning and moving on this machine
+	@for bench in plan reference loopback; do $(BIN)/python -m perf.bench_$$bench || exit 1; done
+
+gpu-check: setup ## run on a GPU what only a GPU can prove, results in OUT
+	@OUT=$(OUT) bash perf/gpu_check.sh
+
+pictures: $(READY) ## draw the pictures of the README
+	@mkdir -p docs
+	@$(BIN)/kvmover plan --kv-heads 8 --head-dim 128 --layers 80 --tokens 8192 \
+		--src tp=4,page=16,order=NHD --dst tp=2,page=64,order=HND --svg docs/plan-gqa.svg
+	@$(BIN)/kvmover plan --component mla --latent-dim 576 --layers 61 --tokens 8192 \
+		--src tp=4,page=16 --dst tp=2,page=64 --svg docs/plan-mla.svg
+
+clean: ## remove what was built, but not .venv
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -not -path './.triton/*' -prune -exec rm -rf {} +
+
+# torch comes first, so that nothing else chooses its build. NIXL's wheels want a torch of their own choice: no dependencies.
+$(READY): pyproject.toml constraints-cpu.txt
+	@echo "setup: installing into .venv $(if $(GPU),for this GPU,without a GPU)"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
+	@$(PIP) install "setuptools>=77"
+ifeq ($(GPU),)
+	@$(PIP) install torch --constraint constraints-cpu.txt
+	@$(PIP) install triton==$(NEWEST_TRITON)
+	@$(PIP) install --no-build-isolation --editable ".[test,perf,dev]"
+else
+	@$(PIP) install --no-build-isolation --editable ".[cuda13,test,perf,dev]"
+endif
+	@$(PIP) install --no-deps nixl nixl-cu13
+	@touch $@
+
+# The oldest supported Triton, beside the newest: the tests compile the kernels with both.
+$(OLD_TRITON)/.ready: | $(READY)
+	@rm -rf $(OLD_TRITON)
+	@$(PIP) install --no-deps --target $(OLD_TRITON) triton==$(OLDEST_TRITON)
+	@touch $@

@@ -1,0 +1,136 @@
+"""Rank: one process of a demo fleet, with its part of the model, its paged pool and its mover, driven over a pipe."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
+from kvmover.demo.scenarios import Scenario
+from kvmover.layout.fleet import Shard
+from kvmover.layout.pool import Pool, PoolSpec
+from kvmover.plan.cost import HOST
+from kvmover.plan.text import FleetText
+from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.result import MoverConfig, Result, Transfer
+from kvmover.transport.nixl import NixlTransport
+
+#: Digests of cached rows by (layer, kv, head), in whole-model numbers: equal wherever the same rows are held.
+Digests = dict[tuple[int, int, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which rank of which fleet of a scenario a process is to be. `store`: a file in which the fleet meets."""
+
+    scenario: Scenario
+    engine: str
+    fleet: FleetText
+    rank: int
+    pages: int
+    store: str
+
+
+class Rank:
+    """A seated process. Page tables come from outside: all ranks of a fleet use the same page ids."""
+
+    def __init__(self, seat: Seat) -> None:
+        from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+        fleet, component = seat.fleet.fleet, seat.scenario.component
+        at = fleet.coordinate(seat.rank)
+        self._shard: Shard = fleet.shard(component, seat.rank, 1)
+        spec = PoolSpec.dense(component, self._shard, seat.pages, fleet.page_tokens, seat.fleet.order)
+        self._pool = Pool.zeros(spec)
+        comm = Gloo.join(FileStore(seat.store, fleet.size), seat.rank, fleet.tp, fleet.pp)
+        share = ModelShard.of_rank(seat.scenario.model, fleet.tp, fleet.pp, at.tp, at.pp)
+        self._model = Transformer(seat.scenario.model, share, comm)
+        config = MoverConfig(costs=HOST, arena_bytes=8 << 20, route=seat.scenario.route)
+        model = Model(seat.scenario.name, (component,))
+        place = Place(seat.engine, fleet, seat.rank)
+        self._mover = Mover(NixlTransport(f"{seat.engine}-{seat.rank}"), model, place, [self._pool], config)
+        self._offered: dict[str, Transfer] = {}
+
+    def card(self) -> bytes:
+        return self._mover.card
+
+    def connect(self, cards: list[bytes]) -> None:
+        for card in cards:
+            self._mover.connect(card)
+
+    def prefill(self, tokens: tuple[int, ...], pages: list[int]) -> tuple[int, float]:
+        """Compute and cache the rows of a prompt: the first token of the answer, and its logit's gap to the second."""
+        first = self._model.prefill(tokens, self._cache(pages))
+        return first, self._model.gaps[-1]
+
+    def send(self, request: str, pages: list[int], moved: range) -> tuple[Result, Digests]:
+        """Serve every destination rank, and say what the moved rows were."""
+        transfer = self._mover.send(request, [pages])
+        self._mover.wait([transfer])
+        return transfer.landed(), self._digests(pages, moved)
+
+    def receive(self, request: str, engine: str, moved: range, pages: list[int]) -> tuple[Result, Digests]:
+        """Land the rows of `moved`, and say what they are."""
+        transfer = self._mover.receive(request, engine, moved, [pages])
+        self._mover.wait([transfer])
+        return transfer.landed(), self._digests(pages, moved)
+
+    def decode(self, first: int, position: int, count: int, pages: list[int]) -> tuple[list[int], list[float]]:
+        """`count` more tokens after `first`, which lies at `position`, and their gaps."""
+        cache, answer = self._cache(pages), [first]
+        for step in range(count):
+            answer.append(self._model.decode(answer[-1], position + step, cache))
+        return answer[1:], self._model.gaps[len(self._model.gaps) - count :]
+
+    def close(self) -> None:
+        self._mover.close()
+
+    def _cache(self, pages: list[int]) -> PagedCache:
+        kv = self._pool.spec.component.kv
+        planes = {
+            layer: [self._pool.plane(number, plane) for plane in range(kv)]
+            for number, layer in enumerate(self._shard.layers)
+        }
+        return PagedCache(planes, pages, self._pool.spec.page_tokens)
+
+    def _digests(self, pages: list[int], moved: range) -> Digests:
+        import torch
+
+        positions = torch.arange(moved.start, moved.stop)
+        page_tokens = self._pool.spec.page_tokens
+        where = torch.tensor(pages)[positions // page_tokens], positions % page_tokens
+        digests: Digests = {}
+        for number, layer in enumerate(self._shard.layers):
+            for plane in range(self._pool.spec.component.kv):
+                rows = self._pool.plane(number, plane)[where]
+                for local, head in enumerate(self._shard.heads):
+                    digests[layer, plane, head] = hashlib.sha256(rows[:, local].numpy().tobytes()).hexdigest()
+        return digests
+
+
+def main(pipe: Connection) -> None:
+    """Answer (verb, arguments) with (value, None) or (None, traceback) until the pipe closes. `seat` takes a Seat."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+
+    torch.set_num_threads(1)
+    rank: Rank | None = None
+    while True:
+        try:
+            verb, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)  # NIXL's and Gloo's threads are not waited for: nothing is left to save
+        try:
+            value: Any = None
+            if verb == "seat":
+                rank = Rank(*arguments)
+            else:
+                value = getattr(rank, verb)(*arguments)
+            pipe.send((value, None))
+        except Exception:
+            pipe.send((None, traceback.format_exc()))

@@ -1,0 +1,195 @@
+"""What the demo found, as values, as JSON, as tables, and as one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from kvmover.demo.scenarios import Scenario
+from kvmover.transport.nixl_agent import nixl_version
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What a request cost on the wire. `legs`: pairs of ranks that moved anything; `sent_bytes`: by source rank."""
+
+    nbytes: int
+    legs: int
+    descriptors_direct: int
+    descriptors_packed: int
+    routes: list[str]
+    seconds: float
+    sent_bytes: list[int]
+
+    @classmethod
+    def of(cls, sent: Sequence[Any], landed: Sequence[Any]) -> Wire:
+        """From the (result, digests) of every rank. The slowest destination rank counts."""
+        results = [result for result, _ in landed]
+        return cls(
+            sum(result.nbytes for result in results),
+            sum(result.peers for result in results),
+            sum(result.runs for result in results),
+            sum(result.writes for result in results),
+            sorted({route.value for result in results for route in result.routes}),
+            max(result.seconds for result in results),
+            [result.nbytes for result, _ in sent],
+        )
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / self.seconds / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """One request: what was there already, what moved, what was answered, and what should have been."""
+
+    name: str
+    prompt_tokens: int
+    hit_tokens: int
+    answer: list[int]
+    expected: list[int]
+    gaps_agree: bool
+    bytes_identical: bool
+    wire: Wire
+
+    @property
+    def tokens_identical(self) -> bool:
+        """The text, and how clearly each of its tokens won: a wrong row may keep the text but not the logits."""
+        return self.answer == self.expected and self.gaps_agree
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioReport:
+    """All requests of a scenario."""
+
+    name: str
+    title: str
+    requests: list[RequestReport]
+
+    @classmethod
+    def of(cls, scenario: Scenario, requests: list[RequestReport]) -> ScenarioReport:
+        return cls(scenario.name, scenario.title, requests)
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """The whole run."""
+
+    scenarios: list[ScenarioReport]
+    seconds: float
+    nixl_version: str
+    nixl_backend: str = "UCX"
+
+    @classmethod
+    def of(cls, scenarios: list[ScenarioReport], seconds: float) -> RunReport:
+        return cls(scenarios, seconds, nixl_version())
+
+    @property
+    def requests(self) -> list[RequestReport]:
+        return [request for scenario in self.scenarios for request in scenario.requests]
+
+    @property
+    def tokens_identical(self) -> bool:
+        return all(request.tokens_identical for request in self.requests)
+
+    @property
+    def bytes_identical(self) -> bool:
+        return all(request.bytes_identical for request in self.requests)
+
+    @property
+    def identical(self) -> bool:
+        return self.tokens_identical and self.bytes_identical
+
+    def sentence(self) -> str:
+        """What happened, in words."""
+        answers = sum(len(request.answer) for request in self.requests)
+        moved = sum(request.wire.nbytes for request in self.requests)
+        hits = sum(request.hit_tokens for request in self.requests)
+        wrong = [r.name for r in self.requests if not (r.tokens_identical and r.bytes_identical)]
+        if wrong:
+            return f"FAILED: {len(wrong)} of {len(self.requests)} requests differ from the one-process model: {wrong}"
+        return (
+            f"All {answers} tokens of {len(self.requests)} requests in {len(self.scenarios)} scenarios are those of the"
+            f" one-process model: {moved / 1e6:.1f} MB of KV moved bit for bit between fleets of different shape over"
+            f" NIXL {self.nixl_version} ({self.nixl_backend}), {hits} prompt tokens were there already and not sent"
+            f" again, in {self.seconds:.0f} s."
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """The JSON contract of `kvmover demo --json`."""
+        return {
+            "tokens_identical": self.tokens_identical,
+            "bytes_identical": self.bytes_identical,
+            "nixl": {"version": self.nixl_version, "backend": self.nixl_backend},
+            "seconds": self.seconds,
+            "scenarios": [
+                {
+                    "name": scenario.name,
+                    "title": scenario.title,
+                    "tokens_identical": all(r.tokens_identical for r in scenario.requests),
+                    "bytes_identical": all(r.bytes_identical for r in scenario.requests),
+                    "requests": [_request_data(request) for request in scenario.requests],
+                }
+                for scenario in self.scenarios
+            ],
+            "summary": self.sentence(),
+        }
+
+
+def _request_data(request: RequestReport) -> dict[str, Any]:
+    data = asdict(request)
+    wire = data.pop("wire")
+    wire["bytes"] = wire.pop("nbytes")
+    return {
+        **data,
+        "moved_tokens": request.prompt_tokens - request.hit_tokens,
+        "tokens_identical": request.tokens_identical,
+        **wire,
+        "gb_per_s": request.wire.gb_per_s,
+    }
+
+
+#: Of the table: `direct` and `packed` are descriptors, whichever route was taken.
+COLUMNS: dict[str, Literal["left", "right"]] = {
+    "request": "left",
+    "prompt": "right",
+    "hits": "right",
+    "bytes": "right",
+    "legs": "right",
+    "direct": "right",
+    "packed": "right",
+    "route": "left",
+    "ms": "right",
+    "GB/s": "right",
+    "answer": "left",
+}
+
+
+def show(report: RunReport, console: Console) -> None:
+    """One table a scenario, then the sentence."""
+    for scenario in report.scenarios:
+        table = Table(title=f"{scenario.name}: {scenario.title}", title_justify="left", title_style="bold")
+        for column, justify in COLUMNS.items():
+            table.add_column(column, justify=justify)
+        for r in scenario.requests:
+            verdict = "[green]identical[/]" if r.tokens_identical and r.bytes_identical else "[red]DIFFERS[/]"
+            table.add_row(
+                r.name,
+                str(r.prompt_tokens),
+                str(r.hit_tokens),
+                f"{r.wire.nbytes:,}",
+                str(r.wire.legs),
+                f"{r.wire.descriptors_direct:,}",
+                f"{r.wire.descriptors_packed:,}",
+                "+".join(r.wire.routes),
+                f"{r.wire.seconds * 1e3:.1f}",
+                f"{r.wire.gb_per_s:.3f}",
+                f"{len(r.answer)} tokens {verdict}",
+            )
+        console.print(table)
+    console.print(report.sentence(), style="bold green" if report.identical else "bold red")

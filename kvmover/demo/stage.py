@@ -1,0 +1,115 @@
+"""Stage: one scenario on its two fleets, request by request, against the model in one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvmover.demo.crew import Crew, Member, ask, ask_all
+from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
+from kvmover.demo.rank import Seat
+from kvmover.demo.report import RequestReport, Wire
+from kvmover.demo.scenarios import Scenario
+from kvmover.errors import KvmoverError
+from kvmover.plan.text import FleetText
+from kvmover.prefix import PrefixTree
+
+#: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
+POOL_TOKENS = 16384
+
+#: Logit gaps of two runs over the same rows differ by 1e-14; one wrong element moves them by far more than this.
+GAP_TOLERANCE = 1e-9
+
+
+class Engine:
+    """One fleet as its scheduler sees it: seated processes, free pages, and the prefixes it keeps."""
+
+    def __init__(self, name: str, members: Sequence[Member], fleet: FleetText) -> None:
+        self.name, self.members, self.fleet = name, members, fleet
+        self.page_tokens = fleet.fleet.page_tokens
+        self.pages = POOL_TOKENS // self.page_tokens
+        self.free = list(range(self.pages))
+        random.Random(name).shuffle(self.free)  # neighbours in a request are no neighbours in the pool
+        self.tree = PrefixTree(self.page_tokens)
+
+    def take(self, tokens: int) -> list[int]:
+        """Pages for `tokens` tokens, from the oldest prefixes where none are free."""
+        count = -(-tokens // self.page_tokens)
+        if count > len(self.free):
+            self.free += self.tree.evict(count - len(self.free))
+        if count > len(self.free):
+            raise KvmoverError(f"{self.name}: {tokens} tokens do not fit {self.pages} pages of {self.page_tokens}")
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+
+class Stage:
+    """One scenario on its two fleets, with the one-process model that says what the answers must be."""
+
+    def __init__(self, scenario: Scenario, crew: Crew, folder: Path) -> None:
+        sizes = scenario.src.fleet.size, scenario.dst.fleet.size
+        self.src = Engine("prefill", crew.members[: sizes[0]], scenario.src)
+        self.dst = Engine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
+        self.scenario = scenario
+        seats = [
+            Seat(scenario, engine.name, engine.fleet, rank, engine.pages, str(folder / engine.name))
+            for engine in (self.src, self.dst)
+            for rank in range(len(engine.members))
+        ]
+        everyone = [*self.src.members, *self.dst.members]
+        ask(everyone, "seat", [(seat,) for seat in seats])
+        ask_all(self.dst.members, "connect", ask_all(self.src.members, "card"))
+        self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
+
+    def close(self) -> None:
+        ask_all([*self.src.members, *self.dst.members], "close")
+
+    def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
+        """Prefill, move what the decode fleet does not have, decode, compare."""
+        name = f"{self.scenario.name}-{number}"
+        match = self.dst.tree.match(prompt)
+        self.dst.tree.lock(match)
+        src_pages = self.src.take(len(prompt))
+        missing = len(prompt) + answer_tokens - match.tokens
+        dst_pages = [*match.page_ids, *self.dst.take(missing)]
+        moved = range(match.tokens, len(prompt))
+        first, gap = ask_all(self.src.members, "prefill", prompt, src_pages)[0]
+        sent, landed = self._move(name, moved, src_pages, dst_pages)
+        rest, gaps = ask_all(self.dst.members, "decode", first, len(prompt), answer_tokens - 1, dst_pages)[0]
+        self.src.free += src_pages
+        answer = [first, *rest]
+        self._keep([*prompt, *answer[:-1]], dst_pages)
+        self.dst.tree.unlock(match)
+        self.alone.gaps.clear()
+        expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
+        near = all(abs(a - b) < GAP_TOLERANCE for a, b in zip([gap, *gaps], self.alone.gaps, strict=True))
+        return RequestReport(
+            name, len(prompt), match.tokens, answer, expected, near, _same_bytes(sent, landed), Wire.of(sent, landed)
+        )
+
+    def _move(
+        self, name: str, moved: range, src_pages: list[int], dst_pages: list[int]
+    ) -> tuple[list[Any], list[Any]]:
+        """Both fleets at once: (result, digests) of every rank."""
+        for member in self.src.members:
+            member.tell("send", name, src_pages, moved)
+        landed = ask_all(self.dst.members, "receive", name, self.src.name, moved, dst_pages)
+        return [member.answer() for member in self.src.members], landed
+
+    def _keep(self, tokens: list[int], pages: list[int]) -> None:
+        """Keep the whole pages of what is cached now, and free the rest and what was there already."""
+        whole = len(tokens) // self.dst.page_tokens
+        known = set(self.dst.tree.match(tokens).page_ids)
+        doubles = self.dst.tree.insert(tokens, pages[:whole])
+        self.dst.free += [page for page in (*doubles, *pages[whole:]) if page not in known]
+
+
+def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:
+    """Whether every row that any destination rank holds is the row that every source rank had."""
+    truth: dict[tuple[int, int, int], set[str]] = {}
+    for _, digests in sent:
+        for place, digest in digests.items():
+            truth.setdefault(place, set()).add(digest)
+    return all(truth[place] == {digest} for _, digests in landed for place, digest in digests.items())

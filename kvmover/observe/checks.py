@@ -1,0 +1,263 @@
+"""The checks of the doctor: small functions that each look at one thing, and survive its absence.
+
+Nothing is changed by looking: a check imports, asks the system, or loads a library in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvmover.observe.plugins import NIXL_WHEELS, Plugin, plugins_of
+from kvmover.observe.words import bytes_in_words
+
+#: The Triton releases for which the kernels are compiled in the tests.
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
+OLDEST_PYTHON, OLDEST_TORCH, OLDEST_NIXL = (3, 11), (2, 11), (1, 5, 1)
+
+#: Below this NIXL's and gloo's shared memory segments run out first.
+_SHARED_MEMORY_BYTES = 1 << 30
+
+#: Pools are larger than this: a limit above it is as good as none.
+_PINNED_BYTES = 64 << 30
+
+_RDMA = Path("/sys/class/infiniband")
+_ANSWER_S = 20
+
+
+class Status(StrEnum):
+    """Missing is a way that is closed; a problem is something that is there and does not work as it should."""
+
+    OK = "ok"
+    MISSING = "missing"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. `remedy` is empty where there is nothing to do."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def python() -> Iterator[Finding]:
+    enough = sys.version_info[:2] >= OLDEST_PYTHON
+    remedy = "" if enough else f"install Python {_dotted(OLDEST_PYTHON)} or newer"
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    yield Finding("python", _ok(enough), detail, remedy)
+
+
+def pytorch() -> Iterator[Finding]:
+    """Imports it: that is where a broken install shows."""
+    if not find_spec("torch"):
+        yield Finding("torch", Status.MISSING, "not installed", "pip install 'kvmover[torch]'; needed to move bytes")
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = import_module("torch")
+    built = f"CUDA {module.version.cuda}" if module.version.cuda else "no CUDA in this build"
+    detail = f"{module.__version__}, {built}"
+    if _older(module.__version__, OLDEST_TORCH):
+        yield Finding("torch", Status.PROBLEM, detail, f"install torch {_dotted(OLDEST_TORCH)} or newer")
+    elif _gpus() and not module.cuda.is_available():
+        yield Finding("torch", Status.PROBLEM, f"{detail}: it does not see the GPU", "install a CUDA build of torch")
+    else:
+        yield Finding("torch", Status.OK, detail)
+
+
+def triton() -> Iterator[Finding]:
+    found = _version("triton")
+    oldest, newest = _dotted(OLDEST_TRITON), _dotted(NEWEST_TRITON)
+    if found is None:
+        yield Finding("triton", Status.MISSING, "not installed", "pip install 'kvmover[torch]'; needed on a GPU")
+    elif _older(found, OLDEST_TRITON):
+        yield Finding("triton", Status.PROBLEM, f"{found} is too old", f"install triton {oldest} or newer")
+    elif _older(found, (NEWEST_TRITON[0], NEWEST_TRITON[1] + 1)):
+        yield Finding("triton", Status.OK, f"{found}; {oldest} to {newest} are tested")
+    else:
+        yield Finding("triton", Status.OK, f"{found}, newer than {newest}, the newest tested")
+
+
+def gpus() -> Iterator[Finding]:
+    names = _gpus()
+    if names:
+        yield Finding("gpu", Status.OK, "; ".join(names))
+    elif Path("/dev/nvidia0").exists():
+        yield Finding("gpu", Status.PROBLEM, "/dev/nvidia0 is there but nvidia-smi does not answer", "check the driver")
+    else:
+        yield Finding("gpu", Status.MISSING, "no NVIDIA GPU; everything runs on the CPU")
+
+
+def cupy() -> Iterator[Finding]:
+    if not find_spec("cupy"):
+        remedy = "pip install 'kvmover[cuda13]' or 'kvmover[cuda12]'" if _gpus() else ""
+        yield Finding("cupy", Status.MISSING, "not installed; bulk copies on a GPU need it", remedy)
+        return
+    yield Finding("cupy", Status.OK, str(import_module("cupy").__version__))
+
+
+def nixl() -> Iterator[Finding]:
+    """The wheels that are installed, and each plugin of theirs."""
+    wheels = [(wheel, found) for wheel in NIXL_WHEELS if (found := _version(wheel))]
+    if not wheels:
+        yield Finding("nixl", Status.MISSING, "not installed", "pip install 'kvmover[nixl]'; needed between processes")
+    for wheel, found in wheels:
+        old = _older(found, OLDEST_NIXL)
+        remedy = f"install {wheel} {_dotted(OLDEST_NIXL)} or newer" if old else ""
+        yield Finding(wheel, _ok(not old), found, remedy)
+        for plugin in plugins_of(wheel):
+            yield _plugin(wheel, plugin)
+
+
+def _plugin(wheel: str, plugin: Plugin) -> Finding:
+    name = f"{wheel} {plugin.name}"
+    if plugin.loads:
+        return Finding(name, Status.OK, f"loads; {plugin.purpose}")
+    detail = f"misses {', '.join(plugin.missing)}" if plugin.missing else plugin.error
+    status = Status.PROBLEM if plugin.name == "UCX" else Status.MISSING
+    return Finding(name, status, f"does not load: {detail}; {plugin.purpose}", plugin.remedy)
+
+
+def rdma() -> Iterator[Finding]:
+    names = sorted(path.name for path in _RDMA.iterdir()) if _RDMA.is_dir() else []
+    if names:
+        yield Finding("ucx rdma", Status.OK, ", ".join(names))
+    else:
+        yield Finding("ucx rdma", Status.MISSING, "no RDMA device; between machines NIXL goes over TCP")
+
+
+def cma() -> Iterator[Finding]:
+    """Direct writes between the memories of two processes, which the system may forbid."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if scope.exists() and int(scope.read_text()) >= 2 and os.geteuid() != 0:
+        remedy = "set kernel.yama.ptrace_scope to 1; until then UCX copies through shared memory"
+        yield Finding("ucx cma", Status.PROBLEM, f"ptrace_scope is {scope.read_text().strip()}", remedy)
+    else:
+        yield Finding("ucx cma", Status.OK, "between processes of this host")
+
+
+def cuda_ipc() -> Iterator[Finding]:
+    """UCX leaves its CUDA modules out without a word where it does not find the driver's libraries."""
+    if not _gpus():
+        return
+    if missing := [name for name in ("libcuda.so.1", "libnvidia-ml.so.1") if not _loads(name)]:
+        remedy = "put the NVIDIA driver's libraries where the loader finds them"
+        yield Finding("ucx cuda", Status.PROBLEM, f"misses {', '.join(missing)}", remedy)
+    else:
+        yield Finding("ucx cuda", Status.OK, "between GPUs of this host")
+
+
+def settings() -> Iterator[Finding]:
+    chosen = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(("UCX_", "NIXL_")))
+    yield Finding("ucx settings", Status.OK, " ".join(chosen) or "none in the environment")
+
+
+def page_lock() -> Iterator[Finding]:
+    """RDMA and CUDA pin what they register. A limit does not bind every user, so locking is tried."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    words = "unlimited" if limit == resource.RLIM_INFINITY else f"limit {bytes_in_words(limit)}"
+    if limit == resource.RLIM_INFINITY or limit >= _PINNED_BYTES:
+        yield Finding("page lock", Status.OK, words)
+    elif _locks(limit + mmap.PAGESIZE):
+        yield Finding("page lock", Status.OK, f"{words}, which does not bind this user")
+    else:
+        status = Status.PROBLEM if _RDMA.is_dir() else Status.MISSING
+        yield Finding(
+            "page lock", status, f"{words}; RDMA registers no more than that", "raise it: ulimit -l unlimited"
+        )
+
+
+def shared_memory() -> Iterator[Finding]:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        yield Finding("shared memory", Status.MISSING, "no /dev/shm", "mount a tmpfs there")
+        return
+    free = shutil.disk_usage(path).free
+    enough = free >= _SHARED_MEMORY_BYTES
+    remedy = "" if enough else "give the container more, for example with --shm-size=1g"
+    yield Finding("shared memory", _ok(enough), f"{bytes_in_words(free)} free in {path}", remedy)
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    python,
+    pytorch,
+    triton,
+    gpus,
+    cupy,
+    nixl,
+    rdma,
+    cma,
+    cuda_ipc,
+    settings,
+    page_lock,
+    shared_memory,
+)
+
+
+def _ok(fine: object) -> Status:
+    return Status.OK if fine else Status.PROBLEM
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _older(found: str, oldest: tuple[int, ...]) -> bool:
+    """Whether `3.6.0+git` is older than (3, 6)."""
+    parts = found.split("+")[0].split(".")[: len(oldest)]
+    numbers = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
+    return numbers < oldest
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in numbers)
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _locks(nbytes: int) -> bool:
+    """Whether so many bytes can be locked into memory; they are unlocked again when the mapping goes."""
+    with mmap.mmap(-1, nbytes) as memory:
+        address = ctypes.addressof(held := ctypes.c_char.from_buffer(memory))
+        locked = ctypes.CDLL(None).mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes)) == 0
+        del held
+    return locked
+
+
+def _gpus() -> list[str]:
+    """Name, memory, compute capability and driver of each GPU, as the driver tells them."""
+    tool = shutil.which("nvidia-smi")
+    if not tool:
+        return []
+    query = [tool, "--query-gpu=name,memory.total,compute_cap,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_ANSWER_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

@@ -1,0 +1,279 @@
+"""A plan as a picture: source ranks left, destination ranks right, and a ribbon for every leg.
+
+A card is the whole model, heads across and layers down. What the rank holds is filled, in the colour of the source that
+sends it. Where ranks share the positions out, a bar below shows the first tokens of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvmover.layout import Coordinate, Fleet, Positions, Shard, Span, common
+from kvmover.observe import svg
+from kvmover.observe.words import bytes_in_words, cache_in_words, fleet_in_words, span_in_words
+from kvmover.plan.cost import Route
+from kvmover.plan.legs import Leg, Plan
+from kvmover.plan.text import Explained, FleetText
+
+WIDTH = 960
+_MARGIN, _CARD, _PAD = 24, 252, 12
+_TOP, _FOOT, _GAP = 92, 76, 14
+_INNER = _CARD - 2 * _PAD
+_SLOT, _THICKEST, _THINNEST = 15, 18, 2.5
+_LANE = 10
+_PALE = 0.22
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """What all cards share: the layer bands, the squares of heads, and how many tokens a bar shows (0: no bars)."""
+
+    bands: tuple[Span, ...]
+    heads: int
+    window: int
+
+    @property
+    def indent(self) -> float:
+        return 44 if len(self.bands) > 1 else 0
+
+    @property
+    def pitch(self) -> float:
+        return min(25, (_INNER - self.indent) / self.heads)
+
+    @property
+    def gap(self) -> float:
+        return min(3, self.pitch / 6)
+
+    @property
+    def row(self) -> float:
+        return max(10, min(22, 96 / len(self.bands)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Tokens on a bar."""
+
+    positions: Positions
+    paint: str
+    opacity: float = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """One rank: the paints of each (band, head) it holds, the lanes of its bar, and its legs by index."""
+
+    rank: int
+    place: str
+    squares: dict[tuple[int, int], list[tuple[str, float]]]
+    lanes: list[list[_Mark]]
+    legs: list[int]
+
+    def height(self, scale: _Scale) -> float:
+        content = 30 + len(scale.bands) * (scale.row + 3)
+        if scale.window:
+            content += 3 + _LANE * max(1, len(self.lanes))
+        return max(content + 8, len(self.legs) * _SLOT + 12)
+
+
+def draw(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> str:
+    """The plan as a standalone SVG document."""
+    scale = _Scale(_bands(plan), plan.component.heads, _window(plan, [each.leg for each in legs]))
+    sources = [_source(plan, rank, scale, legs) for rank in range(plan.src.size)]
+    targets = [_target(plan, rank, scale, legs) for rank in range(plan.dst.size)]
+    tall = max(_stacked(cards, scale) for cards in (sources, targets))
+    left = _spread(sources, scale, tall)
+    right = _spread(targets, scale, tall)
+    body = [*_heading(plan, src, dst, legs)]
+    body += _ribbons(legs, _ports(sources, left, scale), _ports(targets, right, scale), len(targets) >= len(sources))
+    for cards, tops, x in ((sources, left, _MARGIN), (targets, right, WIDTH - _MARGIN - _CARD)):
+        for card, top in zip(cards, tops, strict=True):
+            body += _draw_card(card, x, top, scale)
+    height = _TOP + tall + _FOOT
+    body += _legend(scale, plan.stop, height)
+    return svg.document(WIDTH, height, f"{fleet_in_words(src)} to {fleet_in_words(dst)}", body)
+
+
+def _bands(plan: Plan) -> tuple[Span, ...]:
+    """Layers cut wherever a stage of either fleet begins."""
+    shards = [plan.src_shard(rank) for rank in range(plan.src.size)]
+    shards += [plan.dst_shard(rank) for rank in range(plan.dst.size)]
+    cuts = sorted({0, plan.component.layers} | {shard.layers.start for shard in shards})
+    return tuple(Span(low, high - low) for low, high in pairwise(cuts))
+
+
+def _window(plan: Plan, legs: Sequence[Leg]) -> int:
+    """Tokens worth a bar: all when each rank has one run of its own, else as many as show two rounds of the pattern."""
+    stripes = {stripe for leg in legs for stripe in leg.positions}
+    if all(stripe.tokens == plan.stop for stripe in stripes):
+        return 0
+    dealt = [stripe for stripe in stripes if stripe.count > 1]
+    if not dealt:
+        return plan.stop
+    finest = min(stripe.width for stripe in dealt)
+    return min(plan.stop, finest * 48, max(finest * 16, 2 * max(stripe.step for stripe in dealt)))
+
+
+def _covered(leg: Leg | Shard, scale: _Scale) -> Iterator[tuple[int, int]]:
+    """The squares of a leg or a shard."""
+    for band, layers in enumerate(scale.bands):
+        if layers & leg.layers:
+            yield from ((band, head) for head in leg.heads)
+
+
+def _source(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained]) -> _Card:
+    """A source rank: bright what it sends, pale what it holds and leaves to a replica."""
+    shard, paint = plan.src_shard(rank), svg.colour(rank)
+    mine = [number for number, each in enumerate(legs) if each.leg.src_rank == rank]
+    held = shard.positions.clip(0, plan.stop) if shard.positions else ()
+    squares = {square: [(paint, _PALE)] for square in _covered(shard, scale)} if held else {}
+    squares |= {square: [(paint, 1.0)] for number in mine for square in _covered(legs[number].leg, scale)}
+    marks = [_Mark(held, paint, _PALE), *(_Mark(legs[number].leg.positions, paint) for number in mine)]
+    return _Card(rank, _place(plan.src, rank), squares, [marks], mine)
+
+
+def _target(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained]) -> _Card:
+    """A destination rank: a square that several sources share is cut into their colours."""
+    mine = [number for number, each in enumerate(legs) if each.leg.dst_rank == rank]
+    squares: dict[tuple[int, int], list[tuple[str, float]]] = {}
+    lanes: list[list[_Mark]] = []
+    for number in mine:
+        leg = legs[number].leg
+        mark = _Mark(leg.positions, svg.colour(leg.src_rank))
+        for square in _covered(leg, scale):
+            squares.setdefault(square, []).append((mark.paint, 1.0))
+        free = next((lane for lane in lanes if not any(_overlap(mark, other) for other in lane)), None)
+        if free is None:
+            lanes.append([mark])
+        else:
+            free.append(mark)
+    return _Card(rank, _place(plan.dst, rank), squares, lanes, mine)
+
+
+def _overlap(left: _Mark, right: _Mark) -> bool:
+    return any(common(left.positions, stripe) for stripe in right.positions)
+
+
+def _place(fleet: Fleet, rank: int) -> str:
+    """The rank's coordinate, along the axes that the fleet has: `tp 1, pp 0`."""
+    at: Coordinate = fleet.coordinate(rank)
+    axes = (("tp", fleet.tp, at.tp), ("pp", fleet.pp, at.pp), ("cp", fleet.cp, at.cp))
+    return ", ".join(f"{name} {index}" for name, size, index in axes if size > 1)
+
+
+def _stacked(cards: Sequence[_Card], scale: _Scale) -> float:
+    return sum(card.height(scale) + _GAP for card in cards) - _GAP
+
+
+def _spread(cards: Sequence[_Card], scale: _Scale, tall: float) -> list[float]:
+    """The top of each card: the shorter column is spread over the height of the taller one."""
+    spare = (tall - _stacked(cards, scale)) / len(cards)
+    tops: list[float] = []
+    y = _TOP + spare / 2
+    for card in cards:
+        tops.append(y)
+        y += card.height(scale) + _GAP + spare
+    return tops
+
+
+def _ports(cards: Sequence[_Card], tops: Sequence[float], scale: _Scale) -> dict[int, tuple[float, float]]:
+    """Where each leg meets its card, by leg: the height of its middle, and the room it has."""
+    ports: dict[int, tuple[float, float]] = {}
+    for card, top in zip(cards, tops, strict=True):
+        room = (card.height(scale) - 12) / max(1, len(card.legs))
+        for place, number in enumerate(card.legs):
+            ports[number] = (top + 6 + (place + 0.5) * room, room)
+    return ports
+
+
+def _heading(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> Iterator[str]:
+    model = plan.component
+    total = bytes_in_words(sum(each.nbytes for each in legs))
+    yield svg.text(
+        _MARGIN, 32, f"{model.name}: {cache_in_words(model)}, {model.layers} layers, {model.dtype}", "ink title"
+    )
+    yield svg.text(WIDTH - _MARGIN, 32, f"{plan.stop:,} tokens, {total}", "soft", "end")
+    yield svg.text(_MARGIN, 74, f"from  {fleet_in_words(src)}", "ink strong")
+    yield svg.text(WIDTH - _MARGIN, 74, f"to  {fleet_in_words(dst)}", "ink strong", "end")
+
+
+def _ribbons(
+    legs: Sequence[Explained],
+    left: dict[int, tuple[float, float]],
+    right: dict[int, tuple[float, float]],
+    label_right: bool,
+) -> Iterator[str]:
+    """All ribbons first, then all labels, which stand at the side with more ranks, where ribbons lie apart."""
+    most = max(each.nbytes for each in legs)
+    thickest = min(_THICKEST, *(room - 3 for _, room in (*left.values(), *right.values())))
+    x0, x1 = _MARGIN + _CARD, WIDTH - _MARGIN - _CARD
+    labels: list[str] = []
+    for number, each in enumerate(legs):
+        thickness = max(_THINNEST, thickest * each.nbytes / most)
+        threads = 3 if each.choice.route is Route.DIRECT else 1
+        paint = svg.colour(each.leg.src_rank)
+        start, end = (x0, left[number][0]), (x1, right[number][0])
+        hint = f"{each.leg.src_rank} to {each.leg.dst_rank}: {each.choice.why()}"
+        yield svg.group(hint, [svg.ribbon(start, end, thickness, paint, threads)])
+        x, anchor = (x1 - 10, "end") if label_right else (x0 + 10, "start")
+        y = (end if label_right else start)[1] + 4
+        labels.append(svg.text(x, y, f"{bytes_in_words(each.nbytes)} {each.choice.route}", "label", anchor))
+    yield from labels
+
+
+def _draw_card(card: _Card, x: float, top: float, scale: _Scale) -> Iterator[str]:
+    yield svg.rect(x, top, _CARD, card.height(scale), style="card", radius=6)
+    yield svg.text(x + _PAD, top + 19, f"rank {card.rank}", "ink strong")
+    place = card.place if card.squares else f"{card.place}, holds none".lstrip(", ")
+    yield svg.text(x + _CARD - _PAD, top + 19, place, "soft", "end")
+    y = top + 30
+    for band, layers in enumerate(scale.bands):
+        if scale.indent:
+            yield svg.text(x + _PAD, y + scale.row / 2 + 4, span_in_words(layers), "soft")
+        yield from _draw_row(card, band, x + _PAD + scale.indent, y, scale)
+        y += scale.row + 3
+    if scale.window:
+        for lane in card.lanes or [[]]:
+            y += _LANE
+            yield svg.rect(x + _PAD, y - 5, _INNER, _LANE - 2, style="hole")
+            for mark in lane:
+                yield from _draw_mark(mark, x + _PAD, y - 5, scale)
+
+
+def _draw_row(card: _Card, band: int, x: float, y: float, scale: _Scale) -> Iterator[str]:
+    side = scale.pitch - scale.gap
+    for head in range(scale.heads):
+        at = x + head * scale.pitch
+        paints = card.squares.get((band, head), [])
+        if not paints:
+            yield svg.rect(at, y, side, scale.row, style="hole", radius=scale.gap)
+        for piece, (paint, opacity) in enumerate(paints):
+            width = side / len(paints)
+            corner = scale.gap if len(paints) == 1 else 0
+            yield svg.fill(at + piece * width, y, width, scale.row, paint, opacity, corner)
+
+
+def _draw_mark(mark: _Mark, x: float, y: float, scale: _Scale) -> Iterator[str]:
+    token = _INNER / scale.window
+    for stripe in mark.positions:
+        for piece in stripe.clip(0, scale.window):
+            for start in piece.starts:
+                yield svg.fill(x + start * token, y, piece.width * token, _LANE - 2, mark.paint, mark.opacity)
+
+
+def _legend(scale: _Scale, tokens: int, height: float) -> Iterator[str]:
+    y = height - 40
+    lines = ["A card is the whole model: heads across" + (", layers down" if scale.indent else "") + "."]
+    lines.append("Filled: held by the rank, in the colour of the source that sends it; pale: left to a replica.")
+    if scale.window:
+        part = f"tokens 0-{scale.window - 1:,} of {tokens:,}" if scale.window < tokens else f"all {tokens:,} tokens"
+        lines.append(f"Bars: {part}.")
+    yield svg.text(_MARGIN, y, " ".join(lines), "soft")
+    y += 20
+    for x, threads, words in (
+        (_MARGIN, 1, "packed: gathered, one write a chunk, scattered"),
+        (_MARGIN + 330, 3, "direct: written from pool to pool, run by run"),
+    ):
+        yield svg.ribbon((x, y - 4), (x + 34, y - 4), 10, svg.colour(0), threads)
+        yield svg.text(x + 42, y, words, "soft")

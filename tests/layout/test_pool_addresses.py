@@ -1,0 +1,168 @@
+"""A pool's planes and strides are the addresses that numpy computes, however its memory is split up."""
+
+from __future__ import annotations
+
+from itertools import permutations, product
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmover.errors import LayoutError
+from kvmover.layout import AXES, PACKED_ORDER, Component, Coordinate, CpOrder, Fleet, Layout, Pool, PoolSpec, Shard, Span
+
+SEPARATE = [(), ("layer",), ("layer", "kv"), ("kv",), ("kv", "layer")]
+SEPARATE_IDS = ["-".join(axes) or "one-allocation" for axes in SEPARATE]
+DIM_LAST = [" ".join(axes) for axes in permutations(AXES) if axes[-1] == "dim"]
+SHARD = Shard(Span(4, 3), Span(2, 2), None)
+
+
+def arrays(spec: PoolSpec) -> dict[tuple[int, int], tuple[int, np.ndarray]]:
+    """(layer, kv) -> its allocation, and the byte offsets of its rows [page, token, head], from dense numpy arrays."""
+    layout = spec.layout
+    extents = {axis: layout.extent_of(axis) for axis in AXES}
+    together = [axis for axis in layout.axes if axis not in spec.separate]
+    sizes = [extents[axis] for axis in together]
+    row = spec.component.element_bytes
+    offsets = (np.arange(np.prod(sizes)) * row).reshape(sizes)
+    planes: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
+    owners = list(product(*(range(extents[axis]) for axis in spec.separate)))
+    for layer, kv in product(range(extents["layer"]), range(extents["kv"])):
+        at = {"layer": layer, "kv": kv}
+        owner = owners.index(tuple(at[axis] for axis in spec.separate))
+        chosen = offsets[tuple(at.get(axis, slice(None)) if axis != "dim" else 0 for axis in together)]
+        rest = [axis for axis in together if axis not in ("layer", "kv", "dim")]
+        planes[layer, kv] = owner, chosen.transpose([rest.index(axis) for axis in ("page", "token", "head")])
+    return planes
+
+
+@pytest.mark.parametrize("separate", SEPARATE, ids=SEPARATE_IDS)
+def test_every_row_of_a_dense_pool_lies_where_numpy_puts_it_in_all_orders(separate: tuple[str, ...]) -> None:
+    component = Component("a", 9, 2, 6, 5, "float32")
+    for order in DIM_LAST:
+        spec = PoolSpec.dense(component, SHARD, pages=4, page_tokens=3, order=order, separate=separate)
+        planes = spec.planes()
+        assert len(planes) == 3 * 2
+        assert spec.allocation_bytes * spec.allocations == 3 * 2 * 4 * 3 * 2 * 5 * 4
+        for (layer, kv), (allocation, rows) in arrays(spec).items():
+            assert planes[layer * 2 + kv] == (allocation, rows[0, 0, 0])
+            page, token, head = np.ogrid[:4, :3, :2]
+            strides = (spec.stride_bytes(axis) for axis in ("page", "token", "head"))
+            ours = planes[layer * 2 + kv][1] + sum(
+                index * stride for index, stride in zip((page, token, head), strides, strict=True)
+            )
+            assert (ours == rows).all(), order
+    assert (spec.pages, spec.page_tokens) == (4, 3)
+
+
+@pytest.mark.parametrize("separate", SEPARATE, ids=SEPARATE_IDS)
+@pytest.mark.parametrize("order", ["NHD", "HND", PACKED_ORDER], ids=["NHD", "HND", "packed"])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "int64"])
+def test_planes_are_views_of_the_pools_memory_that_never_overlap(
+    separate: tuple[str, ...], order: str, dtype: str
+) -> None:
+    component = Component("a", 9, 2, 6, 5, dtype)
+    spec = PoolSpec.dense(component, SHARD, pages=4, page_tokens=3, order=order, separate=separate)
+    pool = Pool.zeros(spec)
+    rows = arrays(spec)
+    for number, (layer, kv) in enumerate(product(range(3), range(2))):
+        plane = pool.plane(layer, kv)
+        assert list(plane.shape) == [4, 3, 2, 5]
+        assert plane.dtype == getattr(torch, dtype)
+        assert not plane.any()
+        plane.view(torch.uint8).fill_(number + 1)
+        allocation, offsets = rows[layer, kv]
+        row = np.arange(component.row_bytes)
+        assert (pool.tensors[allocation].numpy()[offsets[..., None] + row] == number + 1).all()
+    assert all(tensor.all() for tensor in pool.tensors)
+
+
+def test_a_pool_with_gaps_between_its_pages_has_planes_too() -> None:
+    layout = Layout(AXES, (2, 2, 3, 1, 4, 8), (3 * 100, 40, 100, 8, 8, 1))
+    spec = PoolSpec(Component.attention(2, 1, 8, "bfloat16"), layout)
+    assert spec.planes() == [(0, 0), (0, 80), (0, 600), (0, 680)]
+    assert spec.allocation_bytes == 2 * (300 + 40 + 200 + 24 + 7 + 1)
+    pool = Pool.zeros(spec)
+    pool.plane(1, 1)[2, 3, 0] = 1
+    assert torch.nonzero(pool.tensors[0].view(torch.bfloat16)).flatten().tolist() == list(range(564, 572))
+
+
+def test_a_pool_gives_views_of_the_engines_own_tensors() -> None:
+    spec = PoolSpec.dense(Component.attention(2, 2, 4, "bfloat16"), Shard(Span(0, 2), Span(0, 2), None), 3, 2, "NHD", ("layer",))
+    theirs = [torch.randn(2, 3, 2, 2, 4).to(torch.bfloat16) for _ in range(2)]
+    pool = Pool(spec, tuple(tensor.view(torch.uint8).flatten() for tensor in theirs))
+    for layer, kv in product(range(2), range(2)):
+        assert torch.equal(pool.plane(layer, kv), theirs[layer][kv])
+        assert pool.plane(layer, kv).data_ptr() == theirs[layer][kv].data_ptr()
+
+
+SPECS = st.builds(
+    PoolSpec.dense,
+    st.builds(
+        Component, st.text(max_size=8), *(st.integers(1, 1 << 10),) * 4, st.sampled_from(["int8", "bfloat16", "int64"])
+    ),
+    st.builds(
+        Shard, st.builds(Span, st.integers(0, 9), st.integers(1, 9)), st.builds(Span, st.just(0), st.integers(1, 9)), st.none()
+    ),
+    st.integers(1, 1 << 20),
+    st.integers(1, 512),
+    st.sampled_from(DIM_LAST),
+    st.sampled_from(SEPARATE),
+)
+FLEETS = st.builds(Fleet, *(st.integers(1, 64),) * 3, st.integers(1, 512), st.sampled_from(CpOrder))
+
+
+@given(SPECS, FLEETS)
+def test_specs_survive_json_and_msgpack(spec: PoolSpec, fleet: Fleet) -> None:
+    for value in (spec, spec.layout, spec.component, fleet, Coordinate(1, 2, 3)):
+        for codec in (msgspec.json, msgspec.msgpack):
+            back = codec.decode(codec.encode(value), type=type(value))
+            assert back == value
+            assert hash(back) == hash(value)
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 1000])
+@pytest.mark.parametrize("order", list(CpOrder))
+def test_shards_survive_json_and_msgpack(order: CpOrder, tokens: int) -> None:
+    fleet = Fleet(tp=2, cp=3, page_tokens=16, cp_order=order)
+    for rank in range(fleet.size):
+        shard = fleet.shard(Component.attention(3, 4, 8, "int8"), rank, tokens)
+        for codec in (msgspec.json, msgspec.msgpack):
+            assert codec.decode(codec.encode(shard), type=Shard) == shard
+
+
+@pytest.mark.parametrize("codec", [msgspec.json, msgspec.msgpack], ids=["json", "msgpack"])
+def test_a_spec_that_cannot_exist_is_refused_when_it_is_decoded(codec) -> None:  # noqa: ANN001
+    fleet = codec.decode(codec.encode(Fleet(tp=2)))
+    fleet["tp"] = 0
+    with pytest.raises(msgspec.ValidationError, match="fleet has tp = 0"):
+        codec.decode(codec.encode(fleet), type=Fleet)
+
+
+def flat(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+SPEC = PoolSpec.dense(Component.attention(2, 2, 4, "bfloat16"), Shard(Span(0, 2), Span(0, 2), None), 3, 2, "NHD", ("layer",))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PoolSpec(SPEC.component, Layout.dense("dim token head page kv layer", **{axis: 2 for axis in AXES})), "axis dim has stride 32"),
+        (lambda: PoolSpec(SPEC.component, SPEC.layout, ("page",)), "axis page cannot have allocations of its own"),
+        (lambda: Pool(SPEC, (flat(192),)), "pool of 2 allocations was given 1 tensors"),
+        (lambda: Pool(SPEC, (flat(192), flat(191))), "allocation of 191 bytes is below 192"),
+        (lambda: Pool(SPEC, (flat(192), torch.zeros(96, dtype=torch.bfloat16))), r"flat uint8, got torch.bfloat16 \[96\]"),
+        (lambda: Pool(SPEC, (flat(192), flat(192).view(2, 96))), r"flat uint8, got torch.uint8 \[2, 96\]"),
+        (lambda: Pool(SPEC, (flat(192), flat(384)[::2])), "flat uint8"),
+        (lambda: Pool(SPEC, (flat(192), torch.zeros(192, dtype=torch.uint8, device="meta"))), "on meta and cpu"),
+    ],
+    ids=["dim-strided", "pages-apart", "too-few", "too-small", "not-bytes", "not-flat", "not-contiguous", "two-devices"],
+)
+def test_an_impossible_pool_is_refused_with_its_values(make, message: str) -> None:  # noqa: ANN001
+    with pytest.raises(LayoutError, match=message):
+        make()

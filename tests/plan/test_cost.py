@@ -1,0 +1,104 @@
+"""The cost model takes the cheaper route, says why, and never finds more runs cheaper."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmover.layout import Component, Fleet
+from kvmover.plan import HOST, RDMA, Costs, Plan, Route
+from kvmover.plan.text import explain
+
+NBYTES = st.integers(1, 1 << 40)
+RATES = st.floats(1, 1e6)
+COSTS = st.builds(
+    Costs,
+    descriptor_us=st.floats(0.01, 100),
+    wire_rate=RATES,
+    gather_rate=RATES,
+    scatter_rate=RATES,
+    chunk_us=st.floats(0.1, 1000),
+    chunk_bytes=st.integers(1 << 10, 1 << 30),
+)
+
+
+@given(COSTS, NBYTES, st.integers(1, 1 << 30))
+def test_the_cheaper_route_is_chosen_and_direct_when_they_tie(costs: Costs, nbytes: int, runs: int) -> None:
+    choice = costs.choose(nbytes, runs)
+    assert choice.direct_us == costs.direct_us(nbytes, runs)
+    assert choice.packed_us == costs.packed_us(nbytes, costs.chunks(nbytes))
+    assert (choice.route is Route.DIRECT) == (choice.direct_us <= choice.packed_us)
+    assert (choice.nbytes, choice.runs) == (nbytes, runs)
+
+
+def test_a_tie_goes_direct() -> None:
+    costs = Costs(1.0, 1.0, 4.0, 4.0, 1.0, 100)
+    assert costs.direct_us(100, 150) == costs.packed_us(100, 1) == 150
+    assert costs.choose(100, 150).route is Route.DIRECT
+    assert costs.choose(100, 151).route is Route.PACKED
+
+
+@given(COSTS, NBYTES, st.integers(1, 1 << 30), st.integers(0, 1 << 30))
+def test_more_runs_never_make_the_direct_route_cheaper_or_more_likely(
+    costs: Costs, nbytes: int, runs: int, more: int
+) -> None:
+    assert costs.direct_us(nbytes, runs) <= costs.direct_us(nbytes, runs + more)
+    if costs.choose(nbytes, runs).route is Route.PACKED:
+        assert costs.choose(nbytes, runs + more).route is Route.PACKED
+
+
+@given(COSTS, NBYTES, st.integers(0, 1 << 40), st.integers(1, 1 << 20))
+def test_more_bytes_are_never_cheaper(costs: Costs, nbytes: int, more: int, runs: int) -> None:
+    assert costs.direct_us(nbytes, runs) <= costs.direct_us(nbytes + more, runs)
+    chunks = costs.chunks(nbytes), costs.chunks(nbytes + more)
+    assert chunks[0] <= chunks[1]
+    assert costs.packed_us(nbytes, chunks[0]) <= costs.packed_us(nbytes + more, chunks[1]) * (1 + 1e-12)
+
+
+@given(COSTS, NBYTES)
+def test_chunks_cover_the_bytes_and_none_is_empty(costs: Costs, nbytes: int) -> None:
+    chunks = costs.chunks(nbytes)
+    assert (chunks - 1) * costs.chunk_bytes < nbytes <= chunks * costs.chunk_bytes
+
+
+@pytest.mark.parametrize(
+    ("runs", "route", "words"),
+    [
+        (131_072, Route.PACKED, ["131072 runs of 512 B", "131.1 ms to post", "1.6 ms"]),
+        (8, Route.DIRECT, ["8 runs of 8388608 B", "1.3 ms as they are", "1.6 ms"]),
+    ],
+    ids=["packed", "direct"],
+)
+def test_a_choice_says_why_in_numbers(runs: int, route: Route, words: list[str]) -> None:
+    choice = RDMA.choose(64 << 20, runs)
+    why = choice.why()
+    assert choice.route is route
+    assert why.startswith(f"{route}: ")
+    assert "\n" not in why
+    for word in words:
+        assert word in why
+
+
+@given(st.sampled_from([RDMA, HOST]), NBYTES, st.integers(1, 1 << 30))
+def test_every_reason_holds_both_estimates(costs: Costs, nbytes: int, runs: int) -> None:
+    choice = costs.choose(nbytes, runs)
+    numbers = re.findall(r"([\d.]+) ms", choice.why())
+    assert numbers == [f"{choice.direct_us / 1e3:.1f}", f"{choice.packed_us / 1e3:.1f}"]
+
+
+@pytest.mark.parametrize(
+    ("order", "route"), [("NHD", Route.PACKED), ("HND", Route.PACKED)], ids=["NHD", "HND"]
+)
+def test_head_slices_of_llama_are_packed_on_a_fast_wire(order: str, route: Route) -> None:
+    plan = Plan(Component.attention(80, 8, 128, "bfloat16"), Fleet(tp=8), Fleet(tp=2), 0, 32_768)
+    assert {each.choice.route for each in explain(plan, order, order, RDMA)} == {route}
+
+
+def test_equal_fleets_with_long_runs_go_direct() -> None:
+    plan = Plan(Component.mla(61, 576, "bfloat16"), Fleet(page_tokens=256), Fleet(page_tokens=256), 0, 32_768)
+    (each,) = explain(plan, "NHD", "NHD", RDMA)
+    assert each.choice.route is Route.DIRECT
+    assert each.choice.runs == 61 * 128

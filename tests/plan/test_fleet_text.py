@@ -1,0 +1,95 @@
+"""Fleets are read from one line of text, and plans are written as plain data that adds up."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+
+from kvmover.errors import LayoutError
+from kvmover.layout import Component, CpOrder, Fleet
+from kvmover.plan import RDMA, Plan
+from kvmover.plan.text import FleetText, explain, plan_as_data
+
+PACKED = "page head layer kv token dim"
+
+
+@pytest.mark.parametrize(
+    ("text", "fleet", "order"),
+    [
+        ("tp=4,page=16,order=NHD", Fleet(tp=4, page_tokens=16), "NHD"),
+        ("tp=2,pp=2,page=64,order=HND", Fleet(tp=2, pp=2), "HND"),
+        ("pp=3", Fleet(pp=3), "NHD"),
+        (" tp=1 , cp=4 , cp_order=token ", Fleet(cp=4, cp_order=CpOrder.TOKEN), "NHD"),
+        ("cp=2,cp_order=block,page=1", Fleet(cp=2, page_tokens=1, cp_order=CpOrder.BLOCK), "NHD"),
+        ("order=page-head-layer-kv-token-dim", Fleet(), PACKED.replace(" ", "-")),
+        (f"order={PACKED}", Fleet(), PACKED),
+    ],
+    ids=["nhd", "hnd", "defaults", "spaces", "block", "dashes", "words"],
+)
+def test_a_fleet_is_read_from_text(text: str, fleet: Fleet, order: str) -> None:
+    assert FleetText.parse(text) == FleetText(fleet, order)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp=0", "fleet has tp = 0"),
+        ("tp=-2", "fleet has tp = -2"),
+        ("pp=0", "fleet has pp = 0"),
+        ("cp=0", "fleet has cp = 0"),
+        ("page=0", "fleet has page_tokens = 0"),
+        ("page=-16", "fleet has page_tokens = -16"),
+        ("tp=four", "tp = 'four' in 'tp=four' is not a number"),
+        ("tp=", "tp = '' in 'tp=' is not a number"),
+        ("tp", "tp = '' in 'tp' is not a number"),
+        ("tp=1.5", "tp = '1.5'"),
+        ("order=NDH", "unknown order 'NDH'"),
+        ("order=", "unknown order ''"),
+        ("order=layer-kv-page-token-head", "unknown order 'layer-kv-page-token-head'"),
+        ("cp_order=ring", "unknown cp_order 'ring' in 'cp_order=ring'; known are page, token, block"),
+        ("tp=2,dp=2", "unknown word 'dp=2' in 'tp=2,dp=2'; known are tp, pp, cp, page, order, cp_order"),
+        ("", "unknown word ''"),
+        ("tp=2,", "unknown word ''"),
+        ("TP=2", "unknown word 'TP=2'"),
+    ],
+)
+def test_a_wrong_word_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        FleetText.parse(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_a_plan_as_data_adds_up(order: str) -> None:
+    component = Component.attention(6, 4, 8, "bfloat16")
+    plan = Plan(component, Fleet(tp=4, cp=3, page_tokens=16), Fleet(tp=2, pp=2), 0, 40)
+    data = json.loads(json.dumps(plan_as_data(plan, list(explain(plan, order, order, RDMA)))))
+    assert list(data) == ["src", "dst", "legs", "total_bytes"]
+    assert data["total_bytes"] == sum(leg["bytes"] for leg in data["legs"]) == 40 * component.token_bytes
+    for side, fleet in (("src", plan.src), ("dst", plan.dst)):
+        ranks = data[side]["ranks"]
+        assert [rank["rank"] for rank in ranks] == list(range(fleet.size))
+        grid = product(range(fleet.pp), range(fleet.cp), range(fleet.tp))
+        assert [(rank["pp"], rank["cp"], rank["tp"]) for rank in ranks] == list(grid)
+        for rank in ranks:
+            assert list(rank) == ["rank", "tp", "pp", "cp", "layers", "heads", "positions"]
+            tokens = [at + i for start, count, step, width in rank["positions"] for at in range(start, start + count * step, step) for i in range(width)]
+            held = fleet.shard(component, rank["rank"], 40).positions
+            assert tokens == [position for position in held or () if position < 40]
+    for leg in data["legs"]:
+        assert set(leg) == {
+            "src_rank", "dst_rank", "layers", "heads", "positions", "bytes", "route", "descriptors_direct", "descriptors_packed",
+        }  # fmt: skip
+        tokens = sum(count * width for _, count, _, width in leg["positions"])
+        assert leg["bytes"] == leg["layers"][1] * leg["heads"][1] * tokens * component.kv * component.row_bytes
+        assert leg["route"] in ("direct", "packed")
+        assert leg["descriptors_direct"] >= leg["descriptors_packed"] == 1
+
+
+def test_a_rank_without_a_position_of_a_short_request_is_an_empty_line_not_an_error() -> None:
+    plan = Plan(Component.attention(1, 1, 8, "int8"), Fleet(cp=4, page_tokens=16), Fleet(), 0, 5)
+    ranks = plan_as_data(plan, [])["src"]["ranks"]  # pyright: ignore
+    assert [rank["positions"] for rank in ranks] == [[[0, 1, 5, 5]], [], [], []]

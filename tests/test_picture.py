@@ -1,0 +1,137 @@
+"""The picture of a plan shows every rank, every leg and every share of it, in one file that needs nothing else."""
+
+from __future__ import annotations
+
+import doctest
+from collections import Counter
+from itertools import pairwise
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from kvmover.layout import Component
+from kvmover.observe import picture, svg, words
+from kvmover.plan import RDMA, Plan, Replicas
+from kvmover.plan.text import FleetText, explain
+
+SVG = "{http://www.w3.org/2000/svg}"
+LATENT = Component.mla(61, 576, "bfloat16")
+
+
+def heads(count: int) -> Component:
+    return Component.attention(8, count, 128, "bfloat16")
+
+
+def draw(component: Component, src: str, dst: str, tokens: int = 1024, replicas: Replicas = Replicas.STRIPE) -> str:
+    source, target = FleetText.parse(src), FleetText.parse(dst)
+    plan = Plan(component, source.fleet, target.fleet, 0, tokens, replicas)
+    return picture.draw(plan, source, target, list(explain(plan, source.order, target.order, RDMA)))
+
+
+def parsed(text: str) -> ET.Element:
+    return ET.fromstring(text)
+
+
+def boxes(root: ET.Element, colour: str, right: bool) -> list[tuple[float, float]]:
+    """(y, width) of what is painted with a colour, in the left or the right half."""
+    return [
+        (float(box.attrib["y"]), float(box.attrib["width"]))
+        for box in root.iter(f"{SVG}rect")
+        if box.get("fill") == colour and (float(box.attrib["x"]) > picture.WIDTH / 2) == right
+    ]
+
+
+CASES = {
+    "tp8-tp2": (heads(8), "tp=8,page=16", "tp=2,page=64"),
+    "tp4-tp8-of-2-heads": (heads(2), "tp=4,page=16", "tp=8,page=64,order=HND"),
+    "latent-tp4-tp2": (LATENT, "tp=4,page=16", "tp=2,page=64"),
+    "pp2-tp2": (heads(8), "tp=2,pp=2", "tp=2"),
+    "pp3-pp2": (heads(4), "tp=2,pp=3", "tp=3,pp=2"),
+    "cp": (heads(4), "tp=2,cp=2,page=16", "tp=4,cp=3,cp_order=token,page=64"),
+    "cp-blocks": (heads(4), "cp=4,page=16", "tp=2,cp=3,cp_order=block,page=64"),
+    "many-heads": (heads(128), "tp=3", "tp=8"),
+    "one-token": (heads(8), "tp=4,cp=4", "tp=2"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_leg_is_a_ribbon_with_a_label_and_every_rank_a_card(case: str) -> None:
+    component, src, dst = CASES[case]
+    tokens = 1 if case == "one-token" else 1024
+    source, target = FleetText.parse(src).fleet, FleetText.parse(dst).fleet
+    legs = list(Plan(component, source, target, 0, tokens).legs())
+    root = parsed(draw(component, src, dst, tokens))
+    labels = [text for text in root.iter(f"{SVG}text") if text.get("class") == "label"]
+    ribbons = [group for group in root.iter(f"{SVG}g") if group.find(f"{SVG}path") is not None]
+    names = Counter(text.text for text in root.iter(f"{SVG}text") if str(text.text).startswith("rank "))
+    assert len(ribbons) == len(labels) == len(legs)
+    assert sum(names.values()) == source.size + target.size
+    assert [group.findtext(f"{SVG}title", "").split(":")[0] for group in ribbons] == [
+        f"{leg.src_rank} to {leg.dst_rank}" for leg in legs
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_lies_on_the_paper_and_no_label_on_another(case: str) -> None:
+    root = parsed(draw(*CASES[case]))
+    height = float(root.attrib["height"])
+    for box in root.iter(f"{SVG}rect"):
+        x, y, width, tall = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + width <= picture.WIDTH + 0.01
+        assert 0 <= y <= y + tall <= height + 0.01
+        assert min(width, tall) > 0
+    places = sorted(float(t.attrib["y"]) for t in root.iter(f"{SVG}text") if t.get("class") == "label")
+    assert all(high - low >= 11 for low, high in pairwise(places))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_needs_nothing_else(case: str) -> None:
+    text = draw(*CASES[case])
+    assert text.count("http") == 1  # the name of the SVG language itself
+    for outside in ("href", "@import", "@font-face", "url(", "<script", "<image"):
+        assert outside not in text
+
+
+def test_a_destination_shows_its_heads_in_the_colour_of_their_sender() -> None:
+    root = parsed(draw(heads(8), "tp=8,page=16", "tp=2,page=64"))
+    for rank in range(8):
+        assert len(boxes(root, svg.colour(rank), right=False)) == 1
+        assert len(boxes(root, svg.colour(rank), right=True)) == 1
+
+
+def test_shared_pages_are_drawn_as_stripes_of_both_senders() -> None:
+    root = parsed(draw(LATENT, "tp=4,page=16", "tp=2,page=64", tokens=4096))
+    bar = [boxes(root, svg.colour(rank), right=True)[1:] for rank in (0, 1)]
+    assert len(bar[0]) == len(bar[1]) == 8
+    assert {y for y, _ in bar[0]} == {y for y, _ in bar[1]}
+    assert any("Bars: tokens 0-255 of 4,096." in str(text.text) for text in root.iter(f"{SVG}text"))
+
+
+def test_no_bar_is_drawn_where_every_leg_carries_the_whole_request() -> None:
+    assert "Bars:" not in draw(heads(8), "tp=4,page=16", "tp=2,page=64")
+
+
+def test_what_is_left_to_an_elected_replica_is_pale() -> None:
+    pale = draw(LATENT, "tp=4", "tp=2", replicas=Replicas.ELECT)
+    assert pale.count('opacity="0.22"') == 2
+    assert 'opacity="0.22"' not in draw(heads(8), "tp=4", "tp=2")
+
+
+def test_layers_are_named_where_pipeline_stages_divide_them() -> None:
+    def soft(text: str) -> set[str | None]:
+        return {each.text for each in parsed(text).iter(f"{SVG}text") if each.get("class") == "soft"}
+
+    assert {"0-1", "2-3", "4", "5-7"} <= soft(draw(heads(4), "tp=2,pp=3", "tp=3,pp=2"))
+    assert "0-7" not in soft(draw(heads(8), "tp=8", "tp=2"))
+
+
+def test_sources_have_colours_of_their_own() -> None:
+    assert len({svg.colour(rank) for rank in range(64)}) == 64
+
+
+def test_a_rank_without_a_part_of_the_request_says_so() -> None:
+    assert draw(heads(4), "cp=4,page=64", "tp=2", tokens=10).count("holds none") == 3
+
+
+def test_the_examples_in_words_hold() -> None:
+    assert doctest.testmod(words).failed == 0

@@ -1,0 +1,73 @@
+"""Strategies: two fleets of any shape that serve one model, and a request between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+
+from hypothesis import strategies as st
+
+from kvmover.layout import Component, CpOrder, Fleet
+from kvmover.layout.layout import AXES
+from kvmover.plan.legs import Replicas
+
+ORDERS = [" ".join(axes) for axes in permutations(AXES) if axes[-1] == "dim"]
+SEPARATE = [(), ("layer",), ("layer", "kv")]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one engine lays the model out."""
+
+    fleet: Fleet
+    order: str
+    separate: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Positions from `start` on of a request of `tokens` tokens go from `src` to `dst`."""
+
+    components: tuple[Component, ...]
+    src: Shape
+    dst: Shape
+    tokens: int
+    start: int
+    replicas: Replicas
+    chunk_bytes: int
+
+
+@st.composite
+def components(draw: st.DrawFn) -> tuple[Component, ...]:
+    """Attention or a latent, sometimes with index keys of another row size beside it."""
+    layers = draw(st.integers(2, 4))
+    kv, heads, dim = draw(st.integers(1, 2)), draw(st.integers(1, 6)), draw(st.sampled_from([2, 8, 9]))
+    dtype = draw(st.sampled_from(["bfloat16", "uint8", "float64"]))
+    main = Component("main", layers, kv, heads, dim, dtype)
+    keys = Component("keys", layers, 1, 1, draw(st.sampled_from([3, 16])), "uint8")
+    return (main, keys) if draw(st.booleans()) else (main,)
+
+
+shapes = st.builds(
+    Shape,
+    st.builds(
+        Fleet,
+        tp=st.integers(1, 4),
+        pp=st.integers(1, 2),
+        cp=st.integers(1, 2),
+        page_tokens=st.sampled_from([1, 3, 4, 16, 24]),
+        cp_order=st.sampled_from(CpOrder),
+    ),
+    st.sampled_from(ORDERS),
+    st.sampled_from(SEPARATE),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn, most_tokens: int = 150) -> Case:
+    tokens = draw(st.integers(1, most_tokens))
+    start = draw(st.sampled_from([0, tokens // 3, tokens]) | st.integers(0, tokens))
+    chunk_bytes = draw(st.sampled_from([1, 100, 1 << 10, 1 << 12, 1 << 20]))
+    return Case(
+        draw(components()), draw(shapes), draw(shapes), tokens, start, draw(st.sampled_from(Replicas)), chunk_bytes
+    )

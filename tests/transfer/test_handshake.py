@@ -1,0 +1,206 @@
+"""The handshake: same model or refused, with both sides' values, before anything of a stranger is understood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmover.errors import PeerRefused
+from kvmover.layout import Component, CpOrder, Fleet, Layout, PoolSpec
+from kvmover.transfer import handshake
+from kvmover.transfer.handshake import Card, Model, Place, Rank, read_card, write_card
+from kvmover.transport import Memory, MemoryKind
+
+ATTENTION = Component("attention", 4, 2, 8, 64, "bfloat16")
+KEYS = Component("index", 4, 1, 1, 16, "uint8")
+MODEL = Model("toy", (ATTENTION, KEYS))
+
+
+def rank_of(model: Model = MODEL, fleet: Fleet | None = None, rank: int = 0, order: str = "NHD") -> Rank:
+    fleet = fleet or Fleet(tp=2, pp=2, page_tokens=16)
+    specs = tuple(
+        PoolSpec.dense(c, fleet.shard(c, rank, 1), 8, fleet.page_tokens, order, ("layer",)) for c in model.components
+    )
+    memories = tuple(
+        tuple(Memory(MemoryKind.HOST, (7 + 10 * n + i) << 24, s.allocation_bytes) for i in range(s.allocations))
+        for n, s in enumerate(specs)
+    )
+    return Rank(Place("decode", fleet, rank), specs, memories, Memory(MemoryKind.HOST, 1 << 40, 4096), b"wire")
+
+
+RANK = rank_of()
+
+
+@pytest.mark.parametrize("rank", [RANK, rank_of(fleet=Fleet(tp=3, cp=2, cp_order=CpOrder.TOKEN), rank=5, order="HND")])
+def test_what_was_written_is_read(rank: Rank):
+    assert read_card(MODEL, write_card(MODEL, rank)) == rank
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Model("toy-2", MODEL.components),
+        Model("toy", (ATTENTION,)),
+        Model("toy", (KEYS, ATTENTION)),
+        *(
+            Model("toy", (replace(ATTENTION, **change), KEYS))
+            for change in (
+                {"name": "mla"},
+                {"layers": 5},
+                {"kv": 1},
+                {"heads": 4},
+                {"dim": 128},
+                {"dtype": "float16"},
+            )
+        ),
+        Model("toy", (ATTENTION, replace(KEYS, dim=17))),
+    ],
+    ids=lambda model: model.text(),
+)
+def test_another_model_is_refused_with_both_sides_values(other: Model):
+    assert other.digest() != MODEL.digest()
+    with pytest.raises(PeerRefused) as refused:
+        read_card(MODEL, write_card(other, rank_of(other)))
+    assert other.text() in str(refused.value)
+    assert MODEL.text() in str(refused.value)
+
+
+def test_another_protocol_version_is_refused(monkeypatch: pytest.MonkeyPatch):
+    ours = MODEL.digest()
+    monkeypatch.setattr(handshake, "VERSION", handshake.VERSION + 1)
+    theirs = write_card(MODEL, RANK)
+    assert MODEL.digest() != ours
+    monkeypatch.undo()
+    with pytest.raises(PeerRefused, match=f"protocol {handshake.VERSION + 1}.*protocol {handshake.VERSION}"):
+        read_card(MODEL, theirs)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "order"),
+    [
+        (Fleet(tp=8), "NHD"),
+        (Fleet(pp=4), "NHD"),
+        (Fleet(cp=3), "NHD"),
+        (Fleet(page_tokens=1), "NHD"),
+        (Fleet(), "HND"),
+        (Fleet(tp=3, cp_order=CpOrder.BLOCK), "page token layer kv head dim"),
+    ],
+)
+def test_another_shape_of_the_same_model_is_welcome(fleet: Fleet, order: str):
+    rank = rank_of(fleet=fleet, order=order)
+    assert read_card(MODEL, write_card(MODEL, rank)) == rank
+
+
+@given(st.binary(max_size=100))
+def test_the_body_of_a_stranger_is_not_read(body: bytes):
+    stranger = Model("stranger", ())
+    card = msgspec.msgpack.encode(Card(stranger.digest(), stranger.text(), body))
+    with pytest.raises(PeerRefused, match=r"peer holds stranger \(\), protocol 1; this side holds toy"):
+        read_card(MODEL, card)
+
+
+@given(st.binary(max_size=300))
+def test_a_body_of_random_bytes_is_refused(body: bytes):
+    with pytest.raises(PeerRefused):
+        read_card(MODEL, msgspec.msgpack.encode(Card(MODEL.digest(), MODEL.text(), body)))
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(card: bytes):
+    with pytest.raises(PeerRefused):
+        read_card(MODEL, card)
+
+
+@given(st.lists(st.tuples(st.integers(0), st.integers(1, 255)), min_size=1, max_size=3))
+def test_a_damaged_card_is_read_or_refused(damage: list[tuple[int, int]]):
+    card = bytearray(write_card(MODEL, RANK))
+    for place, change in damage:
+        card[place % len(card)] ^= change
+    try:
+        read_card(MODEL, bytes(card))
+    except PeerRefused:
+        return
+
+
+@pytest.mark.parametrize("card", [b"", b"\x91" * 100_000, b"\x81\xa1x" + b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff"])
+def test_a_card_made_to_hurt_is_refused(card: bytes):
+    with pytest.raises(PeerRefused):
+        read_card(MODEL, card)
+
+
+def test_a_body_made_to_hurt_is_refused():
+    for body in (b"\x81\xa1x" + b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff"):
+        with pytest.raises(PeerRefused):
+            read_card(MODEL, msgspec.msgpack.encode(Card(MODEL.digest(), MODEL.text(), body)))
+
+
+def test_an_oversized_card_is_refused_unread():
+    with pytest.raises(PeerRefused, match=f"over the limit of {handshake.MAX_CARD_BYTES}"):
+        read_card(MODEL, bytes(handshake.MAX_CARD_BYTES + 1))
+
+
+def _place(**changes: object) -> Callable[[Rank], Rank]:
+    return lambda rank: msgspec.structs.replace(rank, place=msgspec.structs.replace(rank.place, **changes))
+
+
+def _first_pool(change: Callable[[PoolSpec], PoolSpec]) -> Callable[[Rank], Rank]:
+    return lambda rank: msgspec.structs.replace(rank, pools=(change(rank.pools[0]), *rank.pools[1:]))
+
+
+def _extent(axis: str, extent: int) -> Callable[[Rank], Rank]:
+    def change(spec: PoolSpec) -> PoolSpec:
+        at = spec.layout.axes.index(axis)
+        shape = (*spec.layout.shape[:at], extent, *spec.layout.shape[at + 1 :])
+        return replace(spec, layout=Layout(spec.layout.axes, shape, spec.layout.stride))
+
+    return _first_pool(change)
+
+
+def _first_memories(change: Callable[[tuple[Memory, ...]], tuple[Memory, ...]]) -> Callable[[Rank], Rank]:
+    return lambda rank: msgspec.structs.replace(
+        rank, allocations=(change(rank.allocations[0]), *rank.allocations[1:])
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_place(rank=4), "rank 4 of a fleet of 4"),
+        (_place(rank=-1), "rank -1 of a fleet of 4"),
+        (_place(fleet=Fleet(tp=2, pp=2, page_tokens=32)), "16-token pages"),
+        (_place(fleet=Fleet(tp=4, page_tokens=16)), "layers"),
+        (_place(fleet=Fleet(pp=2, page_tokens=16)), "heads"),
+        (_place(fleet=Fleet(pp=5, page_tokens=16)), "5 pipeline stages for 4 layers"),
+        (_first_pool(lambda spec: replace(spec, component=KEYS)), "pool of index"),
+        (_extent("layer", 1), "has 1 layer"),
+        (_extent("head", 8), "has 8 head"),
+        (_extent("kv", 1), "has 1 kv"),
+        (_extent("kv", 3), "has 3 kv"),
+        (_extent("dim", 32), "has 32 dim"),
+        (_extent("token", 15), "15-token pages"),
+        (lambda rank: msgspec.structs.replace(rank, pools=rank.pools[:1]), "1 pools for 2 components"),
+        (lambda rank: msgspec.structs.replace(rank, allocations=rank.allocations[:1]), "2 pools for 2 components"),
+        (_first_memories(lambda memories: memories[:-1]), "fewer or smaller"),
+        (_first_memories(lambda memories: (*memories, memories[0])), "fewer or smaller"),
+        (_first_memories(lambda memories: (replace(memories[0], nbytes=64), *memories[1:])), "fewer or smaller"),
+    ],
+)
+def test_a_card_that_contradicts_itself_is_refused(damage: Callable[[Rank], Rank], reason: str):
+    with pytest.raises(PeerRefused, match=reason):
+        read_card(MODEL, write_card(MODEL, damage(RANK)))
+
+
+@pytest.mark.parametrize("axes", [("layer",), ("layer",) * 6, ("page", "layer", "kv", "token", "head", "depth")])
+def test_a_pool_of_other_axes_is_refused(axes: tuple[str, ...]):
+    layout = Layout(axes, (2,) * len(axes), (1,) * len(axes))
+    body = msgspec.to_builtins(RANK)
+    body["pools"][0]["layout"] = msgspec.to_builtins(layout)
+    card = Card(MODEL.digest(), MODEL.text(), msgspec.msgpack.encode(body))
+    with pytest.raises(PeerRefused):
+        read_card(MODEL, msgspec.msgpack.encode(card))
+

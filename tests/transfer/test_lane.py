@@ -1,0 +1,174 @@
+"""Lanes: both sides cut the same chunks, each unit into exactly one, and packing them changes no byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from mover_cases import Case, Shape, cases
+from mover_fleets import poisoned
+
+from kvmover.errors import PlanError
+from kvmover.kernels import reference
+from kvmover.layout import Component, Fleet, Pool, PoolSpec
+from kvmover.plan.legs import Replicas
+from kvmover.plan.lower import Place
+from kvmover.transfer.lane import PIECE_ALIGN_BYTES, End, Lane, plans_between
+from kvmover.transfer.memory import region
+
+
+def end_of(case: Case, shape: Shape, rank: int, pages: int) -> End:
+    specs = tuple(
+        PoolSpec.dense(c, shape.fleet.shard(c, rank, 1), pages, shape.fleet.page_tokens, shape.order, shape.separate)
+        for c in case.components
+    )
+    return End(shape.fleet, rank, specs)
+
+
+def lanes_of(case: Case, pages: int = 150) -> Iterator[tuple[End, End, Lane]]:
+    """Every pair of ranks, as the destination sees it."""
+    if case.start == case.tokens:
+        return
+    for target in range(case.dst.fleet.size):
+        for source in range(case.src.fleet.size):
+            src, dst = end_of(case, case.src, source, pages), end_of(case, case.dst, target, pages)
+            span = range(case.start, case.tokens)
+            plans = plans_between(dst.pools, src.fleet, dst.fleet, span, case.replicas)
+            yield src, dst, Lane.between(plans, src, dst, case.chunk_bytes)
+
+
+def table(end: End, seed: int) -> list[np.ndarray]:
+    """Page tables long enough for anything, each page once."""
+    random = np.random.default_rng(seed)
+    return [random.permutation(spec.pages) for spec in end.pools]
+
+
+def rows_of(place: Place, heads: int, tokens: int) -> list[tuple[int, int]]:
+    """(allocation, byte offset) of every row of one side of a box."""
+    offset = place.offset[:, None, None, None] + place.units[None, :, None, None]
+    offset = offset + np.arange(heads)[:, None] * place.head_bytes + np.arange(tokens) * place.token_bytes
+    allocation = np.broadcast_to(place.allocation[:, None, None, None], offset.shape)
+    return list(zip(allocation.ravel().tolist(), offset.ravel().tolist(), strict=True))
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_both_sides_cut_the_same_chunks(case: Case):
+    for src, dst, lane in lanes_of(case):
+        span = range(case.start, case.tokens)
+        plans = plans_between(src.pools, src.fleet, dst.fleet, span, case.replicas)
+        other = Lane.between(plans, src, dst, case.chunk_bytes)
+        assert [chunk.span_bytes for chunk in other.chunks] == [chunk.span_bytes for chunk in lane.chunks]
+        for mine, theirs in zip(lane.chunks, other.chunks, strict=True):
+            assert len(mine.pieces) == len(theirs.pieces)
+            for piece, same in zip(mine.pieces, theirs.pieces, strict=True):
+                assert (piece.component, piece.first_byte) == (same.component, same.first_byte)
+                assert piece.units.tokens == same.units.tokens
+                np.testing.assert_array_equal(piece.units.src, same.units.src)
+                np.testing.assert_array_equal(piece.units.dst, same.units.dst)
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_every_row_of_a_lane_is_in_exactly_one_chunk(case: Case):
+    for src, dst, lane in lanes_of(case):
+        pages = table(src, 1), table(dst, 2)
+        read: dict[int, list[tuple[int, int]]] = {}
+        written: dict[int, list[tuple[int, int]]] = {}
+        moved = 0
+        for number in range(len(lane.chunks)):
+            for component, box in lane.direct_boxes(number, *pages):
+                read.setdefault(component, []).extend(rows_of(box.src, box.heads, box.tokens))
+                written.setdefault(component, []).extend(rows_of(box.dst, box.heads, box.tokens))
+                moved += box.nbytes
+        for rows in (*read.values(), *written.values()):
+            assert len(rows) == len(set(rows))
+        expected = sum(leg.nbytes(c) for leg, c in zip(lane.legs, case.components, strict=True) if leg)
+        assert moved == lane.nbytes == expected
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_chunks_keep_to_their_size_and_pieces_to_their_alignment(case: Case):
+    limit = -(-case.chunk_bytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
+    for _, _, lane in lanes_of(case):
+        for number, chunk in enumerate(lane.chunks):
+            assert chunk.pieces
+            assert 0 < chunk.nbytes <= chunk.span_bytes
+            single = len(chunk.pieces) == 1 and len(chunk.pieces[0].units) == 1
+            assert single or (chunk.nbytes <= case.chunk_bytes and chunk.span_bytes <= limit)
+            end = 0
+            for piece, (component, box) in zip(
+                chunk.pieces, lane.gather_boxes(number, [np.arange(150)] * len(case.components)), strict=True
+            ):
+                assert component == piece.component
+                assert piece.first_byte % PIECE_ALIGN_BYTES == 0
+                assert end <= piece.first_byte < end + PIECE_ALIGN_BYTES
+                end = piece.first_byte + box.nbytes
+            assert end <= chunk.span_bytes < end + PIECE_ALIGN_BYTES
+
+
+@settings(max_examples=30)
+@given(cases(most_tokens=40))
+def test_gathering_and_scattering_writes_what_going_direct_writes(case: Case):
+    some = (ends for ends in lanes_of(case, pages=40) if ends[2].chunks)
+    for src, dst, lane in islice(some, 4):
+        pages = table(src, 1), table(dst, 2)
+        source = [Pool(s, noise(s, n)) for n, s in enumerate(src.pools)]
+        packed, direct = ([poisoned(spec) for spec in dst.pools] for _ in range(2))
+        for number, chunk in enumerate(lane.chunks):
+            staging = torch.full((chunk.span_bytes,), 0xAB, dtype=torch.uint8)
+            gather = [region(b, source[c].tensors, [staging]) for c, b in lane.gather_boxes(number, pages[0])]
+            reference.move(gather)
+            scatter = [region(b, [staging], packed[c].tensors) for c, b in lane.scatter_boxes(number, pages[1])]
+            reference.move(scatter)
+            straight = [
+                region(b, source[c].tensors, direct[c].tensors) for c, b in lane.direct_boxes(number, *pages)
+            ]
+            reference.move(straight)
+        for mine, theirs in zip(packed, direct, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine.tensors, theirs.tensors, strict=True))
+
+
+def noise(spec: PoolSpec, seed: int) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randint(0, 256, (spec.allocation_bytes,), generator=random, dtype=torch.uint8)
+        for _ in range(spec.allocations)
+    )
+
+
+def one_to_one(page_tokens: tuple[int, int], tokens: int, chunk_bytes: int) -> Lane:
+    """64 bytes a head and token, 2 heads, 1 layer, kv 1."""
+    component = Component("attention", 1, 1, 2, 64, "uint8")
+    ends = [
+        End(fleet, 0, (PoolSpec.dense(component, fleet.shard(component, 0, 1), 8, fleet.page_tokens, "NHD"),))
+        for fleet in (Fleet(page_tokens=p) for p in page_tokens)
+    ]
+    plans = plans_between(ends[0].pools, ends[0].fleet, ends[1].fleet, range(tokens), Replicas.STRIPE)
+    return Lane.between(plans, *ends, chunk_bytes)
+
+
+def test_a_unit_larger_than_a_chunk_has_one_of_its_own():
+    lane = one_to_one((16, 16), 64, chunk_bytes=1000)  # a unit of 16 tokens has 2,048 bytes
+    assert [(chunk.nbytes, len(chunk.pieces)) for chunk in lane.chunks] == [(2048, 1)] * 4
+
+
+def test_units_fill_a_chunk_as_far_as_they_fit():
+    lane = one_to_one((4, 6), 36, chunk_bytes=1000)  # units of 2 tokens, 256 bytes: three a chunk
+    assert [chunk.nbytes for chunk in lane.chunks] == [768] * 6
+
+
+def test_a_page_table_that_is_too_short_or_names_no_page_is_refused():
+    lane = one_to_one((16, 16), 64, 1 << 20)
+    with pytest.raises(PlanError, match="too short"):
+        lane.gather_boxes(0, [np.arange(3)])
+    with pytest.raises(PlanError, match="page id 8 is outside a pool of 8"):
+        lane.scatter_boxes(0, [np.array([0, 1, 2, 8])])
+    with pytest.raises(PlanError, match="page id -1 is outside"):
+        lane.scatter_boxes(0, [np.array([0, 1, 2, -1])])
+

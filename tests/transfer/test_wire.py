@@ -1,0 +1,149 @@
+"""Control messages: what goes in comes out, and no bytes whatever do more than raise ProtocolError."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmover.errors import ProtocolError
+from kvmover.plan.cost import Route
+from kvmover.plan.legs import Replicas
+from kvmover.transfer import wire
+
+HEAD = b"kvm" + bytes([wire.VERSION])
+
+names = st.text(max_size=40)
+numbers = st.integers(0, 2**63 - 1)
+grants = st.lists(st.builds(wire.Grant, numbers, numbers), max_size=5).map(tuple)
+tables = st.lists(st.binary(max_size=64), max_size=3).map(tuple)
+messages = st.one_of(
+    st.builds(wire.Hello, st.binary(max_size=100)),
+    st.builds(wire.Refused, names),
+    st.builds(wire.Ping),
+    st.builds(
+        wire.Want,
+        names,
+        numbers,
+        numbers,
+        numbers,
+        st.sampled_from(Route),
+        st.sampled_from(Replicas),
+        numbers,
+        tables,
+    ),
+    st.builds(wire.Granted, names, numbers, grants),
+    st.builds(wire.Chunk, names, numbers, numbers),
+    st.builds(wire.Done, names, numbers),
+    st.builds(wire.Abort, names, numbers, names),
+    st.builds(wire.Drained, names, numbers),
+)
+
+
+@given(messages)
+def test_what_was_encoded_is_decoded(message: wire.AnyMessage):
+    assert wire.decode(wire.encode(message)) == message
+
+
+def test_every_kind_of_message_is_tried_above():
+    tried = {type(message) for message in (wire.Hello(b""), wire.Refused(""), wire.Ping())}
+    tried |= {wire.Want, wire.Granted, wire.Chunk, wire.Done, wire.Abort, wire.Drained}
+    assert set(wire.AnyMessage.__args__) == tried
+
+
+def test_a_field_that_a_newer_peer_added_is_ignored():
+    newer = msgspec.msgpack.encode({"type": "Done", "request": "r", "generation": 3, "mood": {"good": [1, 2]}})
+    assert wire.decode(HEAD + newer) == wire.Done("r", 3)
+
+
+def test_a_field_with_a_default_may_be_missing():
+    want = wire.Want("r", 1, 0, 8, Route.PACKED, Replicas.STRIPE, 4096)
+    assert b"pages" not in wire.encode(want)
+    assert wire.decode(wire.encode(want)) == want
+
+
+@pytest.mark.parametrize("version", [0, wire.VERSION + 1, 255])
+def test_another_version_is_refused_with_both_numbers(version: int):
+    with pytest.raises(ProtocolError, match=f"version {version:02x}, this side speaks {wire.VERSION}"):
+        wire.decode(b"kvm" + bytes([version]) + wire.encode(wire.Ping())[4:])
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", "not a kvmover message"),
+        (b"kv", "not a kvmover message"),
+        (b"hello, world", "not a kvmover message: starts with b'hell'"),
+        (b"kvm", "version missing"),
+        (HEAD, "malformed message of 4 bytes"),
+        (HEAD + b"\xc1", "malformed"),
+        (HEAD + msgspec.msgpack.encode({"type": "Dance"}), "Dance"),
+        (HEAD + msgspec.msgpack.encode({"type": "Done", "request": "r"}), "generation"),
+        (HEAD + msgspec.msgpack.encode({"type": "Done", "request": 7, "generation": 1}), "request"),
+        (HEAD + msgspec.msgpack.encode({"type": "Done", "request": "r", "generation": 1.5}), "generation"),
+        (wire.encode(wire.Ping()) + b"\x00", "malformed"),
+        (HEAD + b"\x82\xa4type\xa7Refused\xa6reason\xa2\xff\xfe", "malformed"),
+    ],
+)
+def test_a_malformed_message_is_a_protocol_error_that_says_why(payload: bytes, reason: str):
+    with pytest.raises(ProtocolError, match=reason):
+        wire.decode(payload)
+
+
+def test_a_message_over_the_limit_is_refused_unread():
+    with pytest.raises(ProtocolError, match=f"over the limit of {wire.MAX_MESSAGE_BYTES}"):
+        wire.decode(HEAD + bytes(wire.MAX_MESSAGE_BYTES))
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_protocol_errors_only(body: bytes):
+    for payload in (body, HEAD + body):
+        try:
+            wire.decode(payload)
+        except ProtocolError:
+            continue
+
+
+@pytest.mark.parametrize("shell", [b"\x91", b"\x81\xa1x"], ids=["arrays", "maps"])
+def test_nesting_deeper_than_a_decoder_may_recurse_is_a_protocol_error(shell: bytes):
+    with pytest.raises(ProtocolError, match="recursion"):
+        wire.decode(HEAD + b"\x82\xa4type\xa4Ping\xa1x" + shell * 100_000)
+
+
+@given(messages, st.data())
+def test_a_damaged_message_is_decoded_or_a_protocol_error(message: wire.AnyMessage, data: st.DataObject):
+    payload = bytearray(wire.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(payload)))
+    for damaged in (bytes(payload), bytes(payload[:cut])):
+        try:
+            wire.decode(damaged)
+        except ProtocolError:
+            continue
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",  # an array of 4 billion things
+        b"\xdf\xff\xff\xff\xff",  # a map
+        b"\xc6\xff\xff\xff\xff",  # bytes
+        b"\xdb\xff\xff\xff\xff",  # text
+        b"\x82\xa4type\xa7Granted\xa6grants\xdd\xff\xff\xff\xff",
+        b"\x82\xa4type\xa4Want\xa5pages\xdd\xff\xff\xff\xff",
+        b"\x82\xa4type\xa5Hello\xa4card\xc6\xff\xff\xff\xff",
+        b"\x82\xa4type\xa4Ping\xa1x\xdd\xff\xff\xff\xff",
+    ],
+)
+def test_a_hostile_count_allocates_nothing(body: bytes):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            wire.decode(HEAD + body)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
