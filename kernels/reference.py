@@ -68,7 +68,7 @@ def _cut(flat: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Rows:
-    """One side's rows inside one allocation, in the order unit, head, plane, token, merged where they follow each other.
+    """One side's rows inside one allocation, in the order unit, head, plane, token, merged where they touch.
 
     `starts` are byte offsets of runs of `run_bytes`; `width` divides both, and is what an index counts.
     """

@@ -23,6 +23,10 @@ from .upload import Upload
 #: int64 words that describe a region to the kernel: see `_describe`.
 FIELDS = tl.constexpr(16)
 
+#: Bytes of the widest access. A tile is `BLOCK` bytes in these; narrower words get as many accesses, not as many bytes:
+#: 16 KiB of single bytes would be 128 accesses a thread, out of registers and into local memory.
+WIDEST = tl.constexpr(16)
+
 WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -77,7 +81,7 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.cons
     dst = tl.load(table + tl.load(at + 6) + plane).to(tl.pointer_type(WORD))
     src = tl.multiple_of(src, VEC * BYTES) + tl.multiple_of(src_at, VEC)
     dst = tl.multiple_of(dst, VEC * BYTES) + tl.multiple_of(dst_at, VEC)
-    ROWS: tl.constexpr = BLOCK // (BYTES * GRAIN)
+    ROWS: tl.constexpr = BLOCK // WIDEST * VEC // GRAIN
     s = piece * ROWS + tl.arange(0, ROWS)
     src_row, dst_row, live = _rows(table, at, s, SPAN, GRAINS, GRAIN, VEC)
     words = tl.arange(0, GRAIN)[None, :]
@@ -122,12 +126,13 @@ class RowShape:
         return WORDS[self.word_bytes], self.grains, self.grain, self.vec, self.span
 
     @classmethod
-    def of(cls, region: Region, block_words: int) -> RowShape:
+    def of(cls, region: Region, block_bytes: int) -> RowShape:
         """The widest word that every address of `region` allows, and the grain that wastes least of a tile."""
         alignment = region.alignment()
         word = min(alignment, 8)
         vec = alignment // word
         words = region.row_bytes // word
+        block_words = block_bytes // WIDEST.value * vec
         in_unit = region.tokens * words
         tiles = -(-in_unit // block_words)
         span = region.units > 1 and in_unit < FULL_TILE * tiles * block_words
@@ -158,8 +163,8 @@ def describe(regions: Sequence[Region], block_bytes: int) -> Launch:
     shapes: dict[RowShape, int] = {}
     tiles = 0
     for number, region in enumerate(regions):
-        shape = RowShape.of(region, block_bytes // min(region.alignment(), 8))
-        block = block_bytes // shape.word_bytes
+        shape = RowShape.of(region, block_bytes)
+        block = block_bytes // WIDEST.value * shape.vec
         places: list[int] = []
         for part in (
             region.src.addresses(),
@@ -173,7 +178,9 @@ def describe(regions: Sequence[Region], block_bytes: int) -> Launch:
         rows_words = region.tokens * shape.grains * shape.grain
         pieces = -(-rows_words * (region.units if shape.span else 1) // block)
         if pieces * (block // shape.grain) >= 1 << 31:
-            raise RegionError(f"{region.nbytes} bytes in words of {shape.word_bytes}; the kernel counts them in 32 bits")
+            raise RegionError(
+                f"{region.nbytes} bytes in words of {shape.word_bytes}; the kernel counts them in 32 bits"
+            )
         strides = (region.src.head_bytes, region.src.token_bytes, region.dst.head_bytes, region.dst.token_bytes)
         header[number, :15] = (
             tiles,

@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvmover.layout": ("Component", "CpOrder", "Fleet", "Layout", "Pool", "PoolSpec", "Shard", "Span", "Stripe"),
     "kvmover.plan": ("Costs", "Leg", "Plan", "Replicas", "Route"),
+    "kvmover.transfer": ("Model", "Mover", "MoverConfig", "Place", "Result", "Transfer"),
+    "kvmover.transport": ("LoopbackNetwork", "LoopbackTransport", "NixlTransport"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -64,7 +64,11 @@ def _case(layers: int, page_tokens: int) -> list[dict[str, object]]:
             places = pool_place(here, leg, units.src, table), pool_place(there, leg, units.dst, table)
             coalesced_runs([box(component, leg, units, *places)])
 
-    cases = {"plan and lower, packed": packed, "count the runs of going direct": route, "list every row, direct": every_row}
+    cases = {
+        "plan and lower, packed": packed,
+        "count the runs of going direct": route,
+        "list every row, direct": every_row,
+    }
     spreads = interleaved(cases, ROUNDS if layers == 8 or page_tokens == 64 else 5)
     whole = spreads["list every row, direct"].median
     return [

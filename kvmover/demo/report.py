@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -154,9 +155,8 @@ def _request_data(request: RequestReport) -> dict[str, Any]:
     }
 
 
-#: Of the table: `direct` and `packed` are descriptors, whichever route was taken.
 COLUMNS: dict[str, Literal["left", "right"]] = {
-    "request": "left",
+    "#": "right",
     "prompt": "right",
     "hits": "right",
     "bytes": "right",
@@ -166,30 +166,33 @@ COLUMNS: dict[str, Literal["left", "right"]] = {
     "route": "left",
     "ms": "right",
     "GB/s": "right",
-    "answer": "left",
+    "tokens": "left",
 }
 
 
 def show(report: RunReport, console: Console) -> None:
     """One table a scenario, then the sentence."""
     for scenario in report.scenarios:
-        table = Table(title=f"{scenario.name}: {scenario.title}", title_justify="left", title_style="bold")
+        table = Table(title=f"{scenario.name}: {scenario.title}", title_justify="left", title_style="bold", box=SIMPLE)
         for column, justify in COLUMNS.items():
-            table.add_column(column, justify=justify)
-        for r in scenario.requests:
-            verdict = "[green]identical[/]" if r.tokens_identical and r.bytes_identical else "[red]DIFFERS[/]"
+            table.add_column(column, justify=justify, no_wrap=True)
+        for number, r in enumerate(scenario.requests):
+            same = r.tokens_identical and r.bytes_identical
             table.add_row(
-                r.name,
+                str(number),
                 str(r.prompt_tokens),
                 str(r.hit_tokens),
                 f"{r.wire.nbytes:,}",
                 str(r.wire.legs),
                 f"{r.wire.descriptors_direct:,}",
                 f"{r.wire.descriptors_packed:,}",
-                "+".join(r.wire.routes),
+                "+".join(r.wire.routes) or "none",
                 f"{r.wire.seconds * 1e3:.1f}",
                 f"{r.wire.gb_per_s:.3f}",
-                f"{len(r.answer)} tokens {verdict}",
+                f"[green]{len(r.answer)} same[/]" if same else f"[red]{len(r.answer)} DIFFER[/]",
             )
         console.print(table)
+    console.print(
+        "direct, packed: descriptors that either route posts. ms: from asking to landed, on the slowest rank."
+    )
     console.print(report.sentence(), style="bold green" if report.identical else "bold red")

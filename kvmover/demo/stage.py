@@ -89,9 +89,7 @@ class Stage:
             name, len(prompt), match.tokens, answer, expected, near, _same_bytes(sent, landed), Wire.of(sent, landed)
         )
 
-    def _move(
-        self, name: str, moved: range, src_pages: list[int], dst_pages: list[int]
-    ) -> tuple[list[Any], list[Any]]:
+    def _move(self, name: str, moved: range, src_pages: list[int], dst_pages: list[int]) -> tuple[list[Any], list[Any]]:
         """Both fleets at once: (result, digests) of every rank."""
         for member in self.src.members:
             member.tell("send", name, src_pages, moved)

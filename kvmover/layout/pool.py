@@ -122,9 +122,7 @@ class Pool:
         import torch
 
         size = spec.allocation_bytes
-        return cls(
-            spec, tuple(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(spec.allocations))
-        )
+        return cls(spec, tuple(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(spec.allocations)))
 
     def plane(self, layer: int, kv: int) -> torch.Tensor:
         """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is."""
@@ -139,4 +137,3 @@ class Pool:
             [layout.stride_of(axis) for axis in axes],
             offset // self.spec.component.element_bytes,
         )
-

@@ -120,9 +120,7 @@ class Plan:
             return whole
         if self.replicas is Replicas.ELECT:
             ranks = _overlapping(self.component, self.dst, self.src_shard(src_rank))
-            takers = [
-                rank for rank in ranks if (to := self.dst_shard(rank).positions) and common(whole, to)
-            ]
+            takers = [rank for rank in ranks if (to := self.dst_shard(rank).positions) and common(whole, to)]
             return whole if dst_rank in takers and takers.index(dst_rank) % count == index else ()
         deal = self._deal(src_rank, dst_rank)
         if deal is None or not whole:
@@ -194,6 +192,4 @@ def _overlapping(component: Component, fleet: Fleet, shard: Shard) -> list[int]:
     """Ranks of `fleet` that hold any of the layers and heads of `shard`."""
     stages = [pp for pp in range(fleet.pp) if Span.share(component.layers, fleet.pp, pp) & shard.layers]
     columns = [tp for tp in range(fleet.tp) if Span.share(component.heads, fleet.tp, tp) & shard.heads]
-    return [
-        fleet.rank(Coordinate(tp, pp, cp)) for pp in stages for cp in range(fleet.cp) for tp in columns
-    ]
+    return [fleet.rank(Coordinate(tp, pp, cp)) for pp in stages for cp in range(fleet.cp) for tp in columns]

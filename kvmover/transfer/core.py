@@ -58,4 +58,3 @@ class Core:
     def soon(self, call: Callable[[], None]) -> Callable[[], None]:
         """`call`, but from the mover's loop instead of from inside whoever finishes."""
         return lambda: self.later.append(call)
-

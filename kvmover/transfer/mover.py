@@ -102,9 +102,7 @@ class Mover:
             self._lose(before, f"rank {rank.place.rank} of {rank.place.engine} restarted as {name}")
         return name
 
-    def send(
-        self, request: str, pages: Sequence[npt.ArrayLike], after: torch.cuda.Event | None = None
-    ) -> Transfer:
+    def send(self, request: str, pages: Sequence[npt.ArrayLike], after: torch.cuda.Event | None = None) -> Transfer:
         """Offer a request whose KV is in `pages`: one page table a component, ids in the order of the request.
 
         Every destination rank that holds a part of ours may fetch it until the transfer ends. `after`: nothing is read
@@ -114,9 +112,7 @@ class Mover:
         self._outbound.send(transfer, _tables(pages), after)
         return transfer
 
-    def receive(
-        self, request: str, engine: str, positions: range, pages: Sequence[npt.ArrayLike]
-    ) -> Transfer:
+    def receive(self, request: str, engine: str, positions: range, pages: Sequence[npt.ArrayLike]) -> Transfer:
         """Ask `engine` for `positions` of a request and land them in `pages`.
 
         `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not

@@ -48,12 +48,8 @@ class Poster:
     core: Core
     tell: Callable[[Job, sender.Event], None]
     _queue: deque[tuple[Job, int, int]] = field(default_factory=deque["tuple[Job, int, int]"])
-    _writes: dict[int, tuple[Job, int, int | None]] = field(
-        default_factory=dict[int, "tuple[Job, int, int | None]"]
-    )
-    _unsettled: dict[int, tuple[Job, int, int | None]] = field(
-        default_factory=dict[int, "tuple[Job, int, int | None]"]
-    )
+    _writes: dict[int, tuple[Job, int, int | None]] = field(default_factory=dict[int, "tuple[Job, int, int | None]"])
+    _unsettled: dict[int, tuple[Job, int, int | None]] = field(default_factory=dict[int, "tuple[Job, int, int | None]"])
 
     def check(self, job: Job) -> None:
         """Raise PlanError, before anything is sent, for page tables or chunks that do not fit."""
@@ -131,9 +127,7 @@ class Poster:
 
     def _write(self, job: Job, chunk: int, ends: tuple[Descriptors, Descriptors], staged: int | None) -> None:
         try:
-            ticket = self.core.transport.write(
-                job.peer.name, *ends, job.note(chunk), self.core.config.deadline_s
-            )
+            ticket = self.core.transport.write(job.peer.name, *ends, job.note(chunk), self.core.config.deadline_s)
         except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
             self._unstage(staged)
             self.tell(job, sender.WriteFailed(chunk, str(error), True))

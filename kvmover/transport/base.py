@@ -62,9 +62,7 @@ class Descriptors:
             raise DescriptorError(f"descriptor of {bad[NBYTES]} bytes x {bad[COUNT]} runs moves nothing")
 
     @classmethod
-    def runs(
-        cls, kind: MemoryKind, address: npt.ArrayLike, nbytes: npt.ArrayLike, device: int = 0
-    ) -> Descriptors:
+    def runs(cls, kind: MemoryKind, address: npt.ArrayLike, nbytes: npt.ArrayLike, device: int = 0) -> Descriptors:
         """Dense runs, one a row: `address` [n] and `nbytes` [n] (or one number for all)."""
         start = np.asarray(address, np.int64).reshape(-1)
         length = np.broadcast_to(np.asarray(nbytes, np.int64), start.shape)
@@ -141,9 +139,7 @@ class Transport(Protocol):
         """Forget a peer. Operations in flight to it fail; unknown peers are ignored."""
         ...
 
-    def write(
-        self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float
-    ) -> int:
+    def write(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
         """Post a one-sided write and return its ticket; `note` reaches the peer after the bytes.
 
         Raises DescriptorError or PeerUnknown before anything is posted. Whatever goes wrong later is a `Failed` event.

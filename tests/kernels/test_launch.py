@@ -96,7 +96,7 @@ def test_words_are_as_wide_as_pool_and_row_allow(row_bytes: int, misaligned: int
     for left, right in ((misaligned, 0), (0, misaligned)):
         src, dst = PoolShape(NHD, 4, 4, misaligned=left), PoolShape(HND, 4, 2, misaligned=right)
         region = Move(src, dst, row_bytes, 4).open().region
-        shape = rows.RowShape.of(region, 16384 // word)
+        shape = rows.RowShape.of(region, 16384)
         assert (shape.word_bytes, shape.vec) == (word, vec)
         assert shape.grains * shape.grain * word == row_bytes
         assert shape.grain & (shape.grain - 1) == 0
@@ -106,7 +106,7 @@ def test_words_are_as_wide_as_pool_and_row_allow(row_bytes: int, misaligned: int
 def test_tiles_span_units_only_where_one_unit_would_leave_them_empty() -> None:
     spans = {
         (row_bytes, tokens, units): rows.RowShape.of(
-            Move(PoolShape(NHD, tokens, 2), PoolShape(HND, tokens, 2), row_bytes, tokens, units=units).open().region, 2048
+            Move(PoolShape(NHD, tokens, 2), PoolShape(HND, tokens, 2), row_bytes, tokens, units=units).open().region, 16384
         ).span
         for row_bytes, tokens, units in [(256, 64, 2), (256, 16, 2), (256, 16, 1), (1152, 24, 2), (1152, 1, 9), (2048, 64, 2)]
     }
@@ -137,7 +137,8 @@ def test_the_table_holds_every_address_and_every_tile_once(moves: list[Move], bl
             assert region.heads == 1 or head * shape.word_bytes == side.head_bytes
             assert region.tokens == 1 or token * shape.word_bytes == side.token_bytes
         in_piece = region.tokens * region.row_bytes * (region.units if shape.span else 1)
-        assert (fields[13] - 1) * block_bytes < in_piece <= fields[13] * block_bytes
+        tile_bytes = block_bytes // 16 * shape.vec * shape.word_bytes
+        assert (fields[13] - 1) * tile_bytes < in_piece <= fields[13] * tile_bytes
         tiles.append(fields[13] * region.planes * region.heads * (1 if shape.span else region.units))
     assert header[:, 0].tolist() == list(accumulate(tiles))[:-1]
     assert launch.tiles == sum(tiles)
@@ -167,7 +168,7 @@ def test_more_words_than_32_bits_count_are_refused(sparse: torch.Tensor) -> None
     here, there = (Side((sparse,), zero, zero + first, zero, 0, 3) for first in (0, 8 << 30))
     fits, too_many = (Region(here, there, 1, tokens, 3) for tokens in (1 << 29, 1 << 30))
     too_many.check()
-    assert rows.describe([fits], 16384).tiles == 3 << 15
+    assert rows.describe([fits], 16384).tiles == 3 << 19
     with pytest.raises(RegionError, match=f"{3 << 30} bytes in words of 1"):
         rows.describe([too_many], 16384)
 
@@ -186,7 +187,7 @@ def test_tables_for_the_cpu_are_not_copied() -> None:
 
 
 def test_the_moves_of_these_tests_reach_every_word_and_both_kinds_of_tile() -> None:
-    shapes = [rows.RowShape.of(region, 1024 // min(region.alignment(), 8)) for region in map(region_of, MOVES) if region.nbytes]
+    shapes = [rows.RowShape.of(region, 1024) for region in map(region_of, MOVES) if region.nbytes]
     assert {(shape.word_bytes, shape.vec) for shape in shapes} == {(8, 2), (8, 1), (4, 1), (2, 1), (1, 1)}
     assert {shape.span for shape in shapes} == {0, 1}
     assert {shape.grains > 1 for shape in shapes if not shape.span} == {True, False}

@@ -1,4 +1,4 @@
-"""Strategies: two fleets of any shape that serve one model, and a request between them."""
+"""Strategies: two fleets of any shape that serve one model, a request between them, and messages of any kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,38 @@ from hypothesis import strategies as st
 
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.layout.layout import AXES
+from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
+from kvmover.transfer import wire
+
+numbers = st.integers(0, 4) | st.integers(0, 2**63 - 1)
+
+
+def messages(requests: list[str] | None = None) -> st.SearchStrategy[wire.AnyMessage]:
+    """Well-formed messages about anything, or about some requests."""
+    names = st.text(max_size=40) if requests is None else st.sampled_from(requests)
+    return st.one_of(
+        st.builds(wire.Hello, st.binary(max_size=100)),
+        st.builds(wire.Refused, st.text(max_size=40)),
+        st.builds(wire.Ping),
+        st.builds(
+            wire.Want,
+            names,
+            numbers,
+            numbers,
+            numbers,
+            st.sampled_from(Route),
+            st.sampled_from(Replicas),
+            numbers,
+            st.lists(st.binary(max_size=64), max_size=3).map(tuple),
+        ),
+        st.builds(wire.Granted, names, numbers, st.lists(st.builds(wire.Grant, numbers, numbers), max_size=5).map(tuple)),
+        st.builds(wire.Chunk, names, numbers, numbers),
+        st.builds(wire.Done, names, numbers),
+        st.builds(wire.Abort, names, numbers, st.text(min_size=1, max_size=40)),
+        st.builds(wire.Drained, names, numbers),
+    )
+
 
 ORDERS = [" ".join(axes) for axes in permutations(AXES) if axes[-1] == "dim"]
 SEPARATE = [(), ("layer",), ("layer", "kv")]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mover_cases import messages
 
 from kvmover.errors import ProtocolError
 from kvmover.plan.cost import Route
@@ -16,34 +17,8 @@ from kvmover.transfer import wire
 
 HEAD = b"kvm" + bytes([wire.VERSION])
 
-names = st.text(max_size=40)
-numbers = st.integers(0, 2**63 - 1)
-grants = st.lists(st.builds(wire.Grant, numbers, numbers), max_size=5).map(tuple)
-tables = st.lists(st.binary(max_size=64), max_size=3).map(tuple)
-messages = st.one_of(
-    st.builds(wire.Hello, st.binary(max_size=100)),
-    st.builds(wire.Refused, names),
-    st.builds(wire.Ping),
-    st.builds(
-        wire.Want,
-        names,
-        numbers,
-        numbers,
-        numbers,
-        st.sampled_from(Route),
-        st.sampled_from(Replicas),
-        numbers,
-        tables,
-    ),
-    st.builds(wire.Granted, names, numbers, grants),
-    st.builds(wire.Chunk, names, numbers, numbers),
-    st.builds(wire.Done, names, numbers),
-    st.builds(wire.Abort, names, numbers, names),
-    st.builds(wire.Drained, names, numbers),
-)
 
-
-@given(messages)
+@given(messages())
 def test_what_was_encoded_is_decoded(message: wire.AnyMessage):
     assert wire.decode(wire.encode(message)) == message
 
@@ -113,7 +88,7 @@ def test_nesting_deeper_than_a_decoder_may_recurse_is_a_protocol_error(shell: by
         wire.decode(HEAD + b"\x82\xa4type\xa4Ping\xa1x" + shell * 100_000)
 
 
-@given(messages, st.data())
+@given(messages(), st.data())
 def test_a_damaged_message_is_decoded_or_a_protocol_error(message: wire.AnyMessage, data: st.DataObject):
     payload = bytearray(wire.encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
