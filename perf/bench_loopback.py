@@ -1,7 +1,7 @@
 """64 MiB between two processes of one host: packed and direct routes against one contiguous NIXL write of the bytes.
 
-All copies run on the same cores: packed copies the bytes three times (gather, write, scatter), so half of the contiguous
-write is about the most it can reach. Rows are 512 B, NHD to HND, so going direct is one descriptor for each of them.
+All copies run on the same cores: packed copies the bytes three times (gather, write, scatter), so half of the
+contiguous write is about the most it can reach. Rows are 512 B, NHD to HND, so going direct is one descriptor for each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time from two fleets to kernel arguments on one source rank, against listing every token row as peers do.
 
-Case: Llama-3-70B (80 layers, 8 KV heads of 128, bfloat16), 32k tokens, TP8 to TP2. Target: under 1 ms a rank when packed.
+Case: Llama-3-70B (80 layers, 8 KV heads of 128, bfloat16), 32k tokens, TP8 to TP2. Target: under 1 ms a rank, packed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README's numbers, written from the CSV files in perf/results and from nothing else. `python -m perf.readme` updates it."""
+"""The README's numbers, written from the CSV files in perf/results. `python -m perf.readme` updates the page."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _loopback() -> list[str]:
 def _plan() -> list[str]:
     rows = [row for row in read("bench_plan") if row["layers"] == "80"]
     lines = [
-        f"**From two fleets to kernel arguments on one rank**: Llama-3-70B, {int(rows[0]['tokens']):,} tokens, TP8 to TP2"
-        f" ({_about(rows[0])}):",
+        "**From two fleets to kernel arguments on one rank**: Llama-3-70B,"
+        f" {int(rows[0]['tokens']):,} tokens, TP8 to TP2 ({_about(rows[0])}):",
         "",
         "| page | packed, microseconds | listing every row for the direct route |",
         "|---|---|---|",

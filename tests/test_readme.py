@@ -1,4 +1,4 @@
-"""The README keeps its word: its numbers are those of perf/results, its example runs, its commands print what it shows."""
+"""The README keeps its word: its numbers are measured, its example runs, its commands print what it shows."""
 
 from __future__ import annotations
 

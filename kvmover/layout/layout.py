@@ -48,9 +48,11 @@ class Layout:
     def __post_init__(self) -> None:
         if not len(self.axes) == len(self.shape) == len(self.stride):
             raise LayoutError(f"{len(self.axes)} axes, {len(self.shape)} extents and {len(self.stride)} strides")
-        for axis, extent in zip(self.axes, self.shape, strict=True):
-            if extent < 1:
-                raise LayoutError(f"axis {axis} has extent {extent}")
+        if sorted(self.axes) != sorted(AXES):
+            raise LayoutError(f"axes {self.axes} are not an arrangement of {' '.join(AXES)}")
+        for axis, extent, stride in zip(self.axes, self.shape, self.stride, strict=True):
+            if extent < 1 or stride < 0:
+                raise LayoutError(f"axis {axis} has extent {extent} and stride {stride}")
 
     @classmethod
     def dense(cls, order: str, **extents: int) -> Layout:

@@ -34,9 +34,16 @@ class PoolSpec:
     def __post_init__(self) -> None:
         if self.layout.stride_of("dim") != 1 and self.layout.extent_of("dim") != 1:
             raise LayoutError(f"axis dim has stride {self.layout.stride_of('dim')}; rows must be contiguous")
+        if self.layout.extent_of("kv") != self.component.kv or self.layout.extent_of("dim") != self.component.dim:
+            held = self.layout.extent_of("kv"), self.layout.extent_of("dim")
+            raise LayoutError(f"pool of {held} kv and dim for {self.component.name}, {self.component.kv} and its dim")
         for axis in self.separate:
-            if axis not in TABLE_AXES:
-                raise LayoutError(f"axis {axis} cannot have allocations of its own; {', '.join(TABLE_AXES)} can")
+            if axis not in TABLE_AXES or self.separate.count(axis) > 1:
+                raise LayoutError(f"separate allocations along {self.separate}; each of {TABLE_AXES} may, once")
+            if self.layout.stride_of(axis):
+                raise LayoutError(
+                    f"axis {axis} has allocations of its own and a stride of {self.layout.stride_of(axis)}"
+                )
 
     @classmethod
     def dense(

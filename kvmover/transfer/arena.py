@@ -29,9 +29,13 @@ class Arena:
             raise LayoutError(f"arena of {self.nbytes} bytes is below {ALIGN_BYTES}")
         self._free = [(0, self.nbytes)]
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is ever room for `nbytes` bytes: a region takes whole multiples of ALIGN_BYTES."""
+        return _whole(nbytes) <= self.nbytes
+
     def lease(self, nbytes: int) -> int | None:
         """Offset of a region of at least `nbytes` bytes, or None while there is no room. Raises when there never is."""
-        size = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        size = _whole(nbytes)
         if size > self.nbytes:
             raise LayoutError(f"region of {nbytes} bytes does not fit an arena of {self.nbytes}")
         for i, (offset, room) in enumerate(self._free):
@@ -66,3 +70,7 @@ class Arena:
     @property
     def quarantined_bytes(self) -> int:
         return sum(self._leased[offset] for offset in self._quarantined)
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -52,7 +52,7 @@ class Inbound:
             direct = self._route(lane, runs[name]) is Route.DIRECT
             sources[name] = receiver.Source(len(lane.chunks), direct)
             largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
-            if not direct and largest > core.incoming.arena.nbytes:
+            if not direct and not core.incoming.arena.fits(largest):
                 raise PlanError(f"a chunk of {largest} bytes does not fit the arena of {core.incoming.arena.nbytes}")
         state = receiver.Receiving(
             transfer.request, self.generation, sources, now + core.config.deadline_s, core.config.drain_s
@@ -75,6 +75,9 @@ class Inbound:
         plans = plans_between(core.end.pools, fleet, core.end.fleet, span, core.config.replicas)
         ranks = sorted({rank for plan in plans for rank in plan.sources_of(core.end.rank)})
         peers = [core.peers.at(engine, rank) for rank in ranks]
+        for peer in peers:
+            if peer.card.place.fleet != fleet:  # the two sides would derive different chunks
+                raise PlanError(f"{peer.name} is of a fleet {peer.card.place.fleet}, others of {engine} of {fleet}")
         lanes: dict[str, Lane] = {}
         for peer in peers:
             lane = Lane.between(plans, peer.end, core.end, core.config.costs.chunk_bytes)
@@ -125,6 +128,11 @@ class Inbound:
         for attempt in list(self._attempts.values()):
             if attempt.transfer is transfer:
                 self._step(attempt, receiver.Cancel(reason))
+
+    def close(self, reason: str) -> None:
+        """Fail what is open and tell its sources."""
+        for attempt in list(self._attempts.values()):
+            self._step(attempt, receiver.Cancel(reason))
 
     def poll(self) -> None:
         """Deadlines, and regions for chunks that wait for one: in the order they asked."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.errors import LayoutError, PeerRefused, ProtocolError
+from kvmover.errors import LayoutError, PeerRefused, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
 from kvmover.transfer import wire
 from kvmover.transfer.arena import Arena
@@ -154,9 +154,13 @@ class Mover:
 
     def close(self) -> None:
         """Close the transport: registrations, peers and handles. Transfers still open end as failed."""
-        for name in (*self._inbound.waits_on(), *self._outbound.waits_on()):
-            self._lose(name, "this side closed")
+        reason = "this side closed"
+        self._inbound.close(reason)
+        self._outbound.close(reason)
+        for name in self._inbound.waits_on() | self._outbound.waits_on():
+            self._lose(name, reason)
         self._transport.close()
+        self._outbound.drop()
 
     def _hear(self, note: Note) -> None:
         """No message, whatever its bytes, ends the loop."""
@@ -184,7 +188,7 @@ class Mover:
         try:
             if self._seat(hello.card) != name:
                 raise PeerRefused(f"{name} sent the card of another")
-        except PeerRefused as error:
+        except (PeerRefused, TransportError) as error:
             self.refused += 1
             log.warning("refused %s: %s", name, error)
 

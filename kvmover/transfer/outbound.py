@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvmover.errors import LayoutError, PlanError
+from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
 from kvmover.transfer import sender, wire
 from kvmover.transfer.core import Core
@@ -19,8 +19,10 @@ from kvmover.transfer.result import Result, Transfer
 if TYPE_CHECKING:
     import torch
 
-#: Wants that came before the engine called `send`. More are refused, so that a peer cannot fill the memory.
+#: Wants that came before the engine called `send`, and messages that followed one of them. What comes on top is refused
+#: or dropped, so that a peer cannot fill the memory.
 MAX_EARLY_WANTS = 65536
+MAX_EARLY_MESSAGES = 65536
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +35,10 @@ class _Attempt:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that this rank offers. `expected`: destination ranks that will ask, known from the first that does."""
+    """A request that this rank offers. `expected`: destination ranks that will ask, known from the first that does.
+
+    `reason`: why it is failing; its transfer ends when no destination is being served any more.
+    """
 
     transfer: Transfer
     pages: Pages
@@ -41,6 +46,23 @@ class _Request:
     deadline: float
     expected: frozenset[int] | None = None
     attempts: dict[str, _Attempt] = field(default_factory=dict[str, _Attempt])
+    reason: str | None = None
+    held: bool = False
+
+    @property
+    def all_asked(self) -> bool:
+        asked = {attempt.job.peer.card.place.rank for attempt in self.attempts.values()}
+        return self.expected is not None and self.expected <= asked
+
+
+@dataclass(slots=True, eq=False)
+class _Early:
+    """A destination that asked before the engine called `send`, and what it said about it since: grants, or Done."""
+
+    peer: Peer
+    want: wire.Want
+    deadline: float
+    said: list[wire.About] = field(default_factory=list[wire.About])
 
 
 @dataclass(slots=True, eq=False)
@@ -50,9 +72,7 @@ class Outbound:
     core: Core
     poster: Poster
     _requests: dict[str, _Request] = field(default_factory=dict[str, _Request])
-    _early: dict[tuple[str, str], tuple[Peer, wire.Want, float]] = field(
-        default_factory=dict["tuple[str, str]", "tuple[Peer, wire.Want, float]"]
-    )
+    _early: dict[tuple[str, str], _Early] = field(default_factory=dict["tuple[str, str]", _Early])
     ignored: int = 0
 
     def send(self, transfer: Transfer, pages: Pages, after: torch.cuda.Event | None) -> None:
@@ -64,8 +84,9 @@ class Outbound:
         deadline = self.core.clock() + self.core.config.deadline_s
         self._requests[transfer.request] = _Request(transfer, pages, after, deadline)
         for key in [key for key in self._early if key[0] == transfer.request]:
-            peer, want, _ = self._early.pop(key)
-            self._want(peer, want)
+            early = self._early.pop(key)
+            for message in (early.want, *early.said):
+                self.hear(early.peer, message)
 
     def hear(self, peer: Peer, message: wire.About) -> None:
         """A message from a destination. Those of attempts that are over are answered as far as they need one."""
@@ -89,32 +110,42 @@ class Outbound:
                 self.ignored += 1
 
     def _unknown(self, peer: Peer, message: wire.About) -> None:
-        """An attempt we know nothing of has nothing in flight; a Want that waits for `send` is withdrawn."""
-        self.ignored += 1
+        """An attempt we know nothing of has nothing in flight. One that waits for `send` is withdrawn or hears it then."""
+        early = self._early.get((message.request, peer.name))
+        waits = early is not None and early.want.generation == message.generation
         if isinstance(message, wire.Abort):
-            early = self._early.get((message.request, peer.name))
-            if early is not None and early[1].generation == message.generation:
+            if waits:
                 del self._early[message.request, peer.name]
             self.core.say(peer.name, wire.Drained(message.request, message.generation))
+        elif early is not None and waits and len(early.said) < MAX_EARLY_MESSAGES:
+            early.said.append(message)
+        else:
+            self.ignored += 1
 
     def _want(self, peer: Peer, want: wire.Want) -> None:
         request = self._requests.get(want.request)
+        if request is not None and self._forget(request):
+            request = None
         if request is None:
             if len(self._early) >= MAX_EARLY_WANTS:
                 self.core.say(peer.name, wire.Abort(want.request, want.generation, "too many requests wait to be sent"))
                 return
-            self._early[want.request, peer.name] = (peer, want, self.core.clock() + self.core.config.deadline_s)
+            deadline = self.core.clock() + self.core.config.deadline_s
+            self._early[want.request, peer.name] = _Early(peer, want, deadline)
+            return
+        if request.reason is not None:
+            self.core.say(peer.name, wire.Abort(want.request, want.generation, request.reason))
             return
         before = request.attempts.get(peer.name)
         if before is not None and want.generation <= before.state.generation:
             self.ignored += 1
             return
-        if before is not None and not before.state.finished:
+        if before is not None and (not before.state.finished or before.state.in_flight):
             self.core.say(peer.name, wire.Abort(want.request, want.generation, "an earlier attempt is still open"))
             return
         try:
             attempt = self._attempt(request, peer, want)
-        except (PlanError, LayoutError) as error:
+        except ValueError as error:  # PlanError, LayoutError, or page tables that are no int32
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
             return
         request.attempts[peer.name] = attempt
@@ -123,10 +154,14 @@ class Outbound:
                 self._step(request, attempt, sender.Granted(chunk, 0))
 
     def _attempt(self, request: _Request, peer: Peer, want: wire.Want) -> _Attempt:
-        """Derive what the destination derived. Raises PlanError or LayoutError on a want that cannot be met."""
+        """Derive what the destination derived. Raises ValueError on a want that cannot be met."""
         core, now = self.core, self.core.clock()
+        fleet = core.end.fleet
+        limit = (min(len(table) for table in request.pages) + 1) * fleet.page_tokens * fleet.cp
+        if want.stop > limit:  # before anything of that size is computed
+            raise PlanError(f"page tables are too short for {want.stop} positions")
         span = range(want.start, want.stop) if want.start < want.stop else range(want.start, want.start + 1)
-        plans = plans_between(core.end.pools, core.end.fleet, peer.card.place.fleet, span, want.replicas)
+        plans = plans_between(core.end.pools, fleet, peer.card.place.fleet, span, want.replicas)
         if request.expected is None:
             ranks = {rank for plan in plans for rank in plan.destinations_of(core.end.rank)}
             request.expected = frozenset(ranks)
@@ -168,9 +203,7 @@ class Outbound:
     def abort(self, transfer: Transfer, reason: str) -> None:
         request = self._requests.get(transfer.request)
         if request is not None and request.transfer is transfer:
-            for attempt in list(request.attempts.values()):
-                self._step(request, attempt, sender.Cancel(reason))
-            self._end(request, reason)
+            self._fail(request, reason)
 
     def poll(self) -> None:
         """Deadlines of what is open, and of wants that nobody offers."""
@@ -179,10 +212,23 @@ class Outbound:
             for attempt in list(request.attempts.values()):
                 self._step(request, attempt, sender.Tick())
             if now >= request.deadline and not request.transfer.ended:
-                self._end(request, "deadline passed before every destination asked")
+                missing = "was served" if request.all_asked else "asked"
+                self._fail(request, f"deadline passed before every destination {missing}")
             self._forget(request)
-        for key in [key for key, (_, _, deadline) in self._early.items() if now >= deadline]:
+        for key in [key for key, early in self._early.items() if now >= early.deadline]:
             del self._early[key]
+
+    def close(self, reason: str) -> None:
+        """Fail what is open and tell its destinations."""
+        for request in list(self._requests.values()):
+            self._fail(request, reason)
+
+    def drop(self) -> None:
+        """End what `close` could not: the transport is closed, so nothing reads the pages."""
+        for request in self._requests.values():
+            if not request.transfer.ended:
+                self._end(request)
+        self._requests.clear()
 
     def waits_on(self) -> set[str]:
         return {name for r in self._requests.values() for name, a in r.attempts.items() if not a.state.finished}
@@ -195,34 +241,47 @@ class Outbound:
                     self.core.say(attempt.job.peer.name, message)
                 case sender.Post(chunk, offset):
                     self.poster.post(attempt.job, chunk, offset)
-                case sender.Finish(reason, held):
-                    self._finished(request, attempt, reason, held)
+                case sender.Finish(_, held):
+                    self.poster.forget(attempt.job)
+                    request.held |= held
+        if attempt.state.reason is not None:
+            self._fail(request, attempt.state.reason)
+        self._settle(request)
 
-    def _finished(self, request: _Request, attempt: _Attempt, reason: str | None, held: bool) -> None:
-        """One destination ended; the request ends with the last, or fails with the first that failed."""
-        self.poster.forget(attempt.job)
-        served = {a.job.peer.card.place.rank for a in request.attempts.values() if a.state.finished}
-        if reason is not None or request.expected is None or request.expected <= served:
-            self._end(request, reason, held)
+    def _fail(self, request: _Request, reason: str) -> None:
+        """Serve nobody any more: the engine takes the pages back when the transfer ends. The first reason stays."""
+        if request.reason is None and not request.transfer.ended:
+            request.reason = reason
+            for attempt in list(request.attempts.values()):
+                self.poster.forget(attempt.job)
+                self._step(request, attempt, sender.Cancel(reason))
+            self._settle(request)
 
-    def _end(self, request: _Request, reason: str | None, held: bool = False) -> None:
-        if request.transfer.ended:
+    def _settle(self, request: _Request) -> None:
+        """End a request that nobody is being served of, if it fails or every destination was."""
+        if request.transfer.ended or any(not a.state.finished for a in request.attempts.values()):
             return
+        if request.reason is not None or request.all_asked:
+            self._end(request)
+
+    def _end(self, request: _Request) -> None:
         attempts = request.attempts.values()
         chunks = [chunk for a in attempts for chunk in a.job.lane.chunks]
         request.transfer.result = Result(
-            reason,
+            request.reason,
             self.core.clock() - request.transfer.started,
             sum(chunk.nbytes for chunk in chunks),
             sum(a.job.lane.direct_runs() for a in attempts),
             len(chunks),
             tuple(Route.PACKED if a.job.target is None else Route.DIRECT for a in attempts if a.job.lane.chunks),
             sum(bool(a.job.lane.chunks) for a in attempts),
-            held or any(a.state.in_flight for a in attempts),
+            request.held,
         )
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: _Request) -> bool:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
         over = all(a.state.finished and not a.state.in_flight for a in request.attempts.values())
         if request.transfer.ended and over:
             del self._requests[request.transfer.request]
+            return True
+        return False

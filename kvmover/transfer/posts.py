@@ -60,7 +60,7 @@ class Poster:
                 job.lane.direct_boxes(number, job.source, job.target)
                 continue
             job.lane.gather_boxes(number, job.source)
-            if chunk.span_bytes > self.core.outgoing.arena.nbytes:
+            if not self.core.outgoing.arena.fits(chunk.span_bytes):
                 raise PlanError(f"a chunk of {chunk.span_bytes} bytes is over the source's arena")
 
     def post(self, job: Job, chunk: int, offset: int) -> None:
@@ -79,9 +79,10 @@ class Poster:
             self._unstage(staged)
             self.tell(job, sender.Settled(chunk))
         while self._queue:
-            if not self._start(*self._queue[0]):
+            entry = self._queue.popleft()  # first: what a start that fails tells may `forget`, and replace the queue
+            if not self._start(*entry):
+                self._queue.appendleft(entry)
                 return
-            self._queue.popleft()
 
     def handle(self, event: Completed | Failed) -> None:
         """The end of a write on this side."""

@@ -8,81 +8,90 @@ The Triton is the one that comes first on PYTHONPATH. Row shapes come from regio
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from kvmover.kernels import rows
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels import sass
+from kvmover.kernels.config import RowConfig, RowKind, choose
 from kvmover.kernels.region import Region, Side
 
+CPU = torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ALIGNED_ROWS = (256, 512, 1024, 2048, 1152, 656)
-CONFIG = RowConfig()
+#: The two launches that are made where nothing was tuned: without and with a budget of SMs.
+CONFIG, BUDGETED = choose(RowKind(256, 256), None, CPU), choose(RowKind(256, 256), 4, CPU)
 
 
-def region(row_bytes: int, tokens: int, misaligned: int = 0) -> Region:
-    """9 units of `tokens` tokens of one head, out of a pool that starts `misaligned` bytes past a multiple of 16."""
-    nbytes = 9 * tokens * row_bytes
+def region(
+    row_bytes: int, tokens: int, misaligned: int = 0, apart: int = 2, scattered: tuple[bool, bool] = (True, False)
+) -> Region:
+    """7 units of `tokens` tokens, the source's `apart` rows apart and `misaligned` bytes off a multiple of 16.
+
+    `scattered`: the sides whose units do not follow each other evenly. In a gather, the source.
+    """
     sides: list[Side] = []
-    for first in (misaligned, 0):
-        memory = torch.zeros(nbytes + first, dtype=torch.uint8)[first:]
-        zero, units = np.zeros(1, np.int64), np.arange(9) * tokens * row_bytes
-        sides.append(Side((memory,), zero, zero, units, nbytes, row_bytes))
+    for first, stride, anywhere in ((misaligned, apart * row_bytes, scattered[0]), (0, row_bytes, scattered[1])):
+        memory = torch.zeros(7 * tokens * stride + first, dtype=torch.uint8)[first:]
+        zero, units = np.zeros(1, np.int64), np.array([3, 0, 6, 1, 5, 4, 2] if anywhere else range(7))
+        sides.append(Side((memory,), zero, zero, units * tokens * stride, 0, stride))
     return Region(*sides, 1, tokens, row_bytes)
 
 
 def cases() -> dict[str, list[Region]]:
-    """Launches by name: rows of 16-byte words in one-unit and span tiles, two shapes at once, and narrower words."""
-    full = {row: CONFIG.block_bytes // row for row in ALIGNED_ROWS}
-    found = {f"aligned-{row}B": [region(row, tokens)] for row, tokens in full.items()}
-    found |= {f"aligned-{row}B-span": [region(row, 1)] for row in ALIGNED_ROWS}
-    found["aligned-256B-and-656B-span"] = [region(256, full[256]), region(656, 1)]
+    """Launches by name: rows of 16-byte words and of narrower ones, in tiles of one unit, of several (`units`), and of
+    several of one token each (`tokens`)."""
+    full = {row: max(4, CONFIG.block_bytes // row) for row in ALIGNED_ROWS}
+    both = (True, True)
+    found = {f"aligned-{row}B-gather": [region(row, tokens)] for row, tokens in full.items()}
+    found |= {f"aligned-{row}B-relayout-tokens": [region(row, 1, scattered=both)] for row in ALIGNED_ROWS}
+    found |= {f"aligned-{row}B-relayout-units": [region(row, 3, scattered=both)] for row in (256, 1152, 656)}
+    found["aligned-256B-scatter"] = [region(256, full[256], scattered=(False, True))]
+    found["aligned-256B-scatter-units"] = [region(256, 3, scattered=(False, True))]
+    found["aligned-1152B-copy-units"] = [region(1152, 3, scattered=(False, False))]
+    found["aligned-132B-contiguous"] = [region(132, 64, apart=1)]
+    found["aligned-256B-and-656B"] = [region(256, full[256]), region(656, 1, scattered=both)]
     for word in (8, 4, 2, 1):
-        found[f"word{word}-256B"] = [region(256, full[256], misaligned=word)]
-        found[f"word{word}-256B-span"] = [region(256, 1, misaligned=word)]
+        found[f"word{word}-256B-gather"] = [region(256, full[256], word)]
+        found[f"word{word}-256B-relayout-units"] = [region(256, 3, word, scattered=both)]
     return found
 
 
-def compiled(regions: list[Region], architecture: int) -> bytes:
-    """The cubin of the launch of `regions`. One region is compiled in, as a launch specialises on 1."""
-    launch = rows.describe(regions, CONFIG.block_bytes)
-    constants = {"SHAPES": tuple(shape.constexpr for shape in launch.shapes), "BLOCK": CONFIG.block_bytes}
-    if launch.regions == 1:
-        constants["regions"] = 1
-    signature = {"table": "*i64", "regions": "i32", "tiles": "i32", "SHAPES": "constexpr", "BLOCK": "constexpr"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(rows.move_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
-    options = {"num_warps": CONFIG.warps}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"]
+def budgeted() -> dict[str, list[Region]]:
+    """The same kinds of tiles, as a program takes them that has an SM to itself."""
+    found = {f"budgeted-{row}B-gather": [region(row, BUDGETED.block_bytes // row)] for row in (256, 2048)}
+    found["budgeted-1152B-relayout-tokens"] = [region(1152, 1, scattered=(True, True))]
+    found["budgeted-656B-relayout-units"] = [region(656, 3, scattered=(True, True))]
+    return found
 
 
-def report(cubin: bytes) -> dict[str, object]:
-    """What the machine code of the one kernel in `cubin` says: accesses by opcode, registers and memory."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
-    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text))
-    return {**used, "opcodes": opcodes}
+def report(regions: list[Region], config: RowConfig, architecture: int) -> dict[str, object]:
+    """What the machine code of a launch says, and how many 16-byte accesses a thread should have in flight."""
+    code = sass.of_rows(regions, config, architecture)
+    memory = {"stack": code.stack_bytes, "shared": code.shared_bytes, "local": code.local_bytes, "spills": code.spills}
+    return {
+        "registers": code.registers,
+        "memory": memory,
+        "widths": code.widths(),
+        "opcodes": sorted(code.opcodes),
+        "accesses": _accesses(config),
+    }
+
+
+def _accesses(config: RowConfig) -> int:
+    """Of 16 bytes, by each thread, for a tile."""
+    return config.block_bytes // (16 * 32 * config.warps)
 
 
 def main() -> None:
     results = {
-        f"sm_{architecture}-{name}": report(compiled(regions, architecture))
+        f"sm_{architecture}-{name}": report(regions, config, architecture)
         for architecture in map(int, sys.argv[1:])
-        for name, regions in cases().items()
+        for config, found in ((CONFIG, cases()), (BUDGETED, budgeted()))
+        for name, regions in found.items()
     }
     sys.stdout.write(json.dumps({"triton": triton.__version__, "results": results}))
 

@@ -17,6 +17,8 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     try:
         with path.open("wb") as file:
             file.truncate(SPARSE_BYTES)
-        return torch.from_numpy(np.memmap(path, np.uint8, "r+"))
+        memory = np.memmap(path, np.uint8, "r+")
     except OSError as error:
         pytest.skip(f"no sparse file of {SPARSE_BYTES >> 30} GiB here: {error}")
+    path.unlink()  # gone with the mapping
+    return torch.from_numpy(memory)

@@ -48,7 +48,9 @@ class PoolShape:
 class PoolMemory:
     """A pool's allocations, filled with `fill`, with guards around them."""
 
-    def __init__(self, shape: PoolShape, layers: int, kv: int, pages: int, row_bytes: int, fill: np.random.Generator) -> None:
+    def __init__(
+        self, shape: PoolShape, layers: int, kv: int, pages: int, row_bytes: int, fill: np.random.Generator
+    ) -> None:
         self.shape, self.row_bytes = shape, row_bytes
         extents = {"layer": layers, "kv": kv, "page": pages, "head": shape.heads, "token": shape.page_tokens}
         self.extents = extents
@@ -105,8 +107,8 @@ def aligned(content: np.ndarray) -> torch.Tensor:
 class Move:
     """One region: `heads` heads of `layers` x `kv` planes, in units of `tokens` tokens, from pool to pool.
 
-    `tokens` divides both page sizes. Every unit of the smaller pool's `pages` pages may be taken; `units` of them are, in
-    any order, into places of any order.
+    `tokens` divides both page sizes. `units` units of either pool are taken: `scattered`, one after the other (`even`)
+    or `backwards`, on each side.
     """
 
     src: PoolShape
@@ -120,9 +122,11 @@ class Move:
     kv: int = 2
     units: int = 5
     seed: int = 0
+    taken: tuple[str, str] = ("scattered", "scattered")
 
     def __str__(self) -> str:
-        return f"{self.row_bytes}B-{self.src}-to-{self.dst}-x{self.tokens}"
+        ways = [f"{src}-to-{dst}" for src, dst in [self.taken] if self.taken != ("scattered", "scattered")]
+        return "-".join([f"{self.row_bytes}B-{self.src}-to-{self.dst}-x{self.tokens}", *ways])
 
     def open(self) -> OpenMove:
         return OpenMove(self)
@@ -139,11 +143,12 @@ class OpenMove:
     def __post_init__(self) -> None:
         move, random = self.move, np.random.default_rng(self.move.seed)
         sides: list[tuple[PoolMemory, list[tuple[int, int]]]] = []
-        for shape in (move.src, move.dst):
+        for shape, taken in zip((move.src, move.dst), move.taken, strict=True):
             a_page = shape.page_tokens // move.tokens
             pages = -(-move.units // a_page) + 2
             memory = PoolMemory(shape, move.layers + 1, move.kv, pages, move.row_bytes, random)
-            chosen = random.permutation(pages * a_page)[: move.units]
+            order = random.permutation(pages * a_page) if taken == "scattered" else np.arange(move.units)
+            chosen = order[: move.units][:: -1 if taken == "backwards" else 1]
             sides.append((memory, [(int(unit) // a_page, int(unit) % a_page * move.tokens) for unit in chosen]))
         (self.src, self._from), (self.dst, self._to) = sides
 
@@ -162,9 +167,12 @@ class OpenMove:
     def expected(self) -> list[torch.Tensor]:
         """All bytes of the destination's allocations after the move: everything else as it is now."""
         move, after = self.move, [whole.clone() for whole in self.dst.whole]
-        now, self.dst.memory = self.dst.memory, tuple(
-            whole[GUARD + move.dst.misaligned :][: memory.numel()]
-            for whole, memory in zip(after, self.dst.memory, strict=True)
+        now, self.dst.memory = (
+            self.dst.memory,
+            tuple(
+                whole[GUARD + move.dst.misaligned :][: memory.numel()]
+                for whole, memory in zip(after, self.dst.memory, strict=True)
+            ),
         )
         for layer, kv in product(range(move.layers), range(move.kv)):
             source, target = self.src.view(layer + 1, kv), self.dst.view(layer, kv)
@@ -197,11 +205,43 @@ def _widths() -> list[Move]:
     return [Move(src, dst, row, 4, src_head=1, layers=1, units=4 if row < 512 else 2, seed=row) for row in widths]
 
 
+def _contiguous() -> list[Move]:
+    """Tokens that follow each other on both sides: the rows may be cut anew."""
+    return [
+        Move(PoolShape(HND, 8, 3), PoolShape(PACKED, 4, 2), row, 4, src_head=1, layers=1, units=units, seed=row)
+        for row, units in [(1, 5), (3, 5), (12, 5), (82, 3), (132, 3), (656, 2), (1024, 1)]
+    ]
+
+
+def _even() -> list[Move]:
+    """Units that follow each other at one distance, as on the wire: gathers, scatters and plain copies."""
+    src, dst = PoolShape(NHD, 4, 3), PoolShape(PACKED, 4, 2)
+    return [
+        Move(src, dst, row, 4, src_head=1, layers=1, kv=1, seed=row, taken=taken)
+        for taken in [("scattered", "even"), ("even", "scattered"), ("even", "even"), ("backwards", "even")]
+        for row in (16, 82, 192, 512)
+    ] + [
+        Move(PoolShape(NHD, 1, 3), PoolShape(PACKED, 1, 2), row, 1, layers=1, units=11, taken=taken)
+        for taken in [("scattered", "even"), ("even", "backwards")]
+        for row in (48, 3)
+    ]
+
+
 def _misaligned() -> list[Move]:
     """A pool that starts off a 16-byte border, at either end."""
     src, dst = PoolShape(NHD, 4, 3), PoolShape(PACKED, 4, 2)
     return [
-        Move(replace(src, misaligned=left), replace(dst, misaligned=right), row, 4, src_head=1, layers=1, seed=left + right)
+        Move(
+            replace(src, misaligned=left),
+            replace(dst, misaligned=right),
+            row,
+            4,
+            src_head=1,
+            layers=1,
+            kv=1,
+            units=4,
+            seed=left + right,
+        )
         for left, right in [(1, 0), (0, 1), (2, 4), (4, 0), (0, 8), (8, 8), (4, 2), (3, 5), (16, 32)]
         for row in (32, 128)
     ]
@@ -210,7 +250,14 @@ def _misaligned() -> list[Move]:
 def _pages() -> list[Move]:
     """Page sizes that differ; units of their common divisor, one-unit tiles and tiles over many units."""
     return [
-        Move(PoolShape(src_order, src, 2), PoolShape(dst_order, dst, 2), row, int(np.gcd(src, dst)), units=units, layers=1)
+        Move(
+            PoolShape(src_order, src, 2),
+            PoolShape(dst_order, dst, 2),
+            row,
+            int(np.gcd(src, dst)),
+            units=units,
+            layers=1,
+        )
         for (src, dst), (src_order, dst_order) in zip(
             [(1, 64), (3, 16), (16, 24), (24, 3), (64, 16), (64, 64)],
             [(NHD, HND), (HND, NHD), (NHD, NHD), (PAGE_FIRST, HND), (PACKED, NHD), (HND, HND)],
@@ -226,12 +273,14 @@ def _sizes() -> list[Move]:
     return [one, replace(one, units=0), replace(one, layers=0), replace(one, units=70), replace(one, layers=5, kv=2)]
 
 
-MOVES = [*_orders(), *_widths(), *_misaligned(), *_pages(), *_sizes()]
+MOVES = [*_orders(), *_widths(), *_contiguous(), *_even(), *_misaligned(), *_pages(), *_sizes()]
 
-#: Several regions in one launch: rows of different widths, words and alignments, one-unit tiles, span tiles, and nothing.
+#: Several regions in one launch: rows of all widths, words and alignments, one-unit and span tiles, and nothing.
 TOGETHER = {
     "widths": _widths()[::2],
-    "alignments": _misaligned()[:8],
+    "contiguous": _contiguous(),
+    "even": _even()[::3],
+    "alignments": _misaligned()[1:8],
     "orders": _orders()[::4],
     "pages": _pages()[::2],
     "with-nothing": [_sizes()[1], _misaligned()[0], _sizes()[2], _widths()[6], _sizes()[1]],
@@ -243,7 +292,9 @@ def ids(moves: Sequence[Move]) -> list[str]:
     return [f"{number}-{move}" for number, move in enumerate(moves)]
 
 
-def assert_moved(opened: Sequence[OpenMove], expected: Sequence[list[torch.Tensor]], sources: Sequence[list[torch.Tensor]]) -> None:
+def assert_moved(
+    opened: Sequence[OpenMove], expected: Sequence[list[torch.Tensor]], sources: Sequence[list[torch.Tensor]]
+) -> None:
     """Every byte of every destination, guards and neighbours included; and the sources are as they were."""
     for each, after, before in zip(opened, expected, sources, strict=True):
         for got, wanted in zip(each.dst.whole, after, strict=True):
@@ -252,7 +303,7 @@ def assert_moved(opened: Sequence[OpenMove], expected: Sequence[list[torch.Tenso
             assert torch.equal(got, wanted), f"{each.move}: the source was written"
 
 
-def run(moves: Sequence[Move], mover) -> None:  # noqa: ANN001
+def run(moves: Sequence[Move], mover) -> None:
     """Open the moves, hand their regions to `mover` in one call, and compare every byte."""
     opened = [move.open() for move in moves]
     expected = [each.expected() for each in opened]
@@ -286,7 +337,7 @@ class FarMove:
         loops = product(self.units, range(self.heads), range(self.tokens))
         return [self.offset + unit + head * self.head_bytes + token * self.token_bytes for unit, head, token in loops]
 
-    def run(self, sparse: torch.Tensor, mover) -> None:  # noqa: ANN001
+    def run(self, sparse: torch.Tensor, mover) -> None:
         """Move the rows out of the sparse pool, and others into it. Python's integers say where they lie."""
         assert max(self.starts()) > 1 << 31
         random = np.random.default_rng(len(self.name))

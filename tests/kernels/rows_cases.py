@@ -22,12 +22,15 @@ def test_a_move_lands_where_a_loop_over_coordinates_puts_it(move: Move) -> None:
 @pytest.mark.parametrize("moves", TOGETHER.values(), ids=TOGETHER.keys())
 @pytest.mark.parametrize("sms", [None, 1, 3], ids=lambda sms: f"sms-{sms}")
 def test_regions_of_different_widths_move_in_one_launch_under_any_budget(moves: list[Move], sms: int | None) -> None:
-    run(moves, partial(rows.move, config=RowConfig(block_bytes=1024, programs_per_sm=2), sms=sms))
+    run(moves, partial(rows.move, config=SMALL, sms=sms))
 
 
 @pytest.mark.parametrize("block_bytes", [256, 16384])
 def test_any_tile_size_moves_the_same_bytes(block_bytes: int) -> None:
-    run(MOVES[3::12] if block_bytes < 1024 else MOVES[::3], partial(rows.move, config=RowConfig(block_bytes=block_bytes)))
+    run(
+        MOVES[3::12] if block_bytes < 1024 else MOVES[::3],
+        partial(rows.move, config=RowConfig(block_bytes=block_bytes)),
+    )
 
 
 @pytest.mark.parametrize("far", FAR, ids=str)

@@ -1,7 +1,7 @@
 """The row mover moves the same bytes as the reference, in Triton's interpreter.
 
-TRITON_INTERPRET has to be set before Triton is imported, and the tests of compiled code need it unset: so the cases run in
-a pytest of their own, which says there what failed.
+TRITON_INTERPRET has to be set before Triton is imported, and the tests of compiled code need it unset: so the cases run
+in a pytest of their own, whose words are shown when one fails.
 """
 
 from __future__ import annotations

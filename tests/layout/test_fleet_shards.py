@@ -130,6 +130,6 @@ def test_sizes_in_bytes_are_those_of_the_dtype() -> None:
         "dtype",
     ],
 )
-def test_an_impossible_fleet_or_component_is_refused_with_its_values(make, message: str) -> None:  # noqa: ANN001
+def test_an_impossible_fleet_or_component_is_refused_with_its_values(make, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         make()

@@ -88,6 +88,7 @@ def test_a_clip_keeps_what_lies_between_its_ends() -> None:
                 kept = stripe.clip(low, high)
                 between = ((1 << max(high, low, 0)) - 1) & ~((1 << max(low, 0)) - 1)
                 assert disjoint_union(kept) == mask(stripe) & between, (stripe, low, high)
+                assert sum(piece.width == stripe.width for piece in kept) <= 1, "whole runs stay together"
                 assert len(kept) <= 3
 
 

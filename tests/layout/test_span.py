@@ -119,6 +119,6 @@ def test_legal_shares_follow_the_closed_forms_of_the_design() -> None:
         "share-before-first",
     ],
 )
-def test_an_impossible_span_is_refused_with_its_values(make, message: str) -> None:  # noqa: ANN001
+def test_an_impossible_span_is_refused_with_its_values(make, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         make()

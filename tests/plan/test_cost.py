@@ -89,9 +89,7 @@ def test_every_reason_holds_both_estimates(costs: Costs, nbytes: int, runs: int)
     assert numbers == [f"{choice.direct_us / 1e3:.1f}", f"{choice.packed_us / 1e3:.1f}"]
 
 
-@pytest.mark.parametrize(
-    ("order", "route"), [("NHD", Route.PACKED), ("HND", Route.PACKED)], ids=["NHD", "HND"]
-)
+@pytest.mark.parametrize(("order", "route"), [("NHD", Route.PACKED), ("HND", Route.PACKED)], ids=["NHD", "HND"])
 def test_head_slices_of_llama_are_packed_on_a_fast_wire(order: str, route: Route) -> None:
     plan = Plan(Component.attention(80, 8, 128, "bfloat16"), Fleet(tp=8), Fleet(tp=2), 0, 32_768)
     assert {each.choice.route for each in explain(plan, order, order, RDMA)} == {route}

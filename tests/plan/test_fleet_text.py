@@ -12,6 +12,7 @@ from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan import RDMA, Plan
 from kvmover.plan.text import FleetText, explain, plan_as_data
 
+LEG = ("src_rank", "dst_rank", "layers", "heads", "positions", "bytes")
 PACKED = "page head layer kv token dim"
 
 
@@ -76,13 +77,16 @@ def test_a_plan_as_data_adds_up(order: str) -> None:
         assert [(rank["pp"], rank["cp"], rank["tp"]) for rank in ranks] == list(grid)
         for rank in ranks:
             assert list(rank) == ["rank", "tp", "pp", "cp", "layers", "heads", "positions"]
-            tokens = [at + i for start, count, step, width in rank["positions"] for at in range(start, start + count * step, step) for i in range(width)]
+            tokens = [
+                at + i
+                for start, count, step, width in rank["positions"]
+                for at in range(start, start + count * step, step)
+                for i in range(width)
+            ]
             held = fleet.shard(component, rank["rank"], 40).positions
             assert tokens == [position for position in held or () if position < 40]
     for leg in data["legs"]:
-        assert set(leg) == {
-            "src_rank", "dst_rank", "layers", "heads", "positions", "bytes", "route", "descriptors_direct", "descriptors_packed",
-        }  # fmt: skip
+        assert list(leg) == [*LEG, "route", "descriptors_direct", "descriptors_packed"]
         tokens = sum(count * width for _, count, _, width in leg["positions"])
         assert leg["bytes"] == leg["layers"][1] * leg["heads"][1] * tokens * component.kv * component.row_bytes
         assert leg["route"] in ("direct", "packed")

@@ -61,8 +61,12 @@ class Memory:
                     allocation = allocation * layout.extent_of(axis) + at[axis]
                 else:
                     first += at[axis] * layout.stride_of(axis) * size
-            yield layer, kv, np.lib.stride_tricks.as_strided(
-                self.memory[allocation][first:], [*extents, spec.component.row_bytes], [*strides, 8]
+            yield (
+                layer,
+                kv,
+                np.lib.stride_tricks.as_strided(
+                    self.memory[allocation][first:], [*extents, spec.component.row_bytes], [*strides, 8]
+                ),
             )
 
     def rows(self, leg: Leg) -> dict[tuple[int, int], tuple[np.ndarray, tuple[np.ndarray, ...]]]:
@@ -188,7 +192,12 @@ def check_packed(scene: Scene) -> None:
 
 
 def scene_of(
-    plan: Plan, leg: Leg, layouts: tuple[str, str], separate: tuple[tuple[str, ...], tuple[str, ...]], seed: int, gap: int = 0
+    plan: Plan,
+    leg: Leg,
+    layouts: tuple[str, str],
+    separate: tuple[tuple[str, ...], tuple[str, ...]],
+    seed: int,
+    gap: int = 0,
 ) -> Scene:
     random = np.random.default_rng(seed)
     sides: list[Memory] = []
@@ -271,7 +280,9 @@ def test_a_pool_in_this_order_sends_to_and_receives_from_pools_in_all_orders(ord
 
 @pytest.mark.parametrize("order", ["NHD", "HND", PACKED_ORDER], ids=["NHD", "HND", "packed"])
 @pytest.mark.parametrize("separate", SEPARATE, ids=lambda axes: "-".join(axes) or "one-allocation")
-@pytest.mark.parametrize("pages", [(1, 64), (3, 16), (16, 24), (24, 24), (64, 3)], ids=lambda pages: f"{pages[0]}to{pages[1]}")
+@pytest.mark.parametrize(
+    "pages", [(1, 64), (3, 16), (16, 24), (24, 24), (64, 3)], ids=lambda pages: f"{pages[0]}to{pages[1]}"
+)
 def test_both_routes_agree_for_the_usual_orders_and_pages(
     order: str, separate: tuple[str, ...], pages: tuple[int, int]
 ) -> None:
@@ -307,7 +318,11 @@ def test_chunks_of_units_add_up_to_the_whole_move(chunk: int) -> None:
             part = units.slice(start, start + chunk)
             source = pool_place(scene.src.held, leg, part.src, scene.src.pages)
             target = pool_place(scene.dst.held, leg, part.dst, scene.dst.pages)
-            staging = [np.full(min(chunk, len(units) - start) * box(plan.component, leg, part, source, target).unit_bytes, POISON)]
+            staging = [
+                np.full(
+                    min(chunk, len(units) - start) * box(plan.component, leg, part, source, target).unit_bytes, POISON
+                )
+            ]
             staged = packed_place(plan.component, leg, part, 0)
             move_box(box(plan.component, leg, part, source, staged), scene.src.memory, staging)
             assert (staging[0] != POISON).all()
@@ -320,7 +335,13 @@ def test_pages_that_follow_each_other_in_both_pools_cost_one_run() -> None:
     (leg,) = plan.legs()
     scene = scene_of(plan, leg, ("NHD", "NHD"), ((), ()), 0)
     up, down, apart = np.arange(8), np.arange(8)[::-1], np.array([0, 1, 2, 3, 8, 9, 5, 6])
-    for src_pages, dst_pages, runs in ((up, up + 3, 1), (down, down, 1), (up, down, 8), (apart, up, 3), (apart, apart, 3)):
+    for src_pages, dst_pages, runs in (
+        (up, up + 3, 1),
+        (down, down, 1),
+        (up, down, 8),
+        (apart, up, 3),
+        (apart, apart, 3),
+    ):
         scene.src.pages, scene.dst.pages = src_pages, dst_pages
         assert len(coalesced_runs(scene.boxes())) == runs
         check_direct(scene)
@@ -338,7 +359,8 @@ def test_the_estimate_of_runs_is_that_of_the_published_case(order: str, runs: in
     plan = Plan(component, Fleet(tp=4), Fleet(tp=2), 0, 8192)
     leg = next(plan.legs())
     held = [
-        Held(PoolSpec.dense(component, shard, 128, 64, order), shard) for shard in (plan.src_shard(0), plan.dst_shard(0))
+        Held(PoolSpec.dense(component, shard, 128, 64, order), shard)
+        for shard in (plan.src_shard(0), plan.dst_shard(0))
     ]
     assert count_runs(leg, *held) == runs
 

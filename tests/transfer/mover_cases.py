@@ -34,7 +34,9 @@ def messages(requests: list[str] | None = None) -> st.SearchStrategy[wire.AnyMes
             numbers,
             st.lists(st.binary(max_size=64), max_size=3).map(tuple),
         ),
-        st.builds(wire.Granted, names, numbers, st.lists(st.builds(wire.Grant, numbers, numbers), max_size=5).map(tuple)),
+        st.builds(
+            wire.Granted, names, numbers, st.lists(st.builds(wire.Grant, numbers, numbers), max_size=5).map(tuple)
+        ),
         st.builds(wire.Chunk, names, numbers, numbers),
         st.builds(wire.Done, names, numbers),
         st.builds(wire.Abort, names, numbers, st.text(min_size=1, max_size=40)),

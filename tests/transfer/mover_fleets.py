@@ -24,6 +24,8 @@ SMALL_CHUNKS = Costs(
 )
 CONFIG = MoverConfig(arena_bytes=1 << 20, costs=SMALL_CHUNKS, route=Route.PACKED)
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 #: One page table a component.
 Tables = list[np.ndarray]
 #: Every row of a request, [layer, kv, head, position, byte], one tensor a component.
@@ -183,12 +185,12 @@ class Engine:
             if held is None or not chosen:
                 continue
             page, token = np.divmod([held.index(p) for p in chosen], self.fleet.page_tokens)
-            at = torch.as_tensor(table)[page], torch.as_tensor(token)
+            whole = rows.numpy()[:, :, list(shard.heads)][:, :, :, chosen].swapaxes(2, 3)
             for local, layer in enumerate(shard.layers):
                 for kv in range(component.kv):
-                    content = rows[layer, kv][list(shard.heads)][:, chosen].permute(1, 0, 2).contiguous()
-                    view = pool.plane(local, kv)
-                    view[at] = content.view(view.dtype)
+                    plane = pool.plane(local, kv)
+                    words = plane.view(_WORDS[component.element_bytes]).numpy()
+                    words[table[page], token] = np.ascontiguousarray(whole[layer, kv]).view(words.dtype)
 
 
 def poisoned(spec: PoolSpec) -> Pool:
@@ -251,4 +253,3 @@ class Pair:
 
     def assert_landed(self, start: int = 0) -> None:
         self.dst.assert_holds(self.dst.landed(self.before, self.dst_tables, self.truth, start))
-

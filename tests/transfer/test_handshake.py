@@ -162,9 +162,7 @@ def _extent(axis: str, extent: int) -> Callable[[Rank], Rank]:
 
 
 def _first_memories(change: Callable[[tuple[Memory, ...]], tuple[Memory, ...]]) -> Callable[[Rank], Rank]:
-    return lambda rank: msgspec.structs.replace(
-        rank, allocations=(change(rank.allocations[0]), *rank.allocations[1:])
-    )
+    return lambda rank: msgspec.structs.replace(rank, allocations=(change(rank.allocations[0]), *rank.allocations[1:]))
 
 
 @pytest.mark.parametrize(
@@ -176,12 +174,9 @@ def _first_memories(change: Callable[[tuple[Memory, ...]], tuple[Memory, ...]]) 
         (_place(fleet=Fleet(tp=4, page_tokens=16)), "layers"),
         (_place(fleet=Fleet(pp=2, page_tokens=16)), "heads"),
         (_place(fleet=Fleet(pp=5, page_tokens=16)), "5 pipeline stages for 4 layers"),
-        (_first_pool(lambda spec: replace(spec, component=KEYS)), "pool of index"),
+        (_first_pool(lambda spec: replace(spec, component=replace(spec.component, name="index"))), "pool of index"),
         (_extent("layer", 1), "has 1 layer"),
         (_extent("head", 8), "has 8 head"),
-        (_extent("kv", 1), "has 1 kv"),
-        (_extent("kv", 3), "has 3 kv"),
-        (_extent("dim", 32), "has 32 dim"),
         (_extent("token", 15), "15-token pages"),
         (lambda rank: msgspec.structs.replace(rank, pools=rank.pools[:1]), "1 pools for 2 components"),
         (lambda rank: msgspec.structs.replace(rank, allocations=rank.allocations[:1]), "2 pools for 2 components"),
@@ -195,12 +190,24 @@ def test_a_card_that_contradicts_itself_is_refused(damage: Callable[[Rank], Rank
         read_card(MODEL, write_card(MODEL, damage(RANK)))
 
 
-@pytest.mark.parametrize("axes", [("layer",), ("layer",) * 6, ("page", "layer", "kv", "token", "head", "depth")])
-def test_a_pool_of_other_axes_is_refused(axes: tuple[str, ...]):
-    layout = Layout(axes, (2,) * len(axes), (1,) * len(axes))
+def _layout(**fields: object) -> dict[str, object]:
+    return {**msgspec.to_builtins(RANK.pools[0].layout), **fields}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        _layout(axes=("layer",), shape=(2,), stride=(1,)),
+        _layout(axes=("layer",) * 6),
+        _layout(axes=("page", "layer", "kv", "token", "head", "depth")),
+        _layout(shape=tuple(3 for _ in RANK.pools[0].layout.shape)),
+        _layout(stride=tuple(-1 for _ in RANK.pools[0].layout.shape)),
+    ],
+    ids=["one axis", "one axis six times", "an unknown axis", "kv and dim of no component", "negative strides"],
+)
+def test_a_pool_that_cannot_be_is_refused(layout: dict[str, object]):
     body = msgspec.to_builtins(RANK)
-    body["pools"][0]["layout"] = msgspec.to_builtins(layout)
+    body["pools"][0]["layout"] = layout
     card = Card(MODEL.digest(), MODEL.text(), msgspec.msgpack.encode(body))
     with pytest.raises(PeerRefused):
         read_card(MODEL, msgspec.msgpack.encode(card))
-

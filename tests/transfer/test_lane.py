@@ -126,9 +126,7 @@ def test_gathering_and_scattering_writes_what_going_direct_writes(case: Case):
             reference.move(gather)
             scatter = [region(b, [staging], packed[c].tensors) for c, b in lane.scatter_boxes(number, pages[1])]
             reference.move(scatter)
-            straight = [
-                region(b, source[c].tensors, direct[c].tensors) for c, b in lane.direct_boxes(number, *pages)
-            ]
+            straight = [region(b, source[c].tensors, direct[c].tensors) for c, b in lane.direct_boxes(number, *pages)]
             reference.move(straight)
         for mine, theirs in zip(packed, direct, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine.tensors, theirs.tensors, strict=True))
@@ -171,4 +169,3 @@ def test_a_page_table_that_is_too_short_or_names_no_page_is_refused():
         lane.scatter_boxes(0, [np.array([0, 1, 2, 8])])
     with pytest.raises(PlanError, match="page id -1 is outside"):
         lane.scatter_boxes(0, [np.array([0, 1, 2, -1])])
-

@@ -128,10 +128,10 @@ def test_a_want_that_was_withdrawn_is_not_served_later():
 
 
 def test_many_requests_move_at_once():
-    pair = Pair.of(Fleet(tp=2, page_tokens=4), Fleet(page_tokens=16), config=replace(CONFIG, arena_bytes=3 * CHUNK_BYTES))
-    tables = [pair.dst.tables(4 * n, 5)[0] for n in range(1, 8)]
+    pair = Pair.of(
+        Fleet(tp=2, page_tokens=4), Fleet(page_tokens=16), config=replace(CONFIG, arena_bytes=3 * CHUNK_BYTES)
+    )
     bench, src, dst = pair.bench, pair.src, pair.dst
-    del tables
     pages = iter(np.arange(64))
     expected, transfers = dst.snapshot(), []
     for n in range(1, 8):
@@ -156,11 +156,10 @@ def test_two_fleets_of_different_shape_fetch_from_one_at_once():
     tall.connect(src)
     bench.turn()
     one, two = Pair.request(bench, src, wide, 90, 1), Pair.request(bench, src, tall, 70, 2)
-    src_tables = [[t[0][:6] * 0 + np.arange(6), t[1][:6] * 0 + np.arange(6)] for t in one.src_tables]
-    other = [[np.arange(6, 11)] * 2] * 3
-    src.fill(src_tables, one.truth)
-    src.fill(other, two.truth)
-    transfers = [*src.send("one", src_tables), *src.send("two", other)]
+    first, second = [[np.arange(6)] * 2] * 3, [[np.arange(6, 11)] * 2] * 3
+    src.fill(first, one.truth)
+    src.fill(second, two.truth)
+    transfers = [*src.send("one", first), *src.send("two", second)]
     transfers += [*one.receive("one"), *two.receive("two", start=11)]
     bench.ended(transfers)
     assert not any(reasons(transfers))
@@ -174,7 +173,12 @@ def test_two_fleets_of_different_shape_fetch_from_one_at_once():
 
 @pytest.mark.parametrize(
     ("src_arena", "dst_arena"),
-    [(CHUNK_BYTES, CHUNK_BYTES), (CHUNK_BYTES, 1 << 20), (1 << 20, CHUNK_BYTES), (CHUNK_BYTES + 1, 3 * CHUNK_BYTES - 1)],
+    [
+        (CHUNK_BYTES, CHUNK_BYTES),
+        (CHUNK_BYTES, 1 << 20),
+        (1 << 20, CHUNK_BYTES),
+        (CHUNK_BYTES + 1, 3 * CHUNK_BYTES - 1),
+    ],
 )
 def test_full_arenas_wait_instead_of_dropping(src_arena: int, dst_arena: int):
     bench = Bench((Component("attention", 2, 2, 2, 64, "bfloat16"),))
@@ -234,9 +238,15 @@ def test_a_source_whose_arena_is_too_small_says_so():
 # Giving up
 
 
-@pytest.mark.parametrize("route", ROUTES)
+#: When the engine gives up: by route, since what goes direct is all in flight at once.
+MOMENTS = [
+    *((Route.PACKED, moment) for moment in ("asked", "flying", "half landed", "before it is offered")),
+    *((Route.DIRECT, moment) for moment in ("flying", "before it is offered")),
+]
+
+
+@pytest.mark.parametrize(("route", "moment"), MOMENTS)
 @pytest.mark.parametrize("side", ["src", "dst"])
-@pytest.mark.parametrize("moment", ["at once", "asked", "flying", "half landed", "before it is offered"])
 def test_an_abort_from_either_side_ends_both_and_the_name_is_free_again(route: Route, side: str, moment: str):
     config = replace(CONFIG, route=route, arena_bytes=2 * CHUNK_BYTES)
     pair = Pair.of(Fleet(tp=2, page_tokens=4), config=config)
@@ -248,7 +258,7 @@ def test_an_abort_from_either_side_ends_both_and_the_name_is_free_again(route: R
     if moment == "asked":
         bench.turn(1)
     if moment == "half landed":
-        bench.settle(lambda: pair.dst.movers[0]._inbound._attempts == {} or len(_arrived(pair.dst)) >= 3)
+        bench.settle(lambda: len(_arrived(pair.dst)) >= 3)
     if moment in ("flying", "half landed"):
         network.hold()
         bench.turn()
@@ -257,7 +267,8 @@ def test_an_abort_from_either_side_ends_both_and_the_name_is_free_again(route: R
         mover.abort(transfer, "enough of this")
     bench.turn()
     if moment == "flying":
-        assert not any(transfer.ended for transfer in [*sent, *landed])  # writes may still land, pages are not free
+        assert not sent[0].ended  # writes may still land: nobody has their pages back
+        assert not landed[0].ended
     network.deliver()
     bench.ended([*sent, *landed])
     for transfer in [*sent, *landed]:
@@ -276,6 +287,26 @@ def test_an_abort_from_either_side_ends_both_and_the_name_is_free_again(route: R
     assert not any(reasons(transfers))
     retry.assert_landed()
     bench.assert_nothing_is_left()
+
+
+def test_a_transfer_that_is_given_up_before_anybody_asks_ends_at_once():
+    pair = Pair.of()
+    (sent,) = pair.send()
+    pair.src.movers[0].abort(sent, "enough of this")
+    assert reasons([sent]) == ["enough of this"]
+    pair.bench.turn()
+    pair.bench.assert_nothing_is_left()
+
+
+def test_aborting_what_has_ended_changes_nothing():
+    pair = Pair.of()
+    transfers = [*pair.send(), *pair.receive()]
+    pair.bench.ended(transfers)
+    for mover, transfer in zip(pair.bench.movers, transfers, strict=True):
+        mover.abort(transfer, "too late")
+    pair.bench.turn()
+    assert not any(reasons(transfers))
+    pair.bench.assert_nothing_is_left()
 
 
 def _arrived(dst: Engine) -> set[tuple[str, int]]:
@@ -329,13 +360,8 @@ def test_a_want_for_a_transfer_that_has_ended_is_not_served():
     late = pair.dst.movers[1].receive("request", "prefill", range(100), pair.dst_tables[1])
     pair.bench.turn()
     pair.bench.network.deliver()
-    pair.bench.ended([sent, first])
-    assert reasons([sent, first]) == ["deadline passed before every destination asked"] * 2
-    clock.now += CONFIG.deadline_s
-    pair.bench.turn()
-    clock.now += CONFIG.drain_s
-    pair.bench.ended([late])
-    assert not late.result or late.result.reason
+    pair.bench.ended([sent, first, late])
+    assert reasons([sent, first, late]) == ["deadline passed before every destination asked"] * 3
     pair.bench.assert_nothing_is_left()
 
 
@@ -405,16 +431,18 @@ def test_writes_that_never_end_are_given_up_and_what_they_may_touch_is_kept_out_
 @pytest.mark.parametrize("moment", ["asked", "flying"])
 def test_a_lost_peer_ends_the_request_with_its_name_long_before_the_deadline(route: Route, victim: str, moment: str):
     clock = HandClock()
-    pair = Pair.of(Fleet(tp=2, page_tokens=4), config=replace(CONFIG, route=route), clock=clock)
+    config = replace(CONFIG, route=route, arena_bytes=4 * CHUNK_BYTES)
+    pair = Pair.of(Fleet(tp=2, page_tokens=4), config=config, clock=clock)
     bench = pair.bench
     (landed,) = pair.receive()
     sent = pair.send() if moment == "flying" else []
     if sent:
         bench.network.hold()
-    bench.turn()
+    bench.turn(2)
     gone = (pair.src if victim == "prefill" else pair.dst).movers[0]
     bench.network.cut(gone._transport.name)
-    bench.network.deliver()
+    if victim == "decode":
+        bench.network.deliver()
     for _ in range(12):
         clock.now += CONFIG.ping_s
         bench.turn(2)
@@ -590,7 +618,9 @@ def still_works(pair: Pair) -> None:
 def test_another_model_is_refused_with_both_sides_values_and_nothing_is_loaded():
     pair = Pair.of()
     other, _ = stranger(pair, "tay")
-    with pytest.raises(PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 1; this side holds toy"):
+    with pytest.raises(
+        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 1; this side holds toy"
+    ):
         pair.dst.movers[0].connect(other.card)
     assert other._transport.name not in pair.dst.movers[0]._transport._peers
     with pytest.raises(PeerRefused):
@@ -670,10 +700,10 @@ WANT = wire.Want("request", 1, 0, 100, Route.DIRECT, Replicas.STRIPE, 4096, (np.
         {"stop": 2**62, "route": Route.PACKED, "pages": ()},
         {"start": 2**61, "stop": 2**62, "route": Route.PACKED, "pages": ()},
         {"start": 2**62, "stop": 5},
-        {"stop": 2**100 - 2**99, "generation": 2**63},
-        {"chunk_bytes": 0},
-        {"chunk_bytes": -(2**62)},
-        {"chunk_bytes": 2**62, "route": Route.PACKED, "pages": ()},
+        *(
+            {"chunk_bytes": nbytes, "route": Route.PACKED, "pages": ()}  # served as far as it is granted: not at all
+            for nbytes in (0, -(2**62), 2**62)
+        ),
         {"pages": ()},
         {"pages": (b"abc",)},
         {"pages": (b"", b"")},
@@ -687,22 +717,22 @@ def test_a_want_that_makes_no_sense_is_answered_and_the_loop_goes_on(change: dic
     pair = Pair.of()
     pair.send()
     source, speaker = pair.src.movers[0], pair.dst.movers[0]._transport
-    try:
-        speaker.notify(source._transport.name, wire.encode(msgspec.structs.replace(WANT, **change)))
-    except OverflowError:
-        pytest.skip("the encoder refuses it")
+    speaker.notify(source._transport.name, wire.encode(msgspec.structs.replace(WANT, **change)))
     pair.bench.turn()
     still_works(pair)
 
 
 @pytest.mark.parametrize("offset", [-1, -256, 1 << 20, 2**63, (1 << 20) - CHUNK_BYTES + 1])
 def test_a_grant_outside_the_arena_fails_that_attempt_before_anything_is_packed(offset: int):
-    pair = Pair.of()
+    clock = HandClock()
+    pair = Pair.of(clock=clock)
     (sent,) = pair.send()
     source, target = pair.src.movers[0], pair.dst.movers[0]
     want = msgspec.structs.replace(WANT, route=Route.PACKED, pages=())
     for message in (want, wire.Granted("request", 1, (wire.Grant(0, offset),))):
         target._transport.notify(source._transport.name, wire.encode(message))
+    pair.bench.turn()
+    clock.now += CONFIG.drain_s
     pair.bench.ended([sent])
     assert f"grant at {offset} leaves the arena" in str(reasons([sent])[0])
     pair.dst.assert_holds(pair.before)

@@ -1,0 +1,74 @@
+"""What a launch compiles to, without a GPU: registers, memory and access widths of its machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from . import rows
+from .config import RowConfig
+from .region import Region
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCode:
+    """Of one kernel: bytes and registers a thread uses, and how often each opcode stands in it."""
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    local_bytes: int
+    opcodes: Mapping[str, int]
+
+    @property
+    def spills(self) -> int:
+        return sum(count for opcode, count in self.opcodes.items() if opcode.split(".")[0] in ("LDL", "STL"))
+
+    def widths(self) -> dict[str, list[int]]:
+        """Bits of each payload load and store. Table loads are plain; payload loads carry `.EF`, for evict first."""
+        found: dict[str, list[int]] = {"LDG": [], "STG": []}
+        for opcode, count in self.opcodes.items():
+            kind, *words = opcode.split(".")
+            if kind == "STG" or (kind == "LDG" and "EF" in words):
+                bits = [int(match[1]) for word in words if (match := re.fullmatch(r"[US]?(8|16|64|128|256)", word))]
+                found[kind] += [bits[0] if bits else 32] * count
+        return found
+
+
+def of_rows(regions: Sequence[Region], config: RowConfig, architecture: int) -> MachineCode:
+    """The row mover's launch of `regions`. One region is compiled in, as a launch specialises on 1."""
+    launch = rows.describe(regions, config.block_bytes)
+    constants: dict[str, object] = {
+        "SHAPES": tuple(shape.constexpr for shape in launch.shapes),
+        "BLOCK": config.block_bytes,
+    }
+    if launch.regions == 1:
+        constants["regions"] = 1
+    signature = {"table": "*i64", "regions": "i32", "tiles": "i32", "SHAPES": "constexpr", "BLOCK": "constexpr"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(rows.move_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
+    target = GPUTarget("cuda", architecture, 32)
+    return read(triton.compile(source, target=target, options={"num_warps": config.warps}).asm["cubin"])
+
+
+def read(cubin: bytes) -> MachineCode:
+    """What the machine code of the one kernel in `cubin` says."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text))
+    return MachineCode(used["REG"], used["STACK"], used["SHARED"], used["LOCAL"], opcodes)

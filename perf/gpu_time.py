@@ -1,0 +1,33 @@
+"""Times on a GPU: events around calls that are queued behind work, so that no launch gap is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
+
+import torch
+
+from perf.record import Spread
+
+ROUNDS = 30
+
+Case = TypeVar("Case", bound=Hashable)
+
+
+def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int = ROUNDS) -> dict[Case, Spread]:
+    """Seconds of every case, one call of each a round: drift of clocks and temperature falls on all alike."""
+    for call in cases.values():
+        for _ in range(3):
+            call()
+    marks: dict[Case, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in cases}
+    busy = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    for _ in range(rounds):
+        busy.zero_()  # the host gets ahead of the device: what follows is queued when its turn comes
+        for name, call in cases.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            marks[name].append((begin, end))
+        torch.cuda.synchronize()
+    return {name: Spread.of([a.elapsed_time(b) / 1e3 for a, b in pairs]) for name, pairs in marks.items()}

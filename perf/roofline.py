@@ -1,0 +1,122 @@
+"""The machine's own ceilings, and every move as a share of them: under a budget of SMs, and beside a matrix product.
+
+`python -m perf.roofline [--out FOLDER]`. First what a clone, a fill and a host copy reach here, then gather and scatter
+with 1 to all SMs, and how much slower a bf16 matrix product runs while a gather repeats on another stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from perf.bench_kernels import launcher
+from perf.cases import CASES, Case, Move, build
+from perf.gpu_time import interleaved
+from perf.record import RESULTS, write
+
+BUDGETS = (1, 2, 4, 8, 16, 32, 64, None)
+CEILING_BYTES = 2 << 30
+MATRIX = 8192
+
+#: One of each kind of row; a budget curve of every case would say the same again.
+CHOSEN = tuple(
+    case
+    for case in CASES
+    if case.text()
+    in (
+        "Llama-3-70B, TP2 to TP8, NHD, page 64, scattered",
+        "Llama-3-70B, TP2 to TP8, NHD, page 1, scattered",
+        "DeepSeek-V3 MLA, TP1 to TP1, NHD, page 64, scattered",
+    )
+)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--out", type=Path, default=RESULTS)
+    out = options.parse_args().out
+    lines = ceilings()
+    product = matrix_product()
+    for case in CHOSEN:
+        lines += budgets(case, product)
+        torch.cuda.empty_cache()
+    print(f"wrote {write('roofline', lines, out)}")
+
+
+def ceilings() -> list[dict[str, object]]:
+    """Payload rates of what the hardware does best."""
+    source = torch.randint(0, 127, (CEILING_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    host = torch.zeros(CEILING_BYTES // 4, dtype=torch.uint8).pin_memory()
+    part = target[: host.numel()]
+    cases: dict[str, tuple[int, Callable[[], object]]] = {
+        "clone, device to device": (CEILING_BYTES, lambda: target.copy_(source)),
+        "fill": (CEILING_BYTES, lambda: target.fill_(1)),
+        "host to device": (host.numel(), lambda: part.copy_(host, non_blocking=True)),
+        "device to host": (host.numel(), lambda: host.copy_(part, non_blocking=True)),
+    }
+    spreads = interleaved({name: call for name, (_, call) in cases.items()}, 10)
+    return [_line(name, "", "", cases[name][0], spread.median, 0.0) for name, spread in spreads.items()]
+
+
+def matrix_product() -> Callable[[], object]:
+    a, b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    c = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=c)
+
+
+def budgets(case: Case, product: Callable[[], object]) -> list[dict[str, object]]:
+    move: Move = build(case)
+    lines: list[dict[str, object]] = []
+    for way, regions in (("gather", move.gather), ("scatter", move.scatter)):
+        calls = {str(sms or "all"): launcher(regions, sms) for sms in BUDGETS}
+        spreads = interleaved(calls, 8)
+        for sms, spread in spreads.items():
+            beside = slowdown(calls[sms], product, spread.median) if way == "gather" else 0.0
+            lines.append(_line(case.text(), way, sms, move.nbytes, spread.median, beside))
+    return lines
+
+
+def slowdown(call: Callable[[], object], product: Callable[[], object], call_seconds: float) -> float:
+    """Time of matrix products with `call` repeating on another stream, over their time alone."""
+    alone = _products(product, 12)
+    other = torch.cuda.Stream()
+    repeats = max(2, int(14 * alone * 1.5 / call_seconds))
+    with torch.cuda.stream(other):
+        for _ in range(repeats):
+            call()
+    beside = _products(product, 12)
+    torch.cuda.synchronize()
+    return beside / alone
+
+
+def _products(product: Callable[[], object], count: int) -> float:
+    """Median seconds of one product."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        product()
+        mark.record()
+    marks[-1].synchronize()
+    return median(a.elapsed_time(b) for a, b in pairwise(marks[2:])) / 1e3
+
+
+def _line(what: str, way: str, sms: str, nbytes: int, seconds: float, beside: float) -> dict[str, object]:
+    line: dict[str, object] = {
+        "what": what,
+        "way": way,
+        "sms": sms,
+        "gb_per_s": round(nbytes / seconds / 1e9, 1),
+        "matrix_slowdown": round(beside, 3) if beside else "",
+    }
+    print(f"{what:<60} {way:<8} SMs {sms:<4} {line['gb_per_s']:>8} GB/s  {line['matrix_slowdown']}", flush=True)
+    return line
+
+
+if __name__ == "__main__":
+    main()
