@@ -21,6 +21,6 @@ step() { # name, seconds, command...
 }
 
 nvidia-smi > "$OUT/nvidia-smi.log" 2>&1
-step tests 240 "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider tests/gpu
+step tests 240 "$PYTHON" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu tests/gpu
 LINES_SHOWN=200 step kernels 240 "$PYTHON" -W ignore -m perf.bench_kernels --rounds 20 --out "$OUT"
 exit $status

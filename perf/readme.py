@@ -13,7 +13,47 @@ BLOCK = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 def numbers() -> str:
     """The block between the README's markers."""
-    return "\n".join([*_loopback(), "", *_plan(), "", *_reference(), ""])
+    return "\n".join([*_kernels(), "", *_budgets(), "", *_loopback(), "", *_plan(), "", *_reference(), ""])
+
+
+def _kernels() -> list[str]:
+    rows = read("bench_kernels")
+    lines = [
+        f"**Gather and scatter on a GPU**, payload GB/s and share of a clone of the same bytes ({_about(rows[0])}):",
+        "",
+        "| | row | gather | scatter | SGLang's staging kernels, gather and scatter |",
+        "|---|---|---|---|---|",
+    ]
+    for case in dict.fromkeys(row["case"] for row in rows):
+        found = {(row["way"], row["what"]): row for row in rows if row["case"] == case}
+        ours, peers = (
+            [found.get((way, what)) for way in ("gather", "scatter")]
+            for what in ("kvmover", "SGLang staging, released")
+        )
+        cells = [f"{row['gb_per_s']} ({row['of_clone']})" if row else "" for row in (*ours, *peers)]
+        width = next(row["row_bytes"] for row in rows if row["case"] == case)
+        lines.append(f"| {case} | {width} B | {cells[0]} | {cells[1]} | {', '.join(filter(None, cells[2:]))} |")
+    return lines
+
+
+def _budgets() -> list[str]:
+    rows = [row for row in read("roofline") if row["sms"]]
+    budgets = list(dict.fromkeys(row["sms"] for row in rows))
+    lines = [
+        "**Under a budget of SMs**, payload GB/s, and how much longer a bf16 matrix product takes beside the gather:",
+        "",
+        f"| SMs | {' | '.join(budgets)} |",
+        f"|---|{'---|' * len(budgets)}",
+    ]
+    for case in dict.fromkeys(row["what"] for row in rows):
+        for way in ("gather", "scatter"):
+            cells = [
+                row["gb_per_s"] + (f" (x{row['matrix_slowdown']})" if row["matrix_slowdown"] else "")
+                for row in rows
+                if row["what"] == case and row["way"] == way
+            ]
+            lines.append(f"| {case}, {way} | {' | '.join(cells)} |")
+    return lines
 
 
 def _loopback() -> list[str]:

@@ -15,12 +15,13 @@ PACKAGE = ROOT / "kvmover"
 
 PURE = {"errors"}
 PLANNING = PURE | {"layout", "plan"}
-MOVING = PLANNING | {"kernels", "transfer", "transport"}
+MOVING = PLANNING | {"kernels", "ranges", "transfer", "transport"}
 SERVING = MOVING | {"prefix", "tiers"}
 
 #: What each part may import of the others.
 MAY_IMPORT = {
     "errors": set(),
+    "ranges": set(),
     "kernels": set(),
     "layout": PURE,
     "prefix": PURE,

@@ -1,4 +1,4 @@
-"""Movers over the loopback: every byte lands where it belongs, and whatever goes wrong ends in time, with its reason."""
+"""Movers over the loopback: every byte lands where it belongs, and what goes wrong ends in time, with its reason."""
 
 from __future__ import annotations
 

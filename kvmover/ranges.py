@@ -1,0 +1,50 @@
+"""NVTX ranges of the domain `kvmover`: what a profiler shows of every step, with its bytes and request.
+
+Free where nobody listens: without the nvtx package a range is one shared object that does nothing, and without a
+profiler nvtx's own stand-in takes 0.4 us.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+#: The steps of a transfer.
+PLAN, GATHER, POST, WAIT, SCATTER = "plan", "gather", "post", "wait", "scatter"
+
+_NOTHING = nullcontext()
+
+
+class _Range:
+    """One range, opened and closed on the calling thread."""
+
+    __slots__ = ("_attributes", "_domain")
+
+    def __init__(self, domain: Any, attributes: Any) -> None:
+        self._domain, self._attributes = domain, attributes
+
+    def __enter__(self) -> None:
+        self._domain.push_range(self._attributes)
+
+    def __exit__(self, *_: object) -> None:
+        self._domain.pop_range()
+
+
+def span(step: str, request: str, nbytes: int = 0) -> AbstractContextManager[None]:
+    """A range named `step request` with `nbytes` for a payload, around the host's part of the step."""
+    domain = _domain()
+    if domain is None:
+        return _NOTHING
+    return _Range(domain, domain.get_event_attributes(message=f"{step} {request}", payload=nbytes))
+
+
+@cache
+def _domain() -> Any:
+    """The NVTX domain, or None where nothing could listen."""
+    if find_spec("nvtx") is None:
+        return None
+    import nvtx  # pyright: ignore[reportMissingImports]
+
+    return nvtx.get_domain("kvmover") if nvtx.enabled() else None
