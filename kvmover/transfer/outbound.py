@@ -110,7 +110,7 @@ class Outbound:
                 self.ignored += 1
 
     def _unknown(self, peer: Peer, message: wire.About) -> None:
-        """An attempt we know nothing of has nothing in flight. One that waits for `send` is withdrawn or hears it then."""
+        """An unknown attempt has nothing in flight. One that waits for `send` is withdrawn, or hears it then."""
         early = self._early.get((message.request, peer.name))
         waits = early is not None and early.want.generation == message.generation
         if isinstance(message, wire.Abort):

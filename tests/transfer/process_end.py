@@ -1,4 +1,4 @@
-"""One end of a transfer in a process of its own, driven over a pipe: what the tests between real processes move with."""
+"""One end of a transfer in a process of its own, driven over a pipe: what the tests between processes move with."""
 
 from __future__ import annotations
 

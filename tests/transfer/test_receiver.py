@@ -93,7 +93,7 @@ def test_completion_is_a_set_and_a_chunk_told_of_twice_counts_once(state: Receiv
         for chunk in range(source.chunks):
             if not source.direct:
                 state, _ = run(state, Leased(key, chunk, 256 * chunk))
-    once, first = run(state, Arrived("b", 1))
+    once, _first = run(state, Arrived("b", 1))
     twice, second = run(once, Arrived("b", 1), Arrived("b", 1))
     assert twice == once
     assert second == []
@@ -124,12 +124,12 @@ def test_every_failure_has_its_reason_and_reaches_all_sources(event: Event, reas
 
 
 def test_a_chunk_of_a_source_counts_for_that_source_only():
-    state, actions = run(TWO, Leased("a", 0, 0), Arrived("b", 0))
+    state, _actions = run(TWO, Leased("a", 0, 0), Arrived("b", 0))
     assert state.reason == "b sent chunk 0 without a grant"
 
 
 def test_the_first_reason_stays():
-    state, actions = run(TWO, Cancel("first"), PeerAborted("a", "second"), Cancel("third"), PeerGone("b", "fourth"))
+    state, _actions = run(TWO, Cancel("first"), PeerAborted("a", "second"), Cancel("third"), PeerGone("b", "fourth"))
     assert state.reason == "first"
     assert run(state, PeerDrained("a"))[1] == [Finish("first")]
 
@@ -169,7 +169,7 @@ def test_a_region_leased_after_a_failure_or_after_the_end_goes_straight_back():
 
 
 def test_a_lost_writer_keeps_its_region_in_quarantine():
-    state, actions = run(ONE, Leased("a", 0, 256), PeerGone("a", "a is lost"))
+    _state, actions = run(ONE, Leased("a", 0, 256), PeerGone("a", "a is lost"))
     assert actions == [Quarantine(256), Finish("a is lost")]
 
 

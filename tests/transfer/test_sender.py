@@ -54,7 +54,7 @@ FLYING = (Granted(0, 256), Granted(1, 512), Posted(0), Posted(1))
 
 
 def test_a_grant_is_posted_where_it_says():
-    state, actions = run(sending(), Granted(1, 512))
+    _state, actions = run(sending(), Granted(1, 512))
     assert actions == [Post(1, 512)]
 
 
@@ -190,7 +190,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.owed = False
         for action in actions:
             match action:
-                case Post(chunk, offset):
+                case Post(chunk, _):
                     assert before.reason is None
                     assert not before.finished
                     assert 0 <= chunk < before.chunks
