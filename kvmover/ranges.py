@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,6 +46,5 @@ def _domain() -> Any:
     """The NVTX domain, or None where nothing could listen."""
     if find_spec("nvtx") is None:
         return None
-    import nvtx  # pyright: ignore[reportMissingImports]
-
+    nvtx: Any = import_module("nvtx")
     return nvtx.get_domain("kvmover") if nvtx.enabled() else None

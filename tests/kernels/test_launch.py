@@ -25,7 +25,7 @@ class Counter:
         self.arguments: list[tuple[object, ...]] = []
         self.options: list[dict[str, object]] = []
 
-    def __getitem__(self, grid: tuple[int, ...]):  # noqa: ANN204
+    def __getitem__(self, grid: tuple[int, ...]):
         self.grids.append(grid)
         return self.launch
 

@@ -19,11 +19,17 @@ from kvmover.plan.legs import Replicas
 from kvmover.transfer import wire
 from kvmover.transfer.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import MoverConfig, Transfer
+from kvmover.transfer.result import MoverConfig, Result, Transfer
 from kvmover.transport import LoopbackTransport
 
 ROUTES = [Route.DIRECT, Route.PACKED]
 CHUNK_BYTES = SMALL_CHUNKS.chunk_bytes
+
+
+def ended(transfer: Transfer) -> Result:
+    """The result of a transfer that has one."""
+    assert transfer.result is not None
+    return transfer.result
 
 
 def reasons(transfers: list[Transfer]) -> list[str | None]:
@@ -381,7 +387,7 @@ def test_a_request_that_nobody_offers_ends_at_its_deadline(route: Route):
     pair.bench.turn()
     assert landed.ended
     assert "deadline passed with 26 chunks missing from prefill0" in str(reasons([landed])[0])
-    assert not landed.result.held
+    assert not ended(landed).held
     pair.bench.assert_nothing_is_left()
 
 
@@ -408,14 +414,14 @@ def test_writes_that_never_end_are_given_up_and_what_they_may_touch_is_kept_out_
     assert sent.ended
     assert landed.ended
     assert "deadline" in str(reasons([sent])[0])
-    assert sent.result.held
+    assert ended(sent).held
     incoming, outgoing = pair.dst.movers[0]._core.incoming.arena, pair.src.movers[0]._core.outgoing.arena
     if route is Route.PACKED:
-        assert not landed.result.held
+        assert not ended(landed).held
         assert incoming.quarantined_bytes == incoming.leased_bytes == 4 * CHUNK_BYTES
         assert outgoing.leased_bytes == 4 * CHUNK_BYTES
     else:
-        assert landed.result.held
+        assert ended(landed).held
     pair.bench.network.deliver()
     pair.bench.turn()
     assert outgoing.leased_bytes == 0
@@ -759,7 +765,7 @@ def test_no_sequence_of_messages_ends_the_loop_or_keeps_a_transfer_from_ending(
         pair.bench.turn(2)
     assert all(transfer.ended for transfer in transfers)
     for transfer in transfers:
-        assert transfer.result.landed or transfer.result.reason
+        assert ended(transfer).landed or ended(transfer).reason
 
 
 def test_the_card_of_a_mover_can_be_read_by_others():
