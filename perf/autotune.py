@@ -23,7 +23,7 @@ from kvmover.kernels.region import Region
 #: Tiles and warps to try without a budget, and where each program has an SM to itself.
 FREE = tuple(product((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8)))
 ALONE = tuple(product((8192, 16384, 32768, 65536, 131072), (4, 8, 16, 32)))
-BUDGETS = (None, 4)
+BUDGETS = (None, 8)
 ROUNDS = 7
 
 #: Of a measured table.

@@ -19,7 +19,7 @@ from perf.cases import CASES, Case, Move, build
 from perf.gpu_time import interleaved
 from perf.record import RESULTS, write
 
-BUDGETS = (1, 2, 4, 8, 16, 32, 64, None)
+BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, None)
 CEILING_BYTES = 2 << 30
 MATRIX = 8192
 

@@ -73,13 +73,13 @@ class Choice:
         )
 
 
-#: GPU to GPU over 400 Gb/s RDMA. Packing with 4 SMs of an H200, its slowest row in perf/results; 25 us a
-#: chunk are assumed.
+#: GPU to GPU over 400 Gb/s RDMA. Packing with 8 SMs of an H200, its slowest row in kernels/tuned; 25 us a chunk are
+#: assumed.
 RDMA = Costs(
     descriptor_us=1.0,
     wire_rate=50e3,
-    gather_rate=250e3,
-    scatter_rate=250e3,
+    gather_rate=160e3,
+    scatter_rate=160e3,
     chunk_us=25.0,
     chunk_bytes=32 << 20,
 )

@@ -1,0 +1,231 @@
+"""Bulk moves: long runs between pinned host memory and a device, or within a device, on a few SMs or on none.
+
+Two engines beside the row mover: `ring`, a kernel of bulk copies through shared memory, and the copy engine, which
+takes a whole list of copies in one call. `choose` says which one serves a region best.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from . import config, driver, reference, ring
+from .region import Offsets, Region, RegionError
+from .ring import ALIGNMENT, CAPABILITY
+from .runs import copies, mean_copy, merged
+from .upload import Upload
+
+log = logging.getLogger(__name__)
+
+#: The shortest run for the bulk kernel: an operation has a fixed cost, so never one a row of 256 B (sglang#40278).
+BULK_BYTES = 2 << 10
+
+#: The shortest copy for the copy engine, which takes no SM. vLLM puts the crossover with its own kernel at 28 KiB, on
+#: an H100 with PCIe Gen5; SGLang batches from 128 KiB on.
+COPY_BYTES = 28 << 10
+
+#: Handles of the legacy default stream.
+LEGACY = (0, 1)
+
+#: SMs when no budget is given: 4 reached the host link's ceiling, 192 GB/s, on a GB300 (sglang#40278).
+DEFAULT_SMS = 4
+
+
+class Engine(Enum):
+    """What can move a region. LOOP is one call a copy: what COPY falls back to."""
+
+    BULK = "bulk kernel"
+    COPY = "copy engine"
+    LOOP = "copy engine, one call a copy"
+    ROWS = "row mover"
+
+
+#: What takes the place of an engine that a machine lacks.
+FALLBACK = {Engine.BULK: Engine.ROWS, Engine.COPY: Engine.LOOP}
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine that the caller named cannot run on this machine: the message says why."""
+
+
+def choose(region: Region, capability: tuple[int, int] = CAPABILITY) -> Engine:
+    """The engine for `region` on a device of this compute capability.
+
+    Between host and device: COPY from `COPY_BYTES` contiguous bytes on, of pages that follow each other too. Else BULK
+    for aligned runs from `BULK_BYTES` on, ROWS for the rest.
+    """
+    region = merged(region)
+    host = "cpu" in (region.src.memory[0].device.type, region.dst.memory[0].device.type)
+    if host and mean_copy(region) >= COPY_BYTES:
+        return Engine.COPY
+    bulk = capability >= CAPABILITY and region.row_bytes >= BULK_BYTES
+    return Engine.BULK if bulk and region.alignment() == ALIGNMENT else Engine.ROWS
+
+
+@cache
+def unavailable(engine: Engine, device: torch.device) -> str | None:
+    """Why `engine` cannot run on `device`, or None."""
+    if engine is Engine.BULK:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < CAPABILITY:
+            return f"{device} is sm_{capability[0]}{capability[1]}, bulk copies came with sm_90"
+        if importlib.util.find_spec("cupy") is None:
+            return "CuPy is not installed"
+    if engine is Engine.COPY and not driver.can_batch():
+        return "the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8"
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A move whose tables are on the device: what is left is to launch it, any number of times."""
+
+    device: torch.device
+    calls: tuple[Callable[[], None], ...]
+
+    def run(self, after: torch.cuda.Event | None = None) -> None:
+        """On the current stream, the one of `prepare`, once `after` is reached. With both ends on the host: now."""
+        if self.device.type == "cpu":
+            if after is not None:
+                after.synchronize()
+            for call in self.calls:
+                call()
+            return
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            # Either gives this thread a context, which the driver's own calls take for granted.
+            stream.record_event() if after is None else stream.wait_event(after)
+            for call in self.calls:
+                call()
+
+
+def move(
+    regions: Sequence[Region],
+    after: torch.cuda.Event | None = None,
+    sms: int | None = None,
+    engine: Engine | None = None,
+) -> None:
+    """Copy every row of every region on the current stream, each by the engine that suits it, without a synchronise.
+
+    All GPU memory on one device and all host memory pinned; no region touches what another writes. Nothing is read
+    before `after`. `sms` is the SM budget (None: DEFAULT_SMS). The memory must stay allocated until the stream has
+    passed the move. Raises RegionError before anything is moved, EngineUnavailable where the `engine` asked for cannot
+    run. With both ends on the host, the host waits for `after` and copies.
+    """
+    prepare(regions, sms, engine).run(after)
+
+
+def prepare(regions: Sequence[Region], sms: int | None = None, engine: Engine | None = None) -> Prepared:
+    """All of `move` but the launch. Tables are uploaded on the current stream, before any producer is waited for."""
+    devices = {_checked(region) for region in regions}
+    if len(devices) > 1:
+        raise RegionError(f"regions on {' and '.join(sorted(map(str, devices)))} cannot share a move")
+    if sms is not None and sms < 1:
+        raise ValueError(f"a budget of {sms} SMs")
+    work = [region for region in regions if region.nbytes]
+    device = devices.pop() if work else torch.device("cpu")
+    if device.type == "cpu":
+        return Prepared(device, (partial(reference.move, work),))
+    if engine is not None and (reason := unavailable(engine, device)):
+        raise EngineUnavailable(f"{engine.value}: {reason}")
+    capability = torch.cuda.get_device_capability(device)
+    parts: dict[Engine, list[Region]] = {}
+    for region in work:
+        parts.setdefault(engine or _runnable(choose(region, capability), device), []).append(region)
+    with torch.cuda.device(device):
+        return Prepared(device, tuple(_PREPARE[each](part, sms or DEFAULT_SMS) for each, part in parts.items()))
+
+
+def _checked(region: Region) -> torch.device:
+    """Where the region is moved: its GPU, or the CPU when both ends are there. Raises RegionError as Region.check."""
+    sides = {"source": region.src, "destination": region.dst}
+    devices = {tensor.device for side in sides.values() for tensor in side.memory[:1]}
+    if sorted(device.type for device in devices) != ["cpu", "cuda"]:
+        region.check()
+        return devices.pop()
+    # Region.check wants both ends on one device.
+    shape = region.planes, region.units, region.heads, region.tokens, region.row_bytes
+    if shape[:2] != (len(region.dst.offset), len(region.dst.units)) or min(shape[2:]) < 1:
+        raise RegionError(f"no region of planes, units, heads, tokens and bytes {shape}, or not at both ends")
+    for name, side in sides.items():
+        region._check_side(name, side)
+        if side.memory[0].device.type == "cpu" and not all(tensor.is_pinned() for tensor in side.memory):
+            raise RegionError(f"{name} memory on the host is not pinned")
+    return next(device for device in devices if device.type == "cuda")
+
+
+@cache
+def _runnable(engine: Engine, device: torch.device) -> Engine:
+    """`engine`, or what takes its place on `device`; said once."""
+    reason = unavailable(engine, device)
+    if reason is None:
+        return engine
+    log.info("%s in place of %s: %s", FALLBACK[engine].value, engine.value, reason)
+    return FALLBACK[engine]
+
+
+_uploads: dict[torch.device, Upload] = {}
+
+
+def _upload(table: npt.NDArray[np.int64]) -> torch.Tensor:
+    """`table` on the current device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return _uploads.setdefault(device, Upload(device)).to_device(table)
+
+
+def _bulk(regions: Sequence[Region], sms: int) -> Callable[[], None]:
+    launch = ring.describe(regions)
+    ring.kernel(torch.cuda.current_device(), ring.RING)  # compiled now, not between the launches of a move
+    return partial(ring.run, launch, _upload(launch.table), sms)
+
+
+def _rows(regions: Sequence[Region], sms: int) -> Callable[[], None]:
+    """Not by rows.prepare, which wants both ends on one device. The kernel takes any address that the GPU reaches."""
+    from . import rows
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    shape = config.choose(rows.kind_of(max(regions, key=lambda region: region.nbytes)), sms, device)
+    launch = rows.describe(regions, shape.block_bytes)
+    return rows.Prepared(_upload(launch.table), launch, shape, shape.programs(launch.tiles, sms, device)).run
+
+
+@cache
+def _own_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _copy(regions: Sequence[Region], sms: int) -> Callable[[], None]:
+    """On the current stream, or where that is the legacy default stream on one of its own that keeps its order."""
+    lists, device = _lists(regions), torch.cuda.current_device()
+
+    def call() -> None:
+        current = torch.cuda.current_stream()
+        stream = _own_stream(device) if current.cuda_stream in LEGACY else current
+        if stream is not current:
+            stream.wait_event(current.record_event())
+        driver.copy_batch(*lists, stream.cuda_stream)
+        if stream is not current:
+            current.wait_event(stream.record_event())
+
+    return call
+
+
+def _loop(regions: Sequence[Region], sms: int) -> Callable[[], None]:
+    lists = _lists(regions)
+    return lambda: driver.copy_each(*lists, torch.cuda.current_stream().cuda_stream)
+
+
+def _lists(regions: Sequence[Region]) -> tuple[Offsets, Offsets, Offsets]:
+    src, dst, sizes = zip(*map(copies, regions), strict=True)
+    return np.concatenate(src), np.concatenate(dst), np.concatenate(sizes)
+
+
+_PREPARE = {Engine.BULK: _bulk, Engine.COPY: _copy, Engine.LOOP: _loop, Engine.ROWS: _rows}

@@ -1,0 +1,112 @@
+"""Calls of the CUDA driver that torch does not offer: kernels, copies by the list, and host memory pinned to the byte.
+
+The driver works in the context of the calling thread, which torch makes when it first calls CUDA in that thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from .region import Offsets
+
+#: Copies of one call: 51,828 in one call crashed driver 580 (vllm#49276).
+BATCH_COPIES = 4096
+
+#: Batches of copies up to this size ask to overlap with kernels; longer ones are faster without (cudf#23675).
+OVERLAP_BYTES = 128 << 10
+
+#: `CUmemcpySrcAccessOrder`: sources are read in stream order. With ANY a copy to the host read pages before their
+#: producer was done (vllm#39306, vllm#45704).
+ORDER_STREAM = 1
+
+#: `CUmemcpyAttributes`: the order, two locations of two words that only managed memory needs, and flags.
+ATTRIBUTE_WORDS = 6
+
+#: `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context.
+PORTABLE = 1
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """libcuda, which torch has loaded already."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def can_batch() -> bool:
+    """Whether the driver has cuMemcpyBatchAsync, which came with CUDA 12.8."""
+    return hasattr(_library(), "cuMemcpyBatchAsync")
+
+
+def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
+    """Queue copies from addresses `src` to `dst` [copy], in any order among themselves, by the list.
+
+    `stream` is not the legacy default stream, which the driver refuses (vllm#46379). Sizes are not 0.
+    """
+    library = _library()
+    attribute = np.zeros(ATTRIBUTE_WORDS, np.int32)
+    attribute[0], attribute[-1] = ORDER_STREAM, sizes.max(initial=0) <= OVERLAP_BYTES
+    # One attribute, from copy 0 on. Zeros for all copies make it right too where an index is read for every copy, as
+    # vllm#53860 understands the parameter.
+    first = np.zeros(min(len(sizes), BATCH_COPIES), np.uintp)
+    for begin in range(0, len(sizes), BATCH_COPIES):
+        part = slice(begin, begin + BATCH_COPIES)
+        lists = [np.ascontiguousarray(each[part], np.int64) for each in (dst, src, sizes)]
+        pointers = (ctypes.c_void_p(each.ctypes.data) for each in lists)
+        attributes = ctypes.c_void_p(attribute.ctypes.data), ctypes.c_void_p(first.ctypes.data), ctypes.c_size_t(1)
+        arguments = *pointers, ctypes.c_size_t(len(lists[0])), *attributes
+        if hasattr(library, "cuMemcpyBatchAsync_v2"):
+            result = library.cuMemcpyBatchAsync_v2(*arguments, ctypes.c_void_p(stream))
+        else:  # before CUDA 13 there is one more parameter, for the copy that failed; the wrong one is a segfault
+            failed = ctypes.c_size_t()
+            result = library.cuMemcpyBatchAsync(*arguments, ctypes.byref(failed), ctypes.c_void_p(stream))
+        _check(result, "cuMemcpyBatchAsync")
+
+
+def copy_each(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
+    """Queue copies one call each, on any stream."""
+    call, on = _library().cuMemcpyAsync, ctypes.c_void_p(stream)
+    address = ctypes.c_uint64
+    for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
+        _check(call(address(target), address(source), ctypes.c_size_t(size), on), "cuMemcpyAsync")
+
+
+def launch(function: int, shape: tuple[int, int, int], stream: int, arguments: Sequence[Any]) -> None:
+    """Queue a kernel that CuPy loaded: `shape` is blocks, threads a block, and bytes of dynamic shared memory.
+
+    Not by CuPy: it takes a stream of torch's by a class that warns since CuPy 14, or by a method that came with it.
+    """
+    blocks, threads, shared_bytes = shape
+    sizes = (ctypes.c_uint(size) for size in (blocks, 1, 1, threads, 1, 1, shared_bytes))
+    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    call = _library().cuLaunchKernel
+    _check(call(ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), pointers, None), "cuLaunchKernel")
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] of host memory that every device reaches, from the start of a page; plain memory without a GPU.
+
+    The memory goes with its last tensor: keep one until the moves that use it are done. Not torch's `pin_memory`, which
+    takes the next power of two: 64 GiB for a pool of 33.
+    """
+    if nbytes == 0 or not torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8)
+    torch.cuda.mem_get_info()
+    library, address = _library(), ctypes.c_void_p()
+    result = library.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_uint(PORTABLE))
+    _check(result, f"cuMemHostAlloc of {nbytes} bytes")
+    assert address.value is not None
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address.value))
+    weakref.finalize(array, library.cuMemFreeHost, address).atexit = False
+    return torch.from_numpy(array)
+
+
+def _check(result: int, call: str) -> None:
+    if result:
+        raise RuntimeError(f"{call} failed with CUDA error {result}")

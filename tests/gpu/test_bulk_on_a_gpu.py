@@ -1,0 +1,311 @@
+"""Bulk moves on a real GPU equal the definition on the CPU, by every engine, and wait for the pages' producer."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from kvmover.kernels import bulk, driver, reference, ring  # noqa: E402
+from kvmover.kernels.bulk import Engine  # noqa: E402
+from kvmover.kernels.region import Region, RegionError, Side  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+#: About 0.1 s of waiting at 1.7 GHz: longer than it takes to queue a move.
+SLEEP_CYCLES = 170_000_000
+
+
+@pytest.fixture(params=Engine, ids=lambda engine: engine.name.lower())
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return _available(request.param)
+
+
+@pytest.fixture(params=["own-stream", "default-stream"])
+def stream(request: pytest.FixtureRequest):
+    """What the move is queued on: a stream of its own, or the legacy default stream that batched copies refuse."""
+    chosen = torch.cuda.Stream() if request.param == "own-stream" else torch.cuda.default_stream()
+    with torch.cuda.stream(chosen):
+        yield chosen
+    torch.cuda.synchronize()
+
+
+def _available(engine: Engine) -> Engine:
+    reason = bulk.unavailable(engine, torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        pytest.skip(f"{engine.value}: {reason}")
+    return engine
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pools of `pages` pages of `tokens` rows of each of `heads` heads, in 3 planes, two thirds of the pages moved.
+
+    Rows lie in the order plane, page, token, head on one side and plane, page, head, token on the other.
+    """
+
+    row_bytes: int
+    tokens: int = 4
+    heads: int = 2
+    pages: int = 13
+    planes: int = 3
+
+    def __str__(self) -> str:
+        return f"{self.row_bytes}B-{self.tokens}x{self.heads}"
+
+    @property
+    def page_bytes(self) -> int:
+        return self.tokens * self.heads * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.planes * self.pages * self.page_bytes
+
+    def side(self, memory, order: str, seed: int) -> Side:
+        ids = np.random.default_rng(seed).permutation(self.pages)[: 2 * self.pages // 3]
+        planes = np.arange(self.planes) * self.pages * self.page_bytes
+        head, token = (1, self.heads) if order == "NHD" else (self.tokens, 1)
+        zero = np.zeros(self.planes, np.int64)
+        return Side((memory,), zero, planes, ids * self.page_bytes, head * self.row_bytes, token * self.row_bytes)
+
+    def region(self, src, dst, orders: tuple[str, str], seed: int) -> Region:
+        sides = self.side(src, orders[0], seed), self.side(dst, orders[1], seed + 1)
+        return Region(*sides, self.heads, self.tokens, self.row_bytes)
+
+
+def _random(nbytes: int, seed: int):
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def _pinned(content):
+    memory = driver.pinned(content.numel())
+    memory.copy_(content)
+    return memory
+
+
+def _chain(pages: Pages, orders: tuple[tuple[str, str], ...], engine: Engine | None, sms: int | None) -> None:
+    """Pinned host to device to device to pinned host; after each, all bytes of all pools, untouched ones too."""
+    contents = [_random(pages.nbytes, seed) for seed in range(4)]
+    expected = [content.clone() for content in contents]
+    pools = [_pinned(contents[0]), contents[1].cuda(), contents[2].cuda(), _pinned(contents[3])]
+    for number, order in enumerate(orders):
+        reference.move([pages.region(*expected[number : number + 2], order, number)])
+        bulk.move([pages.region(*pools[number : number + 2], order, number)], sms=sms, engine=engine)
+    torch.cuda.synchronize()
+    for pool, wanted in zip(pools, expected, strict=True):
+        assert torch.equal(pool.cpu(), wanted)
+
+
+WHOLE = (("NHD", "NHD"),) * 3
+RELAYOUT = (("NHD", "HND"), ("HND", "NHD"), ("NHD", "HND"))
+
+#: Runs of the relayout. Of whole pages, all rows of a page are one run: from 128 B, through many stages, to 4 MiB.
+CASES = [Pages(row) for row in (16, 48, 256, 272, 2048, 2064, 4096, 4112, 16 << 10)]
+CASES += [Pages(row, tokens=2, pages=3, planes=2) for row in (40_000, 100_000, 1 << 20)]
+BUDGETS = [(Engine.BULK, 1), (Engine.BULK, 2), (Engine.BULK, 4), (Engine.ROWS, 1), (Engine.ROWS, 4)]
+BUDGETS += [(Engine.COPY, 1), (Engine.LOOP, 1)]
+
+
+@pytest.mark.parametrize("pages", CASES, ids=str)
+@pytest.mark.parametrize(("engine", "sms"), BUDGETS, ids=lambda value: str(getattr(value, "name", value)).lower())
+def test_whole_pages_go_round_by_every_engine(engine: Engine, sms: int, pages: Pages) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        _chain(pages, WHOLE, _available(engine), sms)
+
+
+@pytest.mark.parametrize("pages", CASES, ids=str)
+def test_rows_change_their_order_by_every_engine(engine: Engine, pages: Pages, stream) -> None:
+    _chain(pages, RELAYOUT, engine, 2)
+
+
+@pytest.mark.parametrize("row_bytes", [1, 24, 656, 2050, 4096, 33_000, 1 << 17])
+@pytest.mark.parametrize("orders", [WHOLE, RELAYOUT], ids=["whole", "relayout"])
+def test_the_chosen_engine_moves_rows_of_any_width(row_bytes: int, orders, stream) -> None:
+    _chain(Pages(row_bytes, tokens=3), orders, None, None)
+
+
+@pytest.mark.parametrize(
+    "shape", [ring.Ring(2, 1024, 1), ring.Ring(3, 16 << 10, 1), ring.Ring(7, 32 << 10, 3)], ids=str
+)
+def test_any_ring_moves_the_same_bytes(shape: ring.Ring) -> None:
+    _available(Engine.BULK)
+    for row_bytes in (48, 2064, 40_000):
+        pages = Pages(row_bytes, pages=31)
+        src, dst = _random(pages.nbytes, 1), _random(pages.nbytes, 2)
+        on_gpu = src.cuda(), dst.cuda()
+        launch = ring.describe([pages.region(*on_gpu, RELAYOUT[0], 5)], shape)
+        ring.run(launch, torch.from_numpy(launch.table).cuda(), 3, shape)
+        reference.move([pages.region(src, dst, RELAYOUT[0], 5)])
+        assert torch.equal(on_gpu[1].cpu(), dst)
+
+
+def test_regions_of_all_engines_share_a_move(stream) -> None:
+    cases = [Pages(row, tokens) for row, tokens in [(16, 3), (512, 4), (2048, 1), (4096, 64), (24, 4), (1 << 19, 1)]]
+    host = [_random(case.nbytes, seed) for seed, case in enumerate(cases)]
+    pinned, gpu = [_pinned(each) for each in host], [torch.zeros(each.numel(), dtype=torch.uint8) for each in host]
+    on_gpu = [each.cuda() for each in gpu]
+    regions = [case.region(a, b, RELAYOUT[0], 7) for case, a, b in zip(cases, pinned, on_gpu, strict=True)]
+    capability = torch.cuda.get_device_capability()
+    assert len({bulk.choose(region, capability) for region in regions}) == (3 if capability >= (9, 0) else 2)
+    bulk.move(regions)
+    reference.move([case.region(a, b, RELAYOUT[0], 7) for case, a, b in zip(cases, host, gpu, strict=True)])
+    for got, wanted in zip(on_gpu, gpu, strict=True):
+        assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("way", ["to-host", "to-device", "on-device"])
+def test_nothing_is_read_before_its_producer_is_done(engine: Engine, way: str, stream) -> None:
+    """A long kernel on another stream writes the pages; the move is queued meanwhile, and work after it sees them."""
+    pages = Pages(4096)
+    new = _random(pages.nbytes, 3)
+    src = _pinned(torch.zeros_like(new)) if way == "to-device" else torch.zeros_like(new).cuda()
+    dst = _pinned(torch.zeros_like(new)) if way == "to-host" else torch.zeros_like(new).cuda()
+    region, on_gpu = pages.region(src, dst, RELAYOUT[0], 1), new.cuda()
+    expected, seen = torch.zeros_like(new), torch.zeros_like(on_gpu)
+    bulk.move([region], engine=engine, sms=2)  # compiles, and makes the own stream
+    torch.cuda.synchronize()
+    producer = torch.cuda.Stream()
+    with torch.cuda.stream(producer):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        src.copy_(on_gpu, non_blocking=True)
+        done = producer.record_event()
+    bulk.move([region], after=done, engine=engine, sms=2)
+    seen.copy_(dst, non_blocking=True)
+    assert not done.query(), "the move waited for the device"
+    torch.cuda.synchronize()
+    reference.move([pages.region(new, expected, RELAYOUT[0], 1)])
+    assert torch.equal(dst.cpu(), expected)
+    assert torch.equal(seen.cpu(), expected), "work queued after the move ran before it"
+
+
+def test_what_the_stream_did_before_is_read_without_an_event(engine: Engine, stream) -> None:
+    pages = Pages(4096)
+    new = _random(pages.nbytes, 4)
+    src, dst, on_gpu = torch.zeros_like(new).cuda(), _pinned(torch.zeros_like(new)), new.cuda()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    src.copy_(on_gpu)
+    bulk.move([pages.region(src, dst, WHOLE[0], 1)], engine=engine)
+    torch.cuda.synchronize()
+    expected = torch.zeros_like(new)
+    reference.move([pages.region(new, expected, WHOLE[0], 1)])
+    assert torch.equal(dst, expected)
+
+
+def test_a_thread_that_never_used_the_gpu_can_move(engine: Engine) -> None:
+    """Such a thread has no context until torch gives it one, and the driver's own calls ask for one."""
+    pages = Pages(4096)
+    content, expected = _random(pages.nbytes, 8), _random(pages.nbytes, 9)
+    src, dst = content.cuda(), _pinned(expected)
+    own = torch.cuda.Stream()
+
+    prepared = bulk.prepare([pages.region(src, dst, RELAYOUT[0], 1)], engine=engine)
+
+    def move() -> None:
+        with torch.cuda.stream(own):
+            prepared.run()
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(move).result()
+    torch.cuda.synchronize()
+    reference.move([pages.region(content, expected, RELAYOUT[0], 1)])
+    assert torch.equal(dst, expected)
+
+
+def test_a_prepared_move_runs_again(engine: Engine) -> None:
+    pages = Pages(2048)
+    contents = [_random(pages.nbytes, seed) for seed in (5, 6)]
+    src, dst = torch.zeros_like(contents[0]).cuda(), _pinned(torch.zeros_like(contents[0]))
+    prepared = bulk.prepare([pages.region(src, dst, WHOLE[0], 1)], engine=engine)
+    for content in contents:
+        src.copy_(content)
+        prepared.run()
+        torch.cuda.synchronize()
+        expected = torch.zeros_like(content)
+        reference.move([pages.region(content, expected, WHOLE[0], 1)])
+        assert torch.equal(dst, expected)
+
+
+def test_more_copies_than_one_call_takes() -> None:
+    _available(Engine.COPY)
+    pages = Pages(16, tokens=1, heads=1, pages=30_000, planes=1)
+    src, dst = _random(pages.nbytes, 1), _random(pages.nbytes, 2)
+    pinned, on_gpu = _pinned(src), dst.cuda()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        bulk.move([pages.region(pinned, on_gpu, WHOLE[0], 1)], engine=Engine.COPY)
+    torch.cuda.synchronize()
+    reference.move([pages.region(src, dst, WHOLE[0], 1)])
+    assert torch.equal(on_gpu.cpu(), dst)
+
+
+def test_addresses_beyond_two_to_the_32_bytes_are_reached(engine: Engine) -> None:
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        pytest.skip("needs 12 GiB of free device memory")
+    pool = torch.zeros(9 << 30, dtype=torch.uint8, device="cuda")
+    starts = np.array([0, (2 << 30) - 4096, (5 << 30) + 4096, (9 << 30) - 4096], np.int64)
+    for number, start in enumerate(starts.tolist()):
+        pool[start : start + 4096] = number + 1
+    host, zero = driver.pinned(4 * 4096), np.zeros(1, np.int64)
+    src, dst = Side((pool,), zero, zero, starts, 0, 0), Side((host,), zero, zero, np.arange(4) * 4096, 0, 0)
+    bulk.move([Region(src, dst, 1, 1, 4096)], engine=engine)
+    torch.cuda.synchronize()
+    assert host.view(4, 4096).float().mean(dim=1).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_many_moves_in_a_row_keep_their_tables(engine: Engine) -> None:
+    """Twenty at once: the pinned ring of tables holds eight."""
+    pool = _random(1 << 20, 1)
+    on_gpu, zero = pool.cuda(), np.zeros(1, np.int64)
+    outs = [driver.pinned(1 << 16) for _ in range(20)]
+    starts = [np.random.default_rng(number).permutation(256)[:16].astype(np.int64) * 4096 for number in range(20)]
+    for units, out in zip(starts, outs, strict=True):
+        dst = Side((out,), zero, zero, np.arange(16) * 4096, 0, 0)
+        bulk.move([Region(Side((on_gpu,), zero, zero, units, 0, 0), dst, 1, 1, 4096)], engine=engine)
+    torch.cuda.synchronize()
+    for units, out in zip(starts, outs, strict=True):
+        assert torch.equal(out.view(16, 4096), pool.view(256, 4096)[torch.from_numpy(units // 4096)])
+
+
+def test_memory_the_gpu_cannot_reach_is_refused() -> None:
+    pages = Pages(4096)
+    on_gpu, plain = torch.zeros(pages.nbytes, dtype=torch.uint8, device="cuda"), _random(pages.nbytes, 1)
+    good = pages.region(_pinned(plain), on_gpu, WHOLE[0], 1)
+    with pytest.raises(RegionError, match="source memory on the host is not pinned"):
+        bulk.move([good, pages.region(plain, on_gpu, WHOLE[0], 1)])
+    far = replace(good, dst=replace(good.dst, units=good.dst.units + pages.nbytes))
+    with pytest.raises(RegionError, match="destination plane 0 spans"):
+        bulk.move([good, far])
+    with pytest.raises(RegionError, match="cannot share a move"):
+        bulk.move([good, pages.region(plain, plain.clone(), WHOLE[0], 1)])
+    torch.cuda.synchronize()
+    assert not on_gpu.any()
+
+
+def test_bulk_copies_refuse_rows_off_a_16_byte_border() -> None:
+    _available(Engine.BULK)
+    pages = Pages(4104, tokens=1, heads=1)
+    memory = torch.zeros(pages.nbytes, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RegionError, match="multiples of 16"):
+        bulk.move([pages.region(memory, memory.clone(), WHOLE[0], 1)], engine=Engine.BULK)
+
+
+def test_pinned_memory_is_what_was_asked_for() -> None:
+    for nbytes in (1, 4097, (1 << 20) + 1):
+        memory = driver.pinned(nbytes)
+        assert memory.is_pinned()
+        assert memory.numel() == nbytes
+        assert memory.data_ptr() % 4096 == 0
+        memory.fill_(7)
+        assert int(memory.sum()) == 7 * nbytes
+        view = memory[1:]
+        del memory  # the last tensor, not the first, frees it
+        view[:] = 1

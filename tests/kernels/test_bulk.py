@@ -1,0 +1,257 @@
+"""Bulk moves without a GPU: what runs and copies they are, the engine for them, and what the driver is handed."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bulk_cases import any_moves, between, copied, line
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
+
+from kvmover.kernels import bulk, driver, reference
+from kvmover.kernels.bulk import Engine
+from kvmover.kernels.region import Region, RegionError, Side
+from kvmover.kernels.ring import RING
+from kvmover.kernels.runs import copies, mean_copy, merged
+
+
+@pytest.mark.parametrize("move", MOVES, ids=ids(MOVES))
+def test_merged_runs_are_the_same_bytes(move: Move) -> None:
+    def moved(regions: list[Region]) -> None:
+        longer = [merged(region) for region in regions]
+        assert [region.nbytes for region in longer] == [region.nbytes for region in regions]
+        assert all(merged(region) is region for region in longer)
+        reference.move(longer)
+
+    run([move], moved)
+
+
+@pytest.mark.parametrize("move", MOVES, ids=ids(MOVES))
+def test_copies_are_the_same_bytes(move: Move) -> None:
+    run([move], copied)
+
+
+@settings(max_examples=60)
+@given(move=any_moves())
+def test_copies_of_any_move_are_the_same_bytes(move: Move) -> None:
+    run([move], copied)
+
+
+@settings(max_examples=80)
+@given(
+    starts=st.permutations(range(8)).flatmap(lambda p: st.tuples(st.just(p), st.permutations(range(8)))),
+    planes=st.integers(1, 3),
+)
+def test_pages_that_follow_each_other_are_one_copy(starts: tuple[list[int], list[int]], planes: int) -> None:
+    sides = [
+        replace(line(4096, np.array(pages) * 4096), allocation=np.zeros(planes, np.int64), offset=offset)
+        for pages, offset in zip(starts, (np.arange(planes) * (9 << 12), np.arange(planes) * (8 << 12)), strict=True)
+    ]
+    region = merged(Region(*sides, 1, 1, 4096))
+    src, dst, sizes = copies(region)
+    assert sizes.sum() == region.nbytes
+    assert np.isclose(mean_copy(region), sizes.mean())
+    follows = (src[:-1] + sizes[:-1] == src[1:]) & (dst[:-1] + sizes[:-1] == dst[1:])
+    assert not follows[np.arange(1, len(src)) % (len(src) // planes) != 0].any()
+
+
+def test_no_copy_spans_two_allocations_that_touch() -> None:
+    whole = torch.zeros(8192, dtype=torch.uint8)
+    planes, zero = np.arange(2), np.zeros(2, np.int64)
+    side = Side((whole[:4096], whole[4096:]), planes, zero, np.zeros(1, np.int64), 0, 0)
+    assert [len(each) for each in copies(Region(side, side, 1, 1, 4096))] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("src", "dst"), [("cpu", "meta"), ("meta", "cpu")])
+@pytest.mark.parametrize(
+    ("run_bytes", "engine"),
+    [
+        (bulk.COPY_BYTES, Engine.COPY),
+        (1 << 20, Engine.COPY),
+        (bulk.COPY_BYTES - 16, Engine.BULK),
+        (bulk.BULK_BYTES, Engine.BULK),
+        (bulk.BULK_BYTES - 16, Engine.ROWS),
+        (4104, Engine.ROWS),
+    ],
+)
+def test_an_engine_is_chosen_by_size_between_host_and_device(
+    src: str, dst: str, run_bytes: int, engine: Engine
+) -> None:
+    assert bulk.choose(between(src, dst, run_bytes)) is engine
+
+
+def test_an_engine_is_chosen_by_what_is_contiguous_on_both_sides() -> None:
+    assert bulk.choose(between("cpu", "meta", 2048, apart=1, units=64)) is Engine.COPY
+    assert bulk.choose(between("cpu", "meta", 64 << 10, offset=8)) is Engine.COPY
+    assert bulk.choose(between("cpu", "meta", 16 << 10, offset=8)) is Engine.ROWS
+    starts = np.array([0, 1, 4, 5, 8, 9]) * (16 << 10)
+    pairs = Region(line(16 << 10, starts), line(16 << 10, starts, "meta"), 1, 1, 16 << 10)
+    assert mean_copy(pairs) == 32 << 10
+    assert bulk.choose(pairs) is Engine.COPY
+    assert bulk.choose(replace(pairs, src=line(16 << 10, starts[::-1]))) is Engine.BULK
+
+
+def test_within_a_device_the_copy_engine_is_not_chosen() -> None:
+    assert bulk.choose(between("meta", "meta", 1 << 20)) is Engine.BULK
+    assert bulk.choose(between("meta", "meta", 256)) is Engine.ROWS
+    assert bulk.choose(between("meta", "meta", 1 << 20), (8, 0)) is Engine.ROWS
+
+
+def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, reason = torch.device("cuda", 0), bulk.unavailable.__wrapped__
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert reason(Engine.BULK, device) == "cuda:0 is sm_89, bulk copies came with sm_90"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert reason(Engine.BULK, device) == "CuPy is not installed"
+    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace())
+    assert "CUDA 12.8" in str(reason(Engine.COPY, device))
+    assert reason(Engine.ROWS, device) is reason(Engine.LOOP, device) is None
+    monkeypatch.setattr(bulk, "unavailable", reason)
+    runnable = bulk._runnable.__wrapped__
+    assert [runnable(engine, device) for engine in Engine] == [Engine.ROWS, Engine.LOOP, Engine.LOOP, Engine.ROWS]
+
+
+def test_both_ends_on_the_host_are_copied_by_the_host() -> None:
+    run(MOVES[::5], bulk.move)
+    bulk.move([])
+
+
+def test_bad_input_is_refused_before_anything_moves() -> None:
+    good = Move(PoolShape(NHD, 4, 2), PoolShape(PACKED, 4, 2), 32, 4).open().region
+    before = [tensor.clone() for tensor in good.dst.memory]
+    far = replace(good, dst=replace(good.dst, units=good.dst.units + (1 << 20)))
+    with pytest.raises(RegionError, match="destination plane 0"):
+        bulk.move([good, far])
+    with pytest.raises(RegionError, match="destination on meta"):
+        bulk.move([good, between("cpu", "meta", 32, units=1)])
+    with pytest.raises(ValueError, match="budget of 0"):
+        bulk.move([good], sms=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, good.dst.memory, strict=True))
+
+
+def test_pinned_memory_is_plain_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for nbytes in (0, 1, 4097):
+        assert (driver.pinned(nbytes).shape, driver.pinned(nbytes).dtype) == ((nbytes,), torch.uint8)
+
+
+def test_pinned_memory_is_freed_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, freed = ctypes.create_string_buffer(4097), []
+
+    def allocate(out: Any, nbytes: ctypes.c_size_t, flags: ctypes.c_uint) -> int:
+        assert (nbytes.value, flags.value) == (4097, driver.PORTABLE)
+        out._obj.value = ctypes.addressof(memory)
+        return 0
+
+    fake = SimpleNamespace(cuMemHostAlloc=allocate, cuMemFreeHost=lambda address: freed.append(address.value))
+    monkeypatch.setattr(driver, "_library", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    pinned = driver.pinned(4097)
+    pinned[4096] = 7
+    assert memory.raw[4096] == 7
+    assert (pinned.dtype, pinned.shape) == (torch.uint8, (4097,))
+    view = pinned[1:].view(-1)
+    del pinned
+    assert freed == []
+    del view
+    assert freed == [ctypes.addressof(memory)]
+
+
+class FakeDriver:
+    """Copies at once, and notes how it was asked to. CUDA 12 has one more parameter than CUDA 13."""
+
+    def __init__(self, version: int, result: int = 0) -> None:
+        self.counts: list[int] = []
+        self.attributes: list[list[int]] = []
+        self.streams: list[int | None] = []
+        self.result = result
+        if version == 13:
+            self.cuMemcpyBatchAsync_v2 = self._batch
+        self.cuMemcpyBatchAsync = self._batch_of_cuda_12
+
+    def _batch_of_cuda_12(self, *arguments: Any) -> int:
+        *most, failed, stream = arguments
+        assert failed is not None
+        return self._batch(*most, stream)
+
+    def _batch(self, *arguments: Any) -> int:
+        *lists, count, attributes, indices, attribute_count, stream = arguments
+        assert self._words(indices, ctypes.c_size_t, count.value) == [0] * count.value
+        assert attribute_count.value == 1
+        self.counts.append(count.value)
+        self.attributes.append(self._words(attributes, ctypes.c_int32, 6))
+        self.streams.append(stream.value)
+        for copy in zip(*(self._words(each, ctypes.c_int64, count.value) for each in lists), strict=True):
+            ctypes.memmove(*copy)
+        return self.result
+
+    @staticmethod
+    def _words(pointer: ctypes.c_void_p, kind: Any, count: int) -> list[int]:
+        assert pointer.value is not None
+        return list((kind * count).from_address(pointer.value))
+
+
+@pytest.mark.parametrize("version", [12, 13])
+def test_a_batch_is_handed_over_in_calls_that_the_driver_survives(
+    monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    fake = FakeDriver(version)
+    monkeypatch.setattr(driver, "_library", lambda: fake)
+    src = np.random.default_rng(0).integers(0, 256, (10_000, 16), dtype=np.uint8)
+    dst = np.zeros_like(src)
+    at, to = np.random.default_rng(1).permutation(10_000), np.arange(10_000)
+    driver.copy_batch(src.ctypes.data + 16 * at, dst.ctypes.data + 16 * to, np.full(10_000, 16), 77)
+    assert np.array_equal(dst, src[at])
+    assert fake.counts == [4096, 4096, 1808]
+    assert fake.streams == [77] * 3
+    assert fake.attributes == [[driver.ORDER_STREAM, 0, 0, 0, 0, 1]] * 3
+
+
+def test_long_copies_do_not_ask_to_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(13)
+    monkeypatch.setattr(driver, "_library", lambda: fake)
+    for nbytes in (driver.OVERLAP_BYTES, driver.OVERLAP_BYTES + 1):
+        memory = np.zeros(2 * nbytes, np.uint8)
+        at = np.array([memory.ctypes.data])
+        driver.copy_batch(at, at + nbytes, np.array([nbytes]), 77)
+    assert [words[-1] for words in fake.attributes] == [1, 0]
+
+
+def test_what_the_driver_refuses_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_library", lambda: FakeDriver(13, result=1))
+    nothing = np.zeros(1, np.int64)
+    with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed with CUDA error 1"):
+        driver.copy_batch(nothing, nothing, nothing, 77)
+
+
+def test_a_launch_hands_over_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def launch(function: Any, *rest: Any) -> int:
+        *sizes, stream, pointers, extra = rest
+        table = ctypes.c_uint64.from_address(pointers[0]).value
+        items = ctypes.c_uint32.from_address(pointers[1]).value
+        seen.extend([function.value, [size.value for size in sizes], stream.value, len(pointers), table, items, extra])
+        return 0
+
+    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuLaunchKernel=launch))
+    driver.launch(5, (4, 64, RING.nbytes), 77, (ctypes.c_uint64(1 << 47), ctypes.c_uint32(3)))
+    assert seen == [5, [4, 1, 1, 64, 1, 1, RING.nbytes], 77, 2, 1 << 47, 3, None]
+
+
+def test_importing_needs_neither_cupy_nor_a_gpu() -> None:
+    code = "import sys; sys.modules['cupy'] = None; import kvmover.kernels.bulk"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

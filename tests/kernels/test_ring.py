@@ -1,0 +1,202 @@
+"""The bulk kernel without a GPU: its table against memory moved by it, and its source compiled by NVRTC."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bulk_cases import ALIGNED, MEMORY, OPENED, SOURCE, TARGET, Locate, Piece, any_moves, emulate, line, locate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from row_moves import HND, NHD, TOGETHER, Move, PoolShape, ids, run
+
+from kvmover.kernels import ring, sass
+from kvmover.kernels.region import Region, RegionError, Side
+from kvmover.kernels.ring import FIELDS, RING, Ring
+from kvmover.kernels.runs import merged
+from kvmover.kernels.sass import MachineCode
+
+#: Shared memory of an SM on sm_90 and sm_100. A block takes 1 KiB of it for the system, which its size includes.
+SHARED_BYTES = 228 << 10
+
+
+@pytest.fixture(scope="module")
+def locate_of_the_source(tmp_path_factory: pytest.TempPathFactory) -> Locate:
+    """`locate` of bulk.cu itself, compiled for the host: it is plain C++ up to the first line of PTX."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler on this machine")
+    folder = tmp_path_factory.mktemp("locate")
+    call = "*out = locate(table, table + region, item, lane, side);"
+    arguments = "const i64* table, i64 region, u32 item, u32 lane, int side, Piece* out"
+    (folder / "host.cpp").write_text(
+        f'#include "{ring.SOURCE}"\nextern "C" void piece({arguments}) {{ {call} }}\n'
+        'extern "C" int fields() { return FIELDS; }\nextern "C" int target() { return TARGET; }\n'
+    )
+    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
+    subprocess.run([*command, folder / "host.so", folder / "host.cpp"], check=True)
+    library = ctypes.CDLL(str(folder / "host.so"))
+    assert (library.fields(), library.target()) == (FIELDS, TARGET)
+
+    class Out(ctypes.Structure):
+        _fields_ = (("address", ctypes.c_int64), ("bytes", ctypes.c_uint32))
+
+    def call_it(table: np.ndarray, region: int, item: int, lane: int, side: int) -> Piece:
+        out = Out()
+        library.piece(ctypes.c_void_p(table.ctypes.data), ctypes.c_int64(region), item, lane, side, ctypes.byref(out))
+        return out.address, out.bytes
+
+    return call_it
+
+
+@pytest.fixture(params=["python", "bulk.cu"])
+def how(request: pytest.FixtureRequest) -> Locate:
+    return locate if request.param == "python" else request.getfixturevalue("locate_of_the_source")
+
+
+@pytest.mark.parametrize("move", ALIGNED, ids=ids(ALIGNED))
+def test_the_table_moves_every_byte_once(move: Move, how: Locate) -> None:
+    run([move], partial(emulate, how=how))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_regions_of_different_runs_share_a_launch(blocks: int, how: Locate) -> None:
+    several = [move for moves in TOGETHER.values() for move in moves if move in ALIGNED]
+    run(several, partial(emulate, how=how, blocks=blocks))
+
+
+@pytest.mark.parametrize("shape", [Ring(2, 128, 1), Ring(4, 4096, 2), RING], ids=lambda shape: f"{shape.stage_bytes}B")
+def test_any_ring_moves_the_same_bytes(shape: Ring) -> None:
+    run(ALIGNED[::3], partial(emulate, how=locate, shape=shape))
+
+
+def test_rows_off_a_16_byte_border_are_refused() -> None:
+    refused = [region for region in OPENED if region.nbytes and merged(region).alignment() < 16]
+    assert len(refused) > 20
+    for region in refused:
+        with pytest.raises(RegionError, match="multiples of 16"):
+            ring.describe([region])
+
+
+@settings(max_examples=60)
+@given(move=any_moves().filter(lambda move: move.row_bytes % 16 == 0))
+def test_any_move_of_aligned_rows_lands_by_the_table(move: Move) -> None:
+    run([move], partial(emulate, how=locate))
+
+
+@settings(max_examples=60)
+@given(
+    run_bytes=st.integers(1, 1 << 17).map(lambda words: words * 16),
+    units=st.integers(1, 9),
+    stage=st.sampled_from([128, 1024, 32 << 10]),
+)
+def test_a_run_is_cut_into_pieces_that_cover_it_once(run_bytes: int, units: int, stage: int) -> None:
+    run_bytes = min(run_bytes, 60 * stage)
+    src, dst = line(run_bytes, np.arange(units) * 2 * run_bytes), line(run_bytes, np.arange(units) * 3 * run_bytes)
+    launch = ring.describe([Region(src, dst, 1, 1, run_bytes)], Ring(stage_bytes=stage))
+    slot, base = int(launch.table[5]), MEMORY.data_ptr()
+    per_item = int(launch.table[3])
+    assert 0 < slot * per_item <= stage
+    assert slot % 128 == 0
+    for side, apart in ((SOURCE, 2), (TARGET, 3)):
+        pieces = [locate(launch.table, 0, item, lane, side) for item in range(launch.items) for lane in range(per_item)]
+        pieces = [(address - base, nbytes) for address, nbytes in pieces if nbytes]
+        starts = [unit * apart * run_bytes for unit in range(units)]
+        assert sum(nbytes for _, nbytes in pieces) == units * run_bytes
+        ends = {address + nbytes for address, nbytes in pieces}
+        assert all(address in starts or address in ends for address, _ in pieces)
+        assert len({address for address, _ in pieces}) == len(pieces)
+
+
+def test_a_run_that_almost_fits_wastes_no_stage_on_its_rest() -> None:
+    launch = ring.describe([Region(line(33 << 10, [0]), line(33 << 10, [0]), 1, 1, 33 << 10)])
+    assert launch.table[5] == 33 << 9
+    assert launch.items == 2
+
+
+def test_the_table_is_some_words_a_region_and_one_a_plane_and_unit() -> None:
+    region = Move(PoolShape(NHD, 64, 8), PoolShape(HND, 64, 8), 256, 64, heads=8, layers=6, units=9).open().region
+    assert len(ring.describe([region]).table) == FIELDS + 2 * (6 * 2 + 9)
+
+
+def test_more_pieces_than_32_bits_count_are_refused() -> None:
+    planes, units = np.zeros(1 << 16, np.int64), np.arange(1 << 15) * 8192
+    side = Side((MEMORY,), planes, planes, units, 0, 0)
+    with pytest.raises(RegionError, match=f"{1 << 31} pieces"):
+        ring.describe([Region(side, side, 1, 1, 4096)])
+
+
+# The CUDA source, compiled by NVRTC, which needs no GPU and no driver.
+
+
+def nvrtc() -> ctypes.CDLL | None:
+    """The library of the nvidia-cuda-nvrtc wheel, or of torch's."""
+    spec = importlib.util.find_spec("nvidia")
+    found = [
+        path
+        for place in (spec and spec.submodule_search_locations) or []
+        for path in sorted(Path(place).glob("*/lib/libnvrtc.so.*"))
+    ]
+    if not found:
+        return None
+    for builtins in found[-1].parent.glob("libnvrtc-builtins.so*"):
+        ctypes.CDLL(str(builtins))  # some versions look for it on the library path only
+    return ctypes.CDLL(str(found[-1]))
+
+
+def compiled(library: ctypes.CDLL, architecture: int, options: Sequence[str]) -> bytes:
+    """The cubin of bulk.cu."""
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    source = ring.SOURCE.read_bytes()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"bulk.cu", 0, None, None) == 0
+    words = [f"--gpu-architecture=sm_{architecture}", *options]
+    result = library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*map(str.encode, words)))
+
+    def read(what: str) -> bytes:
+        assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+        buffer = ctypes.create_string_buffer(size.value)
+        assert getattr(library, f"nvrtcGet{what}")(program, buffer) == 0
+        return buffer.raw
+
+    assert result == 0, read("ProgramLog").decode()
+    return read("CUBIN")
+
+
+@pytest.fixture(scope="module", params=[90, 100], ids=lambda architecture: f"sm_{architecture}")
+def machine_code(request: pytest.FixtureRequest) -> MachineCode:
+    library = nvrtc()
+    if library is None:
+        pytest.skip("NVRTC is not installed (nvidia-cuda-nvrtc)")
+    if not sass.CUOBJDUMP.exists():
+        pytest.skip(f"this Triton has no {sass.CUOBJDUMP.name}")
+    return sass.read(compiled(library, request.param, RING.options))
+
+
+def test_the_payload_moves_by_bulk_copies_alone(machine_code: MachineCode) -> None:
+    opcodes = machine_code.opcodes
+    assert opcodes["UBLKCP.S.G"] == opcodes["UBLKCP.G.S"] == 1
+    kinds = {opcode.split(".")[0] for opcode in opcodes}
+    assert not kinds & {"STG", "ST", "LDS", "STS", "LDSM"}, "payload through registers"
+    assert "CALL" not in kinds
+
+
+def test_the_kernel_needs_few_registers_and_no_local_memory(machine_code: MachineCode) -> None:
+    assert (machine_code.local_bytes, machine_code.stack_bytes, machine_code.spills) == (0, 0, 0)
+    assert 0 < machine_code.registers <= 64
+    assert machine_code.shared_bytes + RING.nbytes <= SHARED_BYTES
+    assert 2 * RING.nbytes > SHARED_BYTES, "two blocks would share an SM, and the budget would not be spent"
+
+
+def test_a_ring_that_would_wait_for_itself_does_not_compile() -> None:
+    library = nvrtc()
+    if library is None:
+        pytest.skip("NVRTC is not installed (nvidia-cuda-nvrtc)")
+    with pytest.raises(AssertionError, match="a store waits for a stage"):
+        compiled(library, 90, Ring(stages=2, lag=2).options)
