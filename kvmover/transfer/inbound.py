@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from kvmover import ranges
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
 from kvmover.transfer import receiver, wire
@@ -44,7 +45,8 @@ class Inbound:
         if any(key[0] == transfer.request for key in self._attempts):
             raise PlanError(f"request {transfer.request} is already being received")
         self.generation += 1
-        peers, lanes, runs = self._lanes(engine, positions)
+        with ranges.span(ranges.PLAN, transfer.request):
+            peers, lanes, runs = self._lanes(engine, positions)
         for lane in lanes.values():
             _check_pages(lane, pages)
         sources: dict[str, receiver.Source] = {}
@@ -174,11 +176,12 @@ class Inbound:
     def _scatter(self, attempt: _Attempt, peer: str, chunk: int, offset: int) -> None:
         lane, core = attempt.lanes[peer], self.core
         packed = core.incoming.tensor[offset : offset + lane.chunks[chunk].span_bytes]
-        regions = [
-            region(box, [packed], core.pools[component].tensors)
-            for component, box in lane.scatter_boxes(chunk, attempt.pages)
-        ]
-        core.copier.copy(regions, core.soon(lambda: self._step(attempt, receiver.Scattered(peer, chunk))))
+        with ranges.span(ranges.SCATTER, attempt.state.request, lane.chunks[chunk].nbytes):
+            regions = [
+                region(box, [packed], core.pools[component].tensors)
+                for component, box in lane.scatter_boxes(chunk, attempt.pages)
+            ]
+            core.copier.copy(regions, core.soon(lambda: self._step(attempt, receiver.Scattered(peer, chunk))))
 
     def _finish(self, attempt: _Attempt, reason: str | None, held: bool) -> None:
         state, lanes = attempt.state, attempt.lanes.values()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvmover import ranges
 from kvmover.errors import LayoutError, PeerRefused, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
 from kvmover.transfer import wire
@@ -150,7 +151,8 @@ class Mover:
         """Poll until all have ended; each has a deadline of its own, so this returns."""
         while not all(transfer.ended for transfer in transfers):
             self.poll()
-            time.sleep(POLL_SLEEP_S)
+            with ranges.span(ranges.WAIT, ""):
+                time.sleep(POLL_SLEEP_S)
 
     def close(self) -> None:
         """Close the transport: registrations, peers and handles. Transfers still open end as failed."""

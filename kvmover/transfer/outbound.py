@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvmover import ranges
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
 from kvmover.transfer import sender, wire
@@ -144,7 +145,8 @@ class Outbound:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, "an earlier attempt is still open"))
             return
         try:
-            attempt = self._attempt(request, peer, want)
+            with ranges.span(ranges.PLAN, want.request):
+                attempt = self._attempt(request, peer, want)
         except ValueError as error:  # PlanError, LayoutError, or page tables that are no int32
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
             return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvmover import ranges
 from kvmover.errors import PlanError, TransportError
 from kvmover.transfer import sender, wire
 from kvmover.transfer.core import Core
@@ -36,6 +37,10 @@ class Job:
     source: Pages
     target: Pages | None
     after: torch.cuda.Event | None
+
+    def produced(self) -> bool:
+        """Whether the pages may be read: a write from pool to pool has no stream that could wait for their event."""
+        return self.target is None or self.after is None or self.after.query()
 
     def note(self, chunk: int) -> bytes:
         return wire.encode(wire.Chunk(self.request, self.generation, chunk))
@@ -78,10 +83,15 @@ class Poster:
             job, chunk, staged = self._unsettled.pop(ticket)
             self._unstage(staged)
             self.tell(job, sender.Settled(chunk))
-        while self._queue:
-            entry = self._queue.popleft()  # first: what a start that fails tells may `forget`, and replace the queue
+        at = 0
+        while at < len(self._queue):
+            entry = self._queue[at]
+            if not entry[0].produced():
+                at += 1
+                continue
+            del self._queue[at]  # first: what a start that fails tells may `forget`, and replace the queue
             if not self._start(*entry):
-                self._queue.appendleft(entry)
+                self._queue.insert(at, entry)
                 return
 
     def handle(self, event: Completed | Failed) -> None:
@@ -108,12 +118,13 @@ class Poster:
             return False
         self.tell(job, sender.Posted(chunk))
         packed = core.outgoing.tensor[staged : staged + span_bytes]
-        regions = [
-            region(box, core.pools[component].tensors, [packed])
-            for component, box in job.lane.gather_boxes(chunk, job.source)
-        ]
         ends = (part(core.outgoing.memory, staged, span_bytes), part(job.peer.card.arena, offset, span_bytes))
-        core.copier.copy(regions, core.soon(lambda: self._write(job, chunk, ends, staged)), job.after)
+        with ranges.span(ranges.GATHER, job.request, span_bytes):
+            regions = [
+                region(box, core.pools[component].tensors, [packed])
+                for component, box in job.lane.gather_boxes(chunk, job.source)
+            ]
+            core.copier.copy(regions, core.soon(lambda: self._write(job, chunk, ends, staged)), job.after)
         return True
 
     def _direct(self, job: Job, chunk: int, target: Pages) -> tuple[Descriptors, Descriptors]:
@@ -128,7 +139,8 @@ class Poster:
 
     def _write(self, job: Job, chunk: int, ends: tuple[Descriptors, Descriptors], staged: int | None) -> None:
         try:
-            ticket = self.core.transport.write(job.peer.name, *ends, job.note(chunk), self.core.config.deadline_s)
+            with ranges.span(ranges.POST, job.request, ends[0].nbytes):
+                ticket = self.core.transport.write(job.peer.name, *ends, job.note(chunk), self.core.config.deadline_s)
         except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
             self._unstage(staged)
             self.tell(job, sender.WriteFailed(chunk, str(error), True))
