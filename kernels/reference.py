@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .apart import check_apart
 from .region import Region, Side
 
 #: Rows are copied through a temporary of about this size where neither side is dense, so that it stays in the L2 cache.
@@ -17,12 +18,14 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def move(regions: Sequence[Region]) -> None:
-    """Copy every row of every region, in order. Raises RegionError before the first byte is written."""
+    """Copy every row of every region, in no promised order. Raises RegionError before the first byte is written."""
     for region in regions:
         region.check()
-    for region in regions:
-        if region.nbytes:
-            _copy(region)
+    work = [region for region in regions if region.nbytes]
+    if work:
+        check_apart(work)
+    for region in work:
+        _copy(region)
 
 
 def _copy(region: Region) -> None:

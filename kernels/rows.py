@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .apart import check_apart
 from .config import RowConfig, RowKind, choose
 from .region import Region, RegionError
 from .upload import Upload
@@ -283,6 +284,7 @@ def prepare(regions: Sequence[Region], config: RowConfig | None = None, sms: int
     for region in work:
         if region.src.memory[0].device != device:
             raise RegionError(f"regions on {device} and {region.src.memory[0].device} cannot share a launch")
+    check_apart(work)
     config = config or choose(kind_of(max(work, key=lambda region: region.nbytes)), sms, device)
     launch = describe(work, config.block_bytes)
     table = _uploads.setdefault(device, Upload(device)).to_device(launch.table)

@@ -44,11 +44,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Counter:
 def layers_of(layers: int, row_bytes: int = 256, allocations: int = 1) -> Region:
     """Keys and values of `layers` layers: 3 units of 2 heads of 16 tokens."""
     nbytes = 2 * 3 * 16 * row_bytes
-    memory = tuple(torch.zeros(nbytes, dtype=torch.uint8) for _ in range(allocations))
+    source, target = (tuple(torch.zeros(nbytes, dtype=torch.uint8) for _ in range(allocations)) for _ in range(2))
     planes = np.arange(2 * layers) % allocations
     units = np.arange(3) * 2 * 16 * row_bytes
-    dense = Side(memory, planes, np.zeros_like(planes), units, 16 * row_bytes, row_bytes)
-    apart = Side(memory, planes, np.zeros_like(planes), units, row_bytes, 2 * row_bytes)
+    dense = Side(source, planes, np.zeros_like(planes), units, 16 * row_bytes, row_bytes)
+    apart = Side(target, planes, np.zeros_like(planes), units, row_bytes, 2 * row_bytes)
     return Region(dense, apart, 2, 16, row_bytes)
 
 

@@ -63,13 +63,6 @@ def test_views_of_memory_at_any_offset_of_any_storage_can_be_moved(base: int, of
         assert torch.equal(dst, expected)
 
 
-def test_regions_are_copied_in_order() -> None:
-    first, second, third = (torch.full((64,), value, dtype=torch.uint8) for value in (1, 2, 3))
-    move = [Region(flat(a, [0]), flat(b, [0]), 1, 1, 64) for a, b in ((first, second), (second, third))]
-    reference.move(move)
-    assert third.eq(1).all()
-
-
 @pytest.mark.parametrize("far", FAR, ids=str)
 def test_offsets_past_32_bits_reach_the_right_bytes(far: FarMove, sparse: torch.Tensor) -> None:
     far.run(sparse, reference.move)
