@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 from row_moves import FAR, MOVES, TOGETHER, FarMove, Move, ids, run
+from state_moves import ORDERS
+from state_moves import run as run_states
 
 from kvmover.kernels import rows
 from kvmover.kernels.config import RowConfig
@@ -23,6 +25,11 @@ def test_a_move_lands_where_a_loop_over_coordinates_puts_it(move: Move) -> None:
 @pytest.mark.parametrize("sms", [None, 1, 3], ids=lambda sms: f"sms-{sms}")
 def test_regions_of_different_widths_move_in_one_launch_under_any_budget(moves: list[Move], sms: int | None) -> None:
     run(moves, partial(rows.move, config=SMALL, sms=sms))
+
+
+@pytest.mark.parametrize("orders", ORDERS)
+def test_states_land_by_head_and_by_sub_projection_in_one_launch(orders: str) -> None:
+    run_states(orders, 3, partial(rows.move, config=SMALL))
 
 
 @pytest.mark.parametrize("block_bytes", [256, 16384])

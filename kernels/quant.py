@@ -1,0 +1,367 @@
+"""bf16 or fp16 rows to fp8 e4m3 with a scale a row, and back, fused with the move: one Triton kernel, two verbs.
+
+Bit for bit what `quant_reference` defines, which also states the error. All regions of a call go in one launch. A tile
+is whole rows of one plane and head, from as many units as it takes: each row has an offset of its own, and is read
+once, because its largest element must be known before the first is converted. Where a row is no power of two wide, its
+tail has registers of its own: 576 elements are 512 and 64.
+
+A warp holds whole rows of up to 512 elements and needs no other: no shared memory, no barrier. Wide moves in 16-byte
+accesses, fp8 in 16-byte stores and 8-byte loads, where the addresses allow.
+
+From sm_90 on the hardware converts, two elements an instruction. Before, it cannot (sm_80), or Triton 3.6 goes through
+fp16 and rounds twice (sm_89): there, and in Triton's interpreter, the same numbers come from integer arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from .config import RowConfig
+from .quant_reference import FP8_MAX_INVERSE, SCALE_BYTES, SCALE_FLOOR, WIDE_BYTES, QuantRegion
+from .region import RegionError, Side
+from .upload import Upload
+
+#: int64 words that describe a region to the kernel: see `describe`.
+FIELDS = tl.constexpr(24)
+
+INVERSE, FLOOR = tl.constexpr(FP8_MAX_INVERSE), tl.constexpr(SCALE_FLOOR)
+
+
+@triton.jit
+def _row_pointers(
+    table,
+    at,
+    plane,
+    head,
+    unit,
+    token,
+    live,
+    SIDE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SHAPE: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Where each row starts on a side (0 wide, 1 fp8, 2 scales): [row]. Everything but planes is in elements."""
+    VEC: tl.constexpr = min(SHAPE[4 + SIDE], MOST)
+    LISTED: tl.constexpr = SHAPE[7 + SIDE]
+    base = tl.load(table + tl.load(at + 5 + SIDE) + plane).to(tl.pointer_type(ELEMENT))
+    base = tl.multiple_of(base, VEC * ELEMENT.primitive_bitwidth // 8)
+    base += head * tl.multiple_of(tl.load(at + 14 + SIDE), VEC)
+    first = tl.load(at + 8 + SIDE)
+    if LISTED:
+        start = tl.multiple_of(tl.load(table + first + unit, mask=live, other=0), VEC)
+    else:
+        start = tl.multiple_of(first, VEC) + unit.to(tl.int64) * tl.multiple_of(tl.load(at + 11 + SIDE), VEC)
+    return base + (start + token * tl.multiple_of(tl.load(at + 17 + SIDE), VEC))
+
+
+@triton.jit
+def _as_float(x, WIDE: tl.constexpr):
+    """16-bit words as the float32 they stand for. bf16 is its upper half."""
+    if WIDE.is_bf16():
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _to_fp8(y, CASTS: tl.constexpr):
+    """float32 to e4m3 as int8, to nearest even, 448 beyond it, 0x7F for NaN: what `cvt.rn.satfinite` does."""
+    if CASTS:
+        return y.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Near 2**14 float32 has the step of e4m3's subnormal numbers, 2**-9: the addition rounds to it.
+    stepped = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = stepped.to(tl.int32, bitcast=True) - 0x46800000
+    q = tl.where(magnitude < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # 2**-6
+    return tl.where(y == y, q, 0x7F).to(tl.int8)
+
+
+@triton.jit
+def _from_fp8(q, CASTS: tl.constexpr):
+    """e4m3 in int8 as float32, exactly."""
+    if CASTS:
+        return q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    wide = q.to(tl.int32)
+    # The bits seven places up, in float32's exponent and mantissa, are the number times 2**-120, subnormal or not.
+    magnitude = ((wide & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    signed = (magnitude.to(tl.int32, bitcast=True) | (wide & 0x80) << 24).to(tl.float32, bitcast=True)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), signed)
+
+
+@triton.jit
+def _to_words(p, WIDE: tl.constexpr, CASTS: tl.constexpr):
+    """float32 to `WIDE` as int16, to nearest even, 0x7FFF for NaN, as the hardware has it."""
+    if CASTS:
+        return p.to(WIDE).to(tl.int16, bitcast=True)
+    if WIDE.is_bf16():
+        bits = p.to(tl.int32, bitcast=True)
+        words = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    else:
+        words = p.to(tl.float16).to(tl.int16, bitcast=True)
+    return tl.where(p == p, words, 0x7FFF).to(tl.int16)
+
+
+@triton.jit
+def _magnitude(x, CASTS: tl.constexpr):
+    """Of which a maximum leaves NaN out."""
+    magnitude = tl.abs(x)
+    if not CASTS:  # the GPU's max takes the number where one of two is none; numpy's complains
+        magnitude = tl.where(x == x, magnitude, 0.0)
+    return magnitude
+
+
+@triton.jit
+def _store_scales(scales, scale, live, WIDTH: tl.constexpr):
+    """With a column for every thread that holds a row, one of them live: so laid out, nothing crosses shared memory."""
+    column = tl.arange(0, WIDTH)[None, :]
+    tl.store(scales[:, None] + column, scale[:, None] + column * 0.0, mask=live[:, None] & (column == 0))
+
+
+@triton.jit
+def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, PACK: tl.constexpr, CASTS: tl.constexpr):
+    """Convert one tile of the region described at `at`, whose rows have shape `I`."""
+    SHAPE: tl.constexpr = SHAPES[I]
+    WIDE: tl.constexpr = SHAPE[0]
+    DIM: tl.constexpr = SHAPE[1]
+    PART: tl.constexpr = SHAPE[2]
+    ROWS: tl.constexpr = SHAPE[3]
+    planes = tl.load(at + 2).to(tl.int32)
+    heads = tl.load(at + 3).to(tl.int32)
+    tokens = tl.load(at + 4).to(tl.int32)
+    rest = tile // planes
+    plane = tile - rest * planes
+    piece = rest // heads
+    head = (rest - piece * heads).to(tl.int64)
+    row = piece * ROWS + tl.arange(0, ROWS)
+    unit = row // tokens
+    token = row - unit * tokens
+    live = unit < tl.load(at + 1).to(tl.int32)
+    # Unpacking, a thread takes the fp8 that make one access of wide: twice as many would cross shared memory.
+    wide = _row_pointers(table, at, plane, head, unit, token, live, 0, tl.int16, SHAPE, 8)[:, None]
+    narrow = _row_pointers(table, at, plane, head, unit, token, live, 1, tl.int8, SHAPE, 16 if PACK else 8)[:, None]
+    scales = _row_pointers(table, at, plane, head, unit, token, live, 2, tl.float32, SHAPE, 1)
+    body = tl.arange(0, PART)[None, :]
+    tail = PART + body
+    here = live[:, None]
+    tail_here = here & (tail < DIM)
+    if PACK:
+        x = _as_float(tl.load(wide + body, mask=here, other=0, eviction_policy="evict_first"), WIDE)
+        magnitude = _magnitude(x, CASTS)
+        if DIM > PART:
+            x_tail = _as_float(tl.load(wide + tail, mask=tail_here, other=0, eviction_policy="evict_first"), WIDE)
+            magnitude = tl.maximum(magnitude, _magnitude(x_tail, CASTS))
+        # In this order NaN, of a row of nothing else, becomes the floor, and infinity the scale of the largest number.
+        scale = tl.minimum(tl.maximum(tl.max(magnitude, 1) * INVERSE, FLOOR), SHAPE[10])
+        _store_scales(scales, scale, live, max(1, PART // max(SHAPE[4], SHAPE[5])))
+        inverse = tl.div_rn(1.0, scale)[:, None]
+        tl.store(narrow + body, _to_fp8(x * inverse, CASTS), mask=here)
+        if DIM > PART:
+            tl.store(narrow + tail, _to_fp8(x_tail * inverse, CASTS), mask=tail_here)
+    else:
+        scale = tl.load(scales, mask=live, other=0.0)[:, None]
+        q = tl.load(narrow + body, mask=here, other=0, eviction_policy="evict_first")
+        if DIM > PART:
+            q_tail = tl.load(narrow + tail, mask=tail_here, other=0, eviction_policy="evict_first")
+        tl.store(wide + body, _to_words(_from_fp8(q, CASTS) * scale, WIDE, CASTS), mask=here)
+        if DIM > PART:
+            tl.store(wide + tail, _to_words(_from_fp8(q_tail, CASTS) * scale, WIDE, CASTS), mask=tail_here)
+
+
+@triton.jit
+def quant_kernel(table, regions, tiles, SHAPES: tl.constexpr, PACK: tl.constexpr, CASTS: tl.constexpr):
+    """Persistent over all tiles of all regions; the grid is the SM budget.
+
+    `table` int64: `FIELDS` words a region, then plane addresses in bytes and unit offsets in elements (see `describe`).
+    `CASTS`: the hardware converts.
+    """
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        region = 0
+        for other in range(1, regions):
+            region += (tl.load(table + other * FIELDS) <= tile).to(tl.int32)
+        at = table + region * FIELDS
+        local = tile - tl.load(at).to(tl.int32)
+        shape = tl.load(at + 20).to(tl.int32)
+        for i in tl.static_range(len(SHAPES)):
+            if shape == i:
+                _tile(table, at, local, SHAPES, i, PACK, CASTS)
+
+
+#: Of rows with few elements: a tile of more would read offsets instead of payload.
+MOST_ROWS = 256
+
+#: One 16-byte store of fp8 a thread and part, as the row mover's rule: many small programs, or one that fills an SM.
+CONFIG = RowConfig(block_bytes=4096, warps=4)
+BUDGET_CONFIG = RowConfig(block_bytes=32768, warps=32)
+
+#: A product and a sum in one rounding would be other bits.
+OPTIONS = {"enable_fp_fusion": False}
+
+WORDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantShape:
+    """What the kernel is compiled for: `rows` rows a tile of `dim` elements, in one or two parts of `part`.
+
+    For wide, fp8 and scales: `vecs`, the elements of which every row starts at a multiple, and `listed`, 0 where units
+    follow each other at one distance, as on the wire, and need no table.
+    """
+
+    dtype: torch.dtype
+    dim: int
+    part: int
+    rows: int
+    vecs: tuple[int, int, int]
+    listed: tuple[int, int, int]
+
+    @property
+    def constexpr(self) -> tuple[object, ...]:
+        """As the kernel takes it; last the largest scale."""
+        largest = float(np.float32(torch.finfo(self.dtype).max) * np.float32(FP8_MAX_INVERSE))
+        return WORDS[self.dtype], self.dim, self.part, self.rows, *self.vecs, *self.listed, largest
+
+    @classmethod
+    def of(cls, region: QuantRegion, config: RowConfig) -> QuantShape:
+        """As many rows as fill a tile, and the widest accesses that the addresses allow."""
+        part = 1 << (region.dim.bit_length() - 1)
+        vecs = (region.alignment(region.wide) // WIDE_BYTES, region.alignment(region.narrow), 1)
+        # Narrower accesses, of which a thread has as many: more would each be of another row, with its own addresses.
+        share = max(vecs[0], vecs[1] // 2, 1)
+        rows = max(1, min(MOST_ROWS, config.block_bytes * share // (16 * part)))
+        listed = tuple(int(_distance(side.units) is None) for _, side, _ in region.sides)
+        return cls(region.dtype, region.dim, part, rows, vecs, listed)
+
+
+def _distance(units: npt.NDArray[np.int64]) -> int | None:
+    """Between units that follow each other evenly, or None."""
+    if len(units) < 2:
+        return 0
+    steps = np.diff(units)
+    return int(steps[0]) if (steps == steps[0]).all() else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One kernel call, worked out on the host: the table to upload, the tiles to run, the row shapes to compile for."""
+
+    table: npt.NDArray[np.int64]
+    regions: int
+    tiles: int
+    shapes: tuple[QuantShape, ...]
+
+
+def describe(regions: Sequence[QuantRegion], config: RowConfig = CONFIG) -> Launch:
+    """Lay the regions out as the kernel reads them: FIELDS words a region, then its planes and listed units."""
+    header = np.zeros((len(regions), FIELDS.value), np.int64)
+    parts = [header.reshape(-1)]
+    shapes: dict[QuantShape, int] = {}
+    tiles = 0
+    for fields, region in zip(header, regions, strict=True):
+        shape = QuantShape.of(region, config)
+        fields[:5] = tiles, region.units, region.planes, region.heads, region.tokens
+        elements = (WIDE_BYTES, 1, SCALE_BYTES)
+        for number, ((_, side, _), element) in enumerate(zip(region.sides, elements, strict=True)):
+            _describe_side(parts, fields, number, side, element)
+        fields[20] = shapes.setdefault(shape, len(shapes))
+        pieces = -(-region.units * region.tokens // shape.rows)
+        if pieces * shape.rows >= 1 << 31:
+            raise RegionError(f"{region.units} units of {region.tokens} tokens; the kernel counts them in 32 bits")
+        tiles += pieces * region.planes * region.heads
+    if tiles >= 1 << 31:
+        raise RegionError(f"{tiles} tiles in one launch; the kernel counts them in 32 bits")
+    return Launch(np.concatenate(parts), len(regions), tiles, tuple(shapes))
+
+
+def _describe_side(
+    parts: list[npt.NDArray[np.int64]], fields: npt.NDArray[np.int64], number: int, side: Side, element: int
+) -> None:
+    """Fill in side `number` (0 wide, 1 fp8, 2 scales), and append its tables to `parts`."""
+    fields[5 + number] = sum(map(len, parts))
+    parts.append(side.addresses())
+    distance = _distance(side.units)
+    if distance is None:
+        fields[8 + number] = sum(map(len, parts))
+        parts.append(side.units // element)
+    else:
+        fields[8 + number], fields[11 + number] = side.units[0] // element, distance // element
+    fields[14 + number], fields[17 + number] = side.head_bytes // element, side.token_bytes // element
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A launch whose table is on the device: either verb, any number of times, CUDA graphs included."""
+
+    table: torch.Tensor
+    launch: Launch
+    config: RowConfig
+    programs: int
+
+    def pack(self) -> None:
+        self._run(1)
+
+    def unpack(self) -> None:
+        self._run(0)
+
+    def _run(self, packs: int) -> None:
+        quant_kernel[(self.programs,)](
+            self.table,
+            self.launch.regions,
+            self.launch.tiles,
+            SHAPES=tuple(shape.constexpr for shape in self.launch.shapes),
+            PACK=packs,
+            CASTS=casts(self.table.device),
+            num_warps=self.config.warps,
+            **OPTIONS,
+        )
+
+
+_uploads: dict[torch.device, Upload] = {}
+
+
+def prepare(regions: Sequence[QuantRegion], config: RowConfig | None = None, sms: int | None = None) -> Prepared | None:
+    """What `pack` and `unpack` do before they launch; None when there are no rows."""
+    for region in regions:
+        region.check()
+    work = [region for region in regions if region.rows]
+    if not work:
+        return None
+    device = work[0].device
+    for region in work:
+        if region.device != device:
+            raise RegionError(f"regions on {device} and {region.device} cannot share a launch")
+    config = config or (CONFIG if sms is None else BUDGET_CONFIG)
+    launch = describe(work, config)
+    table = _uploads.setdefault(device, Upload(device)).to_device(launch.table)
+    return Prepared(table, launch, config, config.programs(launch.tiles, sms, device))
+
+
+def pack(regions: Sequence[QuantRegion], config: RowConfig | None = None, sms: int | None = None) -> None:
+    """Quantise every wide row into its fp8 row and scale, in one launch on the current stream, without a synchronise.
+
+    All regions on one device. `sms` is the SM budget (None: no budget). The regions' memory must stay allocated until
+    the stream has passed the launch. Raises RegionError before anything is launched; regions without rows are skipped.
+    """
+    prepared = prepare(regions, config, sms)
+    if prepared is not None:
+        prepared.pack()
+
+
+def unpack(regions: Sequence[QuantRegion], config: RowConfig | None = None, sms: int | None = None) -> None:
+    """Bring every wide row back from its fp8 row and scale. As `pack` in all else."""
+    prepared = prepare(regions, config, sms)
+    if prepared is not None:
+        prepared.unpack()
+
+
+def casts(device: torch.device) -> int:
+    """1 where the hardware converts float32 to e4m3 in one rounding, as Triton uses it: from sm_90 on."""
+    return int(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
