@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -173,7 +172,8 @@ COLUMNS: dict[str, Literal["left", "right"]] = {
 def show(report: RunReport, console: Console) -> None:
     """One table a scenario, then the sentence."""
     for scenario in report.scenarios:
-        table = Table(title=f"{scenario.name}: {scenario.title}", title_justify="left", title_style="bold", box=SIMPLE)
+        console.print(f"{scenario.name}: {scenario.title}", style="bold")
+        table = Table(box=None, padding=(0, 1, 0, 0))  # 80 columns hold it
         for column, justify in COLUMNS.items():
             table.add_column(column, justify=justify, no_wrap=True)
         for number, r in enumerate(scenario.requests):
@@ -191,7 +191,7 @@ def show(report: RunReport, console: Console) -> None:
                 f"{r.wire.gb_per_s:.3f}",
                 f"[green]{len(r.answer)} same[/]" if same else f"[red]{len(r.answer)} DIFFER[/]",
             )
-        console.print(table)
+        console.print(table, "")
     console.print(
         "direct, packed: descriptors that either route posts. ms: from asking to landed, on the slowest rank."
     )

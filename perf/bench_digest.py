@@ -1,0 +1,114 @@
+"""The digest on a GPU: fused with the move, and alone, beside the plain row mover and a clone of the same bytes.
+
+`python -m perf.bench_digest [--out FOLDER] [--rounds N]`. `of_plain` is the time relative to the plain move in the same
+run; a read alone moves half the bytes. Several tile sizes are timed, so that the best can be made the rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvmover.kernels import digest, rows
+from kvmover.kernels.config import RowConfig
+from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.region import Region
+from perf.cases import DEEPSEEK, INDEX_KEYS, LLAMA, Case, Move, moves
+from perf.gpu_time import interleaved
+from perf.record import RESULTS, write
+
+CASES = (
+    Case("Llama-3-70B", LLAMA, 2, 8, 64),
+    Case("Llama-3-70B", LLAMA, 2, 8, 1),
+    Case("DeepSeek-V3 MLA", DEEPSEEK, 1, 1, 64),
+    Case("DeepSeek-V3 MLA", DEEPSEEK, 1, 1, 1),
+    Case("V3.2 keys of 132 B", INDEX_KEYS, 1, 1, 64),
+)
+CONFIGS = (RowConfig(4096, 4), RowConfig(8192, 4), RowConfig(16384, 8), RowConfig(16384, 4))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--out", type=Path, default=RESULTS)
+    options.add_argument("--rounds", type=int, default=15)
+    chosen = options.parse_args()
+    lines: list[dict[str, object]] = []
+    for move in moves(CASES):
+        lines += measured(move, chosen.rounds)
+        write("bench_digest", lines, chosen.out)
+    print(f"wrote {chosen.out / 'bench_digest.csv'}")
+
+
+def coordinates(move: Move) -> list[Logical]:
+    """Of the gather's regions: whole pages only, in order, planes and heads from 0 on."""
+    positions = np.arange(len(move.pages), dtype=np.int64) * move.case.page_tokens
+    heads = move.leg_heads[1]
+    return [Logical(np.arange(each.planes), positions, heads_in_row=heads // each.heads) for each in move.gather]
+
+
+def measured(move: Move, rounds: int) -> list[dict[str, object]]:
+    """One case: check that both ends have one digest, then time."""
+    logicals, out = coordinates(move), torch.zeros(1, dtype=torch.int64, device="cuda")
+    check(move, logicals)
+    cases: dict[str, Callable[[], object]] = {"clone": lambda: torch.clone(move.packed)}
+    plain = rows.prepare(move.gather)
+    assert plain is not None
+    cases["plain move"] = plain.run
+    reads = [replace(region, dst=region.src) for region in move.gather]
+    for config in CONFIGS:
+        label = f"{config.block_bytes >> 10} KiB, {config.warps} warps"
+        cases[f"move and digest, {label}"] = launcher(move.gather, logicals, out, config)
+        cases[f"digest, {label}"] = reader(reads, logicals, out, config)
+    spreads = interleaved(cases, rounds)
+    lines: list[dict[str, object]] = []
+    for what, spread in spreads.items():
+        line: dict[str, object] = {
+            "case": move.case.text(),
+            "mib": move.nbytes >> 20,
+            "what": what,
+            "gb_per_s": round(move.nbytes / spread.median / 1e9, 1),
+            "p10_gb_per_s": round(move.nbytes / spread.high / 1e9, 1),
+            "p90_gb_per_s": round(move.nbytes / spread.low / 1e9, 1),
+            "of_plain": round(spread.median / spreads["plain move"].median, 3),
+        }
+        print(f"{line['case']:<52} {what:<34} {line['gb_per_s']:>8} GB/s {line['of_plain']:>6} of plain", flush=True)
+        lines.append(line)
+    return lines
+
+
+def launcher(
+    regions: list[Region], logicals: list[Logical], out: torch.Tensor, config: RowConfig
+) -> Callable[[], object]:
+    """The launch alone, as the plain move's: tables are described and uploaded before."""
+    prepared = digest.prepare(regions, logicals, out, config)
+    assert prepared is not None
+    return prepared.run
+
+
+def reader(
+    regions: list[Region], logicals: list[Logical], out: torch.Tensor, config: RowConfig
+) -> Callable[[], object]:
+    """As `launcher`, of a launch that stores nothing."""
+    prepared = digest.prepare(regions, logicals, out, config)
+    assert prepared is not None
+    return replace(prepared, copies=0).run
+
+
+def check(move: Move, logicals: list[Logical]) -> None:
+    """The digest of what is moved is that of what has arrived, and not that of other bytes."""
+    outs = torch.zeros(3, 1, dtype=torch.int64, device="cuda")
+    digest.move_and_digest(move.gather, logicals, outs[0])
+    digest.digest(move.gather, logicals, "dst", outs[1])
+    move.packed[len(move.packed) // 3] ^= 1
+    digest.digest(move.gather, logicals, "dst", outs[2])
+    assert int(outs[0]) == int(outs[1]), f"{move.case.text()}: digests of the two ends differ"
+    assert int(outs[0]) != int(outs[2]), f"{move.case.text()}: a flipped bit was not seen"
+
+
+if __name__ == "__main__":
+    main()

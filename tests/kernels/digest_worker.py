@@ -1,0 +1,73 @@
+"""Compiles the digest's kernel without a GPU, and prints what the machine code does as JSON. Run by test_digest.py.
+
+    digest_worker.py ARCHITECTURE...
+
+The Triton is the one that comes first on PYTHONPATH. Row shapes come from regions, by the same rule as a launch's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import triton
+from compile_worker import region
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvmover.kernels import digest, sass
+from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.digest_table import describe
+from kvmover.kernels.region import Region
+
+
+def cases() -> dict[str, tuple[Region, int, int]]:
+    """Region, heads in a row, and whether it copies, by name."""
+    both = (True, True)
+    return {
+        "aligned-256B-gather": (region(256, 64), 1, 1),
+        "aligned-256B-tokens": (region(256, 1, scattered=both), 1, 1),
+        "aligned-1152B-gather": (region(1152, 64), 1, 1),
+        "aligned-656B-units": (region(656, 3, scattered=both), 1, 1),
+        "aligned-2048B-eight-heads": (region(2048, 16), 8, 1),
+        "aligned-132B-contiguous": (region(132, 64, apart=1), 1, 1),
+        "read-256B": (region(256, 64), 1, 0),
+        "word4-132B-gather": (region(132, 64), 1, 1),
+        "word1-82B-tokens": (region(82, 1, scattered=both), 1, 1),
+    }
+
+
+def compiled(moved: Region, heads: int, copies: int, architecture: int) -> bytes:
+    """The cubin of a launch of one region."""
+    logical = Logical(np.arange(moved.planes), np.array([5, 1, 9, 3, 2, 7, 4]) * moved.tokens, heads_in_row=heads)
+    launch = describe([moved], [logical], [0], digest.CONFIG.block_bytes)
+    constants = {
+        "SHAPES": tuple(shape.constexpr for shape in launch.shapes),
+        "BLOCK": digest.CONFIG.block_bytes,
+        "COPY": copies,
+        "regions": 1,
+    }
+    signature = {"table": "*i64", "out": "*i64", "tiles": "i32"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(digest.digest_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
+    options = {"num_warps": digest.CONFIG.warps}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"]
+
+
+def main() -> None:
+    results: dict[str, object] = {}
+    for architecture in map(int, sys.argv[1:]):
+        for name, case in cases().items():
+            code = sass.read(compiled(*case, architecture))
+            results[f"sm_{architecture}-{name}"] = {
+                **asdict(code),
+                "opcodes": dict(code.opcodes),
+                "widths": code.widths(),
+                "spills": code.spills,
+            }
+    sys.stdout.write(json.dumps({"triton": triton.__version__, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""The digest: its definition, what it is blind to and what it sees, and that Triton and CUDA have the same value."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from digest_cases import coordinates, merged
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from row_moves import HND, NAMES, NHD, Move, PoolMemory, PoolShape
+from test_compiled import OLDEST, OLDEST_PATH, ROOT, Limited
+
+from kvmover.kernels import digest_cuda, sass
+from kvmover.kernels.digest_reference import Logical, digest
+from kvmover.kernels.region import Region, RegionError
+
+HERE = Path(__file__).parent
+LIMIT_S = 200.0
+LOW, MODULUS = (1 << 32) - 1, 1 << 64
+
+
+def mix64(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % MODULUS
+    return z ^ z >> 31
+
+
+def by_hand(row: bytes, plane: int, head: int, position: int) -> int:
+    """The digest of one head's row, in Python's integers."""
+    key = mix64((plane * 0x165667B19E3779F9 + 0x27D4EB2F165667C5) % MODULUS)
+    key = mix64((key + head * 0xC2B2AE3D27D4EB4F + position * 0x9E3779B185EBCA87) % MODULUS)
+    total = 0
+    for number in range(-(-len(row) // 4)):
+        word = int.from_bytes(row[4 * number : 4 * number + 4], "little")
+        a = ((key & LOW) + number * 0x9E3779B1) & LOW
+        product = a * (((key >> 32) + number * 0x85EBCA77) & LOW)
+        total += (word + a & LOW) * ((product ^ product >> 32) & LOW | 1)
+    return total % MODULUS
+
+
+@dataclass(frozen=True)
+class Content:
+    """Rows by logical coordinates: `bytes` [layer, kv, head, position, byte]."""
+
+    bytes: np.ndarray
+
+    @classmethod
+    def of(cls, layers: int, heads: int, tokens: int, row_bytes: int, seed: int) -> Content:
+        return cls(np.random.default_rng(seed).integers(0, 256, (layers, 2, heads, tokens, row_bytes), np.uint8))
+
+    def by_hand(self) -> int:
+        layers, kvs, heads, tokens, _ = self.bytes.shape
+        every = np.ndindex(layers, kvs, heads, tokens)
+        return sum(by_hand(self.bytes[at].tobytes(), at[0] * 2 + at[1], at[2], at[3]) for at in every) % MODULUS
+
+    def held(self, order: str, page_tokens: int, tp: int, pp: int, seed: int) -> Iterator[tuple[Region, Logical]]:
+        """The content in the pools of tp x pp ranks, pages anywhere and in any order, as a region a rank and tail."""
+        layers, _, heads, tokens, row_bytes = self.bytes.shape
+        random = np.random.default_rng(seed)
+        pages = -(-tokens // page_tokens)
+        for stage, rank in np.ndindex(pp, tp):
+            here = range(stage * layers // pp, (stage + 1) * layers // pp)
+            mine = slice(rank * heads // tp, (rank + 1) * heads // tp)
+            shape = PoolShape(order, page_tokens, mine.stop - mine.start, ("layer",) if seed % 2 else ())
+            memory = PoolMemory(shape, len(here), 2, pages + 2, row_bytes, random)
+            table = random.permutation(pages + 2)[:pages]
+            for layer, kv in np.ndindex(len(here), 2):
+                view = memory.view(layer, kv)
+                for position in range(tokens):
+                    page, token = divmod(position, page_tokens)
+                    view[table[page], token] = self.bytes[here[layer], kv, mine, position]
+            whole, tail = divmod(tokens, page_tokens)
+            for first, count, length in ((0, whole, page_tokens), (whole, int(tail > 0), tail)):
+                if count:
+                    chosen = first + random.permutation(count)
+                    side = memory.side(range(len(here)), range(2), [(int(table[page]), 0) for page in chosen], 0)
+                    planes = np.array([layer * 2 + kv for layer in here for kv in range(2)])
+                    logical = Logical(planes, chosen * page_tokens, first_head=mine.start)
+                    yield Region(side, side, shape.heads, length, row_bytes), logical
+
+    def digest(self, order: str = HND, page_tokens: int = 4, tp: int = 1, pp: int = 1, seed: int = 0) -> int:
+        regions, logicals = zip(*self.held(order, page_tokens, tp, pp, seed), strict=True)
+        return digest(regions, logicals, "src")
+
+
+def test_the_definition_is_the_formula_of_its_docstring() -> None:
+    for row_bytes in (1, 3, 4, 6, 16, 34):
+        content = Content.of(2, 2, 3, row_bytes, row_bytes)
+        assert content.digest() == content.by_hand()
+
+
+def test_the_digest_is_this_number_for_ever() -> None:
+    """It is written to disk and sent between versions."""
+    content = Content(np.arange(2 * 2 * 2 * 3 * 16, dtype=np.uint8).reshape(2, 2, 2, 3, 16))
+    assert content.digest() == content.by_hand() == GOLDEN
+
+
+GOLDEN = 4915646470114327112
+
+
+@settings(max_examples=60)
+@given(
+    order=st.sampled_from(list(NAMES)),
+    page_tokens=st.sampled_from([1, 3, 16, 64]),
+    tp=st.sampled_from([1, 2, 3, 4]),
+    pp=st.sampled_from([1, 2]),
+    row_bytes=st.sampled_from([1, 6, 12, 16]),
+    seed=st.integers(0, 9),
+)
+def test_no_layout_page_size_or_sharding_changes_it(
+    order: str, page_tokens: int, tp: int, pp: int, row_bytes: int, seed: int
+) -> None:
+    content = Content.of(2, 4, 19, row_bytes, 1)
+    assert content.digest(order, page_tokens, tp, pp, seed) == content.digest()
+
+
+@settings(max_examples=30)
+@given(row_bytes=st.sampled_from([2, 4, 6, 16, 132]), heads=st.integers(1, 4), seed=st.integers(0, 99))
+def test_heads_merged_into_a_row_are_the_heads(row_bytes: int, heads: int, seed: int) -> None:
+    shape = PoolShape(NHD, 4, heads)
+    opened = Move(shape, shape, row_bytes, 4, heads, layers=1, units=3, seed=seed).open()
+    apart = opened.region, coordinates(opened.move, opened.region)
+    together = merged(*apart)
+    assert digest([apart[0]], [apart[1]], "src") == digest([together[0]], [together[1]], "src")
+
+
+def test_tokens_a_step_apart_are_the_tokens_one_by_one() -> None:
+    opened = Move(PoolShape(NHD, 4, 1), PoolShape(NHD, 4, 1), 16, 4, 1, units=2).open()
+    region = opened.region
+    planes = np.arange(region.planes)
+    stepped = digest([region], [Logical(planes, np.array([5, 40]), position_step=3)], "src")
+    units = (region.src.units[:, None] + np.arange(4) * region.src.token_bytes).reshape(-1)
+    side = replace(region.src, units=units)
+    ones = Logical(planes, np.array([5, 8, 11, 14, 40, 43, 46, 49]))
+    assert digest([Region(side, side, 1, 1, 16)], [ones], "src") == stepped
+
+
+#: Contents of which some differ little: of few values, of zeros but for one word, and of random bytes.
+KINDS = ("zeros", "few", "counter", "random")
+
+
+def content_of(kind: str, seed: int) -> Content:
+    random = Content.of(3, 3, 8, 8, seed).bytes
+    if kind == "counter":
+        random = np.arange(random.size // 4, dtype=np.int32).view(np.uint8).reshape(random.shape)
+    return Content({"zeros": random * 0, "few": random & 1}.get(kind, random).copy())
+
+
+@settings(max_examples=100)
+@given(kind=st.sampled_from(KINDS), seed=st.integers(0, 99), where=st.integers(0, 3 * 2 * 3 * 8 * 8 * 8 - 1))
+def test_any_flipped_bit_is_seen(kind: str, seed: int, where: int) -> None:
+    content = content_of(kind, seed)
+    before = content.digest()
+    content.bytes.reshape(-1)[where // 8] ^= 1 << where % 8
+    assert content.digest() != before
+
+
+@settings(max_examples=150)
+@given(
+    kind=st.sampled_from(KINDS[1:]),
+    seed=st.integers(0, 99),
+    axis=st.sampled_from(["layer", "kv", "head", "token", "page", "word", "byte", "row"]),
+    data=st.data(),
+)
+def test_anything_swapped_is_seen(kind: str, seed: int, axis: str, data: st.DataObject) -> None:
+    content = content_of(kind, seed)
+    swapped = content.bytes.copy()
+    views = {
+        "layer": swapped,
+        "kv": swapped.swapaxes(0, 1),
+        "head": np.moveaxis(swapped, 2, 0),
+        "token": np.moveaxis(swapped, 3, 0),
+        "page": np.moveaxis(swapped.reshape(3, 2, 3, 2, 4, 8), 3, 0),
+        "word": np.moveaxis(swapped.view(np.int32), 4, 0),
+        "byte": np.moveaxis(swapped, 4, 0),
+        "row": swapped.reshape(-1, 8),
+    }
+    view = views[axis]
+    one, other = data.draw(st.lists(st.integers(0, len(view) - 1), min_size=2, max_size=2, unique=True))
+    view[[one, other]] = view[[other, one]]
+    assume(not np.array_equal(swapped, content.bytes))
+    assert Content(swapped).digest() != content.digest()
+
+
+@settings(max_examples=60)
+@given(kind=st.sampled_from(KINDS), seed=st.integers(0, 99), page=st.integers(0, 1), layer=st.integers(0, 2))
+def test_a_stale_page_is_seen(kind: str, seed: int, page: int, layer: int) -> None:
+    content = content_of(kind, seed)
+    stale = content.bytes.copy()
+    stale[layer, 0, :, 4 * page : 4 * page + 4] = content_of("random", seed + 100).bytes[layer, 0, :, :4]
+    assert Content(stale).digest() != content.digest()
+
+
+@settings(max_examples=30)
+@given(kind=st.sampled_from(KINDS), count=st.integers(1, 7))
+def test_missing_rows_are_not_rows_of_zeros(kind: str, count: int) -> None:
+    content = content_of(kind, 0)
+    shorter, zeroed = Content(content.bytes[:, :, :, :count]), content.bytes.copy()
+    zeroed[:, :, :, count:] = 0
+    assert len({content.digest(), shorter.digest(), Content(zeroed).digest()}) == (2 if kind == "zeros" else 3)
+
+
+def test_coordinates_of_another_region_are_refused() -> None:
+    region = Move(PoolShape(NHD, 4, 1), PoolShape(NHD, 4, 1), 16, 4, 1, units=2).open().region
+    good = Logical(np.arange(region.planes), np.arange(2))
+    for bad in (
+        replace(good, positions=np.arange(3)),
+        replace(good, planes=np.arange(1)),
+        replace(good, heads_in_row=3),
+    ):
+        with pytest.raises(RegionError):
+            digest([region], [bad], "src")
+    with pytest.raises(RegionError, match="1 sets of coordinates for 2"):
+        digest([region, region], [good], "src")
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_all_cases_hold_in_the_interpreter() -> None:
+    """In a pytest of its own: TRITON_INTERPRET has to be set before Triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", HERE / "digest_cases.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, f"\n{done.stdout}\n{done.stderr}"
+    assert " passed" in done.stdout
+
+
+# The machine code of the Triton kernel, by the oldest and the newest Triton, under a limit that ends ptxas too.
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict]]:
+    """By Triton version, compiled by both at once without anybody's cache: by architecture and case."""
+    paths = {importlib.metadata.version("triton"): ROOT}
+    if (OLDEST_PATH / "triton").exists():
+        paths[OLDEST] = OLDEST_PATH
+    workers: dict[str, Limited] = {}
+    for version, path in paths.items():
+        folder = tmp_path_factory.mktemp(f"digest-{version}")
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(path), str(ROOT)]))
+        environment["PYTHONWARNINGS"] = "default"  # Triton's own are no failure of ours
+        environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+        command = [sys.executable, HERE / "digest_worker.py", 80, 90, 100]
+        workers[version] = Limited.start(command, environment, folder / "report.json", LIMIT_S - 20)
+    try:
+        found = {version: json.loads(worker.result()) for version, worker in workers.items()}
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    assert all(report["triton"].startswith(version) for version, report in found.items())
+    return {version: report["results"] for version, report in found.items()}
+
+
+@pytest.fixture(params=["oldest", "newest"])
+def compiled(request: pytest.FixtureRequest, reports: dict[str, dict[str, dict]]) -> dict[str, dict]:
+    """By architecture and case, of the oldest and the newest Triton."""
+    version = OLDEST if request.param == "oldest" else importlib.metadata.version("triton")
+    if version not in reports:
+        pytest.skip(f"Triton {version} is not installed beside the newest; `make setup` does that")
+    assert len(reports[version]) == 3 * 9
+    return reports[version]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_aligned_rows_move_in_128_bit_accesses(compiled: dict[str, dict]) -> None:
+    for name, case in compiled.items():
+        widths = {kind: set(bits) for kind, bits in case["widths"].items()}
+        bits = {"word4": {32}, "word1": {8}}.get(name.split("-")[1], {128})
+        assert widths == {"LDG": bits, "STG": bits - bits if "read" in name else bits}, name
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_nothing_spills_and_registers_leave_room(compiled: dict[str, dict]) -> None:
+    for name, case in compiled.items():
+        assert (case["spills"], case["local_bytes"], case["stack_bytes"]) == (0, 0, 0), name
+        assert 0 < case["registers"] <= (128 if "132B-contiguous" in name else 96), name
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_instructions_leave_the_memory_the_bottleneck(compiled: dict[str, dict]) -> None:
+    """An H200 moves a 16-byte vector each 1.7 cycles an SM, in which its lanes issue some 200 instructions."""
+    for name, case in compiled.items():
+        kinds = {opcode.split(".")[0]: count for opcode, count in case["opcodes"].items()}
+        assert "CALL" not in kinds, name
+        atomics = sum(count for kind, count in kinds.items() if kind in ("RED", "REDG", "ATOMG"))
+        assert atomics == 1, name
+        if "aligned" in name and "132B" not in name:
+            useful = sum(count for opcode, count in case["opcodes"].items() if opcode.split(".")[0] != "NOP")
+            assert useful / len(case["widths"]["LDG"]) <= 200, name
+
+
+# The CUDA source: compiled by NVRTC, which needs no GPU, and run on the host, for which it is plain C++.
+
+
+SHAPES = {
+    "256B": (256, 1, 4),
+    "two-heads-of-24B": (24, 2, 4),
+    "132B": (132, 1, 1),
+    "82B": (82, 1, 3),
+    "two-heads-of-3B": (3, 2, 2),
+}
+
+
+def case_of(name: str) -> tuple[Region, Logical]:
+    head_bytes, heads, tokens = SHAPES[name]
+    src, dst = PoolShape(NHD, 12, heads), PoolShape(NHD, 12, heads)
+    opened = Move(src, dst, head_bytes, tokens, heads, layers=2, units=4, seed=head_bytes).open()
+    pair = opened.region, coordinates(opened.move, opened.region)
+    return merged(*pair) if heads > 1 else pair
+
+
+def summed(library: ctypes.CDLL, launch: digest_cuda.Launch) -> int:
+    library.total.restype = ctypes.c_uint64
+    return library.total(ctypes.c_void_p(launch.table.ctypes.data), ctypes.c_uint32(launch.grid[1]))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_cuda_source_has_the_digest_of_the_definition(name: str, tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler on this machine")
+    region, logical = case_of(name)
+    launch = digest_cuda.describe(region, logical, "src")
+    (tmp_path / "host.cpp").write_text(f'#include "{digest_cuda.SOURCE}"\n' + HOST)
+    command = [compiler, *launch.shape.options, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
+    subprocess.run([*command, tmp_path / "host.so", tmp_path / "host.cpp"], check=True)
+    library = ctypes.CDLL(str(tmp_path / "host.so"))
+    assert library.fields() == digest_cuda.FIELDS
+    assert launch.grid[1] == region.planes * region.heads
+    assert summed(library, launch) == digest([region], [logical], "src")
+
+
+#: The loops of the grid, one thread after the other.
+HOST = """
+extern "C" u64 total(const i64* table, u32 rows)
+{
+    u64 sum = 0;
+    const u32 planes = (u32)table[PLANES];
+    for (u32 row = 0; row < rows; ++row)
+        for (u32 item = 0; item < (u32)table[ITEMS]; ++item)
+            sum += digest_item(table, row % planes, row / planes, item);
+    return sum;
+}
+extern "C" int fields() { return FIELDS; }
+"""
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_cuda_source_compiles_without_spills(name: str) -> None:
+    library = nvrtc()
+    if library is None:
+        pytest.skip("NVRTC is not installed (nvidia-cuda-nvrtc)")
+    shape = digest_cuda.describe(*case_of(name), "src").shape
+    for architecture in (80, 90, 100):
+        code = sass.read(cubin(library, architecture, shape.options))
+        assert (code.spills, code.local_bytes, code.stack_bytes) == (0, 0, 0)
+        assert 0 < code.registers <= 64
+        assert ("LDG.E.128" in code.opcodes) == (shape.item_bytes == 16)
+
+
+def nvrtc() -> ctypes.CDLL | None:
+    """The library of the nvidia-cuda-nvrtc wheel, or of torch's."""
+    spec = importlib.util.find_spec("nvidia")
+    places = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
+    found = [path for place in places for path in sorted(place.glob("*/lib/libnvrtc.so.*"))]
+    if not found:
+        return None
+    for builtins in found[-1].parent.glob("libnvrtc-builtins.so*"):
+        ctypes.CDLL(str(builtins))  # some versions look for it on the library path only
+    return ctypes.CDLL(str(found[-1]))
+
+
+def cubin(library: ctypes.CDLL, architecture: int, options: Sequence[str]) -> bytes:
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    source = digest_cuda.SOURCE.read_bytes()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"digest.cu", 0, None, None) == 0
+    words = [f"--gpu-architecture=sm_{architecture}", *options]
+    result = library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*map(str.encode, words)))
+    what = "CUBIN" if result == 0 else "ProgramLog"
+    assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
+    buffer = ctypes.create_string_buffer(size.value)
+    assert getattr(library, f"nvrtcGet{what}")(program, buffer) == 0
+    assert result == 0, buffer.value.decode()
+    return buffer.raw
+
+
+def test_importing_needs_neither_cupy_nor_a_gpu() -> None:
+    code = "import sys; sys.modules['cupy'] = None; import kvmover.kernels.digest_cuda, kvmover.kernels.digest"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)
