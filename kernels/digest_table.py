@@ -10,7 +10,7 @@ import numpy.typing as npt
 import triton.language as tl
 
 from .digest_reference import Logical
-from .region import Offsets, Region, RegionError
+from .region import Offsets, Region, RegionError, even_distance
 from .rows import FULL_TILE, ONE_UNIT, TOKEN_UNITS, UNITS, WIDEST, recut
 
 #: int64 words that describe a region to the kernel: see `describe`.
@@ -57,15 +57,9 @@ class DigestShape:
         span = (TOKEN_UNITS if cut.tokens == 1 else UNITS) if several else ONE_UNIT
         head_words = -(-head_bytes // 4)
         grain = vec if several or not wide else max(vec, min(head_words & -head_words, block_words))
-        listed = tuple(int(_distance(units) is None) for units in (cut.src.units, cut.dst.units, logical.positions))
+        listed = tuple(int(even_distance(units) is None) for units in (cut.src.units, cut.dst.units, logical.positions))
         row = words // grain, grain, head_bytes, logical.heads_in_row
         return cls(4 if wide else 1, vec, *row, int(cut is not region), span.value, listed), cut
-
-
-def _distance(units: Offsets) -> int | None:
-    """Between units that follow each other evenly, or None."""
-    steps = np.diff(units)
-    return None if len(steps) and (steps != steps[0]).any() else int(steps[0]) if len(steps) else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +93,7 @@ def describe(regions: Sequence[Region], logicals: Sequence[Logical], outs: Seque
             fields[field] = _append(parts, planes)
         units = (cut.src.units, shape.element_bytes), (cut.dst.units, shape.element_bytes), (logical.positions, 1)
         for number, (values, element) in enumerate(units):
-            distance = _distance(values)
+            distance = even_distance(values)
             fields[8 + 2 * number] = _append(parts, values // element) if distance is None else values[0] // element
             fields[9 + 2 * number] = (distance or 0) // element
         strides = cut.src.head_bytes, cut.src.token_bytes, cut.dst.head_bytes, cut.dst.token_bytes

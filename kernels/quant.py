@@ -25,7 +25,7 @@ import triton.language as tl
 
 from .config import RowConfig
 from .quant_reference import FP8_MAX_INVERSE, SCALE_BYTES, SCALE_FLOOR, WIDE_BYTES, QuantRegion
-from .region import RegionError, Side
+from .region import RegionError, Side, even_distance
 from .upload import Upload
 
 #: int64 words that describe a region to the kernel: see `describe`.
@@ -237,16 +237,8 @@ class QuantShape:
         # Narrower accesses, of which a thread has as many: more would each be of another row, with its own addresses.
         share = max(vecs[0], vecs[1] // 2, 1)
         rows = max(1, min(MOST_ROWS, config.block_bytes * share // (16 * part)))
-        listed = tuple(int(_distance(side.units) is None) for _, side, _ in region.sides)
+        listed = tuple(int(even_distance(side.units) is None) for _, side, _ in region.sides)
         return cls(region.dtype, region.dim, part, rows, vecs, listed)
-
-
-def _distance(units: npt.NDArray[np.int64]) -> int | None:
-    """Between units that follow each other evenly, or None."""
-    if len(units) < 2:
-        return 0
-    steps = np.diff(units)
-    return int(steps[0]) if (steps == steps[0]).all() else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,7 +279,7 @@ def _describe_side(
     """Fill in side `number` (0 wide, 1 fp8, 2 scales), and append its tables to `parts`."""
     fields[5 + number] = sum(map(len, parts))
     parts.append(side.addresses())
-    distance = _distance(side.units)
+    distance = even_distance(side.units)
     if distance is None:
         fields[8 + number] = sum(map(len, parts))
         parts.append(side.units // element)

@@ -18,6 +18,18 @@ class RegionError(ValueError):
     """A region that reads or writes outside its memory, or whose two sides disagree. Nothing was moved."""
 
 
+def even_distance(offsets: Offsets) -> int | None:
+    """Between offsets that follow each other evenly, 0 for a single one, or None: what is even needs no table.
+
+    >>> even_distance(np.array([0, 64, 128])), even_distance(np.array([64, 0, 128]))
+    (64, None)
+    """
+    if len(offsets) < 2:
+        return 0
+    steps = np.diff(offsets)
+    return int(steps[0]) if (steps == steps[0]).all() else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
     """Rows in memory: row (plane, unit, head, token) starts `offset[plane] + units[unit] + head * head_bytes +

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .apart import check_apart
 from .config import RowConfig, RowKind, choose
-from .region import Region, RegionError
+from .region import Region, RegionError, even_distance
 from .upload import Upload
 
 #: int64 words that describe a region to the kernel: see `describe`.
@@ -149,16 +149,8 @@ class RowShape:
         several = region.units > 1 and in_unit < FULL_TILE * tiles * block_words
         span = (TOKEN_UNITS if region.tokens == 1 else UNITS) if several else ONE_UNIT
         grain = vec if several else min(words & -words, block_words)
-        listed = [int(_stride(side.units) is None) for side in (region.src, region.dst)]
+        listed = [int(even_distance(side.units) is None) for side in (region.src, region.dst)]
         return cls(word, vec, words // grain, grain, span.value, *listed)
-
-
-def _stride(units: npt.NDArray[np.int64]) -> int | None:
-    """The distance of units that follow each other evenly, or None."""
-    if len(units) < 2:
-        return 0
-    steps = np.diff(units)
-    return int(steps[0]) if (steps == steps[0]).all() else None
 
 
 #: Contiguous tokens are cut into rows of at most this.
@@ -220,7 +212,7 @@ def describe(regions: Sequence[Region], block_bytes: int) -> Launch:
         for side, listed in ((region.src, shape.src_listed), (region.dst, shape.dst_listed)):
             units = side.units // shape.word_bytes
             places.append(used if listed else int(units[0]))
-            unit_strides.append(0 if listed else _stride(units) or 0)
+            unit_strides.append(0 if listed else even_distance(units) or 0)
             if listed:
                 parts.append(units)
                 used += len(units)

@@ -25,4 +25,7 @@ step tests 240 "$PYTHON" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovid
 LINES_SHOWN=200 step kernels 240 "$PYTHON" -W ignore -m perf.bench_kernels --rounds 20 --out "$OUT"
 LINES_SHOWN=60 step host 90 "$PYTHON" -W ignore -m perf.bench_host --out "$OUT"
 LINES_SHOWN=60 step roofline 90 "$PYTHON" -W ignore -m perf.roofline --out "$OUT"
+for bench in quant digest; do
+    LINES_SHOWN=30 step "$bench" 60 "$PYTHON" -W ignore -m "perf.bench_$bench" --out "$OUT"
+done
 exit $status
