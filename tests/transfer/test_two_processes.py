@@ -1,96 +1,176 @@
-"""Real processes over NIXL: both routes, strangers, deaths, and fifty lives that leave nothing behind."""
+"""Movers in processes of their own, over NIXL: equal bytes, strangers refused, the dead noticed, nothing leaked."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-
-from kvmover.plan import Route
 
 if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
     pytest.skip("no NIXL wheel is installed", allow_module_level=True)
 
-from tests.transfer.process_end import End, running
+from mover_peer import DEADLINE_S, MoverProcess, Side, footprint
 
-#: A death has to be noticed long before the deadline of 20 s.
+from kvmover.plan.cost import Route
+
+pytestmark = pytest.mark.timeout(90)
+
+TOKENS = 400
+ROW_BYTES = 2 * 2 * 2 * 128 + 2 * 24  # of one token, both components
+
+#: Pages of 16 tokens in NHD, and pages of 24 in HND. Odd ones, so that every page has a stranger beside it.
+SRC_PAGES = [63 - 2 * n for n in range(25)]
+DST_PAGES = [2 * n + 1 for n in range(17)]
+
+#: A peer that died has to be noticed in less than this, a fraction of the deadline.
 NOTICED_S = 8.0
 
 
-def test_both_routes_land_the_same_bytes_and_leave_the_neighbours_alone():
-    with running("prefill") as prefill, running("decode") as decode:
-        decode.call("connect", prefill.call("card"))
-        before = decode.call("neighbours")
-        for route in Route:
-            decode.call("take", route)
-            prefill.call("offer", f"by {route}")
-            decode.call("ask", f"by {route}")
-            decode.tell("finish", f"by {route}")
-            assert prefill.call("finish", f"by {route}").landed
-            result = decode.answer()
-            assert result.landed
-            assert result.routes == (route,)
-            assert decode.call("digest") == prefill.call("digest")
-            assert decode.call("neighbours") == before
+def prefill(engine: str = "prefill") -> MoverProcess:
+    return MoverProcess(engine, 16, "NHD", None)
 
 
-def test_a_peer_with_another_model_is_refused_with_both_names():
-    with running("prefill", "llama") as prefill, running("decode", "qwen") as decode:
-        card = prefill.call("card")
-        with pytest.raises(AssertionError, match=r"PeerRefused: peer holds llama .*; this side holds qwen"):
-            decode.call("connect", card)
+def decode(engine: str = "decode") -> MoverProcess:
+    return MoverProcess(engine, 24, "HND", None)
 
 
-def test_a_killed_source_ends_the_request_before_its_deadline():
-    with running("prefill") as prefill, running("decode") as decode:
-        decode.call("connect", prefill.call("card"))
-        decode.call("ask", "orphan")
-        prefill.process.kill()
-        began = time.monotonic()
-        result = decode.call("finish", "orphan")
-        assert time.monotonic() - began < NOTICED_S
-        assert not result.landed
-        assert "prefill" in result.reason
-        assert not result.held
+@pytest.fixture(scope="module")
+def processes() -> Iterator[dict[str, MoverProcess]]:
+    """Two that last, and two that will be killed: all started at once."""
+    started = {
+        "prefill": prefill(),
+        "decode": decode(),
+        "doomed prefill": prefill("doomed-prefill"),
+        "doomed decode": decode("doomed-decode"),
+    }
+    yield started
+    for name, process in started.items():
+        if name.startswith("doomed"):
+            process.kill()
+        else:
+            assert process.leave() == 0
 
 
-def test_a_killed_destination_ends_the_offer_before_its_deadline():
-    with running("prefill") as prefill, running("decode") as decode:
-        decode.call("connect", prefill.call("card"))
-        decode.call("ask", "widow")
-        prefill.call("hear", "decode")
-        decode.process.kill()
-        decode.process.join(10)
-        prefill.call("offer", "widow")
-        began = time.monotonic()
-        result = prefill.call("finish", "widow")
-        assert time.monotonic() - began < NOTICED_S
-        assert not result.landed
-        assert "decode" in result.reason
+@pytest.fixture(scope="module")
+def source(processes: dict[str, MoverProcess]) -> MoverProcess:
+    return processes["prefill"]
 
 
-def test_fifty_lives_leave_no_descriptor_process_or_registration():
-    """Start, connect, move, close, in one process, against a peer that lives on."""
-    with running("decode") as decode:
-        counts: list[int] = []
-        for life in range(50):
-            end = End("prefill")
-            decode.call("connect", end.card())
-            decode.call("ask", f"life {life}")
-            decode.tell("finish", f"life {life}")
-            end.offer(f"life {life}")
-            result = end.finish(f"life {life}")
-            assert result is not None
-            assert result.landed
-            assert decode.answer().landed
-            end.close()
-            counts.append(len(list(Path("/proc/self/fd").iterdir())))
-        assert decode.call("digest") == end.digest()
-        assert counts[-1] <= counts[9], counts  # the first lives open what NIXL keeps for the process
-        assert len(multiprocessing.active_children()) == 1
-        mapped = Path(f"/proc/{os.getpid()}/maps").read_text().count("\n")
-        assert mapped < 20000
+@pytest.fixture(scope="module")
+def target(processes: dict[str, MoverProcess], source: MoverProcess) -> MoverProcess:
+    process = processes["decode"]
+    assert process.ask("connect", source.ask("card")).startswith("prefill.")
+    return process
+
+
+@pytest.mark.parametrize("start", [0, 137])
+def test_the_bytes_are_the_same_on_both_sides(source: MoverProcess, target: MoverProcess, start: int):
+    sent = source.ask("fill", start, SRC_PAGES, TOKENS)
+    assert target.ask("digest", DST_PAGES, TOKENS) != sent
+    if start:  # what is there already comes from an earlier turn
+        source.ask("send", "earlier", SRC_PAGES)
+        target.ask("receive", "earlier", "prefill", 0, start, DST_PAGES)
+        assert target.ask("outcome", "earlier", 10)[0].startswith("landed")
+        assert target.ask("digest", DST_PAGES, TOKENS) != sent
+    request = f"from-{start}"
+    source.ask("send", request, SRC_PAGES)
+    target.ask("receive", request, "prefill", start, TOKENS, DST_PAGES)
+    moved = (TOKENS - start) * ROW_BYTES
+    for process in (target, source):
+        said, _ = process.ask("outcome", request, 10)
+        assert said.startswith(f"landed {moved} bytes")
+    assert target.ask("digest", DST_PAGES, TOKENS) == sent
+
+
+def test_both_routes_give_the_same_bytes(source: MoverProcess):
+    sent = source.ask("fill", 42, SRC_PAGES, TOKENS)
+    for route in Route:
+        here = Side(f"decode-{route}", 24, "HND", route)
+        assert here.connect(source.ask("card")).startswith("prefill.")
+        request = f"by-{route}"
+        source.ask("send", request, SRC_PAGES)
+        here.receive(request, "prefill", 0, TOKENS, DST_PAGES)
+        assert here.outcome(request, 10)[0] == f"landed {TOKENS * ROW_BYTES} bytes {route}"
+        assert here.digest(DST_PAGES, TOKENS) == sent
+        assert here.digest([page - 1 for page in DST_PAGES], TOKENS) == Side.poisoned_digest(TOKENS)
+        here.mover.close()
+
+
+def test_a_peer_with_another_model_is_refused_at_the_handshake_with_both_sides_values(source: MoverProcess):
+    here = Side("stranger", 24, "HND", None, model="tay")
+    for said in (here.connect(source.ask("card")), source.ask("connect", here.card())):
+        assert said.startswith("PeerRefused: peer holds t")
+        for model in ("toy", "tay"):
+            assert f"{model} (attention 2x2x2x64 bfloat16, keys 2x1x1x24 uint8), protocol 1" in said
+    assert not here.transport._peers
+    here.mover.close()
+
+
+def test_a_killed_source_ends_the_request_with_its_name_long_before_the_deadline(
+    processes: dict[str, MoverProcess], target: MoverProcess
+):
+    victim = processes["doomed prefill"]
+    name = target.ask("connect", victim.ask("card"))
+    assert name.startswith("doomed-prefill.")
+    victim.ask("slow_down", 0.05)
+    victim.ask("send", "doomed", SRC_PAGES)
+    target.ask("receive", "doomed", "doomed-prefill", 0, TOKENS, DST_PAGES)
+    half_way(target)
+    victim.kill()
+    said, seconds = target.ask("outcome", "doomed", DEADLINE_S)
+    assert said.startswith(f"TransferFailed: doomed: {name} is lost")
+    assert seconds < NOTICED_S
+
+
+def test_a_killed_destination_ends_the_request_with_its_name_long_before_the_deadline(
+    processes: dict[str, MoverProcess], source: MoverProcess
+):
+    victim = processes["doomed decode"]
+    name = victim.ask("name")
+    assert victim.ask("connect", source.ask("card")).startswith("prefill.")
+    victim.ask("slow_down", 0.05)
+    source.ask("send", "doomed", SRC_PAGES)
+    victim.ask("receive", "doomed", "prefill", 0, TOKENS, DST_PAGES)
+    half_way(source)
+    victim.kill()
+    said, seconds = source.ask("outcome", "doomed", DEADLINE_S)
+    assert said.startswith(f"TransferFailed: doomed: {name} is lost")
+    assert seconds < NOTICED_S
+
+
+def half_way(process: MoverProcess) -> None:
+    """Wait until some chunks have been moved, of the 14 that there are."""
+    deadline = time.monotonic() + 10
+    while (chunks := process.ask("progress")) < 2:
+        assert time.monotonic() < deadline, "nothing moves"
+    assert chunks < 12
+
+
+def test_starting_and_stopping_fifty_times_leaks_nothing(source: MoverProcess):
+    sent = source.ask("fill", 7, SRC_PAGES, TOKENS)
+    card = source.ask("card")
+    before: list[dict[str, int]] = []
+    for cycle in range(50):
+        here = Side("cycle", 24, "HND", None)
+        here.connect(card)
+        source.ask("send", f"cycle-{cycle}", SRC_PAGES)
+        here.receive(f"cycle-{cycle}", "prefill", 0, 32, DST_PAGES)
+        assert here.outcome(f"cycle-{cycle}", 10)[0] == f"landed {32 * ROW_BYTES} bytes packed"
+        assert source.ask("outcome", f"cycle-{cycle}", 10)[0].startswith("landed")
+        if cycle == 49:
+            assert here.digest(DST_PAGES, 32) == source.ask("digest", SRC_PAGES, 32) != sent
+        here.mover.close()
+        assert not here.transport._registered
+        if cycle == 9:  # caches are warm
+            before = [footprint(), source.ask("footprint")]
+    after = [footprint(), source.ask("footprint")]
+    for was, now in zip(before, after, strict=True):
+        grown = {what: now[what] - was[what] for what in was}
+        assert grown["file descriptors"] <= 4, grown
+        assert grown["threads"] <= 1, grown
+        assert grown["child processes"] <= 0, grown
+        assert grown["memory maps"] <= 20, grown
+        assert grown["resident MiB"] <= 48, grown  # the pools and arenas of 40 movers are 70
+    assert source.ask("peers") <= 6
