@@ -33,11 +33,20 @@ CHUNKS = {"packed, 64 MiB chunks": 64 << 20, "packed, 8 MiB chunks": 8 << 20, "p
 ROUNDS = 9
 
 
+def config(name: str) -> MoverConfig:
+    return MoverConfig(
+        arena_bytes=NBYTES + (1 << 20),
+        route=Route.PACKED if name in CHUNKS else Route.DIRECT,
+        costs=replace(HOST, chunk_bytes=CHUNKS.get(name, NBYTES)),
+    )
+
+
 @dataclass(slots=True)
 class Side:
-    """One process: a mover for each configuration, all on one pool, and a plain buffer."""
+    """One process: a mover on a pool, and a plain buffer in the same agent. One agent: each has a thread that polls."""
 
-    movers: dict[str, Mover]
+    mover: Mover
+    transport: NixlTransport
     buffer: Memory
     keep: object
 
@@ -45,37 +54,28 @@ class Side:
 def build(engine: str, order: str) -> Side:
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # two teams of spinning workers on two cores starve each other
     shard = FLEET.shard(COMPONENT, 0, TOKENS)
     spec = PoolSpec.dense(COMPONENT, shard, PAGES, PAGE_TOKENS, order)
     assert spec.allocation_bytes == NBYTES
     pool = Pool(spec, (torch.randint(0, 255, (NBYTES,), dtype=torch.uint8),))
-    movers: dict[str, Mover] = {}
-    for name in (*CHUNKS, "direct"):
-        config = MoverConfig(
-            arena_bytes=NBYTES + (1 << 20),
-            route=Route.PACKED if name in CHUNKS else Route.DIRECT,
-            costs=replace(HOST, chunk_bytes=CHUNKS.get(name, NBYTES)),
-        )
-        transport = NixlTransport(f"{engine}-{len(movers)}")
-        movers[name] = Mover(transport, Model("bench", (COMPONENT,)), Place(engine, FLEET, 0), [pool], config)
     buffer = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8)
-    return Side(movers, memory_of(buffer), (pool, buffer))
+    transport = NixlTransport(engine)
+    transport.register(memory_of(buffer))
+    mover = Mover(transport, Model("bench", (COMPONENT,)), Place(engine, FLEET, 0), [pool], config("direct"))
+    return Side(mover, transport, memory_of(buffer), (pool, buffer))
 
 
 def destination(pipe: Connection) -> None:
     """Receive what it is told to, and answer how long it took from asking to landed."""
     side = build("decode", "HND")
-    plain = NixlTransport("plain-decode")
-    plain.register(side.buffer)
-    pipe.send((plain.metadata(), side.buffer))
-    for name, card in pipe.recv().items():
-        side.movers[name].connect(card)
+    pipe.send((side.transport.name, side.buffer))
+    side.mover.connect(pipe.recv())
     pages = np.arange(PAGES)
     for name, request in iter(pipe.recv, None):
-        mover = side.movers[name]
-        transfer = mover.receive(request, "prefill", range(TOKENS), [pages])
-        mover.wait([transfer])
+        side.mover.configure(config(name))
+        transfer = side.mover.receive(request, "prefill", range(TOKENS), [pages])
+        side.mover.wait([transfer])
         pipe.send(transfer.landed().seconds)
 
 
@@ -84,32 +84,30 @@ def main() -> None:
     process = multiprocessing.get_context("spawn").Process(target=destination, args=(there,), daemon=True)
     process.start()
     side = build("prefill", "NHD")
-    metadata, remote = here.recv()
-    here.send({name: mover.card for name, mover in side.movers.items()})
-    plain = NixlTransport("plain-prefill")
-    plain.register(side.buffer)
-    peer = plain.connect(metadata)
+    peer, remote = here.recv()
+    here.send(side.mover.card)
     pages = np.random.default_rng(0).permutation(PAGES)
 
     def contiguous() -> float:
         began = time.perf_counter()
         ends = [Descriptors.runs(memory.kind, [memory.address], NBYTES) for memory in (side.buffer, remote)]
-        plain.write(peer, ends[0], ends[1], b"", 60.0)
-        while not any(isinstance(event, Completed) for event in plain.poll()):
+        side.transport.write(peer, ends[0], ends[1], b"", 60.0)
+        while not any(isinstance(event, Completed) for event in side.transport.poll()):
             time.sleep(50e-6)
         return time.perf_counter() - began
 
     def moved(name: str) -> Callable[[], float]:
         def once() -> float:
             request = f"{name} {time.monotonic_ns()}"
-            offered = side.movers[name].send(request, [pages])
+            offered = side.mover.send(request, [pages])
             here.send((name, request))
-            side.movers[name].wait([offered])
+            side.mover.wait([offered])
             return float(here.recv())
 
         return once
 
-    cases = {"one contiguous write": contiguous, **{name: moved(name) for name in side.movers}}
+    moved("direct")()  # the first request meets the peer
+    cases = {"one contiguous write": contiguous, **{name: moved(name) for name in (*CHUNKS, "direct")}}
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(ROUNDS + 1):
         for name, case in cases.items():

@@ -60,9 +60,12 @@ class Inbound:
             transfer.request, self.generation, sources, now + core.config.deadline_s, core.config.drain_s
         )
         attempt = _Attempt(state, transfer, pages, lanes, sum(runs.values()))
+        wants = {name: self._want(attempt, name, positions) for name in peers}
+        for want in wants.values():
+            wire.encode(want)  # a table that no message holds is refused before anything is asked
         self._attempts[transfer.request, self.generation] = attempt
-        for name in peers:
-            core.say(name, self._want(attempt, name, positions))
+        for name, want in wants.items():
+            core.say(name, want)
         state, actions = receiver.start(attempt.state)
         self._apply(attempt, state, actions)
         for name, source in sources.items():

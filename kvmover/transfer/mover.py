@@ -85,6 +85,13 @@ class Mover:
         """What a peer needs to connect, for the engine to carry there by whatever road it has."""
         return self._card
 
+    def configure(self, config: MoverConfig) -> None:
+        """Behave by `config` from the next request on. Raises LayoutError for another size of the arenas."""
+        if config.arena_bytes != self._config.arena_bytes:
+            raise LayoutError(f"arenas of {self._config.arena_bytes} bytes cannot become {config.arena_bytes}")
+        self._config = self._core.config = config
+        self._core.copier.sms = config.sms
+
     def connect(self, card: bytes) -> str:
         """Connect the peer behind `card`, tell it of us, and return its name.
 

@@ -96,7 +96,12 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:
-    return _HEAD + _encoder.encode(message)
+    """The bytes of a message. Raises ProtocolError for more than a peer would decode."""
+    payload = _HEAD + _encoder.encode(message)
+    if len(payload) > MAX_MESSAGE_BYTES:
+        kind = type(message).__name__
+        raise ProtocolError(f"{kind} of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return payload
 
 
 def decode(payload: bytes) -> AnyMessage:

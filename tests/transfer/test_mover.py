@@ -772,3 +772,13 @@ def test_the_card_of_a_mover_can_be_read_by_others():
     pair = Pair.of()
     mover = pair.src.movers[0]
     assert read_card(Model("toy", pair.bench.components), mover.card) == mover._core.card
+
+
+def test_a_mover_behaves_by_a_new_configuration_from_the_next_request_on():
+    pair = Pair.of(config=replace(CONFIG, route=Route.PACKED))
+    (mover,) = pair.dst.movers
+    mover.configure(replace(CONFIG, route=Route.DIRECT))
+    pair.bench.ended([*pair.send(), *(received := pair.receive())])
+    assert ended(received[0]).routes == (Route.DIRECT,)
+    with pytest.raises(LayoutError, match="cannot become"):
+        mover.configure(replace(CONFIG, arena_bytes=CONFIG.arena_bytes * 2))

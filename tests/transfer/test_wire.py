@@ -122,3 +122,9 @@ def test_a_hostile_count_allocates_nothing(body: bytes):
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_page_table_that_no_message_holds_is_refused_by_the_side_that_has_it():
+    tables = (bytes(wire.MAX_MESSAGE_BYTES),)
+    with pytest.raises(ProtocolError, match=r"Want of \d+ bytes is over the limit"):
+        wire.encode(wire.Want("r", 1, 0, 10, Route.DIRECT, Replicas.STRIPE, 4096, tables))
