@@ -21,6 +21,9 @@ from perf.gpu_time import interleaved
 from perf.peers import sglang_staging
 from perf.record import RESULTS, write
 
+#: More copies than this take seconds: 32k pages of one token in 160 planes are five million.
+MOST_COPIES = 100_000
+
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
@@ -87,6 +90,8 @@ def _measured(move: Move, way: str, peers: dict[str, ModuleType], rounds: int) -
         if peer is not None:
             cases[f"SGLang staging, {name}"] = peer
     spreads = interleaved(cases, rounds)
+    if way == "gather" and len(move.pages) * len(move.pool) <= MOST_COPIES:
+        spreads |= interleaved({"a copy a page and plane": _copies(move)}, 3)
     clone = spreads["clone"].median
     lines: list[dict[str, object]] = []
     for name, spread in spreads.items():
@@ -128,6 +133,20 @@ def _torch_ways(move: Move) -> dict[str, Callable[[], object]]:
             plane[index, :, first : first + count]
 
     return {"torch.index_select a layer": index_select, "advanced indexing a layer": advanced}
+
+
+def _copies(move: Move) -> Callable[[], object]:
+    """One asynchronous copy for each page of each plane: what a transfer without a kernel posts."""
+    first, count = move.leg_heads
+    wire, pages = _wire(move), move.pages.tolist()
+    planes = _views(move)
+
+    def run() -> None:
+        for number, plane in enumerate(planes):
+            for unit, page in enumerate(pages):
+                wire[unit, :, number].copy_(plane[page, :, first : first + count].transpose(0, 1), non_blocking=True)
+
+    return run
 
 
 def _sglang(move: Move, way: str, module: ModuleType) -> Callable[[], object] | None:

@@ -140,3 +140,26 @@ def test_addresses_beyond_two_to_the_31_words_are_reached() -> None:
     src, dst = Side((pool,), zero, zero, starts, 0, 256), Side((out,), zero, zero, np.arange(4) * 4096, 0, 256)
     rows.move([Region(src, dst, 1, 16, 256)])
     assert out.view(4, 4096).float().mean(dim=1).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_prepared_launch_replays_from_a_cuda_graph() -> None:
+    """The table is uploaded before: what is captured is the kernel alone, and moves what the pool holds on replay."""
+    pool = torch.zeros(64 * 4096, dtype=torch.uint8, device="cuda")
+    out = torch.zeros(16 * 4096, dtype=torch.uint8, device="cuda")
+    pages = np.random.default_rng(0).permutation(64)[:16].astype(np.int64)
+    zero = np.zeros(1, np.int64)
+    src = Side((pool,), zero, zero, pages * 4096, 0, 256)
+    dst = Side((out,), zero, zero, np.arange(16, dtype=np.int64) * 4096, 0, 256)
+    prepared = rows.prepare([Region(src, dst, 1, 16, 256)])
+    assert prepared is not None
+    prepared.run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prepared.run()
+    for _ in range(3):
+        pool.copy_(torch.randint(0, 256, pool.shape, dtype=torch.uint8, device="cuda"))
+        out.fill_(0xEE)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out.view(16, 4096), pool.view(64, 4096)[torch.from_numpy(pages).cuda()])

@@ -232,3 +232,14 @@ def test_the_moves_of_these_tests_reach_every_word_and_both_kinds_of_tile() -> N
     assert {(shape.src_listed, shape.dst_listed) for shape in shapes} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert {shape.grains > 1 for shape in shapes if not shape.span} == {True, False}
     assert len(set(ids(MOVES))) == len(MOVES)
+
+
+def test_a_launch_uploads_one_offset_a_unit_of_the_pool_and_one_address_a_plane() -> None:
+    """32k tokens of 80 layers in pages of 64, gathered: 6,800 bytes for 1.3 GB."""
+    planes, pages = 160, 512
+    none = np.zeros(planes, np.int64)
+    memory = (torch.empty(0, dtype=torch.uint8),)
+    scattered = np.random.default_rng(0).permutation(pages) * 65536
+    pool, wire = (Side(memory, none, none, units, 256, 1024) for units in (scattered, np.arange(pages) * 16384))
+    launch = rows.describe([Region(pool, wire, 1, 64, 256)], RowConfig().block_bytes)
+    assert launch.table.nbytes == 8 * (18 + 2 * planes + pages) == 6800

@@ -1,0 +1,58 @@
+"""The launch configuration: measured tables that can be read, the nearest entry of them, and the rule without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvmover.kernels import config
+from kvmover.kernels.config import TUNED, RowConfig, RowKind, Tuned, choose, device_key, tuned
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> tuple[Tuned, ...]:
+    """A GPU with three measured entries."""
+    entries = (
+        Tuned(RowKind(256, 16384), False, RowConfig(2048, 2)),
+        Tuned(RowKind(256, 256), False, RowConfig(4096, 2)),
+        Tuned(RowKind(256, 16384), True, RowConfig(32768, 8)),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(config, "tuned", lambda key: entries if key == "nvidia-test" else ())
+    choose.cache_clear()
+    yield entries
+    choose.cache_clear()
+
+
+def test_the_nearest_measured_kind_of_the_same_budget_is_taken(table: tuple[Tuned, ...]) -> None:
+    assert choose(RowKind(256, 8192), None, GPU) == RowConfig(2048, 2)
+    assert choose(RowKind(1152, 1152), None, GPU) == RowConfig(4096, 2)
+    assert choose(RowKind(256, 256), 8, GPU) == RowConfig(32768, 8)
+
+
+def test_without_a_table_the_rule_depends_on_the_budget_alone() -> None:
+    kinds = [RowKind(2, 2), RowKind(2048, 1 << 20)]
+    assert {choose(kind, None, CPU) for kind in kinds} == {RowConfig()}
+    assert len({choose(kind, 4, CPU) for kind in kinds}) == 1
+
+
+def test_a_gpu_that_was_never_tuned_has_no_table() -> None:
+    assert tuned(device_key("NVIDIA Nothing")) == ()
+
+
+@pytest.mark.parametrize("path", sorted(TUNED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_shipped_table_names_its_hardware_and_its_best_is_its_fastest(path: Path) -> None:
+    written = json.loads(path.read_text())
+    assert device_key(written["about"]["hardware"].split(";")[0]) == path.stem
+    assert len(tuned(path.stem)) == len(written["entries"]) > 0
+    for entry in written["entries"]:
+        rates = [row[-1] for row in entry["table"]]
+        assert rates == sorted(rates, reverse=True)
+        assert entry["table"][0] == [*entry["best"], entry["gb_per_s"]]
+        assert {"block_bytes", "warps", "gb_per_s"} == set(written["columns"])
