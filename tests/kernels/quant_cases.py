@@ -26,7 +26,7 @@ from row_moves import HND, NAMES, NHD, PACKED, PAGE_FIRST, PoolMemory, PoolShape
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvmover.kernels import quant
+from kvmover.kernels import quant, quant_table
 from kvmover.kernels.config import RowConfig
 from kvmover.kernels.quant_reference import SCALE_BYTES, WIDE_BYTES, QuantRegion, dequantize, quantize
 from kvmover.kernels.region import Side
@@ -326,7 +326,7 @@ def launches() -> Iterator[tuple[str, int, int, Case, RowConfig]]:
 
 def compiled(case: Case, packs: int, architecture: int, casts: int, config: RowConfig) -> bytes:
     """The cubin of a launch. One region is compiled in, as a launch specialises on 1."""
-    launch = quant.describe([OpenCase(case).region], config)
+    launch = quant_table.describe([OpenCase(case).region], config)
     shapes = tuple(shape.constexpr for shape in launch.shapes)
     constants = {"SHAPES": shapes, "PACK": packs, "CASTS": casts, "regions": 1}
     signature = {"table": "*i64", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}

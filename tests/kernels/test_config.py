@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> tuple[Tuned, ...]:
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tuned, ...]]:
     """A GPU with three measured entries."""
     entries = (
         Tuned(RowKind(256, 16384), False, RowConfig(2048, 2)),
