@@ -31,9 +31,12 @@ COLUMNS = ("block_bytes", "warps", "gb_per_s")
 
 
 def candidates(sms: int | None) -> Iterator[RowConfig]:
-    """One to sixteen 16-byte accesses a thread; less leaves lanes idle, more leaves no registers."""
+    """One to sixteen 16-byte accesses a thread: less leaves lanes idle, more registers than there are.
+
+    32 warps have 64 registers a thread; at eight accesses they spill.
+    """
     for block_bytes, warps in FREE if sms is None else ALONE:
-        if 1 <= block_bytes // (warps * 32 * 16) <= 16:
+        if 1 <= block_bytes // (warps * 32 * 16) <= (4 if warps == 32 else 16):
             yield RowConfig(block_bytes, warps)
 
 
