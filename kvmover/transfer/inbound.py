@@ -68,9 +68,6 @@ class Inbound:
             core.say(name, want)
         state, actions = receiver.start(attempt.state)
         self._apply(attempt, state, actions)
-        for name, source in sources.items():
-            if not source.direct:
-                self._queue.extend((attempt, name, chunk) for chunk in range(source.chunks))
 
     def _lanes(self, engine: str, positions: range) -> tuple[list[str], dict[str, Lane], dict[str, int]]:
         """The source ranks that could hold any of it, and what each would send."""
@@ -113,6 +110,8 @@ class Inbound:
             self.ignored += 1
             return
         match message:
+            case wire.Offered():
+                self._step(attempt, receiver.Offered(peer.name))
             case wire.Chunk(chunk=chunk):
                 self._step(attempt, receiver.Arrived(peer.name, chunk))
             case wire.Abort(reason=reason):
@@ -167,6 +166,8 @@ class Inbound:
             match action:
                 case receiver.Send(peer, message):
                     self.core.say(peer, message)
+                case receiver.Lease(peer, chunk):
+                    self._queue.append((attempt, peer, chunk))
                 case receiver.Scatter(peer, chunk, offset):
                     self._scatter(attempt, peer, chunk, offset)
                 case receiver.Free(offset):

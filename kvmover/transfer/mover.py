@@ -188,7 +188,7 @@ class Mover:
             log.warning("dropped a %s from %s, who is not connected", type(message).__name__, note.peer)
         elif isinstance(message, wire.Want | wire.Granted | wire.Done):
             self._outbound.hear(peer, message)
-        elif isinstance(message, wire.Chunk | wire.Drained):
+        elif isinstance(message, wire.Offered | wire.Chunk | wire.Drained):
             self._inbound.hear(peer, message)
         elif isinstance(message, wire.Abort):
             (self._inbound if self._inbound.knows(message) else self._outbound).hear(peer, message)

@@ -151,9 +151,11 @@ class Outbound:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
             return
         request.attempts[peer.name] = attempt
-        if want.route is Route.DIRECT:
-            for chunk in range(attempt.state.chunks):
-                self._step(request, attempt, sender.Granted(chunk, 0))
+        if want.route is Route.PACKED:
+            self.core.say(peer.name, wire.Offered(want.request, want.generation))
+            return
+        for chunk in range(attempt.state.chunks):
+            self._step(request, attempt, sender.Granted(chunk, 0))
 
     def _attempt(self, request: _Request, peer: Peer, want: wire.Want) -> _Attempt:
         """Derive what the destination derived. Raises ValueError on a want that cannot be met."""

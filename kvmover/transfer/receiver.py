@@ -1,8 +1,9 @@
 """The destination's half of the protocol for one request: a pure state machine, `step(state, event, now)`.
 
-Push with credits. The destination asks every source rank that may write to it (Want), hands out arena regions as it has
-them (Granted), scatters each chunk that lands, and says Done when the set of (writer, chunk) is whole. After a failure
-it tells every source (Abort) and gives the pages back when each has answered that nothing is in flight (Drained).
+Push with credits. The destination asks every source rank that may write to it (Want). Those that have the request say
+so (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill. Each chunk that
+lands is scattered, and when the set of (writer, chunk) is whole the destination says Done. After a failure it tells
+every source (Abort) and gives the pages back when each has answered that nothing is in flight (Drained).
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ from kvmover.transfer import wire
 
 #: A writer is a source rank's transport name, unique for ever. A chunk of it is identified by both.
 WriterChunk = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A source has the request and will use what it is granted."""
+
+    peer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class Tick:
     """Time passed."""
 
 
-Event = Leased | Arrived | Scattered | PeerAborted | PeerDrained | PeerGone | Cancel | Tick
+Event = Offered | Leased | Arrived | Scattered | PeerAborted | PeerDrained | PeerGone | Cancel | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,14 @@ class Send:
 
     peer: str
     message: wire.AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Get a region for a chunk when there is one, then report Leased."""
+
+    peer: str
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +133,7 @@ class Finish:
     held: frozenset[str] = frozenset()
 
 
-Action = Send | Scatter | Free | Quarantine | Finish
+Action = Send | Lease | Scatter | Free | Quarantine | Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +156,7 @@ class Receiving:
     regions: dict[WriterChunk, int] = field(default_factory=dict[WriterChunk, int])
     arrived: frozenset[WriterChunk] = frozenset()
     landed: frozenset[WriterChunk] = frozenset()
+    offered: frozenset[str] = frozenset()
     reason: str | None = None
     undrained: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
@@ -168,14 +185,16 @@ def step(state: Receiving, event: Event, now: float) -> tuple[Receiving, list[Ac
             return _scattered(state, (peer, chunk))
         case Leased(peer, chunk, offset):
             return _leased(state, (peer, chunk), offset)
-        case Arrived() | PeerAborted() | PeerDrained() | PeerGone():
+        case Offered() | Arrived() | PeerAborted() | PeerDrained() | PeerGone():
             return _heard(state, event, now) if event.peer in state.sources else (state, [])
 
 
 def _heard(
-    state: Receiving, event: Arrived | PeerAborted | PeerDrained | PeerGone, now: float
+    state: Receiving, event: Offered | Arrived | PeerAborted | PeerDrained | PeerGone, now: float
 ) -> tuple[Receiving, list[Action]]:
     match event:
+        case Offered(peer):
+            return _offered(state, peer)
         case Arrived(peer, chunk):
             return _arrived(state, (peer, chunk), now)
         case PeerAborted(peer, reason):
@@ -184,6 +203,14 @@ def _heard(
             return _drained(state, peer)
         case PeerGone(peer, reason):
             return _gone(state, peer, reason, now)
+
+
+def _offered(state: Receiving, peer: str) -> tuple[Receiving, list[Action]]:
+    """Every chunk of a packed source needs a region, once."""
+    source = state.sources[peer]
+    if state.reason is not None or peer in state.offered or source.direct:
+        return state, []
+    return replace(state, offered=state.offered | {peer}), [Lease(peer, chunk) for chunk in range(source.chunks)]
 
 
 def _leased(state: Receiving, key: WriterChunk, offset: int) -> tuple[Receiving, list[Action]]:

@@ -63,6 +63,10 @@ class Want(About, frozen=True):
     pages: tuple[bytes, ...] = ()
 
 
+class Offered(About, frozen=True):
+    """Source to destination: the request is here, so regions for it will be used at once."""
+
+
 class Granted(About, frozen=True):
     """Destination to source: arena regions for some chunks."""
 
@@ -89,7 +93,7 @@ class Drained(About, frozen=True):
     """Source to destination: no write of this attempt is in flight and none will be posted."""
 
 
-AnyMessage = Hello | Refused | Ping | Want | Granted | Chunk | Done | Abort | Drained
+AnyMessage = Hello | Refused | Ping | Want | Offered | Granted | Chunk | Done | Abort | Drained
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

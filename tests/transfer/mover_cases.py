@@ -34,6 +34,7 @@ def messages(requests: list[str] | None = None) -> st.SearchStrategy[wire.AnyMes
             numbers,
             st.lists(st.binary(max_size=64), max_size=3).map(tuple),
         ),
+        st.builds(wire.Offered, names, numbers),
         st.builds(
             wire.Granted, names, numbers, st.lists(st.builds(wire.Grant, numbers, numbers), max_size=5).map(tuple)
         ),

@@ -782,3 +782,15 @@ def test_a_mover_behaves_by_a_new_configuration_from_the_next_request_on():
     assert ended(received[0]).routes == (Route.DIRECT,)
     with pytest.raises(LayoutError, match="cannot become"):
         mover.configure(replace(CONFIG, arena_bytes=CONFIG.arena_bytes * 2))
+
+
+def test_a_request_that_waits_for_its_prefill_holds_no_region():
+    """An arena of one chunk, and a request nobody offers before one that is: the second lands."""
+    pair = Pair.of(config=replace(CONFIG, arena_bytes=4096))
+    (waiting,) = pair.receive("waits for its prefill")
+    pair.bench.turn()
+    assert pair.dst.movers[0]._core.incoming.arena.leased_bytes == 0
+    pair.bench.ended([*pair.send("ready"), *pair.receive("ready")])
+    pair.assert_landed()
+    assert not waiting.ended
+    pair.bench.ended([*pair.send("waits for its prefill"), waiting])

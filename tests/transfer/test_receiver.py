@@ -17,7 +17,9 @@ from kvmover.transfer.receiver import (
     Event,
     Finish,
     Free,
+    Lease,
     Leased,
+    Offered,
     PeerAborted,
     PeerDrained,
     PeerGone,
@@ -351,3 +353,15 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
+
+
+def test_an_offer_asks_for_a_region_for_each_chunk_once():
+    state, actions = run(ONE, Offered("a"))
+    chunks = ONE.sources["a"].chunks
+    assert actions == [Lease("a", chunk) for chunk in range(chunks)]
+    assert run(state, Offered("a"), Offered("stranger"))[1] == []
+
+
+def test_an_offer_of_an_attempt_that_failed_asks_for_nothing():
+    state, _ = run(ONE, Cancel("over"))
+    assert run(state, Offered("a"))[1] == []

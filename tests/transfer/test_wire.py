@@ -25,7 +25,7 @@ def test_what_was_encoded_is_decoded(message: wire.AnyMessage):
 
 def test_every_kind_of_message_is_tried_above():
     tried = {type(message) for message in (wire.Hello(b""), wire.Refused(""), wire.Ping())}
-    tried |= {wire.Want, wire.Granted, wire.Chunk, wire.Done, wire.Abort, wire.Drained}
+    tried |= {wire.Want, wire.Offered, wire.Granted, wire.Chunk, wire.Done, wire.Abort, wire.Drained}
     assert set(wire.AnyMessage.__args__) == tried
 
 
