@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from kvmover.errors import PlanError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
-from kvmover.layout.layout import Dim, coalesce
+from kvmover.layout.layout import PACKED_ORDER, Dim, Layout, coalesce
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import Span
 from kvmover.plan.legs import Leg
@@ -85,8 +86,7 @@ def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.i
         raise PlanError(f"page id {bad} is outside a pool of {spec.pages} pages")
     first_head = shard.heads.index(leg.heads.start)
     units = table * spec.stride_bytes("page") + token * spec.stride_bytes("token")
-    planes = np.asarray(spec.planes(), np.int64).reshape(-1, spec.component.kv, 2)
-    chosen = planes[[shard.layers.index(layer) for layer in leg.layers]].reshape(-1, 2)
+    chosen = _plane_table(spec)[[shard.layers.index(layer) for layer in leg.layers]].reshape(-1, 2)
     return Place(
         np.ascontiguousarray(chosen[:, 0]),
         np.ascontiguousarray(chosen[:, 1]),
@@ -96,16 +96,27 @@ def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.i
     )
 
 
+@lru_cache(maxsize=256)
+def _plane_table(spec: PoolSpec) -> npt.NDArray[np.int64]:
+    """`spec.planes()` as [layer, kv, 2]. Kept: a pool never changes, and 80 layers take longer than all else here."""
+    table = np.asarray(spec.planes(), np.int64).reshape(-1, spec.component.kv, 2)
+    table.flags.writeable = False
+    return table
+
+
 def packed_place(component: Component, leg: Leg, units: Units, first_byte: int) -> Place:
-    """Where `leg` lies in a staging buffer: dense, in the order `page head layer kv token dim`, from `first_byte`."""
-    planes = leg.layers.count * component.kv
-    plane_bytes = units.tokens * component.row_bytes
+    """Where `leg` lies in a staging buffer: dense, in PACKED_ORDER with units for pages, from `first_byte` on."""
+    layers, kv = leg.layers.count, component.kv
+    extents = {"page": len(units), "head": leg.heads.count, "layer": layers, "kv": kv, "token": units.tokens}
+    layout = Layout.dense(PACKED_ORDER, **extents, dim=component.dim)
+    stride = {axis: layout.stride_of(axis) * component.element_bytes for axis in extents}
+    planes = np.arange(layers, dtype=np.int64)[:, None] * stride["layer"] + np.arange(kv) * stride["kv"]
     return Place(
-        np.zeros(planes, np.int64),
-        np.arange(planes, dtype=np.int64) * plane_bytes + first_byte,
-        np.arange(len(units), dtype=np.int64) * (planes * leg.heads.count * plane_bytes),
-        planes * plane_bytes,
-        component.row_bytes,
+        np.zeros(layers * kv, np.int64),
+        planes.reshape(-1) + first_byte,
+        np.arange(len(units), dtype=np.int64) * stride["page"],
+        stride["head"],
+        stride["token"],
     )
 
 
