@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 #: Wants that came before the engine called `send`, and messages that followed one of them. What comes on top is refused
 #: or dropped, so that a peer cannot fill the memory.
 MAX_EARLY_WANTS = 65536
+
+#: Attempts that are remembered as over, the latest ones: a minute of a thousand requests a second.
+MAX_CLOSED = 65536
 MAX_EARLY_MESSAGES = 65536
 
 
@@ -74,6 +77,9 @@ class Outbound:
     poster: Poster
     _requests: dict[str, _Request] = field(default_factory=dict[str, _Request])
     _early: dict[tuple[str, str], _Early] = field(default_factory=dict["tuple[str, str]", _Early])
+    _closed: dict[tuple[str, str], tuple[int, float]] = field(
+        default_factory=dict["tuple[str, str]", "tuple[int, float]"]
+    )
     ignored: int = 0
 
     def send(self, transfer: Transfer, pages: Pages, after: torch.cuda.Event | None) -> None:
@@ -117,13 +123,27 @@ class Outbound:
         if isinstance(message, wire.Abort):
             if waits:
                 del self._early[message.request, peer.name]
+            self._close(message.request, peer.name, message.generation)
             self.core.say(peer.name, wire.Drained(message.request, message.generation))
         elif early is not None and waits and len(early.said) < MAX_EARLY_MESSAGES:
             early.said.append(message)
         else:
             self.ignored += 1
 
+    def _close(self, request: str, peer: str, generation: int) -> None:
+        """Remember that a destination was told that nothing of an attempt will come any more.
+
+        A Want that its Abort overtook, or that is repeated, must not open it again: its pages are given back.
+        """
+        config = self.core.config
+        if len(self._closed) >= MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        self._closed[request, peer] = (generation, self.core.clock() + config.deadline_s + config.drain_s)
+
     def _want(self, peer: Peer, want: wire.Want) -> None:
+        if want.generation <= self._closed.get((want.request, peer.name), (-1, 0.0))[0]:
+            self.ignored += 1
+            return
         request = self._requests.get(want.request)
         if request is not None and self._forget(request):
             request = None
@@ -221,6 +241,8 @@ class Outbound:
             self._forget(request)
         for key in [key for key, early in self._early.items() if now >= early.deadline]:
             del self._early[key]
+        for key in [key for key, (_, until) in self._closed.items() if now >= until]:
+            del self._closed[key]
 
     def close(self, reason: str) -> None:
         """Fail what is open and tell its destinations."""
@@ -286,6 +308,8 @@ class Outbound:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
         over = all(a.state.finished and not a.state.in_flight for a in request.attempts.values())
         if request.transfer.ended and over:
+            for name, attempt in request.attempts.items():
+                self._close(request.transfer.request, name, attempt.state.generation)
             del self._requests[request.transfer.request]
             return True
         return False
