@@ -1,0 +1,6 @@
+"""Device code and its definition: tensors and integers in, bytes moved. Knows no type of kvmover's.
+
+`reference.move` and `rows.move` take the same Regions and leave the same bytes; `digest`, `quant` and `bulk` have their
+definitions beside them (`digest_reference`, `quant_reference`, and `reference` again). Nothing here is imported by this
+package itself: torch and Triton load with the module that needs them.
+"""
