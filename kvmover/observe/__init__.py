@@ -1,0 +1,1 @@
+"""What a person sees: what this machine can do, tables and pictures of plans."""
