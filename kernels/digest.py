@@ -22,7 +22,7 @@ from .config import RowConfig
 from .digest_reference import End, Logical
 from .digest_table import FIELDS, Launch, describe
 from .region import Region, RegionError
-from .rows import ONE_UNIT, TOKEN_UNITS, UNITS, WIDEST
+from .rows import ONE_UNIT, TOKEN_UNITS, UNITS, WIDEST, find_region
 from .upload import Upload
 
 H, T = tl.constexpr(definition.H), tl.constexpr(definition.T)
@@ -181,11 +181,7 @@ def digest_kernel(table, out, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.co
     `digest_table`). `COPY`: 0 to read the source only.
     """
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        region = 0
-        for other in range(1, regions):
-            region += (tl.load(table + other * FIELDS) <= tile).to(tl.int32)
-        at = table + region * FIELDS
-        local = tile - tl.load(at).to(tl.int32)
+        at, local = find_region(table, regions, tile, FIELDS)
         shape = tl.load(at + 22).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:

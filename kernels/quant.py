@@ -25,6 +25,7 @@ from .config import RowConfig
 from .quant_reference import FP8_MAX_INVERSE, SCALE_FLOOR, QuantRegion
 from .quant_table import FIELDS, Launch, describe
 from .region import RegionError
+from .rows import find_region
 from .upload import Upload
 
 INVERSE, FLOOR = tl.constexpr(FP8_MAX_INVERSE), tl.constexpr(SCALE_FLOOR)
@@ -180,11 +181,7 @@ def quant_kernel(table, regions, tiles, SHAPES: tl.constexpr, PACK: tl.constexpr
     `CASTS`: the hardware converts.
     """
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        region = 0
-        for other in range(1, regions):
-            region += (tl.load(table + other * FIELDS) <= tile).to(tl.int32)
-        at = table + region * FIELDS
-        local = tile - tl.load(at).to(tl.int32)
+        at, local = find_region(table, regions, tile, FIELDS)
         shape = tl.load(at + 20).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:

@@ -98,17 +98,23 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def find_region(table, regions, tile, WIDTH: tl.constexpr):
+    """Where the region of `tile` is described, and the tile's number in it. A region begins with its first tile's."""
+    region = 0
+    for other in range(1, regions):
+        region += (tl.load(table + other * WIDTH) <= tile).to(tl.int32)
+    at = table + region * WIDTH
+    return at, tile - tl.load(at).to(tl.int32)
+
+
+@triton.jit
 def move_kernel(table, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr):
     """Persistent over all tiles of all regions; the grid is the SM budget.
 
-    `table` int64: `FIELDS` words a region, then plane addresses in bytes and unit offsets in words (see `_describe`).
+    `table` int64: `FIELDS` words a region, then plane addresses in bytes and unit offsets in words (see `describe`).
     """
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        region = 0
-        for other in range(1, regions):
-            region += (tl.load(table + other * FIELDS) <= tile).to(tl.int32)
-        at = table + region * FIELDS
-        local = tile - tl.load(at).to(tl.int32)
+        at, local = find_region(table, regions, tile, FIELDS)
         shape = tl.load(at + 14).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:
