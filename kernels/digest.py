@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from . import digest_reference as definition
+from .apart import check_apart
 from .config import RowConfig
 from .digest_reference import End, Logical
 from .digest_table import FIELDS, Launch, describe
@@ -282,6 +283,8 @@ def _prepare(
     work = [number for number, region in enumerate(regions) if region.nbytes]
     if not work:
         return None
+    if copies:
+        check_apart([regions[number] for number in work])
     outs = [number if len(out) > 1 else 0 for number in work]
     launch = describe([regions[i] for i in work], [logicals[i] for i in work], outs, config.block_bytes)
     table = _uploads.setdefault(out.device, Upload(out.device)).to_device(launch.table)

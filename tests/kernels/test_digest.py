@@ -16,12 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from digest_cases import coordinates, merged
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from row_moves import HND, NAMES, NHD, Move, PoolMemory, PoolShape
 from test_compiled import OLDEST, OLDEST_PATH, ROOT, Limited
 
+from kvmover.kernels import digest as triton_digest
 from kvmover.kernels import digest_cuda, sass
 from kvmover.kernels.digest_reference import Logical, digest
 from kvmover.kernels.region import Region, RegionError
@@ -224,6 +226,17 @@ def test_coordinates_of_another_region_are_refused() -> None:
             digest([region], [bad], "src")
     with pytest.raises(RegionError, match="1 sets of coordinates for 2"):
         digest([region, region], [good], "src")
+
+
+def test_a_copy_onto_what_it_reads_is_refused_and_a_digest_alone_is_not() -> None:
+    """Before anything is launched, so that no GPU is needed to see it."""
+    region = Move(PoolShape(NHD, 4, 1), PoolShape(NHD, 4, 1), 16, 4, 1, units=2).open().region
+    itself = Region(region.src, region.src, region.heads, region.tokens, region.row_bytes)
+    coordinates = [Logical(np.arange(region.planes), np.arange(2))]
+    out = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(RegionError, match="share the byte"):
+        triton_digest.move_and_digest([itself], coordinates, out)
+    assert digest([itself], coordinates, "src") == digest([itself], coordinates, "dst")
 
 
 @pytest.mark.timeout(LIMIT_S)
