@@ -1,20 +1,28 @@
-"""Every move in plain torch: the definition, the oracle of the tests, and the path that serves CPU memory."""
+"""Every move in plain numpy: the definition, the oracle of the tests, and the path that serves CPU memory.
+
+Rows are taken and put as opaque elements of their whole width, so that each is one memcpy whatever its alignment. On
+rows of 512 B in the cache, take reached 46 GB/s and put 13 where torch's index_select reached 31 and index_copy_ 6; on
+32 KiB 54 and 43, against 53 and 13.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from .apart import check_apart
-from .region import Region, Side
+from .region import Offsets, Region, Side
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
 
 #: Rows are copied through a temporary of about this size where neither side is dense, so that it stays in the L2 cache.
 TEMPORARY_BYTES = 1 << 19
-
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def move(regions: Sequence[Region]) -> None:
@@ -31,43 +39,49 @@ def move(regions: Sequence[Region]) -> None:
 def _copy(region: Region) -> None:
     """All planes that share both allocations at once: by index, row by row."""
     pairs = np.stack([region.src.allocation, region.dst.allocation])
-    part: torch.Tensor | None = None
+    part: Bytes | None = None
     for source, target in np.unique(pairs, axis=1).T.tolist():
         planes = np.flatnonzero((pairs[0] == source) & (pairs[1] == target))
         src = _Rows.of(region, region.src, planes, source)
         dst = _Rows.of(region, region.dst, planes, target)
-        dtype = _WORDS[min(src.word_bytes, dst.word_bytes)]
-        # torch refuses an output in the storage of its input, even where the rows do not meet: within one pool.
-        apart = src.memory.untyped_storage().data_ptr() != dst.memory.untyped_storage().data_ptr()
+        # numpy copies an input that may share memory with the output, even where the rows do not meet: in one pool.
+        apart = not np.may_share_memory(src.memory, dst.memory)
         if apart and dst.dense:
-            torch.index_select(src.rows(dtype), 0, src.index(), out=_cut(dst.bytes(), src.width, dtype))
+            _take(src, src.index(), dst.bytes())
         elif apart and src.dense:
-            dst.rows(dtype).index_copy_(0, dst.index(), _cut(src.bytes(), dst.width, dtype))
+            _put(dst, dst.index(), src.bytes())
         else:
             # One for all groups: fresh memory costs a page fault every 4 KiB, three times what the copy takes.
-            part = torch.empty(TEMPORARY_BYTES, dtype=torch.uint8) if part is None else part
-            _copy_in_parts(src, dst, part, dtype)
+            part = np.empty(TEMPORARY_BYTES, np.uint8) if part is None else part
+            _copy_in_parts(src, dst, part)
 
 
-def _copy_in_parts(src: _Rows, dst: _Rows, part: torch.Tensor, dtype: torch.dtype) -> None:
+def _copy_in_parts(src: _Rows, dst: _Rows, part: Bytes) -> None:
     """Through `part`, which stays in the cache: each side in rows as long as it has them."""
     reads, writes = src.index(), dst.index()
     step = int(np.lcm(src.width, dst.width))
-    step *= max(1, part.numel() // step)
-    if step > part.numel():
-        part = torch.empty(step, dtype=torch.uint8)
+    step *= max(1, len(part) // step)
+    if step > len(part):
+        part = np.empty(step, np.uint8)
     for first in range(0, src.nbytes, step):
         here = part[: min(step, src.nbytes - first)]
-        stop = first + here.numel()
-        chosen = reads[first // src.width : stop // src.width]
-        torch.index_select(src.rows(dtype), 0, chosen, out=_cut(here, src.width, dtype))
-        chosen = writes[first // dst.width : stop // dst.width]
-        dst.rows(dtype).index_copy_(0, chosen, _cut(here, dst.width, dtype))
+        stop = first + len(here)
+        _take(src, reads[first // src.width : stop // src.width], here)
+        _put(dst, writes[first // dst.width : stop // dst.width], here)
 
 
-def _cut(flat: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Flat bytes as [row, element], rows of `width` bytes."""
-    return flat.view(dtype).view(-1, width // dtype.itemsize)
+def _take(rows: _Rows, index: Offsets, into: Bytes) -> None:
+    """Checked offsets are never clipped; numpy buffers the output in the mode that would raise."""
+    np.take(rows.elements(), index, out=_cut(into, rows.width), mode="clip")
+
+
+def _put(rows: _Rows, index: Offsets, out_of: Bytes) -> None:
+    np.put(rows.elements(), index, _cut(out_of, rows.width), mode="clip")
+
+
+def _cut(flat: Bytes, width: int) -> npt.NDArray[np.void]:
+    """Flat bytes as opaque elements of `width` bytes."""
+    return flat.view(f"V{width}")
 
 
 class _Rows:
@@ -76,14 +90,14 @@ class _Rows:
     `starts` are byte offsets of runs of `run_bytes`; `width` divides both, and is what an index counts.
     """
 
-    def __init__(self, memory: torch.Tensor, starts: npt.NDArray[np.int64], run_bytes: int) -> None:
-        self.memory, self.starts, self.run_bytes = memory, starts, run_bytes
+    def __init__(self, memory: torch.Tensor, starts: Offsets, run_bytes: int) -> None:
+        self.memory: Bytes = memory.numpy()
+        self.starts, self.run_bytes = starts, run_bytes
         self.width = int(np.gcd(np.gcd.reduce(starts), run_bytes))
-        self.word_bytes = int(np.gcd.reduce([self.width, memory.data_ptr(), memory.storage_offset(), 8]))
         self.dense = bool((np.diff(starts) == run_bytes).all())
 
     @classmethod
-    def of(cls, region: Region, side: Side, planes: npt.NDArray[np.int64], allocation: int) -> _Rows:
+    def of(cls, region: Region, side: Side, planes: Offsets, allocation: int) -> _Rows:
         """The rows of `planes`, which lie in `allocation`."""
         loops = [
             (region.tokens, np.arange(region.tokens) * side.token_bytes),
@@ -107,16 +121,16 @@ class _Rows:
     def nbytes(self) -> int:
         return len(self.starts) * self.run_bytes
 
-    def rows(self, dtype: torch.dtype) -> torch.Tensor:
-        """The allocation as [row, element], rows of `width` bytes."""
-        return _cut(self.memory[: self.memory.numel() // self.width * self.width], self.width, dtype)
+    def elements(self) -> npt.NDArray[np.void]:
+        """The allocation as rows of `width` bytes."""
+        return _cut(self.memory[: len(self.memory) // self.width * self.width], self.width)
 
-    def index(self) -> torch.Tensor:
+    def index(self) -> Offsets:
         """Row numbers of all runs, in order."""
         first, pieces = self.starts // self.width, self.run_bytes // self.width
-        return torch.from_numpy(first if pieces == 1 else (first[:, None] + np.arange(pieces)).reshape(-1))
+        return first if pieces == 1 else (first[:, None] + np.arange(pieces)).reshape(-1)
 
-    def bytes(self) -> torch.Tensor:
+    def bytes(self) -> Bytes:
         """The bytes of dense rows."""
         first = int(self.starts[0])
         return self.memory[first : first + self.nbytes]

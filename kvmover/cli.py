@@ -18,6 +18,7 @@ from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError
 
 if TYPE_CHECKING:
     from kvmover.layout import Component
+    from kvmover.plan.calibration import Calibration
     from kvmover.plan.text import FleetText
 
 #: Errors that say what happened to a transfer. All others say what is wrong with the input.
@@ -94,27 +95,36 @@ def plan(
         Literal["stripe", "elect"],
         typer.Option(help="Sources that hold the same bytes share the pages out, or one sends them all."),
     ] = "stripe",
+    calibration: Annotated[
+        Path | None, typer.Option(help="Choose routes by the costs measured on a link.", metavar="FILE")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Which link of the calibration, if it has several.", metavar="HOST[/TRANSPORT]")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Also draw it.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
     """Show who sends what to whom, by which route, and why."""
     from kvmover.plan import RDMA, Plan, Replicas
-    from kvmover.plan.text import explain, plan_as_data
+    from kvmover.plan.text import explain, link_as_data, plan_as_data
 
     model = _component(component, layers, dtype, kv_heads=kv_heads, head_dim=head_dim, latent_dim=latent_dim)
     source, target = _fleet("--src", src), _fleet("--dst", dst)
     answer = Plan(model, source.fleet, target.fleet, 0, tokens, Replicas(replicas))
-    legs = list(explain(answer, source.order, target.order, RDMA))
+    measured = _link(calibration, link)
+    legs = list(explain(answer, source.order, target.order, measured.costs(RDMA) if measured else RDMA))
     if svg:
         from kvmover.observe.picture import draw
 
         _write(svg, draw(answer, source, target, legs))
     if as_json:
-        print(json.dumps(plan_as_data(answer, legs)))
+        print(json.dumps(plan_as_data(answer, legs) | (link_as_data(measured, RDMA) if measured else {})))
         return
     from kvmover.observe.plan_table import print_plan
 
     print_plan(answer, source, target, legs)
+    if measured:
+        print(f"calibrated: {measured.why(RDMA)}")
 
 
 def _component(kind: str, layers: int, dtype: str, **sizes: int | None) -> Component:
@@ -139,6 +149,16 @@ def _fleet(option: str, text: str) -> FleetText:
         return FleetText.parse(text)
     except LayoutError as error:
         raise LayoutError(f"{option} {text}: {error}") from None
+
+
+def _link(calibration: Path | None, name: str | None) -> Calibration | None:
+    from kvmover.plan.calibration import link_to, load
+
+    if calibration is not None:
+        return link_to(load(calibration), name)
+    if name is not None:
+        raise LayoutError(f"--link {name} has no meaning without --calibration")
+    return None
 
 
 def _write(path: Path, text: str) -> None:
@@ -185,3 +205,87 @@ def demo(
             as_json=as_json,
         )
     )
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's JSON lines.", metavar="TRACE")],
+    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.")] = 64,
+    capacity_tokens: Annotated[
+        int | None,
+        typer.Option(parser=_count, metavar="N", help="Tokens that the device holds; any number if not given."),
+    ] = None,
+    host_tokens: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="Tokens that the host holds, if there is one.")
+    ] = None,
+    storage_tokens: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="Tokens that storage behind the host holds.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Which page is given up first.")] = "lru",
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
+    from kvmover.observe.console import console
+    from kvmover.replay.command import ReplayOptions, run_replay
+    from kvmover.replay.setup import Setup, policy_named
+
+    setup = Setup(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
+    run_replay(ReplayOptions(trace, setup, plot, as_json), console())
+
+
+store_app = typer.Typer(help="Look after page stores: directories of KV pages.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+
+Root = Annotated[Path, typer.Argument(help="The directory that the stores are in.", metavar="DIR")]
+OneNamespace = Annotated[
+    str | None, typer.Option("--namespace", help="Only those whose name begins so.", metavar="PREFIX")
+]
+
+
+@store_app.command("stat")
+def store_stat(root: Root, namespace: OneNamespace = None, as_json: Json = False) -> int:
+    """Show what is stored, and what a crash cost."""
+    from kvmover.store import command
+
+    return command.print_rows(command.stat(root, namespace), as_json)
+
+
+@store_app.command("verify")
+def store_verify(root: Root, namespace: OneNamespace = None, as_json: Json = False) -> int:
+    """Read every object and delete the bad ones. Exit status 1 if there were any."""
+    from kvmover.store import command
+
+    return command.print_rows(command.verify(root, namespace), as_json)
+
+
+@store_app.command("gc")
+def store_gc(
+    root: Root,
+    namespace: OneNamespace = None,
+    quota: Annotated[
+        int | None, typer.Option(parser=_count, metavar="BYTES", help="Evict until each namespace holds no more.")
+    ] = None,
+    ttl: Annotated[
+        int | None, typer.Option(parser=_count, metavar="SECONDS", help="Delete pages unused for so long.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Take over what dead writers left, and keep to a quota or an age."""
+    from kvmover.store import Policy, command
+
+    return command.print_rows(command.collect(root, namespace, Policy(quota_bytes=quota, ttl_s=ttl)), as_json)
+
+
+@store_app.command("clear")
+def store_clear(
+    root: Root,
+    namespace: Annotated[str, typer.Option(help="Those whose name begins so; '' is all.", metavar="PREFIX")],
+    as_json: Json = False,
+) -> int:
+    """Delete all pages of a namespace, and nothing else."""
+    from kvmover.store import command
+
+    return command.print_rows(command.clear(root, namespace), as_json)

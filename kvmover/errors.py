@@ -50,3 +50,7 @@ class ProtocolError(KvmoverError):
 
 class TransferFailed(KvmoverError):
     """A request that did not land: the message is the reason, the same one that the peer was told."""
+
+
+class StoreError(KvmoverError):
+    """A page store that cannot be opened, or a call to it that makes no sense. What befalls a page is a result."""

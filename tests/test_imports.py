@@ -16,7 +16,8 @@ PACKAGE = ROOT / "kvmover"
 PURE = {"errors"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "ranges", "transfer", "transport"}
-SERVING = MOVING | {"prefix", "tiers"}
+KEEPING = PURE | {"ledger", "prefix"}
+SERVING = MOVING | KEEPING | {"store", "tiers"}
 
 #: What each part may import of the others.
 MAY_IMPORT = {
@@ -25,14 +26,18 @@ MAY_IMPORT = {
     "kernels": set(),
     "layout": PURE,
     "prefix": PURE,
+    "ledger": PURE,
     "plan": {"layout"} | PURE,
     "transport": PURE,
     "transfer": MOVING - {"transfer"},
+    "store": {"layout", "transport"} | PURE,
     "tiers": SERVING - {"tiers"},
+    "replay": KEEPING,
+    "testing": SERVING,
     "observe": SERVING,
     "engines": SERVING | {"observe"},
     "demo": SERVING | {"observe"},
-    "cli": SERVING | {"observe", "engines", "demo"},
+    "cli": SERVING | {"observe", "engines", "demo", "replay"},
 }
 
 

@@ -38,7 +38,7 @@ def test_the_device_code_is_a_link_so_that_the_name_kernels_is_never_taken() -> 
 
 def test_base_dependencies_are_light() -> None:
     names = {re.split(r"[<>=\[ ]", line)[0] for line in PROJECT["dependencies"]}
-    assert names == {"msgspec", "numpy", "rich", "typer"}
+    assert names == {"msgspec", "numpy", "rich", "typer", "xxhash"}
 
 
 def test_extras_refer_to_extras_that_exist() -> None:

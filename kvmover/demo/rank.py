@@ -35,6 +35,9 @@ class Seat:
     pages: int
     store: str
 
+    def sit(self) -> Rank:
+        return Rank(self)
+
 
 class Rank:
     """A seated process. Page tables come from outside: all ranks of a fleet use the same page ids."""
@@ -114,12 +117,14 @@ class Rank:
 
 
 def main(pipe: Connection) -> None:
-    """Answer (verb, arguments) with (value, None) or (None, traceback) until the pipe closes. `seat` takes a Seat."""
+    """Answer (verb, arguments) with (value, None) or (None, traceback) until the pipe closes. `seat` takes who can sit:
+    a Seat here, or that of another kind of process.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
 
     torch.set_num_threads(1)
-    rank: Rank | None = None
+    rank: Any = None
     while True:
         try:
             verb, arguments = pipe.recv()
@@ -128,7 +133,8 @@ def main(pipe: Connection) -> None:
         try:
             value: Any = None
             if verb == "seat":
-                rank = Rank(*arguments)
+                (seat,) = arguments
+                rank = seat.sit()
             else:
                 value = getattr(rank, verb)(*arguments)
             pipe.send((value, None))

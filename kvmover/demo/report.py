@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
@@ -56,6 +56,8 @@ class RequestReport:
     gaps_agree: bool
     bytes_identical: bool
     wire: Wire
+    #: Hits by tier, as the fleet's ledger has them; nothing where the decode fleet's tree alone was asked.
+    hits: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def tokens_identical(self) -> bool:
@@ -108,8 +110,11 @@ class RunReport:
     def sentence(self) -> str:
         """What happened, in words."""
         answers = sum(len(request.answer) for request in self.requests)
-        moved = sum(request.wire.nbytes for request in self.requests)
-        hits = sum(request.hit_tokens for request in self.requests)
+        wired = [request for request in self.requests if not request.hits]
+        moved = sum(request.wire.nbytes for request in wired)
+        hits = sum(request.hit_tokens for request in wired)
+        stored = sum(request.hits.get("storage", 0) for request in self.requests)
+        read = f" Fleets that started empty read {stored} prompt tokens from the page store." if stored else ""
         wrong = [r.name for r in self.requests if not (r.tokens_identical and r.bytes_identical)]
         if wrong:
             return f"FAILED: {len(wrong)} of {len(self.requests)} requests differ from the one-process model: {wrong}"
@@ -117,7 +122,7 @@ class RunReport:
             f"All {answers} tokens of {len(self.requests)} requests in {len(self.scenarios)} scenarios are those of the"
             f" one-process model: {moved / 1e6:.1f} MB of KV moved bit for bit between fleets of different shape over"
             f" NIXL {self.nixl_version} ({self.nixl_backend}), {hits} prompt tokens were there already and not sent"
-            f" again, in {self.seconds:.0f} s."
+            f" again, in {self.seconds:.0f} s.{read}"
         )
 
     def as_data(self) -> dict[str, Any]:
@@ -147,7 +152,7 @@ def _request_data(request: RequestReport) -> dict[str, Any]:
     wire["bytes"] = wire.pop("nbytes")
     return {
         **data,
-        "moved_tokens": request.prompt_tokens - request.hit_tokens,
+        "moved_tokens": request.hits.get("storage", request.prompt_tokens - request.hit_tokens),
         "tokens_identical": request.tokens_identical,
         **wire,
         "gb_per_s": request.wire.gb_per_s,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmover.demo.crew import Crew
+from kvmover.demo.lives import Lives
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, show
 from kvmover.demo.scenarios import Chats, Scenario, Traced, choose
 from kvmover.demo.stage import Stage
@@ -65,26 +66,28 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
     began = time.monotonic()
     scenarios = choose(options.scenarios)
     reports: list[ScenarioReport] = []
-    size = max(scenario.src.fleet.size + scenario.dst.fleet.size for scenario in scenarios)
+    size = max(scenario.processes for scenario in scenarios)
     with tempfile.TemporaryDirectory(prefix="kvmover-demo-") as folder, Crew(size) as crew:
         for scenario in scenarios:
             seeded = replace(scenario, model=replace(scenario.model, seed=options.seed))
             place = Path(folder) / scenario.name
             place.mkdir()
-            reports.append(_play(Stage(seeded, crew, place), options, step))
+            stage = Lives(seeded, crew, place, options.requests_each) if seeded.lives else Stage(seeded, crew, place)
+            reports.append(_play(stage, options, step))
     return RunReport.of(reports, time.monotonic() - began)
 
 
-def _play(stage: Stage, options: DemoOptions, step: Callable[[str, int], None]) -> ScenarioReport:
+def _play(stage: Stage | Lives, options: DemoOptions, step: Callable[[str, int], None]) -> ScenarioReport:
     """All requests of one scenario, in order of arrival."""
     scenario = stage.scenario
-    step(f"{scenario.name}: {scenario.src.fleet.size} + {scenario.dst.fleet.size} ranks", 0)
+    ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.lives or (scenario.src, scenario.dst))
+    step(f"{scenario.name}: {ranks} ranks", 0)
     requests = _requests(options, scenario)
     done: list[RequestReport] = []
     for number, (prompt, answer_tokens) in enumerate(requests):
         done.append(stage.serve(number, prompt, answer_tokens))
         requests.answered(done[-1].answer)
-        step(f"{scenario.name}: {scenario.src.fleet.size} + {scenario.dst.fleet.size} ranks", 1)
+        step(f"{scenario.name}: {ranks} ranks", 1)
     stage.close()
     return ScenarioReport.of(scenario, done)
 

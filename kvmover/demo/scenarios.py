@@ -28,11 +28,24 @@ class Scenario:
     src: FleetText
     dst: FleetText
     route: Route | None = None
+    #: Fleets that serve one after another over a page store, where nothing moves between two that live together.
+    lives: tuple[FleetText, ...] = ()
+
+    @property
+    def processes(self) -> int:
+        """How many it takes: every fleet has processes of its own, those that live later too."""
+        return sum(fleet.fleet.size for fleet in self.lives or (self.src, self.dst))
 
     @classmethod
     def of(cls, name: str, title: str, model: ModelConfig, src: str, dst: str) -> Scenario:
         """With the route left to the cost model."""
         return cls(name, title, model, FleetText.parse(src), FleetText.parse(dst))
+
+    @classmethod
+    def stored(cls, name: str, title: str, model: ModelConfig, *lives: str) -> Scenario:
+        """Fleets in the order of their lives."""
+        fleets = tuple(FleetText.parse(text) for text in lives)
+        return cls(name, title, model, fleets[0], fleets[-1], lives=fleets)
 
     @property
     def component(self) -> Component:
@@ -86,6 +99,14 @@ SCENARIOS = (
             "tp=2,page=64,order=NHD",
         ),
         route=Route.PACKED,  # few enough runs to go direct, which would not show the interleaving
+    ),
+    Scenario.stored(
+        "storage",
+        "GQA, 8 KV heads, TP4, then TP2, then TP4 again: each starts empty, over one page store",
+        replace(GQA, kv_heads=8),
+        "tp=4,page=16,order=NHD",
+        "tp=2,page=16,order=HND",
+        "tp=4,page=16,order=NHD",
     ),
 )
 

@@ -38,7 +38,7 @@ class Engine:
         """Pages for `tokens` tokens, from the oldest prefixes where none are free."""
         count = -(-tokens // self.page_tokens)
         if count > len(self.free):
-            self.free += self.tree.evict(count - len(self.free))
+            self.free += self.tree.evict(count - len(self.free)).page_ids().tolist()
         if count > len(self.free):
             raise KvmoverError(f"{self.name}: {tokens} tokens do not fit {self.pages} pages of {self.page_tokens}")
         taken, self.free = self.free[:count], self.free[count:]
@@ -70,10 +70,10 @@ class Stage:
         """Prefill, move what the decode fleet does not have, decode, compare."""
         name = f"{self.scenario.name}-{number}"
         match = self.dst.tree.match(prompt)
-        self.dst.tree.lock(match)
+        receipt = self.dst.tree.lock(match.device_node)
         src_pages = self.src.take(len(prompt))
         missing = len(prompt) + answer_tokens - match.tokens
-        dst_pages = [*match.page_ids, *self.dst.take(missing)]
+        dst_pages = [*match.page_ids.tolist(), *self.dst.take(missing)]
         moved = range(match.tokens, len(prompt))
         first, gap = ask_all(self.src.members, "prefill", prompt, src_pages)[0]
         sent, landed = self._move(name, moved, src_pages, dst_pages)
@@ -81,7 +81,7 @@ class Stage:
         self.src.free += src_pages
         answer = [first, *rest]
         self._keep([*prompt, *answer[:-1]], dst_pages)
-        self.dst.tree.unlock(match)
+        self.dst.tree.unlock(receipt)
         self.alone.gaps.clear()
         expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
         near = all(abs(a - b) < GAP_TOLERANCE for a, b in zip([gap, *gaps], self.alone.gaps, strict=True))
@@ -97,11 +97,10 @@ class Stage:
         return [member.answer() for member in self.src.members], landed
 
     def _keep(self, tokens: list[int], pages: list[int]) -> None:
-        """Keep the whole pages of what is cached now, and free the rest and what was there already."""
+        """Keep the whole pages of what is cached now; free the rest, and what the tree has in other pages."""
         whole = len(tokens) // self.dst.page_tokens
-        known = set(self.dst.tree.match(tokens).page_ids)
-        doubles = self.dst.tree.insert(tokens, pages[:whole])
-        self.dst.free += [page for page in (*doubles, *pages[whole:]) if page not in known]
+        kept = self.dst.tree.insert(tokens, pages[:whole])
+        self.dst.free += [*kept.page_ids().tolist(), *pages[whole:]]
 
 
 def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:

@@ -27,6 +27,12 @@ class Component:
     """Whole-model extents of one family of cache rows: `layer x kv x head x position x dim`.
 
     Attention has `kv=2`; a latent that serves as key and value has `kv=1, heads=1`. Nothing else tells them apart.
+
+    `window`: only so many positions before the end of a request matter (None: all do). Page tables still begin where
+    the request does; entries before the window are never read.
+
+    `states`: 0 is a row a token; n is n rows a request, however long it is. They are the component's positions then, in
+    pages of one, and every context-parallel rank holds them all.
     """
 
     name: str
@@ -35,6 +41,8 @@ class Component:
     heads: int
     dim: int
     dtype: str
+    window: int | None = None
+    states: int = 0
 
     def __post_init__(self) -> None:
         for field in ("layers", "kv", "heads", "dim"):
@@ -42,6 +50,12 @@ class Component:
                 raise LayoutError(f"component {self.name} has {field} = {getattr(self, field)}; it must be at least 1")
         if self.dtype not in DTYPE_BYTES:
             raise LayoutError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+        if self.window is not None and self.window < 1:
+            raise LayoutError(f"component {self.name} has window = {self.window}; it must be at least 1, or None")
+        if self.states < 0:
+            raise LayoutError(f"component {self.name} has states = {self.states}; it must not be negative")
+        if self.window is not None and self.states:
+            raise LayoutError(f"component {self.name} has a window of {self.window} and {self.states} states; not both")
 
     @classmethod
     def attention(cls, layers: int, kv_heads: int, head_dim: int, dtype: str) -> Component:
@@ -52,6 +66,55 @@ class Component:
     def mla(cls, layers: int, latent_dim: int, dtype: str) -> Component:
         """The latent of multi-head latent attention: `latent_dim = kv_lora_rank + rope`, 576 for DeepSeek-V3."""
         return cls("mla", layers, 1, 1, latent_dim, dtype)
+
+    @classmethod
+    def sliding(cls, layers: int, kv_heads: int, head_dim: int, window: int, dtype: str) -> Component:
+        """Keys and values of the layers that attend to the last `window` positions only: 128 for gpt-oss."""
+        return cls("sliding", layers, 2, kv_heads, head_dim, dtype, window)
+
+    @classmethod
+    def state(cls, name: str, layers: int, heads: int, dim: int, dtype: str, states: int = 1) -> Component:
+        """Rows that a request has `states` of, not one a token: state-space states, split by head.
+
+        The temporal state of Mamba-2 has `dim = head_dim * state_size`, 8,192 for 64 x 128. A convolution state holds
+        sub-projections side by side, q, k and v or x, B and C, each split by head on its own: so it is one component
+        a sub-projection, `dim = channels of a head * (kernel - 1)`, whose pools are views of the one allocation (see
+        `PoolSpec`). An engine that stores the kernel - 1 steps outermost has them as planes: `kv = kernel - 1`.
+        """
+        return cls(name, layers, 1, heads, dim, dtype, states=states)
+
+    def wanted(self, positions: range) -> range:
+        """The component's own positions that must move when tokens `positions` of a request are asked for.
+
+        With a window, the last positions before `stop`; with states, all states, if any token is asked for.
+
+        >>> full, sliding = Component.attention(1, 8, 64, "bfloat16"), Component.sliding(1, 8, 64, 128, "bfloat16")
+        >>> [component.wanted(range(64, 1000)) for component in (full, sliding)]
+        [range(64, 1000), range(872, 1000)]
+        >>> temporal = Component.state("temporal", 24, 128, 64 * 128, "float32")
+        >>> temporal.wanted(range(64, 1000)), temporal.wanted(range(64, 64)), sliding.wanted(range(960, 1000))
+        (range(0, 1), range(0, 0), range(960, 1000))
+        """
+        if positions.step != 1:
+            raise LayoutError(f"positions {positions} of {self.name} are not consecutive")
+        if not positions:
+            return range(0)
+        if self.states:
+            return range(self.states)
+        first = positions.start if self.window is None else positions.stop - self.window
+        return range(max(positions.start, first), positions.stop)
+
+    def extent(self, tokens: int) -> int:
+        """How many positions of its own a request of `tokens` tokens has: as many, or the states."""
+        return self.states or tokens
+
+    def page_tokens(self, fleet_page_tokens: int) -> int:
+        """Positions in a page of a pool: the fleet's, or 1 for states."""
+        return 1 if self.states else fleet_page_tokens
+
+    def cp_parts(self, cp: int) -> int:
+        """Into how many parts `cp` context-parallel ranks divide the positions: `cp`, or 1 where each holds all."""
+        return 1 if self.states else cp
 
     @property
     def element_bytes(self) -> int:
@@ -64,5 +127,5 @@ class Component:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position over all layers, heads and kv: 327,680 for Llama-3-70B in bfloat16."""
+        """Bytes of one position, or state, over all layers, heads and kv: 327,680 for Llama-3-70B in bfloat16."""
         return self.layers * self.kv * self.heads * self.row_bytes

@@ -33,7 +33,8 @@ class Shard:
     """The box of a component that one rank holds of one request. `positions` is None where it holds none.
 
     The rank stores its positions densely and in order: token `i` of its page table is the i-th position of the stripe,
-    whose last run may reach past the end of the request, to the end of a page.
+    whose last run may reach past the end of the request, to the end of a page. Where a component has states, they are
+    its positions, the same on every context-parallel rank.
     """
 
     layers: Span
@@ -73,23 +74,26 @@ class Fleet:
     def shard(self, component: Component, rank: int, tokens: int) -> Shard:
         """What `rank` holds of `component` for a request of `tokens` tokens."""
         at = self.coordinate(rank)
+        if tokens < 1:
+            raise LayoutError(f"a request of {tokens} tokens")
         if self.pp > component.layers:
             raise LayoutError(f"{self.pp} pipeline stages for {component.layers} layers of {component.name}")
         return Shard(
             Span.share(component.layers, self.pp, at.pp),
             Span.share(component.heads, self.tp, at.tp),
-            self._positions(at.cp, tokens),
+            self._positions(component, at.cp, component.extent(tokens)),
         )
 
-    def _positions(self, cp: int, tokens: int) -> Stripe | None:
-        if tokens < 1:
-            raise LayoutError(f"a request of {tokens} tokens")
+    def _positions(self, component: Component, cp: int, extent: int) -> Stripe | None:
+        """The part of `extent` positions that falls to the context-parallel rank `cp`."""
+        width, parts = component.page_tokens(self.page_tokens), component.cp_parts(self.cp)
+        part = cp % parts
         if self.cp_order is CpOrder.TOKEN:
-            count = len(range(cp, tokens, self.cp))
-            return Stripe(cp, count, self.cp, 1) if count else None
-        width, pages = self.page_tokens, -(-tokens // self.page_tokens)
+            count = len(range(part, extent, parts))
+            return Stripe(part, count, parts, 1) if count else None
+        pages = -(-extent // width)
         if self.cp_order is CpOrder.PAGE:
-            count = len(range(cp, pages, self.cp))
-            return Stripe(cp * width, count, self.cp * width, width) if count else None
-        first, stop = cp * pages // self.cp, (cp + 1) * pages // self.cp
+            count = len(range(part, pages, parts))
+            return Stripe(part * width, count, parts * width, width) if count else None
+        first, stop = part * pages // parts, (part + 1) * pages // parts
         return Stripe(first * width, stop - first, width, width) if first < stop else None

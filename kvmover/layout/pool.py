@@ -25,6 +25,14 @@ class PoolSpec:
 
     `separate` names the axes with one allocation an index; their stride is 0. Local extents: the layers and heads of
     the rank's Shard, all pages of the pool.
+
+    Components may share an allocation: their strides are the allocation's, and each pool's tensors start where its own
+    elements do (`flat[offset_bytes:]`). A convolution state of 3 steps for 2 heads of 4 channels each of q, k and v,
+    channels outermost, is 24 x 3 elements a state; q starts at element 0, k at 24, v at 48, all with one layout:
+
+    >>> layout = Layout(("layer", "page", "kv", "head", "token", "dim"), (2, 8, 1, 2, 1, 12), (8 * 72, 72, 0, 12, 0, 1))
+    >>> PoolSpec(Component.state("conv.k", 2, 2, 4 * 3, "bfloat16"), layout).planes()
+    [(0, 0), (0, 1152)]
     """
 
     component: Component
@@ -37,6 +45,8 @@ class PoolSpec:
         if self.layout.extent_of("kv") != self.component.kv or self.layout.extent_of("dim") != self.component.dim:
             held = self.layout.extent_of("kv"), self.layout.extent_of("dim")
             raise LayoutError(f"pool of {held} kv and dim for {self.component.name}, {self.component.kv} and its dim")
+        if self.page_tokens != self.component.page_tokens(self.page_tokens):
+            raise LayoutError(f"pool of {self.page_tokens}-token pages for {self.component.name}: a page is one state")
         for axis in self.separate:
             if axis not in TABLE_AXES or self.separate.count(axis) > 1:
                 raise LayoutError(f"separate allocations along {self.separate}; each of {TABLE_AXES} may, once")
@@ -55,7 +65,10 @@ class PoolSpec:
         order: str,
         separate: tuple[str, ...] = (),
     ) -> PoolSpec:
-        """The pool without gaps for the layers and heads of `shard`, its axes nested in `order`."""
+        """The pool without gaps for the layers and heads of `shard`, its axes nested in `order`.
+
+        `page_tokens` is `component.page_tokens(fleet.page_tokens)`: the fleet's, or 1 for states.
+        """
         whole = Layout.dense(
             order,
             layer=shard.layers.count,
@@ -106,7 +119,8 @@ class PoolSpec:
 class Pool:
     """A pool's tensors: `spec.allocations` flat uint8 tensors, owned by the engine, alive as long as the Pool.
 
-    All on one device. An engine's own tensors are given as `tensor.view(torch.uint8).flatten()` when they are dense.
+    All on one device. An engine's own tensors are given as `tensor.view(torch.uint8).flatten()` when they are dense, or
+    from an offset on, `[offset_bytes:]`, where components share an allocation.
     """
 
     spec: PoolSpec
@@ -142,5 +156,5 @@ class Pool:
         return flat.as_strided(
             [layout.extent_of(axis) for axis in axes],
             [layout.stride_of(axis) for axis in axes],
-            offset // self.spec.component.element_bytes,
+            flat.storage_offset() + offset // self.spec.component.element_bytes,
         )

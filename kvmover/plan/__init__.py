@@ -1,23 +1,31 @@
 """Who sends what to whom, as boxes, runs and descriptors, and by which route. Pure: integers in, integers out."""
 
-from kvmover.plan.cost import HOST, RDMA, Choice, Costs, Route
+from kvmover.plan.calibration import Calibration
+from kvmover.plan.cost import HOST, RDMA, Choice, Costs, Posting, Route
 from kvmover.plan.legs import Leg, Plan, Replicas
 from kvmover.plan.lower import Box, Held, Place, Runs, Strided
+from kvmover.plan.measure import Measurements, Probe, Sample, probes
 from kvmover.plan.units import Units
 
 __all__ = [
     "HOST",
     "RDMA",
     "Box",
+    "Calibration",
     "Choice",
     "Costs",
     "Held",
     "Leg",
+    "Measurements",
     "Place",
     "Plan",
+    "Posting",
+    "Probe",
     "Replicas",
     "Route",
     "Runs",
+    "Sample",
     "Strided",
     "Units",
+    "probes",
 ]

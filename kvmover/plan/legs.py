@@ -45,7 +45,8 @@ class Leg:
 class Plan:
     """The move of positions [start, stop) of a request of one component from fleet `src` to fleet `dst`.
 
-    Every destination element has exactly one leg that writes it. With 8 heads, TP4 to TP2:
+    They are the component's own positions, `component.wanted(tokens)`. Every destination element has exactly one leg
+    that writes it. With 8 heads, TP4 to TP2:
 
     >>> plan = Plan(Component.attention(1, 8, 128, "bfloat16"), Fleet(tp=4), Fleet(tp=2), 0, 64)
     >>> [(leg.src_rank, leg.dst_rank, leg.heads.triple()) for leg in plan.legs()]
@@ -62,6 +63,10 @@ class Plan:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
             raise PlanError(f"positions [{self.start}, {self.stop}) of a request are not a range of tokens")
+        extent = self.component.extent(self.stop)
+        if self.stop > extent:
+            name = self.component.name
+            raise PlanError(f"positions [{self.start}, {self.stop}) of {name}, which has {extent} a request")
         for fleet in (self.src, self.dst):
             fleet.shard(self.component, 0, self.stop)
 
@@ -72,12 +77,12 @@ class Plan:
         return self._dst_shards[rank]
 
     @cached_property
-    def _src_shards(self) -> list[Shard]:
-        return [self.src.shard(self.component, rank, self.stop) for rank in range(self.src.size)]
+    def _src_shards(self) -> _Shards:
+        return _Shards(self.src, self.component, self.stop)
 
     @cached_property
-    def _dst_shards(self) -> list[Shard]:
-        return [self.dst.shard(self.component, rank, self.stop) for rank in range(self.dst.size)]
+    def _dst_shards(self) -> _Shards:
+        return _Shards(self.dst, self.component, self.stop)
 
     def legs(self) -> Iterator[Leg]:
         """All legs, by destination rank."""
@@ -115,32 +120,45 @@ class Plan:
     def _share(self, src_rank: int, dst_rank: int, held: Stripe) -> Positions:
         """The part of the positions held by `src_rank` that it, of all its replicas, writes to `dst_rank`."""
         whole = held.clip(self.start, self.stop)
-        index, count = _replica(self.component, self.src, src_rank)
-        if count == 1:
+        copy = _copy(self.component, self.src, src_rank)
+        if copy.count == 1:
             return whole
         if self.replicas is Replicas.ELECT:
             ranks = _overlapping(self.component, self.dst, self.src_shard(src_rank))
             takers = [rank for rank in ranks if (to := self.dst_shard(rank).positions) and common(whole, to)]
-            return whole if dst_rank in takers and takers.index(dst_rank) % count == index else ()
+            return whole if dst_rank in takers and takers.index(dst_rank) % copy.count == copy.index else ()
         deal = self._deal(src_rank, dst_rank)
         if deal is None or not whole:
             return ()
-        unit = (held.step, held.width) if held.count > 1 else (self.src.page_tokens, self.src.page_tokens)
+        page = self.component.page_tokens(self.src.page_tokens)
+        unit = (held.step, held.width) if held.count > 1 else (page, page)
         return _dealt(whole, held.start, unit, deal)
 
     def _deal(self, src_rank: int, dst_rank: int) -> _Deal | None:
         """How `src_rank` shares with its replicas what `dst_rank` and its replicas want, or None if others serve it.
 
         `s` sources and `d` destinations form gcd(s, d) groups: each destination hears from s / gcd sources, no more,
-        and the remainders of its division go round by destination, so all sources send the same within one page.
+        and the remainders of its division go round by destination, so all sources send the same within one page. Each
+        box of the destination begins its round with another source: four copies of one state serve four boxes.
         """
-        src_index, src_count = _replica(self.component, self.src, src_rank)
-        dst_index, dst_count = _replica(self.component, self.dst, dst_rank)
-        groups = gcd(src_count, dst_count)
-        parts, takers = src_count // groups, dst_count // groups
-        if src_index // parts != dst_index // takers:
+        src, dst = _copy(self.component, self.src, src_rank), _copy(self.component, self.dst, dst_rank)
+        groups = gcd(src.count, dst.count)
+        parts, takers = src.count // groups, dst.count // groups
+        if src.index // parts != dst.index // takers:
             return None
-        return _Deal(src_index % parts, parts, dst_index % takers, takers)
+        return _Deal((src.index - dst.box) % parts, parts, dst.index % takers, takers)
+
+
+class _Shards(dict[int, Shard]):
+    """A fleet's shards by rank, worked out when first asked for: a rank looks at its peers, not the whole fleet."""
+
+    def __init__(self, fleet: Fleet, component: Component, tokens: int) -> None:
+        super().__init__()
+        self._fleet, self._component, self._tokens = fleet, component, tokens
+
+    def __missing__(self, rank: int) -> Shard:
+        shard = self[rank] = self._fleet.shard(self._component, rank, self._tokens)
+        return shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +195,24 @@ def _dealt(whole: Positions, origin: int, unit: tuple[int, int], deal: _Deal) ->
     return normal(pieces)
 
 
-def _replica(component: Component, fleet: Fleet, rank: int) -> tuple[int, int]:
-    """Which copy of its heads `rank` holds, of how many copies in its stage. Equal shares are neighbours."""
-    at = fleet.coordinate(rank)
-    heads, tp = component.heads, fleet.tp
-    if heads >= tp:
-        return 0, 1
-    head = at.tp * heads // tp
-    first, stop = -(-head * tp // heads), -(-(head + 1) * tp // heads)
-    return at.tp - first, stop - first
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Copy `index` of `count` equal ones of box `box`: boxes are numbered by layers, then heads."""
+
+    box: int
+    index: int
+    count: int
+
+
+def _copy(component: Component, fleet: Fleet, rank: int) -> _Copy:
+    """Which copy of which box `rank` holds. Ranks with equal heads are neighbours; context ranks with equal positions
+    hold as many copies again."""
+    at, tp = fleet.coordinate(rank), fleet.tp
+    shares, parts = min(component.heads, tp), component.cp_parts(fleet.cp)
+    share = at.tp * shares // tp
+    first, stop = -(-share * tp // shares), -(-(share + 1) * tp // shares)
+    columns = stop - first
+    return _Copy(at.pp * shares + share, at.cp // parts * columns + at.tp - first, fleet.cp // parts * columns)
 
 
 def _overlapping(component: Component, fleet: Fleet, shard: Shard) -> list[int]:

@@ -71,19 +71,25 @@ def units_of(leg: Leg, src: Held, dst: Held) -> tuple[Units, ...]:
     return cut(leg.positions, src.paging(), dst.paging())
 
 
-def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> Place:
-    """Where `leg` lies in a pool. `pages` [page] is the rank's page table of the request, in order.
+def page_ids(held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Page of the pool for each token index [n] of what a rank holds. `pages` [page] is its page table of the request.
 
     Raises PlanError when the table is too short or names a page that the pool does not have.
     """
-    spec, shard = held.spec, held.shard
-    page, token = np.divmod(tokens_at, spec.page_tokens)
+    spec, page = held.spec, tokens_at // held.spec.page_tokens
     if page.size and page.max() >= len(pages):
         raise PlanError(f"page table of {len(pages)} pages is too short for page {int(page.max())} of the request")
     table = np.asarray(pages, np.int64)[page]
     if table.size and (table.min() < 0 or table.max() >= spec.pages):
         bad = int(table.min() if table.min() < 0 else table.max())
         raise PlanError(f"page id {bad} is outside a pool of {spec.pages} pages")
+    return table
+
+
+def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> Place:
+    """Where `leg` lies in a pool, by the rank's page table. Raises PlanError as `page_ids` does."""
+    spec, shard = held.spec, held.shard
+    table, token = page_ids(held, tokens_at, pages), tokens_at % spec.page_tokens
     first_head = shard.heads.index(leg.heads.start)
     units = table * spec.stride_bytes("page") + token * spec.stride_bytes("token")
     chosen = _plane_table(spec)[[shard.layers.index(layer) for layer in leg.layers]].reshape(-1, 2)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+import msgspec
 
 from kvmover.errors import LayoutError
 from kvmover.layout.fleet import CpOrder, Fleet, Shard
 from kvmover.layout.layout import axes_of
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import EMPTY
+from kvmover.plan.calibration import Calibration
 from kvmover.plan.cost import Choice, Costs
 from kvmover.plan.legs import Leg, Plan
 from kvmover.plan.lower import Held, count_runs
@@ -98,6 +101,11 @@ def ranks_as_data(plan: Plan, fleet: Fleet) -> list[dict[str, object]]:
             }
         )
     return rows
+
+
+def link_as_data(link: Calibration, base: Costs) -> dict[str, object]:
+    """What `kvmover plan --calibration` adds: the costs it chose by, and what was measured, null where assumed."""
+    return {"costs": asdict(link.costs(base)), "calibration": msgspec.to_builtins(link)}
 
 
 def plan_as_data(plan: Plan, legs: list[Explained]) -> dict[str, object]:

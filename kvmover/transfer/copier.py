@@ -11,6 +11,24 @@ from kvmover.kernels.region import Region
 if TYPE_CHECKING:
     import torch
 
+    from kvmover.kernels.digest_reference import End, Logical
+
+#: Called with the digest of the rows, or None where none was asked for.
+Done = Callable[[int | None], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """Regions to copy, or only to read where both their ends are one. `logicals`: where a digest of `end` is wanted."""
+
+    regions: Sequence[Region]
+    logicals: Sequence[Logical] | None = None
+    end: End = "src"
+
+    @property
+    def moves(self) -> bool:
+        return any(region.src is not region.dst for region in self.regions)
+
 
 @dataclass(slots=True)
 class Copier:
@@ -22,36 +40,52 @@ class Copier:
     device: torch.device
     sms: int | None
     _stream: torch.cuda.Stream | None = None
-    _running: list[tuple[torch.cuda.Event, Callable[[], None]]] = field(
-        default_factory=list["tuple[torch.cuda.Event, Callable[[], None]]"]
+    _running: list[tuple[torch.cuda.Event, torch.Tensor | None, Done]] = field(
+        default_factory=list["tuple[torch.cuda.Event, torch.Tensor | None, Done]"]
     )
 
-    def copy(self, regions: Sequence[Region], done: Callable[[], None], after: torch.cuda.Event | None = None) -> None:
-        """Copy `regions` and have `poll` call `done` when the bytes are in place; not before `after` has passed."""
+    def run(self, work: Work, done: Done) -> None:
+        """Do it and have `poll` call `done` when the bytes are in place."""
         if self.device.type == "cpu":
-            from kvmover.kernels import reference
+            from kvmover.kernels import digest_reference, reference
 
-            reference.move(regions)
-            done()
+            if work.moves:
+                reference.move(work.regions)
+            done(digest_reference.digest(work.regions, work.logicals, work.end) if work.logicals is not None else None)
             return
         import torch
-
-        from kvmover.kernels import rows
 
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            rows.move(regions, sms=self.sms)
+            total = self._launch(work)
             event = torch.cuda.Event()
             event.record()
-        self._running.append((event, done))
+        self._running.append((event, total, done))
+
+    def _launch(self, work: Work) -> torch.Tensor | None:
+        """On the current stream: the digest on the host, readable after the event, where one is wanted."""
+        import torch
+
+        from kvmover.kernels import digest, rows
+
+        if work.logicals is None:
+            rows.move(work.regions, sms=self.sms)
+            return None
+        total = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if work.moves and work.end == "src":
+            digest.move_and_digest(work.regions, work.logicals, total, sms=self.sms)
+        else:
+            if work.moves:
+                rows.move(work.regions, sms=self.sms)
+            digest.digest(work.regions, work.logicals, work.end, total, sms=self.sms)
+        return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
 
     def poll(self) -> None:
         """Report finished copies, oldest first: they run in order on one stream."""
         while self._running and self._running[0][0].query():
-            self._running.pop(0)[1]()
+            _, total, done = self._running.pop(0)
+            done(None if total is None else int(total[0]) % (1 << 64))
 
     @property
     def busy(self) -> bool:

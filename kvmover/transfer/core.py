@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvmover.errors import PeerLost, PeerUnknown
+from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
 from kvmover.transfer.arena import Arena
 from kvmover.transfer.copier import Copier
 from kvmover.transfer.handshake import Rank
 from kvmover.transfer.lane import End
+from kvmover.transfer.links import Links
+from kvmover.transfer.meter import Count, Meter
 from kvmover.transfer.peers import Peers
 from kvmover.transfer.result import MoverConfig
 from kvmover.transfer.wire import AnyMessage, encode
@@ -44,17 +47,28 @@ class Core:
     outgoing: Staging
     incoming: Staging
     clock: Callable[[], float]
+    links: Links
     peers: Peers = field(default_factory=Peers)
+    meter: Meter = field(default_factory=Meter)
     lost: deque[tuple[str, str]] = field(default_factory=deque["tuple[str, str]"])
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
 
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return tuple(pool.component for pool in self.end.pools)
+
     def say(self, peer: str, message: AnyMessage) -> None:
         """Send a control message. A peer that cannot be reached is reported lost: every wait on it then ends."""
+        self.post(peer, encode(message))
+
+    def post(self, peer: str, encoded: bytes) -> None:
+        """As `say`, for a message that is bytes already."""
+        self.meter.add(Count.MESSAGES)
         try:
-            self.transport.notify(peer, encode(message))
+            self.transport.notify(peer, encoded)
         except (PeerLost, PeerUnknown) as error:
             self.lost.append((peer, str(error)))
 
-    def soon(self, call: Callable[[], None]) -> Callable[[], None]:
+    def soon(self, call: Callable[[int | None], None]) -> Callable[[int | None], None]:
         """`call`, but from the mover's loop instead of from inside whoever finishes."""
-        return lambda: self.later.append(call)
+        return lambda digest: self.later.append(lambda: call(digest))

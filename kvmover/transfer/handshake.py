@@ -38,18 +38,28 @@ class Place(msgspec.Struct, frozen=True):
     fleet: Fleet
     rank: int
 
+    @property
+    def seat(self) -> tuple[str, int]:
+        """What one process at a time can have."""
+        return self.engine, self.rank
+
 
 class Rank(msgspec.Struct, frozen=True):
     """A rank as its peers need to know it: where it stands, how its pools lie, and how to reach its memory.
 
-    `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory for packed chunks.
+    `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory that packed chunks are
+    written to, `staging` what they are read from, `sandbox` what anybody may write to in order to measure the way here.
+    Ranks of one `host` share what is measured.
     """
 
     place: Place
     pools: tuple[PoolSpec, ...]
     allocations: tuple[tuple[Memory, ...], ...]
     arena: Memory
+    staging: Memory
     transport: bytes
+    host: str = ""
+    sandbox: Memory | None = None
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -88,7 +98,7 @@ def _check(model: Model, rank: Rank) -> None:
         raise PeerRefused(f"{len(rank.pools)} pools for {len(model.components)} components")
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
-        if spec.component != component or spec.page_tokens != place.fleet.page_tokens:
+        if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):
             raise PeerRefused(f"pool of {spec.component.name}, {spec.page_tokens}-token pages, does not fit its fleet")
         extents = {
             "layer": shard.layers.count,

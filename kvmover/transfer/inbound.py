@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections import deque
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvmover import ranges
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
-from kvmover.transfer import receiver, wire
+from kvmover.transfer import receiver, receiving, wire
+from kvmover.transfer.copier import Work
 from kvmover.transfer.core import Core
-from kvmover.transfer.lane import Lane, plans_between
-from kvmover.transfer.memory import region
+from kvmover.transfer.credits import Credits
+from kvmover.transfer.farewell import Farewells
+from kvmover.transfer.lane import Cut, Lane, plans_between, related
+from kvmover.transfer.limbo import Limbo, Ward
+from kvmover.transfer.memory import at_rest, logical, region
+from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers import Peer
 from kvmover.transfer.posts import Pages
-from kvmover.transfer.result import Result, Transfer
+from kvmover.transfer.reads import Reader, Reading
+from kvmover.transfer.remembered import Remembered
+from kvmover.transfer.result import Cause, Integrity, Transfer
+from kvmover.transfer.wanted import CAUSES, Attempt, Id, close
 
+log = logging.getLogger(__name__)
 
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """A request that this rank wants: its state, its page tables, and the lane from each source."""
-
-    state: receiver.Receiving
-    transfer: Transfer
-    pages: Pages
-    lanes: dict[str, Lane]
-    runs: int
+#: Attempts that are remembered as over, so that a source that missed how they ended can be told.
+MAX_ENDED = 65536
 
 
 @dataclass(slots=True, eq=False)
@@ -34,177 +38,323 @@ class Inbound:
     """The receiving half of a mover."""
 
     core: Core
+    reader: Reader
+    limbo: Limbo
     generation: int
-    _attempts: dict[tuple[str, int], _Attempt] = field(default_factory=dict["tuple[str, int]", _Attempt])
-    _queue: deque[tuple[_Attempt, str, int]] = field(default_factory=deque["tuple[_Attempt, str, int]"])
-    ignored: int = 0
+    _attempts: dict[Id, Attempt] = field(default_factory=dict[Id, Attempt])
+    _ended: Remembered[Id, str | None] = field(default_factory=lambda: Remembered["Id", "str | None"](MAX_ENDED))
+    _credits: Credits[Id, receiving.WriterChunk] = field(default_factory=Credits[Id, receiving.WriterChunk])
+    _farewells: Farewells = field(default_factory=Farewells)
 
-    def receive(self, transfer: Transfer, engine: str, positions: range, pages: Pages) -> None:
+    def receive(
+        self, transfer: Transfer, engine: str, positions: range, pages: Pages, aux_from: Sequence[int] = ()
+    ) -> None:
         """Ask every source rank of `engine` for its part of `positions`. Raises before anything is asked."""
         core, now = self.core, self.core.clock()
-        if any(key[0] == transfer.request for key in self._attempts):
+        if any(request == transfer.request for request, _ in self._attempts):
             raise PlanError(f"request {transfer.request} is already being received")
-        self.generation += 1
         with ranges.span(ranges.PLAN, transfer.request):
-            peers, lanes, runs = self._lanes(engine, positions)
-        for lane in lanes.values():
-            _check_pages(lane, pages)
-        sources: dict[str, receiver.Source] = {}
-        for name, lane in lanes.items():
-            direct = self._route(lane, runs[name]) is Route.DIRECT
-            sources[name] = receiver.Source(len(lane.chunks), direct)
+            peers, lanes = self._lanes(engine, positions, aux_from)
+            runs = {name: lane.direct_runs() for name, lane in lanes.items()}
+            for lane in lanes.values():
+                lane.check_pages(lane.dst, pages)
+        direct = {peer.name: self._route(peer, lanes[peer.name], runs[peer.name]) is Route.DIRECT for peer in peers}
+        sources: dict[str, receiving.Source] = {}
+        for peer in peers:
+            lane, aux = lanes[peer.name], peer.card.place.rank in aux_from
+            sources[peer.name] = receiving.Source(len(lane.chunks), direct[peer.name], core.config.verb, aux)
             largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
-            if not direct and not core.incoming.arena.fits(largest):
+            if not direct[peer.name] and not core.incoming.arena.fits(largest):
                 raise PlanError(f"a chunk of {largest} bytes does not fit the arena of {core.incoming.arena.nbytes}")
-        state = receiver.Receiving(
-            transfer.request, self.generation, sources, now + core.config.deadline_s, core.config.drain_s
-        )
-        attempt = _Attempt(state, transfer, pages, lanes, sum(runs.values()))
-        wants = {name: self._want(attempt, name, positions) for name in peers}
-        for want in wants.values():
-            wire.encode(want)  # a table that no message holds is refused before anything is asked
-        self._attempts[transfer.request, self.generation] = attempt
-        for name, want in wants.items():
-            core.say(name, want)
-        state, actions = receiver.start(attempt.state)
-        self._apply(attempt, state, actions)
+        config = core.config
+        patience = receiving.Patience(config.deadline_s, config.drain_s, config.resend_s)
+        generation = self.generation + 1
+        state = receiving.Receiving(transfer.request, generation, sources, patience, now + config.deadline_s, now)
+        seats = {peer.name: peer.card.place.seat for peer in peers}
+        attempt = Attempt(state, transfer, pages, lanes, seats, sum(runs.values()))
+        for name in lanes:  # a table that no message holds is refused before anything is asked
+            attempt.wants[name] = wire.encode(self._want(attempt, name, positions, aux_from))
+        self.generation = generation
+        self._attempts[attempt.id] = attempt
+        for name, want in attempt.wants.items():
+            core.post(name, want)
+        self._apply(attempt, *receiver.start(attempt.state))
 
-    def _lanes(self, engine: str, positions: range) -> tuple[list[str], dict[str, Lane], dict[str, int]]:
+    def _lanes(self, engine: str, positions: range, aux_from: Sequence[int]) -> tuple[list[Peer], dict[str, Lane]]:
         """The source ranks that could hold any of it, and what each would send."""
-        core = self.core
+        core, config = self.core, self.core.config
         fleet = core.peers.fleet(engine)
-        span = positions if positions else range(positions.start, positions.start + 1)
-        plans = plans_between(core.end.pools, fleet, core.end.fleet, span, core.config.replicas)
-        ranks = sorted({rank for plan in plans for rank in plan.sources_of(core.end.rank)})
-        peers = [core.peers.at(engine, rank) for rank in ranks]
+        ranks = related(core.components, fleet, core.end.fleet, config.replicas).sources_of(core.end.rank)
+        peers = [core.peers.at(engine, rank) for rank in sorted({*ranks, *aux_from})]
         for peer in peers:
             if peer.card.place.fleet != fleet:  # the two sides would derive different chunks
                 raise PlanError(f"{peer.name} is of a fleet {peer.card.place.fleet}, others of {engine} of {fleet}")
-        lanes: dict[str, Lane] = {}
-        for peer in peers:
-            lane = Lane.between(plans, peer.end, core.end, core.config.costs.chunk_bytes)
-            lanes[peer.name] = lane if positions else replace(lane, legs=(None,) * len(plans), chunks=())
-        return [peer.name for peer in peers], lanes, {name: lane.direct_runs() for name, lane in lanes.items()}
+        plans = plans_between(core.components, fleet, core.end.fleet, positions, config.replicas)
+        cut = Cut(config.costs.chunk_bytes, config.chunk_layers)
+        return peers, {peer.name: Lane.between(plans, peer.end, core.end, cut) for peer in peers}
 
-    def _route(self, lane: Lane, runs: int) -> Route:
+    def _route(self, peer: Peer, lane: Lane, runs: int) -> Route:
         config = self.core.config
-        return config.route or config.costs.choose(lane.nbytes, max(runs, 1)).route
+        if config.route is not None or not lane.nbytes:
+            return config.route or Route.PACKED
+        choice = self.core.links.costs(peer.card.host, config.costs, self.core.clock()).choose(lane.nbytes, runs)
+        log.debug("from %s, %s", peer.name, choice.why())
+        return choice.route
 
-    def _want(self, attempt: _Attempt, peer: str, positions: range) -> wire.Want:
-        state, direct = attempt.state, attempt.state.sources[peer].direct
+    def _want(self, attempt: Attempt, peer: str, positions: range, aux_from: Sequence[int]) -> wire.Want:
+        state, config = attempt.state, self.core.config
+        source = state.sources[peer]
+        told = source.direct and source.verb is wire.Verb.PUSH
         return wire.Want(
             state.request,
             state.generation,
             positions.start,
             positions.stop,
-            Route.DIRECT if direct else Route.PACKED,
-            self.core.config.replicas,
-            self.core.config.costs.chunk_bytes,
-            tuple(table.astype("<i4").tobytes() for table in attempt.pages) if direct else (),
+            Route.DIRECT if source.direct else Route.PACKED,
+            config.replicas,
+            config.costs.chunk_bytes,
+            tuple(table.astype("<i4").tobytes() for table in attempt.pages) if told else (),
+            config.chunk_layers,
+            source.verb,
+            config.integrity is Integrity.DIGEST,
+            tuple(aux_from),
         )
 
     def hear(self, peer: Peer, message: wire.About) -> None:
-        """A message from a source. Those of attempts that are over are counted and dropped: nothing waits for them."""
+        """A message from a source. One about an attempt that is over is answered with how it ended."""
         attempt = self._attempts.get((message.request, message.generation))
         if attempt is None:
-            self.ignored += 1
+            self._late(peer, message)
             return
         match message:
-            case wire.Offered():
-                self._step(attempt, receiver.Offered(peer.name))
-            case wire.Chunk(chunk=chunk):
-                self._step(attempt, receiver.Arrived(peer.name, chunk))
+            case wire.Offered(ready=ready, pages=pages):
+                if pages and not self._take_tables(attempt, peer.name, pages):
+                    return
+                self._step(attempt, receiving.Offered(peer.name, ready))
+            case wire.Chunk(chunk=chunk, round=round_, digest=digest):
+                self._step(attempt, receiving.Arrived(peer.name, chunk, round_, digest))
+            case wire.Staged(chunk=chunk, offset=offset, round=round_, digest=digest):
+                self._step(attempt, receiving.Staged(peer.name, chunk, offset, round_, digest))
+            case wire.Aux(payload=payload):
+                if peer.name in attempt.state.awaited_aux:  # not of a rank of another engine that has the same number
+                    attempt.aux[peer.card.place.rank] = payload
+                self._step(attempt, receiving.AuxArrived(peer.name))
+            case wire.Kept():
+                self._step(attempt, receiving.Kept(peer.name))
             case wire.Abort(reason=reason):
-                self._step(attempt, receiver.PeerAborted(peer.name, reason))
+                self._step(attempt, receiving.PeerAborted(peer.name, reason))
             case wire.Drained():
-                self._step(attempt, receiver.PeerDrained(peer.name))
+                self._step(attempt, receiving.PeerDrained(peer.name))
             case _:
-                self.ignored += 1
+                self.core.meter.add(Count.LATE_MESSAGES)
+
+    def _late(self, peer: Peer, message: wire.About) -> None:
+        id_ = message.request, message.generation
+        if isinstance(message, wire.Drained):
+            self._free(self.limbo.drained((peer.name, *id_)))
+            return
+        self.core.meter.add(Count.LATE_MESSAGES)
+        self._farewells.heard((peer.name, *id_))
+        if isinstance(message, wire.Kept):
+            return
+        reason = self._ended.get(id_) if id_ in self._ended else "this attempt is over"
+        if isinstance(message, wire.Abort):  # answered by Drained, and that by nothing: no answer is answered for ever
+            reason = reason or message.reason
+        self.core.say(peer.name, wire.Done(*id_) if reason is None else wire.Abort(*id_, reason))
+
+    def _take_tables(self, attempt: Attempt, peer: str, pages: tuple[bytes, ...]) -> bool:
+        """Page tables of a source whose pages we read; False, and the attempt fails, where they cannot be right."""
+        if peer not in attempt.lanes:
+            return False
+        try:
+            tables = tuple(np.frombuffer(table, "<i4").astype(np.int64) for table in pages)
+            attempt.lanes[peer].check_pages(attempt.lanes[peer].src, tables)
+        except ValueError as error:
+            self._step(attempt, receiving.PeerAborted(peer, f"page tables of {peer}: {error}"))
+            return False
+        attempt.theirs[peer] = tables
+        return True
 
     def knows(self, message: wire.About) -> bool:
-        return (message.request, message.generation) in self._attempts
+        id_ = message.request, message.generation
+        return id_ in self._attempts or id_ in self._ended
 
     def lost(self, peer: str, reason: str) -> None:
+        self._farewells.lost(peer)
         for attempt in list(self._attempts.values()):
-            self._step(attempt, receiver.PeerGone(peer, reason))
+            self._step(attempt, receiving.PeerGone(peer, reason))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         for attempt in list(self._attempts.values()):
             if attempt.transfer is transfer:
-                self._step(attempt, receiver.Cancel(reason))
+                self._step(attempt, receiving.Cancel(reason))
 
     def close(self, reason: str) -> None:
         """Fail what is open and tell its sources."""
         for attempt in list(self._attempts.values()):
-            self._step(attempt, receiver.Cancel(reason))
+            self._step(attempt, receiving.Cancel(reason))
 
     def poll(self) -> None:
-        """Deadlines, and regions for chunks that wait for one: in the order they asked."""
+        """Deadlines, regions for chunks that wait for one, and what may be given back late."""
+        now = self.core.clock()
         for attempt in list(self._attempts.values()):
-            self._step(attempt, receiver.Tick())
+            self._step(attempt, receiving.Tick())
         arena = self.core.incoming.arena
-        while self._queue:
-            attempt, peer, chunk = self._queue[0]
-            if attempt.state.reason is None and not attempt.state.finished:
-                offset = arena.lease(attempt.lanes[peer].chunks[chunk].span_bytes)
-                if offset is None:
-                    return
-                self._step(attempt, receiver.Leased(peer, chunk, offset))
-            self._queue.popleft()
+        while (granted := self._credits.lease(arena)) is not None:
+            id_, key, offset = granted
+            attempt = self._attempts[id_]
+            self.core.meter.took(Stage.CREDIT_WAIT, now - attempt.asked.pop(key))
+            self._step(attempt, receiving.Leased(*key, offset))
+        for reading in self.reader.settled():
+            self._settled(reading)
+        ask, freed = self.limbo.poll(now)
+        self._free(freed)
+        for peer, request, generation in ask:
+            if self.core.peers.get(peer) is not None:
+                self.core.meter.add(Count.RESENT_MESSAGES)
+                reason = self.limbo.reason((peer, request, generation))
+                self.core.say(peer, wire.Abort(request, generation, reason))
+        for (peer, *id_), want in self._farewells.again(now, self.core.config.resend_s):
+            self.core.meter.add(Count.RESENT_MESSAGES)
+            self.core.post(peer, want)
+            self.core.say(peer, wire.Done(*id_))
+        self._ended.expire(now)
+
+    def gauges(self) -> dict[Gauge, int]:
+        arena = self.core.incoming.arena
+        return {
+            Gauge.OPEN_RECEIVES: len(self._attempts),
+            Gauge.CHUNKS_WAITING_FOR_CREDIT: len(self._credits),
+            Gauge.READS_UNDER_WAY: len(self.reader.flights),
+            Gauge.ATTEMPTS_IN_LIMBO: len(self.limbo),
+            Gauge.INCOMING_ARENA_BYTES: arena.nbytes,
+            Gauge.INCOMING_LEASED_BYTES: arena.leased_bytes,
+            Gauge.INCOMING_QUARANTINED_BYTES: arena.quarantined_bytes,
+        }
 
     def waits_on(self) -> set[str]:
         return {peer for attempt in self._attempts.values() for peer in attempt.state.sources}
 
-    def _step(self, attempt: _Attempt, event: receiver.Event) -> None:
-        state, actions = receiver.step(attempt.state, event, self.core.clock())
+    def read(self, reading: Reading, event: receiving.ReadEnded) -> None:
+        """What the reader says becomes of a read."""
+        attempt = self._attempts.get(reading.id)
+        if attempt is not None:
+            self._step(attempt, event)
+        elif event.quiescent:
+            self._settled(reading)
+
+    def _settled(self, reading: Reading) -> None:
+        attempt = self._attempts.get(reading.id)
+        if attempt is not None:
+            self._step(attempt, receiving.ReadSettled(reading.peer, reading.chunk))
+        else:
+            self._free(self.limbo.settled((reading.peer, *reading.id), reading.chunk))
+
+    def _free(self, offsets: Sequence[int]) -> None:
+        for offset in offsets:
+            self.core.incoming.arena.release(offset)
+
+    def _step(self, attempt: Attempt, event: receiving.Event) -> None:
+        before = attempt.state
+        state, actions = receiver.step(before, event, self.core.clock())
+        if before.reason is None and state.reason is not None:
+            attempt.cause = CAUSES.get(type(event), Cause.PROTOCOL)
+            self._credits.forget(attempt.id)
+        if len(state.landed) > len(before.landed):
+            self._landed(attempt, event)
         self._apply(attempt, state, actions)
 
-    def _apply(self, attempt: _Attempt, state: receiver.Receiving, actions: Sequence[receiver.Action]) -> None:
+    def _landed(self, attempt: Attempt, event: receiving.Event) -> None:
+        """Count a chunk that is in the pages, by whatever way it came there."""
+        match event:
+            case receiving.Arrived(peer, chunk) | receiving.ReadEnded(peer, chunk) | receiving.Scattered(peer, chunk):
+                self.core.meter.add(Count.RECEIVED_CHUNKS)
+                self.core.meter.add(Count.RECEIVED_BYTES, attempt.lanes[peer].chunks[chunk].nbytes)
+            case _:
+                raise AssertionError(f"{event} lands nothing")
+
+    def _apply(self, attempt: Attempt, state: receiving.Receiving, actions: Sequence[receiving.Action]) -> None:
         attempt.state = state
         arena = self.core.incoming.arena
         for action in actions:
             match action:
-                case receiver.Send(peer, message):
+                case receiving.Send(peer, message):
                     self.core.say(peer, message)
-                case receiver.Lease(peer, chunk):
-                    self._queue.append((attempt, peer, chunk))
-                case receiver.Scatter(peer, chunk, offset):
+                case receiving.Ask(peer):
+                    self.core.meter.add(Count.RESENT_MESSAGES)
+                    self.core.post(peer, attempt.wants[peer])
+                case receiving.Lease(peer, chunk):
+                    attempt.asked[peer, chunk] = self.core.clock()
+                    self._credits.ask(attempt.id, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
+                case receiving.Read():
+                    self._read(attempt, action)
+                case receiving.Scatter(peer, chunk, offset):
                     self._scatter(attempt, peer, chunk, offset)
-                case receiver.Free(offset):
+                case receiving.Free(offset):
                     arena.release(offset)
-                case receiver.Quarantine(offset):
+                case receiving.Quarantine(peer, offset):
                     arena.quarantine(offset)
-                case receiver.Finish(reason, held):
-                    self._finish(attempt, reason, bool(held))
+                    self._ward(attempt, peer).offsets.append(offset)
+                case receiving.Mismatch():
+                    attempt.resent += 1
+                    self.core.meter.add(Count.MISMATCHED_CHUNKS)
+                case receiving.Finish(reason, held):
+                    self._finish(attempt, reason, held)
 
-    def _scatter(self, attempt: _Attempt, peer: str, chunk: int, offset: int) -> None:
-        lane, core = attempt.lanes[peer], self.core
-        packed = core.incoming.tensor[offset : offset + lane.chunks[chunk].span_bytes]
-        with ranges.span(ranges.SCATTER, attempt.state.request, lane.chunks[chunk].nbytes):
+    def _read(self, attempt: Attempt, read: receiving.Read) -> None:
+        reading = Reading(attempt.id, read.peer, read.chunk)
+        lane, theirs = attempt.lanes[read.peer], attempt.theirs.get(read.peer)
+        if not attempt.state.sources[read.peer].direct:
+            span_bytes = lane.chunks[read.chunk].span_bytes
+            self.reader.packed(reading, read.remote, read.offset, span_bytes)
+        elif theirs is None:
+            missing = f"{read.peer} did not say where its pages are"
+            self._step(attempt, receiving.ReadEnded(read.peer, read.chunk, missing))
+        else:
+            self.reader.direct(reading, lane.direct_boxes(read.chunk, theirs, attempt.pages))
+
+    def _scatter(self, attempt: Attempt, peer: str, chunk: int, offset: int | None) -> None:
+        lane, core, begun = attempt.lanes[peer], self.core, self.core.clock()
+        plan, first = lane.chunks[chunk], offset or 0
+        packed = core.incoming.tensor[first : first + plan.span_bytes]
+
+        def done(digest: int | None) -> None:
+            seconds = core.clock() - begun
+            core.meter.took(Stage.SCATTER, seconds)
+            if offset is not None and (source := core.peers.get(peer)) is not None:
+                core.links.scattered(source.card.host, plan.nbytes, seconds)
+            self._step(attempt, receiving.Scattered(peer, chunk, digest))
+
+        with ranges.span(ranges.SCATTER, attempt.state.request, plan.nbytes):
             regions = [
                 region(box, [packed], core.pools[component].tensors)
                 for component, box in lane.scatter_boxes(chunk, attempt.pages)
             ]
-            core.copier.copy(regions, core.soon(lambda: self._step(attempt, receiver.Scattered(peer, chunk))))
+            logicals = None
+            if (peer, chunk) in attempt.state.digests:
+                logicals = [logical(m, r) for m, r in zip(lane.marks(chunk), regions, strict=True)]
+            if offset is None:
+                regions = [at_rest(r, "dst") for r in regions]
+            core.copier.run(Work(regions, logicals, "dst"), core.soon(done))
 
-    def _finish(self, attempt: _Attempt, reason: str | None, held: bool) -> None:
-        state, lanes = attempt.state, attempt.lanes.values()
-        del self._attempts[state.request, state.generation]
-        attempt.transfer.result = Result(
-            reason,
-            self.core.clock() - attempt.transfer.started,
-            sum(lane.nbytes for lane in lanes),
-            attempt.runs,
-            sum(len(lane.chunks) for lane in lanes),
-            tuple(Route.DIRECT if s.direct else Route.PACKED for s in state.sources.values() if s.chunks),
-            sum(bool(lane.chunks) for lane in lanes),
-            held,
-        )
+    def _ward(self, attempt: Attempt, peer: str) -> Ward:
+        """What a peer's writes may still touch of an attempt that ends."""
+        key = (peer, *attempt.id)
+        ward = self.limbo.get(key)
+        if ward is None:
+            reads = {chunk for name, chunk in attempt.state.reading if name == peer}
+            ward = Ward(attempt.state.reason or "", attempt.seats[peer], reads=reads)
+            self.limbo.hold(key, ward)
+        return ward
 
-
-def _check_pages(lane: Lane, pages: Pages) -> None:
-    """Raise PlanError for a page table that does not cover the lane, before a source is asked for anything."""
-    if len(pages) != len(lane.dst):
-        raise PlanError(f"{len(pages)} page tables for {len(lane.dst)} components")
-    for chunk in range(len(lane.chunks)):
-        lane.scatter_boxes(chunk, pages)
+    def _finish(self, attempt: Attempt, reason: str | None, held: frozenset[str]) -> None:
+        config, now = self.core.config, self.core.clock()
+        for peer in held:
+            self._ward(attempt, peer).transfer = attempt.transfer
+        del self._attempts[attempt.id]
+        until = now + config.deadline_s + config.drain_s
+        self._ended.keep(attempt.id, reason, until)
+        for peer, source in attempt.state.sources.items():
+            if reason is None and source.idle and peer not in attempt.state.gone:
+                self._farewells.said((peer, *attempt.id), attempt.wants[peer], now + config.resend_s, until)
+        close(attempt, self.core, held)

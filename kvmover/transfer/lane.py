@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.errors import PlanError
+from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
+from kvmover.layout.span import Span
 from kvmover.plan.legs import Leg, Plan, Replicas
-from kvmover.plan.lower import Box, Held, Place, box, count_runs, packed_place, pool_place, units_of
+from kvmover.plan.lower import Box, Held, Place, box, count_runs, packed_place, page_ids, pool_place, units_of
 from kvmover.plan.units import Units
 
 #: Pieces of a chunk start at multiples of this, so that every piece can be moved in 16-byte words.
@@ -27,11 +31,21 @@ class End:
     pools: tuple[PoolSpec, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a lane is cut: chunks of at most `nbytes`, and none that holds layers of two groups of `layers` (0: one
+    group), so that a group can go while the next one is computed."""
+
+    nbytes: int
+    layers: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Some units of one component's leg, and where they start in the packed chunk."""
+    """Some units of one component's leg, or of some of its layers, and where they start in the packed chunk."""
 
     component: int
+    leg: Leg
     units: Units
     first_byte: int
 
@@ -55,12 +69,15 @@ class Lane:
     chunks: tuple[ChunkPlan, ...]
 
     @classmethod
-    def between(cls, plans: Sequence[Plan], src: End, dst: End, chunk_bytes: int) -> Lane:
-        """Pure and the same on both sides: page ids stay out of it."""
-        held_src = tuple(Held(s, p.src_shard(src.rank)) for p, s in zip(plans, src.pools, strict=True))
-        held_dst = tuple(Held(s, p.dst_shard(dst.rank)) for p, s in zip(plans, dst.pools, strict=True))
-        legs = tuple(plan.leg(src.rank, dst.rank) for plan in plans)
-        return cls(held_src, held_dst, legs, tuple(_chunks(plans, legs, held_src, held_dst, chunk_bytes)))
+    def between(cls, plans: Sequence[Plan | None], src: End, dst: End, cut: Cut) -> Lane:
+        """Pure and the same on both sides: page ids stay out of it. None for a component of which nothing is wanted."""
+        held_src, held_dst, legs = list[Held](), list[Held](), list[Leg | None]()
+        for plan, source, target in zip(plans, src.pools, dst.pools, strict=True):
+            stop = plan.stop if plan else 1
+            held_src.append(Held(source, src.fleet.shard(source.component, src.rank, stop)))
+            held_dst.append(Held(target, dst.fleet.shard(target.component, dst.rank, stop)))
+            legs.append(plan.leg(src.rank, dst.rank) if plan else None)
+        return cls(tuple(held_src), tuple(held_dst), tuple(legs), tuple(_chunks(legs, held_src, held_dst, cut)))
 
     @property
     def nbytes(self) -> int:
@@ -95,59 +112,148 @@ class Lane:
             for piece in self.chunks[chunk].pieces
         ]
 
-    def _leg(self, piece: Piece) -> Leg:
-        leg = self.legs[piece.component]
-        assert leg is not None, "a piece was cut from a leg that does not exist"
-        return leg
+    def reach(self, chunk: int, stop: int) -> tuple[int, int]:
+        """(layer, position) that the chunk stays below: what must be produced, of `stop` positions, before it can go."""
+        pieces = self.chunks[chunk].pieces
+        return max(p.leg.layers.stop for p in pieces), max(self._stop(p, stop) for p in pieces)
+
+    def _stop(self, piece: Piece, stop: int) -> int:
+        if self.src[piece.component].spec.component.states:
+            return stop  # a state is final when every token has been through it
+        return int(self._position(piece, piece.units.src + piece.units.tokens - 1).max()) + 1
+
+    def _positions(self, piece: Piece) -> npt.NDArray[np.int64]:
+        """Logical position of each unit's first token [unit], the same from either side."""
+        return self._position(piece, piece.units.src)
+
+    def _position(self, piece: Piece, tokens_at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Logical position of each of the source's tokens."""
+        held = self.src[piece.component].shard.positions
+        assert held is not None, "a piece was cut from positions that nobody holds"
+        run, token = np.divmod(tokens_at, held.width)
+        return run * held.step + token + held.start
+
+    def marks(self, chunk: int) -> list[Marks]:
+        """Logical coordinates of a chunk's pieces, in the order of its boxes: what its digest counts by."""
+        return [self._marks(piece) for piece in self.chunks[chunk].pieces]
+
+    def _marks(self, piece: Piece) -> Marks:
+        kv = self.src[piece.component].spec.component.kv
+        planes = [layer * kv + i for layer in piece.leg.layers for i in range(kv)]
+        number = np.array(planes, np.int64) + (piece.component << 40)  # no plane of one component is one of another
+        return Marks(number, self._positions(piece), piece.leg.heads)
+
+    def check_pages(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Raise PlanError for page tables that do not cover the lane on the side of `held`, before anything is sent."""
+        if len(pages) != len(held):
+            raise PlanError(f"{len(pages)} page tables for {len(held)} components")
+        for leg, own, src, dst, table in zip(self.legs, held, self.src, self.dst, pages, strict=True):
+            for units in units_of(leg, src, dst) if leg else ():
+                page_ids(own, units.src if own is src else units.dst, table)
+
+    def target_pages(self, chunk: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """(component, indices into the destination's page table) that a chunk touches."""
+        for piece in self.chunks[chunk].pieces:
+            yield piece.component, np.unique(piece.units.dst // self.dst[piece.component].spec.page_tokens)
 
     def _box(self, piece: Piece, src: Place, dst: Place) -> Box:
         component = self.src[piece.component].spec.component
-        return box(component, self._leg(piece), piece.units, src, dst)
+        return box(component, piece.leg, piece.units, src, dst)
 
     def _packed(self, piece: Piece) -> Place:
         component = self.src[piece.component].spec.component
-        return packed_place(component, self._leg(piece), piece.units, piece.first_byte)
+        return packed_place(component, piece.leg, piece.units, piece.first_byte)
 
     def _source(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> Place:
-        return pool_place(self.src[piece.component], self._leg(piece), piece.units.src, pages[piece.component])
+        return pool_place(self.src[piece.component], piece.leg, piece.units.src, pages[piece.component])
 
     def _target(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> Place:
-        return pool_place(self.dst[piece.component], self._leg(piece), piece.units.dst, pages[piece.component])
+        return pool_place(self.dst[piece.component], piece.leg, piece.units.dst, pages[piece.component])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Marks:
+    """Where the rows of one piece belong. `planes` [layer x kv], `positions` [unit] of each unit's first token."""
+
+    planes: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    heads: Span
 
 
 def plans_between(
-    pools: Sequence[PoolSpec], src: Fleet, dst: Fleet, positions: range, replicas: Replicas
-) -> tuple[Plan, ...]:
-    """One plan a component for the positions of a request; none for an empty range."""
-    return tuple(Plan(p.component, src, dst, positions.start, positions.stop, replicas) for p in pools)
+    components: Sequence[Component], src: Fleet, dst: Fleet, positions: range, replicas: Replicas
+) -> tuple[Plan | None, ...]:
+    """One plan a component for tokens `positions` of a request; None where they need nothing of it."""
+    wanted = [component.wanted(positions) for component in components]
+    return tuple(
+        Plan(component, src, dst, own.start, own.stop, replicas) if own else None
+        for component, own in zip(components, wanted, strict=True)
+    )
 
 
-def _chunks(
-    plans: Sequence[Plan],
-    legs: Sequence[Leg | None],
-    src: Sequence[Held],
-    dst: Sequence[Held],
-    chunk_bytes: int,
-) -> list[ChunkPlan]:
-    """Fill chunks unit by unit, in order; a unit larger than a chunk has one of its own."""
-    chunks: list[ChunkPlan] = []
+@lru_cache(maxsize=1024)
+def related(components: tuple[Component, ...], src: Fleet, dst: Fleet, replicas: Replicas) -> Relation:
+    """Who may serve whom, whatever the request. Kept: it is asked for with every request."""
+    plans = plans_between(components, src, dst, range(1), replicas)
+    return Relation(tuple(plan for plan in plans if plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """Source and destination ranks of two fleets that may have something for each other, for some request."""
+
+    plans: tuple[Plan, ...]
+
+    def sources_of(self, dst_rank: int) -> frozenset[int]:
+        return frozenset(rank for plan in self.plans for rank in plan.sources_of(dst_rank))
+
+    def destinations_of(self, src_rank: int) -> frozenset[int]:
+        return frozenset(rank for plan in self.plans for rank in plan.destinations_of(src_rank))
+
+
+def _chunks(legs: Sequence[Leg | None], src: Sequence[Held], dst: Sequence[Held], cut: Cut) -> Iterator[ChunkPlan]:
+    """Group by group of layers; within one, fill chunks unit by unit, in order."""
+    groups = sorted({group for leg in legs if leg for group in _groups(leg, cut)})
+    units = [units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, src, dst, strict=True)]
+    for first in groups:
+        parts = [
+            (number, part, units[number])
+            for number, leg in enumerate(legs)
+            if leg and (part := _of_group(leg, first, cut))
+        ]
+        yield from _filled(parts, [src[number].spec for number, _, _ in parts], cut.nbytes)
+
+
+def _groups(leg: Leg, cut: Cut) -> set[int]:
+    """First layers of the groups that a leg has layers of."""
+    return {layer // cut.layers * cut.layers for layer in leg.layers} if cut.layers else {0}
+
+
+def _of_group(leg: Leg, first: int, cut: Cut) -> Leg | None:
+    layers = leg.layers & Span(first, cut.layers) if cut.layers else leg.layers
+    return replace(leg, layers=layers) if layers else None
+
+
+def _filled(
+    parts: Sequence[tuple[int, Leg, tuple[Units, ...]]], specs: Sequence[PoolSpec], chunk_bytes: int
+) -> Iterator[ChunkPlan]:
+    """A unit larger than a chunk has one of its own."""
     pieces: list[Piece] = []
     used = payload = 0
-    for number, (plan, leg) in enumerate(zip(plans, legs, strict=True)):
-        if leg is None:
-            continue
-        token_bytes = leg.layers.count * plan.component.kv * leg.heads.count * plan.component.row_bytes
-        for units in units_of(leg, src[number], dst[number]):
+    for (number, leg, groups), spec in zip(parts, specs, strict=True):
+        token_bytes = leg.layers.count * spec.component.kv * leg.heads.count * spec.component.row_bytes
+        for units in groups:
             unit_bytes = units.tokens * token_bytes
             done = 0
             while done < len(units):
                 used = -(-used // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
                 take = min((chunk_bytes - used) // unit_bytes, len(units) - done)
                 if take < 1 and pieces:
-                    chunks.append(ChunkPlan(tuple(pieces), payload, used))
+                    yield ChunkPlan(tuple(pieces), payload, used)
                     pieces, used, payload = [], 0, 0
                     continue
                 take = max(take, 1)
-                pieces.append(Piece(number, units.slice(done, done + take), used))
+                pieces.append(Piece(number, leg, units.slice(done, done + take), used))
                 used, payload, done = used + take * unit_bytes, payload + take * unit_bytes, done + take
-    return [*chunks, ChunkPlan(tuple(pieces), payload, used)] if pieces else chunks
+    if pieces:
+        yield ChunkPlan(tuple(pieces), payload, used)

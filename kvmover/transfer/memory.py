@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,11 +12,14 @@ import numpy.typing as npt
 from kvmover.kernels.region import Region, Side
 from kvmover.layout.pool import Pool
 from kvmover.plan.lower import Box, Place, strided
+from kvmover.transfer.lane import Marks
 from kvmover.transport.base import Descriptors, Memory
 from kvmover.transport.memory import memory_of
 
 if TYPE_CHECKING:
     import torch
+
+    from kvmover.kernels.digest_reference import End, Logical
 
 Bases = npt.NDArray[np.int64]
 
@@ -30,18 +33,31 @@ def _side(place: Place, memory: Sequence[torch.Tensor]) -> Side:
     return Side(tuple(memory), place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
 
 
+def logical(marks: Marks, of: Region) -> Logical:
+    """The coordinates of a region's rows: heads that lie side by side at both ends are one row."""
+    from kvmover.kernels.digest_reference import Logical
+
+    return Logical(marks.planes, marks.positions, marks.heads.start, marks.heads.step, marks.heads.count // of.heads)
+
+
+def at_rest(region: Region, end: End) -> Region:
+    """The rows at one end of a region, which nothing moves."""
+    side = getattr(region, end)
+    return replace(region, src=side, dst=side)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """Base addresses of the two pools that a direct write joins [allocation], and the devices they lie on."""
+    """Base addresses of the two pools that a direct operation joins [allocation], and the devices they lie on."""
 
-    local: Bases
-    local_device: int
-    remote: Bases
-    remote_device: int
+    src: Bases
+    src_device: int
+    dst: Bases
+    dst_device: int
 
     @classmethod
-    def of(cls, local: Sequence[Memory], remote: Sequence[Memory]) -> Ends:
-        return cls(_bases(local), local[0].device, _bases(remote), remote[0].device)
+    def of(cls, src: Sequence[Memory], dst: Sequence[Memory]) -> Ends:
+        return cls(_bases(src), src[0].device, _bases(dst), dst[0].device)
 
 
 def _bases(memories: Sequence[Memory]) -> Bases:
@@ -49,11 +65,11 @@ def _bases(memories: Sequence[Memory]) -> Bases:
 
 
 def descriptors(b: Box, ends: Ends) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Tables [n, 5] of the local source and the remote destination of a box, row by row alike."""
+    """Tables [n, 5] of the source and the destination of a box, row by row alike."""
     s = strided(b)
     sides = (
-        (s.src, s.src_stride, ends.local, ends.local_device),
-        (s.dst, s.dst_stride, ends.remote, ends.remote_device),
+        (s.src, s.src_stride, ends.src, ends.src_device),
+        (s.dst, s.dst_stride, ends.dst, ends.dst_device),
     )
     tables: list[npt.NDArray[np.int64]] = []
     for starts, stride, bases, device in sides:

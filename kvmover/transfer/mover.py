@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,19 +15,27 @@ import numpy.typing as npt
 from kvmover import ranges
 from kvmover.errors import LayoutError, PeerRefused, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
+from kvmover.plan.calibration import Calibration
 from kvmover.transfer import wire
 from kvmover.transfer.arena import Arena
 from kvmover.transfer.copier import Copier
 from kvmover.transfer.core import Core, Staging
+from kvmover.transfer.flights import Flights
 from kvmover.transfer.handshake import Model, Place, Rank, read_card, write_card
 from kvmover.transfer.inbound import Inbound
 from kvmover.transfer.lane import End
+from kvmover.transfer.limbo import Limbo
+from kvmover.transfer.links import Links
+from kvmover.transfer.liveness import Liveness
 from kvmover.transfer.memory import allocations
+from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
 from kvmover.transfer.outbound import Outbound
 from kvmover.transfer.peers import Peer
 from kvmover.transfer.posts import Poster
-from kvmover.transfer.result import MoverConfig, Transfer
-from kvmover.transport.base import Note, Transport
+from kvmover.transfer.reads import Reader
+from kvmover.transfer.redial import Redial
+from kvmover.transfer.result import Gate, MoverConfig, Transfer
+from kvmover.transport.base import Event, Note, Transport
 from kvmover.transport.memory import memory_of
 
 if TYPE_CHECKING:
@@ -64,21 +74,60 @@ class Mover:
             tensor = torch.empty(self._config.arena_bytes, dtype=torch.uint8, device=device)
             staging.append(Staging(tensor, memory_of(tensor), Arena(self._config.arena_bytes)))
         memories = tuple(allocations(pool) for pool in pools)
-        for memory in (*(m for pool in memories for m in pool), *(s.memory for s in staging)):
+        open_to_all = [s.memory for s in staging]
+        self._sandbox = None
+        if self._config.sandbox_bytes:
+            self._probed = torch.zeros(self._config.sandbox_bytes, dtype=torch.uint8, device=device)
+            self._sandbox = memory_of(self._probed)
+            open_to_all.append(self._sandbox)
+        for memory in (*(m for pool in memories for m in pool), *open_to_all):
             transport.register(memory)
         specs = tuple(pool.spec for pool in pools)
-        rank = Rank(place, specs, memories, staging[1].memory, transport.metadata())
+        host, arenas = socket.gethostname(), (staging[1].memory, staging[0].memory)
+        rank = Rank(place, specs, memories, *arenas, transport.metadata(), host, self._sandbox)
         self._card = write_card(model, rank)
-        read_card(model, self._card)  # what peers would refuse us for, we refuse now
+        try:
+            read_card(model, self._card)  # what peers would refuse us for, we refuse now
+        except PeerRefused as error:
+            raise LayoutError(str(error)) from error
         end = End(place.fleet, place.rank, specs)
         copier = Copier(device, self._config.sms)
-        self._core = Core(transport, self._config, end, rank, tuple(pools), copier, staging[0], staging[1], clock)
-        self._poster = Poster(self._core, lambda job, event: self._outbound.ended(job, event))
+        links = Links(transport, type(transport).__name__, self._sandbox, Flights(transport))
+        out, into = staging
+        self._core = Core(transport, self._config, end, rank, tuple(pools), copier, out, into, clock, links)
+        self._poster = Poster(self._core, lambda job, event: self._outbound.ended(job, event), Flights(transport))
         self._outbound = Outbound(self._core, self._poster)
-        self._inbound = Inbound(self._core, time.time_ns())
-        self._next_ping = clock()
-        self.refused = 0
-        self.malformed = 0
+        self._reader = Reader(self._core, lambda reading, event: self._inbound.read(reading, event), Flights(transport))
+        self._inbound = Inbound(self._core, self._reader, Limbo(self._config.linger_s), time.time_ns())
+        self._liveness = Liveness(self._config.ping_s, self._config.silence_s)
+        self._redial = Redial(self._config.backoff, self._config.silence_s)
+        self._events: deque[Event] = deque()
+
+    @property
+    def meter(self) -> Meter:
+        """Counts and times of everything this mover did."""
+        return self._core.meter
+
+    @property
+    def config(self) -> MoverConfig:
+        return self._config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pools are."""
+        return self._core.copier.device
+
+    def snapshot(self) -> Snapshot:
+        """What this mover did and has under way, as a copy for exporters."""
+        core = self._core
+        known = {Gauge.PEERS: len(core.peers), Gauge.DIALLED_PEERS: len(self._redial)}
+        return Snapshot(
+            *core.card.place.seat, core.meter.copy(), {**self._outbound.gauges(), **self._inbound.gauges(), **known}
+        )
+
+    def calibrations(self) -> Sequence[Calibration]:
+        """What was measured of the way to each host; `plan.calibration.save` keeps it for `kvmover plan`."""
+        return self._core.links.calibrations(self._config.costs, self._core.clock())
 
     @property
     def card(self) -> bytes:
@@ -91,6 +140,9 @@ class Mover:
             raise LayoutError(f"arenas of {self._config.arena_bytes} bytes cannot become {config.arena_bytes}")
         self._config = self._core.config = config
         self._core.copier.sms = config.sms
+        self._inbound.limbo.linger_s = config.linger_s
+        self._liveness.ping_s, self._liveness.silence_s = config.ping_s, config.silence_s
+        self._redial.policy, self._redial.answer_s = config.backoff, config.silence_s
 
     def connect(self, card: bytes) -> str:
         """Connect the peer behind `card`, tell it of us, and return its name.
@@ -99,37 +151,70 @@ class Mover:
         understood, loaded or sent before the digests were compared.
         """
         name = self._seat(card)
+        self._liveness.greeted(name, self._core.clock())
         self._core.say(name, wire.Hello(self._card))
         return name
 
     def _seat(self, card: bytes) -> str:
         rank = read_card(self._model, card)
         name = self._transport.connect(rank.transport)
-        before = self._core.peers.add(Peer(name, rank))
+        self._inbound.limbo.seated(rank.place.seat, name, self._core.clock())
+        self._redial.seated(rank.place.seat, name)
+        peer = Peer(name, rank, card)
+        before = self._core.peers.add(peer)
+        self._core.links.connected(peer, self._core.clock())
         if before is not None:
             self._lose(before, f"rank {rank.place.rank} of {rank.place.engine} restarted as {name}")
         return name
 
-    def send(self, request: str, pages: Sequence[npt.ArrayLike], after: torch.cuda.Event | None = None) -> Transfer:
+    def send(
+        self,
+        request: str,
+        pages: Sequence[npt.ArrayLike],
+        gates: Sequence[Gate] | None = None,
+        aux: bytes | None = None,
+    ) -> Transfer:
         """Offer a request whose KV is in `pages`: one page table a component, ids in the order of the request.
 
-        Every destination rank that holds a part of ours may fetch it until the transfer ends. `after`: nothing is read
-        before this event. The pages belong to the transfer until it has ended, and longer if `result.held`.
+        Every destination rank that holds a part of ours may fetch it until the transfer ends. `gates`: what has to pass
+        before more is read, for a request that is still being computed (see `produced`); None: all of it is there.
+        `aux`: at most 64 KiB that go to every destination rank that asks this rank for them, exactly once. The pages
+        belong to the transfer until it has ended, and longer while `transfer.held`.
         """
         transfer = Transfer(request, self._core.clock())
-        self._outbound.send(transfer, _tables(pages), after)
+        self._outbound.send(transfer, _tables(pages), gates, aux)
         return transfer
 
-    def receive(self, request: str, engine: str, positions: range, pages: Sequence[npt.ArrayLike]) -> Transfer:
+    def produced(self, transfer: Transfer, gate: Gate) -> None:
+        """Add a gate to a request that was sent with some, as many as none: `gates=[]` promises nothing yet."""
+        self._outbound.produced(transfer, gate)
+
+    def attach(self, transfer: Transfer, payload: bytes) -> None:
+        """Hand over the `aux` of a request that was sent without: the first token is known after the last layer."""
+        self._outbound.attach(transfer, payload)
+
+    def refuse(self, request: str, reason: str) -> None:
+        """This rank will not send `request`: destinations that ask, or have asked, hear why instead of waiting."""
+        self._outbound.refuse(request, reason)
+
+    def receive(
+        self,
+        request: str,
+        engine: str,
+        positions: range,
+        pages: Sequence[npt.ArrayLike],
+        aux_from: Sequence[int] = (),
+    ) -> Transfer:
         """Ask `engine` for `positions` of a request and land them in `pages`.
 
         `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
-        sent. Page tables cover the request from its beginning. Raises PlanError or PeerUnknown before asking anything.
+        sent. Page tables cover the request from its beginning. `aux_from`: ranks of `engine` whose payload the transfer
+        waits for, the same on every rank of this fleet. Raises PlanError or PeerUnknown before asking anything.
         """
         if positions.step != 1 or positions.start < 0:
             raise LayoutError(f"positions {positions} are not a range of tokens")
         transfer = Transfer(request, self._core.clock())
-        self._inbound.receive(transfer, engine, positions, _tables(pages))
+        self._inbound.receive(transfer, engine, positions, _tables(pages), aux_from)
         return transfer
 
     def abort(self, transfer: Transfer, reason: str) -> None:
@@ -137,12 +222,19 @@ class Mover:
         self._outbound.abort(transfer, reason)
         self._inbound.abort(transfer, reason)
 
-    def poll(self) -> None:
-        """Advance everything that can advance. Never blocks for longer than a copy on the CPU takes."""
-        for event in self._transport.poll():
+    def poll(self) -> bool:
+        """Advance everything that can advance. Never blocks for longer than copies on the CPU take.
+
+        Returns whether anything came in, went out or was done: if so, the next poll should not be long in coming.
+        """
+        before = self.meter.beats
+        self.meter.counts[Count.POLLS] += 1
+        self._events += self._transport.poll()
+        while self._events:  # one at a time: an error costs no event but the one it comes from
+            event = self._events.popleft()
             if isinstance(event, Note):
                 self._hear(event)
-            else:
+            elif not self._reader.handle(event) and not self._core.links.handle(event, self._core.clock()):
                 self._poster.handle(event)
         self._core.copier.poll()
         self._inbound.poll()
@@ -151,8 +243,10 @@ class Mover:
         while self._core.later:
             self._core.later.popleft()()
         self._ping()
+        self._dial()
         while self._core.lost:
             self._lose(*self._core.lost.popleft())
+        return self.meter.beats != before
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Poll until all have ended; each has a deadline of its own, so this returns."""
@@ -161,22 +255,25 @@ class Mover:
             with ranges.span(ranges.WAIT, ""):
                 time.sleep(POLL_SLEEP_S)
 
-    def close(self) -> None:
-        """Close the transport: registrations, peers and handles. Transfers still open end as failed."""
-        reason = "this side closed"
+    def close(self, reason: str = "this side closed") -> None:
+        """Close the transport: registrations, peers and handles. Transfers still open fail for `reason`."""
         self._inbound.close(reason)
         self._outbound.close(reason)
         for name in self._inbound.waits_on() | self._outbound.waits_on():
             self._lose(name, reason)
         self._transport.close()
         self._outbound.drop()
+        self._inbound.limbo.clear()
 
     def _hear(self, note: Note) -> None:
         """No message, whatever its bytes, ends the loop."""
+        self._liveness.heard(note.peer)
+        if self._redial.heard(note.peer, self._core.clock()):
+            self.meter.add(Count.RECONNECTS)
         try:
             message = wire.decode(note.payload)
         except ProtocolError as error:
-            self.malformed += 1
+            self.meter.add(Count.MALFORMED_MESSAGES)
             log.warning("dropped a message from %s: %s", note.peer, error)
             return
         if isinstance(message, wire.Hello):
@@ -184,11 +281,13 @@ class Mover:
             return
         peer = self._core.peers.get(note.peer)
         if peer is None:
-            self.malformed += 1
+            self.meter.add(Count.MALFORMED_MESSAGES)
             log.warning("dropped a %s from %s, who is not connected", type(message).__name__, note.peer)
-        elif isinstance(message, wire.Want | wire.Granted | wire.Done):
+        elif isinstance(message, wire.Ping):
+            self._core.say(peer.name, wire.Pong())
+        elif isinstance(message, wire.ToSource):
             self._outbound.hear(peer, message)
-        elif isinstance(message, wire.Offered | wire.Chunk | wire.Drained):
+        elif isinstance(message, wire.ToDestination):
             self._inbound.hear(peer, message)
         elif isinstance(message, wire.Abort):
             (self._inbound if self._inbound.knows(message) else self._outbound).hear(peer, message)
@@ -197,20 +296,43 @@ class Mover:
         try:
             if self._seat(hello.card) != name:
                 raise PeerRefused(f"{name} sent the card of another")
+            self._core.say(name, wire.Pong())
         except (PeerRefused, TransportError) as error:
-            self.refused += 1
+            self.meter.add(Count.REFUSED_PEERS)
             log.warning("refused %s: %s", name, error)
 
     def _ping(self) -> None:
-        """A peer that died while it owes us something is noticed by a message that cannot be sent."""
-        now = self._core.clock()
-        if now < self._next_ping:
-            return
-        self._next_ping = now + self._config.ping_s
-        for name in self._inbound.waits_on() | self._outbound.waits_on():
+        """A peer that died while it owes us something is noticed by a ping that cannot be sent, or is not answered."""
+        awaited = self._inbound.waits_on() | self._outbound.waits_on()
+        ping, silent = self._liveness.due(awaited, self._core.clock())
+        for name in self._liveness.strangers(self._core.clock()):
+            if self._core.peers.get(name) is not None:
+                self._core.say(name, wire.Hello(self._card))
+        for name in ping:
             self._core.say(name, wire.Ping())
+        for name in silent:
+            self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
+
+    def _dial(self) -> None:
+        """Reach for lost peers again; what they say, or that they say nothing, decides."""
+        now = self._core.clock()
+        dial, silent = self._redial.due(now)
+        for name in silent:
+            self._core.lost.append((name, f"{name} does not answer"))
+        for name, card in dial:
+            try:
+                self._core.say(self._seat(card), wire.Hello(self._card))
+                self._core.say(name, wire.Ping())
+            except (PeerRefused, TransportError) as error:
+                self._redial.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
 
     def _lose(self, name: str, reason: str) -> None:
+        peer = self._core.peers.get(name)
+        if peer is not None:
+            self.meter.add(Count.LOST_PEERS)
+            log.warning("lost %s: %s", name, reason)
+            if self._core.peers.sits(peer):
+                self._redial.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
         self._core.peers.remove(name)
         self._transport.disconnect(name)
         self._inbound.lost(name, reason)

@@ -1,72 +1,27 @@
-"""Outbound: runs the sender's state machines of one rank, gathering chunks and writing them where they were granted."""
+"""Outbound: runs the sender's state machines of one rank, offering what is produced and giving out what is granted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvmover import ranges
-from kvmover.errors import PlanError
+from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import Route
-from kvmover.transfer import sender, wire
+from kvmover.transfer import sender, sending, wire
+from kvmover.transfer.closed import Closed
 from kvmover.transfer.core import Core
-from kvmover.transfer.lane import Lane, plans_between
+from kvmover.transfer.early import EarlyWants
+from kvmover.transfer.lane import Cut, Lane, plans_between, related
+from kvmover.transfer.meter import Count, Gauge
+from kvmover.transfer.offers import CAUSES, Attempt, Request, check_aux, close
 from kvmover.transfer.peers import Peer
-from kvmover.transfer.posts import Job, Pages, Poster
-from kvmover.transfer.result import Result, Transfer
-
-if TYPE_CHECKING:
-    import torch
-
-#: Wants that came before the engine called `send`, and messages that followed one of them. What comes on top is refused
-#: or dropped, so that a peer cannot fill the memory.
-MAX_EARLY_WANTS = 65536
-
-#: Attempts that are remembered as over, the latest ones: a minute of a thousand requests a second.
-MAX_CLOSED = 65536
-MAX_EARLY_MESSAGES = 65536
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """One destination's attempt at a request."""
-
-    state: sender.Sending
-    job: Job
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request that this rank offers. `expected`: destination ranks that will ask, known from the first that does.
-
-    `reason`: why it is failing; its transfer ends when no destination is being served any more.
-    """
-
-    transfer: Transfer
-    pages: Pages
-    after: torch.cuda.Event | None
-    deadline: float
-    expected: frozenset[int] | None = None
-    attempts: dict[str, _Attempt] = field(default_factory=dict[str, _Attempt])
-    reason: str | None = None
-    held: bool = False
-
-    @property
-    def all_asked(self) -> bool:
-        asked = {attempt.job.peer.card.place.rank for attempt in self.attempts.values()}
-        return self.expected is not None and self.expected <= asked
-
-
-@dataclass(slots=True, eq=False)
-class _Early:
-    """A destination that asked before the engine called `send`, and what it said about it since: grants, or Done."""
-
-    peer: Peer
-    want: wire.Want
-    deadline: float
-    said: list[wire.About] = field(default_factory=list[wire.About])
+from kvmover.transfer.posts import Job, OwnTables, Pages, Poster
+from kvmover.transfer.receiving import Patience
+from kvmover.transfer.result import Cause, Gate, Transfer
+from kvmover.transfer.wire import Verb
 
 
 @dataclass(slots=True, eq=False)
@@ -75,28 +30,61 @@ class Outbound:
 
     core: Core
     poster: Poster
-    _requests: dict[str, _Request] = field(default_factory=dict[str, _Request])
-    _early: dict[tuple[str, str], _Early] = field(default_factory=dict["tuple[str, str]", _Early])
-    _closed: dict[tuple[str, str], tuple[int, float]] = field(
-        default_factory=dict["tuple[str, str]", "tuple[int, float]"]
-    )
-    ignored: int = 0
+    _requests: dict[str, Request] = field(default_factory=dict[str, Request])
+    _early: EarlyWants = field(default_factory=EarlyWants)
+    _closed: Closed = field(default_factory=Closed)
 
-    def send(self, transfer: Transfer, pages: Pages, after: torch.cuda.Event | None) -> None:
+    def send(self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None) -> None:
         """Offer a request. Destinations that asked already are served at once, the others when they ask."""
         if transfer.request in self._requests:
             raise PlanError(f"request {transfer.request} is already being sent")
         if len(pages) != len(self.core.pools):
             raise PlanError(f"{len(pages)} page tables for {len(self.core.pools)} components")
+        check_aux(aux)
         deadline = self.core.clock() + self.core.config.deadline_s
-        self._requests[transfer.request] = _Request(transfer, pages, after, deadline)
-        for key in [key for key in self._early if key[0] == transfer.request]:
-            early = self._early.pop(key)
+        waiting = None if gates is None else list(gates)
+        self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
+        self._closed.reopen(transfer.request)
+        for early in self._early.take(transfer.request):
             for message in (early.want, *early.said):
                 self.hear(early.peer, message)
 
+    def produced(self, transfer: Transfer, gate: Gate) -> None:
+        """One more event to wait for, of a request that was sent before all of it was computed."""
+        request = self._open(transfer)
+        if request is not None:
+            if request.gates is None:
+                raise PlanError(f"request {transfer.request} was sent as if all of it were in its pages")
+            request.gates.append(gate)
+
+    def attach(self, transfer: Transfer, payload: bytes) -> None:
+        """Hand over what goes beside the cache, once."""
+        check_aux(payload)
+        request = self._open(transfer)
+        if request is None:
+            return
+        if request.aux is not None:
+            raise PlanError(f"request {transfer.request} has a payload of {len(request.aux)} bytes already")
+        request.aux = payload
+        for attempt in list(request.attempts.values()):
+            self._attach(request, attempt)
+
+    def _open(self, transfer: Transfer) -> Request | None:
+        request = self._requests.get(transfer.request)
+        return request if request is not None and request.transfer is transfer else None
+
+    def _attach(self, request: Request, attempt: Attempt) -> None:
+        if request.aux is not None and self.core.end.rank in attempt.job.want.aux:
+            self._step(request, attempt, sending.Attached(request.aux))
+
+    def refuse(self, name: str, reason: str) -> None:
+        """A request that this rank will not send: who asks is told at once, and who has asked."""
+        self._closed.refuse(name, reason, self._until())
+        for early in self._early.take(name):
+            self.core.say(early.peer.name, wire.Abort(name, early.want.generation, reason))
+
     def hear(self, peer: Peer, message: wire.About) -> None:
-        """A message from a destination. Those of attempts that are over are answered as far as they need one."""
+        """A message from a destination. Those of attempts that are over are answered with how they ended."""
         if isinstance(message, wire.Want):
             self._want(peer, message)
             return
@@ -109,57 +97,57 @@ class Outbound:
             case wire.Granted(grants=grants):
                 for grant in grants:
                     self._granted(request, attempt, grant)
+            case wire.Taken(chunk=chunk, round=round_):
+                self._step(request, attempt, sending.Taken(chunk, round_))
             case wire.Done():
-                self._step(request, attempt, sender.PeerDone())
+                self._step(request, attempt, sending.PeerDone())
             case wire.Abort(reason=reason):
-                self._step(request, attempt, sender.PeerAborted(reason))
+                self._step(request, attempt, sending.PeerAborted(reason))
             case _:
-                self.ignored += 1
+                self.core.meter.add(Count.LATE_MESSAGES)
 
     def _unknown(self, peer: Peer, message: wire.About) -> None:
         """An unknown attempt has nothing in flight. One that waits for `send` is withdrawn, or hears it then."""
-        early = self._early.get((message.request, peer.name))
-        waits = early is not None and early.want.generation == message.generation
+        id_ = message.request, message.generation
         if isinstance(message, wire.Abort):
-            if waits:
-                del self._early[message.request, peer.name]
-            self._close(message.request, peer.name, message.generation)
-            self.core.say(peer.name, wire.Drained(message.request, message.generation))
-        elif early is not None and waits and len(early.said) < MAX_EARLY_MESSAGES:
-            early.said.append(message)
-        else:
-            self.ignored += 1
+            self._early.withdraw(peer, message)
+            self._close(message.request, peer.name, message.generation, message.reason)
+            self.core.say(peer.name, wire.Drained(*id_))
+            return
+        if self._early.follow(peer, message):
+            return
+        self.core.meter.add(Count.LATE_MESSAGES)
+        outcome = self._closed.of(message.request, peer.name, message.generation)
+        if outcome is None:
+            return
+        if outcome.reason is not None:
+            self.core.say(peer.name, wire.Abort(*id_, outcome.reason))
+        elif isinstance(message, wire.Done):
+            self.core.say(peer.name, wire.Kept(*id_))
 
-    def _close(self, request: str, peer: str, generation: int) -> None:
-        """Remember that a destination was told that nothing of an attempt will come any more.
-
-        A Want that its Abort overtook, or that is repeated, must not open it again: its pages are given back.
-        """
+    def _until(self) -> float:
         config = self.core.config
-        if len(self._closed) >= MAX_CLOSED:
-            del self._closed[next(iter(self._closed))]
-        self._closed[request, peer] = (generation, self.core.clock() + config.deadline_s + config.drain_s)
+        return self.core.clock() + config.deadline_s + config.drain_s
+
+    def _close(self, request: str, peer: str, generation: int, reason: str | None, verb: Verb = Verb.PUSH) -> None:
+        self._closed.close((request, peer), generation, reason, verb, self._until())
 
     def _want(self, peer: Peer, want: wire.Want) -> None:
-        if want.generation <= self._closed.get((want.request, peer.name), (-1, 0.0))[0]:
-            self.ignored += 1
+        if self._over(peer, want):
             return
         request = self._requests.get(want.request)
         if request is not None and self._forget(request):
             request = None
         if request is None:
-            if len(self._early) >= MAX_EARLY_WANTS:
-                self.core.say(peer.name, wire.Abort(want.request, want.generation, "too many requests wait to be sent"))
-                return
-            deadline = self.core.clock() + self.core.config.deadline_s
-            self._early[want.request, peer.name] = _Early(peer, want, deadline)
+            self._ask_early(peer, want)
             return
         if request.reason is not None:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, request.reason))
             return
         before = request.attempts.get(peer.name)
         if before is not None and want.generation <= before.state.generation:
-            self.ignored += 1
+            if want.generation == before.state.generation:
+                self._step(request, before, sending.Asked())
             return
         if before is not None and (not before.state.finished or before.state.in_flight):
             self.core.say(peer.name, wire.Abort(want.request, want.generation, "an earlier attempt is still open"))
@@ -167,149 +155,187 @@ class Outbound:
         try:
             with ranges.span(ranges.PLAN, want.request):
                 attempt = self._attempt(request, peer, want)
-        except ValueError as error:  # PlanError, LayoutError, or page tables that are no int32
+        except (ValueError, ProtocolError) as error:  # PlanError, LayoutError, or page tables that are none
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
+            if isinstance(error, OwnTables):
+                self._fail(request, str(error), Cause.PROTOCOL)
             return
         request.attempts[peer.name] = attempt
-        if want.route is Route.PACKED:
-            self.core.say(peer.name, wire.Offered(want.request, want.generation))
+        self._offer(request, attempt)
+        self._attach(request, attempt)
+
+    def _over(self, peer: Peer, want: wire.Want) -> bool:
+        """Whether a Want is of the past: its Abort overtook it, or it asks again for what has ended."""
+        outcome = self._closed.of(want.request, peer.name, want.generation)
+        if outcome is not None and outcome.reason is not None:
+            self.core.say(peer.name, wire.Abort(want.request, want.generation, outcome.reason))
+        return outcome is not None
+
+    def _ask_early(self, peer: Peer, want: wire.Want) -> None:
+        id_ = want.request, want.generation
+        refused = self._closed.refused(want.request)
+        if refused is not None:
+            self.core.say(peer.name, wire.Abort(*id_, refused))
             return
-        for chunk in range(attempt.state.chunks):
-            self._step(request, attempt, sender.Granted(chunk, 0))
+        if not self._early.wait(peer, want, self.core.clock() + self.core.config.deadline_s):
+            self.core.say(peer.name, wire.Abort(*id_, "too many requests wait to be sent"))
 
-    def _attempt(self, request: _Request, peer: Peer, want: wire.Want) -> _Attempt:
-        """Derive what the destination derived. Raises ValueError on a want that cannot be met."""
-        core, now = self.core, self.core.clock()
+    def _attempt(self, request: Request, peer: Peer, want: wire.Want) -> Attempt:
+        """Derive what the destination derived. Raises ValueError or ProtocolError on a want that cannot be met."""
+        core, now, config = self.core, self.core.clock(), self.core.config
         fleet = core.end.fleet
-        limit = (min(len(table) for table in request.pages) + 1) * fleet.page_tokens * fleet.cp
-        if want.stop > limit:  # before anything of that size is computed
+        tables = [len(t) for t, p in zip(request.pages, core.end.pools, strict=True) if not p.component.states]
+        if tables and want.stop > (min(tables) + 1) * fleet.page_tokens * fleet.cp:  # before so much is computed
             raise PlanError(f"page tables are too short for {want.stop} positions")
-        span = range(want.start, want.stop) if want.start < want.stop else range(want.start, want.start + 1)
-        plans = plans_between(core.end.pools, fleet, peer.card.place.fleet, span, want.replicas)
+        theirs = peer.card.place.fleet
         if request.expected is None:
-            ranks = {rank for plan in plans for rank in plan.destinations_of(core.end.rank)}
-            request.expected = frozenset(ranks)
-        lane = Lane.between(plans, core.end, peer.end, want.chunk_bytes)
-        if want.start >= want.stop:
-            lane = replace(lane, legs=(None,) * len(plans), chunks=())
-        pages = tuple(np.frombuffer(table, "<i4").astype(np.int64) for table in want.pages)
+            relation = related(core.components, fleet, theirs, want.replicas)
+            everyone = frozenset(range(theirs.size)) if core.end.rank in want.aux else frozenset[int]()
+            request.expected = relation.destinations_of(core.end.rank) | everyone
+        plans = plans_between(core.components, fleet, theirs, range(want.start, want.stop), want.replicas)
+        lane = Lane.between(plans, core.end, peer.end, Cut(want.chunk_bytes, want.chunk_layers))
         direct = want.route is Route.DIRECT
-        job = Job(want.request, want.generation, peer, lane, request.pages, pages if direct else None, request.after)
+        target = None
+        if direct and want.verb is Verb.PUSH:
+            target = tuple(np.frombuffer(table, "<i4").astype(np.int64) for table in want.pages)
+        job = Job(want, peer, lane, request.pages, target)
         self.poster.check(job)
-        state = sender.Sending(
-            want.request, want.generation, len(lane.chunks), now + core.config.deadline_s, core.config.drain_s
+        pages: tuple[bytes, ...] = ()
+        if direct and want.verb is Verb.PULL:
+            pages = tuple(table.astype("<i4").tobytes() for table in request.pages)
+            every = tuple((chunk, chunk + 1) for chunk in range(len(lane.chunks)))
+            wire.encode(wire.Offered(want.request, want.generation, every, pages))  # raises where no message holds it
+        patience = Patience(config.deadline_s, config.drain_s, config.resend_s)
+        state = sending.Sending(
+            want.request,
+            want.generation,
+            len(lane.chunks),
+            patience,
+            now + config.deadline_s,
+            direct,
+            want.verb,
+            pages,
+            now,
         )
-        return _Attempt(state, job)
+        return Attempt(state, job, tuple(range(len(lane.chunks))))
 
-    def _granted(self, request: _Request, attempt: _Attempt, grant: wire.Grant) -> None:
+    def _offer(self, request: Request, attempt: Attempt) -> None:
+        """Say which more chunks are in the pages."""
+        ready = request.take_ready(attempt)
+        if ready:
+            self._step(request, attempt, sending.Ready(ready))
+
+    def _granted(self, request: Request, attempt: Attempt, grant: wire.Grant) -> None:
         """A region outside the peer's arena would be refused by the transport; say so before packing for it."""
-        if 0 <= grant.chunk < len(attempt.job.lane.chunks):
-            stop = grant.offset + attempt.job.lane.chunks[grant.chunk].span_bytes
-            if grant.offset < 0 or stop > attempt.job.peer.card.arena.nbytes:
-                reason = f"grant at {grant.offset} leaves the arena of {attempt.job.peer.card.arena.nbytes} bytes"
-                self._step(request, attempt, sender.Cancel(reason))
+        job = attempt.job
+        packed = job.want.route is Route.PACKED and job.want.verb is Verb.PUSH
+        if packed and 0 <= grant.chunk < len(job.lane.chunks):
+            stop, room = grant.offset + job.lane.chunks[grant.chunk].span_bytes, job.peer.card.arena.nbytes
+            if grant.offset < 0 or stop > room:
+                reason = f"grant at {grant.offset} leaves the arena of {room} bytes"
+                self._step(request, attempt, sending.Cancel(reason))
                 return
-        self._step(request, attempt, sender.Granted(grant.chunk, grant.offset))
+        self._step(request, attempt, sending.Granted(grant.chunk, grant.offset, grant.round))
 
-    def ended(self, job: Job, event: sender.Event) -> None:
-        """What the poster says became of a chunk."""
-        request = self._requests[job.request]
+    def ended(self, job: Job, event: sending.Event) -> None:
+        """What the poster says becomes of a chunk."""
+        request = self._requests[job.want.request]
         self._step(request, request.attempts[job.peer.name], event)
 
     def lost(self, peer: str, reason: str) -> None:
-        for key in [key for key in self._early if key[1] == peer]:
-            del self._early[key]
+        self._early.lost(peer)
         for request in list(self._requests.values()):
             attempt = request.attempts.get(peer)
             if attempt is not None:
-                self._step(request, attempt, sender.PeerGone(reason))
+                self._step(request, attempt, sending.PeerGone(reason))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
-        request = self._requests.get(transfer.request)
-        if request is not None and request.transfer is transfer:
-            self._fail(request, reason)
+        request = self._open(transfer)
+        if request is not None:
+            self._fail(request, reason, Cause.ABORTED)
 
     def poll(self) -> None:
-        """Deadlines of what is open, and of wants that nobody offers."""
+        """Gates that have passed, deadlines of what is open, and of wants that nobody offers."""
         now = self.core.clock()
         for request in list(self._requests.values()):
+            produced = request.look()
             for attempt in list(request.attempts.values()):
-                self._step(request, attempt, sender.Tick())
+                if produced:
+                    self._offer(request, attempt)
+                self._step(request, attempt, sending.Tick())
             if now >= request.deadline and not request.transfer.ended:
                 missing = "was served" if request.all_asked else "asked"
-                self._fail(request, f"deadline passed before every destination {missing}")
+                self._fail(request, f"deadline passed before every destination {missing}", Cause.DEADLINE)
             self._forget(request)
-        for key in [key for key, early in self._early.items() if now >= early.deadline]:
-            del self._early[key]
-        for key in [key for key, (_, until) in self._closed.items() if now >= until]:
-            del self._closed[key]
+        self._early.expire(now)
+        self._closed.expire(now)
 
     def close(self, reason: str) -> None:
         """Fail what is open and tell its destinations."""
         for request in list(self._requests.values()):
-            self._fail(request, reason)
+            self._fail(request, reason, Cause.ABORTED)
 
     def drop(self) -> None:
         """End what `close` could not: the transport is closed, so nothing reads the pages."""
         for request in self._requests.values():
             if not request.transfer.ended:
                 self._end(request)
+            request.transfer.held = False
         self._requests.clear()
+
+    def gauges(self) -> dict[Gauge, int]:
+        open_ = sum(not request.transfer.ended for request in self._requests.values())
+        return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self._early), **self.poster.gauges()}
 
     def waits_on(self) -> set[str]:
         return {name for r in self._requests.values() for name, a in r.attempts.items() if not a.state.finished}
 
-    def _step(self, request: _Request, attempt: _Attempt, event: sender.Event) -> None:
+    def _step(self, request: Request, attempt: Attempt, event: sending.Event) -> None:
         attempt.state, actions = sender.step(attempt.state, event, self.core.clock())
         for action in actions:
             match action:
-                case sender.Say(message):
+                case sending.Say(message):
                     self.core.say(attempt.job.peer.name, message)
-                case sender.Post(chunk, offset):
-                    self.poster.post(attempt.job, chunk, offset)
-                case sender.Finish(_, held):
+                case sending.Post():
+                    self.poster.post(attempt.job, action)
+                case sending.Unstage(chunk):
+                    self.poster.unstage(attempt.job, chunk)
+                case sending.Finish(_, held):
                     self.poster.forget(attempt.job)
                     request.held |= held
         if attempt.state.reason is not None:
-            self._fail(request, attempt.state.reason)
+            self._fail(request, attempt.state.reason, CAUSES.get(type(event), Cause.PROTOCOL))
         self._settle(request)
 
-    def _fail(self, request: _Request, reason: str) -> None:
+    def _fail(self, request: Request, reason: str, cause: Cause) -> None:
         """Serve nobody any more: the engine takes the pages back when the transfer ends. The first reason stays."""
         if request.reason is None and not request.transfer.ended:
-            request.reason = reason
+            request.reason, request.cause = reason, cause
             for attempt in list(request.attempts.values()):
                 self.poster.forget(attempt.job)
-                self._step(request, attempt, sender.Cancel(reason))
+                self._step(request, attempt, sending.Cancel(reason))
             self._settle(request)
 
-    def _settle(self, request: _Request) -> None:
+    def _settle(self, request: Request) -> None:
         """End a request that nobody is being served of, if it fails or every destination was."""
         if request.transfer.ended or any(not a.state.finished for a in request.attempts.values()):
             return
         if request.reason is not None or request.all_asked:
             self._end(request)
 
-    def _end(self, request: _Request) -> None:
-        attempts = request.attempts.values()
-        chunks = [chunk for a in attempts for chunk in a.job.lane.chunks]
-        request.transfer.result = Result(
-            request.reason,
-            self.core.clock() - request.transfer.started,
-            sum(chunk.nbytes for chunk in chunks),
-            sum(a.job.lane.direct_runs() for a in attempts),
-            len(chunks),
-            tuple(Route.PACKED if a.job.target is None else Route.DIRECT for a in attempts if a.job.lane.chunks),
-            sum(bool(a.job.lane.chunks) for a in attempts),
-            request.held,
-        )
+    def _end(self, request: Request) -> None:
+        close(request, self.core)
+        if request.reason is not None:
+            self._closed.refuse(request.transfer.request, request.reason, self._until())
 
-    def _forget(self, request: _Request) -> bool:
+    def _forget(self, request: Request) -> bool:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
         over = all(a.state.finished and not a.state.in_flight for a in request.attempts.values())
         if request.transfer.ended and over:
+            request.transfer.held = False
             for name, attempt in request.attempts.items():
-                self._close(request.transfer.request, name, attempt.state.generation)
+                state = attempt.state
+                self._close(state.request, name, state.generation, state.reason, state.verb)
             del self._requests[request.transfer.request]
             return True
         return False

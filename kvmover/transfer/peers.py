@@ -12,10 +12,11 @@ from kvmover.transfer.lane import End
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peer:
-    """A connected rank: its card, and its transport name, which no later incarnation will have."""
+    """A connected rank: its card, as read and as it came, and its transport name, which no later incarnation has."""
 
     name: str
     card: Rank
+    encoded: bytes
 
     @property
     def end(self) -> End:
@@ -31,7 +32,7 @@ class Peers:
 
     def add(self, peer: Peer) -> str | None:
         """Seat a peer, and return the name of the one that sat there: an incarnation that is over."""
-        place = (peer.card.place.engine, peer.card.place.rank)
+        place = peer.card.place.seat
         before = self._by_place.get(place)
         self._by_place[place] = peer.name
         self._by_name[peer.name] = peer
@@ -41,12 +42,19 @@ class Peers:
         peer = self._by_name.pop(name, None)
         if peer is None:
             return
-        place = (peer.card.place.engine, peer.card.place.rank)
+        place = peer.card.place.seat
         if self._by_place.get(place) == name:
             del self._by_place[place]
 
+    def sits(self, peer: Peer) -> bool:
+        """Whether nobody has taken the peer's seat."""
+        return self._by_place.get(peer.card.place.seat) == peer.name
+
     def get(self, name: str) -> Peer | None:
         return self._by_name.get(name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
 
     def __getitem__(self, name: str) -> Peer:
         return self._by_name[name]

@@ -1,4 +1,4 @@
-"""Posts: packs granted chunks into staging memory, writes them, and follows each write until it can touch nothing."""
+"""Posts: packs granted chunks into staging memory, writes them or leaves them there to be read, and follows each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import numpy.typing as npt
 
 from kvmover import ranges
 from kvmover.errors import PlanError, TransportError
-from kvmover.transfer import sender, wire
+from kvmover.kernels.region import Region
+from kvmover.plan.cost import Route
+from kvmover.transfer import sending, wire
+from kvmover.transfer.copier import Work
 from kvmover.transfer.core import Core
+from kvmover.transfer.flights import Flights
 from kvmover.transfer.lane import Lane
-from kvmover.transfer.memory import Ends, descriptors, join, part, region
+from kvmover.transfer.memory import Ends, at_rest, descriptors, join, logical, part, region
+from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers import Peer
+from kvmover.transfer.wire import Verb
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 if TYPE_CHECKING:
@@ -26,127 +32,204 @@ if TYPE_CHECKING:
 Pages = tuple[npt.NDArray[np.int64], ...]
 
 
+class OwnTables(PlanError):
+    """The page tables that the engine sent are not those of the request: both sides must hear of it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What one attempt writes where. `target`: the destination's page tables on the direct route, None when packed."""
+    """What one attempt moves from where to where. `want`: what the destination asked for.
 
-    request: str
-    generation: int
+    `target`: its page tables where chunks are written from pool to pool; None elsewhere.
+    """
+
+    want: wire.Want
     peer: Peer
     lane: Lane
     source: Pages
     target: Pages | None
-    after: torch.cuda.Event | None
 
-    def produced(self) -> bool:
-        """Whether the pages may be read: a write from pool to pool has no stream that could wait for their event."""
-        return self.target is None or self.after is None or self.after.query()
+    def note(self, part_: Part) -> bytes:
+        want = self.want
+        return wire.encode(wire.Chunk(want.request, want.generation, part_.chunk, part_.round, part_.digest))
 
-    def note(self, chunk: int) -> bytes:
-        return wire.encode(wire.Chunk(self.request, self.generation, chunk))
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A chunk of a job on its way: asked for in `round`, `staged` at an offset of our arena where it is packed."""
+
+    job: Job
+    chunk: int
+    offset: int
+    round: int
+    since: float
+    staged: int | None = None
+    digest: int | None = None
+    runs: int = 1
 
 
 @dataclass(slots=True, eq=False)
 class Poster:
-    """The writes of a rank. `tell` hears what becomes of a chunk: Posted, then Written or WriteFailed, then Settled."""
+    """What a rank gives out. `tell` hears of each chunk: Posted, then Written, Staged or WriteFailed, then Settled."""
 
     core: Core
-    tell: Callable[[Job, sender.Event], None]
-    _queue: deque[tuple[Job, int, int]] = field(default_factory=deque["tuple[Job, int, int]"])
-    _writes: dict[int, tuple[Job, int, int | None]] = field(default_factory=dict[int, "tuple[Job, int, int | None]"])
-    _unsettled: dict[int, tuple[Job, int, int | None]] = field(default_factory=dict[int, "tuple[Job, int, int | None]"])
+    tell: Callable[[Job, sending.Event], None]
+    flights: Flights[Part]
+    _queue: deque[Part] = field(default_factory=deque[Part])
+    _staged: dict[tuple[Job, int], Part] = field(default_factory=dict["tuple[Job, int]", Part])
 
     def check(self, job: Job) -> None:
         """Raise PlanError, before anything is sent, for page tables or chunks that do not fit."""
-        for number, chunk in enumerate(job.lane.chunks):
-            if job.target is not None:
-                if len(job.target) != len(self.core.pools):
-                    raise PlanError(f"{len(job.target)} page tables for {len(self.core.pools)} components")
-                job.lane.direct_boxes(number, job.source, job.target)
-                continue
-            job.lane.gather_boxes(number, job.source)
-            if not self.core.outgoing.arena.fits(chunk.span_bytes):
-                raise PlanError(f"a chunk of {chunk.span_bytes} bytes is over the source's arena")
+        try:
+            job.lane.check_pages(job.lane.src, job.source)
+        except PlanError as error:
+            raise OwnTables(str(error)) from error
+        if job.target is not None:
+            job.lane.check_pages(job.lane.dst, job.target)
+        if job.want.route is Route.DIRECT:
+            return
+        largest = max((chunk.span_bytes for chunk in job.lane.chunks), default=0)
+        if largest and not self.core.outgoing.arena.fits(largest):
+            raise PlanError(f"a chunk of {largest} bytes is over the source's arena")
 
-    def post(self, job: Job, chunk: int, offset: int) -> None:
+    def post(self, job: Job, grant: sending.Post) -> None:
         """Queue a chunk; it goes out when there is room to pack it."""
-        self._queue.append((job, chunk, offset))
+        self._queue.append(Part(job, grant.chunk, grant.offset, grant.round, self.core.clock()))
 
     def forget(self, job: Job) -> None:
         """Drop what is queued of an attempt that ended."""
-        self._queue = deque(entry for entry in self._queue if entry[0] is not job)
+        self._queue = deque(entry for entry in self._queue if entry.job is not job)
+
+    def unstage(self, job: Job, chunk: int) -> None:
+        """A chunk that waited to be read waits no more."""
+        entry = self._staged.pop((job, chunk), None)
+        if entry is not None:
+            self._release(entry)
+
+    def gauges(self) -> dict[Gauge, int]:
+        return {
+            Gauge.CHUNKS_WAITING_FOR_STAGING: len(self._queue),
+            Gauge.CHUNKS_WAITING_TO_BE_READ: len(self._staged),
+            Gauge.WRITES_UNDER_WAY: len(self.flights),
+            Gauge.OUTGOING_ARENA_BYTES: self.core.outgoing.arena.nbytes,
+            Gauge.OUTGOING_LEASED_BYTES: self.core.outgoing.arena.leased_bytes,
+        }
 
     def poll(self) -> None:
         """Writes that settled late, and chunks that wait for staging memory."""
-        still = self.core.transport.unsettled() if self._unsettled else frozenset[int]()
-        for ticket in [ticket for ticket in self._unsettled if ticket not in still]:
-            job, chunk, staged = self._unsettled.pop(ticket)
-            self._unstage(staged)
-            self.tell(job, sender.Settled(chunk))
-        at = 0
-        while at < len(self._queue):
-            entry = self._queue[at]
-            if not entry[0].produced():
-                at += 1
-                continue
-            del self._queue[at]  # first: what a start that fails tells may `forget`, and replace the queue
-            if not self._start(*entry):
-                self._queue.insert(at, entry)
+        for entry in self.flights.settled():
+            self._release(entry)
+            self.tell(entry.job, sending.Settled(entry.chunk))
+        while self._queue:
+            entry = self._queue.popleft()  # first: what a start that fails tells may `forget`, and replace the queue
+            if not self._start(entry):
+                self._queue.appendleft(entry)
                 return
 
-    def handle(self, event: Completed | Failed) -> None:
-        """The end of a write on this side."""
-        job, chunk, staged = self._writes.pop(event.ticket)
-        if isinstance(event, Failed) and not event.quiescent:
-            self._unsettled[event.ticket] = (job, chunk, staged)
-        else:
-            self._unstage(staged)
-        if isinstance(event, Failed):
-            self.tell(job, sender.WriteFailed(chunk, str(event.error), event.quiescent))
-        else:
-            self.tell(job, sender.Written(chunk))
-
-    def _start(self, job: Job, chunk: int, offset: int) -> bool:
-        """Begin a chunk, or return False while there is no room to pack it."""
-        if job.target is not None:
-            self.tell(job, sender.Posted(chunk))
-            self._write(job, chunk, self._direct(job, chunk, job.target), None)
-            return True
-        core, span_bytes = self.core, job.lane.chunks[chunk].span_bytes
-        staged = core.outgoing.arena.lease(span_bytes)
-        if staged is None:
+    def handle(self, event: Completed | Failed) -> bool:
+        """The end of a write on this side; False for an operation of somebody else."""
+        landing = self.flights.end(event, self.core.clock())
+        if landing is None:
             return False
-        self.tell(job, sender.Posted(chunk))
-        packed = core.outgoing.tensor[staged : staged + span_bytes]
-        ends = (part(core.outgoing.memory, staged, span_bytes), part(job.peer.card.arena, offset, span_bytes))
-        with ranges.span(ranges.GATHER, job.request, span_bytes):
-            regions = [
-                region(box, core.pools[component].tensors, [packed])
-                for component, box in job.lane.gather_boxes(chunk, job.source)
-            ]
-            core.copier.copy(regions, core.soon(lambda: self._write(job, chunk, ends, staged)), job.after)
+        entry = landing.what
+        if landing.quiescent:
+            self._release(entry)
+        if landing.reason is not None:
+            self.tell(entry.job, sending.WriteFailed(entry.chunk, landing.reason, landing.quiescent))
+            return True
+        meter, moved = self.core.meter, entry.job.lane.chunks[entry.chunk].nbytes
+        if isinstance(event, Completed):
+            self.core.links.wrote(entry.job.peer.card.host, event, moved, entry.runs)
+        meter.took(Stage.WIRE, landing.seconds)
+        meter.add(Count.SENT_CHUNKS)
+        meter.add(Count.SENT_BYTES, moved)
+        self.tell(entry.job, sending.Written(entry.chunk))
         return True
 
-    def _direct(self, job: Job, chunk: int, target: Pages) -> tuple[Descriptors, Descriptors]:
+    def _start(self, entry: Part) -> bool:
+        """Begin a chunk, or return False while there is no room to pack it."""
+        job, core = entry.job, self.core
+        if job.want.route is Route.PACKED:
+            entry.staged = core.outgoing.arena.lease(job.lane.chunks[entry.chunk].span_bytes)
+            if entry.staged is None:
+                return False
+        core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since)
+        core.meter.routes[job.want.route.value] += 1
+        self.tell(job, sending.Posted(entry.chunk))
+        if entry.staged is not None:
+            self._gather(entry, entry.staged)
+        elif job.want.digests:
+            self._copy([at_rest(r, "src") for r in self._regions(entry, core.outgoing.tensor)], entry)
+        else:
+            self._gathered(entry, None)
+        return True
+
+    def _gather(self, entry: Part, staged: int) -> None:
+        span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
+        with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
+            self._copy(self._regions(entry, self.core.outgoing.tensor[staged : staged + span_bytes]), entry)
+
+    def _regions(self, entry: Part, packed: torch.Tensor) -> list[Region]:
+        """From the pools to a packed chunk."""
+        return [
+            region(box, self.core.pools[component].tensors, [packed])
+            for component, box in entry.job.lane.gather_boxes(entry.chunk, entry.job.source)
+        ]
+
+    def _copy(self, regions: list[Region], entry: Part) -> None:
+        core, job, begun = self.core, entry.job, self.core.clock()
+        marks = job.lane.marks(entry.chunk) if job.want.digests else None
+        logicals = None if marks is None else [logical(m, r) for m, r in zip(marks, regions, strict=True)]
+
+        def done(digest: int | None) -> None:
+            seconds = core.clock() - begun
+            core.meter.took(Stage.GATHER, seconds)
+            if entry.staged is not None:
+                core.links.gathered(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
+            self._gathered(entry, digest)
+
+        core.copier.run(Work(regions, logicals), core.soon(done))
+
+    def _gathered(self, entry: Part, digest: int | None) -> None:
+        """Write a chunk, or say where it lies."""
+        job, entry.digest = entry.job, digest
+        if job.want.verb is Verb.PULL:
+            self._staged[job, entry.chunk] = entry
+            self.tell(job, sending.Staged(entry.chunk, entry.staged or 0, digest))
+            return
+        if digest is not None:  # if the note is lost, the chunk is told of again with it
+            self.tell(job, sending.Posted(entry.chunk, digest))
+        begun = self.core.clock()
+        ends = self._direct(entry, job.target) if job.target is not None else self._packed(entry)
+        try:
+            with ranges.span(ranges.POST, job.want.request, ends[0].nbytes):
+                ticket = self.core.transport.write(job.peer.name, *ends, job.note(entry), self.core.config.deadline_s)
+        except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
+            self._release(entry)
+            self.tell(job, sending.WriteFailed(entry.chunk, str(error), True))
+            return
+        now = self.core.clock()
+        self.core.meter.took(Stage.POST, now - begun)
+        entry.runs = ends[0].count
+        self.core.meter.add(Count.DESCRIPTORS, entry.runs)
+        self.flights.add(ticket, entry, now)
+
+    def _packed(self, entry: Part) -> tuple[Descriptors, Descriptors]:
+        assert entry.staged is not None, "a packed chunk is staged before it is written"
+        span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
+        to = part(entry.job.peer.card.arena, entry.offset, span_bytes)
+        return part(self.core.outgoing.memory, entry.staged, span_bytes), to
+
+    def _direct(self, entry: Part, target: Pages) -> tuple[Descriptors, Descriptors]:
         """Local and remote descriptors of a chunk that goes from pool to pool."""
-        own, peer = self.core.card, job.peer.card
+        own, peer = self.core.card, entry.job.peer.card
         tables: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-        for component, box in job.lane.direct_boxes(chunk, job.source, target):
-            ends = Ends.of(own.allocations[component], peer.allocations[component])
-            tables.append(descriptors(box, ends))
+        for component, box in entry.job.lane.direct_boxes(entry.chunk, entry.job.source, target):
+            tables.append(descriptors(box, Ends.of(own.allocations[component], peer.allocations[component])))
         local, remote = zip(*tables, strict=True)
         return join(own.arena, local), join(peer.arena, remote)
 
-    def _write(self, job: Job, chunk: int, ends: tuple[Descriptors, Descriptors], staged: int | None) -> None:
-        try:
-            with ranges.span(ranges.POST, job.request, ends[0].nbytes):
-                ticket = self.core.transport.write(job.peer.name, *ends, job.note(chunk), self.core.config.deadline_s)
-        except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
-            self._unstage(staged)
-            self.tell(job, sender.WriteFailed(chunk, str(error), True))
-            return
-        self._writes[ticket] = (job, chunk, staged)
-
-    def _unstage(self, staged: int | None) -> None:
-        if staged is not None:
-            self.core.outgoing.arena.release(staged)
+    def _release(self, entry: Part) -> None:
+        if entry.staged is not None:
+            self.core.outgoing.arena.release(entry.staged)
+            entry.staged = None

@@ -3,10 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
 
 from kvmover.errors import LayoutError, TransferFailed
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.plan.legs import Replicas
+from kvmover.plan.measure import LEAST_REGION_BYTES
+from kvmover.transfer.backoff import Backoff
+from kvmover.transfer.wire import Verb
+
+#: More layers and positions than any model or request has.
+ALL = 1 << 62
+
+
+class Integrity(StrEnum):
+    """Whether what landed is compared with what was sent: not at all, or by a digest of each chunk."""
+
+    NONE = "none"
+    DIGEST = "digest"
+
+
+class Cause(StrEnum):
+    """Why a transfer failed, in a word that a metric can carry. The reason says it whole. A fault is this side's own."""
+
+    ABORTED = "aborted"
+    PEER_ABORTED = "peer_aborted"
+    PEER_LOST = "peer_lost"
+    DEADLINE = "deadline"
+    TRANSPORT = "transport"
+    INTEGRITY = "integrity"
+    PROTOCOL = "protocol"
+    FAULT = "fault"
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,31 +42,73 @@ class MoverConfig:
     """How a mover behaves. Sizes in bytes, times in seconds.
 
     `arena_bytes` is taken twice, for what is sent and for what arrives. `route` None lets `costs` choose a route for
-    each pair of ranks. `sms`: multiprocessors a copy may take (None: all); 8 of an H200 pack
-    three times as fast as a 400 Gb/s wire carries.
+    each pair of ranks. `verb`, `route`, `replicas`, `chunk_layers` and `integrity` are the destination's to choose.
+    `chunk_layers`: layers of a chunk, for sending while a prefill computes (0: all). `sms`: multiprocessors a copy may
+    take (None: all); 8 of an H200 pack three times as fast as a 400 Gb/s wire carries.
+
+    `resend_s`: what is not answered is said again. `silence_s`: a peer that answers no ping for so long is lost; longer
+    than an engine may go without a poll. `linger_s`: memory that a dead process may have been writing is used again so
+    long after its successor was seen: longer than a NIC retries. `backoff`: when lost peers are tried again.
+    `sandbox_bytes`: memory for measuring the way to a peer when it is connected, at least 128 KiB, or 0: no probes.
     """
 
     arena_bytes: int = 64 << 20
     deadline_s: float = 30.0
     drain_s: float = 2.0
     ping_s: float = 0.5
+    resend_s: float = 1.0
+    silence_s: float = 10.0
+    linger_s: float = 60.0
+    sandbox_bytes: int = 1 << 20
+    backoff: Backoff = field(default_factory=Backoff)
     costs: Costs = RDMA
     route: Route | None = None
+    verb: Verb = Verb.PUSH
     replicas: Replicas = Replicas.STRIPE
+    chunk_layers: int = 0
+    integrity: Integrity = Integrity.NONE
     sms: int | None = 8
 
     def __post_init__(self) -> None:
-        for name in ("arena_bytes", "deadline_s", "drain_s", "ping_s"):
+        for name in ("arena_bytes", "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "linger_s"):
             if getattr(self, name) <= 0:
                 raise LayoutError(f"mover config has {name} = {getattr(self, name)}; it must be positive")
+        for name in ("chunk_layers", "sandbox_bytes"):
+            if getattr(self, name) < 0:
+                raise LayoutError(f"mover config has {name} = {getattr(self, name)}; it must not be negative")
+        if 0 < self.sandbox_bytes < LEAST_REGION_BYTES:
+            raise LayoutError(
+                f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"
+            )
+
+
+class Passed(Protocol):
+    """What a CUDA event can say of itself."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Once `event` has passed, layers below `layers` of positions below `tokens` are in the pages.
+
+    Layers by number in the whole model, positions in the whole request. A prefill that computes layer by layer records
+    an event a group of layers, one that computes in chunks an event a chunk; one that does both, for each pair.
+    """
+
+    event: Passed
+    layers: int = ALL
+    tokens: int = ALL
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """How a request ended on this rank. `reason` is None when it landed, else what went wrong, the same on both sides.
 
-    `held`: a one-sided operation may still touch the pages, so they must not be reused; nothing else is ever held.
-    `runs` is what going direct costs, `writes` what was posted. `nbytes` is payload.
+    `held`: a one-sided operation may still touch the pages, so they must not be reused; see `Transfer.held`.
+    `runs` is what going direct costs, `writes` what was posted. `nbytes` is payload, `resent` chunks that did not match
+    their digest at first. `incomplete`: one tuple a component, indices into the page table of the pages that this rank
+    asked for and that are not whole; empty where all landed. `aux`: payloads by source rank.
     """
 
     reason: str | None
@@ -49,6 +119,10 @@ class Result:
     routes: tuple[Route, ...] = ()
     peers: int = 0
     held: bool = False
+    cause: Cause | None = None
+    resent: int = 0
+    incomplete: tuple[tuple[int, ...], ...] = ()
+    aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
 
     @property
     def landed(self) -> bool:
@@ -57,11 +131,16 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One request on one rank. Poll the mover and look at `result`."""
+    """One request on one rank. Poll the mover and look at `result`.
+
+    `held`: an operation may still touch the pages. It can only be true of a transfer that ended with `result.held`, and
+    turns false when that is over: then they are the engine's again.
+    """
 
     request: str
     started: float
     result: Result | None = field(default=None)
+    held: bool = False
 
     @property
     def ended(self) -> bool:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from kvmover.errors import ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 
-VERSION = 1
+VERSION = 2
 _HEAD = b"kvm" + bytes([VERSION])
 
 #: A page table of 260,000 pages fits; nothing larger is decoded. NIXL carries notes of this size in order.
 MAX_MESSAGE_BYTES = 1 << 20
+
+
+#: First tokens, logprobs and the like: whatever an engine hands over with a request, from one rank.
+MAX_AUX_BYTES = 64 << 10
+
+
+class Verb(StrEnum):
+    """Who moves the bytes: the source writes (push), or the destination reads (pull)."""
+
+    PUSH = "push"
+    PULL = "pull"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -32,7 +45,11 @@ class Refused(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Are you there? Sending it fails when the peer is gone; nothing is answered."""
+    """Are you there? Sending it fails when the peer is gone, and a live one answers with Pong."""
+
+
+class Pong(Message, frozen=True):
+    """Here."""
 
 
 class About(Message, frozen=True):
@@ -43,16 +60,20 @@ class About(Message, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """Chunk `chunk` may be written at `offset` of the destination's arena."""
+    """Chunk `chunk` has a region at `offset` of the destination's arena. `round` counts how often it was asked for."""
 
     chunk: int
     offset: int
+    round: int = 0
 
 
 class Want(About, frozen=True):
-    """Destination to source: send me positions [start, stop). Both sides derive the chunks from it.
+    """Destination to source: send me tokens [start, stop). Both sides derive the chunks from it; said again, it asks
+    for what was said in answer.
 
-    `pages`: for the direct route, one int32 little-endian page table a component; empty when packed.
+    `chunk_layers`: no chunk holds layers of two groups of so many (0: one group). `pages`: for the direct route of a
+    push, one int32 little-endian page table a component; empty otherwise. `aux`: source ranks whose payload is awaited,
+    the same for all ranks of the destination.
     """
 
     start: int
@@ -61,26 +82,67 @@ class Want(About, frozen=True):
     replicas: Replicas
     chunk_bytes: int
     pages: tuple[bytes, ...] = ()
+    chunk_layers: int = 0
+    verb: Verb = Verb.PUSH
+    digests: bool = False
+    aux: tuple[int, ...] = ()
 
 
 class Offered(About, frozen=True):
-    """Source to destination: the request is here, so regions for it will be used at once."""
+    """Source to destination: chunks in the ranges `ready` [first, stop) may be moved, so regions will be used at once.
+
+    `pages`: for the direct route of a pull, the source's page tables.
+    """
+
+    ready: tuple[tuple[int, int], ...]
+    pages: tuple[bytes, ...] = ()
 
 
 class Granted(About, frozen=True):
-    """Destination to source: arena regions for some chunks."""
+    """Destination to source: arena regions for some chunks. Said again, it asks for what became of them."""
 
     grants: tuple[Grant, ...]
 
 
 class Chunk(About, frozen=True):
-    """Source to destination, arriving after the chunk's bytes. The writer is the peer it came from."""
+    """Source to destination, arriving after the chunk's bytes. The writer is the peer it came from.
+
+    `digest`: of the chunk's rows as they were in the source's pool (see `kernels.digest_reference`).
+    """
 
     chunk: int
+    round: int = 0
+    digest: int | None = None
+
+
+class Staged(About, frozen=True):
+    """Source to destination, in a pull: the chunk lies at `offset` of the source's arena, or in its pages; read it."""
+
+    chunk: int
+    offset: int
+    round: int = 0
+    digest: int | None = None
+
+
+class Taken(About, frozen=True):
+    """Destination to source, in a pull: the chunk was read, its staging memory is free."""
+
+    chunk: int
+    round: int = 0
+
+
+class Aux(About, frozen=True):
+    """Source to destination: what the engine hands over beside the cache."""
+
+    payload: bytes
 
 
 class Done(About, frozen=True):
     """Destination to source: everything landed, you may forget the request."""
+
+
+class Kept(About, frozen=True):
+    """Source to destination, in a pull, after Done: nothing of it was reused while you read it."""
 
 
 class Abort(About, frozen=True):
@@ -93,7 +155,9 @@ class Drained(About, frozen=True):
     """Source to destination: no write of this attempt is in flight and none will be posted."""
 
 
-AnyMessage = Hello | Refused | Ping | Want | Offered | Granted | Chunk | Done | Abort | Drained
+ToSource = Want | Granted | Taken | Done
+ToDestination = Offered | Chunk | Staged | Aux | Kept | Drained
+AnyMessage = Hello | Refused | Ping | Pong | ToSource | ToDestination | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

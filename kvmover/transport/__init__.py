@@ -13,6 +13,7 @@ from kvmover.transport.base import (
     Memory,
     MemoryKind,
     Note,
+    Timing,
     Transport,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "MemoryKind",
     "NixlTransport",
     "Note",
+    "Timing",
     "Transport",
     "memory_of",
     "whole",

@@ -6,7 +6,7 @@ call to the backend takes: completion, failure and notes from peers all come out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -88,13 +88,23 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """What an operation took: in the call that posted it, and from before that call until `poll` saw its end."""
+
+    post_us: float
+    total_us: float
+
+
+@dataclass(frozen=True, slots=True)
 class Completed:
     """The operation behind `ticket` is done on this side: its local memory may be reused.
 
-    It says nothing about the peer being alive: a copy into a stopped process completes too.
+    It says nothing about the peer being alive: a copy into a stopped process completes too. `timing` is None from a
+    transport that has no wire.
     """
 
     ticket: int
+    timing: Timing | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +20,12 @@ from kvmover.errors import (
     TransportError,
     TransportUnavailable,
 )
-from kvmover.transport.base import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note
+from kvmover.transport.base import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Timing
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
 from kvmover.transport.envelope import Card, seal, unseal
 from kvmover.transport.nixl_agent import Agent, Handle, spare_forks, start
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,6 +44,8 @@ class _Flight:
     deadline: float
     deadline_s: float
     handle: Handle | None
+    begun: float
+    posted: float = math.inf
     told: bool = False
 
 
@@ -58,6 +64,7 @@ class NixlTransport:
     ) -> None:
         self._agent: Agent | None = start(name_hint, backends, num_threads)
         self._name = self._agent.name
+        self._telemetry = self._agent.telemetry
         self._clock = clock
         self._pid = os.getpid()
         self._ranges = Ranges()
@@ -183,9 +190,11 @@ class NixlTransport:
         except agent.errors as error:
             raise DescriptorError(f"NIXL refuses {verb} of {local.count} runs to {peer}: {error}") from error
         self._tickets += 1
-        flight = _Flight(self._tickets, peer, local, self._clock() + deadline_s, deadline_s, handle)
+        begun = self._clock()
+        flight = _Flight(self._tickets, peer, local, begun + deadline_s, deadline_s, handle, begun)
         self._flights[flight.ticket] = flight
         self._advance(agent, flight, agent.nixl.transfer)
+        flight.posted = self._clock()
         return flight.ticket
 
     def notify(self, peer: str, note: bytes) -> None:
@@ -277,14 +286,27 @@ class NixlTransport:
             self._events.append(Failed(flight.ticket, flight.peer, error, quiescent=False))
 
     def _settle(self, flight: _Flight, handle: Handle, error: TransportError | None) -> None:
+        timing = self._timing(flight, handle) if error is None and not flight.told else None
         handle.release()
         del self._flights[flight.ticket]
         if flight.told:
             return
         if error is None:
-            self._events.append(Completed(flight.ticket))
+            self._events.append(Completed(flight.ticket, timing))
         else:
             self._events.append(Failed(flight.ticket, flight.peer, error, quiescent=True))
+
+    def _timing(self, flight: _Flight, handle: Handle) -> Timing:
+        """By NIXL's telemetry where it is on, else by our clock."""
+        agent = self._ready()
+        if self._telemetry:
+            try:
+                return agent.timing(handle)
+            except agent.errors as error:  # a second process on its Prometheus port, for one
+                self._telemetry = False
+                log.warning("%s: NIXL's telemetry does not answer (%s); timing by the clock", self._name, error)
+        now = self._clock()
+        return Timing((min(flight.posted, now) - flight.begun) * 1e6, (now - flight.begun) * 1e6)
 
     def _lose(self, peer: str, cause: object) -> PeerLost:
         """Nothing that was sent may be taken up again: the endpoint is dead even if the link comes back."""

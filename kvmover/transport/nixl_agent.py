@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import TransportUnavailable
-from kvmover.transport.base import COUNT, NBYTES, STRIDE, Descriptors
+from kvmover.transport.base import COUNT, NBYTES, STRIDE, Descriptors, Timing
 
 #: The first release with strided [n, 5] descriptor lists.
 _OLDEST = (1, 5, 1)
@@ -39,12 +39,16 @@ class Handle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """`errors` are all of NIXL's exceptions, which share no base but Exception; `gone` is the one for a dead peer."""
+    """`errors` are all of NIXL's exceptions, which share no base but Exception; `gone` is the one for a dead peer.
+
+    `telemetry`: whether NIXL was told by its environment to time operations.
+    """
 
     name: str
     nixl: Any
     errors: tuple[type[Exception], ...]
     gone: type[Exception]
+    telemetry: bool
 
     def prepare(
         self, verb: Literal["WRITE", "READ"], local: Descriptors, peer: str, remote: Descriptors, note: bytes
@@ -64,26 +68,51 @@ class Agent:
             for prepared in lists:
                 prepared.release()
 
+    def timing(self, handle: Handle) -> Timing:
+        """What NIXL's telemetry says of an operation that is done, to the microsecond. Raises one of `errors`."""
+        found = self.nixl.get_xfer_telemetry(handle)
+        return Timing(float(found.postDuration), float(found.xferDuration))
+
 
 def start(name_hint: str, backends: Sequence[str], num_threads: int) -> Agent:
     """Raises TransportUnavailable. Sets the environment variables that UCX and NIXL read, where they are unset."""
+    # A generation in the name: NIXL takes metadata of a restarted agent for its predecessor's if the names agree.
+    return _create(f"{name_hint}.{uuid.uuid4().hex}", backends, {"num_threads": num_threads})
+
+
+def listen(name: str, port: int) -> Agent:
+    """An agent that hands its metadata to whoever asks at `port` (0: any free one), on every interface, over IPv4.
+
+    It has no progress thread: it answers and hears while it is polled. Raises TransportUnavailable, also for a port
+    that is in use.
+    """
+    listening = {"enable_listen_thread": True, "listen_port": port, "enable_prog_thread": False}
+    try:
+        return _create(name, ["UCX"], listening)
+    except RuntimeError as error:
+        raise TransportUnavailable(f"NIXL cannot listen at port {port}: {error}; is it in use?") from error
+
+
+def _create(name: str, backends: Sequence[str], options: dict[str, Any]) -> Agent:
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     api = _load()
     bindings: ModuleType = api.nixlBind
     errors = tuple(v for k, v in vars(bindings).items() if k.startswith("nixl") and k.endswith("Error"))
-    # A generation in the name: NIXL takes metadata of a restarted agent for its predecessor's if the names agree.
-    name = f"{name_hint}.{uuid.uuid4().hex}"
     sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     try:
-        config = api.nixl_agent_config(num_threads=num_threads, backends=list(backends), sync_mode=sync)
-        nixl = api.nixl_agent(name, config)
+        nixl = api.nixl_agent(name, api.nixl_agent_config(backends=list(backends), sync_mode=sync, **options))
     except errors as error:
         tls = os.environ.get("UCX_TLS")
         raise TransportUnavailable(f"NIXL cannot start {list(backends)} with UCX_TLS={tls}: {error}") from error
     if missing := [backend for backend in backends if backend not in nixl.backends]:
         raise TransportUnavailable(f"NIXL has no plugin {missing}, only {nixl.plugin_list}")
-    return Agent(name, nixl, errors, bindings.nixlRemoteDisconnectError)
+    return Agent(name, nixl, errors, bindings.nixlRemoteDisconnectError, _telemetry())
+
+
+def _telemetry() -> bool:
+    """Not switched on by us: it takes a thread an agent, and says what a clock around the calls does (within 1 us)."""
+    return os.environ.get("NIXL_TELEMETRY_ENABLE", "n").lower() not in {"n", "no", "0", "false", "off", "disable"}
 
 
 def _strided(descriptors: Descriptors) -> npt.NDArray[np.uint64]:

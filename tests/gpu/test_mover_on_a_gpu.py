@@ -32,7 +32,7 @@ class End:
     def __init__(self, engine: str) -> None:
         from kvmover.transfer.handshake import Model, Place
         from kvmover.transfer.mover import Mover
-        from kvmover.transfer.result import MoverConfig
+        from kvmover.transfer.result import Gate, MoverConfig
         from kvmover.transport.nixl import NixlTransport
 
         fleet, order = SIDES[engine]
@@ -104,7 +104,7 @@ def test_both_routes_land_the_same_bytes_in_another_process() -> None:
             here.send(route)
             produced = torch.cuda.Event()
             produced.record()
-            transfer = end.movers[route].send(f"request-{route}", [end.pages], after=produced)
+            transfer = end.movers[route].send(f"request-{route}", [end.pages], gates=[Gate(produced)])
             end.movers[route].wait([transfer])
             assert here.poll(ANSWER_S), f"no answer on the {route} route"
             reason, digest = here.recv()

@@ -87,6 +87,21 @@ def test_a_rank_that_holds_nothing_of_a_short_request_says_so() -> None:
     assert [fleet.shard(COMPONENT, rank, 17).positions is None for rank in range(4)] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("order", list(CpOrder))
+def test_every_context_rank_holds_all_states_and_a_part_of_the_windowed_tokens(order: CpOrder) -> None:
+    states = Component.state("states", 4, 2, 8, "float32", states=5)
+    sliding = Component.sliding(4, 2, 8, 3, "float16")
+    for cp, page, tokens in product(range(1, 5), (1, 3, 16), (1, 17, 100)):
+        fleet = Fleet(tp=2, pp=2, cp=cp, page_tokens=page, cp_order=order)
+        for rank in range(fleet.size):
+            at, shard = fleet.coordinate(rank), fleet.shard(states, rank, tokens)
+            assert shard.positions is not None
+            assert list(shard.positions) == [0, 1, 2, 3, 4], (fleet, rank, tokens)
+            assert (shard.layers, shard.heads) == (Span(2 * at.pp, 2), Span(at.tp, 1))
+            windowed = fleet.shard(sliding, rank, tokens)
+            assert list(windowed.positions or ()) == held(fleet, at.cp, tokens), "a window changes what is wanted only"
+
+
 def test_sizes_in_bytes_are_those_of_the_dtype() -> None:
     llama = Component.attention(80, 8, 128, "bfloat16")
     assert (llama.element_bytes, llama.row_bytes, llama.token_bytes) == (2, 256, 327_680)
@@ -107,6 +122,7 @@ def test_sizes_in_bytes_are_those_of_the_dtype() -> None:
         (lambda: Fleet(pp=13).shard(COMPONENT, 0, 1), "13 pipeline stages for 12 layers of attention"),
         (lambda: Fleet().shard(COMPONENT, 0, 0), "a request of 0 tokens"),
         (lambda: Fleet().shard(COMPONENT, 0, -3), "a request of -3 tokens"),
+        (lambda: Fleet().shard(Component.state("s", 1, 1, 1, "int8"), 0, 0), "a request of 0 tokens"),
         (lambda: Component.attention(1, 0, 8, "int8"), "component attention has heads = 0"),
         (lambda: Component.attention(0, 1, 8, "int8"), "component attention has layers = 0"),
         (lambda: Component.mla(1, 0, "int8"), "component mla has dim = 0"),
@@ -123,6 +139,7 @@ def test_sizes_in_bytes_are_those_of_the_dtype() -> None:
         "stages",
         "no-tokens",
         "negative-tokens",
+        "states-of-no-tokens",
         "heads",
         "layers",
         "dim",

@@ -102,6 +102,17 @@ def test_a_pool_with_gaps_between_its_pages_has_planes_too() -> None:
     assert torch.nonzero(pool.tensors[0].view(torch.bfloat16)).flatten().tolist() == list(range(564, 572))
 
 
+def test_pools_that_share_an_allocation_are_views_of_their_own_part_of_it() -> None:
+    conv = torch.arange(2 * 3 * 24).to(torch.int16).reshape(2, 3, 24)  # [layer, state, elements of q, k and v]
+    flat = conv.view(torch.uint8).flatten()
+    for first, heads, dim in ((0, 2, 4), (8, 2, 4), (16, 4, 2)):
+        component = Component.state("conv", 2, heads, dim, "int16")
+        layout = Layout(AXES, (2, 1, 3, heads, 1, dim), (72, 0, 24, dim, 0, 1))
+        pool = Pool(PoolSpec(component, layout), (flat[first * 2 :],))
+        for layer in range(2):
+            assert torch.equal(pool.plane(layer, 0).reshape(3, 8), conv[layer, :, first : first + 8])
+
+
 def test_a_pool_gives_views_of_the_engines_own_tensors() -> None:
     spec = PoolSpec.dense(
         Component.attention(2, 2, 4, "bfloat16"), Shard(Span(0, 2), Span(0, 2), None), 3, 2, "NHD", ("layer",)
@@ -113,11 +124,10 @@ def test_a_pool_gives_views_of_the_engines_own_tensors() -> None:
         assert pool.plane(layer, kv).data_ptr() == theirs[layer][kv].data_ptr()
 
 
+WORDS = st.text(max_size=8), *(st.integers(1, 1 << 10),) * 4, st.sampled_from(["int8", "bfloat16", "int64"])
 SPECS = st.builds(
     PoolSpec.dense,
-    st.builds(
-        Component, st.text(max_size=8), *(st.integers(1, 1 << 10),) * 4, st.sampled_from(["int8", "bfloat16", "int64"])
-    ),
+    st.builds(Component, *WORDS, st.none() | st.integers(1, 1 << 20)),
     st.builds(
         Shard,
         st.builds(Span, st.integers(0, 9), st.integers(1, 9)),
@@ -129,12 +139,13 @@ SPECS = st.builds(
     st.sampled_from(DIM_LAST),
     st.sampled_from(SEPARATE),
 )
+STATES = st.builds(Component, *WORDS, states=st.integers(1, 1 << 10))
 FLEETS = st.builds(Fleet, *(st.integers(1, 64),) * 3, st.integers(1, 512), st.sampled_from(CpOrder))
 
 
-@given(SPECS, FLEETS)
-def test_specs_survive_json_and_msgpack(spec: PoolSpec, fleet: Fleet) -> None:
-    for value in (spec, spec.layout, spec.component, fleet, Coordinate(1, 2, 3)):
+@given(SPECS, STATES, FLEETS)
+def test_specs_survive_json_and_msgpack(spec: PoolSpec, states: Component, fleet: Fleet) -> None:
+    for value in (spec, spec.layout, spec.component, states, fleet, Coordinate(1, 2, 3)):
         for codec in (msgspec.json, msgspec.msgpack):
             back = codec.decode(codec.encode(value), type=type(value))
             assert back == value
@@ -149,6 +160,26 @@ def test_shards_survive_json_and_msgpack(order: CpOrder, tokens: int) -> None:
         shard = fleet.shard(Component.attention(3, 4, 8, "int8"), rank, tokens)
         for codec in (msgspec.json, msgspec.msgpack):
             assert codec.decode(codec.encode(shard), type=Shard) == shard
+
+
+def test_a_component_written_before_there_were_windows_is_read_as_one_without() -> None:
+    old = {"name": "attention", "layers": 2, "kv": 2, "heads": 8, "dim": 64, "dtype": "bfloat16"}
+    assert msgspec.convert(old, Component) == Component.attention(2, 8, 64, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window": 0}, "component attention has window = 0"),
+        ({"states": -1}, "component attention has states = -1"),
+        ({"window": 4, "states": 2}, "component attention has a window of 4 and 2 states"),
+    ],
+    ids=["window", "states", "both"],
+)
+def test_a_component_that_cannot_exist_is_refused_when_it_is_decoded(fields: dict[str, int], message: str) -> None:
+    sent = msgspec.to_builtins(Component.attention(2, 8, 64, "bfloat16")) | fields
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Component)
 
 
 @pytest.mark.parametrize("codec", [msgspec.json, msgspec.msgpack], ids=["json", "msgpack"])
@@ -175,6 +206,12 @@ SPEC = PoolSpec.dense(
             lambda: PoolSpec(SPEC.component, Layout.dense("dim token head page kv layer", **dict.fromkeys(AXES, 2))),
             "axis dim has stride 32",
         ),
+        (
+            lambda: PoolSpec.dense(
+                Component.state("s", 2, 2, 4, "int8"), Shard(Span(0, 2), Span(0, 2), None), 3, 2, "NHD"
+            ),
+            "pool of 2-token pages for s: a page is one state",
+        ),
         (lambda: PoolSpec(SPEC.component, SPEC.layout, ("page",)), r"separate allocations along \('page',\)"),
         (lambda: Pool(SPEC, (flat(192),)), "pool of 2 allocations was given 1 tensors"),
         (lambda: Pool(SPEC, (flat(192), flat(191))), "allocation of 191 bytes is below 192"),
@@ -188,6 +225,7 @@ SPEC = PoolSpec.dense(
     ],
     ids=[
         "dim-strided",
+        "pages-of-states",
         "pages-apart",
         "too-few",
         "too-small",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmover.errors import PlanError
 from kvmover.layout import Component, Fleet
-from kvmover.plan import HOST, RDMA, Costs, Plan, Route
+from kvmover.plan import HOST, RDMA, Costs, Plan, Posting, Route
 from kvmover.plan.text import explain
 
 NBYTES = st.integers(1, 1 << 40)
@@ -22,6 +25,7 @@ COSTS = st.builds(
     scatter_rate=RATES,
     chunk_us=st.floats(0.1, 1000),
     chunk_bytes=st.integers(1 << 10, 1 << 30),
+    posting=st.sampled_from(Posting),
 )
 
 
@@ -39,6 +43,28 @@ def test_a_tie_goes_direct() -> None:
     assert costs.direct_us(100, 150) == costs.packed_us(100, 1) == 150
     assert costs.choose(100, 150).route is Route.DIRECT
     assert costs.choose(100, 151).route is Route.PACKED
+
+
+def test_posting_adds_to_the_wire_inline_and_hides_behind_it_ahead() -> None:
+    ahead = Costs(2.0, 10.0, 40.0, 40.0, 1.0, 100)
+    inline = replace(ahead, posting=Posting.INLINE)
+    assert (ahead.direct_us(1000, 30), ahead.direct_us(1000, 80)) == (100, 160)
+    assert (inline.direct_us(1000, 30), inline.direct_us(1000, 80)) == (160, 260)
+
+
+def test_processes_of_one_host_pack_sooner_because_the_same_core_posts_and_copies() -> None:
+    ahead = replace(HOST, posting=Posting.AHEAD)
+    nbytes, runs = 8 << 20, 750
+    assert (ahead.choose(nbytes, runs).route, HOST.choose(nbytes, runs).route) == (Route.DIRECT, Route.PACKED)
+
+
+@pytest.mark.parametrize(
+    "name", ["descriptor_us", "wire_rate", "gather_rate", "scatter_rate", "chunk_us", "chunk_bytes"]
+)
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_costs_that_divide_by_nothing_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(PlanError, match=f"{name} = {value}"):
+        replace(RDMA, **{name: value})
 
 
 @given(COSTS, NBYTES, st.integers(1, 1 << 30), st.integers(0, 1 << 30))

@@ -4,95 +4,154 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
-from kvmover.transfer import receiver, sender, wire
-from kvmover.transfer.arena import Arena
+from kvmover.transfer import inbound, receiver, receiving, sender, sending, wire
+from kvmover.transfer.arena import ALIGN_BYTES, Arena
 from kvmover.transfer.inbound import Inbound
+from kvmover.transfer.lane import Lane
+from kvmover.transfer.limbo import Key, Limbo, Ward
+from kvmover.transfer.liveness import Liveness
+from kvmover.transfer.offers import Request
 from kvmover.transfer.outbound import Outbound
 from kvmover.transfer.peers import Peer
-from kvmover.transfer.posts import Poster
+from kvmover.transfer.posts import Part, Poster
+from kvmover.transfer.receiving import Receiving, WriterChunk
+from kvmover.transfer.wire import Verb
 from kvmover.transport.base import Completed, Failed
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
-Stepped = tuple[receiver.Receiving, list[receiver.Action]]
+Stepped = tuple[Receiving, list[receiving.Action]]
+
+
+def around(patch: pytest.MonkeyPatch, owner: Any, name: str, other: Callable[..., Any]) -> None:
+    """Replace a function by `other`, which is handed the honest one first."""
+    honest = getattr(owner, name)
+    patch.setattr(owner, name, lambda *arguments: other(honest, *arguments))
+
+
+# Completion.
 
 
 def completion_is_a_counter(patch: pytest.MonkeyPatch) -> None:
     """A chunk that is told of twice counts twice."""
-    honest = receiver._arrived
 
-    def arrived(state: receiver.Receiving, key: receiver.WriterChunk, now: float) -> Stepped:
+    def arrived(honest: Any, state: Receiving, event: receiving.Arrived, key: WriterChunk, now: float) -> Stepped:
         if key not in state.arrived or state.reason is not None:
-            return honest(state, key, now)
+            return honest(state, event, key, now)
         again = (key[0], -1 - len(state.landed))
-        return receiver._land(replace(state, landed=state.landed | {again}), [])
+        return receiver._progress(replace(state, landed=state.landed | {again}), [])
 
-    patch.setattr(receiver, "_arrived", arrived)
-
-
-def generations_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    """What is said of an earlier attempt is taken for the current one at the same request."""
-    honest = Inbound.hear
-
-    def hear(self: Inbound, peer: Peer, message: wire.About) -> None:
-        for request, generation in self._attempts:
-            if request == message.request:
-                honest(self, peer, msgspec.structs.replace(message, generation=generation))
-                return
-        honest(self, peer, message)
-
-    patch.setattr(Inbound, "hear", hear)
-    honest_source = Outbound.hear
-
-    def source_hear(self: Outbound, peer: Peer, message: wire.About) -> None:
-        request = self._requests.get(message.request)
-        attempt = request.attempts.get(peer.name) if request else None
-        if attempt is not None and not isinstance(message, wire.Want):
-            message = msgspec.structs.replace(message, generation=attempt.state.generation)
-        honest_source(self, peer, message)
-
-    patch.setattr(Outbound, "hear", source_hear)
-
-
-def regions_are_freed_at_abort(patch: pytest.MonkeyPatch) -> None:
-    """The destination does not wait for Drained."""
-    honest = receiver._fail
-
-    def fail(state: receiver.Receiving, reason: str, now: float) -> Stepped:
-        free = [key for key in state.regions if key not in state.arrived] if state.reason is None else []
-        regions = {key: offset for key, offset in state.regions.items() if key not in free}
-        after, actions = honest(replace(state, regions=regions), reason, now)
-        return after, [*(receiver.Free(state.regions[key]) for key in free), *actions]
-
-    patch.setattr(receiver, "_fail", fail)
+    around(patch, receiver, "_arrived", arrived)
 
 
 def any_writer_will_do(patch: pytest.MonkeyPatch) -> None:
     """A chunk counts for every source that has one of its number."""
-    honest = receiver._arrived
 
-    def arrived(state: receiver.Receiving, key: receiver.WriterChunk, now: float) -> Stepped:
-        after, actions = honest(state, key, now)
+    def arrived(honest: Any, state: Receiving, event: receiving.Arrived, key: WriterChunk, now: float) -> Stepped:
+        after, actions = honest(state, event, key, now)
         others = {(peer, key[1]) for peer, source in state.sources.items() if key[1] < source.chunks}
         if after.finished or after.reason is not None:
             return after, actions
-        return receiver._land(replace(after, landed=after.landed | others), actions)
+        return receiver._progress(replace(after, landed=after.landed | others), actions)
 
-    patch.setattr(receiver, "_arrived", arrived)
+    around(patch, receiver, "_arrived", arrived)
+
+
+def a_payload_counts_twice(patch: pytest.MonkeyPatch) -> None:
+    """One that comes again is taken for that of another source."""
+
+    def told(honest: Any, state: Receiving, event: receiving.Heard, now: float) -> Stepped:
+        if isinstance(event, receiving.AuxArrived) and event.peer in state.aux and state.awaited_aux:
+            event = receiving.AuxArrived(min(state.awaited_aux))
+        return honest(state, event, now)
+
+    around(patch, receiver, "_told", told)
+
+
+def a_pull_lands_without_its_source(patch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the source to confirm that it reused nothing."""
+    patch.setattr(Receiving, "unconfirmed", property(lambda self: frozenset[str]()))
+
+
+# Generations and rounds.
+
+
+def generations_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    """What is said of an earlier attempt is taken for the current one at the same request."""
+    around(patch, Inbound, "hear", lambda honest, self, peer, message: honest(self, peer, _current(self, message)))
+
+    def source_hear(honest: Any, self: Outbound, peer: Peer, message: wire.About) -> None:
+        request = self._requests.get(message.request)
+        attempt = request.attempts.get(peer.name) if request else None
+        if attempt is not None and not isinstance(message, wire.Want):
+            message = msgspec.structs.replace(message, generation=attempt.state.generation)
+        honest(self, peer, message)
+
+    around(patch, Outbound, "hear", source_hear)
+
+
+def chunks_have_no_generation(patch: pytest.MonkeyPatch) -> None:
+    """A chunk of an earlier attempt is taken for one of the current."""
+
+    def hear(honest: Any, self: Inbound, peer: Peer, message: wire.About) -> None:
+        honest(self, peer, _current(self, message) if isinstance(message, wire.Chunk) else message)
+
+    around(patch, Inbound, "hear", hear)
+
+
+def _current(self: Inbound, message: wire.About) -> wire.About:
+    generations = [generation for request, generation in self._attempts if request == message.request]
+    return msgspec.structs.replace(message, generation=generations[0]) if generations else message
+
+
+def rounds_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    """What is told again of a chunk that did not match is taken for its second sending."""
+
+    def arrived(honest: Any, state: Receiving, event: receiving.Arrived, key: WriterChunk, now: float) -> Stepped:
+        return honest(state, replace(event, round=state.rounds.get(key, 0)), key, now)
+
+    around(patch, receiver, "_arrived", arrived)
+    around(patch, receiver, "_staged", arrived)
+
+
+def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    def scattered(honest: Any, state: Receiving, key: WriterChunk, digest: int | None, now: float) -> Stepped:
+        return honest(state, key, state.digests.get(key), now)
+
+    around(patch, receiver, "_scattered", scattered)
+
+
+def a_want_opens_what_is_over(patch: pytest.MonkeyPatch) -> None:
+    """A Want that its Abort overtook is taken for a new one."""
+    patch.setattr(Outbound, "_over", lambda self, peer, want: False)
+
+
+# What may not be used yet.
+
+
+def regions_are_freed_at_abort(patch: pytest.MonkeyPatch) -> None:
+    """The destination does not wait for Drained."""
+
+    def fail(honest: Any, state: Receiving, reason: str, now: float) -> Stepped:
+        free = [key for key in state.regions if key not in state.arrived] if state.reason is None else []
+        regions = {key: offset for key, offset in state.regions.items() if key not in free}
+        after, actions = honest(replace(state, regions=regions), reason, now)
+        return after, [*(receiving.Free(state.regions[key]) for key in free), *actions]
+
+    around(patch, receiver, "_fail", fail)
 
 
 def drained_is_said_with_a_write_in_flight(patch: pytest.MonkeyPatch) -> None:
-    honest = sender._aborted
-
-    def aborted(state: sender.Sending, reason: str, now: float) -> tuple[sender.Sending, list[sender.Action]]:
+    def aborted(honest: Any, state: sending.Sending, reason: str, now: float) -> Any:
         after, actions = honest(state, reason, now)
-        early: list[sender.Action] = [sender.Say(wire.Drained(state.request, state.generation))]
+        early = [sending.Say(wire.Drained(state.request, state.generation))]
         return after, actions + early * bool(state.in_flight)
 
-    patch.setattr(sender, "_aborted", aborted)
+    around(patch, sender, "_aborted", aborted)
 
 
 def quarantine_is_a_release(patch: pytest.MonkeyPatch) -> None:
@@ -100,29 +159,183 @@ def quarantine_is_a_release(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arena, "quarantine", Arena.release)
 
 
+def the_arena_is_a_ring(patch: pytest.MonkeyPatch) -> None:
+    """The next region follows the last one, whoever has it."""
+    ends: dict[int, int] = {}
+
+    def lease(honest: Any, self: Arena, nbytes: int) -> int | None:
+        size = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        offset = ends.get(id(self), 0)
+        if offset + size > self.nbytes:
+            offset = 0
+        if offset in self._leased:  # a ring that counts would stop here; one that overcommits goes on
+            offset = (offset + ALIGN_BYTES) % self.nbytes
+        if offset + size > self.nbytes or offset in self._leased:
+            return honest(self, nbytes)
+        ends[id(self)] = offset + size
+        self._leased[offset] = size
+        return offset
+
+    around(patch, Arena, "lease", lease)
+
+
 def staging_is_reused_before_a_failed_write_settles(patch: pytest.MonkeyPatch) -> None:
-    honest = Poster.handle
+    def handle(honest: Any, self: Poster, event: Completed | Failed) -> bool:
+        return honest(self, replace(event, quiescent=True) if isinstance(event, Failed) else event)
 
-    def handle(self: Poster, event: Completed | Failed) -> None:
-        honest(self, replace(event, quiescent=True) if isinstance(event, Failed) else event)
+    around(patch, Poster, "handle", handle)
 
-    patch.setattr(Poster, "handle", handle)
+
+def staging_is_reused_before_it_was_read(patch: pytest.MonkeyPatch) -> None:
+    """A source of a pull gives the memory back when it says where the chunk lies."""
+
+    def gathered(honest: Any, self: Poster, entry: Part, digest: int | None) -> None:
+        honest(self, entry, digest)
+        if entry.job.want.verb is Verb.PULL:
+            self._release(entry)
+
+    around(patch, Poster, "_gathered", gathered)
+
+
+def a_dead_peer_writes_no_more(patch: pytest.MonkeyPatch) -> None:
+    """What it may have been writing is free as soon as another sits in its place."""
+
+    def seated(honest: Any, self: Limbo, seat: tuple[str, int], name: str, now: float) -> None:
+        honest(self, seat, name, now - self.linger_s)
+
+    around(patch, Limbo, "seated", seated)
 
 
 def held_pages_are_given_back(patch: pytest.MonkeyPatch) -> None:
     """A direct route's pages are not reported as held when a source never answered."""
-    honest = Inbound._finish
-    patch.setattr(Inbound, "_finish", lambda self, attempt, reason, held: honest(self, attempt, reason, False))
+    around(patch, Inbound, "_finish", lambda honest, self, attempt, reason, held: honest(self, attempt, reason, set()))
+
+
+def held_is_over_with_the_transfer(patch: pytest.MonkeyPatch) -> None:
+    """`Transfer.held` turns false at once, while a write may still land."""
+
+    def close(honest: Any, attempt: Any, *rest: Any) -> None:
+        honest(attempt, *rest)
+        attempt.transfer.held = False
+
+    around(patch, inbound, "close", close)
+
+
+def gates_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Chunks go before the engine has produced them."""
+
+    def take_ready(honest: Any, self: Request, attempt: Any) -> tuple[int, ...]:
+        ready, attempt.waiting = attempt.waiting, ()
+        return ready
+
+    around(patch, Request, "take_ready", take_ready)
+
+
+def a_state_goes_with_its_layers(patch: pytest.MonkeyPatch) -> None:
+    """A state is sent when its layers have seen some of the tokens."""
+
+    def stop(honest: Any, self: Lane, piece: Any, end: int) -> int:
+        return 0 if self.src[piece.component].spec.component.states else honest(self, piece, end)
+
+    around(patch, Lane, "_stop", stop)
+
+
+# What must not be waited for, or forgotten.
+
+
+def what_is_lost_is_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(receiver, "_again", lambda state, peer: [])
+
+
+def hello_is_said_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Liveness, "strangers", lambda self, now: [])
+
+
+def a_source_without_chunks_is_told_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(receiving.Source, "idle", property(lambda self: False))
+
+
+def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
+    around(patch, Liveness, "due", lambda honest, self, awaited, now: (honest(self, awaited, now)[0], []))
+
+
+def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Limbo, "drained", lambda self, key: [])
+
+
+def a_successor_seen_early_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """What is kept from a peer whose place was taken before the attempt failed is kept for ever."""
+
+    def hold(honest: Any, self: Limbo, key: Key, ward: Ward) -> None:
+        honest(self, key, ward)
+        ward.until = None
+
+    around(patch, Limbo, "hold", hold)
+
+
+def answers_are_answered(patch: pytest.MonkeyPatch) -> None:
+    """The destination says Done to a source's Abort, and the source Abort to a Done."""
+
+    def late(honest: Any, self: Inbound, peer: Peer, message: wire.About) -> None:
+        id_ = message.request, message.generation
+        if isinstance(message, wire.Abort) and id_ in self._ended and self._ended.get(id_) is None:
+            self.core.say(peer.name, wire.Done(*id_))
+        else:
+            honest(self, peer, message)
+
+    around(patch, Inbound, "_late", late)
+
+
+# What the engine is told.
+
+
+def a_spoilt_chunk_of_a_failed_request_is_whole(patch: pytest.MonkeyPatch) -> None:
+    def scattered(honest: Any, state: Receiving, key: WriterChunk, digest: int | None, now: float) -> Stepped:
+        return honest(state, key, state.digests.get(key) if state.reason is not None else digest, now)
+
+    around(patch, receiver, "_scattered", scattered)
+
+
+def reads_count_unconfirmed(patch: pytest.MonkeyPatch) -> None:
+    """Pages that were read from a source that reused them are called whole."""
+
+    def close(honest: Any, attempt: Any, *rest: Any) -> None:
+        state = attempt.state
+        attempt.state = replace(state, kept=frozenset(state.sources))
+        honest(attempt, *rest)
+
+    around(patch, inbound, "close", close)
 
 
 #: Each with the profile under which it shows.
 MUTATIONS: list[tuple[Mutation, str]] = [
     (completion_is_a_counter, "hostile"),
-    (generations_are_ignored, "hostile"),
-    (regions_are_freed_at_abort, "default"),
     (any_writer_will_do, "default"),
+    (a_payload_counts_twice, "hostile"),
+    (a_pull_lands_without_its_source, "hostile"),
+    (generations_are_ignored, "hostile"),
+    (chunks_have_no_generation, "hostile"),
+    (rounds_are_ignored, "hostile"),
+    (digests_are_not_compared, "default"),
+    (a_want_opens_what_is_over, "reordered"),
+    (regions_are_freed_at_abort, "default"),
     (drained_is_said_with_a_write_in_flight, "default"),
     (quarantine_is_a_release, "default"),
+    (the_arena_is_a_ring, "default"),
     (staging_is_reused_before_a_failed_write_settles, "default"),
+    (staging_is_reused_before_it_was_read, "default"),
+    (a_dead_peer_writes_no_more, "default"),
     (held_pages_are_given_back, "default"),
+    (held_is_over_with_the_transfer, "default"),
+    (gates_are_ignored, "default"),
+    (a_state_goes_with_its_layers, "default"),
+    (what_is_lost_is_not_asked_for_again, "lossy"),
+    (hello_is_said_once, "lossy"),
+    (a_source_without_chunks_is_told_once, "lossy"),
+    (silence_is_never_noticed, "default"),
+    (a_peer_that_is_back_releases_nothing, "default"),
+    (a_successor_seen_early_is_forgotten, "default"),
+    (answers_are_answered, "hostile"),
+    (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
+    (reads_count_unconfirmed, "hostile"),
 ]

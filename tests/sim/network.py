@@ -1,4 +1,4 @@
-"""A simulated wire with a virtual clock: seeded delay, loss, duplication and reordering, and writes that land late.
+"""A simulated wire with a virtual clock: seeded delay, loss, duplication and reordering, and operations that land late.
 
 The rules at either end are those of the loopback transport. What happens between post and landing is decided here, by
 streams of random numbers of their own for every pair of processes, so that a seed replays in any process.
@@ -9,92 +9,115 @@ from __future__ import annotations
 import ctypes
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
-import numpy.typing as npt
 
 from kvmover.errors import PeerLost, ProtocolError
 from kvmover.transfer import wire
 from kvmover.transport.base import ADDRESS, COUNT, NBYTES, STRIDE, Descriptors, Note
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport, _Flight
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """What the wire does to what it carries. Probabilities are for each note and each write."""
-
-    name: str
-    ordered: bool = True
-    loss: float = 0.0
-    duplicates: float = 0.0
-    late_writes: float = 0.08
-    delay_s: tuple[float, float] = (0.001, 0.02)
-    late_s: tuple[float, float] = (0.2, 2.5)
-    wants_first: bool = False
-
-
-#: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
-DEFAULT = Profile("default")
-#: What nobody promises, and nothing may be corrupted by.
-REORDERED = Profile("reordered", ordered=False, loss=0.03, duplicates=0.15, late_writes=0.1, delay_s=(0.001, 0.15))
-#: As before, but that no message overtakes the Want that it follows, and no Want comes twice.
-HOSTILE = replace(REORDERED, name="hostile", wants_first=True)
-PROFILES = {profile.name: profile for profile in (DEFAULT, HOSTILE, REORDERED)}
+from tests.sim.scenario import DEFAULT, Profile
 
 
 class SimTransport(LoopbackTransport):
-    """One process's end of a SimNetwork. `alias` is its name in the schedule, the same in every run of a seed."""
+    """One process's end of a SimNetwork, named for its place: p0.1, then p0.2 after its first restart."""
 
     def __init__(self, network: SimNetwork, place: str) -> None:
-        self.alias = network.alias(place)
         super().__init__(network, place, network.clock)
 
 
 @dataclass(slots=True, eq=False)
 class Posted:
-    """A write under way. `before` is what it was to carry when it was posted."""
+    """A write or a read under way. `before` is what a write was to carry when it was posted."""
 
     sender: SimTransport
     flight: _Flight
-    before: bytes
+    ours: list[int] = field(init=False)
+    theirs: list[int] = field(init=False)
+    lengths: list[int] = field(init=False)
+    before: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        flight = self.flight
+        self.ours, self.theirs, self.lengths = _starts(flight.local), _starts(flight.remote), _lengths(flight.local)
+        self.before = self.contents() if self.writes else b""
+
+    @property
+    def writes(self) -> bool:
+        return self.flight.verb == "WRITE"
 
     @property
     def message(self) -> wire.Chunk | None:
-        message = wire.decode(self.flight.note)
+        message = wire.decode(self.flight.note) if self.writes else None
         return message if isinstance(message, wire.Chunk) else None
+
+    @property
+    def targets(self) -> list[int]:
+        """Where it puts bytes: addresses of its runs."""
+        return self.theirs if self.writes else self.ours
+
+    def contents(self) -> bytes:
+        """What lies at its sender's end."""
+        return b"".join(map(ctypes.string_at, self.ours, self.lengths))
+
+    def copy(self) -> None:
+        for target, source, nbytes in zip(
+            self.targets, self.ours if self.writes else self.theirs, self.lengths, strict=True
+        ):
+            ctypes.memmove(target, source, nbytes)
+
+    def spoil(self) -> None:
+        """Change one bit of what landed."""
+        ctypes.c_ubyte.from_address(self.targets[-1]).value ^= 1
+
+    def __str__(self) -> str:
+        if self.writes:
+            return f"{self.sender.name} => {self.flight.peer} write of {text_of(self.flight.note)}"
+        return f"{self.sender.name} <= {self.flight.peer} read {self.flight.ticket}"
 
 
 class SimNetwork(LoopbackNetwork):
-    """Where simulated transports meet, and the clock that they share. `step` lets the next thing happen."""
+    """Where simulated transports meet, and the clock that they share. `step` lets the next thing happen.
+
+    `on_post`, `on_landing`, `on_end`: called with each operation when it is posted, before it touches memory, and when it
+    touches it no longer. `lost`: notes
+    that vanished, by kind. `spoils`: whether an operation may land with a wrong bit.
+    """
 
     def __init__(self, seed: int, profile: Profile = DEFAULT) -> None:
         super().__init__()
         self.profile = profile
         self.now = 1000.0
-        self.in_flight: list[Posted] = []
+        self.in_flight: dict[Posted, None] = {}
         self.wake: Callable[[str], None] = lambda name: None
-        self.before_landing: Callable[[Posted], None] = lambda posted: None
+        self.on_say: Callable[[str, str, bytes], None] = lambda sender, peer, note: None
+        self.on_post: Callable[[Posted], None] = lambda posted: None
+        self.on_landing: Callable[[Posted], None] = lambda posted: None
+        self.on_end: Callable[[Posted, bool], None] = lambda posted, spoilt: None
+        self.spoils = False
+        self.heard_at: dict[tuple[str, str], float] = {}
+        self.lost: Counter[str] = Counter()
         self.trace: list[str] | None = None
         self._seed = seed
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._streams: dict[tuple[str, str], Random] = {}
         self._last: dict[tuple[str, str], float] = {}
-        self._born: dict[str, int] = {}
-        self._aliases: dict[str, str] = {}
-        self._dead: set[str] = set()
-        self._links_cut: set[frozenset[str]] = set()
+        self._born: Counter[str] = Counter()
+        #: Processes that are gone and links that are cut: since when, and whether who tries to reach them is told.
+        self._dead: dict[str, tuple[float, bool]] = {}
+        self._apart: dict[frozenset[str], tuple[float, bool]] = {}
 
     def clock(self) -> float:
         return self.now
 
-    def alias(self, place: str) -> str:
-        """p0, then p0'2 after its first restart."""
-        self._born[place] = born = self._born.get(place, 0) + 1
-        return place if born == 1 else f"{place}'{born}"
+    @property
+    def pending(self) -> int:
+        return len(self._agenda)
 
     def log(self, text: Callable[[], str]) -> None:
         if self.trace is not None:
@@ -113,99 +136,135 @@ class SimNetwork(LoopbackNetwork):
         call()
 
     def join(self, transport: LoopbackTransport) -> None:
-        assert isinstance(transport, SimTransport)
+        """Under a name that is the same in every run of a seed."""
+        place = transport.name.rpartition(".")[0]
+        self._born[place] += 1
+        transport._name = f"{place}.{self._born[place]}"
         super().join(transport)
-        self._aliases[transport.name] = transport.alias
 
-    def crash(self, name: str) -> None:
-        """The process is gone: what it said vanishes, what it wrote may land or not, and to its peers it is lost."""
-        self._dead.add(name)
+    # Faults.
+
+    def crash(self, name: str, told: bool) -> None:
+        """The process is gone: what it said vanishes, what it wrote may land or not. To its peers it is lost, or, where
+        nobody is `told`, it is silent."""
+        self._dead[name] = self.now, told
         self.leave(name)
 
-    def cut_link(self, one: str, other: str) -> None:
-        """Two live processes lose each other for ever; what was posted before may still land."""
-        self._links_cut.add(frozenset((one, other)))
+    def cut(self, one: str, other: str, told: bool) -> None:
+        """Two live processes lose each other; what was posted before may still land."""
+        self._apart[frozenset((one, other))] = self.now, told
+
+    def heal(self, one: str, other: str) -> None:
+        self._apart.pop(frozenset((one, other)), None)
+
+    def births(self, place: str) -> int:
+        """How many processes have stood at a place."""
+        return self._born[place]
+
+    def is_dead(self, name: str) -> bool:
+        return name in self._dead
+
+    def unreachable_since(self, one: str, other: str) -> float | None:
+        """When `one` lost `other`, if it has."""
+        found = self._unreachable(one, other)
+        return found[0] if found else None
+
+    def _unreachable(self, one: str, other: str) -> tuple[float, bool] | None:
+        if not self._dead and not self._apart:
+            return None
+        return self._dead.get(other) or self._apart.get(frozenset((one, other)))
+
+    # What is carried.
 
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
         assert isinstance(sender, SimTransport)
-        if flight.peer not in self._members or self._apart(sender.name, flight.peer):
+        gone = self._unreachable(sender.name, flight.peer)
+        if gone is not None and gone[1]:
             flight.landed, flight.error = True, PeerLost(f"{flight.peer} is lost")
             self.wake(sender.name)
             return
-        stream = self._stream(sender.name, flight.peer)
-        posted = Posted(sender, flight, contents(flight.local))
-        self.in_flight.append(posted)
-        late = stream.random() < self.profile.late_writes
-        lands = stream.uniform(*(self.profile.late_s if late else self.profile.delay_s))
-        told, survives = stream.uniform(*self.profile.delay_s), stream.random() < 0.5
-        self.log(lambda: f"{self._who(posted)} posted{', will be late' if late else ''}")
-        self.after(lands, lambda: self._arrive(posted, told, survives))
+        stream, profile = self._stream(sender.name, flight.peer), self.profile
+        posted = Posted(sender, flight)
+        self.in_flight[posted] = None
+        late = stream.random() < (profile.late if posted.writes else profile.late_reads)
+        lands = stream.uniform(*(profile.late_s if late else profile.delay_s))
+        told, survives = stream.uniform(*profile.delay_s), stream.random() < 0.5
+        spoilt = stream.random() < profile.corrupt and self.spoils
+        self.log(lambda: f"{posted} posted{', will be late' if late else ''}")
+        self.on_post(posted)
+        self.after(lands, lambda: self._arrive(posted, told, survives, spoilt))
 
     def tell(self, sender: str, peer: str, note: bytes) -> None:
-        if peer not in self._members or self._apart(sender, peer):
+        self.on_say(sender, peer, note)
+        gone = self._unreachable(sender, peer)
+        if gone is None:
+            self._say(sender, peer, note)
+        elif gone[1]:
             raise PeerLost(f"{peer} is lost: it is closed or cut off")
-        self._say(sender, peer, note)
 
     def _say(self, sender: str, peer: str, note: bytes) -> None:
         """Draws the same numbers from the stream whatever becomes of the note."""
         stream, channel = self._stream(sender, peer), (sender, peer)
         lost = stream.random() < self.profile.loss
         twice = stream.random() < self.profile.duplicates
-        times = [self.now + stream.uniform(*self.profile.delay_s) for _ in range(2)]
-        times[1] += stream.uniform(0, 0.5)
+        low, high = self.profile.delay_s
+        late = 0.4 * stream.random() if stream.random() < self.profile.late_notes else 0.0
+        times = [self.now + low + late + (high - low) * stream.random(), self.now + low + stream.random() ** 2]
         if self.profile.ordered:
             times[0] = self._last[channel] = max(times[0], self._last.get(channel, 0.0) + 1e-6)
         elif self.profile.wants_first and isinstance(wire.decode(note), wire.Want):
             times[0], twice = self.now + self.profile.delay_s[0], False
         if lost:
-            self.log(lambda: f"{self._aliases[sender]} -> {self._aliases[peer]} LOST {text_of(note)}")
+            self.lost[type(wire.decode(note)).__name__] += 1
+            self.log(lambda: f"{sender} -> {peer} LOST {text_of(note)}")
         else:
             for time in times[: 1 + twice]:
                 self.at(time, lambda: self._hear(sender, peer, note))
 
     def _hear(self, sender: str, peer: str, note: bytes) -> None:
         receiver = self._members.get(peer)
-        if receiver is None or sender in self._dead or self._apart(sender, peer):
+        if receiver is None or sender in self._dead or self._unreachable(sender, peer):
             return
-        self.log(lambda: f"{self._aliases[sender]} -> {self._aliases[peer]} {text_of(note)}")
+        self.log(lambda: f"{sender} -> {peer} {text_of(note)}")
+        self.heard_at[sender, peer] = self.now
         receiver.inbox.append(Note(sender, note))
         self.wake(peer)
 
-    def _arrive(self, posted: Posted, told: float, survives: bool) -> None:
+    def _arrive(self, posted: Posted, told: float, survives: bool, spoilt: bool) -> None:
         """Copy the bytes as they are now, tell the target, and some time later the sender."""
         sender, flight = posted.sender, posted.flight
-        self.in_flight.remove(posted)
-        dead, target = sender.name in self._dead, self._members.get(flight.peer)
-        if target is None or (dead and not survives):
-            self.log(lambda: f"{self._who(posted)} came to nothing")
+        del self.in_flight[posted]
+        dead = sender.name in self._dead
+        whole = not dead and self._unreachable(sender.name, flight.peer) is None
+        if flight.peer in self._dead or not (whole or survives) or (dead and not posted.writes):
+            self.log(lambda: f"{posted} came to nothing")
             flight.error = PeerLost(f"{flight.peer} is lost")
+            self.on_end(posted, False)
         else:
-            self.log(lambda: f"{self._who(posted)} landed{', its writer dead' if dead else ''}")
-            self.before_landing(posted)
-            for to, source, nbytes in zip(
-                starts(flight.remote), starts(flight.local), lengths(flight.local), strict=True
-            ):
-                ctypes.memmove(to, source, nbytes)
-            if not dead and not self._apart(sender.name, flight.peer):
+            self.log(
+                lambda: f"{posted} landed{', spoilt' if spoilt else ''}{', its writer dead' if dead else ''}"
+            )
+            self.on_landing(posted)
+            posted.copy()
+            if spoilt:
+                posted.spoil()
+            self.on_end(posted, spoilt)
+            if whole and flight.note:
                 self._say(sender.name, flight.peer, flight.note)
-        self.after(told, lambda: self._complete(posted))
+            elif not whole:
+                flight.error = PeerLost(f"{flight.peer} is lost")
+        if not dead:
+            self.after(told, lambda: self._complete(posted))
 
     def _complete(self, posted: Posted) -> None:
         posted.flight.landed = True
         self.wake(posted.sender.name)
 
-    def _apart(self, one: str, other: str) -> bool:
-        return frozenset((one, other)) in self._links_cut
-
     def _stream(self, sender: str, peer: str) -> Random:
-        key = (self._aliases[sender], self._aliases[peer])
+        key = (sender, peer)
         if key not in self._streams:
-            self._streams[key] = Random(f"{self._seed} {key[0]} {key[1]}")
+            self._streams[key] = Random(f"{self._seed} {sender} {peer}")
         return self._streams[key]
-
-    def _who(self, posted: Posted) -> str:
-        peer = self._aliases[posted.flight.peer]
-        return f"{posted.sender.alias} => {peer} write of {text_of(posted.flight.note)}"
 
 
 def text_of(note: bytes) -> str:
@@ -216,28 +275,17 @@ def text_of(note: bytes) -> str:
     if isinstance(message, wire.Hello):
         return "Hello"
     if isinstance(message, wire.Want):
-        shown = (message.request, message.generation % 10**6, message.start, message.stop, message.route.value)
+        shown = (message.request, message.generation, message.start, message.stop, message.route.value)
         return f"Want{shown}"
     return str(message)
 
 
-def starts(descriptors: Descriptors) -> list[int]:
+def _starts(descriptors: Descriptors) -> list[int]:
     table = descriptors.table
     return [
         first + i * stride for first, stride, count in table[:, [ADDRESS, STRIDE, COUNT]].tolist() for i in range(count)
     ]
 
 
-def lengths(descriptors: Descriptors) -> list[int]:
+def _lengths(descriptors: Descriptors) -> list[int]:
     return np.repeat(descriptors.table[:, NBYTES], descriptors.table[:, COUNT]).tolist()
-
-
-def contents(descriptors: Descriptors) -> bytes:
-    pairs = zip(starts(descriptors), lengths(descriptors), strict=True)
-    return b"".join(ctypes.string_at(start, nbytes) for start, nbytes in pairs)
-
-
-def bytes_of(descriptors: Descriptors) -> npt.NDArray[np.int64]:
-    """Every address that a list of runs covers."""
-    pairs = zip(starts(descriptors), lengths(descriptors), strict=True)
-    return np.concatenate([np.arange(start, start + nbytes) for start, nbytes in pairs])

@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 
-from tests.sim.network import PROFILES
+from tests.sim.scenario import PROFILES
 from tests.sim.world import Broken, simulate
 
 

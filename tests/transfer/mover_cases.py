@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -14,35 +15,38 @@ from kvmover.plan.legs import Replicas
 from kvmover.transfer import wire
 
 numbers = st.integers(0, 4) | st.integers(0, 2**63 - 1)
+ranges = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
+
+
+def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.SearchStrategy[wire.AnyMessage]]:
+    """Well-formed messages of every kind, about anything or about some requests."""
+    about = (st.text(max_size=40) if requests is None else st.sampled_from(requests), numbers)
+    grants = st.lists(st.builds(wire.Grant, numbers, numbers, numbers), max_size=5).map(tuple)
+    tables = st.lists(st.binary(max_size=64), max_size=3).map(tuple)
+    digest = st.none() | st.integers(0, 2**64 - 1)
+    choices = (st.sampled_from(Route), st.sampled_from(Replicas), numbers, tables, numbers, st.sampled_from(wire.Verb))
+    fields: dict[type, tuple[st.SearchStrategy[Any], ...]] = {
+        wire.Hello: (st.binary(max_size=100),),
+        wire.Refused: (st.text(max_size=40),),
+        wire.Ping: (),
+        wire.Pong: (),
+        wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(numbers, max_size=2).map(tuple)),
+        wire.Offered: (*about, ranges, tables),
+        wire.Granted: (*about, grants),
+        wire.Chunk: (*about, numbers, numbers, digest),
+        wire.Staged: (*about, numbers, numbers, numbers, digest),
+        wire.Taken: (*about, numbers, numbers),
+        wire.Aux: (*about, st.binary(max_size=64)),
+        wire.Done: about,
+        wire.Kept: about,
+        wire.Abort: (*about, st.text(min_size=1, max_size=40)),
+        wire.Drained: about,
+    }
+    return {kind: st.builds(kind, *values) for kind, values in fields.items()}
 
 
 def messages(requests: list[str] | None = None) -> st.SearchStrategy[wire.AnyMessage]:
-    """Well-formed messages about anything, or about some requests."""
-    names = st.text(max_size=40) if requests is None else st.sampled_from(requests)
-    return st.one_of(
-        st.builds(wire.Hello, st.binary(max_size=100)),
-        st.builds(wire.Refused, st.text(max_size=40)),
-        st.builds(wire.Ping),
-        st.builds(
-            wire.Want,
-            names,
-            numbers,
-            numbers,
-            numbers,
-            st.sampled_from(Route),
-            st.sampled_from(Replicas),
-            numbers,
-            st.lists(st.binary(max_size=64), max_size=3).map(tuple),
-        ),
-        st.builds(wire.Offered, names, numbers),
-        st.builds(
-            wire.Granted, names, numbers, st.lists(st.builds(wire.Grant, numbers, numbers), max_size=5).map(tuple)
-        ),
-        st.builds(wire.Chunk, names, numbers, numbers),
-        st.builds(wire.Done, names, numbers),
-        st.builds(wire.Abort, names, numbers, st.text(min_size=1, max_size=40)),
-        st.builds(wire.Drained, names, numbers),
-    )
+    return st.one_of(list(kinds_of_messages(requests).values()))
 
 
 ORDERS = [" ".join(axes) for axes in permutations(AXES) if axes[-1] == "dim"]
@@ -73,13 +77,18 @@ class Case:
 
 @st.composite
 def components(draw: st.DrawFn) -> tuple[Component, ...]:
-    """Attention or a latent, sometimes with index keys of another row size beside it."""
+    """Attention or a latent, sometimes with what newer models have beside it, of other heads and row sizes."""
     layers = draw(st.integers(2, 4))
     kv, heads, dim = draw(st.integers(1, 2)), draw(st.integers(1, 6)), draw(st.sampled_from([2, 8, 9]))
     dtype = draw(st.sampled_from(["bfloat16", "uint8", "float64"]))
-    main = Component("main", layers, kv, heads, dim, dtype)
-    keys = Component("keys", layers, 1, 1, draw(st.sampled_from([3, 16])), "uint8")
-    return (main, keys) if draw(st.booleans()) else (main,)
+    beside = {
+        "keys": Component("keys", layers, 1, 1, draw(st.sampled_from([3, 16])), "uint8"),
+        "sliding": Component.sliding(draw(st.integers(2, 5)), heads, 2, draw(st.sampled_from([1, 7, 40])), "uint8"),
+        "temporal": Component.state("temporal", layers, heads, 8, "float32"),
+        "steps": Component("steps", layers, 3, 2, 4, "bfloat16", states=draw(st.sampled_from([1, 3]))),
+    }
+    names = draw(st.sampled_from([(), ("keys",), ("sliding",), ("temporal", "steps"), tuple(beside)]))
+    return (Component("main", layers, kv, heads, dim, dtype), *(beside[name] for name in names))
 
 
 shapes = st.builds(

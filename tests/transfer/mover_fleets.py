@@ -13,7 +13,7 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import Costs, Route
 from kvmover.transfer.handshake import Model, Place
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import MoverConfig, Transfer
+from kvmover.transfer.result import Gate, MoverConfig, Transfer
 from kvmover.transport import LoopbackNetwork, LoopbackTransport, Transport
 
 POISON = 0xEE
@@ -22,7 +22,8 @@ POISON = 0xEE
 SMALL_CHUNKS = Costs(
     descriptor_us=1.0, wire_rate=1e3, gather_rate=1e3, scatter_rate=1e3, chunk_us=10.0, chunk_bytes=4096
 )
-CONFIG = MoverConfig(arena_bytes=1 << 20, costs=SMALL_CHUNKS, route=Route.PACKED)
+#: Nothing is probed: what is counted and what is held in flight are the requests' own.
+CONFIG = MoverConfig(arena_bytes=1 << 20, sandbox_bytes=0, costs=SMALL_CHUNKS, route=Route.PACKED)
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -77,7 +78,7 @@ class Bench:
         pools: list[list[Pool]] = []
         for rank in range(fleet.size):
             specs = [
-                PoolSpec.dense(c, fleet.shard(c, rank, 1), pages, fleet.page_tokens, order, separate)
+                PoolSpec.dense(c, fleet.shard(c, rank, 1), pages, c.page_tokens(fleet.page_tokens), order, separate)
                 for c in self.components
             ]
             pools.append([poisoned(spec) for spec in specs])
@@ -111,12 +112,14 @@ class Bench:
                 assert (staging.arena.leased_bytes, staging.arena.quarantined_bytes) == (0, 0)
                 assert staging.arena._free == [(0, staging.arena.nbytes)]
             assert not mover._inbound._attempts
-            assert not mover._inbound._queue
+            assert not mover._inbound._credits
+            assert not mover._inbound.limbo
+            assert not mover._reader.flights
             assert not mover._outbound._requests
             assert not mover._outbound._early
             assert not mover._poster._queue
-            assert not mover._poster._writes
-            assert not mover._poster._unsettled
+            assert not mover._poster._staged
+            assert not mover._poster.flights
             assert not core.later
 
 
@@ -141,22 +144,27 @@ class Engine:
         return [[self._table(c, rank, tokens, random) for c in self.components] for rank in range(self.fleet.size)]
 
     def _table(self, component: Component, rank: int, tokens: int, random: np.random.Generator) -> np.ndarray:
-        held = self.fleet.shard(component, rank, tokens).positions
-        pages = -(-held.tokens // self.fleet.page_tokens) if held else 0
+        held = self.fleet.shard(component, rank, component.extent(tokens)).positions
+        pages = -(-held.tokens // component.page_tokens(self.fleet.page_tokens)) if held else 0
         pool = self.pools[rank][self.components.index(component)].spec.pages
         return random.permutation(np.arange(1, pool, 2))[:pages]
 
     def fill(self, tables: list[Tables], truth: Truth) -> None:
-        """Put a request into the pools."""
+        """Put a request into the pools, but for what no destination would ask for: rows before a window."""
         for rank in range(self.fleet.size):
             self._put(self.pools[rank], rank, tables[rank], truth, 0)
 
-    def send(self, request: str, tables: list[Tables]) -> list[Transfer]:
-        return [mover.send(request, table) for mover, table in zip(self.movers, tables, strict=True)]
+    def send(
+        self, request: str, tables: list[Tables], gates: Sequence[Gate] | None = None, aux: bytes | None = None
+    ) -> list[Transfer]:
+        return [mover.send(request, table, gates, aux) for mover, table in zip(self.movers, tables, strict=True)]
 
-    def receive(self, request: str, source: str, positions: range, tables: list[Tables]) -> list[Transfer]:
+    def receive(
+        self, request: str, source: str, positions: range, tables: list[Tables], aux_from: Sequence[int] = ()
+    ) -> list[Transfer]:
         return [
-            mover.receive(request, source, positions, table) for mover, table in zip(self.movers, tables, strict=True)
+            mover.receive(request, source, positions, table, aux_from)
+            for mover, table in zip(self.movers, tables, strict=True)
         ]
 
     def snapshot(self) -> list[list[Pool]]:
@@ -177,20 +185,26 @@ class Engine:
                     assert torch.equal(got, want), f"{self.name} rank {rank} {pool.spec.component.name} {self.fleet}"
 
     def _put(self, pools: Sequence[Pool], rank: int, tables: Tables, truth: Truth, start: int) -> None:
+        """Write what a request needs from token `start` on, component by component."""
         for pool, table, rows in zip(pools, tables, truth, strict=True):
             component = pool.spec.component
             shard = self.fleet.shard(component, rank, rows.shape[3])
-            held = shard.positions
-            chosen = [p for p in held if start <= p < rows.shape[3]] if held else []
+            held, wanted = shard.positions, component.wanted(range(start, start + self._tokens(truth, start)))
+            chosen = [p for p in held if p in wanted] if held else []
             if held is None or not chosen:
                 continue
-            page, token = np.divmod([held.index(p) for p in chosen], self.fleet.page_tokens)
+            page, token = np.divmod([held.index(p) for p in chosen], component.page_tokens(self.fleet.page_tokens))
             whole = rows.numpy()[:, :, list(shard.heads)][:, :, :, chosen].swapaxes(2, 3)
             for local, layer in enumerate(shard.layers):
                 for kv in range(component.kv):
                     plane = pool.plane(local, kv)
                     words = plane.view(_WORDS[component.element_bytes]).numpy()
                     words[table[page], token] = np.ascontiguousarray(whole[layer, kv]).view(words.dtype)
+
+    def _tokens(self, truth: Truth, start: int) -> int:
+        """How many tokens from `start` on a request has, by the components that have a row a token."""
+        lengths = [rows.shape[3] for c, rows in zip(self.components, truth, strict=True) if not c.states]
+        return max(lengths, default=start + 1) - start
 
 
 def poisoned(spec: PoolSpec) -> Pool:
@@ -201,9 +215,12 @@ def poisoned(spec: PoolSpec) -> Pool:
 
 
 def truth_of(components: Sequence[Component], tokens: int, seed: int = 0) -> Truth:
+    """Random bytes, none of which is poison."""
     random = torch.Generator().manual_seed(seed)
     return [
-        torch.randint(0, 256, (c.layers, c.kv, c.heads, tokens, c.row_bytes), generator=random, dtype=torch.uint8)
+        torch.randint(
+            0, POISON, (c.layers, c.kv, c.heads, c.extent(tokens), c.row_bytes), generator=random, dtype=torch.uint8
+        )
         for c in components
     ]
 
@@ -229,9 +246,11 @@ class Pair:
         tokens: int = 100,
         config: MoverConfig = CONFIG,
         clock: Callable[[], float] = time.monotonic,
+        network: LoopbackNetwork | None = None,
     ) -> Pair:
         """128 bytes a head and token, two heads, two layers, K and V: 1 KiB a token, so 4 tokens a chunk."""
-        bench = Bench((Component("attention", 2, 2, 2, 64, "bfloat16"),), config, clock)
+        attention = Component("attention", 2, 2, 2, 64, "bfloat16")
+        bench = Bench((attention,), config, clock, network or LoopbackNetwork())
         source = bench.engine("prefill", src or Fleet(page_tokens=4))
         target = bench.engine("decode", dst or Fleet(page_tokens=4), "HND")
         target.connect(source)

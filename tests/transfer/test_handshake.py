@@ -30,7 +30,7 @@ def rank_of(model: Model = MODEL, fleet: Fleet | None = None, rank: int = 0, ord
         tuple(Memory(MemoryKind.HOST, (7 + 10 * n + i) << 24, s.allocation_bytes) for i in range(s.allocations))
         for n, s in enumerate(specs)
     )
-    return Rank(Place("decode", fleet, rank), specs, memories, Memory(MemoryKind.HOST, 1 << 40, 4096), b"wire")
+    return Rank(Place("decode", fleet, rank), specs, memories, *[Memory(MemoryKind.HOST, 1 << 40, 4096)] * 2, b"wire")
 
 
 RANK = rank_of()
@@ -100,7 +100,7 @@ def test_another_shape_of_the_same_model_is_welcome(fleet: Fleet, order: str):
 def test_the_body_of_a_stranger_is_not_read(body: bytes):
     stranger = Model("stranger", ())
     card = msgspec.msgpack.encode(Card(stranger.digest(), stranger.text(), body))
-    with pytest.raises(PeerRefused, match=r"peer holds stranger \(\), protocol 1; this side holds toy"):
+    with pytest.raises(PeerRefused, match=r"peer holds stranger \(\), protocol 2; this side holds toy"):
         read_card(MODEL, card)
 
 

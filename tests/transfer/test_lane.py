@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from mover_cases import Case, Shape, cases
 from mover_fleets import poisoned
 
@@ -17,28 +18,29 @@ from kvmover.kernels import reference
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.legs import Replicas
 from kvmover.plan.lower import Place
-from kvmover.transfer.lane import PIECE_ALIGN_BYTES, End, Lane, plans_between
+from kvmover.transfer.lane import PIECE_ALIGN_BYTES, Cut, End, Lane, plans_between
 from kvmover.transfer.memory import region
 
 
 def end_of(case: Case, shape: Shape, rank: int, pages: int) -> End:
     specs = tuple(
-        PoolSpec.dense(c, shape.fleet.shard(c, rank, 1), pages, shape.fleet.page_tokens, shape.order, shape.separate)
+        PoolSpec.dense(c, shape.fleet.shard(c, rank, 1), pages, tokens, shape.order, shape.separate)
         for c in case.components
+        for tokens in [c.page_tokens(shape.fleet.page_tokens)]
     )
     return End(shape.fleet, rank, specs)
 
 
-def lanes_of(case: Case, pages: int = 150) -> Iterator[tuple[End, End, Lane]]:
-    """Every pair of ranks, as the destination sees it."""
+def lanes_of(case: Case, pages: int = 150, layers: int = 0) -> Iterator[tuple[End, End, Lane]]:
+    """Every pair of ranks, as the destination sees it, cut by so many layers."""
     if case.start == case.tokens:
         return
     for target in range(case.dst.fleet.size):
         for source in range(case.src.fleet.size):
             src, dst = end_of(case, case.src, source, pages), end_of(case, case.dst, target, pages)
             span = range(case.start, case.tokens)
-            plans = plans_between(dst.pools, src.fleet, dst.fleet, span, case.replicas)
-            yield src, dst, Lane.between(plans, src, dst, case.chunk_bytes)
+            plans = plans_between(case.components, src.fleet, dst.fleet, span, case.replicas)
+            yield src, dst, Lane.between(plans, src, dst, Cut(case.chunk_bytes, layers))
 
 
 def table(end: End, seed: int) -> list[np.ndarray]:
@@ -60,8 +62,8 @@ def rows_of(place: Place, heads: int, tokens: int) -> list[tuple[int, int]]:
 def test_both_sides_cut_the_same_chunks(case: Case):
     for src, dst, lane in lanes_of(case):
         span = range(case.start, case.tokens)
-        plans = plans_between(src.pools, src.fleet, dst.fleet, span, case.replicas)
-        other = Lane.between(plans, src, dst, case.chunk_bytes)
+        plans = plans_between(case.components, src.fleet, dst.fleet, span, case.replicas)
+        other = Lane.between(plans, src, dst, Cut(case.chunk_bytes))
         assert [chunk.span_bytes for chunk in other.chunks] == [chunk.span_bytes for chunk in lane.chunks]
         for mine, theirs in zip(lane.chunks, other.chunks, strict=True):
             assert len(mine.pieces) == len(theirs.pieces)
@@ -132,6 +134,104 @@ def test_gathering_and_scattering_writes_what_going_direct_writes(case: Case):
             assert all(torch.equal(a, b) for a, b in zip(mine.tensors, theirs.tensors, strict=True))
 
 
+some_layers = st.integers(1, 5)
+
+
+@settings(max_examples=50)
+@given(cases(most_tokens=60), some_layers)
+def test_no_chunk_holds_layers_of_two_groups_and_groups_come_in_order(case: Case, layers: int):
+    for _, _, lane in lanes_of(case, layers=layers):
+        groups = [{layer // layers for piece in chunk.pieces for layer in piece.leg.layers} for chunk in lane.chunks]
+        assert all(len(group) == 1 for group in groups)
+        order = [group.pop() for group in groups]
+        assert order == sorted(order)
+
+
+@settings(max_examples=50)
+@given(cases(most_tokens=60), some_layers)
+def test_a_lane_cut_by_layers_moves_the_same_rows_to_the_same_places(case: Case, layers: int):
+    whole = [lane for _, _, lane in lanes_of(case)]
+    for (src, dst, lane), uncut in zip(lanes_of(case, layers=layers), whole, strict=True):
+        pages = table(src, 1), table(dst, 2)
+        assert rows_moved(lane, *pages) == rows_moved(uncut, *pages)
+        assert lane.nbytes == uncut.nbytes
+
+
+def rows_moved(
+    lane: Lane, src: list[np.ndarray], dst: list[np.ndarray]
+) -> set[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """(component, row of the source, row of the destination), each once."""
+    moved = [
+        (component, *ends)
+        for chunk in range(len(lane.chunks))
+        for component, b in lane.direct_boxes(chunk, src, dst)
+        for ends in zip(rows_of(b.src, b.heads, b.tokens), rows_of(b.dst, b.heads, b.tokens), strict=True)
+    ]
+    assert len(moved) == len(set(moved))
+    return set(moved)
+
+
+@settings(max_examples=50)
+@given(cases(most_tokens=60), st.integers(0, 5))
+def test_the_reach_of_a_chunk_is_the_last_layer_and_position_of_its_rows(case: Case, layers: int):
+    """Counted out, row by row, from what the source and the destination hold."""
+    for src, dst, lane in lanes_of(case, layers=layers):
+        for number, chunk in enumerate(lane.chunks):
+            layer_stop = stop = 0
+            for piece in chunk.pieces:
+                component = case.components[piece.component]
+                layer_stop = max(layer_stop, *(layer + 1 for layer in piece.leg.layers))
+                tokens = component.extent(case.tokens)
+                ours, theirs = (
+                    list(end.fleet.shard(component, end.rank, tokens).positions or ()) for end in (src, dst)
+                )
+                for first_src, first_dst in zip(piece.units.src.tolist(), piece.units.dst.tolist(), strict=True):
+                    here = ours[first_src : first_src + piece.units.tokens]
+                    assert here == theirs[first_dst : first_dst + piece.units.tokens]
+                    stop = max(stop, case.tokens if component.states else here[-1] + 1)
+            assert lane.reach(number, case.tokens) == (layer_stop, stop)
+
+
+def test_a_chunk_of_two_components_reaches_as_far_as_either():
+    """Two layers of attention over 40 tokens and three layers of windows of the last 8, in one chunk."""
+    components = (Component.attention(2, 1, 8, "uint8"), Component.sliding(3, 1, 8, 8, "uint8"))
+    ends = [
+        End(fleet, 0, tuple(PoolSpec.dense(c, fleet.shard(c, 0, 1), 8, fleet.page_tokens, "NHD") for c in components))
+        for fleet in (Fleet(page_tokens=8), Fleet(page_tokens=8))
+    ]
+    plans = plans_between(components, ends[0].fleet, ends[1].fleet, range(36), Replicas.STRIPE)
+    (chunk,) = Lane.between(plans, *ends, Cut(1 << 20)).chunks
+    assert {piece.component for piece in chunk.pieces} == {0, 1}
+    assert Lane.between(plans, *ends, Cut(1 << 20)).reach(0, 36) == (3, 36)
+
+
+@settings(max_examples=30)
+@given(cases(most_tokens=60), st.integers(0, 3))
+def test_the_pages_of_a_chunk_are_those_that_its_boxes_touch(case: Case, layers: int):
+    for src, dst, lane in islice(lanes_of(case, layers=layers), 4):
+        pages = table(src, 1), [np.arange(spec.pages) for spec in dst.pools]
+        for number in range(len(lane.chunks)):
+            touched: dict[int, set[int]] = {}
+            for component, b in lane.direct_boxes(number, *pages):
+                spec = dst.pools[component]
+                for _, offset in rows_of(b.dst, b.heads, b.tokens):
+                    touched.setdefault(component, set()).add(page_at(spec, offset))
+            named: dict[int, set[int]] = {}
+            for component, indices in lane.target_pages(number):
+                named.setdefault(component, set()).update(indices.tolist())
+            assert named == touched
+
+
+def page_at(spec: PoolSpec, offset: int) -> int:
+    """Which page of a pool a byte of an allocation is of, whatever the order of its axes."""
+    axes, strides = spec.layout.axes, spec.layout.stride
+    for axis, stride in sorted(zip(axes, strides, strict=True), key=lambda pair: -pair[1]):
+        index, offset = divmod(offset, stride * spec.component.element_bytes)
+        if axis == "page":
+            return index
+    raise AssertionError(f"{spec} has no pages")
+
+
 def noise(spec: PoolSpec, seed: int) -> tuple[torch.Tensor, ...]:
     random = torch.Generator().manual_seed(seed)
     return tuple(
@@ -147,8 +247,10 @@ def one_to_one(page_tokens: tuple[int, int], tokens: int, chunk_bytes: int) -> L
         End(fleet, 0, (PoolSpec.dense(component, fleet.shard(component, 0, 1), 8, fleet.page_tokens, "NHD"),))
         for fleet in (Fleet(page_tokens=p) for p in page_tokens)
     ]
-    plans = plans_between(ends[0].pools, ends[0].fleet, ends[1].fleet, range(tokens), Replicas.STRIPE)
-    return Lane.between(plans, *ends, chunk_bytes)
+    plans = plans_between(
+        [pool.component for pool in ends[0].pools], ends[0].fleet, ends[1].fleet, range(tokens), Replicas.STRIPE
+    )
+    return Lane.between(plans, *ends, Cut(chunk_bytes))
 
 
 def test_a_unit_larger_than_a_chunk_has_one_of_its_own():

@@ -18,8 +18,9 @@ from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer import wire
 from kvmover.transfer.handshake import Model, Place, read_card, write_card
+from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import MoverConfig, Result, Transfer
+from kvmover.transfer.result import Result, Transfer
 from kvmover.transport import LoopbackTransport
 
 ROUTES = [Route.DIRECT, Route.PACKED]
@@ -45,7 +46,7 @@ def reasons(transfers: list[Transfer]) -> list[str | None]:
 def test_any_fleet_fills_any_other_and_touches_nothing_else(case: Case, route: Route | None, arena_bytes: int):
     costs = replace(SMALL_CHUNKS, chunk_bytes=max(case.chunk_bytes, 512))
     bench = Bench(
-        case.components, MoverConfig(arena_bytes=arena_bytes, costs=costs, route=route, replicas=case.replicas)
+        case.components, replace(CONFIG, arena_bytes=arena_bytes, costs=costs, route=route, replicas=case.replicas)
     )
     pages = 2 * case.tokens + 3
     src, dst = (
@@ -327,7 +328,7 @@ def test_chunks_that_wait_for_staging_memory_are_not_written_after_an_abort():
     pair.bench.turn()
     pair.dst.movers[0].abort(landed, "enough of this")
     pair.bench.turn()
-    assert len(pair.src.movers[0]._poster._writes) == 1
+    assert len(pair.src.movers[0]._poster.flights) == 1
     assert not pair.src.movers[0]._poster._queue
     pair.bench.network.deliver()
     pair.bench.ended([sent, landed])
@@ -386,7 +387,7 @@ def test_a_request_that_nobody_offers_ends_at_its_deadline(route: Route):
     clock.now += 1
     pair.bench.turn()
     assert landed.ended
-    assert "deadline passed with 26 chunks missing from prefill0" in str(reasons([landed])[0])
+    assert "deadline passed with 26 chunks missing, waiting for prefill0" in str(reasons([landed])[0])
     assert not ended(landed).held
     pair.bench.assert_nothing_is_left()
 
@@ -625,7 +626,7 @@ def test_another_model_is_refused_with_both_sides_values_and_nothing_is_loaded()
     pair = Pair.of()
     other, _ = stranger(pair, "tay")
     with pytest.raises(
-        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 1; this side holds toy"
+        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 2; this side holds toy"
     ):
         pair.dst.movers[0].connect(other.card)
     assert other._transport.name not in pair.dst.movers[0]._transport._peers
@@ -653,7 +654,7 @@ def test_a_hello_that_cannot_be_accepted_is_counted_and_the_loop_goes_on():
     for card in cards:
         speaker.notify(source._transport.name, wire.encode(wire.Hello(card)))
     pair.bench.turn()
-    assert source.refused == len(cards)
+    assert source.meter.counts[Count.REFUSED_PEERS] == len(cards)
     still_works(pair)
 
 
@@ -668,7 +669,7 @@ def test_a_hello_that_the_transport_cannot_follow_does_not_end_the_loop(monkeypa
     monkeypatch.setattr(source._transport, "connect", lost)
     newcomer.connect(source.card)
     pair.bench.turn()
-    assert source.refused == 1
+    assert source.meter.counts[Count.REFUSED_PEERS] == 1
     still_works(pair)
 
 
@@ -678,7 +679,7 @@ def test_a_note_that_is_no_message_is_counted_and_the_loop_goes_on(note: bytes):
     for mover, other in zip(pair.bench.movers, reversed(pair.bench.movers), strict=True):
         mover._transport.notify(other._transport.name, note)
     pair.bench.turn()
-    assert [mover.malformed for mover in pair.bench.movers] == [1, 1]
+    assert [mover.meter.counts[Count.MALFORMED_MESSAGES] for mover in pair.bench.movers] == [1, 1]
     still_works(pair)
 
 
@@ -690,7 +691,7 @@ def test_messages_of_strangers_are_dropped():
         for message in (wire.Done("request", 1), wire.Abort("request", 1, "no"), wire.Ping()):
             speaker.notify(mover._transport.name, wire.encode(message))
     pair.bench.turn()
-    assert [mover.malformed for mover in pair.bench.movers] == [3, 3]
+    assert [mover.meter.counts[Count.MALFORMED_MESSAGES] for mover in pair.bench.movers] == [3, 3]
     still_works(pair)
 
 

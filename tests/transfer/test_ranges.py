@@ -9,6 +9,7 @@ import pytest
 
 from kvmover import ranges
 from kvmover.plan.cost import Route
+from kvmover.transfer.result import Gate
 from tests.transfer.mover_fleets import CONFIG, Pair
 
 
@@ -74,7 +75,7 @@ def test_a_direct_write_waits_for_the_pages_to_be_produced_and_holds_up_nobody()
     pair = Pair.of(tokens=8, config=replace(CONFIG, route=Route.DIRECT))
     event: Any = Event()
     (mover,) = pair.src.movers
-    late = mover.send("late", pair.src_tables[0], after=event)
+    late = mover.send("late", pair.src_tables[0], gates=[Gate(event)])
     asked = pair.receive("late")
     pair.bench.ended([*pair.send("other"), *pair.receive("other")])
     pair.bench.turn()

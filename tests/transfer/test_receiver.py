@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvmover.transfer import wire
-from kvmover.transfer.receiver import (
+from kvmover.transfer.receiver import start, step
+from kvmover.transfer.receiving import (
     Action,
     Arrived,
+    Ask,
+    AuxArrived,
     Cancel,
     Event,
     Finish,
     Free,
+    Kept,
     Lease,
     Leased,
+    Mismatch,
     Offered,
+    Patience,
     PeerAborted,
     PeerDrained,
     PeerGone,
     Quarantine,
+    Read,
+    ReadEnded,
+    ReadSettled,
     Receiving,
     Scatter,
     Scattered,
     Send,
     Source,
+    Staged,
     Tick,
-    WriterChunk,
-    start,
-    step,
 )
+from kvmover.transfer.wire import Verb
 
-DEADLINE, DRAIN_S = 100.0, 2.0
+DEADLINE, DRAIN_S, RESEND_S = 100.0, 2.0, 1.0
+PATIENCE = Patience(DEADLINE, DRAIN_S, RESEND_S)
 
 
 def receiving(**sources: Source) -> Receiving:
-    return Receiving("r", 7, sources, DEADLINE, DRAIN_S)
+    return Receiving("r", 7, sources, PATIENCE, DEADLINE)
 
 
 def run(state: Receiving, *events: Event, now: float = 0.0) -> tuple[Receiving, list[Action]]:
@@ -50,15 +57,18 @@ def run(state: Receiving, *events: Event, now: float = 0.0) -> tuple[Receiving, 
     return state, actions
 
 
-def granted(peer: str, chunk: int, offset: int) -> Send:
-    return Send(peer, wire.Granted("r", 7, (wire.Grant(chunk, offset),)))
+def granted(peer: str, chunk: int, offset: int, round_: int = 0) -> Send:
+    return Send(peer, wire.Granted("r", 7, (wire.Grant(chunk, offset, round_),)))
 
 
 def aborts(reason: str, *peers: str) -> list[Action]:
     return [Send(peer, wire.Abort("r", 7, reason)) for peer in peers]
 
 
-DONE = wire.Done("r", 7)
+def done(*peers: str) -> list[Action]:
+    return [Send(peer, wire.Done("r", 7)) for peer in peers]
+
+
 ONE = receiving(a=Source(1))
 TWO = receiving(a=Source(1), b=Source(2))
 STRAIGHT = receiving(a=Source(1, direct=True), b=Source(2, direct=True))
@@ -67,7 +77,7 @@ STRAIGHT = receiving(a=Source(1, direct=True), b=Source(2, direct=True))
 def test_a_request_that_needs_nothing_is_done_at_once():
     state, actions = start(receiving(a=Source(0), b=Source(0, direct=True)))
     assert state.finished
-    assert actions == [Send("a", DONE), Send("b", DONE), Finish(None)]
+    assert actions == [*done("a", "b"), Finish(None)]
     assert start(receiving()) == (replace(receiving(), finished=True), [Finish(None)])
 
 
@@ -79,14 +89,14 @@ def test_a_chunk_is_granted_scattered_freed_and_the_last_one_says_done():
     state, actions = run(state, Arrived("a", 0))
     assert actions == [Scatter("a", 0, 512)]
     state, actions = run(state, Scattered("a", 0))
-    assert actions == [Free(512), Send("a", DONE), Finish(None)]
+    assert actions == [Free(512), *done("a"), Finish(None)]
 
 
 def test_direct_chunks_are_landed_when_they_arrive():
     state, actions = run(STRAIGHT, Arrived("b", 1), Arrived("a", 0))
     assert actions == []
     state, actions = run(state, Arrived("b", 0))
-    assert actions == [Send("a", DONE), Send("b", DONE), Finish(None)]
+    assert actions == [*done("a", "b"), Finish(None)]
 
 
 @pytest.mark.parametrize("state", [TWO, STRAIGHT], ids=["packed", "direct"])
@@ -172,7 +182,7 @@ def test_a_region_leased_after_a_failure_or_after_the_end_goes_straight_back():
 
 def test_a_lost_writer_keeps_its_region_in_quarantine():
     _state, actions = run(ONE, Leased("a", 0, 256), PeerGone("a", "a is lost"))
-    assert actions == [Quarantine(256), Finish("a is lost")]
+    assert actions == [Quarantine("a", 256), Finish("a is lost")]
 
 
 def test_a_lost_writer_of_pages_keeps_them_held():
@@ -191,11 +201,13 @@ def test_a_source_that_has_sent_everything_may_go():
 
 def test_the_deadline_fails_with_what_is_missing_and_from_whom():
     state, _ = run(TWO, Leased("a", 0, 0), Arrived("a", 0), Scattered("a", 0))
-    assert step(state, Tick(), DEADLINE - 0.1) == (state, [])
+    state, actions = step(state, Tick(), DEADLINE - 0.1)
+    assert (state.reason, actions) == (None, [Ask("b")])
     state, actions = step(state, Tick(), DEADLINE)
-    reason = "deadline passed with 2 chunks missing from b"
+    reason = "deadline passed with 2 chunks missing, waiting for b"
     assert actions == aborts(reason, "a", "b")
-    assert step(state, Tick(), DEADLINE + DRAIN_S - 0.1) == (state, [])
+    state, actions = step(state, Tick(), DEADLINE + DRAIN_S - 0.1)
+    assert actions == aborts(reason, "a", "b")
     state, actions = step(state, Tick(), DEADLINE + DRAIN_S)
     assert actions == [Finish(reason)]
 
@@ -204,164 +216,316 @@ def test_draining_is_not_waited_for_longer_than_allowed():
     state, _ = run(TWO, Leased("b", 1, 512), Cancel("enough"), now=10.0)
     state, _ = run(state, PeerDrained("a"), now=11.0)
     state, actions = step(state, Tick(), 10.0 + DRAIN_S)
-    assert actions == [Quarantine(512), Finish("enough")]
+    assert actions == [Quarantine("b", 512), Finish("enough")]
 
 
-PEERS = ("a", "b", "c")
-
-
-@settings(max_examples=150, stateful_step_count=40)
-class AnyOrder(RuleBasedStateMachine):
-    """Every event in every order; the rules of the protocol after each."""
-
-    @initialize(sources=st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=3))
-    def begin(self, sources: list[tuple[int, bool]]) -> None:
-        named = {peer: Source(chunks, direct) for peer, (chunks, direct) in zip(PEERS, sources, strict=False)}
-        self.state = receiving(**named)
-        self.now, self.offsets, self.last_tick = 0.0, 0, 0.0
-        self.out: dict[int, WriterChunk] = {}
-        self.scattering: dict[WriterChunk, int] = {}
-        self.scattered: set[WriterChunk] = set()
-        self.drained: set[str] = set()
-        self.aborted: list[str] = []
-        self.granted: set[WriterChunk] = set()
-        self.finishes: list[Finish] = []
-        self.state, actions = start(self.state)
-        self.check(None, None, actions)
-
-    def feed(self, event: Event) -> None:
-        before = self.state
-        if isinstance(event, PeerDrained) and before.reason is not None and not before.finished:
-            self.drained.add(event.peer)
-        self.state, actions = step(before, event, self.now)
-        if before.finished:
-            assert self.state == before
-            assert actions == ([Free(event.offset)] if isinstance(event, Leased) else [])
-        self.check(before, event, actions)
-
-    def check(self, before: Receiving | None, event: Event | None, actions: list[Action]) -> None:
-        finishing = any(isinstance(action, Finish) for action in actions)
-        for action in actions:
-            match action:
-                case Send(peer, wire.Granted(grants=((wire.Grant(chunk, offset)),))):
-                    assert before is not None
-                    assert before.reason is None
-                    assert self.out[offset] == (peer, chunk)
-                    assert (peer, chunk) not in self.granted
-                    self.granted.add((peer, chunk))
-                case Send(peer, wire.Abort(reason=reason)):
-                    assert peer not in self.aborted
-                    assert peer not in self.state.gone
-                    assert reason == self.state.reason
-                    self.aborted.append(peer)
-                case Send(peer, message):
-                    assert message == DONE
-                    assert finishing
-                    assert self.state.reason is None
-                case Scatter(peer, chunk, offset):
-                    assert self.out[offset] == (peer, chunk)
-                    assert (peer, chunk) in self.granted
-                    assert (peer, chunk) not in self.scattering
-                    self.scattering[peer, chunk] = offset
-                case Free(offset):
-                    key = self.out.pop(offset)
-                    refused = isinstance(event, Leased) and event.offset == offset
-                    assert refused or key in self.scattered or key[0] in self.drained
-                    assert refused or key in self.scattered or key not in self.scattering
-                case Quarantine(offset):
-                    assert finishing
-                    assert self.out.pop(offset)[0] in self.state.sources
-                case Finish():
-                    self.finishes.append(action)
-                    self.ended(action)
-
-    def ended(self, finish: Finish) -> None:
-        every = {(p, c) for p, source in self.state.sources.items() for c in range(source.chunks)}
-        direct = {peer for peer, source in self.state.sources.items() if source.direct}
-        landed = {key for key in self.state.landed if key[0] in direct} | self.scattered
-        if finish.reason is None:
-            assert landed == every
-            assert finish.held == frozenset()
-            assert not self.aborted
-        else:
-            assert finish.reason
-            may_write = {p for p in direct - self.drained if any(k[0] == p and k not in landed for k in every)}
-            assert may_write <= finish.held <= direct - self.drained
-            assert set(self.aborted) | self.state.gone == set(self.state.sources)
-
-    @precondition(lambda self: self.ungranted())
-    @rule(data=st.data())
-    def lease(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(self.ungranted()))
-        self.offsets += 256
-        self.out[self.offsets] = key
-        self.feed(Leased(*key, self.offsets))
-
-    def ungranted(self) -> list[WriterChunk]:
-        packed = [(peer, source) for peer, source in self.state.sources.items() if not source.direct]
-        return [(p, c) for p, source in packed for c in range(source.chunks) if (p, c) not in self.granted]
-
-    @precondition(lambda self: self.granted)
-    @rule(data=st.data())
-    def arrive_as_granted(self, data: st.DataObject) -> None:
-        self.feed(Arrived(*data.draw(st.sampled_from(sorted(self.granted)))))
-
-    @rule(peer=st.sampled_from([*PEERS, "stranger"]), chunk=st.integers(-1, 4))
-    def arrive_somehow(self, peer: str, chunk: int) -> None:
-        self.feed(Arrived(peer, chunk))
-
-    @precondition(lambda self: self.scattering.keys() - self.scattered)
-    @rule(data=st.data(), times=st.integers(1, 2))
-    def scattered_chunk(self, data: st.DataObject, times: int) -> None:
-        key = data.draw(st.sampled_from(sorted(self.scattering.keys() - self.scattered)))
-        self.scattered.add(key)
-        for _ in range(times):
-            self.feed(Scattered(*key))
-
-    @rule(peer=st.sampled_from([*PEERS, "stranger"]))
-    def drain(self, peer: str) -> None:
-        self.feed(PeerDrained(peer))
-
-    @rule(peer=st.sampled_from([*PEERS, "stranger"]), how=st.sampled_from([PeerAborted, PeerGone]))
-    def fail_peer(self, peer: str, how: type[PeerAborted | PeerGone]) -> None:
-        self.feed(how(peer, f"{peer} failed"))
-
-    @rule()
-    def cancel(self) -> None:
-        self.feed(Cancel("cancelled"))
-
-    @rule(seconds=st.sampled_from([0.0, 1.0, 50.0, DRAIN_S]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.feed(Tick())
-
-    @invariant()
-    def finishes_once(self) -> None:
-        assert len(self.finishes) == self.state.finished
-        if self.state.finished:
-            assert self.out == {}
-
-    def teardown(self) -> None:
-        if not hasattr(self, "state"):
-            return
-        self.now = max(self.now, DEADLINE)
-        self.feed(Tick())
-        self.now += DRAIN_S
-        self.feed(Tick())
-        assert self.state.finished
-        self.finishes_once()
-
-
-TestAnyOrder = AnyOrder.TestCase
+# Offers and grants
 
 
 def test_an_offer_asks_for_a_region_for_each_chunk_once():
-    state, actions = run(ONE, Offered("a"))
-    chunks = ONE.sources["a"].chunks
-    assert actions == [Lease("a", chunk) for chunk in range(chunks)]
-    assert run(state, Offered("a"), Offered("stranger"))[1] == []
+    state, actions = run(TWO, Offered("b", ((0, 2),)))
+    assert actions == [Lease("b", 0), Lease("b", 1)]
+    assert run(state, Offered("b", ((0, 2),))) == (state, [])
+    assert run(state, Offered("stranger", ((0, 1),))) == (state, [])
+
+
+def test_an_offer_may_come_in_pieces_that_overlap_earlier_ones():
+    state, actions = run(receiving(a=Source(6)), Offered("a", ((1, 3),)))
+    assert actions == [Lease("a", 1), Lease("a", 2)]
+    state, actions = run(state, Offered("a", ((0, 3), (5, 6))))
+    assert actions == [Lease("a", 0), Lease("a", 5)]
+    assert run(state, Offered("a", ((0, 6),)))[1] == [Lease("a", 3), Lease("a", 4)]
 
 
 def test_an_offer_of_an_attempt_that_failed_asks_for_nothing():
     state, _ = run(ONE, Cancel("over"))
-    assert run(state, Offered("a"))[1] == []
+    assert run(state, Offered("a", ((0, 1),)))[1] == []
+
+
+@pytest.mark.parametrize(
+    "ready",
+    [
+        ((0, 3),),
+        ((-1, 1),),
+        ((1, 0),),
+        ((0, 2**63 - 1),),
+        ((2**62, 2**62),),
+        ((0, 2), (1, 2)),  # a chunk twice would be leased twice
+        ((1, 2), (0, 1)),
+        ((0, 1),) * 100_000,
+    ],
+    ids=lambda ready: str(ready)[:30],
+)
+def test_an_offer_of_what_there_is_not_fails_the_attempt_before_anything_is_counted_out(
+    ready: tuple[tuple[int, int], ...],
+):
+    state, actions = run(TWO, Offered("b", ready))
+    assert state.reason is not None
+    assert state.reason.startswith("b offers chunks")
+    assert not state.ready
+    assert actions == aborts(state.reason, "a", "b")
+
+
+def test_ranges_of_no_chunk_are_harmless():
+    assert run(TWO, Offered("b", ()), Offered("b", ((0, 0), (1, 1), (2, 2)))) == (TWO, [])
+
+
+@pytest.mark.parametrize("chunk", [-1, 2, 2**62, -(2**62)])
+@pytest.mark.parametrize("how", [Arrived, lambda peer, chunk: Staged(peer, chunk, 0)], ids=["written", "staged"])
+def test_no_number_of_a_chunk_is_taken_on_trust(how: Callable[[str, int], Event], chunk: int):
+    for state in (TWO, STRAIGHT, PULLED, READ):
+        after, actions = run(state, how("b", chunk))
+        assert after.reason == f"b sent chunk {chunk} of 2"
+        assert (after.arrived, after.regions, after.reading) == (frozenset(), {}, frozenset())
+        assert actions[0] == aborts(after.reason, "a")[0]
+
+
+# Digests
+
+
+DIGESTED = [Leased("a", 0, 512), Arrived("a", 0, 0, 77), Scattered("a", 0, 77)]
+
+
+def test_a_chunk_with_its_source_s_digest_lands():
+    assert run(ONE, *DIGESTED)[1] == [Free(512), *done("a"), Finish(None)]
+
+
+def test_a_direct_chunk_with_a_digest_lands_when_it_was_compared():
+    state, actions = run(receiving(a=Source(1, direct=True)), Arrived("a", 0, 0, 77))
+    assert actions == [Scatter("a", 0, None)]
+    assert run(state, Scattered("a", 0, 77))[1] == [*done("a"), Finish(None)]
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["packed", "direct"])
+def test_a_chunk_that_does_not_match_is_asked_for_once_more_into_the_same_region(direct: bool):
+    state, offset = receiving(a=Source(1, direct)), 0 if direct else 512
+    leased = [] if direct else [Leased("a", 0, offset)]
+    state, actions = run(state, *leased, Arrived("a", 0, 0, 77), Scattered("a", 0, 78))
+    assert actions == [Mismatch("a", 0), granted("a", 0, offset, 1)]
+    assert (state.arrived, state.landed) == (frozenset(), frozenset())
+    assert run(state, Arrived("a", 0, 0, 77)) == (state, [])  # of the first round, told of twice
+    state, actions = run(state, Arrived("a", 0, 1, 77))
+    assert actions == [Scatter("a", 0, None if direct else 512)]
+    assert run(state, Scattered("a", 0, 77))[1] == [*([] if direct else [Free(512)]), *done("a"), Finish(None)]
+
+
+def test_a_chunk_that_does_not_match_twice_fails_the_attempt():
+    state, _ = run(ONE, Leased("a", 0, 512), Arrived("a", 0, 0, 77), Scattered("a", 0, 78), Arrived("a", 0, 1, 77))
+    state, actions = run(state, Scattered("a", 0, 79))
+    reason = "chunk 0 of a did not match its digest 2 times"
+    assert actions == [Mismatch("a", 0), *aborts(reason, "a")]
+    assert run(state, PeerDrained("a"))[1] == [Free(512), Finish(reason)]
+    assert not state.landed
+
+
+def test_a_chunk_of_a_failed_attempt_is_not_asked_for_again():
+    state, actions = run(ONE, *DIGESTED[:2], Cancel("enough"), Scattered("a", 0, 78))
+    assert actions == [Free(512)]
+    assert run(state, PeerDrained("a"))[1] == [Finish("enough")]
+
+
+# Payloads
+
+
+def test_a_payload_is_awaited_from_whom_it_was_asked_of_and_counts_once():
+    state = receiving(a=Source(1, direct=True, aux=True), b=Source(0, aux=True))
+    state, actions = run(state, Arrived("a", 0), AuxArrived("b"), AuxArrived("b"))
+    assert (actions, state.awaited_aux) == ([], {"a"})
+    assert run(state, AuxArrived("a"))[1] == [*done("a", "b"), Finish(None)]
+
+
+def test_a_payload_that_nobody_asked_for_ends_nothing():
+    state, actions = run(receiving(a=Source(1), b=Source(0, aux=True)), AuxArrived("a"))
+    assert (actions, state.awaited_aux) == ([], {"b"})
+
+
+def test_a_source_whose_payload_is_missing_may_not_go():
+    state, _ = run(receiving(a=Source(0, aux=True), b=Source(1)), PeerGone("a", "a is lost"))
+    assert state.reason == "a is lost"
+
+
+# Pull
+
+
+PULLED = receiving(a=Source(1, verb=Verb.PULL), b=Source(2, verb=Verb.PULL))
+READ = receiving(a=Source(1, True, Verb.PULL), b=Source(2, True, Verb.PULL))
+PULL_ONE = receiving(a=Source(1, verb=Verb.PULL))
+
+
+def taken(peer: str, chunk: int, round_: int = 0) -> Send:
+    return Send(peer, wire.Taken("r", 7, chunk, round_))
+
+
+def test_a_staged_chunk_is_read_into_its_region_and_given_back_and_lands_when_it_was_kept():
+    state, actions = run(PULL_ONE, Offered("a", ((0, 1),)))
+    assert actions == [Lease("a", 0)]
+    state, actions = run(state, Leased("a", 0, 512))
+    assert actions == [granted("a", 0, 512)]
+    state, actions = run(state, Staged("a", 0, 4096))
+    assert actions == [Read("a", 0, 4096, 512, 0)]
+    assert run(state, Staged("a", 0, 4096)) == (state, [])
+    state, actions = run(state, ReadEnded("a", 0))
+    assert actions == [taken("a", 0), Scatter("a", 0, 512)]
+    state, actions = run(state, Scattered("a", 0))
+    assert actions == [Free(512), *done("a")]
+    assert not state.finished
+    assert run(state, Kept("a"))[1] == [Finish(None)]
+
+
+def test_pages_are_read_into_pages_where_the_route_is_direct():
+    state, actions = run(READ, Offered("b", ((0, 2),)))
+    assert actions == [Send("b", wire.Granted("r", 7, (wire.Grant(0, 0), wire.Grant(1, 0))))]
+    state, actions = run(state, Staged("b", 1, 0))
+    assert actions == [Read("b", 1, 0, 0, 0)]
+    state, actions = run(state, ReadEnded("b", 1))
+    assert actions == [taken("b", 1)]
+    assert state.landed == {("b", 1)}
+
+
+def read(*peers: str) -> list[Event]:
+    """Every chunk of some sources of READ."""
+    keys = [(peer, chunk) for peer in peers for chunk in range(READ.sources[peer].chunks)]
+    return [event for key in keys for event in (Staged(*key, 0), ReadEnded(*key))]
+
+
+def test_a_pull_ends_when_every_source_has_confirmed_and_each_is_asked_once():
+    state, actions = run(READ, *read("a", "b"))
+    assert actions == [taken("b", 1), *done("a", "b")]
+    state, actions = run(state, Kept("b"), Kept("b"))
+    assert (actions, state.finished) == ([], False)
+    assert run(state, Kept("a"))[1] == [Finish(None)]
+
+
+def test_a_confirmation_before_everything_was_read_confirms_nothing():
+    for early in ([], read("a"), read("b")):
+        state, actions = run(READ, *early, Kept("a"))
+        assert (actions, state.kept) == ([], frozenset())
+    awaiting = receiving(a=Source(1, True, Verb.PULL, aux=True))
+    state, _ = run(awaiting, *read("a"), Kept("a"))
+    assert not state.kept
+    assert run(state, AuxArrived("a"), Kept("a"))[1] == [Finish(None)]
+
+
+def test_a_source_of_which_nothing_is_read_need_not_confirm():
+    state, actions = run(receiving(a=Source(1, True, Verb.PULL), b=Source(0, verb=Verb.PULL)), *read("a"))
+    assert actions[1:] == done("a")
+    assert run(state, Kept("a"))[1] == [*done("b"), Finish(None)]
+
+
+def test_a_source_that_was_read_and_did_not_keep_what_it_had_fails_the_request():
+    for event in (PeerAborted("a", "its pages are gone"), PeerGone("a", "its pages are gone")):
+        state, _ = run(READ, *read("a", "b"), Kept("b"))
+        state, actions = run(state, event)
+        assert state.reason == "its pages are gone"
+        assert actions[-1] == Finish("its pages are gone")
+        assert aborts("its pages are gone", "b")[0] in actions
+
+
+def test_a_chunk_that_is_pushed_to_a_reader_or_the_other_way_round_fails_the_attempt():
+    state, _ = run(PULL_ONE, Leased("a", 0, 512), Staged("a", 0, 0))
+    state, actions = run(state, Arrived("a", 0))
+    assert state.reason == "a pushed chunk 0, which is to be read"
+    assert Free(512) not in actions  # it is being read into
+    state, _ = run(ONE, Leased("a", 0, 512), Staged("a", 0, 0))
+    assert state.reason == "a wants chunk 0 to be read, which is pushed"
+
+
+def test_what_is_staged_without_a_grant_is_not_read():
+    state, _ = run(PULLED, Staged("b", 1, 0))
+    assert state.reason == "b sent chunk 1 without a grant"
+
+
+def test_a_read_that_fails_quietly_gives_its_region_back_at_once():
+    state, actions = run(PULL_ONE, Leased("a", 0, 512), Staged("a", 0, 0), ReadEnded("a", 0, "remote refused"))
+    assert state.finished
+    assert actions == [Free(512), *aborts("remote refused", "a"), Finish("remote refused")]
+
+
+@pytest.mark.parametrize("state", [PULL_ONE, receiving(a=Source(1, True, Verb.PULL))], ids=["packed", "direct"])
+def test_a_read_that_fails_and_may_still_land_is_waited_for(state: Receiving):
+    leased = [] if state.sources["a"].direct else [Leased("a", 0, 512)]
+    state, actions = run(state, *leased, Staged("a", 0, 0), ReadEnded("a", 0, "deadline", quiescent=False))
+    assert actions == aborts("deadline", "a")
+    assert not state.finished
+    settled, actions = run(state, ReadSettled("a", 0))
+    assert actions == [*[Free(e.offset) for e in leased], Finish("deadline")]
+    assert step(settled, ReadSettled("a", 0), 0.0) == (settled, [])
+
+
+def test_a_read_that_never_ends_leaves_its_region_in_quarantine_or_its_pages_held():
+    state, _ = run(PULL_ONE, Leased("a", 0, 512), Staged("a", 0, 0), ReadEnded("a", 0, "late", quiescent=False))
+    assert step(state, Tick(), DRAIN_S)[1] == [Quarantine("a", 512), Finish("late")]
+    state, _ = run(READ, Staged("b", 1, 0), ReadEnded("b", 1, "late", quiescent=False))
+    assert step(state, Tick(), DRAIN_S)[1] == [Finish("late", frozenset({"b"}))]
+
+
+def test_a_read_that_ends_after_the_attempt_failed_gives_its_region_back_and_lands_nothing():
+    state, actions = run(PULL_ONE, Leased("a", 0, 512), Staged("a", 0, 0), Cancel("enough"))
+    assert actions == aborts("enough", "a")
+    assert run(state, ReadEnded("a", 0))[1] == [Free(512), Finish("enough")]
+
+
+def test_a_read_chunk_that_does_not_match_is_staged_and_read_once_more():
+    state, _ = run(PULL_ONE, Leased("a", 0, 512), Staged("a", 0, 4096, 0, 77), ReadEnded("a", 0))
+    state, actions = run(state, Scattered("a", 0, 78))
+    assert actions == [Mismatch("a", 0), granted("a", 0, 512, 1)]
+    assert run(state, Staged("a", 0, 4096, 0, 77)) == (state, [])
+    state, actions = run(state, Staged("a", 0, 8192, 1, 77))
+    assert actions == [Read("a", 0, 8192, 512, 1)]
+    state, actions = run(state, ReadEnded("a", 0))
+    assert actions == [taken("a", 0, 1), Scatter("a", 0, 512)]
+    assert run(state, Scattered("a", 0, 77))[1] == [Free(512), *done("a")]
+
+
+# Saying it again
+
+
+def test_what_is_not_answered_is_said_again_and_not_sooner():
+    state, _ = run(TWO, Offered("b", ((0, 1),)), Leased("b", 0, 512), now=10.0)
+    state = replace(state, quiet_since=10.0)
+    assert step(state, Tick(), 10.9) == (state, [])
+    state, actions = step(state, Tick(), 11.0)
+    assert actions == [Ask("a"), Ask("b"), granted("b", 0, 512)]  # b may have more to offer
+    assert step(state, Tick(), 11.9) == (state, [])
+    assert step(state, Tick(), 12.0)[1] == actions
+
+
+def test_a_source_that_has_given_everything_is_left_alone():
+    state, _ = run(TWO, Leased("a", 0, 0), Arrived("a", 0), Scattered("a", 0))
+    assert step(state, Tick(), RESEND_S)[1] == [Ask("b")]
+
+
+def test_only_what_is_new_puts_the_next_question_off():
+    state, _ = run(TWO, Offered("b", ((0, 2),)), Leased("b", 0, 0), now=0.5)
+    for tenths in range(6, 16):
+        state, actions = run(state, Offered("b", ((0, 2),)), PeerDrained("b"), Arrived("b", 7, -1), now=tenths / 10)
+        assert actions == []
+    state, actions = step(state, Tick(), 1.2)
+    assert actions == [Ask("a")]
+    state, actions = step(state, Tick(), 1.5)
+    assert actions == [granted("b", 0, 0)]
+    state, _ = run(state, Arrived("b", 0), now=2.4)
+    assert step(state, Tick(), 2.6)[1] == [Ask("a")]
+
+
+def test_a_source_that_is_read_hears_again_what_was_taken_and_that_all_is_done():
+    state, _ = run(READ, *read("a"))
+    assert run(state, Staged("a", 0, 0)) == (state, [taken("a", 0)])
+    state, _ = run(state, *read("b"), Kept("b"))
+    assert step(state, Tick(), RESEND_S)[1] == done("a")
+
+
+def test_an_abort_is_said_again_to_those_that_have_not_drained():
+    state, _ = run(TWO, Cancel("enough"), PeerDrained("a"))
+    state, actions = step(state, Tick(), RESEND_S)
+    assert actions == aborts("enough", "b")
+    assert step(state, Tick(), RESEND_S)[1] == []
+
+
+def test_a_copy_of_our_own_is_waited_for_however_long_it_takes():
+    """It writes the pages until it ends: nobody else can say when."""
+    state, _ = run(ONE, Leased("a", 0, 512), Arrived("a", 0), Cancel("enough"))
+    assert step(state, Tick(), DRAIN_S)[1] == []
+    state, actions = run(state, Scattered("a", 0), now=DRAIN_S)
+    assert actions == [Free(512)]
+    assert step(state, Tick(), DRAIN_S)[1] == [Finish("enough")]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvmover.transfer import wire
-from kvmover.transfer.sender import (
+from kvmover.transfer.receiving import Patience
+from kvmover.transfer.sender import step
+from kvmover.transfer.sending import (
     Action,
+    Asked,
+    Attached,
     Cancel,
     Event,
     Finish,
@@ -21,21 +22,29 @@ from kvmover.transfer.sender import (
     PeerGone,
     Post,
     Posted,
+    Ready,
     Say,
     Sending,
     Settled,
+    Staged,
+    Taken,
     Tick,
+    Unstage,
     WriteFailed,
     Written,
-    step,
 )
+from kvmover.transfer.wire import Verb
 
-DEADLINE, DRAIN_S = 100.0, 2.0
+DEADLINE, DRAIN_S, RESEND_S = 100.0, 2.0, 1.0
+PATIENCE = Patience(DEADLINE, DRAIN_S, RESEND_S)
 DRAINED = Say(wire.Drained("r", 7))
+KEPT = Say(wire.Kept("r", 7))
 
 
-def sending(chunks: int = 2) -> Sending:
-    return Sending("r", 7, chunks, DEADLINE, DRAIN_S)
+def sending(chunks: int = 2, direct: bool = False, verb: Verb = Verb.PUSH) -> Sending:
+    """Of a request whose chunks are all ready and offered."""
+    state = Sending("r", 7, chunks, PATIENCE, DEADLINE, direct, verb)
+    return step(state, Ready(tuple(range(chunks))), 0.0)[0]
 
 
 def run(state: Sending, *events: Event, now: float = 0.0) -> tuple[Sending, list[Action]]:
@@ -50,6 +59,10 @@ def abort(reason: str) -> Say:
     return Say(wire.Abort("r", 7, reason))
 
 
+def offered(*ready: tuple[int, int]) -> Say:
+    return Say(wire.Offered("r", 7, ready))
+
+
 FLYING = (Granted(0, 256), Granted(1, 512), Posted(0), Posted(1))
 
 
@@ -62,8 +75,22 @@ def test_a_grant_is_used_once():
     state, _ = run(sending(), Granted(1, 512))
     for offset in (512, 0):
         assert step(state, Granted(1, offset), 0.0) == (state, [])
-    state, _ = run(state, Posted(1), Written(1))
+    state, _ = run(state, Posted(1))
     assert step(state, Granted(1, 512), 0.0) == (state, [])
+
+
+def test_a_grant_that_is_said_again_is_answered_once_the_chunk_was_written():
+    state, _ = run(sending(), Granted(1, 512), Posted(1), Posted(1, 77), Written(1))
+    assert step(state, Granted(1, 512), 0.0) == (state, [Say(wire.Chunk("r", 7, 1, 0, 77))])
+
+
+def test_a_chunk_that_was_not_offered_is_not_posted():
+    state = Sending("r", 7, 2, PATIENCE, DEADLINE)
+    assert step(state, Granted(0, 256), 0.0) == (state, [])
+    state, actions = run(state, Ready((0,)))
+    assert actions == [offered((0, 1))]
+    assert run(state, Granted(0, 256), Granted(1, 512))[1] == []
+    assert run(state, Granted(0, 256))[1] == [Post(0, 256)]
 
 
 def test_a_served_destination_ends_when_it_is_done_and_our_writes_are():
@@ -106,7 +133,9 @@ def test_a_failed_write_is_told_with_its_reason():
 def test_nothing_is_posted_after_an_abort():
     for event in (PeerAborted("enough"), Cancel("enough"), PeerGone("lost")):
         state, _ = run(sending(), event)
-        assert step(state, Granted(0, 0), 0.0) == (state, [])
+        after, actions = step(state, Granted(0, 0), 0.0)
+        assert after == state
+        assert actions in ([], [abort(state.reason or "")])
 
 
 def test_drained_is_said_when_the_last_write_has_ended():
@@ -132,7 +161,8 @@ def test_an_abort_of_a_served_destination_is_answered():
 
 def test_the_deadline_ends_with_what_is_unwritten_and_holds_pages_that_are_still_read():
     state, _ = run(sending(), *FLYING, Written(0))
-    assert step(state, Tick(), DEADLINE - 0.1) == (state, [])
+    state, actions = step(state, Tick(), DEADLINE - 0.1)
+    assert (state.reason, actions) == (None, [offered((0, 2))])
     state, actions = step(state, Tick(), DEADLINE)
     reason = "deadline passed with 1 of 2 chunks unwritten"
     assert actions == [abort(reason)]
@@ -164,143 +194,177 @@ def test_news_of_a_lost_destination_do_not_put_the_end_off():
     assert actions == [Finish("d is lost", held=True)]
 
 
-@settings(max_examples=150, stateful_step_count=40)
-class AnyOrder(RuleBasedStateMachine):
-    """Every event in every order. `posted` is the poster's queue, `flying` what it has started and not seen end."""
-
-    @initialize(chunks=st.integers(0, 3))
-    def begin(self, chunks: int) -> None:
-        self.state = sending(chunks)
-        self.now = 0.0
-        self.queue: list[int] = []
-        self.flying: set[int] = set()
-        self.limbo: set[int] = set()
-        self.used: set[int] = set()
-        self.finishes: list[Finish] = []
-        self.aborts = 0
-        self.owed = False
-        self.done_heard = False
-
-    def feed(self, event: Event) -> None:
-        before = self.state
-        self.state, actions = step(before, event, self.now)
-        if isinstance(event, PeerAborted):
-            self.owed = True
-        if isinstance(event, PeerGone):
-            self.owed = False
-        for action in actions:
-            match action:
-                case Post(chunk, _):
-                    assert before.reason is None
-                    assert not before.finished
-                    assert 0 <= chunk < before.chunks
-                    assert chunk not in self.used
-                    self.used.add(chunk)
-                    self.queue.append(chunk)
-                case Say(wire.Drained()):
-                    assert not self.flying
-                    assert not self.limbo
-                    self.owed = False
-                case Say(wire.Abort(reason=reason)):
-                    assert reason == self.state.reason
-                    self.aborts += 1
-                case Finish(reason, held):
-                    self.finishes.append(action)
-                    self.queue.clear()
-                    assert held == bool(self.flying or self.limbo)
-                    assert reason == self.state.reason
-                    if reason is None:
-                        assert self.done_heard
-                        assert self.used == set(range(self.state.chunks))
-                        assert not held
-                    else:
-                        assert reason
-
-    @rule(chunk=st.integers(-1, 3), offset=st.sampled_from([0, 256]))
-    def grant(self, chunk: int, offset: int) -> None:
-        self.feed(Granted(chunk, offset))
-
-    @rule()
-    def grant_the_next(self) -> None:
-        left = sorted(set(range(self.state.chunks)) - self.used)
-        if left:
-            self.feed(Granted(left[0], 0))
-
-    @precondition(lambda self: self.queue)
-    @rule()
-    def post(self) -> None:
-        chunk = self.queue.pop(0)
-        self.flying.add(chunk)
-        self.feed(Posted(chunk))
-
-    @precondition(lambda self: self.flying)
-    @rule(data=st.data(), how=st.sampled_from(["written", "failed", "limbo"]))
-    def end_write(self, data: st.DataObject, how: str) -> None:
-        chunk = data.draw(st.sampled_from(sorted(self.flying)))
-        self.flying.remove(chunk)
-        if how == "written":
-            self.feed(Written(chunk))
-            return
-        if how == "limbo":
-            self.limbo.add(chunk)
-        self.feed(WriteFailed(chunk, f"write of {chunk} failed", how == "failed"))
-
-    @precondition(lambda self: self.limbo)
-    @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
-        chunk = data.draw(st.sampled_from(sorted(self.limbo)))
-        self.limbo.remove(chunk)
-        self.feed(Settled(chunk))
-
-    @rule()
-    def done(self) -> None:
-        self.done_heard |= self.state.reason is None
-        self.feed(PeerDone())
-
-    @rule()
-    def aborted(self) -> None:
-        self.feed(PeerAborted("the destination aborted"))
-
-    @rule(reason=st.sampled_from(["lost", "unknown"]))
-    def gone(self, reason: str) -> None:
-        self.feed(PeerGone(reason))
-
-    @rule()
-    def cancel(self) -> None:
-        self.feed(Cancel("cancelled"))
-
-    @rule(seconds=st.sampled_from([0.0, 1.0, 50.0, DRAIN_S]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.feed(Tick())
-
-    @invariant()
-    def accounts_agree(self) -> None:
-        if not hasattr(self, "state"):
-            return
-        assert self.state.in_flight == self.flying | self.limbo
-        assert len(self.finishes) == self.state.finished
-        assert self.aborts <= 1
-        if not self.flying and not self.limbo:
-            assert not self.owed, "an abort was not answered"
-
-    def teardown(self) -> None:
-        if not hasattr(self, "state"):
-            return
-        self.now = max(self.now, DEADLINE)
-        self.feed(Tick())
-        for _ in range(4):
-            self.now += DRAIN_S / 4
-            self.feed(PeerGone("still lost"))
-            self.feed(Tick())
-        assert self.state.finished
-        assert len(self.finishes) == 1
-
-
-TestAnyOrder = AnyOrder.TestCase
-
-
 def test_an_event_of_another_attempt_cannot_reach_a_state():
     """Events carry no generation: the runner looks the attempt up by it. What the state says carries it."""
     state = replace(sending(), generation=8)
     assert step(state, Cancel("no"), 0.0)[1] == [Say(wire.Abort("r", 8, "no"))]
+
+
+# Offers
+
+
+def test_chunks_are_offered_as_they_are_produced_in_ranges():
+    state = Sending("r", 7, 9, PATIENCE, DEADLINE)
+    state, actions = run(state, Ready((0, 1, 2, 5)))
+    assert actions == [offered((0, 3), (5, 6))]
+    state, actions = run(state, Ready((8, 7)))
+    assert actions == [offered((7, 9))]
+    assert run(state, Ready(()))[1] == []
+    assert run(state, Asked())[1] == [offered((0, 3), (5, 6), (7, 9))]
+
+
+def test_chunks_that_go_from_pages_to_pages_are_posted_when_they_are_produced_once_each():
+    state = Sending("r", 7, 3, PATIENCE, DEADLINE, direct=True)
+    state, actions = run(state, Ready((2, 0)))
+    assert actions == [Post(2, 0), Post(0, 0)]
+    assert run(state, Ready((0, 2)), Asked())[1] == []
+    assert run(state, Ready((1,)))[1] == [Post(1, 0)]
+
+
+def test_an_offer_of_pages_to_be_read_says_where_they_are():
+    state = Sending("r", 7, 1, PATIENCE, DEADLINE, True, Verb.PULL, (b"table",))
+    assert run(state, Ready((0,)))[1] == [Say(wire.Offered("r", 7, ((0, 1),), (b"table",)))]
+
+
+def test_a_source_whose_engine_goes_on_after_a_failure_offers_nothing():
+    state, _ = run(Sending("r", 7, 2, PATIENCE, DEADLINE), Cancel("enough"))
+    assert run(state, Ready((0, 1)))[1] == []
+
+
+# Rounds
+
+
+def test_a_chunk_is_posted_again_in_the_next_round_and_told_of_with_its_number():
+    state, _ = run(sending(), Granted(1, 512), Posted(1, 77), Written(1))
+    state, actions = run(state, Granted(1, 512, 1))
+    assert actions == [Post(1, 512, 1)]
+    assert 1 not in state.written
+    assert run(state, Granted(1, 512, 1), Granted(1, 512, 0)) == (state, [])
+    assert run(state, Posted(1, 78), Written(1), Granted(1, 512, 1))[1] == [Say(wire.Chunk("r", 7, 1, 1, 78))]
+
+
+def test_the_next_round_waits_for_the_end_of_the_last_one_on_this_side():
+    """The destination hears of a write before we do: a chunk in flight twice would be taken for written after one."""
+    for before in ([Granted(1, 512)], [Granted(1, 512), Posted(1)]):
+        state, _ = run(sending(), *before)
+        assert step(state, Granted(1, 512, 1), 0.0) == (state, [])
+    state, _ = run(state, Written(1))
+    assert run(state, Granted(1, 512, 1))[1] == [Post(1, 512, 1)]
+
+
+# Payloads
+
+
+def test_a_payload_is_said_when_it_is_there_and_again_when_it_is_asked_for():
+    aux = Say(wire.Aux("r", 7, b"token"))
+    state, actions = run(sending(), Attached(b"token"))
+    assert actions == [aux]
+    assert run(state, Asked())[1] == [offered((0, 2)), aux]
+
+
+def test_a_source_with_a_payload_and_no_chunk_ends_with_done():
+    state, actions = run(sending(0), Attached(b"token"), Asked())
+    assert actions == [Say(wire.Aux("r", 7, b"token"))]
+    assert run(state, PeerDone())[1] == [Finish(None)]
+
+
+# Pull
+
+
+def pulled(chunks: int = 2, direct: bool = False) -> Sending:
+    return sending(chunks, direct, Verb.PULL)
+
+
+def staged(chunk: int, offset: int, round_: int = 0, digest: int | None = None) -> Say:
+    return Say(wire.Staged("r", 7, chunk, offset, round_, digest))
+
+
+def test_a_staged_chunk_is_told_of_until_it_is_taken_and_its_memory_given_back_once():
+    state, actions = run(pulled(), Granted(1, 512), Posted(1), Staged(1, 4096, 77))
+    assert actions == [staged(1, 4096, 0, 77)]
+    assert run(state, Granted(1, 512)) == (state, [staged(1, 4096, 0, 77)])
+    state, actions = run(state, Taken(1))
+    assert actions == [Unstage(1)]
+    assert run(state, Taken(1), Granted(1, 512)) == (state, [])
+
+
+def test_only_what_is_staged_can_be_taken():
+    state, _ = run(pulled(), Granted(0, 0), Posted(0), Staged(0, 256))
+    for chunk in (1, 2, -1, 2**62):
+        assert run(state, Taken(chunk)) == (state, [])
+    assert run(state, Taken(0, 1)) == (state, [])  # of another round
+
+
+def test_done_is_answered_with_kept_as_often_as_it_is_said():
+    state, _ = run(pulled(1), Granted(0, 0), Posted(0), Staged(0, 256))
+    state, actions = run(state, PeerDone())
+    assert actions == [Unstage(0), KEPT, Finish(None)]
+    assert run(state, PeerDone()) == (state, [KEPT])
+
+
+def test_a_push_is_not_confirmed():
+    state, _ = run(sending(0), PeerDone())
+    assert run(state, PeerDone()) == (state, [])
+
+
+def test_a_reader_that_is_done_after_we_failed_hears_that_nothing_was_kept():
+    state, actions = run(pulled(1), Granted(0, 0), Posted(0), Staged(0, 256), Cancel("enough"))
+    assert actions == [Unstage(0), abort("enough")]
+    assert run(state, PeerDone())[1] == []  # said again by the clock
+    assert step(state, Tick(), RESEND_S)[1] == [abort("enough")]
+    state, actions = step(state, Tick(), DRAIN_S)
+    assert actions == [Finish("enough")]
+    for asks in (PeerDone(), Asked(), Granted(0, 0)):
+        assert step(state, asks, DRAIN_S) == (state, [abort("enough")])
+
+
+def test_a_chunk_that_was_packed_after_the_failure_is_not_told_of():
+    state, _ = run(pulled(1), Granted(0, 0), Posted(0), PeerAborted("enough"))
+    assert run(state, Staged(0, 256))[1] == [Unstage(0), DRAINED, Finish("enough")]
+
+
+def test_a_source_does_not_wait_for_a_reader_of_a_failed_attempt():
+    for event in (Cancel("enough"), PeerAborted("enough"), PeerGone("enough")):
+        state, actions = run(pulled(1), Granted(0, 0), Posted(0), Staged(0, 256), event)
+        assert actions[0] == Unstage(0)
+        assert not state.staged
+
+
+def test_a_read_chunk_that_is_asked_for_again_is_packed_again():
+    state, _ = run(pulled(1), Granted(0, 0), Posted(0), Staged(0, 256, 77))
+    state, actions = run(state, Granted(0, 0, 1))  # the Taken of the first round was lost
+    assert actions == [Unstage(0), Post(0, 0, 1)]
+    assert run(state, Taken(0, 0)) == (state, [])
+    state, actions = run(state, Posted(0), Staged(0, 512, 78))
+    assert actions == [staged(0, 512, 1, 78)]
+    assert run(state, Taken(0, 1))[1] == [Unstage(0)]
+
+
+# Saying it again
+
+
+def test_a_silent_destination_is_told_again_what_there_is_and_where_it_lies():
+    state, _ = run(pulled(2), Granted(1, 0), Posted(1), Staged(1, 256), now=10.0)
+    state = replace(state, quiet_since=10.0)
+    assert step(state, Tick(), 10.9) == (state, [])
+    state, actions = step(state, Tick(), 11.0)
+    assert actions == [offered((0, 2)), staged(1, 256)]
+    assert step(state, Tick(), 11.9) == (state, [])
+
+
+def test_a_destination_that_says_nothing_new_counts_as_silent():
+    state, _ = run(sending(), Granted(0, 0), now=0.5)
+    for tenths in range(6, 15):
+        state, _ = run(state, Asked(), Granted(0, 0), Taken(1), now=tenths / 10)
+        assert step(state, Tick(), tenths / 10) == (state, [])
+    assert step(state, Tick(), 1.5)[1] == [offered((0, 2))]
+    state, _ = run(state, Granted(1, 256), now=1.4)
+    assert step(state, Tick(), 1.5) == (state, [])
+
+
+def test_an_abort_is_said_again_until_it_is_answered():
+    state, _ = run(sending(), Cancel("enough"))
+    state, actions = step(state, Tick(), RESEND_S)
+    assert actions == [abort("enough")]
+    state, _ = run(state, PeerAborted("enough"))
+    assert step(state, Tick(), DRAIN_S) == (state, [])

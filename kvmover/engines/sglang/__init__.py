@@ -1,0 +1,26 @@
+"""SGLang: a HiCache storage backend, a direct linker and a prefill/decode backend, loaded by SGLang's own plug points.
+
+Nothing of SGLang is imported before a class is asked for, and none is handed out beside a version that was not tested.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvmover.engines.sglang.version import require_tested
+
+if TYPE_CHECKING:
+    from kvmover.engines.sglang.linker import KvmoverLinker
+    from kvmover.engines.sglang.storage import KvmoverStore
+
+_HOME = {"KvmoverLinker": "linker", "KvmoverStore": "storage"}
+
+__all__ = ["KvmoverLinker", "KvmoverStore"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_tested()
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

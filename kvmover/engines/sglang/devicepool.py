@@ -1,0 +1,110 @@
+"""SGLang's device pools as values: what a pool's buffers hold, which of its layers a layer of the model waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from kvmover.engines.sglang.seat import Rows
+from kvmover.engines.sglang.version import EngineUnsupported
+from kvmover.layout import Component, Layout, PoolSpec
+
+if TYPE_CHECKING:
+    import torch
+
+#: Pools whose rows mean the same to every rank, whatever its shape: a row a token, K and V in buffers of their own.
+_ATTENTION = "MHATokenToKVPool"
+
+#: Pools that are the same on every tensor-parallel rank.
+_SHARED = ("MLA", "DSA", "DeepSeekV4")
+
+_PACKED = ("page", "head", "layer", "kv", "token", "dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Strand:
+    """Buffers of equal rows, one a layer and K/V: what is one component of a page.
+
+    `buffers`: numbers of the entry's buffers, layer by layer, K before V. `layers`: for each layer of the model, those
+    of the strand's own that it reads. `page_tokens`: rows of a page. `index_tokens`: indices by which the engine names
+    a page.
+    """
+
+    rows: Rows
+    buffers: tuple[int, ...]
+    layers: dict[int, tuple[int, ...]]
+    pages: int
+    page_tokens: int
+    index_tokens: int
+
+    def spec(self, component: Component) -> PoolSpec:
+        """A tensor for each layer and K/V, rows dense: `page token head dim` in each."""
+        row = self.rows.heads * self.rows.dim
+        extents = (self.pages, self.rows.heads, self.rows.layers, self.rows.kv, self.page_tokens, self.rows.dim)
+        strides = (self.page_tokens * row, self.rows.dim, 0, 0, row, 1)
+        return PoolSpec(component, Layout(_PACKED, extents, strides), ("layer", "kv"))
+
+    def own(self, layers: range) -> list[range]:
+        """The strand's own layers that layers `layers` of the model need, in runs."""
+        wanted = sorted({own for layer in layers for own in self.layers.get(layer, ())})
+        runs = groupby(enumerate(wanted), lambda pair: pair[1] - pair[0])
+        return [range(run[0][1], run[-1][1] + 1) for run in (list(of) for _, of in runs)]
+
+
+def is_shared(pool: Any) -> bool:
+    """Whether every tensor-parallel rank holds the same pool."""
+    return any(base.__name__.startswith(_SHARED) for base in type(pool).__mro__)
+
+
+def strands_of(entry: Any, first_layer: int, shared: bool) -> list[Strand]:
+    """The strands of one of SGLang's `DevicePoolEntry`s. Raises EngineUnsupported for buffers that are not dense."""
+    flat = [buffer for group in entry.components for buffer in group]
+    for buffer in flat:
+        if not buffer.is_contiguous():
+            raise EngineUnsupported(f"device pool {entry.name} has rows that do not follow each other")
+    if type(entry.device_pool).__name__ == _ATTENTION and len(entry.components) == 1:
+        return [_attention(entry, flat, first_layer)]
+    made: list[Strand] = []
+    first = 0
+    for number, group in enumerate(entry.components):
+        name = str(entry.name) if len(entry.components) == 1 else f"{entry.name}.{number}"
+        made.append(_alone(entry, name, range(first, first + len(group)), group, first_layer, shared))
+        first += len(group)
+    return made
+
+
+def _attention(entry: Any, flat: Sequence[torch.Tensor], first_layer: int) -> Strand:
+    """K of every layer, then V: [token, head, dim] each."""
+    layers, (slots, heads, dim) = len(flat) // 2, flat[0].shape
+    if any(buffer.shape != flat[0].shape for buffer in flat):
+        raise EngineUnsupported(f"device pool {entry.name} has keys and values of different shapes")
+    rows = Rows(str(entry.name), layers, 2, heads, dim, _dtype(flat[0]), first_layer)
+    order = tuple(kv * layers + layer for layer in range(layers) for kv in range(2))
+    mapping = {layer: tuple(sorted({number % layers for number in of})) for layer, of in _mapping(entry).items()}
+    return Strand(rows, order, mapping, slots // entry.page_size, entry.page_size, entry.page_size)
+
+
+def _alone(
+    entry: Any, name: str, numbers: range, group: Sequence[torch.Tensor], first_layer: int, shared: bool
+) -> Strand:
+    """Buffers in which a row is a whole by itself: a latent of a token, or the index keys or the state of a page."""
+    if any(buffer.shape[1:] != group[0].shape[1:] or buffer.dtype != group[0].dtype for buffer in group):
+        raise EngineUnsupported(f"device pool {name} has layers of different shapes")
+    by_page = entry._row_span == 1
+    latent = not by_page
+    dim = group[0][0].numel() if latent else group[0][0].numel() * group[0].element_size()
+    dtype = _dtype(group[0]) if latent else "uint8"
+    rows = Rows(name, len(group), 1, 1, dim, dtype, first_layer, states=int(by_page), shared=shared)
+    tokens = 1 if by_page else entry.page_size
+    pages = min(buffer.shape[0] for buffer in group) // tokens
+    return Strand(rows, tuple(numbers), _mapping(entry), pages, tokens, entry.page_size)
+
+
+def _mapping(entry: Any) -> dict[int, tuple[int, ...]]:
+    return {layer: (of,) if isinstance(of, int) else tuple(of) for layer, of in entry.layer_mapping.items()}
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,160 @@
+"""SGLang's host pools as values: which axes their buffers have, by class and layout, and where a page lies in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvmover.engines.sglang.seat import Rows
+from kvmover.engines.sglang.version import EngineUnsupported
+from kvmover.layout import Component, Layout, PoolSpec
+
+if TYPE_CHECKING:
+    import torch
+
+#: The buffer of each class whose rows have a meaning, and its axes outermost first; `slot` is page and token in one.
+#: Pools of other classes are stored as they lie.
+_BUFFERS = {
+    "MHATokenToKVPoolHost": "kv_buffer",
+    "MLATokenToKVPoolHost": "kv_buffer",
+    "DSAIndexerPoolHost": "index_k_with_scale_buffer",
+}
+_AXES = {
+    ("MHATokenToKVPoolHost", "layer_first"): "kv layer slot head dim",
+    ("MHATokenToKVPoolHost", "page_first"): "kv slot layer head dim",
+    ("MHATokenToKVPoolHost", "page_first_direct"): "kv page layer token head dim",
+    ("MHATokenToKVPoolHost", "page_head"): "kv page head token layer dim",
+    ("MLATokenToKVPoolHost", "layer_first"): "layer slot head dim",
+    ("MLATokenToKVPoolHost", "page_first"): "slot layer head dim",
+    ("MLATokenToKVPoolHost", "page_first_direct"): "page layer token head dim",
+    ("DSAIndexerPoolHost", "layer_first"): "layer page dim",
+    ("DSAIndexerPoolHost", "page_first"): "page layer head dim",
+    ("DSAIndexerPoolHost", "page_first_direct"): "page layer head dim",
+}
+
+#: Pools of which a rank holds some positions or layers that no other rank's numbers tell.
+_CUT = "PageInterleaveHostPool"
+
+_PACKED = ("page", "head", "layer", "kv", "token", "dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A host buffer whose axes are known: strides in elements, `page_tokens` rows of it a page."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    page_tokens: int
+
+    def extent(self, axis: str) -> int:
+        return self.shape[self.axes.index(axis)] if axis in self.axes else 1
+
+    def layout(self) -> Layout:
+        """The six axes of a pool: slots taken apart, axes that the buffer lacks of extent 1."""
+        extents = {axis: self.extent(axis) for axis in _PACKED}
+        strides = {axis: self.stride[self.axes.index(axis)] if axis in self.axes else 0 for axis in _PACKED}
+        if "slot" in self.axes:
+            slot = self.stride[self.axes.index("slot")]
+            extents |= {"page": self.extent("slot") // self.page_tokens, "token": self.page_tokens}
+            strides |= {"page": slot * self.page_tokens, "token": slot}
+        return Layout(_PACKED, tuple(extents.values()), tuple(strides.values()))
+
+    def spec(self, component: Component) -> PoolSpec:
+        return PoolSpec(component, self.layout())
+
+
+def is_packed(spec: PoolSpec) -> bool:
+    """Whether each page of the pool is one run, in the order of objects: then it is stored from where it lies.
+
+    MLA in `page_first_direct` is; attention never, because K and V of a page are megabytes apart.
+    """
+    run = 1
+    for axis in reversed(_PACKED[1:]):
+        if spec.layout.extent_of(axis) > 1 and spec.layout.stride_of(axis) != run:
+            return False
+        run *= spec.layout.extent_of(axis)
+    return True
+
+
+def is_split(pool: Any) -> bool:
+    """Whether ranks hold parts of it even where the main pool is the same on all: heads, or states."""
+    return type(pool).__name__.startswith(("MHA", "Mamba"))
+
+
+def refuse(pool: Any, name: str) -> None:
+    """Raise EngineUnsupported for a host pool that does not hold whole pages of its layers, or holds nothing."""
+    if type(pool).__name__ == _CUT or getattr(pool, "_layer_shard_enabled", False):
+        raise EngineUnsupported(f"host pool {name} is cut over context-parallel ranks; kvmover stores whole pages only")
+    if getattr(pool, "_is_dummy", False):
+        raise EngineUnsupported(f"host pool {name} holds nothing on this rank; kvmover stores what each rank holds")
+
+
+def tensor_of(pool: Any) -> torch.Tensor | None:
+    """The buffer of a pool whose rows have a meaning to others than itself; None: store it as it lies."""
+    kind = type(pool).__name__
+    if (kind, pool.layout) not in _AXES or getattr(pool, "v_head_dim", 0) != getattr(pool, "head_dim", 0):
+        return None
+    return getattr(pool, _BUFFERS[kind])
+
+
+def buffer_of(pool: Any, tensor: torch.Tensor) -> Buffer:
+    axes = tuple(_AXES[type(pool).__name__, pool.layout].split())
+    tokens = 1 if "token" not in axes and "slot" not in axes else pool.page_size
+    return Buffer(axes, tuple(tensor.shape), tuple(tensor.stride()), tokens)
+
+
+def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> Rows:
+    """What the rows of a buffer are. An index page is one row a layer: its keys come first, then their scales."""
+    layers = buffer.extent("layer")
+    return Rows(
+        name=name,
+        layers=layers,
+        kv=buffer.extent("kv"),
+        heads=buffer.extent("head"),
+        dim=buffer.extent("dim"),
+        dtype=dtype,
+        first_layer=pool.start_layer,
+        drafts=layers - getattr(pool, "target_layer_num", layers),
+        states=int(buffer.page_tokens == 1 < pool.page_size),
+        shared=shared,
+    )
+
+
+def whole_layers(pool: Any) -> bool:
+    """Whether the pool holds every layer of its pipeline stage: not the full-attention ones of a hybrid model alone."""
+    return pool.end_layer - pool.start_layer == getattr(pool, "target_layer_num", pool.layer_num)
+
+
+def native_runs(pool: Any, name: str) -> list[int]:
+    """Bytes of each run of a page that is stored as it lies. Raises EngineUnsupported where it lies in too many."""
+    import torch
+
+    try:
+        sizes = list(pool.get_page_buffer_meta(torch.arange(pool.page_size))[1])
+    except (AttributeError, NotImplementedError, ValueError) as error:
+        raise EngineUnsupported(f"host pool {name} of {type(pool).__name__} cannot be stored: {error}") from error
+    if pool.layout == "layer_first":
+        raise EngineUnsupported(
+            f"host pool {name} of {type(pool).__name__} in layer_first has {len(sizes)} runs a page;"
+            " start SGLang with --hicache-mem-layout page_first or page_first_direct"
+        )
+    return sizes
+
+
+def own_name(pool: Any, name: str, sizes: Sequence[int]) -> str:
+    """All that the bytes of a page depend on, where it is stored as it lies."""
+    parts = [f"{name}, native {type(pool).__name__} {pool.layout}", f"{pool.page_size} tokens", f"{list(sizes)} bytes"]
+    parts += [str(value) for value in (getattr(pool, key, None) for key in ("dtype", "storage_format_tag")) if value]
+    layers = [getattr(pool, key, 0) for key in ("start_layer", "end_layer", "layer_num")]
+    return ", ".join([*parts, f"layers {layers}"])
+
+
+def memory_of_pool(pool: Any) -> list[torch.Tensor]:
+    """Every tensor that the pages of a pool lie in."""
+    import torch
+
+    held = pool.get_hybrid_pool_buffer() if hasattr(pool, "get_hybrid_pool_buffer") else pool.kv_buffer
+    tensors = [held] if isinstance(held, torch.Tensor) else list(held)
+    return [tensor for tensor in tensors if tensor is not None and tensor.numel()]

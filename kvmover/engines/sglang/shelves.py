@@ -1,0 +1,142 @@
+"""Shelves of a rank: its store, opened when the page size is known, and one shelf for each pool of the engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvmover.engines.sglang import hostpool
+from kvmover.engines.sglang.model import Model
+from kvmover.engines.sglang.options import Objects, Options
+from kvmover.engines.sglang.relay import Numbers, Relay
+from kvmover.engines.sglang.seat import Seat, native_part, part_of
+from kvmover.engines.sglang.shelf import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, page_ids
+from kvmover.layout import Component
+from kvmover.store import Namespace, PageStore, Part, PartView, Policy, elected, replicas
+from kvmover.transport.base import Memory
+from kvmover.transport.memory import memory_of
+from kvmover.transport.nixl_files import files_for
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+#: The pool whose heads and layers the model's figures are of.
+MAIN = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Who opens a store: a rank of an engine that serves `name`. `replicated`: every tensor-parallel rank holds the
+    same main pool, and the engine asks one of them alone to write it."""
+
+    name: str
+    model: Model
+    seat: Seat
+    replicated: bool
+
+
+@dataclass(slots=True)
+class Shelves:
+    """A rank's door to its namespace. Pools belong to the engine, bounce memory and the store to this."""
+
+    options: Options
+    rank: Rank
+    page_tokens: int
+    store: PageStore = field(init=False)
+    space: Namespace = field(init=False)
+    registered: dict[Memory, torch.Tensor] = field(default_factory=dict["Memory", "torch.Tensor"])
+
+    def __post_init__(self) -> None:
+        """Raises StoreError for a root that is not there, or a store that cannot be opened."""
+        self.space = Namespace(self.rank.name, self.rank.model.weights, self.page_tokens, self.options.tenant)
+        root = Path(self.options.root)
+        policy = Policy(self.options.quota_bytes, self.options.ttl_s)
+        self.store = PageStore.open(root, self.space, policy, files_for(root) if root.is_dir() else None)
+
+    def shelf(self, pool: Any, name: str) -> Shelf:
+        """The shelf of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""
+        hostpool.refuse(pool, name)
+        if not pool.size_per_token:
+            return Nothing()
+        tensor = hostpool.tensor_of(pool) if self.options.objects is Objects.SHARED else None
+        made = self._native(pool, name) if tensor is None else self._shared(pool, name, tensor)
+        log.info("host pool %s in %s: %s, %d bytes a page", name, pool.layout, type(made).__name__, made.page_bytes)
+        return made
+
+    def _shared(self, pool: Any, name: str, tensor: torch.Tensor) -> Shelf:
+        """A pool whose rows have a meaning to other ranks, layouts and fleets."""
+        buffer = hostpool.buffer_of(pool, tensor)
+        shared = self._shared_by_ranks(pool)
+        rows = hostpool.rows_of(pool, name, buffer, str(tensor.dtype).removeprefix("torch."), shared)
+        part = part_of(rows, self.rank.seat, self._model_of(pool, name), self.page_tokens)
+        writes = None if shared else self.election(part.component)
+        view = self.view(part, writes)
+        spec = buffer.spec(part.component)
+        if hostpool.is_packed(spec):
+            self.register([tensor])
+            stride, first = spec.stride_bytes("page"), tensor.data_ptr()
+            return InPlace(
+                self.store, (view,), lambda tokens, count: [_at(tokens, count, pool.page_size, first, stride)]
+            )
+        out, into = (Bounce.of(part.nbytes) for _ in range(2))
+        self.register([out.memory, into.memory])
+        from kvmover.kernels import reference
+
+        return Packed(view, Relay.of(spec), (as_bytes(tensor),), pool.page_size, out, into, reference.move, writes)
+
+    def _native(self, pool: Any, name: str) -> Shelf:
+        """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""
+        sizes = hostpool.native_runs(pool, name)
+        shared = self._shared_by_ranks(pool)
+        called = hostpool.own_name(pool, name, sizes)
+        if self.rank.model.kv_dtype:
+            called += f", {self.rank.model.kv_dtype}"
+        views = tuple(
+            self.view(native_part(f"{called}, run {run}", nbytes, self.rank.seat, shared))
+            for run, nbytes in enumerate(sizes)
+        )
+        self.register(hostpool.memory_of_pool(pool))
+        return InPlace(self.store, views, partial(_runs, pool, len(sizes)))
+
+    def view(self, part: Part, writes: Election | None = None) -> PartView:
+        return self.store.view(self.space, part, writes)
+
+    def _model_of(self, pool: Any, name: str) -> Model:
+        """What is known of the model of which `pool` is a part: its figures are those of the main attention cache."""
+        if name != MAIN:
+            return replace(self.rank.model, kv_heads=None, layers=None)
+        return self.rank.model if hostpool.whole_layers(pool) else replace(self.rank.model, layers=None)
+
+    def _shared_by_ranks(self, pool: Any) -> bool:
+        return self.rank.replicated and not hostpool.is_split(pool)
+
+    def election(self, component: Component) -> Election | None:
+        """Who writes a page whose heads several ranks hold. None where nobody else does."""
+        fleet, rank = self.rank.seat.fleet, self.rank.seat.rank
+        return partial(elected, component, fleet, rank) if replicas(component, fleet, rank)[1] > 1 else None
+
+    def register(self, tensors: list[torch.Tensor]) -> None:
+        """Kept as long as the store may touch it. Pools that share an allocation are registered once."""
+        for tensor in tensors:
+            memory = memory_of(tensor)
+            if memory not in self.registered:
+                self.store.register(memory)
+                self.registered[memory] = tensor
+
+
+def _at(tokens: Numbers, count: int, page_tokens: int, first: int, stride: int) -> list[int]:
+    return (first + page_ids(tokens, count, page_tokens) * stride).tolist()
+
+
+def _runs(pool: Any, runs: int, tokens: Numbers, count: int) -> list[list[int]]:
+    """Where the engine says that the pages lie, run by run."""
+    import torch
+
+    page_ids(tokens, count, pool.page_size)
+    pointers = pool.get_page_buffer_meta(torch.tensor(tokens))[0]
+    return [pointers[run::runs] for run in range(runs)]

@@ -1,0 +1,186 @@
+"""KvmoverStore: the page store as a storage backend of SGLang's HiCache (`--hicache-storage-backend dynamic`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from kvmover.engines.sglang import engine
+from kvmover.engines.sglang.engine import Transfer
+from kvmover.engines.sglang.hits import ALL_PAGES, hits
+from kvmover.engines.sglang.model import said, served
+from kvmover.engines.sglang.options import parse
+from kvmover.engines.sglang.relay import Numbers
+from kvmover.engines.sglang.seat import Seat
+from kvmover.engines.sglang.shelf import Nothing, Shelf
+from kvmover.engines.sglang.shelves import MAIN, Rank, Shelves
+from kvmover.engines.sglang.upkeep import Batches, Upkeep
+from kvmover.engines.sglang.version import EngineUnsupported
+from kvmover.errors import StoreError
+
+if TYPE_CHECKING:
+    import torch
+
+Move = Callable[[Sequence[bytes], Numbers], list[bool]]
+
+
+class KvmoverStore(engine.HiCacheStorage):
+    """One rank's backend. Host pools belong to the engine and outlive it.
+
+    The engine looks up, reads and writes from a thread each, a batch of pages at a time. Pages are keyed by its own
+    hash of their tokens within a `Namespace`; what ranks of another shape make of them is `part_of`'s matter.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
+        """Raises StoreError for options, EngineUnsupported for settings of the engine that are not understood."""
+        config = storage_config
+        if config.dcp_size > 1:
+            raise EngineUnsupported(
+                f"decode context parallelism of {config.dcp_size}: SGLang leaves that to its file and Mooncake backends"
+            )
+        self._options = parse(config.extra_config)
+        seat = Seat(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
+        name = self._options.model or config.model_name or ""
+        self._rank = Rank(name, said(self._options, served()), seat, config.is_mla_model)
+        self._metrics = config.enable_storage_metrics
+        self._read, self._written = Batches(), Batches()
+        self._shelf: dict[str, Shelf] = {}
+
+    # Pools and life
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Opens the store: only now is the page size known. Raises StoreError, EngineUnsupported or LayoutError."""
+        engine.HiCacheStorage.register_mem_pool_host(self, mem_pool_host)
+        self._shelves = Shelves(self._options, self._rank, mem_pool_host.page_size)
+        self._upkeep = Upkeep(self._shelves.store, self._options)
+        self._shelf[MAIN] = self._shelves.shelf(mem_pool_host, MAIN)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        engine.HiCacheStorage.register_mem_host_pool_v2(self, host_pool, host_pool_name)
+        if str(host_pool_name) not in self._shelf:
+            self._shelf[str(host_pool_name)] = self._shelves.shelf(host_pool, str(host_pool_name))
+
+    def clear(self) -> None:
+        """Delete the pages of this model, page size and tenant, and nothing else."""
+        self._shelves.store.clear()
+
+    def close(self) -> None:
+        self._shelves.store.close()
+
+    def get_stats(self) -> Any:
+        """Batches since the last call, where the engine was started with metrics."""
+        if not self._metrics:
+            return None
+        (read, read_gb_s), (written, written_gb_s) = self._read.take(), self._written.take()
+        return engine.StorageMetrics(read, written, read_gb_s, written_gb_s)
+
+    # Version 1 and 2 of the interface: pages of host pools
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        if isinstance(self._shelf[MAIN], Nothing):
+            return 0  # a pool without bytes proves nothing by itself
+        return hits({MAIN: self._found(MAIN, keys)}, {MAIN: ALL_PAGES}).pages
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[Transfer] | None = None,
+        extra_info: Any = None,
+    ) -> Any:
+        """Every restorable prefix. Block groups never gate one, so nothing is said of them."""
+        found, trailing = {MAIN: self._found(MAIN, keys)}, {MAIN: ALL_PAGES}
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy is not engine.BLOCK_GROUPS:
+                name = str(transfer.name)
+                found[name] = self._found(name, keys)
+                trailing[name] = (
+                    ALL_PAGES if transfer.hit_policy is engine.ALL_PAGES else max(1, len(transfer.keys or ()))
+                )
+        result = hits(found, trailing)
+        return engine.PoolTransferResult(result.pages, result.reach, list(result.lengths))
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self._move(self._read, MAIN, self._shelf[MAIN].get, keys, host_indices)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        return self._move(self._written, MAIN, self._shelf[MAIN].put, keys, host_indices)
+
+    def batch_get_v2(self, transfers: list[Transfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {t.name: self._move(self._read, t.name, self._of(t).get, t.keys, t.host_indices) for t in transfers}
+
+    def batch_set_v2(self, transfers: list[Transfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {t.name: self._move(self._written, t.name, self._of(t).put, t.keys, t.host_indices) for t in transfers}
+
+    # The older interface: pages that the engine copied out of the pool. `"interface_v1": 1` spares it the copy.
+
+    def exists(self, key: str) -> bool:
+        return self._found(MAIN, [key])[0]
+
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Sequence[torch.Tensor | None] | None = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Into `target_locations`, flat pages in the layout of the pool."""
+        shelf, targets = self._shelf[MAIN], _tensors(target_locations)
+        pairs = zip(keys, targets, strict=True)
+        return [target if shelf.get_flat(page_of(key), target) else None for key, target in pairs]
+
+    def set(
+        self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor | None] | None = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        shelf, pages = self._shelf[MAIN], _tensors(values)
+        done = [shelf.put_flat(page_of(key), page) for key, page in zip(keys, pages, strict=True)]
+        return all(done)
+
+    def _of(self, transfer: Transfer) -> Shelf:
+        name = str(transfer.name)
+        if name not in self._shelf:
+            raise StoreError(f"host pool {name} was never registered; known are {', '.join(self._shelf)}")
+        return self._shelf[name]
+
+    def _found(self, name: str, keys: Sequence[str]) -> list[bool]:
+        return self._shelf[name].exists([page_of(key) for key in keys])
+
+    def _move(
+        self, batches: Batches, name: str, move: Move, keys: Sequence[str] | None, indices: torch.Tensor | None
+    ) -> list[bool]:
+        """An answer a page. A pool that got no memory for them has read and written none."""
+        if indices is None:
+            return [False] * len(keys or ())
+        pages, shelf = [page_of(key) for key in keys or ()], self._shelf[str(name)]
+        started = time.perf_counter()
+        done = move(pages, indices.numpy())
+        batches.add(sum(done), sum(done) * shelf.page_bytes, time.perf_counter() - started)
+        self._upkeep.come_by()
+        return done
+
+
+def page_of(key: str) -> bytes:
+    """32 bytes for a page: SGLang's keys are a SHA-256 in hexadecimal; whatever else is asked for gets one."""
+    try:
+        page = bytes.fromhex(key)
+    except ValueError:
+        page = b""
+    return page if len(page) == 32 else sha256(key.encode()).digest()
+
+
+def _tensors(pages: Sequence[torch.Tensor | None] | None) -> list[torch.Tensor]:
+    held = [page for page in pages or () if page is not None]
+    if len(held) != len(pages or (None,)):
+        raise StoreError("a page is read into a tensor, or written from one, and none was given")
+    return held

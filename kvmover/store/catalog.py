@@ -1,0 +1,269 @@
+"""Catalog: a namespace's directory as this process sees it, brought up to date before every question.
+
+One `stat` of the directory finds new and removed segments, one of each head file that is still written its new objects,
+one of the news what others deleted: 128 lookups then cost no system call each.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from threading import RLock
+
+from kvmover.store.digest import holds
+from kvmover.store.index import Index, Page, StoredObject
+from kvmover.store.lending import Lending
+from kvmover.store.machine import Machine
+from kvmover.store.news import News
+from kvmover.store.record import LIVE, Kind, Record
+from kvmover.store.segment import DATA, Segment, punch, segments_in
+from kvmover.transport.files import Files, OpenFile, reason_of
+
+#: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last
+#: change is repeated. ext4 ticks every 4 ms.
+_TICK_NS = 20_000_000
+
+
+class Catalog:
+    """Segments, their index, and the deletion of objects. The caller holds `lock` around every call but `lend`."""
+
+    def __init__(self, folder: Path, namespace: bytes, files: Files, machine: Machine) -> None:
+        self.folder, self.namespace, self.files, self.machine = folder, namespace, files, machine
+        self.lock = RLock()
+        self.index = Index()
+        self.segments: dict[str, Segment] = {}
+        #: Segments that this process appends to: it knows what is in them.
+        self.own: set[str] = set()
+        #: Objects and segments that were not taken over, by reason.
+        self.dropped: Counter[str] = Counter()
+        #: False once the file system has refused to free a part of a file.
+        self.punches = True
+        self._news = News(folder / "deleted.news")
+        self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._scanned_ns = -1
+        self._refused: set[str] = set()
+        #: Segments that others still write.
+        self._growing: list[Segment] = []
+        self._lending = Lending(folder, files, self.lock)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the namespace's payloads take of the disk."""
+        if self.punches:
+            return self.index.held_bytes
+        return sum(segment.data_bytes() for segment in self.segments.values())
+
+    def refresh(self) -> None:
+        """Learn what other processes did."""
+        changed_ns = os.fstat(self._folder_fd).st_mtime_ns
+        if changed_ns != self._scanned_ns:
+            settled = time.time_ns() - changed_ns > _TICK_NS
+            complete = self._scan()
+            self._scanned_ns = changed_ns if settled and complete else -1
+        for segment in self._growing:
+            self._tail(segment)
+            if segment.sealed:
+                self._growing = [each for each in self._growing if not each.sealed]
+        gone = self._news.hear()
+        if gone is None:
+            self._reread()
+            return
+        for name, record in gone:
+            if each := self.index.at(name, record):
+                self.index.remove(each)
+
+    def _scan(self) -> bool:
+        """Look for segments that came or went; whether all could be looked at."""
+        names = segments_in(self.folder)
+        for name in self.segments.keys() - names:
+            self.forget(name)
+        complete = True
+        for name in sorted(names - self.segments.keys() - self._refused):
+            found = Segment.find(self.folder, name, self.namespace)
+            if isinstance(found, Segment):
+                self.segments[name] = found
+                self._tail(found)
+            elif found:
+                self._refused.add(name)
+                self.dropped[found] += 1
+            else:
+                complete = False
+        self._growing = [each for name, each in self.segments.items() if not each.sealed and name not in self.own]
+        return complete
+
+    def _tail(self, segment: Segment) -> None:
+        fresh = segment.tail()
+        if not fresh:
+            return
+        segment.waiting += [record for record in fresh if record.kind is Kind.OBJECT and record.state == LIVE]
+        size = segment.data_bytes()
+        safe = size if segment.boot == self.machine.boot else min(size, segment.synced)
+        waiting, segment.waiting = segment.waiting, []
+        for record in waiting:
+            if record.offset + record.nbytes <= safe:
+                self.index.add(_stored(segment, record))
+            else:
+                segment.waiting.append(record)
+
+    def _reread(self) -> None:
+        """Compare every object with the state in its header."""
+        for segment in self.segments.values():
+            mine = self.index.objects(segment.name)
+            states = segment.states() if mine else {}
+            for each in mine:
+                if states.get(each.record, (0, 0))[0] != LIVE:
+                    self.index.remove(each)
+
+    def recover(self) -> int:
+        """Take over the segments of writers that are no more: keep what is whole, drop the rest with its reason.
+
+        How many there were. Raises OSError.
+        """
+        self.refresh()
+        adopted = 0
+        for segment in list(self.segments.values()):
+            if segment.name in self.own or (segment.sealed and not segment.waiting) or not segment.adopt():
+                continue
+            try:
+                self._take_over(segment)
+            finally:
+                segment.release()
+            adopted += 1
+        self._remove_left_overs()
+        if adopted:
+            self.index.sort()
+        return adopted
+
+    def _remove_left_overs(self) -> None:
+        """Heads whose writer died before their first line, and data whose head is gone.
+
+        Data is listed first, since a head is made before its data: what is made meanwhile is no left-over.
+        """
+        data = list(self.folder.glob(f"*{DATA}"))
+        heads = segments_in(self.folder)
+        for name in heads - self.segments.keys() - self._refused:
+            Segment.remove_stillborn(self.folder, name)
+        for path in data:
+            if path.stem not in heads:
+                path.unlink(missing_ok=True)
+
+    def _take_over(self, segment: Segment) -> None:
+        self._tail(segment)
+        while not segment.sealed and segment.skip_damage():
+            self.dropped["damaged header"] += 1
+            self._tail(segment)
+        if segment.head.exists() and segment.head.stat().st_size > segment.parsed:
+            self.dropped["torn header"] += 1
+        waiting, segment.waiting = segment.waiting, []
+        size = segment.data_bytes()
+        for record in waiting:
+            each = _stored(segment, record)
+            reason = "truncated" if record.offset + record.nbytes > size else self.check(each)
+            if reason:
+                self.dropped[reason] += 1
+                segment.kill(record.at)
+            else:
+                self.index.add(each)
+        if not segment.sealed:
+            os.ftruncate(segment.head_fd, segment.parsed)
+            with suppress(OSError):  # what is not synced is checked again after the next crash
+                segment.sync(size)
+            with suppress(OSError):
+                segment.seal()
+        self.reclaim(segment)
+
+    def check(self, each: StoredObject) -> str:
+        """Read an object whole; the reason why it is bad, or "". Raises OSError as `lend` does."""
+        payload = bytearray(each.nbytes)
+        with self.lend([each.segment]) as files:
+            if each.segment not in files:
+                return "data file is missing"
+            try:
+                got = os.preadv(files[each.segment].fd, [payload], each.offset)
+            except OSError as error:
+                return reason_of(error)
+        if got < each.nbytes:
+            return "truncated"
+        return "" if holds(memoryview(payload), each.cells, each.digests, 0) else "digest"
+
+    def lend(self, names: Iterable[str]) -> AbstractContextManager[dict[str, OpenFile]]:
+        """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
+        return self._lending.lend(name for name in names if name in self.segments)
+
+    def forget(self, name: str) -> None:
+        """A segment that is gone from the directory. Reads that go on in it end well: its blocks stay until they do."""
+        self.index.drop(name)
+        self.own.discard(name)
+        segment = self.segments.pop(name, None)
+        if segment:
+            self._growing = [each for each in self._growing if each is not segment]
+            segment.close()
+        self._lending.end(name)
+
+    def delete(self, objects: Sequence[StoredObject]) -> int:
+        """Delete objects for every process; the bytes freed. In this order: headers, news, blocks.
+
+        An object whose header cannot be changed is deleted by the next cleaner; here it is forgotten.
+        """
+        for each in objects:
+            with suppress(OSError):
+                self.segments[each.segment].kill(each.record)
+        self._news.tell((each.segment, each.record) for each in objects)
+        freed = 0
+        for each in objects:
+            freed += each.held_bytes if self.index.remove(each) else 0
+            self.free(each.segment, each.offset, each.held_bytes)
+        for name in {each.segment for each in objects}:
+            self.reclaim(self.segments[name])
+        return freed
+
+    def free(self, name: str, offset: int, nbytes: int) -> None:
+        """Give blocks back that nothing lives in: whole ones."""
+        with suppress(OSError), self.lend([name]) as files:
+            if name in files:
+                self.punches = punch(files[name].fd, offset, nbytes) and self.punches
+
+    def reclaim(self, segment: Segment) -> None:
+        """Remove a finished segment in which nothing lives and nobody is at work."""
+        done = (segment.sealed or segment.full) and not segment.waiting and not self._lending.busy(segment.name)
+        if done and not self.index.objects(segment.name):
+            segment.unlink()
+            self.forget(segment.name)
+
+    def alive(self, each: StoredObject) -> bool:
+        """What the header says now."""
+        segment = self.segments.get(each.segment)
+        return segment is not None and segment.state(each.record)[0]
+
+    def last_use(self, page: Page) -> int:
+        """Second of the last use that any process has written down; objects that died meanwhile are forgotten."""
+        stamp = 0
+        for each in list(page.objects):
+            alive, written = self.segments[each.segment].state(each.record)
+            if alive:
+                stamp = max(stamp, written)
+            else:
+                self.index.remove(each)
+        return stamp
+
+    def shorten_news(self) -> None:
+        self._news.shorten()
+
+    def close(self) -> None:
+        for name in list(self.segments):
+            self.forget(name)
+        self._news.close()
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+        self._folder_fd = -1
+
+
+def _stored(segment: Segment, record: Record) -> StoredObject:
+    assert record.part is not None
+    return StoredObject(
+        segment.name, record.at, record.offset, record.nbytes, record.page, record.part, record.digests, record.stamp
+    )

@@ -1,0 +1,158 @@
+"""`kvmover store`: look at the page stores of a directory, check them, and tidy them up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvmover.errors import StoreError
+from kvmover.store.machine import this_machine
+from kvmover.store.manifest import Found, namespaces
+from kvmover.store.results import Recovered, Stat, Verified
+from kvmover.store.store import PageStore, Policy
+from kvmover.transport.files import PlainFiles
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One namespace, and what was found of it or done to it."""
+
+    found: Found
+    stat: Stat
+    recovered: Recovered
+    verified: Verified | None = None
+    deleted_pages: int = 0
+
+    def as_data(self) -> dict[str, object]:
+        manifest = self.found.manifest
+        return {
+            "namespace": self.found.folder.name,
+            "model": manifest.model,
+            "weights": manifest.weights,
+            "page_tokens": manifest.page_tokens,
+            "salted": manifest.salted,
+            **asdict(self.stat),
+            "dropped": self.recovered.dropped,
+            "deleted_pages": self.deleted_pages,
+            **({"bad": self.verified.bad, "read_bytes": self.verified.nbytes} if self.verified else {}),
+        }
+
+
+def chosen(root: Path, name: str | None) -> list[Found]:
+    """The namespaces of `root` whose folder begins with `name`; all without one. Raises StoreError where none does."""
+    found = [each for each in namespaces(root) if each.folder.name.startswith(name or "")]
+    if name is not None and not found:
+        raise StoreError(f"no namespace in {root} begins with {name!r}")
+    return found
+
+
+def stat(root: Path, name: str | None) -> list[Row]:
+    return [_row(each, store) for each, store in _opened(chosen(root, name))]
+
+
+def collect(root: Path, name: str | None, policy: Policy) -> list[Row]:
+    """Apply a quota and a TTL, and take over what dead writers left."""
+    rows: list[Row] = []
+    for each, store in _opened(chosen(root, name), policy):
+        done = store.collect()
+        rows.append(_row(each, store, deleted_pages=done.evicted_pages + done.expired_pages))
+    return rows
+
+
+def clear(root: Path, name: str) -> list[Row]:
+    """Delete all pages of the namespaces that begin with `name`."""
+    rows: list[Row] = []
+    for each, store in _opened(chosen(root, name)):
+        pages = store.clear()
+        rows.append(_row(each, store, deleted_pages=pages))
+    return rows
+
+
+def verify(root: Path, name: str | None) -> list[Row]:
+    """Read every object of every namespace, with a bar on standard error; bad ones are deleted."""
+    rows: list[Row] = []
+    with _progress() as progress:
+        for each, store in _opened(chosen(root, name)):
+            task = progress.add_task(each.manifest.model or each.folder.name, total=store.stat().payload_bytes)
+            verified = store.verify(lambda one, task=task: progress.advance(task, one.nbytes))
+            rows.append(_row(each, store, verified=verified))
+    return rows
+
+
+def _opened(found: list[Found], policy: Policy | None = None) -> Iterator[tuple[Found, PageStore]]:
+    for each in found:
+        try:
+            with PageStore(each.folder, each.digest, policy or Policy(), PlainFiles(), this_machine()) as store:
+                yield each, store
+        except OSError as error:
+            raise StoreError(f"{each.folder}: {error.strerror}") from error
+
+
+def _row(found: Found, store: PageStore, verified: Verified | None = None, deleted_pages: int = 0) -> Row:
+    return Row(found, store.stat(), store.recovered, verified, deleted_pages)
+
+
+@contextmanager
+def _progress() -> Generator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield progress
+
+
+def print_rows(rows: list[Row], as_json: bool) -> int:
+    """Print them; 1 if a bad object was found."""
+    bad = sum(sum(row.verified.bad.values()) for row in rows if row.verified)
+    if as_json:
+        print(json.dumps([row.as_data() for row in rows]))  # noqa: T201
+        return 1 if bad else 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("namespace", "model", "weights", "page"):
+        table.add_column(title, no_wrap=True)
+    for title in ("pages", "objects", "payload", "on disk", "segments"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("notes")
+    for row in rows:
+        manifest, found = row.found.manifest, row.stat
+        table.add_row(
+            row.found.folder.name[:12],
+            manifest.model + (" (salted)" if manifest.salted else ""),
+            manifest.weights,
+            str(manifest.page_tokens),
+            f"{found.pages:,}",
+            f"{found.objects:,}",
+            _mebibytes(found.payload_bytes),
+            _mebibytes(found.held_bytes + found.head_bytes),
+            str(found.segments),
+            _notes(row),
+        )
+    terminal = Console(highlight=False, markup=False)
+    console = terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=200)
+    console.print(table if rows else "no page store here")
+    return 1 if bad else 0
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.1f} MiB"
+
+
+def _notes(row: Row) -> str:
+    notes = [f"dropped {number} ({reason})" for reason, number in row.recovered.dropped.items()]
+    if row.deleted_pages:
+        notes.append(f"deleted {row.deleted_pages:,} pages")
+    if row.verified:
+        bad = [f"deleted {number} bad ({reason})" for reason, number in row.verified.bad.items()]
+        notes += bad or [f"all {row.verified.objects:,} objects are whole"]
+    return ", ".join(notes)

@@ -1,0 +1,147 @@
+"""Reading objects, or parts of them, and checking every cell before it counts as read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from kvmover.store.catalog import Catalog
+from kvmover.store.cover import CellRun, Piece
+from kvmover.store.digest import holds
+from kvmover.store.index import StoredObject
+from kvmover.store.part import Part
+from kvmover.transport.files import SHORT, OpenFile, Run, reason_of
+
+MISSING, DIGEST = "data file is missing", "digest"
+
+
+class Fault(Enum):
+    """Whose fault a failed read is: the object's BYTES are wrong or gone; the DEVICE failed; or it lies HERE.
+
+    A process that has no descriptor left knows nothing against the object, which stays.
+    """
+
+    BYTES = "bytes"
+    DEVICE = "device"
+    HERE = "here"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is read of object `number` of a page: whole cells to their places, or tokens of cells by way of a copy."""
+
+    number: int
+    piece: Piece
+    runs: tuple[CellRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One object's share of page `item` of a batch, whose part begins at `address`."""
+
+    item: int
+    address: int
+    each: StoredObject
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A read that did not give the right bytes."""
+
+    read: Read
+    fault: Fault
+    reason: str
+
+
+def fetch(catalog: Catalog, part: Part, reads: Sequence[Read]) -> list[Failure]:
+    """Read and check, a little at a time, so that the check finds it in the cache; what failed."""
+    failures: list[Failure] = []
+    size = max(1, catalog.files.group_bytes // part.nbytes)
+    try:
+        with catalog.lend({read.each.segment for read in reads}) as files:
+            there = [read for read in reads if read.each.segment in files]
+            if len(there) < len(reads):
+                failures += [Failure(r, Fault.BYTES, MISSING) for r in reads if r.each.segment not in files]
+            groups = [_Group.of(there[first : first + size], part, files) for first in range(0, len(there), size)]
+            for group, reasons in zip(groups, _moved(catalog, groups), strict=True):
+                failures += group.check(catalog, part, files, reasons)
+    except OSError as error:
+        return [Failure(read, Fault.HERE, reason_of(error)) for read in reads]
+    return failures
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Reads whose cells come in one call. `owners`: read, first cell in its object and number of cells, of each run."""
+
+    reads: Sequence[Read]
+    runs: list[Run]
+    owners: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, reads: Sequence[Read], part: Part, files: dict[str, OpenFile]) -> _Group:
+        cell = part.cell_bytes
+        group = cls(reads, [], [])
+        for number, read in enumerate(reads):
+            if read.source.piece.tokens:
+                continue
+            file, offset, address = files[read.each.segment], read.each.offset, read.address
+            for run in read.source.runs:
+                first, count = run.source_cell, run.count
+                group.runs.append(Run(file, offset + first * cell, address + run.part_cell * cell, count * cell))
+                group.owners.append((number, first, count))
+        return group
+
+    def check(self, catalog: Catalog, part: Part, files: dict[str, OpenFile], reasons: Sequence[str]) -> list[Failure]:
+        """Compare what came with the digests, and fetch what must go by way of a copy."""
+        bad = [""] * len(self.reads)
+        for (number, first, count), run, reason in zip(self.owners, self.runs, reasons, strict=True):
+            if not reason:
+                view = catalog.files.view(run.address, run.nbytes)
+                reason = "" if holds(view, count, self.reads[number].each.digests, first) else DIGEST
+            bad[number] = bad[number] or reason
+        for number, read in enumerate(self.reads):
+            if read.source.piece.tokens:
+                memory = catalog.files.view(read.address, part.nbytes)
+                bad[number] = bad[number] or _tokens(files[read.each.segment], read, part, memory)
+        return [Failure(read, _fault(reason), reason) for read, reason in zip(self.reads, bad, strict=True) if reason]
+
+
+def _moved(catalog: Catalog, groups: Sequence[_Group]) -> Iterator[list[str]]:
+    """The answers of every group; where there are several, the next is read while one is checked."""
+    if len(groups) == 1:
+        return iter([catalog.files.read(groups[0].runs)])
+    return catalog.files.read_ahead(group.runs for group in groups)
+
+
+def _fault(reason: str) -> Fault:
+    return Fault.BYTES if reason == DIGEST or reason.startswith(SHORT) else Fault.DEVICE
+
+
+def _tokens(file: OpenFile, read: Read, part: Part, memory: memoryview) -> str:
+    """Tokens out of cells that hold others too: the page was written under another context parallelism.
+
+    A cell cannot be checked but whole, so it is read aside, checked, and the tokens are copied out.
+    """
+    held = read.each.part.box.tokens.tokens
+    sources, targets = (list(places) for places in zip(*read.source.piece.tokens, strict=True))
+    shape = (part.component.kv, part.box.tokens.tokens, part.row_bytes)
+    out = np.frombuffer(memory, np.uint8).reshape(part.box.cells, *shape)
+    for run in read.source.runs:
+        payload = bytearray(run.count * read.each.cell_bytes)
+        try:
+            got = os.preadv(file.fd, [payload], read.each.offset + run.source_cell * read.each.cell_bytes)
+        except OSError as error:
+            return reason_of(error)
+        if got < len(payload):
+            return f"{SHORT} {got} of {len(payload)} bytes"
+        if not holds(memoryview(payload), run.count, read.each.digests, run.source_cell):
+            return DIGEST
+        rows = np.frombuffer(payload, np.uint8).reshape(run.count, part.component.kv, held, part.row_bytes)
+        out[run.part_cell : run.part_cell + run.count, :, targets] = rows[:, :, sources]
+    return ""

@@ -1,0 +1,159 @@
+"""Index: which objects a namespace holds, as far as this process knows, and in which order pages were last used.
+
+Pure bookkeeping of what the head files say. It may be behind other processes and never has to be right: every read
+checks the bytes it gets.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+from kvmover.store.part import PartKey
+
+#: Payloads start at multiples of this.
+BLOCK_BYTES = 4096
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class StoredObject:
+    """One complete object: where it is, and what it must contain. `record` is the place of its header."""
+
+    segment: str
+    record: int
+    offset: int
+    nbytes: int
+    page: bytes
+    part: PartKey
+    digests: bytes
+    stamp: int
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of its data file: whole blocks, so that it can be read directly and freed alone."""
+        return padded(self.nbytes)
+
+    @property
+    def cells(self) -> int:
+        return self.part.box.cells
+
+    @property
+    def cell_bytes(self) -> int:
+        return self.nbytes // self.part.box.cells
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """All objects of a page, of every component and rank: they are used and evicted together.
+
+    `stamp`: second of the last use that this process knows of. `parts`: of the objects, one each, in order.
+    """
+
+    objects: list[StoredObject] = field(default_factory=list[StoredObject])
+    stamp: int = 0
+    parts: tuple[PartKey, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.objects)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Known:
+    """Pages that somebody has looked at and that have lost no object since."""
+
+    pages: set[bytes] = field(default_factory=set[bytes])
+
+
+class Index:
+    """Pages by hash, the least recently used first; objects by segment and record."""
+
+    def __init__(self) -> None:
+        self._pages: OrderedDict[bytes, Page] = OrderedDict()
+        self._segments: dict[str, dict[int, StoredObject]] = {}
+        self._watched: WeakSet[Known] = WeakSet()
+        #: Blocks of all objects, payload only.
+        self.held_bytes = 0
+
+    def __contains__(self, page: bytes) -> bool:
+        return page in self._pages
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def get(self, page: bytes) -> Page | None:
+        return self._pages.get(page)
+
+    def pages(self) -> Iterator[tuple[bytes, Page]]:
+        """The least recently used first."""
+        return iter(self._pages.items())
+
+    def objects(self, segment: str) -> Iterable[StoredObject]:
+        """Of one segment, by their place."""
+        return list(self._segments.get(segment, {}).values())
+
+    def watch(self, known: Known) -> Known:
+        """Pages are taken out of `known` when they lose an object, as long as it lives."""
+        self._watched.add(known)
+        return known
+
+    def add(self, each: StoredObject) -> None:
+        """An object that is complete. One that is known already stays as it is."""
+        mine = self._segments.setdefault(each.segment, {})
+        if each.record in mine:
+            return
+        mine[each.record] = each
+        self.held_bytes += each.held_bytes
+        page = self._pages.get(each.page)
+        if page is None:
+            page = self._pages[each.page] = Page()
+        page.objects.append(each)
+        page.stamp = max(page.stamp, each.stamp)
+        page.parts = tuple(one.part for one in page.objects)
+
+    def remove(self, each: StoredObject) -> bool:
+        """Whether it was there."""
+        mine = self._segments.get(each.segment, {})
+        if mine.get(each.record) is not each:
+            return False
+        del mine[each.record]
+        self.held_bytes -= each.held_bytes
+        page = self._pages[each.page]
+        page.objects.remove(each)
+        page.parts = tuple(one.part for one in page.objects)
+        if not page.objects:
+            del self._pages[each.page]
+        for known in self._watched:
+            known.pages.discard(each.page)
+        return True
+
+    def at(self, segment: str, record: int) -> StoredObject | None:
+        return self._segments.get(segment, {}).get(record)
+
+    def drop(self, segment: str) -> list[StoredObject]:
+        """Forget a segment that is gone; the objects it had."""
+        gone = list(self._segments.get(segment, {}).values())
+        for each in gone:
+            self.remove(each)
+        self._segments.pop(segment, None)
+        return gone
+
+    def use(self, page: bytes, stamp: int) -> None:
+        """The page was read or written at second `stamp`: it is the last to go now. If it went meanwhile, so be it."""
+        if entry := self._pages.get(page):
+            entry.stamp = max(stamp, entry.stamp)
+            self._pages.move_to_end(page)
+
+    def oldest(self) -> tuple[bytes, Page] | None:
+        return next(iter(self._pages.items()), None)
+
+    def sort(self) -> None:
+        """By stamps, which is all that is known of the order of pages found on opening."""
+        for page in sorted(self._pages, key=lambda page: self._pages[page].stamp):
+            self._pages.move_to_end(page)

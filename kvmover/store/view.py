@@ -1,0 +1,243 @@
+"""PartView: one rank's door to a store: put, get and look up pages as the part of them that the rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from kvmover.errors import StoreError
+from kvmover.store.cover import cell_runs, cover
+from kvmover.store.digest import table
+from kvmover.store.fetch import MISSING, Failure, Fault, Read, Source, fetch
+from kvmover.store.identity import check_page
+from kvmover.store.index import Known, Page, padded
+from kvmover.store.part import Part, PartKey
+from kvmover.store.results import Got, GotResult, Put, PutResult
+from kvmover.store.writer import Header, Place
+from kvmover.transport.files import OpenFile, Run, reason_of
+
+if TYPE_CHECKING:
+    from kvmover.store.store import PageStore
+
+_WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))
+_READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """Page number `item` of a batch, to be written."""
+
+    item: int
+    page: bytes
+    address: int
+    place: Place
+
+
+class PartView:
+    """Pages go to and come from packed memory, `head layer kv token dim` of the part, `part.nbytes` at each address.
+
+    Every batch has as many answers as pages, whatever fails: ranks that must agree can count on it.
+    """
+
+    def __init__(
+        self, store: PageStore, part: Part, key: PartKey, writes: Callable[[bytes], bool] | None = None
+    ) -> None:
+        self.part = part
+        self._size = part.nbytes
+        self._store, self._key, self._writes = store, key, writes
+        self._plans: dict[tuple[PartKey, ...], tuple[Source, ...] | None] = {}
+        #: Pages that were found to be covered; the index takes out what it loses. Most lookups end here.
+        self._known = store.catalog.index.watch(Known())
+
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        """Whether every object that this part needs of a page is complete."""
+        with self._store.lock:
+            self._refresh()
+            known = self._known.pages
+            if known.issuperset(pages):
+                return [True] * len(pages)
+            index = self._store.catalog.index
+            for page in pages:
+                if page not in known and (entry := index.get(page)) and self._plan(entry):
+                    known.add(page)
+            return [page in known for page in pages]
+
+    def leading(self, pages: Sequence[bytes]) -> int:
+        """How many pages exist before the first that does not."""
+        return sum(1 for _ in takewhile(bool, self.exists(pages)))
+
+    def put(self, pages: Sequence[bytes], addresses: Sequence[int]) -> list[PutResult]:
+        """Write pages that are not there yet. Raises StoreError or DescriptorError before anything is written."""
+        self._check(pages, addresses)
+        store = self._store
+        with store.writing:
+            results: dict[int, PutResult] = {}
+            with store.lock:
+                self._refresh()
+                todo = self._missing(pages, results)
+                places = self._reserve(todo, results)
+            if places:
+                self._write(
+                    [_Draft(i, pages[i], addresses[i], place) for i, place in zip(todo, places, strict=True)], results
+                )
+        first = {page: results[item] for item, page in reversed(list(enumerate(pages))) if item in results}
+        answers = [results.get(item, _PRESENT if first[page].ok else first[page]) for item, page in enumerate(pages)]
+        store.counters.puts.update(answer.outcome for answer in answers)
+        store.counters.failed.update(answer.reason for answer in answers if not answer.ok)
+        return answers
+
+    def get(self, pages: Sequence[bytes], addresses: Sequence[int]) -> list[GotResult]:
+        """Read pages. Where an object turns out bad and others cover for it, those are read instead."""
+        self._check(pages, addresses)
+        store = self._store
+        results: dict[int, GotResult] = {}
+        pending: Sequence[int] = range(len(pages))
+        while pending:
+            with store.lock:
+                self._refresh()
+                reads = self._reads(pending, pages, addresses)
+            failures = fetch(store.catalog, self.part, reads)
+            with store.lock:
+                failed = {failure.read.item: self._judge(failure) for failure in failures}
+                done = [item for item in dict.fromkeys(read.item for read in reads) if item not in failed]
+                for item in done:
+                    store.used(pages[item])
+            for item in pending:
+                results.setdefault(item, _ABSENT)
+            results.update(dict.fromkeys(done, _READ))
+            results.update(failed)
+            # What was bad is gone, so that this ends; what is only out of reach here is not asked for again.
+            pending = sorted({each.read.item for each in failures if each.fault is not Fault.HERE})
+        store.counters.gots.update(results[item].outcome for item in range(len(pages)))
+        store.counters.read_bytes += self._size * sum(result.ok for result in results.values())
+        return [results[item] for item in range(len(pages))]
+
+    def _check(self, pages: Sequence[bytes], addresses: Sequence[int]) -> None:
+        if len(pages) != len(addresses):
+            raise StoreError(f"{len(pages)} pages at {len(addresses)} addresses")
+        for page in pages:
+            check_page(page)
+        for address in addresses:
+            self._store.files.view(address, self._size)
+
+    def _refresh(self) -> None:
+        self._store.catalog.refresh()
+        self._store.expire()
+
+    def _plan(self, entry: Page) -> tuple[Source, ...] | None:
+        """How the part is made of the page's objects; None where some are missing. The same for most pages."""
+        if entry.parts not in self._plans:
+            numbers = [n for n, key in enumerate(entry.parts) if key.component == self._key.component]
+            boxes = tuple(entry.parts[n].box for n in numbers)
+            pieces = cover(self._key.box, boxes)
+            sources = [
+                Source(numbers[piece.source], piece, cell_runs(piece, boxes[piece.source], self._key.box))
+                for piece in pieces or ()
+            ]
+            self._plans[entry.parts] = tuple(sources) or None
+        return self._plans[entry.parts]
+
+    def _missing(self, pages: Sequence[bytes], results: dict[int, PutResult]) -> list[int]:
+        """Which of `pages` are to be written here; the others have their answer, or are twins of one that is."""
+        index = self._store.catalog.index
+        todo: dict[bytes, int] = {}
+        for item, page in enumerate(pages):
+            entry = index.get(page)
+            if entry and self._plan(entry):
+                results[item] = _PRESENT
+            elif self._writes and not self._writes(page):
+                results[item] = _ELSEWHERE
+            else:
+                todo.setdefault(page, item)
+        return list(todo.values())
+
+    def _reserve(self, todo: Sequence[int], results: dict[int, PutResult]) -> list[Place]:
+        """Places for the pages to write, or none and the reason."""
+        store, size = self._store, self._size
+        reason = ""
+        if not store.make_room(len(todo) * padded(size)):
+            reason = f"{len(todo)} pages of {size} bytes are more than the quota of {store.policy.quota_bytes}"
+        try:
+            if not reason:
+                return store.writer.reserve([size] * len(todo))
+        except OSError as error:
+            reason = reason_of(error)
+        results.update((item, PutResult(Put.FAILED, reason)) for item in todo)
+        return []
+
+    def _write(self, todo: Sequence[_Draft], results: dict[int, PutResult]) -> None:
+        """Payloads, and after each group of them the headers that make objects of it."""
+        store = self._store
+        count = max(1, store.files.group_bytes // self._size)
+        groups = [todo[first : first + count] for first in range(0, len(todo), count)]
+        tables: list[list[bytes]] = []
+        done = 0
+        try:
+            with store.catalog.lend({draft.place.segment for draft in todo}) as files:
+                runs = (self._runs(group, files, tables) for group in groups)
+                moved = store.files.write_ahead(runs) if len(groups) > 1 else (store.files.write(r) for r in runs)
+                for group, reasons in zip(groups, moved, strict=True):
+                    answers = iter(reasons)
+                    whole = [next(answers) if draft.place.segment in files else MISSING for draft in group]
+                    self._announce(group, tables[done], whole, results)
+                    done += 1
+        except OSError as error:
+            for group in groups[done:]:
+                self._announce(group, [b""] * len(group), [reason_of(error)] * len(group), results)
+
+    def _runs(self, group: Sequence[_Draft], files: dict[str, OpenFile], tables: list[list[bytes]]) -> list[Run]:
+        """What is written of a group, whose digests are taken now: while the group before is on its way."""
+        size, view, cells = self._size, self._store.files.view, self.part.box.cells
+        tables.append([table(view(draft.address, size), cells) for draft in group])
+        return [
+            Run(files[draft.place.segment], draft.place.offset, draft.address, size)
+            for draft in group
+            if draft.place.segment in files
+        ]
+
+    def _announce(
+        self, group: Sequence[_Draft], tables: Sequence[bytes], reasons: Sequence[str], results: dict[int, PutResult]
+    ) -> None:
+        """Headers for the payloads that were written; the space of the others goes back."""
+        store, size = self._store, self._size
+        written = [
+            (draft, Header(draft.page, self._key, draft.place, size, digests))
+            for draft, digests, reason in zip(group, tables, reasons, strict=True)
+            if not reason
+        ]
+        failed = {draft.item: (draft, reason) for draft, reason in zip(group, reasons, strict=True) if reason}
+        with store.lock:
+            stamp = store.catalog.machine.now()
+            answers = store.writer.announce([header for _, header in written], stamp)
+            for (draft, _), answer in zip(written, answers, strict=True):
+                if isinstance(answer, str):
+                    failed[draft.item] = (draft, answer)
+                    continue
+                store.catalog.index.add(answer)
+                store.catalog.index.use(answer.page, stamp)
+                self._known.pages.add(answer.page)
+                results[draft.item] = _WRITTEN
+            store.counters.written_bytes += size * (len(group) - len(failed))
+            for item, (draft, reason) in failed.items():
+                results[item] = PutResult(Put.FAILED, reason)
+                store.catalog.free(draft.place.segment, draft.place.offset, padded(size))
+
+    def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[Read]:
+        reads: list[Read] = []
+        for item in pending:
+            entry = self._store.catalog.index.get(pages[item])
+            plan = entry and self._plan(entry)
+            if entry and plan:
+                self._known.pages.add(pages[item])
+                reads += [Read(item, addresses[item], entry.objects[each.number], each) for each in plan]
+        return reads
+
+    def _judge(self, failure: Failure) -> GotResult:
+        """What a failed read means: the object was deleted meanwhile, or it is bad and goes."""
+        if failure.fault is Fault.HERE:
+            return GotResult(Got.FAILED, failure.reason)
+        if not self._store.poison(failure.read.each, failure.reason):
+            return GotResult(Got.EVICTED, failure.reason)
+        return GotResult(Got.POISONED if failure.fault is Fault.BYTES else Got.FAILED, failure.reason)

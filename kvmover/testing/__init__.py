@@ -1,0 +1,1 @@
+"""What others can test their own parts with."""

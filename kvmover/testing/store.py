@@ -1,0 +1,298 @@
+"""A conformance kit for stores of KV pages: what every one of them must survive, whoever wrote it.
+
+Subclass `StoreConformance` in a test file, say how a rank opens your store, and pytest runs the checks:
+
+    class TestMyStore(StoreConformance):
+        def open(self, folder, identity):
+            return MySubject(folder, identity)
+
+Each check stands for a fault that a store in use had: sglang#16946, #24376, #33268, vllm#55191, LMCache#4991.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from kvmover.layout import Component, CpOrder, Fleet
+from kvmover.store import Part
+from kvmover.testing.content import page_hash, part_content
+
+GQA = Component.attention(4, 8, 16, "bfloat16")
+MLA = Component.mla(4, 64, "bfloat16")
+ALONE = Fleet(page_tokens=16)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who opens a store: a rank of a fleet that serves a model, with pages of so many tokens."""
+
+    model: str = "model"
+    weights: str = "1"
+    tenant: str = ""
+    component: Component = GQA
+    page_tokens: int = 16
+    fleet: Fleet = ALONE
+    rank: int = 0
+
+    def part(self, page: int = 0) -> Part | None:
+        """What the rank holds of page number `page` of a request of eight, or None."""
+        shard = self.fleet.shard(self.component, self.rank, 8 * self.page_tokens)
+        return Part.of(self.component, shard, self.page_tokens, page)
+
+    def payload(self, page: bytes) -> bytes:
+        """What this rank's part of `page` must hold: the same logical bytes in every fleet of the same namespace."""
+        part = self.part()
+        assert part is not None
+        salted = page_hash(
+            0, page.hex() + repr((self.model, self.weights, self.tenant, self.component, self.page_tokens))
+        )
+        return part_content(salted, part, self.page_tokens)
+
+
+class Subject(Protocol):
+    """One rank's open store. A page that cannot be had is None, one that was not written is False: nothing raises."""
+
+    def put(self, pages: Sequence[bytes], payloads: Sequence[bytes]) -> Sequence[bool]:
+        """Whether nobody has to write the page again: also true where another rank is to write it."""
+        ...
+
+    def get(self, pages: Sequence[bytes]) -> Sequence[bytes | None]: ...
+
+    def exists(self, pages: Sequence[bytes]) -> Sequence[bool]: ...
+
+    def clean(self) -> None:
+        """Evict about half of what there is, as a cleaner of your store does."""
+        ...
+
+    def close(self) -> None: ...
+
+
+PAGES = [page_hash(number) for number in range(12)]
+
+
+def put(subject: Subject, identity: Identity, pages: Sequence[bytes]) -> Sequence[bool]:
+    answers = subject.put(pages, [identity.payload(page) for page in pages])
+    assert len(answers) == len(pages), "a batch has as many answers as pages"
+    return answers
+
+
+def check(subject: Subject, identity: Identity, pages: Sequence[bytes]) -> list[bool]:
+    """Which pages are read. Whatever is read is right, and what existed a moment ago is read."""
+    there = subject.exists(pages)
+    got = subject.get(pages)
+    assert len(there) == len(got) == len(pages), "a batch has as many answers as pages"
+    for page, data in zip(pages, got, strict=True):
+        assert data is None or bytes(data) == identity.payload(page), "bytes of something else under a valid key"
+    return [data is not None for data in got]
+
+
+class StoreConformance:
+    """The checks. `tmp_path` is pytest's."""
+
+    def open(self, folder: Path, identity: Identity) -> Subject:
+        raise NotImplementedError
+
+    def files(self, folder: Path) -> list[Path]:
+        """Files that hold pages: those a fault may befall. All regular files, unless you know better."""
+        return sorted(path for path in folder.rglob("*") if path.is_file())
+
+    def filled(self, folder: Path, identity: Identity) -> None:
+        subject = self.open(folder, identity)
+        assert all(put(subject, identity, PAGES))
+        subject.close()
+
+    def test_what_was_written_is_read_after_a_restart(self, tmp_path: Path) -> None:
+        me = Identity()
+        self.filled(tmp_path, me)
+        subject = self.open(tmp_path, me)
+        assert list(subject.exists(PAGES)) == [True] * len(PAGES)
+        assert check(subject, me, PAGES) == [True] * len(PAGES)
+        subject.close()
+
+    def test_a_missing_page_fails_alone(self, tmp_path: Path) -> None:
+        me = Identity()
+        subject = self.open(tmp_path, me)
+        put(subject, me, PAGES[:2] + PAGES[3:])
+        assert list(subject.exists(PAGES)) == [True, True, False, *[True] * (len(PAGES) - 3)]
+        assert check(subject, me, PAGES) == [True, True, False, *[True] * (len(PAGES) - 3)]
+        subject.close()
+
+    def test_a_torn_file_is_no_hit(self, tmp_path: Path) -> None:
+        """After a restart: what exists is read whole."""
+        me = Identity()
+        self.filled(tmp_path, me)
+        for path in self.files(tmp_path):
+            os.truncate(path, path.stat().st_size // 2)
+        subject = self.open(tmp_path, me)
+        there = list(subject.exists(PAGES))
+        assert check(subject, me, PAGES) == there, "a torn page counted as a hit"
+        subject.close()
+
+    def test_an_empty_file_is_no_hit(self, tmp_path: Path) -> None:
+        me = Identity()
+        self.filled(tmp_path, me)
+        for path in self.files(tmp_path):
+            os.truncate(path, 0)
+        subject = self.open(tmp_path, me)
+        assert not any(subject.exists(PAGES))
+        assert not any(check(subject, me, PAGES))
+        subject.close()
+
+    def test_a_short_read_fails_alone(self, tmp_path: Path) -> None:
+        """The largest file shrinks by a third of a page's bytes under an open store."""
+        me = Identity()
+        subject = self.open(tmp_path, me)
+        put(subject, me, PAGES)
+        largest = max(self.files(tmp_path), key=lambda path: path.stat().st_size)
+        os.truncate(largest, largest.stat().st_size - len(me.payload(PAGES[0])) // 3)
+        assert check(subject, me, PAGES).count(False) == 1
+        subject.close()
+
+    def test_damaged_bytes_are_never_served_and_can_be_written_again(self, tmp_path: Path) -> None:
+        me = Identity()
+        self.filled(tmp_path, me)
+        for path in self.files(tmp_path):
+            raw = bytearray(path.read_bytes())
+            step = len(me.payload(PAGES[0])) // 2 + 1
+            for at in range(step // 2, len(raw), 3 * step):
+                raw[at] ^= 0x40
+            path.write_bytes(raw)
+        subject = self.open(tmp_path, me)
+        check(subject, me, PAGES)
+        assert all(put(subject, me, PAGES))
+        assert check(subject, me, PAGES) == [True] * len(PAGES), "a bad page was taken for one that is there"
+        subject.close()
+
+    def test_who_differs_in_anything_never_reads_my_pages(self, tmp_path: Path) -> None:
+        me = Identity()
+        self.filled(tmp_path, me)
+        others = [
+            replace(me, model="other"),
+            replace(me, weights="2"),
+            replace(me, tenant="other"),
+            replace(me, component=Component.attention(4, 8, 32, "float8_e4m3fn")),
+            replace(me, component=Component.attention(8, 4, 16, "bfloat16")),
+            replace(me, component=replace(GQA, kv=1, dim=32)),
+            replace(me, page_tokens=8, component=Component.attention(4, 8, 32, "bfloat16")),
+        ]
+        for other in others:
+            subject = self.open(tmp_path, other)
+            assert not any(subject.exists(PAGES)), other
+            assert not any(check(subject, other, PAGES)), other
+            put(subject, other, PAGES)
+            check(subject, other, PAGES)
+            subject.close()
+        subject = self.open(tmp_path, me)
+        assert all(check(subject, me, PAGES)), "others' pages took the place of mine"
+        subject.close()
+
+    def test_ranks_of_every_kind_keep_their_pages_apart(self, tmp_path: Path) -> None:
+        """TP, PP and CP ranks write under one key; each reads its own bytes back."""
+        for number, fleet in enumerate(_fleets()):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            ranks = [replace(Identity(fleet=fleet), rank=rank) for rank in range(fleet.size)]
+            ranks = [rank for rank in ranks if rank.part()]
+            subjects = [self.open(folder, rank) for rank in ranks]
+            for subject, rank in zip(subjects, ranks, strict=True):
+                assert all(put(subject, rank, PAGES))
+            for subject, rank in zip(subjects, ranks, strict=True):
+                assert check(subject, rank, PAGES) == [True] * len(PAGES)
+                subject.close()
+
+    def test_a_page_that_lacks_a_rank_is_no_hit_for_who_needs_it(self, tmp_path: Path) -> None:
+        """A fleet of another shape reads the right bytes or nothing."""
+        for number, fleet in enumerate(_fleets()):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            for rank in range(1, fleet.size):
+                writer = Identity(fleet=fleet, rank=rank)
+                if writer.part():
+                    subject = self.open(folder, writer)
+                    put(subject, writer, PAGES)
+                    subject.close()
+            whole = Identity()
+            subject = self.open(folder, whole)
+            assert not any(subject.exists(PAGES))
+            assert not any(check(subject, whole, PAGES))
+            subject.close()
+
+    def test_every_rank_has_as_many_answers_whatever_fails(self, tmp_path: Path) -> None:
+        """Replicated parts, with and without damage: ranks that wait for each other get equal counts."""
+        fleet = Fleet(tp=4, page_tokens=16)
+        ranks = [Identity(component=MLA, fleet=fleet, rank=rank) for rank in range(4)]
+        subjects = [self.open(tmp_path, rank) for rank in ranks]
+        assert all(all(put(subject, rank, PAGES)) for subject, rank in zip(subjects, ranks, strict=True))
+        for path in self.files(tmp_path):
+            os.truncate(path, path.stat().st_size * 2 // 3)
+        assert {len(check(subject, rank, PAGES)) for subject, rank in zip(subjects, ranks, strict=True)} == {len(PAGES)}
+        assert {len(put(subject, rank, PAGES)) for subject, rank in zip(subjects, ranks, strict=True)} == {len(PAGES)}
+        for subject in subjects:
+            subject.close()
+
+    def test_replicas_write_a_page_once(self, tmp_path: Path) -> None:
+        alone, shared = tmp_path / "1", tmp_path / "4"
+        sizes: list[int] = []
+        for folder, tp in ((alone, 1), (shared, 4)):
+            folder.mkdir()
+            for rank in range(tp):
+                me = Identity(component=MLA, fleet=Fleet(tp=tp, page_tokens=16), rank=rank)
+                subject = self.open(folder, me)
+                put(subject, me, PAGES)
+                subject.close()
+            sizes.append(sum(path.stat().st_size for path in self.files(folder)))
+        assert sizes[1] < 2 * sizes[0], "replicas wrote their copies"
+
+    def test_a_batch_may_be_split_while_it_is_written(self, tmp_path: Path) -> None:
+        """A tree node splits: what was put as one batch is looked up and read as two, and nothing is lost."""
+        me = Identity()
+        writer, reader = self.open(tmp_path, me), self.open(tmp_path, me)
+        done = threading.Event()
+
+        def write() -> None:
+            for _ in range(5):
+                put(writer, me, PAGES)
+            done.set()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        while not done.is_set():
+            for cut in (1, 5, 11):
+                check(reader, me, PAGES[:cut])
+                check(reader, me, PAGES[cut:])
+        thread.join()
+        assert check(reader, me, PAGES[:7]) + check(reader, me, PAGES[7:]) == [True] * len(PAGES)
+        writer.close()
+        reader.close()
+
+    def test_a_cleaner_at_work_costs_hits_but_never_bytes(self, tmp_path: Path) -> None:
+        me = Identity()
+        subject, cleaner = self.open(tmp_path, me), self.open(tmp_path, me)
+        stop = threading.Event()
+
+        def clean() -> None:
+            while not stop.is_set():
+                cleaner.clean()
+
+        thread = threading.Thread(target=clean)
+        thread.start()
+        try:
+            for _ in range(25):
+                assert all(put(subject, me, PAGES))
+                check(subject, me, PAGES)
+        finally:
+            stop.set()
+            thread.join()
+        assert all(put(subject, me, PAGES))
+        subject.close()
+        cleaner.close()
+
+
+def _fleets() -> list[Fleet]:
+    sizes = ({"tp": 2}, {"tp": 8}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "cp_order": CpOrder.TOKEN})
+    return [Fleet(page_tokens=16, **size) for size in sizes]  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,148 @@
+"""When to try again to reach a peer that was lost: a policy and its steps. Pure: state, event and time in, actions out.
+
+The caller keeps one state a peer, asks `due` when to wake, and says what happened; it dials when told to.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, replace
+
+from kvmover.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Waits of `first_s`, doubling up to `most_s`, each shortened by up to the share `jitter`; `attempts` of them.
+
+    The defaults wait 0.5, 1, 2, 4, 8, 16, 30, 30, ... s and give up after some 3 minutes.
+    """
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    jitter: float = 0.25
+    attempts: int = 12
+
+    def __post_init__(self) -> None:
+        if not 0 < self.first_s <= self.most_s < math.inf or not 0 <= self.jitter < 1 or self.attempts < 1:
+            raise LayoutError(f"{self} cannot be waited by")
+
+    def wait_s(self, name: str, attempt: int) -> float:
+        """Before the `attempt`-th try (from 0) at `name`: the same everywhere and always, and spread over names.
+
+        `name` is of both ends where many reach for one: a thousand ranks that lost the same peer must not dial as one.
+        """
+        longest_s = min(self.most_s, math.ldexp(self.first_s, min(attempt, 64)))
+        return longest_s * (1 - self.jitter * zlib.crc32(f"{name}/{attempt}".encode()) / (1 << 32))
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """No tries are under way: the peer is connected, or was given up. `generation` is the newest known of its place."""
+
+    name: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The peer is lost, and the next try is `due`. `failed` tries went before; the last said `reason`."""
+
+    name: str
+    generation: int
+    failed: int
+    due: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialling:
+    """A try is under way: the peer's answer, or its failure, decides."""
+
+    name: str
+    generation: int
+    failed: int
+
+
+State = Idle | Waiting | Dialling
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The peer of this generation died, was cut off, or a try to reach it failed."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The peer answered, as this generation: an old one resets the waits, a newer one takes its place."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A newer generation of the same place is known, from a directory or its own hello: the old is dialled no more."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Lost | Reached | Replaced | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Try to connect the peer of this generation, and say Reached or Lost."""
+
+    name: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No more tries: tell whoever waits for the peer `reason`."""
+
+    name: str
+    reason: str
+
+
+Action = Dial | GiveUp
+
+
+def step(policy: Backoff, state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+    """The next state, and what to do. Events of generations that are over change nothing."""
+    if isinstance(event, Tick):
+        if isinstance(state, Waiting) and now >= state.due:
+            return Dialling(state.name, state.generation, state.failed), (Dial(state.name, state.generation),)
+        return state, ()
+    if event.generation < state.generation:
+        return state, ()
+    if isinstance(event, Reached):
+        return Idle(state.name, event.generation), ()
+    if isinstance(event, Replaced):
+        return (Idle(state.name, event.generation) if event.generation > state.generation else state), ()
+    return _lost(policy, state, event, now)
+
+
+def _lost(policy: Backoff, state: State, event: Lost, now: float) -> tuple[State, tuple[Action, ...]]:
+    if isinstance(state, Waiting) and event.generation == state.generation:
+        return replace(state, reason=event.reason), ()
+    failed = state.failed + 1 if isinstance(state, Dialling) and event.generation == state.generation else 0
+    if failed >= policy.attempts:
+        reason = f"{state.name} was not reached in {failed} tries: {event.reason}"
+        return Idle(state.name, event.generation), (GiveUp(state.name, reason),)
+    due = now + policy.wait_s(state.name, failed)
+    return Waiting(state.name, event.generation, failed, due, event.reason), ()
+
+
+def due(state: State) -> float:
+    """When to send the next Tick; infinity while there is nothing to wait for."""
+    return state.due if isinstance(state, Waiting) else math.inf

@@ -1,0 +1,58 @@
+"""Closed: what a source remembers of attempts that are over and of requests it will not serve, for a while.
+
+A Want that its Abort overtook, or that is repeated, must not open an attempt again: its pages are given back. And a
+destination that missed how its attempt ended is told when it asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmover.transfer.remembered import Remembered
+from kvmover.transfer.wire import Verb
+
+#: Attempts and requests that are remembered, the latest ones: a minute of a thousand requests a second.
+MAX_CLOSED = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended: None is well."""
+
+    generation: int
+    reason: str | None
+    verb: Verb
+
+
+@dataclass(slots=True)
+class Closed:
+    """Attempts by (request, peer), of which the newest counts, and refused requests by name."""
+
+    _attempts: Remembered[tuple[str, str], Outcome] = field(
+        default_factory=lambda: Remembered["tuple[str, str]", Outcome](MAX_CLOSED)
+    )
+    _refused: Remembered[str, str] = field(default_factory=lambda: Remembered[str, str](MAX_CLOSED))
+
+    def close(self, key: tuple[str, str], generation: int, reason: str | None, verb: Verb, until: float) -> None:
+        before = self._attempts.get(key)
+        if before is None or before.generation <= generation:
+            self._attempts.keep(key, Outcome(generation, reason, verb), until)
+
+    def of(self, request: str, peer: str, generation: int) -> Outcome | None:
+        """How an attempt of this generation or of an earlier one ended, if it has."""
+        outcome = self._attempts.get((request, peer))
+        return outcome if outcome is not None and generation <= outcome.generation else None
+
+    def refuse(self, request: str, reason: str, until: float) -> None:
+        """Whoever asks for this request from now on is told why not, until it is sent again."""
+        self._refused.keep(request, reason, until)
+
+    def refused(self, request: str) -> str | None:
+        return self._refused.get(request)
+
+    def reopen(self, request: str) -> None:
+        self._refused.forget(request)
+
+    def expire(self, now: float) -> None:
+        self._attempts.expire(now)
+        self._refused.expire(now)

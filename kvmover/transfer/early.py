@@ -1,0 +1,81 @@
+"""Early: destinations that asked for a request before the engine called `send`, and what they said since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmover.transfer import wire
+from kvmover.transfer.peers import Peer
+
+#: What comes on top is refused or dropped, so that a peer cannot fill the memory.
+MAX_WANTS = 65536
+MAX_MESSAGES = 65536
+
+
+@dataclass(slots=True, eq=False)
+class Early:
+    """One destination that waits, its Want, and messages that followed it."""
+
+    peer: Peer
+    want: wire.Want
+    deadline: float
+    said: list[wire.About] = field(default_factory=list[wire.About])
+
+
+@dataclass(slots=True)
+class EarlyWants:
+    """The newest Want of each (request, peer)."""
+
+    _early: dict[str, dict[str, Early]] = field(default_factory=dict[str, dict[str, Early]])
+    _wants: int = 0
+
+    def wait(self, peer: Peer, want: wire.Want, deadline: float) -> bool:
+        """Keep a Want until its request is sent; False where too many are kept."""
+        waiting = self._early.get(want.request, {})
+        before = waiting.get(peer.name)
+        if before is not None and before.want.generation >= want.generation:
+            return True
+        if before is None and self._wants >= MAX_WANTS:
+            return False
+        self._wants += before is None
+        self._early.setdefault(want.request, waiting)[peer.name] = Early(peer, want, deadline)
+        return True
+
+    def follow(self, peer: Peer, message: wire.About) -> bool:
+        """Keep what is said about a Want that waits; False where none does."""
+        early = self._early.get(message.request, {}).get(peer.name)
+        if early is None or early.want.generation != message.generation:
+            return False
+        if len(early.said) < MAX_MESSAGES:
+            early.said.append(message)
+        return True
+
+    def withdraw(self, peer: Peer, message: wire.About) -> None:
+        """A destination has given up waiting."""
+        early = self._early.get(message.request, {}).get(peer.name)
+        if early is not None and early.want.generation == message.generation:
+            self._drop(message.request, peer.name)
+
+    def take(self, request: str) -> list[Early]:
+        """All who wait for a request, which then wait no more."""
+        taken = list(self._early.pop(request, {}).values())
+        self._wants -= len(taken)
+        return taken
+
+    def lost(self, peer: str) -> None:
+        for request in [request for request, waiting in self._early.items() if peer in waiting]:
+            self._drop(request, peer)
+
+    def expire(self, now: float) -> None:
+        for request, waiting in list(self._early.items()):
+            for peer in [peer for peer, early in waiting.items() if now >= early.deadline]:
+                self._drop(request, peer)
+
+    def _drop(self, request: str, peer: str) -> None:
+        del self._early[request][peer]
+        self._wants -= 1
+        if not self._early[request]:
+            del self._early[request]
+
+    def __len__(self) -> int:
+        return self._wants

@@ -1,0 +1,118 @@
+"""Meter: what a mover counts and how long the parts of its work take. Plain numbers; exporters read them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Count(StrEnum):
+    """Totals since the mover was made. Bytes are payload."""
+
+    SENT_BYTES = "sent_bytes"
+    RECEIVED_BYTES = "received_bytes"
+    SENT_CHUNKS = "sent_chunks"
+    RECEIVED_CHUNKS = "received_chunks"
+    DESCRIPTORS = "descriptors"
+    MESSAGES = "messages"
+    RESENT_MESSAGES = "resent_messages"
+    MISMATCHED_CHUNKS = "mismatched_chunks"
+    LATE_MESSAGES = "late_messages"
+    MALFORMED_MESSAGES = "malformed_messages"
+    REFUSED_PEERS = "refused_peers"
+    LOST_PEERS = "lost_peers"
+    RECONNECTS = "reconnects"
+    POLLS = "polls"
+    POLL_FAULTS = "poll_faults"
+
+
+class Stage(StrEnum):
+    """What is timed, in seconds: the parts of a chunk's way, what it waits for, and requests as a whole."""
+
+    GATHER = "gather"
+    POST = "post"
+    WIRE = "wire"
+    SCATTER = "scatter"
+    CREDIT_WAIT = "credit_wait"
+    STAGING_WAIT = "staging_wait"
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+class Gauge(StrEnum):
+    """What there is at this moment. Leased bytes are those of whole regions, the quarantined ones included."""
+
+    OPEN_SENDS = "open_sends"
+    OPEN_RECEIVES = "open_receives"
+    EARLY_WANTS = "early_wants"
+    CHUNKS_WAITING_FOR_CREDIT = "chunks_waiting_for_credit"
+    CHUNKS_WAITING_FOR_STAGING = "chunks_waiting_for_staging"
+    CHUNKS_WAITING_TO_BE_READ = "chunks_waiting_to_be_read"
+    WRITES_UNDER_WAY = "writes_under_way"
+    READS_UNDER_WAY = "reads_under_way"
+    ATTEMPTS_IN_LIMBO = "attempts_in_limbo"
+    PEERS = "peers"
+    DIALLED_PEERS = "dialled_peers"
+    OUTGOING_ARENA_BYTES = "outgoing_arena_bytes"
+    OUTGOING_LEASED_BYTES = "outgoing_leased_bytes"
+    INCOMING_ARENA_BYTES = "incoming_arena_bytes"
+    INCOMING_LEASED_BYTES = "incoming_leased_bytes"
+    INCOMING_QUARANTINED_BYTES = "incoming_quarantined_bytes"
+
+
+#: Upper bounds of the histograms' buckets in seconds, 10 us to 84 s in powers of two; one more is open above.
+BOUNDS_S = tuple(10e-6 * 2**i for i in range(24))
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How often a time fell below each of BOUNDS_S and above the one before, and their sum."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def copy(self) -> Histogram:
+        return Histogram(self.counts.copy(), self.sum_s)
+
+
+@dataclass(slots=True)
+class Meter:
+    """`ended`: transfers by (verb, how): `("receive", "landed")`, or a Cause. `routes`: chunks by route.
+
+    `beats` goes up with whatever is counted or timed: while it stands still, nothing happens.
+    """
+
+    counts: Counter[Count] = field(default_factory=Counter[Count])
+    stages: dict[Stage, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in Stage})
+    ended: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    routes: Counter[str] = field(default_factory=Counter[str])
+    beats: int = 0
+
+    def add(self, count: Count, by: int = 1) -> None:
+        self.counts[count] += by
+        self.beats += 1
+
+    def took(self, stage: Stage, seconds: float) -> None:
+        self.stages[stage].add(seconds)
+        self.beats += 1
+
+    def copy(self) -> Meter:
+        stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
+        return Meter(self.counts.copy(), stages, self.ended.copy(), self.routes.copy(), self.beats)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The mover of one rank at one moment: nothing changes it any more, so any thread may read it."""
+
+    engine: str
+    rank: int
+    meter: Meter
+    gauges: Mapping[Gauge, int]

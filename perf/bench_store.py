@@ -1,0 +1,161 @@
+"""The page store beside a raw loop, a file for each page, and SGLang's backends: set, get and exists.
+
+`python -m perf.bench_store [FOLDER on a disk]`. On tmpfs through memory, in FOLDER past the page cache (O_DIRECT).
+Pages go in batches of 128; every round writes fresh pages, reads them in order, reads them scattered, and looks up 128.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvmover.errors import TransportUnavailable
+from kvmover.transport.files import Access, Files, PlainFiles, memory_of_buffer
+from kvmover.transport.nixl_files import NixlFiles
+from perf.record import Spread, write
+from perf.store_peers import (
+    BATCH,
+    Contender,
+    FileEach,
+    OneFile,
+    Ours,
+    OursUnchecked,
+    Pages,
+    SglangFile,
+    SglangNixl,
+    fresh,
+    sglang_is_here,
+)
+
+KIB = 1024
+#: Pages of a round by the size of a page.
+COUNTS = {16 * KIB: 512, 64 * KIB: 512, 256 * KIB: 256, 1024 * KIB: 128, 4096 * KIB: 64}
+ROUNDS = 7
+RAW, SGLANG = "raw loop, one file", "sglang nixl"
+
+
+def main() -> None:
+    disk = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.gettempdir())
+    peers = sglang_is_here()
+    rows: list[dict[str, object]] = []
+    for medium, folder, flags in (("tmpfs", Path("/dev/shm"), 0), ("disk, O_DIRECT", disk, os.O_DIRECT)):
+        for page_bytes, count in COUNTS.items():
+            with tempfile.TemporaryDirectory(dir=folder) as place:
+                rows += _case(medium, Path(place), flags, (page_bytes, count), peers)
+    print(f"wrote {write('store', rows)}")
+
+
+def _case(medium: str, folder: Path, flags: int, size: tuple[int, int], peers: bool) -> list[dict[str, object]]:
+    page_bytes, count = size
+    buffer = mmap.mmap(-1, 2 * count * page_bytes)
+    buffer.write(os.urandom(1 << 20) * (2 * count * page_bytes >> 20))
+    pages = Pages(buffer, memory_of_buffer(buffer), page_bytes, count)
+    samples: dict[tuple[str, str], list[float]] = {}
+    for number in range(ROUNDS + 1):
+        for name, make in _contenders(pages, flags, peers).items():
+            with fresh(folder, make) as contender:
+                for what, seconds in _round(contender, count, number).items():
+                    if number:
+                        samples.setdefault((name, what), []).append(seconds)
+                _compare(pages, name)
+    return _rows(medium, size, samples)
+
+
+def _compare(pages: Pages, name: str) -> None:
+    """Each reads the right bytes; then they are spoilt for the next."""
+    for source, target in list(zip(pages.sources, pages.targets, strict=True))[:: max(1, pages.count // 16)]:
+        assert source == target, name
+        target[:64] = bytes(64)
+
+
+def _round(contender: Contender, count: int, seed: int) -> dict[str, float]:
+    numbers = list(range(count))
+    scattered = random.Random(seed).sample(numbers, count)
+    some = (numbers * BATCH)[:BATCH]
+    seconds = {"set": _timed(contender.set, numbers), "get": _timed(contender.get, numbers)}
+    began = time.perf_counter()
+    assert contender.exists(some) == len(some)
+    seconds["exists"] = time.perf_counter() - began
+    seconds["get scattered"] = _timed(contender.get, scattered)
+    return seconds
+
+
+def _timed(verb: Callable[[list[int]], None], numbers: list[int]) -> float:
+    began = time.perf_counter()
+    for first in range(0, len(numbers), BATCH):
+        verb(numbers[first : first + BATCH])
+    return time.perf_counter() - began
+
+
+def _contenders(pages: Pages, flags: int, peers: bool) -> dict[str, Callable[[Path], Contender]]:
+    plain = Access.DIRECT if flags else Access.BUFFERED
+    found: dict[str, Callable[[Path], Contender]] = {
+        RAW: lambda folder: OneFile(folder, pages, flags),
+        "raw loop, a file a page": lambda folder: FileEach(folder, pages, flags, 0),
+        "a file a page, renamed": lambda folder: FileEach(folder, pages, 0, 4096),
+        "kvmover plain": lambda folder: Ours(folder, pages, PlainFiles(plain)),
+        "kvmover plain, no digests": lambda folder: OursUnchecked(folder, pages, PlainFiles(plain)),
+    }
+    if _nixl():
+        found["kvmover nixl"] = lambda folder: Ours(folder, pages, NixlFiles())
+    if peers:
+        found[SGLANG] = lambda folder: SglangNixl(folder, pages, flags)
+        found["sglang file"] = lambda folder: SglangFile(folder, pages)
+    return found
+
+
+def _nixl() -> bool:
+    try:
+        files: Files = NixlFiles()
+    except TransportUnavailable:
+        return False
+    files.close()
+    return True
+
+
+def _rows(medium: str, size: tuple[int, int], samples: dict[tuple[str, str], list[float]]) -> list[dict[str, object]]:
+    page_bytes, count = size
+    spreads = {case: Spread.of(times) for case, times in samples.items()}
+    load = round(os.getloadavg()[0], 1)  # on a machine that others use, ratios say little
+    rows: list[dict[str, object]] = []
+    for (name, what), spread in spreads.items():
+        lookups = what == "exists"
+        nbytes = page_bytes * count
+        raw, peer = spreads[RAW, what], spreads.get((SGLANG, what))
+        rows.append(
+            {
+                "medium": medium,
+                "page_kib": page_bytes // KIB,
+                "who": name,
+                "what": what,
+                "gb_s": "" if lookups else round(nbytes / spread.median / 1e9, 3),
+                "gb_s_p10": "" if lookups else round(nbytes / spread.high / 1e9, 3),
+                "gb_s_p90": "" if lookups else round(nbytes / spread.low / 1e9, 3),
+                "us_for_128": round(spread.median * 1e6, 1) if lookups else "",
+                "of_raw": "" if lookups else round(raw.median / spread.median, 3),
+                "of_sglang_nixl": round(peer.median / spread.median, 2) if peer else "",
+                "load": load,
+            }
+        )
+    for name in dict.fromkeys(name for name, _ in spreads):
+        mine = {row["what"]: row for row in rows if row["who"] == name}
+        speeds = "  ".join(
+            f"{w} {mine[w]['gb_s']:>7} ({mine[w]['of_raw']:>5} raw)" for w in ("set", "get", "get scattered")
+        )
+        theirs = "  ".join(f"{mine[w]['of_sglang_nixl']}" for w in ("set", "get", "exists"))
+        print(
+            f"{medium:<15}{page_bytes // KIB:>5} KiB {name:<26} {speeds}  128 exist {mine['exists']['us_for_128']:>7}"
+            f" us  x sglang nixl: {theirs}",
+            flush=True,
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

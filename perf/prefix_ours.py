@@ -1,0 +1,95 @@
+"""What serves the requests of `bench_prefix`: one interface, and our tree under it with pages, locks and ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvmover.ledger import Credit, Fault, Ledger
+from kvmover.prefix import PrefixTree
+
+#: Called after every operation with its name, and with "start" before the first: the benchmark's clock.
+Lap = Callable[[str], object]
+
+#: Stands for no limit: more tokens than the trace has.
+UNLIMITED = 160_000_000
+
+
+class Contender(Protocol):
+    """A prefix cache that serves one request after the other."""
+
+    def prepare(self, tokens: np.ndarray) -> Any:
+        """The prompt in the form in which this engine holds it; not timed."""
+        ...
+
+    def serve(self, prompt: Any, lap: Lap) -> int:
+        """Match, lock, evict what is short, insert the prompt, unlock. Tokens that hit."""
+        ...
+
+
+#: `(page_tokens, capacity_tokens) -> Contender`
+Maker = Callable[[int, int], Contender]
+
+
+class Kvmover:
+    """The tree with its ledger. As for the peers, pages are counted, not allocated: a request's are a slice of one row.
+
+    The same ids in many places are no concern of the tree, which never looks at them.
+    """
+
+    def __init__(self, page_tokens: int, capacity_tokens: int, sink: Callable[[Any], None] | None = None) -> None:
+        self.page_tokens = page_tokens
+        self.tree = PrefixTree(page_tokens, sink=sink)
+        self.row, self.free_pages = np.arange(200_000, dtype=np.int32), capacity_tokens // page_tokens
+        self.ledger = Ledger(fault=Fault.COUNT)
+        self.serial = 0
+
+    def prepare(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens
+
+    def serve(self, prompt: np.ndarray, lap: Lap) -> int:
+        self.serial += 1
+        number, length, tree, ledger = self.serial, len(prompt), self.tree, self.ledger
+        lap("start")
+        key = tree.key(prompt)
+        match = tree.match(key)
+        lap("match")
+        receipt = tree.lock(match.device_node)
+        lap("lock")
+        first = match.tokens // self.page_tokens
+        needed = length // self.page_tokens - first
+        if needed > self.free_pages:
+            self.free_pages += len(tree.evict(needed - self.free_pages).page_ids())
+        self.free_pages -= needed
+        lap("evict")
+        inserted = tree.insert(key, self.row[first : first + needed], first_page=first)
+        self.free_pages += len(inserted.page_ids())
+        lap("insert")
+        tree.unlock(receipt)
+        lap("unlock")
+        ledger.matched(number, length, match.tokens, float(number))
+        ledger.admitted(number, Credit(match.tokens))
+        ledger.computed(number, length - match.tokens)
+        ledger.finished(number, float(number))
+        lap("ledger")
+        return match.tokens
+
+
+class KvmoverInt64(Kvmover):
+    """The same for an engine that holds tokens in 64 bits, as SGLang does: converted once a request, in `match`."""
+
+    def prepare(self, tokens: np.ndarray) -> np.ndarray:
+        return tokens.astype(np.int64)
+
+
+class KvmoverEvents(Kvmover):
+    """The same with KV events made of every page, so with every token hashed; they go nowhere."""
+
+    def __init__(self, page_tokens: int, capacity_tokens: int) -> None:
+        super().__init__(page_tokens, capacity_tokens, sink=_nowhere)
+
+
+def _nowhere(_: Any) -> None:
+    """Events nobody wants."""

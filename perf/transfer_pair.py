@@ -1,0 +1,129 @@
+"""Two processes of one host with a mover each, and a plain buffer of as many bytes: what transfers are timed on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from kvmover.layout import Component, Fleet, Pool, PoolSpec
+from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.result import MoverConfig
+from kvmover.transport.base import Completed, Descriptors, Memory, Note
+from kvmover.transport.memory import memory_of
+from kvmover.transport.nixl import NixlTransport
+
+NBYTES = 64 << 20
+LAYERS, HEADS, TOKENS, PAGE_TOKENS = 16, 4, 1024, 64
+COMPONENT = Component.attention(LAYERS, HEADS, 256, "bfloat16")
+FLEET = Fleet(page_tokens=PAGE_TOKENS)
+PAGES = TOKENS // PAGE_TOKENS
+ARENA_BYTES = NBYTES + (1 << 20)
+PAUSE_S = 50e-6
+
+
+@dataclass(slots=True)
+class Side:
+    """One process: a mover on a pool, and a plain buffer in the same agent. One agent: each has a thread that polls."""
+
+    mover: Mover
+    transport: NixlTransport
+    buffer: Memory
+    keep: object
+
+
+def build(engine: str, order: str) -> Side:
+    import torch
+
+    torch.set_num_threads(1)  # two teams of spinning workers on two cores starve each other
+    spec = PoolSpec.dense(COMPONENT, FLEET.shard(COMPONENT, 0, TOKENS), PAGES, PAGE_TOKENS, order)
+    assert spec.allocation_bytes == NBYTES
+    pool = Pool(spec, (torch.randint(0, 255, (NBYTES,), dtype=torch.uint8),))
+    buffer = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8)
+    transport = NixlTransport(engine)
+    transport.register(memory_of(buffer))
+    place, config = Place(engine, FLEET, 0), MoverConfig(arena_bytes=ARENA_BYTES)
+    mover = Mover(transport, Model("bench", (COMPONENT,)), place, [pool], config)
+    return Side(mover, transport, memory_of(buffer), (pool, buffer))
+
+
+def destination(pipe: Connection) -> None:
+    """Receive what it is told to, and answer how long it took from asking to landed; or send notes back."""
+    side = build("decode", "HND")
+    pipe.send((side.transport.name, side.buffer))
+    side.mover.connect(pipe.recv())
+    pages = np.arange(PAGES)
+    for told in iter(pipe.recv, None):
+        if isinstance(told, int):
+            echo(side.transport, told)
+            continue
+        config, request, tokens = told
+        side.mover.configure(config)
+        transfer = side.mover.receive(request, "prefill", range(tokens), [pages])
+        side.mover.wait([transfer])
+        pipe.send(transfer.landed().seconds)
+    side.mover.close()
+
+
+def echo(transport: NixlTransport, times: int) -> None:
+    while times:
+        for event in transport.poll():
+            if isinstance(event, Note):
+                transport.notify(event.peer, event.payload)
+                times -= 1
+        time.sleep(PAUSE_S)
+
+
+class Pair:
+    """The source is this process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=destination, args=(theirs,), daemon=True)
+        self._process.start()
+        self.side = build("prefill", "NHD")
+        self._peer, self._remote = self._pipe.recv()
+        self._pipe.send(self.side.mover.card)
+        self._pages = np.random.default_rng(0).permutation(PAGES)
+        while not self.side.mover._core.peers.get(self._peer):
+            self.side.mover.poll()
+
+    def contiguous(self) -> float:
+        """Seconds of one write of NBYTES, without a mover."""
+        began = time.perf_counter()
+        ends = [Descriptors.runs(memory.kind, [memory.address], NBYTES) for memory in (self.side.buffer, self._remote)]
+        self.side.transport.write(self._peer, ends[0], ends[1], b"", 60.0)
+        while not any(isinstance(event, Completed) for event in self.side.transport.poll()):
+            time.sleep(PAUSE_S)
+        return time.perf_counter() - began
+
+    def round_trips(self, times: int) -> list[float]:
+        """Seconds of notes there and back, both sides polling as movers do."""
+        self._pipe.send(times)
+        samples: list[float] = []
+        for number in range(times):
+            began = time.perf_counter()
+            self.side.transport.notify(self._peer, b"%d" % number)
+            while not any(isinstance(event, Note) for event in self.side.transport.poll()):
+                time.sleep(PAUSE_S)
+            samples.append(time.perf_counter() - began)
+        return samples
+
+    def moved(self, config: MoverConfig, tokens: int) -> float:
+        """Seconds of a request, from asking to landed, as the destination sees it."""
+        request = f"{time.monotonic_ns()}"
+        offered = self.side.mover.send(request, [self._pages])
+        self._pipe.send((config, request, tokens))
+        self.side.mover.wait([offered])
+        offered.landed()
+        return float(self._pipe.recv())
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(30)
+        self.side.mover.close()

@@ -1,0 +1,293 @@
+"""The page store behind SGLang's own cache controller: its factory, its host pools, its threads, its collectives."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench import PAGE, Rank, Shape, content, keys_of, load, logical, ranks, save, storage
+
+TOKENS = list(range(100, 100 + 5 * PAGE))
+POISON = 0xA5
+
+LAYOUTS = [
+    *(Shape(layout, "mha") for layout in ("layer_first", "page_first", "page_first_direct", "page_head")),
+    *(Shape(layout, "mla") for layout in ("layer_first", "page_first", "page_first_direct")),
+]
+
+
+def named(shape: Shape) -> str:
+    return f"{shape.kind}-{shape.layout}"
+
+
+def same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether the pages are the same, byte by byte, and as many."""
+    return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def filled(controller: Any, seed: int) -> torch.Tensor:
+    """Fill the host pool, and take the pages of TOKENS in it, out of order."""
+    host = controller.mem_pool_host
+    host.kv_buffer.view(-1).view(torch.uint8).copy_(content(host, seed))
+    pages = host.alloc(len(TOKENS)).reshape(-1, PAGE)
+    return pages[torch.tensor([3, 0, 4, 1, 2])].reshape(-1)
+
+
+def pages_at(controller: Any, indices: torch.Tensor) -> list[torch.Tensor]:
+    return [logical(controller.mem_pool_host, page).clone() for page in (indices[::PAGE] // PAGE).tolist()]
+
+
+def poison(controller: Any) -> None:
+    controller.mem_pool_host.kv_buffer.view(-1).view(torch.uint8).fill_(POISON)
+
+
+def wrote(rank: Rank, seed: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Store TOKENS from a pool of random bytes; the pages."""
+    controller = rank.controller(**options)
+    indices = filled(controller, seed)
+    assert save(controller, indices, TOKENS, keys_of(TOKENS)) == (0 if controller.backup_skip else len(TOKENS))
+    written = pages_at(controller, indices)
+    controller.storage_backend.close()
+    return written
+
+
+def read(rank: Rank, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Fetch what is stored of TOKENS into a poisoned pool; the pages. No other page may change."""
+    controller = rank.controller(**options)
+    poison(controller)
+    count, indices = load(controller, TOKENS)
+    assert count == len(indices)
+    fetched = pages_at(controller, indices)
+    touched = set((indices[::PAGE] // PAGE).tolist())
+    for page in set(range(controller.mem_pool_host.page_num)) - touched:
+        assert (logical(controller.mem_pool_host, page) == POISON).all(), page
+    controller.storage_backend.close()
+    return fetched
+
+
+def round_trip(rank: Rank, options: dict[str, Any]) -> None:
+    written = wrote(rank, 1, options)
+    assert same(read(rank, options), written)
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=named)
+def test_pages_go_through_the_engines_threads_and_come_back(shape: Shape, tmp_path: Path) -> None:
+    ranks(shape, tmp_path, round_trip, {})
+
+
+@pytest.mark.parametrize("shape", [shape for shape in LAYOUTS if shape.layout != "layer_first"], ids=named)
+def test_native_pages_come_back_from_where_they_lie(shape: Shape, tmp_path: Path) -> None:
+    ranks(shape, tmp_path, round_trip, {"objects": "native"})
+
+
+@pytest.mark.parametrize("shape", [LAYOUTS[1], LAYOUTS[6]], ids=named)
+def test_the_older_interface_moves_the_same_pages(shape: Shape, tmp_path: Path) -> None:
+    ranks(shape, tmp_path, round_trip, {"interface_v1": 0})
+    ranks(shape, tmp_path, same_through_both, {})
+
+
+def same_through_both(rank: Rank, options: dict[str, Any]) -> None:
+    old, new = (read(rank, {**options, "interface_v1": version}) for version in (0, 1))
+    assert len(new) == 5
+    assert same(old, new)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_what_one_host_layout_wrote_every_other_reads(kind: str, tmp_path: Path) -> None:
+    written = ranks(Shape("page_first", kind), tmp_path, wrote, 2, {})[0]
+    for shape in LAYOUTS:
+        if shape.kind == kind:
+            fetched = ranks(shape, tmp_path, read, {})[0]
+            assert same(fetched, written)
+
+
+def joined(parts: list[list[torch.Tensor]], shape: Shape) -> list[torch.Tensor]:
+    """Pages of a whole model from those of its ranks. Ranks beyond the heads repeat them."""
+    held = [torch.stack(pages) for pages in parts]
+    alone = [held[pp * shape.tp : (pp + 1) * shape.tp : max(1, shape.tp // 4)] for pp in range(shape.pp)]
+    return list(torch.cat([torch.cat(stage, dim=3) for stage in alone], dim=1))
+
+
+@pytest.mark.parametrize("reader", [Shape(tp=1), Shape(tp=4), Shape(tp=2, pp=2), Shape("page_head", pp=4), Shape(tp=8)])
+def test_pages_of_two_ranks_are_read_by_fleets_of_another_shape(reader: Shape, tmp_path: Path) -> None:
+    """tp=8 repeats each of 4 heads on two ranks."""
+    writer = Shape("page_first_direct", tp=2)
+    written = joined(ranks(writer, tmp_path, wrote_own, 0, {}), writer)
+    fetched = joined(ranks(reader, tmp_path, read, {}), reader)
+    assert same(fetched, written)
+
+
+def wrote_own(rank: Rank, seed: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Every rank has bytes of its own, but ranks with the same heads the same."""
+    return wrote(rank, seed + rank.pp * 100 + rank.tp * min(4, rank.shape.tp) // rank.shape.tp, options)
+
+
+def test_ranks_that_repeat_heads_write_each_page_once(tmp_path: Path) -> None:
+    shape = Shape(tp=8)
+    written = joined(ranks(shape, tmp_path, wrote_own, 0, {}), shape)
+    assert ranks(Shape(), tmp_path, objects)[0] == 4 * 5
+    fetched = ranks(Shape(), tmp_path, read, {})[0]
+    assert same(fetched, written)
+
+
+def objects(rank: Rank) -> int:
+    controller = rank.controller()
+    stat = controller.storage_backend._shelves.store.stat()
+    controller.storage_backend.close()
+    return stat.objects
+
+
+def test_of_ranks_that_hold_the_same_latent_the_engine_lets_one_write(tmp_path: Path) -> None:
+    written = ranks(Shape("page_first_direct", "mla", tp=2), tmp_path, wrote, 7, {})
+    assert ranks(Shape("page_first", "mla"), tmp_path, objects)[0] == 5
+    for shape in (Shape("page_first", "mla", tp=2), Shape("layer_first", "mla")):
+        for fetched in ranks(shape, tmp_path, read, {}):
+            assert same(fetched, written[0])
+
+
+def test_pipeline_stages_do_not_mistake_each_others_layers(tmp_path: Path) -> None:
+    """SGLang's NIXL backend gives both stages one name."""
+    for options in ({}, {"objects": "native"}):
+        shape = Shape(pp=2)
+        written = ranks(shape, tmp_path, wrote_own, 0, options)
+        fetched = ranks(shape, tmp_path, read, options)
+        assert not torch.equal(written[0][0], written[1][0])
+        for stage in range(2):
+            assert same(fetched[stage], written[stage])
+
+
+def test_native_pages_of_another_shape_are_a_miss_and_never_wrong_bytes(tmp_path: Path) -> None:
+    options = {"objects": "native"}
+    ranks(Shape("page_first", tp=2), tmp_path, wrote_own, 0, options)
+    for reader in (Shape("page_first"), Shape("page_first_direct", tp=2), Shape("page_first", pp=2)):
+        assert all(not fetched for fetched in ranks(reader, tmp_path, read, options))
+
+
+def test_one_lost_page_costs_the_pages_behind_it_and_no_others(tmp_path: Path) -> None:
+    """The ranks agree: the object that rank 1 lacks cuts the prefix of both."""
+    written = ranks(Shape(tp=2), tmp_path, wrote_own, 0, {})
+    fetched = ranks(Shape(tp=2), tmp_path, read_without_third, {})
+    for rank in range(2):
+        assert same(fetched[rank], written[rank][:2])
+
+
+def read_without_third(rank: Rank, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Rank 1's own part of the third page is damaged after the lookup has found it."""
+    controller = rank.controller(**options)
+    poison(controller)
+    backend = controller.storage_backend
+    get = backend.batch_get_v1
+
+    def damaged(keys: list[str], indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        if rank.tp == 1:
+            store = backend._shelves.store
+            page = store.catalog.index.get(bytes.fromhex(keys[2]))
+            store.catalog.delete([each for each in page.objects if each.part.box.heads.start == 2])
+        answers = get(keys, indices, extra_info)
+        assert answers == [True, True, rank.tp == 0, True, True]
+        return answers
+
+    backend.batch_get_v1 = damaged
+    count, indices = load(controller, TOKENS)
+    fetched = pages_at(controller, indices[: 2 * PAGE])
+    assert count == 2 * PAGE
+    controller.storage_backend.close()
+    return fetched
+
+
+def test_clear_forgets_this_model_and_no_other(tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, cleared)
+
+
+def cleared(rank: Rank) -> None:
+    for model in ("one", "two"):
+        wrote(rank, 1, {"model": model})
+    controller = rank.controller(model="one")
+    controller.storage_backend.clear()
+    controller.storage_backend.close()
+    assert not read(rank, {"model": "one"})
+    assert len(read(rank, {"model": "two"})) == 5
+
+
+@pytest.mark.parametrize("other", [{"weights": "2"}, {"tenant": "b"}, {"model": "m"}])
+def test_pages_under_other_premises_are_not_found(other: dict[str, Any], tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, wrote, 0, {})
+    assert ranks(Shape(), tmp_path, read, other) == [[]]
+
+
+def test_metrics_tell_pages_and_bandwidth_of_both_directions(tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, measured)
+
+
+def measured(rank: Rank) -> None:
+    controller = rank.controller()
+    save(controller, filled(controller, 1), TOKENS, keys_of(TOKENS))
+    load(controller, TOKENS)
+    stats = controller.storage_backend.get_stats()
+    assert (stats.prefetch_pgs, stats.backup_pgs) == ([5], [5])
+    assert min(stats.prefetch_bandwidth + stats.backup_bandwidth) > 0
+    assert controller.storage_backend.get_stats().prefetch_pgs == []
+    controller.storage_backend.close()
+
+
+def test_a_backend_can_be_detached_and_attached_again(tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, reattached)
+
+
+def reattached(rank: Rank) -> None:
+    controller = rank.controller()
+    save(controller, filled(controller, 1), TOKENS, keys_of(TOKENS))
+    controller.detach_storage_backend()
+    controller.attach_storage_backend("dynamic", PAGE, "the model", rank.options())
+    assert load(controller, TOKENS)[0] == len(TOKENS)
+    controller.detach_storage_backend()
+
+
+REFUSED = [
+    ({"root": "/nowhere/at/all"}, "is not a directory"),
+    ({"quota": 3}, "unknown field `quota`"),
+    ({"objects": "mine"}, "Invalid enum value 'mine'"),
+    ({"kv_heads": 9}, "heads"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED, ids=str)
+def test_what_makes_no_sense_fails_the_attach_with_a_sentence(
+    options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    ranks(Shape(tp=4), tmp_path, refused, options, reason)
+
+
+def refused(rank: Rank, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        rank.controller(**options)
+
+
+def test_another_release_of_the_engine_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, wrong_version)
+
+
+def wrong_version(rank: Rank) -> None:
+    real = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0.5.99" if name == "sglang" else real(name)
+    with pytest.raises(Exception, match=r"tested with sglang 0\.5\.23, not with 0\.5\.99"):
+        rank.controller()
+
+
+def test_pools_cut_over_context_parallel_ranks_are_refused(tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, cut_pool)
+
+
+def cut_pool(rank: Rank) -> None:
+    host = rank.host_pool(rank.device_pool())
+    stand_in = type("PageInterleaveHostPool", (), {"page_size": PAGE, "layout": host.layout})()
+    config = storage.HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "m", extra_config=rank.options())
+    from kvmover.engines.sglang import KvmoverStore
+
+    store = KvmoverStore(config, {})
+    with pytest.raises(Exception, match="cut over context-parallel ranks"):
+        store.register_mem_pool_host(stand_in)

@@ -1,0 +1,160 @@
+"""What the SGLang adapters decide, without SGLang: options, releases, parts of a page, restorable prefixes."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+
+import pytest
+
+from kvmover.engines.sglang import version
+from kvmover.engines.sglang.hits import ALL_PAGES, hits
+from kvmover.engines.sglang.model import Model, said
+from kvmover.engines.sglang.options import Objects, Options, parse
+from kvmover.engines.sglang.seat import Rows, Seat, native_part, part_of
+from kvmover.errors import KvmoverError, LayoutError, StoreError
+from kvmover.layout import Fleet
+from kvmover.store import Part
+
+ATTENTION = Rows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", ["hits", "seat"])
+def test_the_examples_in_the_docstrings_hold(name: str) -> None:
+    found = doctest.testmod(import_module(f"kvmover.engines.sglang.{name}"))
+    assert found.attempted
+    assert not found.failed
+
+
+def test_asking_the_package_for_a_class_without_the_engine_says_so_in_one_sentence() -> None:
+    package = import_module("kvmover.engines.sglang")
+    with pytest.raises(version.EngineUnsupported, match=r"^sglang is not installed; kvmover\S+ is loaded by SGLang$"):
+        assert package.KvmoverStore
+
+
+@pytest.mark.parametrize("release", ["0.5.23", "0.5.23+cu130"])
+def test_a_tested_release_loads_whatever_its_build(release: str) -> None:
+    version.check(release)
+
+
+@pytest.mark.parametrize("release", ["0.5.22", "0.5.230", "0.6.0", "0.5.23rc1", ""])
+def test_any_other_release_is_refused_by_number(release: str) -> None:
+    with pytest.raises(KvmoverError, match=f"tested with sglang 0.5.23, not with {release}"):
+        version.check(release)
+
+
+def test_the_engines_own_keys_are_not_options() -> None:
+    mine = {"root": "/kv", "quota_bytes": 1 << 40, "objects": "native"}
+    plug = {"backend_name": "kvmover", "module_path": "m", "class_name": "c", "interface_v1": 1, "allocator": "shm"}
+    assert parse(mine | plug) == Options("/kv", quota_bytes=1 << 40, objects=Objects.NATIVE)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "word"),
+    [
+        ({"root": 1}, "root"),
+        ({"ttl_s": 0}, "ttl_s"),
+        ({"layers": 1.5}, "layers"),
+        ({"quota": 1}, "quota"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_named(mistake: dict[str, object], word: str) -> None:
+    with pytest.raises(StoreError, match=word):
+        parse({"root": "/kv", **mistake})
+
+
+def test_a_root_has_to_be_given() -> None:
+    with pytest.raises(StoreError, match="root"):
+        parse(None)
+
+
+def test_the_operator_is_believed_before_the_engine() -> None:
+    engine = Model(kv_heads=8, layers=32, kv_dtype="fp8_e4m3", weights="1")
+    assert said(Options("/"), engine) == engine
+    assert said(Options("/", kv_heads=4, weights="2"), engine) == Model(4, 32, "fp8_e4m3", "2")
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_every_ranks_part_is_its_fleets_share_of_the_model(heads: int, tp: int, pp: int) -> None:
+    """The same part as `Part.of` gives, where SGLang cuts layers evenly; and nobody has to say what can be counted."""
+    fleet = Fleet(tp=tp, pp=pp, page_tokens=16)
+    for rank in range(fleet.size):
+        at = fleet.coordinate(rank)
+        model = Model(kv_heads=heads if heads < tp else None, layers=8 if pp > 1 else None)
+        rows = Rows("kv", 8 // pp, 2, max(1, heads // tp), 128, "bfloat16", first_layer=at.pp * 8 // pp)
+        part = part_of(rows, Seat(at.tp, tp, at.pp, pp), model, 16)
+        assert part == Part.of(part.component, fleet.shard(part.component, rank, 16), 16)
+        assert (part.component.heads, part.component.layers) == (heads, 8)
+
+
+def test_a_fleet_that_knows_its_heads_shares_no_key_with_one_that_does_not() -> None:
+    """One head on each of 8 ranks: 8 heads, or 4 that are held twice."""
+    rows, seat = Rows("kv", 8, 2, 1, 128, "bfloat16"), Seat(3, 8)
+    unknown, known = (part_of(rows, seat, model, 16).component for model in (Model(), Model(kv_heads=4)))
+    assert (unknown.heads, known.heads) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "float16"},
+        {"name": "swa"},
+        {"dim": 64},
+        {"layers": 4},
+        {"drafts": 1},
+        {"kv": 1},
+        {"states": 1},
+    ],
+    ids=str,
+)
+def test_rows_that_mean_something_else_are_another_component(other: dict[str, object]) -> None:
+    changed = Rows(**{**{name: getattr(ATTENTION, name) for name in Rows.__slots__}, **other})
+    parts = [part_of(rows, Seat(0, 1), Model(), 16) for rows in (ATTENTION, changed)]
+    assert parts[0].component != parts[1].component
+
+
+def test_bytes_that_torch_calls_uint8_are_told_apart_by_what_the_engine_calls_them() -> None:
+    rows = Rows("kv", 8, 2, 2, 128, "uint8")
+    names = {part_of(rows, Seat(0, 1), Model(kv_dtype=dtype), 16).component for dtype in ("fp8_e4m3", "fp8_e5m2", "")}
+    assert len(names) == 3
+
+
+def test_stages_of_unknown_extent_are_kept_apart() -> None:
+    parts = [part_of(ATTENTION, Seat(0, 1, pp, 2), Model(), 16) for pp in range(2)]
+    assert parts[0].component != parts[1].component
+    assert [part.box.layers.triple() for part in parts] == [[0, 8, 1]] * 2
+
+
+def test_heads_that_cannot_be_are_refused_by_number() -> None:
+    with pytest.raises(LayoutError, match="1 heads on rank 2 of 4; of 9 heads that is 2"):
+        part_of(Rows("kv", 8, 2, 1, 128, "bfloat16"), Seat(2, 4), Model(kv_heads=9), 16)
+
+
+def test_native_parts_are_equal_for_the_same_seat_alone() -> None:
+    seats = [Seat(0, 1), Seat(0, 2), Seat(1, 2), Seat(0, 1, 0, 2), Seat(0, 1, 1, 2)]
+    own = {native_part("kv", 64, seat, shared=False) for seat in seats}
+    shared = {native_part("kv", 64, seat, shared=True) for seat in seats[:3]}
+    assert len(own) == len(seats)
+    assert len(shared) == 1
+    assert {part.nbytes for part in own | shared} == {64}
+
+
+def test_a_prefix_needs_every_page_of_one_pool_and_the_last_ones_of_another() -> None:
+    kv, window, state = [True] * 6, [False, True, True, True, True, False], [False, True, False, True, True, True]
+    found = {"kv": kv, "swa": window, "mamba": state}
+    result = hits(found, {"kv": ALL_PAGES, "swa": 2, "mamba": 1})
+    assert result.lengths == (4, 5)
+    assert result.reach == {"kv": 6, "swa": 5, "mamba": 6}
+
+
+def test_a_prefix_shorter_than_a_window_needs_all_of_its_pages() -> None:
+    assert hits({"swa": [True, True, False]}, {"swa": 8}).lengths == (1, 2)
+    assert hits({"swa": [False, True, True]}, {"swa": 8}).lengths == ()
+
+
+@pytest.mark.parametrize("found", [{}, {"kv": []}, {"kv": [False, True]}], ids=str)
+def test_nothing_is_restorable_where_the_first_page_is_missing(found: dict[str, list[bool]]) -> None:
+    assert hits(found, {"kv": ALL_PAGES}).pages == 0

@@ -1,0 +1,139 @@
+"""Gathers and scatters that take virtual time, in the order they were begun, as on a stream of a GPU.
+
+The bytes are put in place at the end. Until then nobody may change what is read or what will be written: memory that
+was given back too early shows here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.region import Region, Side
+from kvmover.transfer.copier import Done, Work
+from tests.sim.geometry import Bytes, Index
+from tests.sim.network import SimNetwork
+
+
+class Touched(AssertionError):
+    """Somebody changed memory under a running copy."""
+
+
+@dataclass(slots=True, eq=False)
+class _Rows:
+    """One end of a region: the bytes of its rows in flat memory [plane, unit, head, token, byte], one array an
+    allocation."""
+
+    memory: list[Bytes]
+    index: list[Index]
+
+    @classmethod
+    def of(cls, region: Region, side: Side) -> _Rows:
+        inner = (np.arange(region.heads) * side.head_bytes)[:, None, None]
+        inner = inner + (np.arange(region.tokens) * side.token_bytes)[:, None] + np.arange(region.row_bytes)
+        at = side.units[:, None, None, None] + inner
+        if (side.allocation == side.allocation[0]).all():
+            return cls([side.memory[side.allocation[0]].numpy()], [side.offset[:, None, None, None, None] + at])
+        planes = zip(side.allocation.tolist(), side.offset.tolist(), strict=True)
+        pairs = [(side.memory[allocation].numpy(), (offset + at)[None]) for allocation, offset in planes]
+        return cls([memory for memory, _ in pairs], [index for _, index in pairs])
+
+    def read(self) -> Bytes:
+        parts = [memory[index] for memory, index in zip(self.memory, self.index, strict=True)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def write(self, rows: Bytes) -> None:
+        first = 0
+        for memory, index in zip(self.memory, self.index, strict=True):
+            memory[index] = rows[first : first + len(index)]
+            first += len(index)
+
+
+def _mark(rows: Bytes, region: Region, logical: Logical) -> int:
+    """A stand-in for the digest, which is slow where rows are few: of the rows by plane, position and head."""
+    heads = region.heads * logical.heads_in_row
+    apart = rows.reshape(*rows.shape[:4], logical.heads_in_row, -1).transpose(0, 1, 2, 4, 3, 5)
+    apart = np.ascontiguousarray(apart).reshape(rows.shape[0], rows.shape[1], heads, rows.shape[3], -1)
+    where = np.concatenate([logical.planes, logical.positions, [logical.first_head, logical.head_step]])
+    return zlib.crc32(apart.tobytes(), zlib.crc32(where.tobytes()))
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """Work under way, with the rows at both ends as they were when it was begun."""
+
+    work: Work
+    ends: list[tuple[_Rows, _Rows, Bytes, Bytes]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = []
+        for region in self.work.regions:
+            src, dst = _Rows.of(region, region.src), _Rows.of(region, region.dst)
+            self.ends.append((src, dst, src.read(), dst.read()))
+
+    def finish(self) -> int | None:
+        for src, dst, read, overwritten in self.ends:
+            if not np.array_equal(src.read(), read) or not np.array_equal(dst.read(), overwritten):
+                raise Touched("memory changed under a copy")
+            if self.work.moves:
+                dst.write(read)
+        if self.work.logicals is None:
+            return None
+        total = 0
+        for region, logical, (_, _, rows, _) in zip(self.work.regions, self.work.logicals, self.ends, strict=True):
+            total += _mark(rows, region, logical)
+        return total
+
+
+@dataclass(slots=True, eq=False)
+class SimCopier:
+    """Stands in for a mover's Copier. `on_end` hears of every copy that put bytes in place."""
+
+    network: SimNetwork
+    owner: str
+    span_s: tuple[float, float]
+    on_end: Callable[[], None]
+    sms: int | None = None
+    _random: Random = field(init=False)
+    _busy_until: float = 0.0
+    _finished: deque[tuple[Done, int | None]] = field(default_factory=deque["tuple[Done, int | None]"])
+
+    def __post_init__(self) -> None:
+        self._random = Random(f"copies {self.owner}")
+
+    def run(self, work: Work, done: Done) -> None:
+        copy = _Copy(work)
+        if not self.span_s[1]:
+            digest = copy.finish()
+            self.on_end()
+            done(digest)
+            return
+        begun = max(self.network.now, self._busy_until)
+        self._busy_until = begun + self._random.uniform(*self.span_s)
+        self.network.at(self._busy_until, lambda: self._end(copy, done))
+
+    def _end(self, copy: _Copy, done: Done) -> None:
+        if self.network.is_dead(self.owner):
+            return
+        try:
+            digest = copy.finish()
+        except Touched as error:
+            raise Touched(f"{self.owner}: {error}") from None
+        self.on_end()
+        self._finished.append((done, digest))
+        self.network.wake(self.owner)
+
+    @property
+    def busy(self) -> bool:
+        return self.network.now < self._busy_until or bool(self._finished)
+
+    def poll(self) -> None:
+        while self._finished:
+            done, digest = self._finished.popleft()
+            done(digest)

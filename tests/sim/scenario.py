@@ -1,0 +1,254 @@
+"""What a seed is about, drawn as plain values: a model, two fleets, how they move, requests, and what goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from kvmover.layout import Component, Fleet
+from kvmover.layout.fleet import CpOrder
+from kvmover.plan.cost import Costs, Route
+from kvmover.plan.legs import Replicas
+from kvmover.transfer.backoff import Backoff
+from kvmover.transfer.result import ALL, Integrity, MoverConfig
+from kvmover.transfer.wire import Verb
+
+MODELS = (
+    (Component("attention", 2, 2, 2, 16, "uint8"),),
+    (Component("mla", 2, 1, 1, 32, "uint8"),),
+    (
+        Component("attention", 2, 2, 2, 8, "uint8"),
+        Component("sliding", 2, 2, 2, 8, "uint8", window=3),
+        Component("state", 2, 1, 2, 16, "uint8", states=2),
+    ),
+)
+#: The deadline where nothing goes wrong: slow copies and lost notes may take their time.
+CALM_S = 12.0
+#: Grids of (tp, pp, cp).
+GRIDS = ((1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3))
+ENGINES = ("p", "d")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What the wire does to what it carries, and how much else goes wrong. Probabilities are for each note, each write
+    and read, and `calm` for a whole schedule in which nothing does.
+    """
+
+    name: str
+    ordered: bool = True
+    loss: float = 0.0
+    duplicates: float = 0.0
+    late: float = 0.08
+    late_reads: float = 0.2
+    late_notes: float = 0.03
+    corrupt: float = 0.12
+    delay_s: tuple[float, float] = (0.001, 0.02)
+    late_s: tuple[float, float] = (0.2, 2.0)
+    wants_first: bool = False
+    calm: float = 0.15
+    deadlines_s: tuple[float, ...] = (1.0, 1.0, 2.0)
+    silence_s: float = 0.75
+    verbs: tuple[Verb, ...] = tuple(Verb)
+    integrity: tuple[Integrity, ...] = (Integrity.NONE, Integrity.NONE, Integrity.DIGEST)
+    ambushes: float = 0.3
+
+
+#: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
+DEFAULT = Profile("default")
+#: Nothing goes wrong but that notes are lost, so every request must land: what is lost is asked for again.
+LOSSY = Profile("lossy", loss=0.1, late=0.0, late_reads=0.0, calm=1.0, silence_s=4.0)
+#: What nobody promises, and nothing may be corrupted by.
+REORDERED = Profile("reordered", ordered=False, loss=0.03, duplicates=0.25, late=0.1, corrupt=0.25, delay_s=(0.001, 0.15))
+#: As before, but that no message overtakes the Want that it follows, and no Want comes twice.
+HOSTILE = replace(REORDERED, name="hostile", wants_first=True)
+#: Writes, of which most are told of twice and many come to harm: stale news of every kind.
+ECHOES = replace(HOSTILE, name="echoes", duplicates=0.6, corrupt=0.4, calm=0.0, verbs=(Verb.PUSH,))
+#: Reads from sources that give up under them, and whose notes are held up.
+AMBUSHED = replace(HOSTILE, name="ambushed", late_notes=0.3, calm=0.0, verbs=(Verb.PULL,), ambushes=0.8)
+PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED)}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """So long after a rank offered a request, layers below `layers` of positions below `tokens` are computed."""
+
+    seconds: float
+    layers: int = ALL
+    tokens: int = ALL
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request of `tokens` tokens, of which those from `start` on are wanted.
+
+    `begin_s` [engine]: when its ranks are called. `steps`: how it is computed (none: all of it is there). `aux_from`:
+    source ranks with a payload, handed over `aux_s` later (0: with the request). `abort`: which engine gives it up,
+    and when. `ambush`: the source gives it up while so many-th of its chunks is under way. `refused`: the source says
+    that it will not send it. `retries`: how often it is asked for again when it
+    failed, and `again` also when it landed, under the same name.
+    """
+
+    name: str
+    tokens: int
+    start: int
+    begin_s: tuple[float, float]
+    steps: tuple[Step, ...] = ()
+    aux_from: tuple[int, ...] = ()
+    aux_s: float = 0.0
+    abort: tuple[str, float] | None = None
+    ambush: int | None = None
+    refused: bool = False
+    retries: int = 0
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """A rank dies, and another process takes its place `back_s` later (None: never). `told`: its peers hear of it from
+    the transport; else their notes to it vanish."""
+
+    rank: tuple[str, int]
+    at_s: float
+    back_s: float | None
+    told: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A rank is not polled for a while, as if stopped."""
+
+    rank: tuple[str, int]
+    at_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A source and a destination rank cannot reach each other for `seconds` (None: for ever). `told` as in Crash."""
+
+    ranks: tuple[int, int]
+    at_s: float
+    seconds: float | None
+    told: bool
+
+
+Fault = Crash | Stall | Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`copy_s`: how long gathers and scatters take, (0, 0) for at once. `pace_s` [engine]: how late a rank is polled.
+    `separate`: pool axes with an allocation an index, at the source."""
+
+    components: tuple[Component, ...]
+    fleets: dict[str, Fleet]
+    config: MoverConfig
+    calm: bool
+    copy_s: tuple[float, float]
+    pace_s: tuple[float, float]
+    separate: tuple[str, ...]
+    requests: tuple[Asked, ...]
+    faults: tuple[Fault, ...] = field(default=())
+
+    @classmethod
+    def draw(cls, seed: int, profile: Profile) -> Scenario:
+        random = Random(f"scenario {seed}")
+        calm = random.random() < profile.calm
+        components = random.choice(MODELS)
+        fleets = {engine: _fleet(random) for engine in ENGINES}
+        return cls(
+            components,
+            fleets,
+            _config(random, profile, calm),
+            calm,
+            random.choice([(0.0, 0.0), (0.0, 0.0), (0.001, 0.03), (0.05, 0.3)]),
+            (0.0 if random.random() < 0.9 else 0.1, random.choice([0.0, 0.0, 0.0, 0.15])),
+            random.choice([(), ("layer",), ("layer", "kv")]),
+            tuple(_request(random, profile, f"r{i}", fleets["p"].size, calm) for i in range(random.choice([1, 2, 2, 3]))),
+            () if calm else tuple(_faults(random, fleets)),
+        )
+
+    @property
+    def verb(self) -> Verb:
+        return self.config.verb
+
+    @property
+    def digests(self) -> bool:
+        return self.config.integrity is Integrity.DIGEST
+
+
+def _fleet(random: Random) -> Fleet:
+    return Fleet(*random.choice(GRIDS), page_tokens=random.choice([2, 4]), cp_order=random.choice(list(CpOrder)))
+
+
+def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:
+    return MoverConfig(
+        arena_bytes=256 * random.choice([2, 3, 5, 8]),
+        sandbox_bytes=0,
+        deadline_s=CALM_S if calm else random.choice(profile.deadlines_s),
+        drain_s=0.3,
+        ping_s=0.3,
+        resend_s=0.2,
+        silence_s=profile.silence_s,
+        linger_s=2.2,
+        backoff=Backoff(0.1, 0.5),
+        costs=Costs(1.0, 1e3, 1e3, 1e3, 10.0, chunk_bytes=random.choice([128, 256, 512])),
+        route=random.choice([Route.DIRECT, Route.PACKED, None]),
+        verb=random.choice(profile.verbs),
+        replicas=random.choice(list(Replicas)),
+        chunk_layers=random.choice([0, 0, 1]),
+        integrity=random.choice(profile.integrity),
+    )
+
+
+def _request(random: Random, profile: Profile, name: str, sources: int, calm: bool) -> Asked:
+    tokens = random.randint(1, 12)
+    first = random.uniform(0, 0.3)
+    begin = first + random.choice([0, random.uniform(0, 0.3)]), first + random.choice([0, random.uniform(0, 0.3)])
+    asked = Asked(
+        name,
+        tokens,
+        random.choice([0, 0, 0, random.randint(0, tokens)]),
+        begin,
+        random.choice([(), (), _by_layers(random), _by_tokens(random, tokens)]),
+        tuple(random.sample(range(sources), random.randint(1, sources))) if random.random() < 0.3 else (),
+        random.choice([0.0, random.uniform(0, 0.3)]),
+    )
+    if calm:
+        return asked
+    abort = (random.choice(ENGINES), first + random.uniform(0, 0.5)) if random.random() < 0.4 else None
+    ambush = random.choice([0, 0, 0, 1, 1, 2, 3, 5]) if random.random() < profile.ambushes else None
+    retries, again = random.choice([0, 1, 2]), random.random() < 0.3
+    return replace(
+        asked, abort=abort, ambush=ambush, refused=random.random() < 0.04, retries=retries, again=again
+    )
+
+
+def _by_layers(random: Random) -> tuple[Step, ...]:
+    """A prefill that computes layer by layer."""
+    first, last = sorted(random.uniform(0, 0.4) for _ in range(2))
+    return Step(first, layers=1), Step(last)
+
+
+def _by_tokens(random: Random, tokens: int) -> tuple[Step, ...]:
+    """A prefill in chunks, of which the last comes layer by layer."""
+    times = sorted(random.uniform(0, 0.4) for _ in range(3))
+    return Step(times[0], tokens=random.randint(1, tokens)), Step(times[1], layers=1), Step(times[2])
+
+
+def _faults(random: Random, fleets: dict[str, Fleet]) -> list[Fault]:
+    faults = list[Fault]()
+    for engine, fleet in fleets.items():
+        for rank in range(fleet.size):
+            if random.random() < 0.12:
+                back = None if random.random() < 0.15 else random.uniform(0.02, 0.6)
+                faults.append(Crash((engine, rank), random.uniform(0, 0.9), back, random.random() < 0.6))
+            if random.random() < 0.2:
+                seconds = random.choice([random.uniform(0.02, 0.3), random.uniform(1.0, 2.2)])
+                faults.append(Stall((engine, rank), random.uniform(0, 0.8), seconds))
+    if random.random() < 0.2:
+        ranks = random.randrange(fleets["p"].size), random.randrange(fleets["d"].size)
+        seconds = None if random.random() < 0.25 else random.uniform(0.1, 1.5)
+        faults.append(Cut(ranks, random.uniform(0, 0.6), seconds, random.random() < 0.5))
+    return faults

@@ -1,0 +1,206 @@
+"""What plays the engines: ranks with their memory, requests with their true bytes, and orders that use pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvmover.layout import Component, Fleet, Pool
+from kvmover.transfer.arena import Arena
+from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.result import Transfer
+from tests.sim.copies import SimCopier
+from tests.sim.geometry import PAGES, Bytes, Geometry, Part, part_of
+from tests.sim.network import SimNetwork, SimTransport
+from tests.sim.scenario import Asked, Scenario, Step
+
+
+@dataclass(slots=True)
+class Scorched(Arena):
+    """An arena whose memory is overwritten as soon as it is given back: who still reads it shows."""
+
+    memory: Bytes
+
+    def release(self, offset: int) -> None:
+        self.memory[offset : offset + self._leased[offset]] ^= 0xFF
+        Arena.release(self, offset)
+
+
+@dataclass(slots=True, eq=False)
+class Passing:
+    """An event that passes when the engine has computed a step."""
+
+    passed: bool = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What is moved: `truth` [component], each [layer, kv, head, position, byte]. `chunks`: that were written or read."""
+
+    asked: Asked
+    truth: tuple[Bytes, ...]
+    retries: int
+    chunks: int = 0
+    received: Counter[int] = field(default_factory=Counter[int])
+    payloads: dict[int, set[bytes]] = field(default_factory=dict[int, "set[bytes]"])
+
+    @property
+    def name(self) -> str:
+        return self.asked.name
+
+    @classmethod
+    def of(cls, asked: Asked, components: tuple[Component, ...], filler: np.random.Generator) -> Request:
+        truth = tuple(
+            filler.integers(0, 256, (c.layers, c.kv, c.heads, c.extent(asked.tokens), c.row_bytes), np.uint8)
+            for c in components
+        )
+        return cls(asked, truth, asked.retries)
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """A send or a receive of one rank, from the call until the engine has its pages back.
+
+    `pages` [component], `numbers` the same pages as the geometry counts them. `generation` of a receive's attempt.
+    """
+
+    verb: Literal["send", "receive"]
+    request: Request
+    seat: Seat
+    pages: tuple[npt.NDArray[np.int64], ...]
+    numbers: list[int]
+    transfer: Transfer
+    generation: int = 0
+    closed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.seat.name}: {self.verb} {self.request.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One incarnation of a rank: its mover and its pools, with what they must hold outside of pages in `open_to`.
+
+    `open_to` [page]: the receive that lets peers write it; it stays after a transfer that ended `held`. `dirty`:
+    memory was touched since it was last checked.
+    """
+
+    place: Place
+    transport: SimTransport
+    mover: Mover
+    geometry: Geometry
+    memory: Bytes
+    expected: Bytes
+    free: list[list[int]]
+    pace_s: float
+    open_to: dict[int, Order] = field(default_factory=dict[int, Order])
+    orders: list[Order] = field(default_factory=list[Order])
+    alive: bool = True
+    waking: bool = False
+    dirty: bool = False
+    stalls: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    @property
+    def name(self) -> str:
+        return self.transport.name
+
+    @property
+    def base(self) -> int:
+        """Address of the first byte of its pools."""
+        return self.memory.ctypes.data
+
+    def part(self, component: Component, tokens: int) -> Part:
+        return part_of(self.place.fleet, self.place.rank, component, tokens)
+
+    def take(self, scenario: Scenario, tokens: int) -> tuple[npt.NDArray[np.int64], ...] | None:
+        """Page tables of a request, or None while there are not enough pages."""
+        fleet, rank = self.place.fleet, self.place.rank
+        counts = list[int]()
+        for component in scenario.components:
+            held = fleet.shard(component, rank, tokens).positions
+            counts.append(-(-held.tokens // component.page_tokens(fleet.page_tokens)) if held else 0)
+        if any(count > len(free) for count, free in zip(counts, self.free, strict=True)):
+            return None
+        return tuple(np.array(free[:count], np.int64) for count, free in zip(counts, self.free, strict=True))
+
+    def put(self, arrays: tuple[Bytes, ...], order: Order, step: Step) -> None:
+        """Lay what is computed of a request into an order's pages, in memory shaped as the seat's."""
+        asked = order.request.asked
+        for number, truth in enumerate(order.request.truth):
+            component = self.geometry.specs[number].component
+            part = self.part(component, asked.tokens)
+            if component.states:  # states are final when all tokens were
+                chosen = np.full(len(part.positions), step.tokens >= asked.tokens)
+            else:
+                chosen = part.positions < step.tokens
+            layers = part.layers < step.layers
+            if chosen.any() and layers.any():
+                rows = self.geometry.rows(number, order.pages[number][part.pages[chosen]], part.tokens[chosen])
+                for array in arrays:
+                    array[rows[layers]] = part.of(truth, chosen)[layers]
+
+    def put_wanted(self, array: Bytes, order: Order) -> None:
+        """Lay what a receive asked for where it must land."""
+        for number, chosen, rows in self.wanted(order):
+            part = self.part(self.geometry.specs[number].component, order.request.asked.tokens)
+            array[rows] = part.of(order.request.truth[number], chosen)
+
+    def wanted(self, order: Order) -> list[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
+        """(component, mask of the rank's positions, bytes of their rows) that a receive asked for."""
+        asked, found = order.request.asked, list[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]()
+        for number, spec in enumerate(self.geometry.specs):
+            part = self.part(spec.component, asked.tokens)
+            own = spec.component.wanted(range(asked.start, asked.tokens))
+            chosen = (part.positions >= own.start) & (part.positions < own.stop)
+            if chosen.any():
+                rows = self.geometry.rows(number, order.pages[number][part.pages[chosen]], part.tokens[chosen])
+                found.append((number, chosen, rows))
+        return found
+
+    def stalled_at(self, now: float) -> float | None:
+        """When it will be polled again, where it is not now."""
+        return next((until for since, until in self.stalls if since <= now < until), None)
+
+    def stalled_within(self, since: float, until: float) -> float:
+        """For how long it was not polled between two times."""
+        return sum(max(0.0, min(until, b) - max(since, a)) for a, b in self.stalls)
+
+
+def seat(
+    scenario: Scenario, network: SimNetwork, engine: str, rank: int, noise: tuple[Random, np.random.Generator]
+) -> Seat:
+    """A process with pools of noise, not connected to anybody."""
+    fleet, random, filler = scenario.fleets[engine], *noise
+    order, separate = ("NHD", scenario.separate) if engine == "p" else ("HND", ())
+    geometry = Geometry.of(scenario.components, fleet, rank, order, separate)
+    memory = filler.integers(0, 256, len(geometry.page_of), np.uint8)
+    pools = [
+        Pool(spec, tuple(torch.from_numpy(part) for part in parts))
+        for spec, parts in zip(geometry.specs, geometry.slices(memory), strict=True)
+    ]
+    transport = SimTransport(network, f"{engine}{rank}")
+    place = Place(engine, fleet, rank)
+    mover = Mover(transport, Model("toy", scenario.components), place, pools, scenario.config, network.clock)
+    free = [list(range(PAGES)) for _ in scenario.components]
+    for pages in free:
+        random.shuffle(pages)
+    pace = scenario.pace_s[engine == "d"]
+    made = Seat(place, transport, mover, geometry, memory, memory.copy(), free, pace)
+    on_end: Callable[[], None] = lambda: setattr(made, "dirty", True)  # noqa: E731
+    mover._core.copier = SimCopier(network, transport.name, scenario.copy_s, on_end)
+    for staging in (mover._core.outgoing, mover._core.incoming):
+        staging.arena = Scorched(staging.arena.nbytes, staging.tensor.numpy())
+    mover._inbound.generation = network.births(f"{engine}{rank}") * 1_000_000
+    return made

@@ -1,0 +1,109 @@
+"""`kvmover store`: what it shows, what it finds, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_rank import GQA, PAGE, SPACE, Rank, pages_of
+
+from kvmover import cli
+from kvmover.store import Namespace, PageStore, Part
+
+WHOLE = Part.whole(GQA, PAGE)
+OTHER = Namespace("mistral", "7", PAGE, salt="secret")
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["store", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return int(end.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for space, count in ((SPACE, 5), (OTHER, 3)):
+        with PageStore.open(tmp_path, space) as store:
+            Rank(store, WHOLE, namespace=space).put(pages_of(count))
+    return tmp_path
+
+
+def test_stat_counts_every_namespace(command: Command, root: Path) -> None:
+    status, out, _ = command("stat", root, "--json")
+    rows = {row["model"]: row for row in json.loads(out)}
+    assert status == 0
+    assert {model: (row["pages"], row["payload_bytes"], row["salted"]) for model, row in rows.items()} == {
+        "llama": (5, 5 * WHOLE.nbytes, False),
+        "mistral": (3, 3 * WHOLE.nbytes, True),
+    }
+    table = command("stat", root)[1]
+    assert "llama" in table
+    assert "mistral (salted)" in table
+    assert "secret" not in table + out
+
+
+def test_verify_reports_and_deletes_what_is_bad(command: Command, root: Path) -> None:
+    status, out, err = command("verify", root)
+    assert status == 0
+    assert "all 5 objects are whole" in out
+    assert "llama" in err, "no progress was shown"
+    (data,) = (root / SPACE.folder).glob("*.data")
+    with data.open("r+b") as file:
+        file.seek(WHOLE.nbytes + 3)
+        file.write(b"????")
+    status, out, _ = command("verify", root, "--json")
+    assert status == 1
+    assert [row["bad"] for row in json.loads(out)] == [{"digest": 1}, {}]
+    status, out, _ = command("verify", root, "--json")
+    assert (status, [row["pages"] for row in json.loads(out)]) == (0, [4, 3])
+
+
+def test_gc_keeps_to_a_quota(command: Command, root: Path) -> None:
+    status, out, _ = command("gc", root, "--namespace", SPACE.folder[:6], "--quota", 2 * WHOLE.nbytes, "--json")
+    (row,) = json.loads(out)
+    assert (status, row["pages"], row["deleted_pages"]) == (0, 2, 3)
+    assert [each["pages"] for each in json.loads(command("stat", root, "--json")[1])] == [2, 3]
+
+
+def test_clear_deletes_the_namespace_it_is_told_and_nothing_else(command: Command, root: Path) -> None:
+    assert command("clear", root)[0] == 2, "clear must be told what"
+    status, out, _ = command("clear", root, "--namespace", OTHER.folder, "--json")
+    assert (status, [row["deleted_pages"] for row in json.loads(out)]) == (0, [3])
+    assert [each["pages"] for each in json.loads(command("stat", root, "--json")[1])] == [5, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["stat", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["stat", "{root}", "--namespace", "zzz"], "'zzz'"),
+        (["gc", "{root}", "--quota", "much"], "much"),
+    ],
+)
+def test_input_that_cannot_be_is_one_line_that_names_it(
+    command: Command, root: Path, arguments: list[str], word: str
+) -> None:
+    status, out, err = command(*(argument.format(root=root) for argument in arguments))
+    assert (status, out) == (2, "")
+    assert word in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_damaged_manifest_is_named(command: Command, root: Path) -> None:
+    (root / SPACE.folder / "namespace.json").write_text("{}")
+    status, _, err = command("stat", root)
+    assert status == 2
+    assert "namespace.json" in err
+
+
+def test_an_empty_directory_holds_no_store(command: Command, tmp_path: Path) -> None:
+    assert command("stat", tmp_path) == (0, "no page store here\n", "")

@@ -1,0 +1,222 @@
+"""After a crash: what was whole is there, what was not is gone, and the store says what it dropped."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_rank import GQA, PAGE, SPACE, Rank, pages_of
+
+from kvmover.store import Got, Machine, PageStore, Part, Policy
+from kvmover.store.record import PREAMBLE_BYTES, Kind, decode_all
+from kvmover.store.segment import DATA, HEAD
+
+WHOLE = Part.whole(GQA, PAGE)
+NEXT_BOOT = Machine(bytes(16))
+
+
+@pytest.fixture
+def crashed(tmp_path: Path) -> Path:
+    """A root as SIGKILL leaves it after ten pages, of which the first four were flushed."""
+    live = tmp_path / "live"
+    live.mkdir()
+    store = PageStore.open(live, SPACE)
+    rank, pages = Rank(store, WHOLE), pages_of(10)
+    rank.put(pages[:4])
+    store.flush()
+    rank.put(pages[4:7])
+    rank.put(pages[7:])
+    copy = tmp_path / "crashed"
+    shutil.copytree(live, copy)
+    store.close()
+    return copy
+
+
+def only(root: Path, suffix: str) -> Path:
+    (path,) = root.glob(f"*/*{suffix}")
+    return path
+
+
+def reopened(root: Path, machine: Machine | None = None) -> tuple[list[bool], dict[str, int], int]:
+    """Which of the ten pages exist, all of which must read well; what was dropped; and bytes of objects kept."""
+    with PageStore.open(root, SPACE, machine=machine) as store:
+        rank, pages = Rank(store, WHOLE), pages_of(10)
+        there = rank.exists(pages)
+        assert [result.ok for result in rank.get(pages)] == there, "a false hit"
+        return there, store.recovered.dropped, store.recovered.objects
+
+
+def test_a_killed_process_loses_nothing_that_it_announced(crashed: Path) -> None:
+    assert reopened(crashed) == ([True] * 10, {}, 10)
+
+
+def test_a_second_opening_finds_the_segment_finished(crashed: Path) -> None:
+    reopened(crashed)
+    records = list(decode_all(only(crashed, HEAD).read_bytes()[PREAMBLE_BYTES:], PREAMBLE_BYTES))
+    assert records[-1].kind is Kind.SEALED
+    assert reopened(crashed) == ([True] * 10, {}, 10)
+
+
+def test_a_torn_header_hides_its_page_only(crashed: Path) -> None:
+    head = only(crashed, HEAD)
+    os.truncate(head, head.stat().st_size - 17)
+    assert reopened(crashed) == ([True] * 9 + [False], {"torn header": 1}, 9)
+
+
+def test_a_truncated_data_file_drops_what_it_lost(crashed: Path) -> None:
+    os.truncate(only(crashed, DATA), 8 * WHOLE.nbytes + 1)
+    assert reopened(crashed) == ([True] * 8 + [False] * 2, {"truncated": 2}, 8)
+
+
+def test_a_missing_data_file_leaves_nothing(crashed: Path) -> None:
+    only(crashed, DATA).unlink()
+    there, dropped, objects = reopened(crashed)
+    assert (there, objects) == ([False] * 10, 0)
+    assert dropped == {"truncated": 10}
+    assert not list(crashed.glob(f"*/*{HEAD}"))
+
+
+def test_a_damaged_header_hides_its_page_only(crashed: Path) -> None:
+    head = only(crashed, HEAD)
+    record = next(iter(decode_all(head.read_bytes()[PREAMBLE_BYTES:], PREAMBLE_BYTES)))
+    with head.open("r+b") as file:
+        file.seek(record.at + 60)
+        file.write(b"\0\0\0\0")
+    assert reopened(crashed) == ([False] + [True] * 9, {"damaged header": 1}, 9)
+
+
+def test_data_without_a_head_is_removed(crashed: Path) -> None:
+    orphan = only(crashed, DATA).with_name("0123456789abcdef-00000007.data")
+    orphan.write_bytes(b"left over")
+    reopened(crashed)
+    assert not orphan.exists()
+
+
+def test_a_head_without_its_first_line_is_removed(crashed: Path) -> None:
+    stillborn = only(crashed, HEAD).with_name("0123456789abcdef-00000007.head")
+    stillborn.write_bytes(b"KVMOVER1")
+    stillborn.with_suffix(DATA).touch()
+    assert reopened(crashed)[0] == [True] * 10
+    assert not stillborn.exists()
+    assert not stillborn.with_suffix(DATA).exists()
+
+
+def test_files_of_others_are_left_alone(crashed: Path) -> None:
+    strange = [only(crashed, DATA).with_name(name) for name in ("notes.txt", "README.head", "x-1.head", "..data.head")]
+    for path in strange:
+        path.write_bytes(b"mine")
+    reopened(crashed)
+    with PageStore.open(crashed, SPACE) as store:
+        store.clear()
+    assert all(path.read_bytes() == b"mine" for path in strange)
+
+
+def test_a_head_of_another_namespace_is_not_read(crashed: Path) -> None:
+    head = only(crashed, HEAD)
+    raw = bytearray(head.read_bytes())
+    raw[20] ^= 1
+    head.write_bytes(raw)
+    assert reopened(crashed) == ([False] * 10, {"damaged preamble": 1}, 0)
+
+
+def test_after_a_reboot_whole_pages_stay_and_lost_ones_are_dropped(crashed: Path) -> None:
+    with only(crashed, DATA).open("r+b") as file:
+        file.seek(5 * WHOLE.nbytes + 4096)
+        file.write(bytes(4096))  # a block that never reached the disk
+        file.truncate(9 * WHOLE.nbytes + 100)
+    there, dropped, _ = reopened(crashed, NEXT_BOOT)
+    assert there == [True] * 5 + [False] + [True] * 3 + [False]
+    assert dropped == {"digest": 1, "truncated": 1}
+
+
+def test_pages_of_another_machine_are_seen_once_they_are_flushed(tmp_path: Path) -> None:
+    pages = pages_of(4)
+    with PageStore.open(tmp_path, SPACE) as here, PageStore.open(tmp_path, SPACE, machine=NEXT_BOOT) as there:
+        ours, theirs = Rank(here, WHOLE), Rank(there, WHOLE)
+        ours.put(pages[:2])
+        assert theirs.exists(pages[:2]) == [False, False]
+        here.flush()
+        ours.put(pages[2:])
+        assert theirs.exists(pages) == [True, True, False, False]
+        here.flush()
+        assert all(result.ok for result in theirs.get(pages))
+        there.collect()
+        assert ours.exists(pages) == [True] * 4
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_power_cut_that_reorders_the_tail_makes_no_false_hit(crashed: Path, seed: int) -> None:
+    """Blocks of both files that were written after the flush are lost in any combination; both may end early."""
+    chance = random.Random(seed)
+    head = only(crashed, HEAD)
+    flushed = next(
+        record.at + record.record_bytes
+        for record in decode_all(head.read_bytes()[PREAMBLE_BYTES:], PREAMBLE_BYTES)
+        if record.kind is Kind.SYNCED
+    )
+    _lose(head, flushed, 64, chance)
+    _lose(only(crashed, DATA), 4 * WHOLE.nbytes, 4096, chance)
+    there, _, _ = reopened(crashed, NEXT_BOOT)
+    assert there[:4] == [True] * 4
+    assert reopened(crashed, NEXT_BOOT)[0] == there
+
+
+def _lose(path: Path, start: int, block: int, chance: random.Random) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for at in range(-(-start // block) * block, size, block):
+            if chance.random() < 0.2:
+                file.seek(at)
+                file.write(bytes(min(block, size - at)))
+        if chance.random() < 0.5:
+            file.truncate(chance.randint(start, size))
+
+
+def test_space_of_a_dead_writer_is_collected_by_a_living_one(tmp_path: Path) -> None:
+    source = tmp_path / "a"
+    source.mkdir()
+    dead = PageStore.open(source, SPACE)
+    Rank(dead, WHOLE).put(pages_of(4))
+    root = tmp_path / "b"
+    root.mkdir()
+    with PageStore.open(root, SPACE, Policy(quota_bytes=8 * WHOLE.nbytes)) as store:
+        shutil.copytree(source, root, dirs_exist_ok=True)  # a writer that dies while the store is open
+        rank = Rank(store, WHOLE)
+        assert rank.view.leading(pages_of(4)) == 4
+        store.evict(8 * WHOLE.nbytes)
+        assert len(list(root.glob(f"*/*{DATA}"))) == 1
+        assert store.collect().adopted_segments == 1
+        assert not list(root.glob(f"*/*{DATA}"))
+    dead.close()
+
+
+def test_deletions_are_heard_and_if_not_heard_they_are_read(tmp_path: Path) -> None:
+    pages = pages_of(3)
+    with PageStore.open(tmp_path, SPACE) as one, PageStore.open(tmp_path, SPACE) as two:
+        rank, other = Rank(one, WHOLE), Rank(two, WHOLE)
+        rank.put(pages)
+        assert other.exists(pages) == [True] * 3
+        two.catalog._news.tell = lambda gone: None  # a file system that lost the news
+        two.evict(WHOLE.nbytes)
+        assert rank.exists(pages) == [True] * 3, "without news there is nothing to go by"
+        assert [r.outcome for r in rank.get(pages)] == [Got.EVICTED, Got.READ, Got.READ]
+        assert rank.exists(pages) == [False, True, True]
+        assert not one.counters.poisoned
+
+
+@pytest.mark.parametrize("spoil", [lambda news: news.write_bytes(b"junk" * 100), lambda news: news.unlink()])
+def test_damaged_news_send_the_reader_to_the_headers(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    pages = pages_of(3)
+    with PageStore.open(tmp_path, SPACE) as one, PageStore.open(tmp_path, SPACE) as two:
+        rank = Rank(one, WHOLE)
+        rank.put(pages)
+        Rank(two, WHOLE).exists(pages)
+        two.evict(WHOLE.nbytes)
+        assert rank.exists(pages) == [False, True, True]
+        two.evict(WHOLE.nbytes)
+        spoil(one.folder / "deleted.news")
+        assert rank.exists(pages) == [False, False, True]

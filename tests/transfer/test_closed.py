@@ -1,0 +1,79 @@
+"""Closed: a source remembers for a while how attempts ended and what it refused, and no more than fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmover.transfer import closed
+from kvmover.transfer.closed import Closed
+from kvmover.transfer.wire import Verb
+
+KEY = ("request", "decode0.1")
+
+
+def reason(memory: Closed, generation: int) -> str | None:
+    outcome = memory.of(*KEY, generation)
+    return None if outcome is None else outcome.reason or "landed"
+
+
+def test_an_attempt_and_those_before_it_are_over_and_later_ones_are_not():
+    memory = Closed()
+    memory.close(KEY, 7, "enough", Verb.PUSH, 10.0)
+    assert [reason(memory, generation) for generation in (6, 7, 8)] == ["enough", "enough", None]
+    assert memory.of("request", "decode1.1", 7) is None
+    assert memory.of("other", "decode0.1", 7) is None
+
+
+def test_the_newest_attempt_counts_whatever_the_order_of_the_news():
+    memory = Closed()
+    memory.close(KEY, 8, None, Verb.PULL, 10.0)
+    memory.close(KEY, 7, "enough", Verb.PUSH, 10.0)
+    assert reason(memory, 7) == reason(memory, 8) == "landed"
+    outcome = memory.of(*KEY, 8)
+    assert outcome is not None
+    assert outcome.verb is Verb.PULL
+
+
+def test_what_is_over_for_long_is_forgotten():
+    memory = Closed()
+    memory.close(KEY, 7, "enough", Verb.PUSH, 10.0)
+    memory.refuse("request", "no room", 20.0)
+    memory.expire(9.9)
+    assert reason(memory, 7) == "enough"
+    memory.expire(10.0)
+    assert reason(memory, 7) is None
+    assert memory.refused("request") == "no room"
+    memory.expire(20.0)
+    assert memory.refused("request") is None
+
+
+def test_a_refused_request_is_open_again_when_it_is_sent():
+    memory = Closed()
+    memory.refuse("request", "no room", 10.0)
+    memory.reopen("other")
+    assert memory.refused("request") == "no room"
+    memory.reopen("request")
+    memory.reopen("request")
+    assert memory.refused("request") is None
+
+
+def test_only_so_many_are_remembered_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(closed, "MAX_CLOSED", 3)
+    memory = Closed()
+    for n in range(5):
+        memory.close((f"request-{n}", "decode0.1"), 1, "enough", Verb.PUSH, 10.0)
+        memory.refuse(f"request-{n}", "no room", 10.0)
+    known = [n for n in range(5) if memory.of(f"request-{n}", "decode0.1", 1)]
+    assert known == [n for n in range(5) if memory.refused(f"request-{n}")] == [2, 3, 4]
+
+
+def test_news_of_what_is_remembered_push_out_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(closed, "MAX_CLOSED", 2)
+    memory = Closed()
+    for generation in range(10):
+        for name in ("one", "two"):
+            memory.close((name, "decode0.1"), generation, "enough", Verb.PUSH, 10.0)
+            memory.refuse(name, "no room", 10.0)
+    for name in ("one", "two"):
+        assert memory.of(name, "decode0.1", 9)
+        assert memory.refused(name)

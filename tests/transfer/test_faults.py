@@ -1,0 +1,212 @@
+"""Processes over NIXL that are killed, stopped and torn down mid-chunk: both sides end, and nothing lands late."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import count
+
+import pytest
+
+if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
+    pytest.skip("no NIXL wheel is installed", allow_module_level=True)
+
+from kvmover.layout import Fleet
+from kvmover.plan.cost import Route
+from kvmover.transfer.wire import Verb
+from tests.transfer.fault_crowd import Crowd
+from tests.transfer.fault_rank import CONFIG, Job, RankProcess, Seat
+
+pytestmark = pytest.mark.timeout(120)
+
+TOKENS = 300
+ROOMY = replace(CONFIG, arena_bytes=4 << 20)
+
+
+def seat(engine: str) -> Seat:
+    """Sources have pages of 16 tokens in NHD, destinations of 24 in HND. TCP has no memory to copy through."""
+    pages, order = (24, "HND") if engine.startswith("decode") else (16, "NHD")
+    environment = {"UCX_TLS": "tcp"} if engine.endswith("tcp") else {}
+    return Seat(engine, Fleet(page_tokens=pages), order=order, config=ROOMY, environment=environment)
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[Crowd]:
+    """`spare` is a third party, the doomed do not live long."""
+    names = ["prefill", "decode", "spare", "doomed", "decode-doomed", "prefill-tcp", "decode-tcp"]
+    here = Crowd(map(seat, names))
+    for one, other in [
+        ("decode", "prefill"),
+        ("decode", "spare"),
+        ("spare", "prefill"),
+        ("decode", "doomed"),
+        ("decode-doomed", "prefill"),
+        ("decode-tcp", "prefill-tcp"),
+    ]:
+        here.meet(one, other)
+    yield here
+    here.kill()
+
+
+@pytest.fixture(autouse=True)
+def awake(crowd: Crowd) -> Iterator[None]:
+    """A test that fails leaves nobody stopped to the next."""
+    yield
+    for rank in crowd.ranks.values():
+        if rank.alive:
+            rank.wake()
+
+
+_numbers = count(1)
+
+
+def job(verb: Verb = Verb.PUSH, route: Route = Route.PACKED, chunk_bytes: int = 32 << 10) -> Job:
+    number = next(_numbers)
+    return Job(f"request-{number}", number, TOKENS, verb, route, chunk_bytes=chunk_bytes)
+
+
+def test_who_moves_the_bytes_is_killed_mid_chunk_and_restarts_under_the_same_name(crowd: Crowd) -> None:
+    """The survivor hears of it long before the deadline, and takes its memory back when a successor sits there."""
+    for verb in Verb:
+        source, target = ("doomed", "decode") if verb is Verb.PUSH else ("prefill", "decode-doomed")
+        victim, survivor = (source, target) if verb is Verb.PUSH else (target, source)
+        name = crowd[victim].ask("name")
+        doomed = job(verb, Route.DIRECT, 1 << 20)  # two chunks of 8,192 rows: 40 ms each to post
+        posts = "write" if verb is Verb.PUSH else "read"
+        crowd[victim].ask("trap", posts, 1, 0.01, crowd[victim].pid, signal.SIGKILL)
+        crowd.move(doomed, source, target)
+        assert crowd[victim].await_death() == -signal.SIGKILL
+        (ending,) = crowd.ended(doomed, survivor, CONFIG.deadline_s)
+        assert ending.cause == "peer_lost"
+        assert name in (ending.reason or "")
+        assert ending.held == (verb is Verb.PUSH), "its writes may be under way; nobody reads for a dead process"
+        if verb is Verb.PUSH:
+            time.sleep(2 * CONFIG.linger_s)
+            assert "limbo" in crowd[survivor].ask("left"), "only a successor proves that the process is dead"
+        crowd.replace(seat(victim), [survivor])
+        crowd.landed(job(verb), source, target)
+        crowd.assert_nothing_is_left()
+
+
+def test_who_is_written_to_or_read_from_is_killed_mid_chunk(crowd: Crowd) -> None:
+    for verb in Verb:
+        source, target = ("prefill", "decode-doomed") if verb is Verb.PUSH else ("doomed", "decode")
+        victim, survivor = (target, source) if verb is Verb.PUSH else (source, target)
+        name = crowd[victim].ask("name")
+        doomed = job(verb, Route.DIRECT, 1 << 20)
+        posts = "write" if verb is Verb.PUSH else "read"
+        crowd[survivor].ask("trap", posts, 1, 0.01, crowd[victim].pid, signal.SIGKILL)
+        crowd.move(doomed, source, target)
+        crowd[victim].await_death()
+        (ending,) = crowd.ended(doomed, survivor, CONFIG.deadline_s)
+        assert ending.cause in ("peer_lost", "transport")
+        assert name in (ending.reason or "")
+        crowd.replace(seat(victim), [survivor])
+        crowd.landed(job(verb), source, target)
+        crowd.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("route", Route)
+def test_a_source_that_was_stopped_writes_into_memory_that_nobody_else_was_given(crowd: Crowd, route: Route) -> None:
+    """Stopped between a grant and its write for longer than the destination waits, then woken: the write lands."""
+    source, target = crowd["prefill"], crowd["decode"]
+    late = job(Verb.PUSH, route)
+    source.ask("trap", "write", 3, 0, source.pid, signal.SIGSTOP)
+    crowd.move(late, "prefill", "decode")
+    source.await_stop()
+    (ending,) = crowd.ended(late, "decode")
+    assert ending.cause in ("peer_lost", "deadline")
+    assert ending.held == (route is Route.DIRECT)
+    held = target.ask("left")
+    assert held["limbo"] >= 1
+    assert held["pages" if route is Route.DIRECT else "quarantined"] > 0
+    crowd.landed(job(), "spare", "decode")
+    _rest(target)
+    before = target.ask("memory")
+    source.wake()
+    crowd.assert_nothing_is_left()
+    if route is Route.PACKED:  # pages that come back are poisoned, regions are not
+        assert target.ask("memory") != before, "nothing was late"
+    assert crowd.ended(late, "prefill")[0].cause is not None
+    crowd.landed(job(), "prefill", "decode")
+
+
+def test_a_reader_that_was_stopped_takes_nothing_of_what_was_reused_meanwhile(crowd: Crowd) -> None:
+    """The source does not wait for it: its staging memory and pages go to others, and the reader's copy is refused."""
+    for route in Route:
+        reader = crowd["decode"]
+        late = job(Verb.PULL, route)
+        reader.ask("trap", "read", 3, 0, reader.pid, signal.SIGSTOP)
+        crowd.move(late, "prefill", "decode")
+        reader.await_stop()
+        (ending,) = crowd.ended(late, "prefill")
+        assert ending.cause in ("peer_lost", "deadline")
+        assert not ending.held
+        crowd.landed(job(Verb.PULL), "prefill", "spare")
+        _rest(crowd["prefill"])
+        assert "pages" not in crowd["prefill"].ask("left")
+        reader.wake()
+        (ending,) = crowd.ended(late, "decode")
+        assert ending.cause is not None
+        crowd.assert_nothing_is_left()
+        crowd.landed(job(Verb.PULL, route), "prefill", "decode")
+
+
+def test_what_a_stopped_process_was_sent_stays_untouched_until_the_wire_lets_go(crowd: Crowd) -> None:
+    """Over TCP a write to a stopped process neither ends nor fails; the source's memory is in it until it wakes."""
+    source, target = crowd["prefill-tcp"], crowd["decode-tcp"]
+    for route in Route:
+        stuck = job(Verb.PUSH, route, 512 << 10)
+        source.ask("trap", "write", 1, 0, target.pid, signal.SIGSTOP)
+        crowd.move(stuck, "prefill-tcp", "decode-tcp")
+        target.await_stop()
+        (ending,) = crowd.ended(stuck, "prefill-tcp")
+        assert ending.cause in ("peer_lost", "deadline", "transport")
+        assert ending.held
+        left = source.ask("left")
+        assert left["operations"] >= 1
+        assert left["pages"] > 0
+        assert (route is Route.DIRECT) or left["leased"] > 0
+        target.wake()
+        crowd.ended(stuck, "decode-tcp")  # one that has all its bytes may say so
+        crowd.assert_nothing_is_left()
+        crowd.landed(job(Verb.PUSH, route), "prefill-tcp", "decode-tcp")
+
+
+@pytest.mark.parametrize(
+    ("verb", "source", "target"),
+    [
+        (Verb.PUSH, "prefill", "decode-doomed"),
+        (Verb.PUSH, "prefill-tcp", "decode-tcp"),
+        (Verb.PULL, "doomed", "decode"),
+    ],
+)
+def test_a_mover_that_closes_under_a_write_may_free_its_memory_and_its_process_lives(
+    crowd: Crowd, verb: Verb, source: str, target: str
+) -> None:
+    """Its peer is about to write to what it knew of, or to read it. (To deregister memory and go on has no defence:
+    over TCP the process that unmaps it dies. `close` takes the agent down first.)"""
+    posts, peer, closing = ("write", source, target) if verb is Verb.PUSH else ("read", target, source)
+    torn = job(verb)
+    crowd[peer].ask("trap", posts, 2, 0, crowd[peer].pid, signal.SIGSTOP)
+    crowd.move(torn, source, target)
+    crowd[peer].await_stop()
+    crowd[closing].ask("drop_memory")
+    crowd[peer].wake()
+    (ending,) = crowd.ended(torn, peer)
+    assert ending.cause is not None
+    assert crowd[closing].ask("footprint")["threads"] >= 1, "the process is gone"
+    crowd.replace(seat(closing), [peer])
+    crowd.landed(job(verb), source, target)
+    crowd.assert_nothing_is_left()
+
+
+def _rest(rank: RankProcess) -> None:
+    """Wait until a rank has given back the pages of all that ended but what is held."""
+    deadline = time.monotonic() + 10
+    while (left := rank.ask("left")).get("open jobs", 0) > left.get("held", 0):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)

@@ -1,0 +1,180 @@
+"""Models and engines of more than one kind: hybrids, replicas that share the work, engines that share rank numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, Engine, Pair, truth_of
+
+from kvmover.layout import Component, CpOrder, Fleet
+from kvmover.plan.cost import Route
+from kvmover.plan.legs import Replicas
+from kvmover.transfer.meter import Count
+from kvmover.transfer.result import Integrity, Transfer
+from kvmover.transfer.wire import Verb
+
+ways = pytest.mark.parametrize(("verb", "route"), [(verb, route) for verb in Verb for route in Route])
+
+#: Attention in some layers and sliding windows in others, keys of sparse attention, and the states of Mamba-2: the
+#: temporal one, and the three steps of two sub-projections of the convolution.
+HYBRID = (
+    Component.attention(4, 2, 16, "bfloat16"),
+    Component.sliding(4, 4, 8, 10, "bfloat16"),
+    Component("index", 4, 1, 1, 12, "uint8"),
+    Component.state("temporal", 4, 4, 32, "float32"),
+    Component("conv x", 4, 3, 4, 8, "bfloat16", states=1),
+    Component("conv b", 4, 3, 2, 8, "bfloat16", states=1),
+)
+
+
+def reasons(transfers: list[Transfer]) -> set[str | None]:
+    assert all(transfer.result for transfer in transfers)
+    return {transfer.result.reason for transfer in transfers if transfer.result}
+
+
+@ways
+@pytest.mark.parametrize("start", [0, 21])
+@pytest.mark.parametrize("chunk_layers", [0, 1])
+def test_a_hybrid_model_moves_from_tp2_pp2_to_tp1_cp2(verb: Verb, route: Route, start: int, chunk_layers: int):
+    costs = replace(SMALL_CHUNKS, chunk_bytes=1024)
+    config = replace(CONFIG, verb=verb, route=route, costs=costs, chunk_layers=chunk_layers, integrity=Integrity.DIGEST)
+    bench = Bench(HYBRID, config)
+    src = bench.engine("prefill", Fleet(tp=2, pp=2, page_tokens=8))
+    dst = bench.engine("decode", Fleet(cp=2, page_tokens=4, cp_order=CpOrder.TOKEN), "HND", ("layer",))
+    dst.connect(src)
+    bench.turn()
+    pair = Pair.request(bench, src, dst, 53)
+    offered = src.snapshot()
+    transfers = [*pair.send(), *pair.receive(start=start)]
+    bench.ended(transfers)
+    assert reasons(transfers) == {None}
+    pair.assert_landed(start)
+    src.assert_holds(offered)
+    bench.assert_nothing_is_left()
+
+
+@ways
+def test_a_hybrid_model_of_which_nothing_is_wanted_moves_nothing(verb: Verb, route: Route):
+    bench = Bench(HYBRID, replace(CONFIG, verb=verb, route=route))
+    src, dst = bench.engine("prefill", Fleet(tp=2, page_tokens=8)), bench.engine("decode", Fleet(page_tokens=8))
+    dst.connect(src)
+    bench.turn()
+    pair = Pair.request(bench, src, dst, 40)
+    transfers = [*pair.send(), *pair.receive(start=40)]
+    bench.ended(transfers)
+    assert {transfer.landed().nbytes for transfer in transfers} == {0}
+    dst.assert_holds(pair.before)
+
+
+# Replicas
+
+
+LATENT = Component.mla(2, 64, "bfloat16")
+
+
+def sent_bytes(verb: Verb, replicas: Replicas, sources: int, destinations: int, tokens: int) -> list[int]:
+    """Payload that left each source rank, whoever moved it."""
+    config = replace(CONFIG, verb=verb, replicas=replicas, costs=replace(SMALL_CHUNKS, chunk_bytes=1024))
+    bench = Bench((LATENT,), config)
+    src = bench.engine("prefill", Fleet(tp=sources, page_tokens=4))
+    dst = bench.engine("decode", Fleet(tp=destinations, page_tokens=4), "HND")
+    dst.connect(src)
+    bench.turn()
+    pair = Pair.request(bench, src, dst, tokens)
+    transfers = [*pair.send(), *pair.receive()]
+    bench.ended(transfers)
+    assert reasons(transfers) == {None}
+    pair.assert_landed()
+    received = sum(mover.meter.counts[Count.RECEIVED_BYTES] for mover in dst.movers)
+    assert received == destinations * tokens * LATENT.token_bytes
+    if verb is Verb.PUSH:
+        sent = [mover.meter.counts[Count.SENT_BYTES] for mover in src.movers]
+        assert sent == [transfer.landed().nbytes for transfer in transfers[:sources]]
+    return [transfer.landed().nbytes for transfer in transfers[:sources]]
+
+
+@pytest.mark.parametrize("verb", list(Verb))
+@pytest.mark.parametrize(("sources", "destinations"), [(8, 1), (4, 2), (3, 1), (8, 4), (4, 8)])
+@pytest.mark.parametrize("tokens", [96, 101])
+def test_every_replica_sends_its_share_within_one_page(verb: Verb, sources: int, destinations: int, tokens: int):
+    """DeepSeek's latent on TP8: eight NICs send a request, where peers send it from one."""
+    sent = sent_bytes(verb, Replicas.STRIPE, sources, destinations, tokens)
+    page_bytes = 4 * LATENT.token_bytes
+    copies = max(destinations // sources, 1) if destinations % sources == 0 else 1
+    assert sum(sent) == destinations * tokens * LATENT.token_bytes
+    assert max(sent) - min(sent) <= page_bytes * copies
+
+
+def test_elected_replicas_send_whole_requests():
+    sent = sent_bytes(Verb.PUSH, Replicas.ELECT, 4, 2, 96)
+    assert sorted(sent) == [0, 0, 96 * LATENT.token_bytes, 96 * LATENT.token_bytes]
+
+
+# Data-parallel engines
+
+
+def groups(bench: Bench) -> tuple[list[Engine], list[Engine]]:
+    """Two prefill and two decode engines of two ranks each: four rank 0s and four rank 1s."""
+    fleet = Fleet(tp=2, page_tokens=4)
+    prefill = [bench.engine(f"prefill/{n}", fleet) for n in range(2)]
+    decode = [bench.engine(f"decode/{n}", fleet, "HND") for n in range(2)]
+    for target in decode:
+        for source in prefill:
+            target.connect(source)
+    bench.turn()
+    return prefill, decode
+
+
+@ways
+def test_requests_of_one_name_in_two_engines_never_mix(verb: Verb, route: Route):
+    """Each data-parallel group numbers its requests itself."""
+    bench = Bench((Component("attention", 2, 2, 4, 32, "bfloat16"),), replace(CONFIG, verb=verb, route=route))
+    prefill, decode = groups(bench)
+    pairs = [
+        Pair.request(bench, src, dst, 60, seed) for seed, (src, dst) in enumerate(zip(prefill, decode, strict=True))
+    ]
+    transfers = [transfer for pair in pairs for transfer in (*pair.send(), *pair.receive())]
+    bench.ended(transfers)
+    assert reasons(transfers) == {None}
+    for pair in pairs:
+        pair.assert_landed()
+    bench.assert_nothing_is_left()
+
+
+def test_an_engine_that_fails_a_request_leaves_its_twin_s_alone():
+    bench = Bench((Component("attention", 2, 2, 4, 32, "bfloat16"),))
+    prefill, decode = groups(bench)
+    pairs = [
+        Pair.request(bench, src, dst, 60, seed) for seed, (src, dst) in enumerate(zip(prefill, decode, strict=True))
+    ]
+    failing, other = (pair.receive() for pair in pairs)
+    bench.turn()
+    for mover in prefill[0].movers:
+        mover.refuse("request", "prefill/0 is out of memory")
+    bench.turn()
+    assert reasons(failing) == {"prefill/0 is out of memory"}
+    assert not any(transfer.ended for transfer in other)
+    sent = pairs[1].send()
+    bench.ended([*sent, *other])
+    assert reasons([*sent, *other]) == {None}
+    pairs[1].assert_landed()
+    decode[0].assert_holds(pairs[0].before)
+    bench.assert_nothing_is_left()
+
+
+def test_one_engine_serves_two_that_ask_for_the_same_request():
+    """A prefill whose request is decoded twice, say for two samples in two groups."""
+    bench = Bench((Component("attention", 2, 2, 4, 32, "bfloat16"),))
+    (src, _), decode = groups(bench)
+    truth, tables = truth_of(bench.components, 60), src.tables(60)
+    src.fill(tables, truth)
+    targets = [(dst, dst.tables(60, 7), dst.snapshot()) for dst in decode]
+    received = [t for dst, dst_tables, _ in targets for t in dst.receive("request", src.name, range(60), dst_tables)]
+    bench.turn()
+    sent = src.send("request", tables)
+    bench.ended([*sent, *received])
+    assert reasons(received) == {None}
+    for dst, dst_tables, before in targets:
+        dst.assert_holds(dst.landed(before, dst_tables, truth))
+    bench.assert_nothing_is_left()

@@ -1,0 +1,211 @@
+"""Peers that are cut off, stopped, restarted and back again: what they may write is kept out of use until then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from mover_fleets import CONFIG, HandClock, Pair
+from mover_network import FaultyNetwork
+
+from kvmover.layout import Fleet
+from kvmover.plan.cost import Route
+from kvmover.transfer.arena import Arena
+from kvmover.transfer.backoff import Backoff
+from kvmover.transfer.handshake import Place
+from kvmover.transfer.meter import Count
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.result import Cause, Result, Transfer
+from kvmover.transfer.wire import Verb
+
+#: What each of two source ranks has of a request, all of which is granted at once.
+PART_BYTES = 100 * 512
+PATIENT = replace(CONFIG, backoff=Backoff(jitter=0, attempts=5), linger_s=20.0)
+routes = pytest.mark.parametrize("route", list(Route))
+
+
+def pair_of(route: Route = Route.PACKED, verb: Verb = Verb.PUSH) -> tuple[Pair, FaultyNetwork, HandClock]:
+    """Two source ranks, the second of which gets into trouble."""
+    network, clock = FaultyNetwork(), HandClock()
+    config = replace(PATIENT, route=route, verb=verb)
+    return Pair.of(Fleet(tp=2, page_tokens=4), config=config, clock=clock, network=network), network, clock
+
+
+def pass_time(pair: Pair, seconds: float, step_s: float = 0.25) -> None:
+    assert isinstance(pair.bench.clock, HandClock)
+    for _ in range(round(seconds / step_s)):
+        pair.bench.clock.now += step_s
+        pair.bench.turn(2)
+
+
+def ended(transfer: Transfer) -> Result:
+    assert transfer.result is not None
+    return transfer.result
+
+
+def incoming(pair: Pair) -> Arena:
+    return pair.dst.movers[0]._core.incoming.arena
+
+
+def name(mover: Mover) -> str:
+    return mover._transport.name
+
+
+def lands(pair: Pair, request: str) -> None:
+    retry = Pair.request(pair.bench, pair.src, pair.dst, 100)
+    transfers = [*retry.send(request), *retry.receive(request)]
+    pass_time(pair, 2.0)
+    pair.bench.ended(transfers)
+    assert [ended(transfer).reason for transfer in transfers] == [None] * 3
+    retry.assert_landed()
+
+
+def in_flight(pair: Pair, network: FaultyNetwork) -> tuple[list[Transfer], Transfer]:
+    sent, (landed,) = pair.send(), pair.receive()
+    network.hold()
+    pair.bench.turn(4)
+    return sent, landed
+
+
+@routes
+def test_what_a_cut_off_peer_may_write_comes_back_when_it_is_reached_again_and_has_drained(route: Route):
+    pair, network, _ = pair_of(route)
+    sent, landed = in_flight(pair, network)
+    trouble = pair.src.movers[1]
+    network.cut(name(trouble))
+    pass_time(pair, 4.0)
+    assert ended(landed).cause is Cause.PEER_LOST
+    if route is Route.PACKED:
+        assert incoming(pair).quarantined_bytes == 2 * PART_BYTES  # the other rank's writes have not ended either
+        assert not landed.held
+    else:
+        assert (ended(landed).held, landed.held) == (True, True)
+    network.deliver()  # what it had posted lands, late, where nobody else is
+    pass_time(pair, 2.0)
+    if route is Route.PACKED:
+        assert incoming(pair).quarantined_bytes == incoming(pair).leased_bytes == PART_BYTES
+        pair.dst.assert_holds(pair.before)
+    assert landed.held == (route is Route.DIRECT)
+    network.heal(name(trouble))
+    pass_time(pair, 8.0)
+    assert incoming(pair).leased_bytes == 0
+    assert not landed.held
+    assert all(transfer.ended for transfer in sent)
+    assert pair.dst.movers[0].meter.counts[Count.RECONNECTS] == 1
+    lands(pair, "again")
+    pair.bench.assert_nothing_is_left()
+
+
+@routes
+def test_what_a_dead_process_may_write_comes_back_long_after_another_took_its_place(route: Route):
+    pair, network, clock = pair_of(route)
+    _, landed = in_flight(pair, network)
+    dead = pair.src.movers[1]
+    network.cut(name(dead))
+    pair.bench.movers.remove(dead)
+    pair.src.movers[1] = pair.bench.mover(Place("prefill", pair.src.fleet, 1), pair.src.pools[1])
+    pair.dst.movers[0].connect(pair.src.movers[1].card)  # it does not call back: this is all that is heard of it
+    seen = clock.now
+    network.deliver()
+    pass_time(pair, 4.0)
+    assert "restarted as" in str(ended(landed).reason)
+    held = (incoming(pair).quarantined_bytes, landed.held)
+    assert held == ((PART_BYTES, False) if route is Route.PACKED else (0, True))
+    pass_time(pair, seen + PATIENT.linger_s - clock.now - 1)
+    assert (incoming(pair).quarantined_bytes, landed.held) == held
+    pass_time(pair, 2.0)
+    assert (incoming(pair).quarantined_bytes, landed.held) == (0, False)
+    lands(pair, "again")
+    pair.bench.assert_nothing_is_left()
+
+
+@routes
+@pytest.mark.parametrize("verb", list(Verb))
+def test_a_source_that_was_stopped_longer_than_anybody_waits_harms_nobody_when_it_goes_on(route: Route, verb: Verb):
+    """SIGSTOP, then CONT: it goes on writing what it was told to, into memory that is kept for it."""
+    pair, network, _ = pair_of(route, verb)
+    sent, landed = in_flight(pair, network)
+    stopped = pair.src.movers[1]
+    pair.bench.movers.remove(stopped)
+    pass_time(pair, PATIENT.silence_s + PATIENT.drain_s + 1)
+    assert ended(landed).cause is Cause.PEER_LOST
+    assert f"{name(stopped)} has answered nothing" in str(ended(landed).reason)
+    pair.bench.movers.append(stopped)
+    network.deliver()
+    pass_time(pair, 20.0)
+    for transfer in (*sent, landed):
+        assert ended(transfer).reason
+        assert not transfer.held
+    assert incoming(pair).leased_bytes == 0
+    lands(pair, "again")
+    pair.bench.assert_nothing_is_left()
+
+
+def test_a_destination_that_was_stopped_is_back_when_it_goes_on():
+    pair, network, _ = pair_of()
+    sent, landed = in_flight(pair, network)
+    (stopped,) = pair.dst.movers
+    pair.bench.movers.remove(stopped)
+    network.deliver()
+    pass_time(pair, PATIENT.silence_s + PATIENT.drain_s + 1)
+    assert {ended(transfer).cause for transfer in sent} == {Cause.PEER_LOST}
+    pair.bench.movers.append(stopped)
+    pass_time(pair, 20.0)
+    assert landed.ended
+    assert not landed.held
+    lands(pair, "again")
+    pair.bench.assert_nothing_is_left()
+
+
+def test_a_peer_that_never_comes_back_costs_its_own_regions_and_nothing_else():
+    pair, network, clock = pair_of()
+    _, landed = in_flight(pair, network)
+    trouble = pair.src.movers[1]
+    network.cut(name(trouble))
+    network.deliver()
+    pass_time(pair, 60.0)
+    assert ended(landed).cause is Cause.PEER_LOST
+    assert incoming(pair).quarantined_bytes == incoming(pair).leased_bytes == PART_BYTES
+    assert clock.now > 1000 + PATIENT.linger_s
+    other = pair.bench.engine("other", Fleet(page_tokens=4), config=PATIENT)
+    pair.dst.connect(other)
+    pair.bench.turn()
+    healthy = Pair.request(pair.bench, other, pair.dst, 100)
+    transfers = [*healthy.send("healthy"), *healthy.receive("healthy")]
+    pair.bench.ended(transfers)
+    healthy.assert_landed()
+    dials = pair.dst.movers[0]._redial.due(clock.now + 1e6)
+    assert dials == ([], [])  # given up
+
+
+def test_a_peer_that_is_cut_off_while_nothing_is_under_way_is_missed_by_nobody_until_it_is_asked():
+    pair, network, _ = pair_of()
+    trouble = pair.src.movers[1]
+    network.cut(name(trouble))
+    pass_time(pair, 4.0)
+    (landed,) = pair.receive()
+    pass_time(pair, 4.0)
+    assert ended(landed).cause is Cause.PEER_LOST
+    network.heal(name(trouble))
+    pass_time(pair, 8.0)
+    lands(pair, "again")
+    pair.bench.assert_nothing_is_left()
+
+
+def test_a_request_lands_although_each_of_its_peers_is_cut_off_for_a_moment_when_it_is_not_needed():
+    """Everything of rank 1 has landed when it is lost: its part is whole."""
+    pair, network, _ = pair_of()
+    landed = pair.receive()
+    pair.bench.turn()
+    late = pair.src.movers[1].send("request", pair.src_tables[1])
+    pair.bench.turn(60)
+    network.cut(name(pair.src.movers[1]))
+    sent = pair.src.movers[0].send("request", pair.src_tables[0])
+    pass_time(pair, 2.0)
+    assert ended(landed[0]).reason is None
+    pair.assert_landed()
+    network.heal(name(pair.src.movers[1]))
+    pass_time(pair, 8.0)
+    assert ended(sent).reason is None
+    assert ended(late).reason
+    pair.bench.assert_nothing_is_left()
