@@ -34,7 +34,7 @@ LARGE, SMALL = PAGES * 16, 16
 CONFIG = MoverConfig(arena_bytes=(64 << 20) + 4096, route=Route.PACKED, costs=replace(HOST, chunk_bytes=8 << 20))
 #: Who drives the movers; in the last row a thread that never lets go of Python works beside each of them.
 WAYS = ("own loop", "progress thread", "own loop, busy beside", "progress thread, busy beside")
-ROUNDS = {SMALL: 60, LARGE: 12}
+ROUNDS = {SMALL: 60, LARGE: 24}
 CALLS = 2000
 
 

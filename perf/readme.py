@@ -13,7 +13,7 @@ BLOCK = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 def numbers() -> str:
     """The block between the README's markers."""
-    return "\n".join([*_kernels(), "", *_budgets(), "", *_loopback(), "", *_plan(), "", *_reference(), ""])
+    return "\n".join([*_kernels(), "", *_budgets(), "", *_transfer(), "", *_plan(), "", *_reference(), ""])
 
 
 def _kernels() -> list[str]:
@@ -56,8 +56,8 @@ def _budgets() -> list[str]:
     return lines
 
 
-def _loopback() -> list[str]:
-    rows = read("bench_loopback")
+def _transfer() -> list[str]:
+    rows = read("transfer")
     about = rows[0]
     lines = [
         f"**{about['mib']} MiB between two processes**, rows of {about['row_bytes']} B, NHD to HND ({_about(about)}):",
@@ -68,7 +68,10 @@ def _loopback() -> list[str]:
     for row in rows:
         spread = f"{row['gb_per_s']} ({row['p10_gb_per_s']} to {row['p90_gb_per_s']})"
         lines.append(f"| {row['what']} | {spread} | {row['of_contiguous']} | {row['of_direct']} |")
-    return lines
+    small = read("transfer_latency")
+    kib = next(row["kib"] for row in small if row["kib"] != "0")
+    cells = [f"{row['what']} {row['p50_us']} ({row['p99_us']})" for row in small]
+    return [*lines, "", f"16 tokens, {kib} KiB, from asking to landed, p50 (p99) in microseconds: {', '.join(cells)}."]
 
 
 def _plan() -> list[str]:

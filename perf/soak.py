@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 from kvmover.layout import Fleet
 from perf.record import write
 from tests.transfer.fault_crowd import Crowd
-from tests.transfer.fault_rank import Seat
+from tests.transfer.fault_rank import CONFIG, Seat
 from tests.transfer.fault_storm import DECODE, PREFILL, Storm
 
 #: Requests between two samples.
 BATCH = 40
+#: Nobody is to be taken for dead: UCX keeps a socket for each reconnect.
+PATIENT = replace(CONFIG, deadline_s=60.0, silence_s=30.0)
 SEATS = [
-    *(Seat(PREFILL, Fleet(tp=2, page_tokens=16), rank, pages=256) for rank in range(2)),
-    *(Seat(DECODE, Fleet(cp=2, page_tokens=24), rank, "HND", pages=256) for rank in range(2)),
+    *(Seat(PREFILL, Fleet(tp=2, page_tokens=16), rank, pages=256, config=PATIENT) for rank in range(2)),
+    *(Seat(DECODE, Fleet(cp=2, page_tokens=24), rank, "HND", pages=256, config=PATIENT) for rank in range(2)),
 ]
 
 

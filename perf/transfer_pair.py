@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import TypeGuard
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.transfer.handshake import Model, Place
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import MoverConfig
-from kvmover.transport.base import Completed, Descriptors, Memory, Note
+from kvmover.transport.base import Completed, Descriptors, Event, Memory, Note
 from kvmover.transport.memory import memory_of
 from kvmover.transport.nixl import NixlTransport
 
@@ -24,6 +25,7 @@ FLEET = Fleet(page_tokens=PAGE_TOKENS)
 PAGES = TOKENS // PAGE_TOKENS
 ARENA_BYTES = NBYTES + (1 << 20)
 PAUSE_S = 50e-6
+ECHO = b"there and back "
 
 
 @dataclass(slots=True)
@@ -72,10 +74,15 @@ def destination(pipe: Connection) -> None:
 def echo(transport: NixlTransport, times: int) -> None:
     while times:
         for event in transport.poll():
-            if isinstance(event, Note):
+            if asked(event):
                 transport.notify(event.peer, event.payload)
                 times -= 1
         time.sleep(PAUSE_S)
+
+
+def asked(event: Event) -> TypeGuard[Note]:
+    """Whether it is one of the notes that are timed; movers may have sent others."""
+    return isinstance(event, Note) and event.payload.startswith(ECHO)
 
 
 class Pair:
@@ -108,8 +115,8 @@ class Pair:
         samples: list[float] = []
         for number in range(times):
             began = time.perf_counter()
-            self.side.transport.notify(self._peer, b"%d" % number)
-            while not any(isinstance(event, Note) for event in self.side.transport.poll()):
+            self.side.transport.notify(self._peer, ECHO + b"%d" % number)
+            while not any(map(asked, self.side.transport.poll())):
                 time.sleep(PAUSE_S)
             samples.append(time.perf_counter() - began)
         return samples

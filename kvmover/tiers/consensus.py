@@ -6,7 +6,7 @@ where trailing components make some illegal, a minimum of the ranks' longest cou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,4 +48,4 @@ class Grouped:
 
         row = torch.tensor(values.tolist(), dtype=torch.int64)
         self._group.allreduce([row], self._options).wait()
-        return np.array(row.tolist(), np.int64)
+        return np.array(cast(list[int], row.tolist()), np.int64)  # pyright: ignore[reportUnknownMemberType]

@@ -214,10 +214,10 @@ class Inbound:
                 self.core.meter.add(Count.RESENT_MESSAGES)
                 reason = self.limbo.reason((peer, request, generation))
                 self.core.say(peer, wire.Abort(request, generation, reason))
-        for (peer, *id_), want in self._farewells.again(now, self.core.config.resend_s):
+        for (peer, request, generation), want in self._farewells.again(now, self.core.config.resend_s):
             self.core.meter.add(Count.RESENT_MESSAGES)
             self.core.post(peer, want)
-            self.core.say(peer, wire.Done(*id_))
+            self.core.say(peer, wire.Done(request, generation))
         self._ended.expire(now)
 
     def gauges(self) -> dict[Gauge, int]:

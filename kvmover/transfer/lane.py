@@ -113,7 +113,7 @@ class Lane:
         ]
 
     def reach(self, chunk: int, stop: int) -> tuple[int, int]:
-        """(layer, position) that the chunk stays below: what must be produced, of `stop` positions, before it can go."""
+        """(layer, position) that the chunk stays below: what must be produced, of `stop` in all, before it can go."""
         pieces = self.chunks[chunk].pieces
         return max(p.leg.layers.stop for p in pieces), max(self._stop(p, stop) for p in pieces)
 

@@ -1,7 +1,8 @@
 """Liveness: which peers to ping, and which have been silent for too long. Pure: peers, times, and what to do.
 
-Only peers that something is awaited from are watched. Silence is counted from the first ping that nothing answers, so
-that a side that was itself not running for a while blames nobody.
+Only peers that something is awaited from are watched, and those that were greeted and have not been heard since: a
+Hello that is lost is said again. Silence is counted from the first ping that nothing answers, so that a side that was
+itself not running for a while blames nobody.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Liveness:
-    """Times in seconds. `heard`, `due`: what the mover tells and asks, at `now`."""
+    """Times in seconds, of which the mover says `now`."""
 
     ping_s: float
     silence_s: float
@@ -29,15 +30,19 @@ class Liveness:
         """A peer was told of us, and drops whatever we say until it knows."""
         self._greeted[peer] = now, now + self.ping_s
 
-    def strangers(self, now: float) -> list[str]:
-        """Peers to greet again: they have not been heard since, though not for longer than silence is borne."""
-        due = [peer for peer, (_, again) in self._greeted.items() if now >= again]
-        for peer in due:
-            since, _ = self._greeted[peer]
-            self._greeted[peer] = since, now + self.ping_s
-        for peer in [peer for peer, (since, _) in self._greeted.items() if now - since >= self.silence_s]:
+    def forget(self, peer: str) -> None:
+        """A peer is gone: it is not greeted any more."""
+        self._greeted.pop(peer, None)
+
+    def strangers(self, now: float) -> tuple[list[str], list[str]]:
+        """(peers to greet again, peers that are lost), of those that have not been heard since they were greeted."""
+        lost = [peer for peer, (since, _) in self._greeted.items() if now - since >= self.silence_s]
+        for peer in lost:
             del self._greeted[peer]
-        return due
+        again = [peer for peer, (_, due) in self._greeted.items() if now >= due]
+        for peer in again:
+            self._greeted[peer] = self._greeted[peer][0], now + self.ping_s
+        return again, lost
 
     def due(self, awaited: Collection[str], now: float) -> tuple[list[str], list[str]]:
         """(peers to ping, peers that are lost), of those that something is awaited from."""

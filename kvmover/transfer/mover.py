@@ -305,12 +305,12 @@ class Mover:
         """A peer that died while it owes us something is noticed by a ping that cannot be sent, or is not answered."""
         awaited = self._inbound.waits_on() | self._outbound.waits_on()
         ping, silent = self._liveness.due(awaited, self._core.clock())
-        for name in self._liveness.strangers(self._core.clock()):
-            if self._core.peers.get(name) is not None:
-                self._core.say(name, wire.Hello(self._card))
+        strangers, deaf = self._liveness.strangers(self._core.clock())
+        for name in strangers:
+            self._core.say(name, wire.Hello(self._card))
         for name in ping:
             self._core.say(name, wire.Ping())
-        for name in silent:
+        for name in (*silent, *deaf):
             self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
 
     def _dial(self) -> None:
@@ -334,6 +334,7 @@ class Mover:
             if self._core.peers.sits(peer):
                 self._redial.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
         self._core.peers.remove(name)
+        self._liveness.forget(name)
         self._transport.disconnect(name)
         self._inbound.lost(name, reason)
         self._outbound.lost(name, reason)

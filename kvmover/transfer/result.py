@@ -25,7 +25,7 @@ class Integrity(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a transfer failed, in a word that a metric can carry. The reason says it whole. A fault is this side's own."""
+    """Why a transfer failed, in a word that a metric can carry; the reason says it whole. A fault is our own side's."""
 
     ABORTED = "aborted"
     PEER_ABORTED = "peer_aborted"

@@ -32,7 +32,7 @@ class End:
     def __init__(self, engine: str) -> None:
         from kvmover.transfer.handshake import Model, Place
         from kvmover.transfer.mover import Mover
-        from kvmover.transfer.result import Gate, MoverConfig
+        from kvmover.transfer.result import MoverConfig
         from kvmover.transport.nixl import NixlTransport
 
         fleet, order = SIDES[engine]
@@ -92,6 +92,8 @@ def decode(pipe: Connection) -> None:
 
 def test_both_routes_land_the_same_bytes_in_another_process() -> None:
     context = multiprocessing.get_context("spawn")
+    from kvmover.transfer.result import Gate
+
     here, there = context.Pipe()
     process = context.Process(target=decode, args=(there,), daemon=True)
     process.start()

@@ -248,7 +248,7 @@ def what_is_lost_is_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def hello_is_said_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Liveness, "strangers", lambda self, now: [])
+    patch.setattr(Liveness, "strangers", lambda self, now: ([], []))
 
 
 def a_source_without_chunks_is_told_once(patch: pytest.MonkeyPatch) -> None:
@@ -309,22 +309,22 @@ def reads_count_unconfirmed(patch: pytest.MonkeyPatch) -> None:
 
 #: Each with the profile under which it shows.
 MUTATIONS: list[tuple[Mutation, str]] = [
-    (completion_is_a_counter, "hostile"),
+    (completion_is_a_counter, "echoes"),
     (any_writer_will_do, "default"),
-    (a_payload_counts_twice, "hostile"),
-    (a_pull_lands_without_its_source, "hostile"),
-    (generations_are_ignored, "hostile"),
-    (chunks_have_no_generation, "hostile"),
-    (rounds_are_ignored, "hostile"),
+    (a_payload_counts_twice, "echoes"),
+    (a_pull_lands_without_its_source, "ambushed"),
+    (generations_are_ignored, "echoes"),
+    (chunks_have_no_generation, "echoes"),
+    (rounds_are_ignored, "echoes"),
     (digests_are_not_compared, "default"),
     (a_want_opens_what_is_over, "reordered"),
     (regions_are_freed_at_abort, "default"),
-    (drained_is_said_with_a_write_in_flight, "default"),
+    (drained_is_said_with_a_write_in_flight, "frail"),
     (quarantine_is_a_release, "default"),
     (the_arena_is_a_ring, "default"),
-    (staging_is_reused_before_a_failed_write_settles, "default"),
+    (staging_is_reused_before_a_failed_write_settles, "frail"),
     (staging_is_reused_before_it_was_read, "default"),
-    (a_dead_peer_writes_no_more, "default"),
+    (a_dead_peer_writes_no_more, "frail"),
     (held_pages_are_given_back, "default"),
     (held_is_over_with_the_transfer, "default"),
     (gates_are_ignored, "default"),
@@ -334,8 +334,8 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_source_without_chunks_is_told_once, "lossy"),
     (silence_is_never_noticed, "default"),
     (a_peer_that_is_back_releases_nothing, "default"),
-    (a_successor_seen_early_is_forgotten, "default"),
+    (a_successor_seen_early_is_forgotten, "frail"),
     (answers_are_answered, "hostile"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
-    (reads_count_unconfirmed, "hostile"),
+    (reads_count_unconfirmed, "ambushed"),
 ]

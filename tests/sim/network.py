@@ -83,9 +83,9 @@ class Posted:
 class SimNetwork(LoopbackNetwork):
     """Where simulated transports meet, and the clock that they share. `step` lets the next thing happen.
 
-    `on_post`, `on_landing`, `on_end`: called with each operation when it is posted, before it touches memory, and when it
-    touches it no longer. `lost`: notes
-    that vanished, by kind. `spoils`: whether an operation may land with a wrong bit.
+    `on_say`: called with each note. `on_post`, `on_landing`, `on_end`: with each operation when it is posted, before it
+    touches memory, and when it touches it no longer. `lost`: notes that vanished, by kind. `heard_at` [sender, peer]:
+    when a note arrived last. `spoils`: whether an operation may land with a wrong bit.
     """
 
     def __init__(self, seed: int, profile: Profile = DEFAULT) -> None:
@@ -241,9 +241,7 @@ class SimNetwork(LoopbackNetwork):
             flight.error = PeerLost(f"{flight.peer} is lost")
             self.on_end(posted, False)
         else:
-            self.log(
-                lambda: f"{posted} landed{', spoilt' if spoilt else ''}{', its writer dead' if dead else ''}"
-            )
+            self.log(lambda: f"{posted} landed{', spoilt' if spoilt else ''}{', its writer dead' if dead else ''}")
             self.on_landing(posted)
             posted.copy()
             if spoilt:

@@ -52,6 +52,7 @@ class Profile:
     verbs: tuple[Verb, ...] = tuple(Verb)
     integrity: tuple[Integrity, ...] = (Integrity.NONE, Integrity.NONE, Integrity.DIGEST)
     ambushes: float = 0.3
+    crashes: float = 0.12
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -59,14 +60,18 @@ DEFAULT = Profile("default")
 #: Nothing goes wrong but that notes are lost, so every request must land: what is lost is asked for again.
 LOSSY = Profile("lossy", loss=0.1, late=0.0, late_reads=0.0, calm=1.0, silence_s=4.0)
 #: What nobody promises, and nothing may be corrupted by.
-REORDERED = Profile("reordered", ordered=False, loss=0.03, duplicates=0.25, late=0.1, corrupt=0.25, delay_s=(0.001, 0.15))
+REORDERED = Profile(
+    "reordered", ordered=False, loss=0.03, duplicates=0.25, late=0.1, corrupt=0.25, delay_s=(0.001, 0.15)
+)
 #: As before, but that no message overtakes the Want that it follows, and no Want comes twice.
 HOSTILE = replace(REORDERED, name="hostile", wants_first=True)
 #: Writes, of which most are told of twice and many come to harm: stale news of every kind.
 ECHOES = replace(HOSTILE, name="echoes", duplicates=0.6, corrupt=0.4, calm=0.0, verbs=(Verb.PUSH,))
 #: Reads from sources that give up under them, and whose notes are held up.
 AMBUSHED = replace(HOSTILE, name="ambushed", late_notes=0.3, calm=0.0, verbs=(Verb.PULL,), ambushes=0.8)
-PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED)}
+#: Ranks that die with writes under way.
+FRAIL = replace(DEFAULT, name="frail", late=0.3, calm=0.0, crashes=0.5)
+PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ class Crash:
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class Stop:
     """A rank is not polled for a while, as if stopped."""
 
     rank: tuple[str, int]
@@ -133,7 +138,7 @@ class Cut:
     told: bool
 
 
-Fault = Crash | Stall | Cut
+Fault = Crash | Stop | Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +170,11 @@ class Scenario:
             random.choice([(0.0, 0.0), (0.0, 0.0), (0.001, 0.03), (0.05, 0.3)]),
             (0.0 if random.random() < 0.9 else 0.1, random.choice([0.0, 0.0, 0.0, 0.15])),
             random.choice([(), ("layer",), ("layer", "kv")]),
-            tuple(_request(random, profile, f"r{i}", fleets["p"].size, calm) for i in range(random.choice([1, 2, 2, 3]))),
-            () if calm else tuple(_faults(random, fleets)),
+            tuple(
+                _request(random, profile, f"r{i}", fleets["p"].size, calm) for i in range(random.choice([1, 2, 2, 3]))
+            ),
+            () if calm else tuple(_faults(random, profile, fleets)),
         )
-
-    @property
-    def verb(self) -> Verb:
-        return self.config.verb
 
     @property
     def digests(self) -> bool:
@@ -220,9 +223,7 @@ def _request(random: Random, profile: Profile, name: str, sources: int, calm: bo
     abort = (random.choice(ENGINES), first + random.uniform(0, 0.5)) if random.random() < 0.4 else None
     ambush = random.choice([0, 0, 0, 1, 1, 2, 3, 5]) if random.random() < profile.ambushes else None
     retries, again = random.choice([0, 1, 2]), random.random() < 0.3
-    return replace(
-        asked, abort=abort, ambush=ambush, refused=random.random() < 0.04, retries=retries, again=again
-    )
+    return replace(asked, abort=abort, ambush=ambush, refused=random.random() < 0.04, retries=retries, again=again)
 
 
 def _by_layers(random: Random) -> tuple[Step, ...]:
@@ -237,16 +238,16 @@ def _by_tokens(random: Random, tokens: int) -> tuple[Step, ...]:
     return Step(times[0], tokens=random.randint(1, tokens)), Step(times[1], layers=1), Step(times[2])
 
 
-def _faults(random: Random, fleets: dict[str, Fleet]) -> list[Fault]:
+def _faults(random: Random, profile: Profile, fleets: dict[str, Fleet]) -> list[Fault]:
     faults = list[Fault]()
     for engine, fleet in fleets.items():
         for rank in range(fleet.size):
-            if random.random() < 0.12:
+            if random.random() < profile.crashes:
                 back = None if random.random() < 0.15 else random.uniform(0.02, 0.6)
                 faults.append(Crash((engine, rank), random.uniform(0, 0.9), back, random.random() < 0.6))
             if random.random() < 0.2:
                 seconds = random.choice([random.uniform(0.02, 0.3), random.uniform(1.0, 2.2)])
-                faults.append(Stall((engine, rank), random.uniform(0, 0.8), seconds))
+                faults.append(Stop((engine, rank), random.uniform(0, 0.8), seconds))
     if random.random() < 0.2:
         ranks = random.randrange(fleets["p"].size), random.randrange(fleets["d"].size)
         seconds = None if random.random() < 0.25 else random.uniform(0.1, 1.5)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvmover.layout import Component, Fleet, Pool
+from kvmover.layout import Component, Pool
 from kvmover.transfer.arena import Arena
 from kvmover.transfer.handshake import Model, Place
 from kvmover.transfer.mover import Mover
@@ -46,7 +46,10 @@ class Passing:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What is moved: `truth` [component], each [layer, kv, head, position, byte]. `chunks`: that were written or read."""
+    """What is moved: `truth` [component], each [layer, kv, head, position, byte]. `chunks`: moved so far.
+
+    `received` [rank]: how often a destination rank has asked. `payloads` [rank]: what sources have handed over.
+    """
 
     asked: Asked
     truth: tuple[Bytes, ...]
@@ -94,7 +97,7 @@ class Seat:
     """One incarnation of a rank: its mover and its pools, with what they must hold outside of pages in `open_to`.
 
     `open_to` [page]: the receive that lets peers write it; it stays after a transfer that ended `held`. `dirty`:
-    memory was touched since it was last checked.
+    memory was touched since it was last checked. `stops`: (since, until) when it is not polled.
     """
 
     place: Place
@@ -110,7 +113,7 @@ class Seat:
     alive: bool = True
     waking: bool = False
     dirty: bool = False
-    stalls: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    stops: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     @property
     def name(self) -> str:
@@ -169,16 +172,16 @@ class Seat:
                 found.append((number, chosen, rows))
         return found
 
-    def stalled_at(self, now: float) -> float | None:
-        """When it will be polled again, where it is not now."""
-        return next((until for since, until in self.stalls if since <= now < until), None)
+    def stopped_until(self, now: float) -> float | None:
+        """When it will be polled again, where it is stopped now."""
+        return next((until for since, until in self.stops if since <= now < until), None)
 
-    def stalled_within(self, since: float, until: float) -> float:
-        """For how long it was not polled between two times."""
-        return sum(max(0.0, min(until, b) - max(since, a)) for a, b in self.stalls)
+    def stopped_within(self, since: float, until: float) -> float:
+        """For how long it was stopped between two times."""
+        return sum(max(0.0, min(until, b) - max(since, a)) for a, b in self.stops)
 
 
-def seat(
+def seated(
     scenario: Scenario, network: SimNetwork, engine: str, rank: int, noise: tuple[Random, np.random.Generator]
 ) -> Seat:
     """A process with pools of noise, not connected to anybody."""

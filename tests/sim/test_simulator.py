@@ -1,6 +1,6 @@
 """Whole movers under seeded schedules of requests and faults: nothing is corrupted, nothing hangs, nothing is left.
 
-`KVMOVER_SCHEDULES=20000 pytest -n 2 tests/sim` runs that many instead of the default.
+`KVMOVER_SCHEDULES=20000 python -m pytest -n 2 tests/sim -k invariant` runs that many.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.world import Broken, simulate
 
 #: Profiles, and of how many schedules in ten each has.
-SHARES = {"default": 4, "lossy": 2, "hostile": 3, "reordered": 1}
+SHARES = {"default": 3, "lossy": 2, "hostile": 1, "reordered": 1, "echoes": 1, "ambushed": 1, "frail": 1}
 
 #: Schedules, in tests of at most so many each, which several workers can share.
-SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", "1200"))
+SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", "1000"))
 BLOCK = 500
 BLOCKS = [
     (profile, range(first, min(first + BLOCK, SCHEDULES * share // 10)))
@@ -31,47 +31,46 @@ BLOCKS = [
 #: A mutation that survives so many schedules is not caught.
 MUTANT_SCHEDULES = 300
 
-#: How many of a hundred schedules reach a situation, at the least. What a schedule of the profile cannot reach is left out.
+#: In how many of a hundred schedules a situation is reached, at the least: half of what is usual.
 REACHED: dict[str, dict[str, int]] = {
     "default": {
-        "receive landed": 60,
-        "receive failed": 40,
-        "receive held": 8,
+        **{f"receive {end}": least for end, least in {"landed": 45, "failed": 45, "held": 9}.items()},
+        **{f"send {end}": least for end, least in {"landed": 35, "failed": 45, "held": 5}.items()},
         "receive held and given back": 8,
-        "send landed": 55,
-        "send failed": 45,
-        "send held": 6,
-        "send held and given back": 6,
-        "push direct landed": 14,
-        "push packed landed": 10,
-        "pull direct landed": 12,
-        "pull packed landed": 8,
-        "landed gated": 30,
-        "landed by layers": 14,
-        "landed aux": 22,
-        "landed hybrid": 14,
-        "landed resent": 4,
-        "landed slow copies": 22,
-        "landed slow consumer": 12,
-        "landed after a restart": 4,
-        "pages reused under a read": 8,
-        "given up under a chunk": 15,
-        "some pages whole, others not": 10,
-        "stopped for longer than silence": 15,
+        "send held and given back": 5,
+        "some pages whole, others not": 8,
+        "push direct landed": 11,
+        "push packed landed": 8,
+        "pull direct landed": 8,
+        "pull packed landed": 5,
+        "landed gated": 20,
+        "landed by layers": 9,
+        "landed aux": 15,
+        "landed hybrid": 10,
+        "landed resent": 2,
+        "landed slow copies": 16,
+        "landed slow consumer": 8,
+        "landed after a restart": 3,
+        "pages reused under a read": 10,
+        "given up under a chunk": 13,
+        "refused": 2,
+        "stopped for longer than silence": 11,
         "crashed and came back": 12,
-        "crashed for ever": 2,
         "cut and healed": 6,
-        "cut for ever": 2,
-        "left for ever": 1,
-        "refused": 3,
     },
     "lossy": {
-        **{f"lost {kind}": 6 for kind in ("Aux", "Chunk", "Staged", "Taken", "Kept", "Done", "Granted", "Offered")},
-        **{f"lost {kind}": 15 for kind in ("Hello", "Want", "Ping", "Pong")},
-        "receive landed": 95,
-        "landed resent": 10,
+        **{f"lost {kind}": 5 for kind in ("Aux", "Chunk", "Staged", "Taken", "Kept", "Hello")},
+        **{f"lost {kind}": 18 for kind in ("Want", "Offered", "Granted", "Done", "Ping", "Pong")},
+        "receive landed": 90,
+        "send landed": 90,
+        "landed resent": 7,
+        "landed gated": 30,
+        "landed aux": 20,
     },
-    "hostile": {"lost Abort": 15, "lost Drained": 10, "receive landed": 50, "landed resent": 2},
+    "hostile": {"lost Abort": 14, "lost Drained": 10, "receive landed": 30, "landed resent": 2},
+    "echoes": {"receive landed": 25, "landed resent": 1, "receive held": 14},
+    "ambushed": {"pages reused under a read": 18, "given up under a chunk": 22, "receive landed": 12},
+    "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
 }
 
 
@@ -92,13 +91,12 @@ def test_every_invariant_holds_after_every_step_of_a_schedule(profile: str, seed
 
 def test_a_seed_replays_the_same_schedule_in_another_process():
     """Strings hash otherwise there, so no order of a set decides."""
-    for profile, seeds in (("default", (3, 9)), ("hostile", (3, 9)), ("lossy", (4,))):
-        for seed in seeds:
-            here = simulate(seed, profile, trace=True).network.trace
-            command = [sys.executable, "-m", "tests.sim.replay", str(seed), profile]
-            there = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "77"}, capture_output=True, text=True)
-            assert there.returncode == 0, there.stdout
-            assert there.stdout.splitlines()[:-1] == here
+    for seed, profile in ((3, "default"), (9, "hostile")):
+        here = simulate(seed, profile, trace=True).network.trace
+        command = [sys.executable, "-m", "tests.sim.replay", str(seed), profile]
+        there = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "77"}, capture_output=True, text=True)
+        assert there.returncode == 0, there.stdout
+        assert there.stdout.splitlines()[:-1] == here
 
 
 def test_a_broken_schedule_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch):

@@ -9,14 +9,16 @@ from random import Random
 import numpy as np
 
 from kvmover.errors import KvmoverError, PeerUnknown, PlanError
-from kvmover.transfer.result import Gate
-from tests.sim.checks import Broken, Checks
+from kvmover.transfer.result import Gate, Result
+from tests.sim import endings, planned, steps
 from tests.sim.copies import Touched
+from tests.sim.flights import Flights
 from tests.sim.geometry import PAGES
-from tests.sim import planned
+from tests.sim.left import left
 from tests.sim.network import Posted, SimNetwork
-from tests.sim.scenario import ENGINES, PROFILES, Crash, Cut, Fault, Scenario, Stall, Step
-from tests.sim.seats import Order, Passing, Request, Seat, seat
+from tests.sim.scenario import ENGINES, PROFILES, Crash, Cut, Fault, Scenario, Step, Stop
+from tests.sim.scene import Broken, Scene
+from tests.sim.seats import Order, Passing, Request, Seat, seated
 
 __all__ = ["Broken", "World", "simulate"]
 
@@ -42,14 +44,12 @@ class World:
         self.network.wake = self._wake
         self.network.spoils = scenario.digests
         self.polls = 0
-        self.seats: dict[str, Seat] = {}
-        self.at: dict[tuple[str, int], Seat] = {}
-        self.orders: list[Order] = []
-        #: What was reached: ways to end, and situations that the protocol is there for.
-        self.seen: Counter[str] = Counter()
-        self.checks = Checks(scenario, wire, self.network, self.seats, self.at, self.orders, self.seen)
-        self.network.on_post = self._posted
+        self.scene = Scene(scenario, wire, self.network)
+        self.flights = Flights(self.scene)
         self.requests: dict[str, Request] = {}
+        self.network.on_say = steps.Chatter(self.scene).check
+        self.network.on_post, self.network.on_landing = self._posted, self.flights.landing
+        self.network.on_end = self.flights.ended
         self.network.log(lambda: f"{scenario}")
         for engine, fleet in scenario.fleets.items():
             for rank in range(fleet.size):
@@ -64,15 +64,20 @@ class World:
         for fault in scenario.faults:
             self.network.after(fault.at_s, lambda f=fault: self._fault(f))
 
+    @property
+    def seen(self) -> Counter[str]:
+        """Which situations were reached, and how often."""
+        return self.scene.seen
+
     def run(self) -> World:
         network, started = self.network, self.network.now
         while not self._quiet():
             if network.now > started + HORIZON_S:
-                raise Broken(f"still busy after {HORIZON_S} s: {self.checks.left()}")
+                raise Broken(f"still busy after {HORIZON_S} s: {left(self.scene)}")
             if network.pending > CROWD:
                 raise Broken(f"{network.pending} things are under way at once")
             network.step()
-        self.checks.at_the_end()
+        self._end()
         return self
 
     # What the engines do.
@@ -84,7 +89,7 @@ class World:
             self.network.after(late, lambda r=rank: self._order(request, engine, r))
 
     def _order(self, request: Request, engine: str, rank: int) -> None:
-        seat = self.at[engine, rank]
+        seat = self.scene.at[engine, rank]
         if not seat.alive:
             return
         if engine == "p" and request.asked.refused and request.retries == request.asked.retries:
@@ -99,12 +104,13 @@ class World:
             order = (self._send if engine == "p" else self._receive)(request, seat, pages, numbers)
         except (PlanError, PeerUnknown) as error:  # it runs already, or a peer is down: nothing was asked
             self.network.log(lambda e=error: f"{seat.name}: {engine} {request.name} refused: {e}")
-            self.checks.refused(seat, request, error)
+            if self.scene.calm:
+                raise Broken(f"{seat.name}: {request.name} was refused though nothing went wrong: {error}") from error
             return
         self.network.log(lambda: f"{order.name}, pages {[table.tolist() for table in pages]}")
         for free, table in zip(seat.free, pages, strict=True):
             del free[: len(table)]
-        self.orders.append(order)
+        self.scene.orders.append(order)
         seat.orders.append(order)
         self._look(seat)
 
@@ -119,7 +125,7 @@ class World:
 
     def _send(self, request: Request, seat: Seat, pages: tuple[np.ndarray, ...], numbers: list[int]) -> Order:
         asked, rank = request.asked, seat.place.rank
-        payload = f"{request.name} {len(self.orders)}".encode() if rank in asked.aux_from else None
+        payload = f"{request.name} {len(self.scene.orders)}".encode() if rank in asked.aux_from else None
         gates = [Gate(Passing(), step.layers, step.tokens) for step in asked.steps]
         said = gates[:1] if self.random.random() < 0.5 else gates
         now, later = (None, payload) if asked.aux_s else (payload, None)
@@ -129,7 +135,9 @@ class World:
             seat.put((seat.memory, seat.expected), order, Step(0.0))
         order.transfer = seat.mover.send(request.name, pages, said if gates else None, now)
         for gate, step in zip(gates, asked.steps, strict=True):
-            self.network.after(step.seconds, lambda g=gate, s=step, told=gate in said: self._computed(order, g, s, told))
+            self.network.after(
+                step.seconds, lambda g=gate, s=step, told=gate in said: self._computed(order, g, s, told)
+            )
         if payload is not None:
             request.payloads.setdefault(rank, set()).add(payload)
         if later is not None:
@@ -153,7 +161,7 @@ class World:
             self._look(order.seat)
 
     def _abort(self, request: Request, engine: str) -> None:
-        for order in [o for o in self.orders if o.request is request and o.seat.place.engine == engine]:
+        for order in [o for o in self.scene.orders if o.request is request and o.seat.place.engine == engine]:
             if order.seat.alive and not order.transfer.ended:
                 self.network.log(lambda o=order: f"{o.name}: abort")
                 order.seat.mover.abort(order.transfer, "the user left")
@@ -161,8 +169,8 @@ class World:
 
     def _posted(self, posted: Posted) -> None:
         """A source may give a request up just when a chunk of it is on its way."""
-        self.checks.posted(posted)
-        name = self.checks.targets[posted].request
+        self.flights.posted(posted)
+        name = self.flights.targets[posted].request
         request = self.requests[name] if name else None
         if request is None:
             return
@@ -209,19 +217,19 @@ class World:
         network = self.network
         match fault:
             case Crash(rank, back_s=back_s, told=told):
-                seat = self.at[rank]
+                seat = self.scene.at[rank]
                 if seat.alive:
                     network.log(lambda: f"{seat.name}: CRASH")
                     seat.alive = False
                     network.crash(seat.name, told)
                     if back_s is not None:
                         network.after(back_s, lambda: self._start(*rank))
-            case Stall(rank, seconds=seconds):
-                seat = self.at[rank]
+            case Stop(rank, seconds=seconds):
+                seat = self.scene.at[rank]
                 network.log(lambda: f"{seat.name}: STOPPED for {seconds:.3f} s")
-                seat.stalls.append((network.now, network.now + seconds))
+                seat.stops.append((network.now, network.now + seconds))
             case Cut((source, target), seconds=seconds, told=told):
-                one, other = self.at["p", source].name, self.at["d", target].name
+                one, other = self.scene.at["p", source].name, self.scene.at["d", target].name
                 network.log(lambda: f"{one} and {other}: CUT OFF from each other, {seconds} s, told {told}")
                 network.cut(one, other, told)
                 if seconds is not None:
@@ -233,10 +241,10 @@ class World:
 
     def _start(self, engine: str, rank: int) -> None:
         """A process that connects to every rank of the other engine that is alive."""
-        made = seat(self.scenario, self.network, engine, rank, (self.random, self.filler))
+        made = seated(self.scenario, self.network, engine, rank, (self.random, self.filler))
         self.network.log(lambda: f"{made.name}: starts")
-        self.seats[made.name] = self.at[engine, rank] = made
-        for other in self.at.values():
+        self.scene.seats[made.name] = self.scene.at[engine, rank] = made
+        for other in self.scene.at.values():
             if other.place.engine != engine and other.alive:
                 made.mover.connect(other.mover.card)
         self._poll_in(made, BUSY_S)
@@ -244,7 +252,7 @@ class World:
     # Time.
 
     def _wake(self, name: str) -> None:
-        seat = self.seats[name]
+        seat = self.scene.seats[name]
         if seat.alive and not seat.waking:
             seat.waking = True
             self._poll_in(seat, 0.001 + seat.pace_s, again=False)
@@ -257,7 +265,7 @@ class World:
         self.polls -= 1
         if not seat.alive:
             return
-        until = seat.stalled_at(self.network.now)
+        until = seat.stopped_until(self.network.now)
         if until is not None:
             self._poll_in(seat, until - self.network.now + 1e-6, again)
             return
@@ -273,17 +281,57 @@ class World:
             raise Broken(f"{seat.name}: poll raised {error!r}") from error
         self._look(seat)
 
+    # The invariants.
+
     def _look(self, seat: Seat) -> None:
         """After every step of a mover."""
-        for order in self.checks.after_step(seat):
-            self._closed(order)
+        for posted in self.flights.into.get(seat.name, ()):
+            self.flights.still_its_own(posted)
+        steps.check_memory(seat)
+        steps.check_arena(seat)
+        steps.check_silence(self.scene, seat)
+        for order in list(seat.orders):
+            if order.transfer.result is None:
+                steps.check_deadline(self.scene, order)
+            elif self._given_back(order, order.transfer.result):
+                self._closed(order)
+
+    def _given_back(self, order: Order, result: Result) -> bool:
+        """Whether the engine has the pages of an ended transfer back."""
+        if not order.closed:
+            order.closed = True
+            endings.check_result(self.scene, order, result)
+        if order.transfer.held:
+            if not result.held:
+                raise Broken(f"{order.name} is held, though its result says that it is not")
+            return False
+        if result.held:
+            self.seen[f"{order.verb} held and given back"] += 1
+        self.flights.untouched(order)
+        if order.verb == "receive" and result.landed:
+            endings.check_landed(order, result)
+        return True
 
     def _quiet(self) -> bool:
         """Nothing is under way but heartbeats, every order has ended, and nothing is left that will pass."""
         if self.network.pending > self.polls or self.network.in_flight:
             return False
-        seats = [seat for seat in self.at.values() if seat.alive]
-        return all(o.transfer.ended for seat in seats for o in seat.orders) and not self.checks.left()
+        ended = all(order.transfer.ended for seat in self.scene.alive for order in seat.orders)
+        return ended and not left(self.scene)
+
+    def _end(self) -> None:
+        """Count what was reached; check what only the end can show."""
+        endings.check_told(self.scene)
+        self.seen["left for ever"] += sum(len(seat.mover._inbound.limbo) for seat in self.scene.alive)
+        self.seen.update({f"lost {kind}": count for kind, count in self.network.lost.items()})
+        for fault in self.scenario.faults:
+            match fault:
+                case Cut(seconds=seconds):
+                    self.seen["cut for ever" if seconds is None else "cut and healed"] += 1
+                case Crash(back_s=back_s):
+                    self.seen["crashed for ever" if back_s is None else "crashed and came back"] += 1
+                case Stop(seconds=seconds) if seconds > self.scenario.config.silence_s:
+                    self.seen["stopped for longer than silence"] += 1
 
 
 def simulate(seed: int, profile: str = "default", trace: bool = False) -> World:

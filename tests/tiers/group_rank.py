@@ -13,6 +13,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 from rig import EAGER, Rank
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from kvmover.layout import Fleet
 from kvmover.tiers import Grouped, Setup
@@ -22,7 +23,7 @@ PROMPT = list(range(33))
 
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "meet"), size)
+    store = FileStore(str(folder / "meet"), size)
     group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
     setup = Setup(EAGER, consensus=Grouped(group))
     mine = Rank(folder / "store", fleet=Fleet(tp=size, page_tokens=8), rank=rank, setup=setup)
@@ -32,9 +33,13 @@ def main(rank: int, size: int, folder: Path) -> None:
     mine.poison_free()
     if rank == 1:  # its part of one page is bad, and no other rank knows
         with mine.store.lock:
-            view = mine.controller._writing.storage.shelves[0].view
+            storage = mine.controller._writing.storage
+            assert storage is not None
+            view = storage.shelves[0].view
             entry = mine.store.catalog.index.get(mine.hashes(PROMPT)[3])
-            mine.store.poison(entry.objects[view._plan(entry)[0].number])
+            plan = view._plan(entry)
+            assert plan is not None
+            mine.store.poison(entry.objects[plan[0].number])
     restore = mine.serve(PROMPT)
     mine.controller.wait()
     mine.conserved()

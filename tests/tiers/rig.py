@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ class Rank:
                     Holding.of(component, fleet, rank, device, pages[1], name=name, order=order, share=share)
                 )
         self.space = Namespace("model", "rev-1", self.page)
-        self.store = PageStore.open(root, self.space, files=files or PlainFiles()) if root else None
+        self.store: Any = PageStore.open(root, self.space, files=files or PlainFiles()) if root else None
         storage = Storage(self.store, self.space, self.holdings, fleet, rank) if self.store else None
         self.controller = Controller(self.tree, self.holdings, storage, setup or Setup(EAGER, sink=sink))
         self.stock = self.controller.stock

@@ -66,6 +66,17 @@ class Machine(RuleBasedStateMachine):
         self.mine.controller.worker.wait(0.001)
         self.mine.controller.poll()
 
+    @rule(prompt=prompts, tier=st.sampled_from([Tier.DEVICE, Tier.HOST]))
+    def serve(self, prompt, tier) -> None:
+        """A whole request; then tiers are emptied, so that the next one comes from the host or from storage."""
+        self.mine.serve(prompt)
+        self.mine.controller.wait()
+        for name in self.mine.model:
+            self.evict(100, Tier.DEVICE, list(self.mine.model).index(name))
+            if tier is Tier.HOST:
+                self.evict(100, Tier.HOST, list(self.mine.model).index(name))
+        self.mine.poison_free()
+
     @rule(pages=st.integers(1, 20), tier=st.sampled_from([Tier.DEVICE, Tier.HOST]), number=st.integers(0, 2))
     def evict(self, pages, tier, number) -> None:
         names = list(self.mine.model)

@@ -79,7 +79,9 @@ def test_fewer_tokens_than_the_threshold_are_not_looked_for(tmp_path):
 
 def test_a_read_that_does_not_pay_is_not_begun_and_the_ledger_says_why(tmp_path):
     rank = serve_stored(tmp_path, Policy(prefetch=CostAware(1e12), least_tokens=1))
-    rank.controller._restoring.storage.reads.add(1 << 20, 1.0)
+    storage = rank.controller._restoring.storage
+    assert storage is not None
+    storage.reads.add(1 << 20, 1.0)
     restore = rank.serve(PROMPT)
     assert (restore.tokens, restore.lost) == (0, {Loss.THRESHOLD: 32})
     ledger = Ledger()

@@ -84,6 +84,7 @@ def test_a_latent_is_held_once_a_node_and_every_rank_copies_its_share(tmp_path):
     fleet = Fleet(tp=4, page_tokens=8)
     ranks = fleet_of(tmp_path / "store", fleet, model=LATENT, shared=tmp_path, pages=(16, 32))
     (name,) = {rank.holdings[0].share.path for rank in ranks}
+    assert name is not None
     assert name.stat().st_size == 32 * ranks[0].holdings[0].part.nbytes
     for rank in ranks:
         unlink(rank.holdings[0].share)
@@ -167,7 +168,9 @@ def test_a_rank_whose_storage_fails_answers_as_often_as_the_others(tmp_path, bro
     def fail(*arguments):
         raise OSError(5, "Input/output error")
 
-    view = ranks[1].controller._writing.storage.shelves[0].view
+    storage = ranks[1].controller._writing.storage
+    assert storage is not None
+    view = storage.shelves[0].view
     if broken == "write":
         view.put = fail
     serve(ranks)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
 
 from tests.transfer.fault_rank import Ending, Job, RankProcess, Seat
 
 Place = tuple[str, int]
+
+T = TypeVar("T")
+
+
+def some(*values: T) -> list[T]:
+    """All of them with `KVMOVER_FAULTS` set, else the last: each costs seconds."""
+    return list(values) if os.environ.get("KVMOVER_FAULTS") else [values[-1]]
 
 
 class Crowd:
@@ -75,10 +85,17 @@ class Crowd:
         return found()
 
     def landed(self, job: Job, source: str, target: str) -> None:
-        """Move a request from one engine to another, to the last byte."""
-        self.move(job, source, target)
-        for ending in [*self.ended(job, target), *self.ended(job, source)]:
-            assert (ending.cause, ending.wrong) == (None, 0), ending
+        """Move a request from one engine to another, to the last byte. Up to three times: on a busy machine somebody
+        may be so slow that it is taken for dead."""
+        for attempt in range(3):
+            once = replace(job, name=f"{job.name} {attempt}")
+            self.move(once, source, target)
+            ends = [*self.ended(once, target), *self.ended(once, source)]
+            assert not any(ending.wrong for ending in ends), ends
+            if all(ending.cause is None for ending in ends):
+                return
+            time.sleep(1.0)
+        raise AssertionError(f"{job} does not land: {ends}")
 
     def assert_nothing_is_left(self, within_s: float = 15, *but: str) -> None:
         """Soon every table, region and page of all engines `but` some is free, and no free page was written."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class Cable:
                 _ip("-n", name, "addr", "add", address, "dev", name)
                 _ip("-n", name, "link", "set", name, "up")
                 _ip("-n", name, "link", "set", "lo", "up")
+            for name in (self.near, self.far):
+                _await_carrier(name)
         except (OSError, subprocess.CalledProcessError) as error:
             self.remove()
             raise NotAllowed(f"{error} {getattr(error, 'stderr', '')}") from error
@@ -61,8 +64,17 @@ class Cable:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=10)
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=10).stdout
+
+
+def _await_carrier(name: str) -> None:
+    """An interface without is none to UCX, which looks once, when an agent starts."""
+    deadline = time.monotonic() + 5
+    while "state UP" not in _ip("-n", name, "link", "show", "dev", name):
+        if time.monotonic() > deadline:
+            raise OSError(f"the interface {name} does not come up")
+        time.sleep(0.01)
 
 
 def enter(network: str) -> None:

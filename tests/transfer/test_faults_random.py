@@ -21,7 +21,8 @@ from tests.transfer.fault_storm import DECODE, PREFILL, Storm, seats
 
 log = logging.getLogger(__name__)
 
-REQUESTS = int(os.environ.get("KVMOVER_STORM", "40"))
+#: Requests, of which each has two ranks at either end.
+REQUESTS = int(os.environ.get("KVMOVER_STORM", "15"))
 SEED = int(os.environ.get("KVMOVER_STORM_SEED", "1"))
 
 pytestmark = pytest.mark.timeout(90 + 3 * REQUESTS)
@@ -36,14 +37,14 @@ def crowd() -> Iterator[Crowd]:
 
 
 def test_every_request_ends_and_nothing_is_left_or_leaked(crowd: Crowd) -> None:
-    Storm(SEED, crowd).blow(10, 1 << 30)  # caches are warm, the connections are up
+    Storm(SEED, crowd).blow(5, 1 << 30)  # caches are warm, the connections are up
     crowd.assert_nothing_is_left()
     before = {place: (rank.pid, rank.ask("footprint")) for place, rank in crowd.ranks.items()}
     storm = Storm(SEED + 1, crowd)
-    storm.blow(REQUESTS, 5)
+    storm.blow(REQUESTS, 4)
     crowd.assert_nothing_is_left(30)
     log.info("%d requests on 4 ranks: %s, faults %s", REQUESTS, dict(storm.outcomes), dict(storm.faults))
-    assert storm.outcomes["receive landed"] > REQUESTS / 4, storm.outcomes
+    assert storm.outcomes["receive landed"] >= REQUESTS / 4, storm.outcomes
     assert sum(storm.faults.values()) >= REQUESTS / 10, storm.faults
     for place, (pid, was) in before.items():
         rank = crowd.ranks[place]

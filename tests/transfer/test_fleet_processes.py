@@ -63,7 +63,7 @@ def test_requests_land_on_every_rank_of_every_engine_with_the_bytes_of_its_place
     chance = random.Random(3)
     began, jobs = time.monotonic(), list[tuple[Job, str]]()
     targets = sorted({engine for engine, _ in crowd.ranks} - {"prefill"})
-    for number in range(REQUESTS or 12):
+    for number in range(REQUESTS or 8):
         job = Job(
             f"fleet-{number}",
             number,

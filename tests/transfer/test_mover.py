@@ -50,7 +50,7 @@ def test_any_fleet_fills_any_other_and_touches_nothing_else(case: Case, route: R
     )
     pages = 2 * case.tokens + 3
     src, dst = (
-        bench.engine(name, s.fleet, s.order, s.separate, 2 * (pages // 2 // s.fleet.page_tokens) + 5)
+        bench.engine(name, s.fleet, s.order, s.separate, 2 * (pages // 2 // s.fleet.page_tokens) + 9)
         for name, s in (("prefill", case.src), ("decode", case.dst))
     )
     dst.connect(src)

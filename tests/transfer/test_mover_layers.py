@@ -109,7 +109,7 @@ def test_a_chunk_goes_exactly_when_its_layers_and_tokens_are_produced(verb: Verb
 corner = st.tuples(st.integers(0, LAYERS), st.integers(0, TOKENS))
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(
     corners=st.lists(corner, max_size=5),
     promised=st.integers(0, 5),

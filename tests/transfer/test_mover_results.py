@@ -82,7 +82,7 @@ def test_the_pages_that_are_called_incomplete_are_those_that_are(
     config = replace(CONFIG, costs=replace(SMALL_CHUNKS, chunk_bytes=256), route=route, verb=verb)
     bench = Bench(case.components, replace(config, replicas=case.replicas), network=FaultyNetwork())
     src, dst = (
-        bench.engine(name, s.fleet, s.order, s.separate, 2 * (2 * case.tokens // s.fleet.page_tokens) + 5)
+        bench.engine(name, s.fleet, s.order, s.separate, 2 * (2 * case.tokens // s.fleet.page_tokens) + 9)
         for name, s in (("prefill", case.src), ("decode", case.dst))
     )
     dst.connect(src)
@@ -92,7 +92,7 @@ def test_the_pages_that_are_called_incomplete_are_those_that_are(
 
 
 @pytest.mark.parametrize("side", ["src", "dst"])
-@pytest.mark.parametrize("most", [0, 1, 9, 25])
+@pytest.mark.parametrize("most", [0, 9, 25])
 @pytest.mark.parametrize("way", [(verb, route) for verb in Verb for route in Route], ids="-".join)
 def test_of_26_chunks_that_make_25_pages_in_two_halves_some_have_landed(way: tuple[Verb, Route], most: int, side: str):
     """TP2 to TP1: a chunk is 8 tokens of one of two heads, so two pages of 4."""

@@ -1,4 +1,7 @@
-"""A network that is cut mid-transfer, between two namespaces over TCP, and healed: both ends say so, and go on."""
+"""A network that is cut mid-transfer, between two namespaces over TCP, and healed: both ends say so, and go on.
+
+`KVMOVER_FAULTS=1` runs all variants.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if shutil.which("ip") is None:
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer.wire import Verb
-from tests.transfer.fault_crowd import Crowd
+from tests.transfer.fault_crowd import Crowd, some
 from tests.transfer.fault_netns import Cable, NotAllowed
 from tests.transfer.fault_rank import CONFIG, Job, Seat
 
@@ -60,7 +63,7 @@ def crowd(cable: Cable) -> Iterator[Crowd]:
 def test_a_cut_network_ends_requests_on_both_sides_and_a_healed_one_carries_the_next(
     crowd: Crowd, cable: Cable
 ) -> None:
-    for number, (verb, route) in enumerate([(Verb.PUSH, Route.PACKED), (Verb.PULL, Route.DIRECT)]):
+    for number, (verb, route) in enumerate(some((Verb.PULL, Route.DIRECT), (Verb.PUSH, Route.PACKED))):
         crowd.landed(Job(f"before-{number}", number, 300, verb, route), "prefill", "decode")
         cut = Job(f"cut-{number}", 10 + number, 300, verb, route)
         poster = crowd["prefill" if verb is Verb.PUSH else "decode"]

@@ -105,8 +105,11 @@ def test_done_may_come_before_our_own_completions_which_are_waited_for():
     assert run(state, Written(0))[1] == [Finish(None)]
 
 
-def test_a_destination_that_needs_nothing_ends_with_done():
-    assert run(sending(0), PeerDone())[1] == [Finish(None)]
+def test_a_destination_that_needs_nothing_ends_with_done_and_is_answered():
+    """Nothing else tells it that we know."""
+    state, actions = run(sending(0), PeerDone())
+    assert actions == [KEPT, Finish(None)]
+    assert run(state, PeerDone()) == (state, [KEPT])
 
 
 @pytest.mark.parametrize(
@@ -265,7 +268,7 @@ def test_a_payload_is_said_when_it_is_there_and_again_when_it_is_asked_for():
 def test_a_source_with_a_payload_and_no_chunk_ends_with_done():
     state, actions = run(sending(0), Attached(b"token"), Asked())
     assert actions == [Say(wire.Aux("r", 7, b"token"))]
-    assert run(state, PeerDone())[1] == [Finish(None)]
+    assert run(state, PeerDone())[1] == [KEPT, Finish(None)]
 
 
 # Pull
@@ -303,7 +306,8 @@ def test_done_is_answered_with_kept_as_often_as_it_is_said():
 
 
 def test_a_push_is_not_confirmed():
-    state, _ = run(sending(0), PeerDone())
+    state, actions = run(sending(), *FLYING, Written(0), Written(1), PeerDone())
+    assert actions == [Finish(None)]
     assert run(state, PeerDone()) == (state, [])
 
 

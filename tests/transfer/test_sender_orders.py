@@ -114,7 +114,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert chunk in self.staged
                 assert self.whole[chunk] == round_ == self.rounds[chunk]
             case wire.Kept():
-                assert self.state.verb is Verb.PULL
+                assert self.state.verb is Verb.PULL or not self.state.chunks
                 assert self.done_heard
                 assert self.state.reason is None
             case _:

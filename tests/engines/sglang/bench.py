@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 import types
+import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -89,6 +90,7 @@ class Rank:
     number: int
     root: Path
     group: Any
+    kept: Any = None
 
     @property
     def tp(self) -> int:
@@ -128,34 +130,63 @@ class Rank:
         return made
 
 
-def ranks(shape: Shape, root: Path, body: Callable[..., Any], *given: Any) -> list[Any]:
-    """`body(rank, *given)` on every rank of a fleet, each in a process of its own; what they return."""
+@dataclass
+class Running:
+    """A fleet under way: a process a rank."""
+
+    shape: Shape
+    processes: list[Any]
+    answers: Any
+
+
+def start(shape: Shape, root: Path, body: Callable[..., Any], *given: Any, **arguments: Any) -> Running:
+    """`body(rank, *given)` on every rank of a fleet, each in a process of its own. `arguments`: of SGLang's server."""
     fork = multiprocessing.get_context("fork")
     size = shape.tp * shape.pp
-    answers: Any = fork.Queue()
-    meeting = root / f"meeting-{id(body)}-{shape.layout}-{size}"
-    meeting.unlink(missing_ok=True)
-    processes = [fork.Process(target=_rank, args=(answers, shape, n, root, meeting, body, given)) for n in range(size)]
+    queue_: Any = fork.Queue()
+    root.mkdir(exist_ok=True)
+    meeting = root / f"meeting-{uuid.uuid4().hex}"
+    processes = [
+        fork.Process(target=_rank, args=(queue_, shape, n, root, meeting, body, given, arguments), daemon=True)
+        for n in range(size)
+    ]
     for process in processes:
         process.start()
-    done: dict[int, Any] = {}
+    return Running(shape, processes, queue_)
+
+
+def finish(running: Running) -> list[Any]:
+    """What the bodies returned, by rank; a rank that raised fails the test with its words."""
+    size, done = len(running.processes), dict[int, Any]()
     with suppress(queue.Empty):
         while len(done) < size:
-            number, answer, trouble = answers.get(timeout=120)
+            number, answer, trouble = running.answers.get(timeout=120)
             if trouble:
-                for process in processes:
+                for process in running.processes:
                     process.kill()
-                pytest.fail(f"rank {number} of {shape}:\n{trouble}", pytrace=False)
+                pytest.fail(f"rank {number} of {running.shape}:\n{trouble}", pytrace=False)
             done[number] = pickle.loads(answer)
-    for process in processes:
+    for process in running.processes:
         process.join(10)
         process.kill()
-    assert len(done) == size, f"of {size} ranks of {shape} only {sorted(done)} answered"
+    assert len(done) == size, f"of {size} ranks of {running.shape} only {sorted(done)} answered"
     return [done[number] for number in range(size)]
 
 
+def ranks(shape: Shape, root: Path, body: Callable[..., Any], *given: Any) -> list[Any]:
+    """A fleet from beginning to end, with a host tier."""
+    return finish(start(shape, root, body, *given, enable_hierarchical_cache=True, hicache_mem_layout=shape.layout))
+
+
 def _rank(
-    answers: Any, shape: Shape, number: int, root: Path, meeting: Path, body: Callable[..., Any], given: Sequence[Any]
+    answers: Any,
+    shape: Shape,
+    number: int,
+    root: Path,
+    meeting: Path,
+    body: Callable[..., Any],
+    given: Sequence[Any],
+    more: dict[str, Any],
 ) -> None:
     try:
         (root / "model").mkdir(exist_ok=True)
@@ -169,8 +200,7 @@ def _rank(
                 tp_size=shape.tp,
                 pp_size=shape.pp,
                 skip_tokenizer_init=True,
-                enable_hierarchical_cache=True,
-                hicache_mem_layout=shape.layout,
+                **more,
             )
             context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=number))
             rank = Rank(shape, number, root, torch.distributed.group.WORLD)

@@ -1,0 +1,53 @@
+"""All names of SGLang that the prefill/decode backend uses beside those in `engine`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_conn: Any = import_module("sglang.srt.disaggregation.common.conn")
+_base: Any = import_module("sglang.srt.disaggregation.base.conn")
+_utils: Any = import_module("sglang.srt.disaggregation.utils")
+_network: Any = import_module("sglang.srt.utils.network")
+_context: Any = import_module("sglang.srt.runtime_context")
+_environ: Any = import_module("sglang.srt.environ")
+
+CommonKVManager: Any = _conn.CommonKVManager
+CommonKVSender: Any = _conn.CommonKVSender
+CommonKVReceiver: Any = _conn.CommonKVReceiver
+CommonKVBootstrapServer: Any = _conn.CommonKVBootstrapServer
+AbortNotification: Any = _conn.AbortNotification
+NetworkAddress: Any = _network.NetworkAddress
+
+PREFILL: Any = _utils.DisaggregationMode.PREFILL
+
+#: States of a request, as the scheduler polls them.
+BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS, FAILED = (
+    getattr(_base.KVPoll, name) for name in ("Bootstrapping", "WaitingForInput", "Transferring", "Success", "Failed")
+)
+
+
+def waiting_timeout_s() -> float:
+    """How long a decode rank waits for its KV (`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`)."""
+    return float(_environ.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+
+
+def parallel() -> Any:
+    """Sizes and ranks of this process."""
+    return _context.get_parallel()
+
+
+def name_of_this_engine() -> str:
+    """The same on all ranks that serve a request together, and on no others: address, port, data-parallel rank."""
+    head = parallel().dist_init_addr or _network.get_local_ip_auto()
+    return f"{head} {_context.get_serving().port} {parallel().attn_dp_rank}"
+
+
+def device(gpu_id: int) -> torch.device:
+    import torch
+
+    kind = _context.get_device().device
+    return torch.device(kind, gpu_id) if kind == "cuda" else torch.device(kind)

@@ -1,0 +1,117 @@
+"""Haul: a mover that several threads may use, whose requests go by number, and that reports how each ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import TYPE_CHECKING
+
+from kvmover.errors import KvmoverError, PeerUnknown
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.result import Gate, Transfer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+#: Number of a request, why it failed or None, and the payloads that came with it by source rank.
+Ended = Callable[[int, str | None, dict[int, bytes]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request to fetch as soon as the engine it is asked of is known and connected.
+
+    `engine`: its name, or None while it has not said it. `positions` and `pages` as `Mover.receive` takes them.
+    """
+
+    engine: Callable[[], str | None]
+    positions: range
+    pages: npt.NDArray[np.int64]
+    aux_from: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class Haul:
+    """Every call may come from any thread; `ended` is called by `turn`, once a request, when nothing is written any
+    more: with `held` memory not before it is the engine's again."""
+
+    mover: Mover
+    ended: Ended
+    clock: Callable[[], float] = time.monotonic
+    _open: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
+    _wanted: dict[int, Wanted] = field(default_factory=dict[int, Wanted])
+    _lock: RLock = field(default_factory=RLock)
+
+    def connect(self, card: bytes) -> None:
+        """Raises PeerRefused or TransportError."""
+        with self._lock:
+            self.mover.connect(card)
+
+    def send(self, room: int, pages: npt.NDArray[np.int64], gates: Sequence[Gate] | None, aux: bytes) -> None:
+        with self._lock:
+            self._open[room] = self.mover.send(str(room), [pages], gates, aux)
+
+    def receive(self, room: int, wanted: Wanted) -> None:
+        with self._lock:
+            self._wanted[room] = wanted
+
+    def abort(self, room: int, reason: str) -> None:
+        """The request ends with `reason`; one that was not begun is refused to whoever asks for it."""
+        with self._lock:
+            if self._wanted.pop(room, None):
+                self.ended(room, reason, {})
+            elif room in self._open:
+                self.mover.abort(self._open[room], reason)
+            else:
+                self.mover.refuse(str(room), reason)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is under way, so that the next turn should not be long in coming."""
+        return bool(self._open or self._wanted)
+
+    def has(self, room: int) -> bool:
+        """Whether the request's pages may still be read or written."""
+        with self._lock:
+            return room in self._open or room in self._wanted
+
+    def turn(self) -> bool:
+        """Advance everything; whether anything moved."""
+        with self._lock:
+            moved = self.mover.poll()
+            for room, wanted in list(self._wanted.items()):
+                self._begin(room, wanted)
+            over = [(room, transfer) for room, transfer in self._open.items() if transfer.ended and not transfer.held]
+            for room, transfer in over:
+                del self._open[room]
+                assert transfer.result is not None
+                self.ended(room, transfer.result.reason, transfer.result.aux)
+            return moved or bool(over)
+
+    def close(self) -> None:
+        with self._lock:
+            self.mover.close()
+
+    def _begin(self, room: int, wanted: Wanted) -> None:
+        """Ask, unless the engine has not answered our call yet."""
+        engine, reason = wanted.engine(), ""
+        try:
+            if engine is not None:
+                self._open[room] = self.mover.receive(
+                    str(room), engine, wanted.positions, [wanted.pages], [wanted.aux_from]
+                )
+                del self._wanted[room]
+                return
+        except PeerUnknown as error:
+            reason = str(error)
+        except KvmoverError as error:
+            del self._wanted[room]
+            self.ended(room, str(error), {})
+            return
+        if self.clock() > wanted.deadline:
+            del self._wanted[room]
+            self.ended(room, reason or "the prefill engine has not answered", {})

@@ -1,0 +1,47 @@
+"""The entry point of SGLang's plug-ins: makes `--disaggregation-transfer-backend kvmover` a choice.
+
+SGLang 0.5.23 knows its transfer backends by an Enum and a chain of ifs. Its hooks replace both before anything else
+imports them; the built-in backends stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from importlib import import_module
+from typing import Any
+
+from kvmover.engines.sglang.version import require_tested
+
+NAME = "kvmover"
+
+_UTILS = "sglang.srt.disaggregation.utils"
+
+#: What SGLang calls the parts of a backend, and what they are here.
+_CLASSES = {
+    "manager": "KvmoverManager",
+    "sender": "KvmoverSender",
+    "receiver": "KvmoverReceiver",
+    "bootstrap_server": "KvmoverBootstrapServer",
+}
+
+
+def register() -> None:
+    """Called by SGLang in each of its processes. Raises EngineUnsupported beside a release that was not tested."""
+    require_tested()
+    hooks: Any = import_module("sglang.srt.plugins.hook_registry")
+    choices: Any = import_module("sglang.srt.arg_groups.choices")
+    backends: Any = import_module(_UTILS).TransferBackend
+    choices.add_disagg_transfer_backend_choices([NAME])
+    members = {member.name: member.value for member in backends} | {NAME.upper(): NAME}
+    hooks.HookRegistry.register(
+        f"{_UTILS}.TransferBackend", Enum("TransferBackend", members, module=__name__), hooks.HookType.REPLACE
+    )
+    hooks.HookRegistry.register(f"{_UTILS}.get_kv_class", class_of, hooks.HookType.AROUND)
+
+
+def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    """A part of ours for our name, SGLang's answer for all others."""
+    if transfer_backend.value != NAME or class_type.value not in _CLASSES:
+        return known(transfer_backend, class_type)
+    return getattr(import_module("kvmover.engines.sglang.pd"), _CLASSES[class_type.value])

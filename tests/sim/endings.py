@@ -1,0 +1,111 @@
+"""How transfers end: what landed is right, what did not is named, and both sides were told the same."""
+
+from __future__ import annotations
+
+from kvmover.plan.cost import Route
+from kvmover.transfer.lane import plans_between
+from kvmover.transfer.result import Cause, Result
+from kvmover.transfer.wire import Verb
+from tests.sim.scene import Broken, Scene
+from tests.sim.seats import Order
+
+
+def check_result(scene: Scene, order: Order, result: Result) -> None:
+    """What a mover says of a transfer that has just ended, whose pages may still be held."""
+    scene.network.log(lambda: f"{order.name} ended: {result.reason or 'landed'}{', held' if result.held else ''}")
+    end = "landed" if result.landed else "held" if result.held else "failed"
+    scene.seen[f"{order.verb} {end}"] += 1
+    if result.reason is not None and not result.reason.strip():
+        raise Broken(f"{order.name} failed without a reason")
+    if result.landed == (result.cause is not None):
+        raise Broken(f"{order.name} ended with reason {result.reason} and cause {result.cause}")
+    if not result.landed and not scene.twice_spoilt(order.request.name):
+        if scene.calm:
+            raise Broken(f"{order.name} failed though nothing went wrong: {result.reason}")
+        if result.cause is Cause.INTEGRITY:
+            raise Broken(f"{order.name} failed for its digests, but nothing was spoilt twice: {result.reason}")
+    if order.verb == "receive":
+        _check_pages(scene, order, result)
+        if result.landed:
+            _note(scene, order, result)
+
+
+def check_landed(order: Order, result: Result) -> None:
+    """The pages hold the source's bytes, and what they held before where nothing was asked for; so with payloads."""
+    seat, asked = order.seat, order.request.asked
+    seat.put_wanted(seat.expected, order)
+    mine = seat.geometry.bytes_of(order.numbers)
+    wrong = int((seat.memory[mine] != seat.expected[mine]).sum())
+    if wrong:
+        raise Broken(f"{order.name} landed with {wrong} wrong bytes")
+    if set(result.aux) != set(asked.aux_from):
+        raise Broken(f"{order.name} landed with payloads of {sorted(result.aux)}")
+    if any(payload not in order.request.payloads[rank] for rank, payload in result.aux.items()):
+        raise Broken(f"{order.name} landed with payloads that are not its own: {result.aux}")
+
+
+def _check_pages(scene: Scene, order: Order, result: Result) -> None:
+    """`incomplete` names every page that lacks bytes, and where chunks are unpacked on this side, no other."""
+    if result.landed:
+        if result.incomplete:
+            raise Broken(f"{order.name} landed with incomplete pages {result.incomplete}")
+        return
+    seat, lacking, whole = order.seat, [set[int]() for _ in order.pages], 0
+    for number, chosen, rows in seat.wanted(order):
+        part = seat.part(seat.geometry.specs[number].component, order.request.asked.tokens)
+        wrong = (seat.memory[rows] != part.of(order.request.truth[number], chosen)).any(axis=(0, 1, 2, 4))
+        pages = part.pages[chosen]
+        lacking[number] = set(pages[wrong].tolist())
+        whole += len(set(pages.tolist())) - len(lacking[number])
+    told = [set(pages) for pages in result.incomplete]
+    if any(there - here for there, here in zip(lacking, told, strict=True)):
+        raise Broken(f"{order.name}: pages {lacking} lack bytes, {told} are called incomplete")
+    config = scene.scenario.config
+    exact = config.route is Route.PACKED and config.verb is Verb.PUSH and not scene.scenario.digests
+    if exact and told != lacking:
+        raise Broken(f"{order.name}: pages {told} are called incomplete, {lacking} lack bytes")
+    if whole and any(lacking):
+        scene.seen["some pages whole, others not"] += 1
+
+
+def _note(scene: Scene, order: Order, result: Result) -> None:
+    scenario, seen = scene.scenario, scene.seen
+    for route in set(result.routes):
+        seen[f"{scenario.config.verb.value} {route.value} landed"] += 1
+    reached = {
+        "gated": order.request.asked.steps,
+        "aux": order.request.asked.aux_from,
+        "hybrid": len(order.pages) > 1,
+        "resent": result.resent,
+        "slow copies": scenario.copy_s[1],
+        "slow consumer": order.seat.pace_s,
+        "after a restart": len(scene.seats) > len(scene.at),
+        "by layers": scenario.config.chunk_layers,
+    }
+    seen.update(f"landed {what}" for what, value in reached.items() if value)
+
+
+def check_told(scene: Scene) -> None:
+    """A push that fails at its destination did not end well at any source that owed it something."""
+    scenario, profile = scene.scenario, scene.profile
+    if scenario.faults or not profile.ordered or profile.loss or scenario.config.verb is Verb.PULL:
+        return
+    for order in scene.orders:
+        result = order.transfer.result
+        if order.verb == "send" or result is None or result.landed:
+            continue
+        if order.request.received[order.seat.place.rank] > 1:
+            continue
+        sources = _sources(scene, order)
+        for other in scene.orders:
+            told = other.verb == "send" and other.request is order.request and other.transfer.result
+            if told and told.landed and other.seat.place.rank in sources:
+                raise Broken(f"{order.name} failed ({result.reason}), but {other.seat.name} was told that it landed")
+
+
+def _sources(scene: Scene, order: Order) -> set[int]:
+    scenario, asked = scene.scenario, order.request.asked
+    span = range(asked.start, asked.tokens) or range(asked.start, asked.start + 1)
+    fleets = scenario.fleets["p"], scenario.fleets["d"]
+    plans = plans_between(scenario.components, *fleets, span, scenario.config.replicas)
+    return {source for plan in plans if plan for source in plan.sources_of(order.seat.place.rank)}

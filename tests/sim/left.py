@@ -1,0 +1,56 @@
+"""What is left when all has ended: nothing, but for what a peer may still write that can never be heard again."""
+
+from __future__ import annotations
+
+from tests.sim.scene import Scene
+from tests.sim.seats import Seat
+
+
+def left(scene: Scene) -> list[str]:
+    """What movers still remember and should not, and whom they should know and do not."""
+    found = [text for seat in scene.alive for text in _remembered(scene, seat)]
+    return found or [text for seat in scene.alive for text in _strangers(scene, seat)]
+
+
+def _remembered(scene: Scene, seat: Seat) -> list[str]:
+    mover = seat.mover
+    arena, wards = mover._core.incoming.arena, mover._inbound.limbo._wards
+    excused = {key: ward for key, ward in wards.items() if _for_ever(scene, seat, key[0])}
+    given_up = [ward.transfer for ward in excused.values()]
+    tables = {
+        "attempts": mover._inbound._attempts,
+        "queue": mover._inbound._credits,
+        "limbo": wards.keys() - excused,
+        "farewells": mover._inbound._farewells,
+        "reads": mover._reader.flights,
+        "requests": mover._outbound._requests,
+        "early": mover._outbound._early,
+        "posts": mover._poster._queue,
+        "staged": mover._poster._staged,
+        "writes": mover._poster.flights,
+        "later": mover._core.later,
+        "staging": mover._core.outgoing.arena._leased,
+        "leased": arena._leased.keys() - arena._quarantined,
+        "held": [order for order in seat.orders if order.transfer not in given_up],
+    }
+    return [f"{seat.name} {name}: {len(table)}" for name, table in tables.items() if table]
+
+
+def _for_ever(scene: Scene, seat: Seat, peer: str) -> bool:
+    """Whether nothing can be heard of a peer any more, nor that its place was taken: nothing proves that it is done."""
+    network = scene.network
+    if network.is_dead(peer):
+        place = scene.at[scene.seats[peer].place.seat]
+        return not place.alive or network.unreachable_since(seat.name, place.name) is not None
+    return network.unreachable_since(seat.name, peer) is not None
+
+
+def _strangers(scene: Scene, seat: Seat) -> list[str]:
+    """Ranks of the other engine that live and can be reached are connected, whatever has happened before."""
+    return [
+        f"{seat.name} does not know {other.name}"
+        for other in scene.alive
+        if other.place.engine != seat.place.engine
+        and scene.network.unreachable_since(seat.name, other.name) is None
+        and seat.mover._core.peers.get(other.name) is None
+    ]
