@@ -17,7 +17,7 @@ NEWEST_TRITON := 3.9.0
 OLD_TRITON := .triton/$(OLDEST_TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types wheel perf gpu-check pictures clean
+.PHONY: help setup demo test simulate engines lint types wheel perf gpu-check pictures clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,13 @@ demo: setup ## move KV between fleets of different shape, and compare the tokens
 
 test: setup ## run all tests that this machine can run
 	@$(BIN)/python -m pytest -q -n $(JOBS)
+
+simulate: setup ## run 20,000 seeded schedules of the protocol
+	@KVMOVER_SCHEDULES=20000 $(BIN)/python -m pytest -q -n 2 tests/sim -k invariant
+
+engines: setup ## build the engines' own environments (2.4 GB), and run our adapters in them
+	@bash tests/engines/setup_sglang.sh
+	@$(BIN)/python -m pytest -q tests/engines
 
 lint: $(READY) ## check style and spelling
 	@$(BIN)/ruff check .
@@ -44,7 +51,7 @@ wheel: $(READY) ## build the wheel, and try it outside the checkout
 	@.ci/check-wheel $(PYTHON) dist/*.whl
 
 perf: setup ## measure planning and moving on this machine
-	@for bench in plan reference loopback; do $(BIN)/python -m perf.bench_$$bench || exit 1; done
+	@for bench in plan reference transfer; do $(BIN)/python -m perf.bench_$$bench || exit 1; done
 
 gpu-check: setup ## run on a GPU what only a GPU can prove, results in OUT
 	@OUT=$(OUT) bash perf/gpu_check.sh

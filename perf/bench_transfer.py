@@ -51,10 +51,10 @@ class Case:
 CASES = {
     "packed, 64 MiB chunks": Case(chunks(64)),
     "packed, 8 MiB chunks": Case(chunks(8)),
-    "packed, 4 MiB chunks": Case(chunks(4)),
+    "packed, 2 MiB chunks": Case(chunks(2)),
     "packed, 1 MiB chunks": Case(chunks(1)),
-    "pulled, 4 MiB chunks": Case(chunks(4, verb=Verb.PULL)),
-    "packed, 4 MiB chunks, digests": Case(chunks(4, integrity=Integrity.DIGEST), 3),
+    "pulled, 2 MiB chunks": Case(chunks(2, verb=Verb.PULL)),
+    "packed, 2 MiB chunks, digests": Case(chunks(2, integrity=Integrity.DIGEST), 3),
     "direct": Case(chunks(64, route=Route.DIRECT), 3),
     "direct, pulled": Case(chunks(64, route=Route.DIRECT, verb=Verb.PULL), 3),
 }

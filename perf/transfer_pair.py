@@ -19,7 +19,7 @@ from kvmover.transport.memory import memory_of
 from kvmover.transport.nixl import NixlTransport
 
 NBYTES = 64 << 20
-LAYERS, HEADS, TOKENS, PAGE_TOKENS = 16, 4, 1024, 64
+LAYERS, HEADS, TOKENS, PAGE_TOKENS = 16, 4, 1024, 16  # a page is 1 MiB
 COMPONENT = Component.attention(LAYERS, HEADS, 256, "bfloat16")
 FLEET = Fleet(page_tokens=PAGE_TOKENS)
 PAGES = TOKENS // PAGE_TOKENS

@@ -18,7 +18,20 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = ["setup", "demo", "test", "lint", "types", "wheel", "perf", "gpu-check", "pictures", "clean"]
+TARGETS = [
+    "setup",
+    "demo",
+    "test",
+    "simulate",
+    "engines",
+    "lint",
+    "types",
+    "wheel",
+    "perf",
+    "gpu-check",
+    "pictures",
+    "clean",
+]
 
 
 def dotted(numbers: tuple[int, ...]) -> str:

@@ -44,9 +44,14 @@ class Copier:
         default_factory=list["tuple[torch.cuda.Event, torch.Tensor | None, Done]"]
     )
 
+    @property
+    def inline(self) -> bool:
+        """Whether `run` copies before it returns."""
+        return self.device.type == "cpu"
+
     def run(self, work: Work, done: Done) -> None:
         """Do it and have `poll` call `done` when the bytes are in place."""
-        if self.device.type == "cpu":
+        if self.inline:
             from kvmover.kernels import digest_reference, reference
 
             if work.moves:

@@ -251,9 +251,9 @@ class Mover:
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Poll until all have ended; each has a deadline of its own, so this returns."""
         while not all(transfer.ended for transfer in transfers):
-            self.poll()
-            with ranges.span(ranges.WAIT, ""):
-                time.sleep(POLL_SLEEP_S)
+            if not self.poll():
+                with ranges.span(ranges.WAIT, ""):
+                    time.sleep(POLL_SLEEP_S)
 
     def close(self, reason: str = "this side closed") -> None:
         """Close the transport: registrations, peers and handles. Transfers still open fail for `reason`."""

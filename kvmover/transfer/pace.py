@@ -16,7 +16,8 @@ class Pace:
     """A share of the time since anything happened, within bounds: what took long to come may be seen a little later.
 
     By default what comes after 2 ms of nothing is seen at most 0.5 ms late. No nap is shorter than `shortest_s`, to
-    which Linux adds 60 us, or longer than `open_s` while a transfer is open and `idle_s` while none is.
+    which Linux adds 60 us, or longer than `open_s` while a transfer is open and `idle_s` while none is. A poll that did
+    something is followed by another at once.
     """
 
     share: float = 0.25

@@ -125,6 +125,8 @@ class Poster:
             if not self._start(entry):
                 self._queue.appendleft(entry)
                 return
+            if self.core.copier.inline:
+                return  # its write goes before the next is packed, into a region that is free by then and in the cache
 
     def handle(self, event: Completed | Failed) -> bool:
         """The end of a write on this side; False for an operation of somebody else."""

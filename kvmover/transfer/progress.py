@@ -192,9 +192,10 @@ class Progress:
 
     def _drive(self) -> str:
         """Sleep, answer, poll, tell who waits. Returns why it stopped."""
-        busy = time.monotonic()
+        busy, moved = time.monotonic(), False
         while self._stop is None:
-            called = self._answer(self._pace.nap_s(time.monotonic() - busy, len(self._open)))
+            nap_s = 0.0 if moved else self._pace.nap_s(time.monotonic() - busy, len(self._open))
+            called = self._answer(nap_s)
             moved = self._poll()
             self._announce()
             if called or moved:

@@ -78,7 +78,7 @@ class AnyOrder(RuleBasedStateMachine):
                     assert not before.finished
                     assert chunk in self.produced
                     assert chunk not in self.flying.keys() | self.limbo | {post.chunk for post in self.queue}
-                    assert round_ > self.rounds.get(chunk, -1)
+                    assert round_ > self.rounds.get(chunk, -2)
                     self.rounds[chunk] = round_
                     self.queue.append(action)
                 case Unstage(chunk):
