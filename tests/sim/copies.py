@@ -107,9 +107,13 @@ class SimCopier:
     def __post_init__(self) -> None:
         self._random = Random(f"copies {self.owner}")
 
+    @property
+    def inline(self) -> bool:
+        return not self.span_s[1]
+
     def run(self, work: Work, done: Done) -> None:
         copy = _Copy(work)
-        if not self.span_s[1]:
+        if self.inline:
             digest = copy.finish()
             self.on_end()
             done(digest)
