@@ -1,6 +1,6 @@
 """Transfers between two processes of one host, and bytes a rank: what the mover makes of the wire under it.
 
-64 MiB: packed, pulled, checked and direct against one contiguous NIXL write of the bytes. All copies run on the same
+64 and 256 MiB: packed, pulled, checked and direct against one contiguous NIXL write of the bytes. All copies run on the same
 two cores. Packed copies the bytes three times, two of them on the source's core: half of the contiguous write is about
 the most it can reach. Rows are 512 B, NHD to HND, so going direct is one descriptor for each.
 
@@ -11,7 +11,7 @@ ranks with the same latent sends. `python -m perf.bench_transfer [throughput] [l
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvmover.transfer.result import Integrity, MoverConfig
 from kvmover.transfer.wire import Verb
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
 from perf.record import Spread, write
-from perf.transfer_pair import ARENA_BYTES, COMPONENT, NBYTES, TOKENS, Pair
+from perf.transfer_pair import ARENA_BYTES, COMPONENT, TOKENS, Pair
 
 ROUNDS = 9
 SMALL_TOKENS, SMALL_ROUNDS = 16, 300
@@ -42,21 +42,24 @@ def chunks(mib: int, **how: object) -> MoverConfig:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`every`: a case of seconds runs in every so manieth round only."""
+    """`tokens` of 64 KiB each. `every`: a case of seconds runs in every so manieth round only."""
 
     config: MoverConfig
+    tokens: int = 1024
     every: int = 1
 
 
 CASES = {
     "packed, 64 MiB chunks": Case(chunks(64)),
+    "packed, 16 MiB chunks": Case(chunks(16)),
     "packed, 8 MiB chunks": Case(chunks(8)),
     "packed, 2 MiB chunks": Case(chunks(2)),
-    "packed, 1 MiB chunks": Case(chunks(1)),
-    "pulled, 2 MiB chunks": Case(chunks(2, verb=Verb.PULL)),
-    "packed, 2 MiB chunks, digests": Case(chunks(2, integrity=Integrity.DIGEST), 3),
-    "direct": Case(chunks(64, route=Route.DIRECT), 3),
-    "direct, pulled": Case(chunks(64, route=Route.DIRECT, verb=Verb.PULL), 3),
+    "pulled, 8 MiB chunks": Case(chunks(8, verb=Verb.PULL)),
+    "packed, 8 MiB chunks, digests": Case(chunks(8, integrity=Integrity.DIGEST), every=3),
+    "direct": Case(chunks(64, route=Route.DIRECT), every=3),
+    "direct, pulled": Case(chunks(64, route=Route.DIRECT, verb=Verb.PULL), every=3),
+    "packed, 8 MiB chunks, 4 x the tokens": Case(chunks(8), 4096),
+    "pulled, 8 MiB chunks, 4 x the tokens": Case(chunks(8, verb=Verb.PULL), 4096),
 }
 SMALL = {
     "packed": PACKED,
@@ -68,38 +71,41 @@ SMALL = {
 
 
 def throughput(pair: Pair) -> None:
-    cases: dict[str, tuple[Callable[[], float], int]] = {"one contiguous write": (pair.contiguous, 1)}
-    for name, case in CASES.items():
-        cases[name] = (lambda config=case.config: pair.moved(config, TOKENS)), case.every
-    samples: dict[str, list[float]] = {name: [] for name in cases}
+    """A contiguous write of as many bytes beside each size, in the same round."""
+    samples: dict[str, list[float]] = {name: [] for name in CASES}
+    plain: dict[int, list[float]] = {case.tokens: [] for case in CASES.values()}
     for number in range(ROUNDS + 1):
-        for name, (once, every) in cases.items():
-            if number % every == 0:
-                seconds = once()
-                if number:
-                    samples[name].append(seconds)
-    report({name: Spread.of(times) for name, times in samples.items()})
+        for tokens, times in plain.items():
+            times.append(pair.contiguous(tokens * COMPONENT.token_bytes))
+        for name, case in CASES.items():
+            if number % case.every == 0:
+                samples[name].append(pair.moved(case.config, case.tokens))
+    report({name: Spread.of(times[1:]) for name, times in samples.items()}, {n: Spread.of(plain[n][1:]) for n in plain})
 
 
-def report(spreads: Mapping[str, Spread]) -> None:
-    plain, direct = spreads["one contiguous write"].median, spreads["direct"].median
-    rows: list[dict[str, object]] = [
-        {
-            "what": name,
-            "mib": NBYTES >> 20,
-            "row_bytes": COMPONENT.row_bytes,
-            "gb_per_s": round(NBYTES / spread.median / 1e9, 3),
-            "p10_gb_per_s": round(NBYTES / spread.high / 1e9, 3),
-            "p90_gb_per_s": round(NBYTES / spread.low / 1e9, 3),
-            "of_contiguous": round(plain / spread.median, 3),
-            "of_direct": round(direct / spread.median, 2),
-        }
-        for name, spread in spreads.items()
-    ]
-    for row in rows:
+def report(spreads: Mapping[str, Spread], plain: Mapping[int, Spread]) -> None:
+    every = [("one contiguous write", tokens, spread) for tokens, spread in plain.items()]
+    every += [(name, CASES[name].tokens, spread) for name, spread in spreads.items()]
+    rows: list[dict[str, object]] = []
+    for name, tokens, spread in sorted(every, key=lambda entry: entry[1]):
+        nbytes = tokens * COMPONENT.token_bytes
+        direct_s = spreads["direct"].median / CASES["direct"].tokens * tokens
+        rows.append(
+            {
+                "what": name,
+                "mib": nbytes >> 20,
+                "row_bytes": COMPONENT.row_bytes,
+                "gb_per_s": round(nbytes / spread.median / 1e9, 3),
+                "p10_gb_per_s": round(nbytes / spread.high / 1e9, 3),
+                "p90_gb_per_s": round(nbytes / spread.low / 1e9, 3),
+                "of_contiguous": round(plain[tokens].median / spread.median, 3),
+                "of_direct": round(direct_s / spread.median, 2),
+            }
+        )
+        row = rows[-1]
         print(
-            f"{row['what']:<30} {row['gb_per_s']:>7} GB/s ({row['p10_gb_per_s']} to {row['p90_gb_per_s']}),"
-            f" {row['of_contiguous']} of contiguous, {row['of_direct']} x direct"
+            f"{row['mib']:>3} MiB, {name:<30} {row['gb_per_s']:>7} GB/s ({row['p10_gb_per_s']} to"
+            f" {row['p90_gb_per_s']}), {row['of_contiguous']} of contiguous, {row['of_direct']} x direct"
         )
     print(f"wrote {write('transfer', rows)}")
 
@@ -187,7 +193,7 @@ def main() -> None:
         striping()
     if {"latency", "throughput"} & set(chosen):
         pair = Pair()
-        pair.moved(SMALL["direct"], TOKENS)  # the first request meets the peer
+        pair.moved(SMALL["packed"], TOKENS)  # the first request meets the peer
         for name, measure in {"latency": latency, "throughput": throughput}.items():
             if name in chosen:
                 measure(pair)

@@ -18,12 +18,13 @@ from kvmover.transport.base import Completed, Descriptors, Event, Memory, Note
 from kvmover.transport.memory import memory_of
 from kvmover.transport.nixl import NixlTransport
 
-NBYTES = 64 << 20
-LAYERS, HEADS, TOKENS, PAGE_TOKENS = 16, 4, 1024, 16  # a page is 1 MiB
+#: 64 KiB a token, and pages of 1 MiB.
+LAYERS, HEADS, TOKENS, PAGE_TOKENS = 16, 4, 4096, 16
 COMPONENT = Component.attention(LAYERS, HEADS, 256, "bfloat16")
 FLEET = Fleet(page_tokens=PAGE_TOKENS)
 PAGES = TOKENS // PAGE_TOKENS
-ARENA_BYTES = NBYTES + (1 << 20)
+NBYTES = TOKENS * COMPONENT.token_bytes
+ARENA_BYTES = 65 << 20
 PAUSE_S = 50e-6
 ECHO = b"there and back "
 
@@ -100,10 +101,10 @@ class Pair:
         while not self.side.mover._core.peers.get(self._peer):
             self.side.mover.poll()
 
-    def contiguous(self) -> float:
-        """Seconds of one write of NBYTES, without a mover."""
+    def contiguous(self, nbytes: int) -> float:
+        """Seconds of one write, without a mover."""
         began = time.perf_counter()
-        ends = [Descriptors.runs(memory.kind, [memory.address], NBYTES) for memory in (self.side.buffer, self._remote)]
+        ends = [Descriptors.runs(memory.kind, [memory.address], nbytes) for memory in (self.side.buffer, self._remote)]
         self.side.transport.write(self._peer, ends[0], ends[1], b"", 60.0)
         while not any(isinstance(event, Completed) for event in self.side.transport.poll()):
             time.sleep(PAUSE_S)

@@ -7,10 +7,12 @@ import os
 import re
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from threading import Lock
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
@@ -22,6 +24,11 @@ from kvmover.transport.base import COUNT, NBYTES, STRIDE, Descriptors, Timing
 
 #: The first release with strided [n, 5] descriptor lists.
 _OLDEST = (1, 5, 1)
+
+#: Longest sleep of an agent's progress thread.
+PROGRESS_US = 100
+
+_making = Lock()
 
 _ENVIRONMENT = {
     # Without it a cut TCP link leaves a write in progress for as long as the kernel retries, some 15 minutes; UCX
@@ -101,13 +108,41 @@ def _create(name: str, backends: Sequence[str], options: dict[str, Any]) -> Agen
     errors = tuple(v for k, v in vars(bindings).items() if k.startswith("nixl") and k.endswith("Error"))
     sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     try:
-        nixl = api.nixl_agent(name, api.nixl_agent_config(backends=list(backends), sync_mode=sync, **options))
+        with _sleeping(bindings):
+            nixl = api.nixl_agent(name, api.nixl_agent_config(backends=list(backends), sync_mode=sync, **options))
     except errors as error:
         tls = os.environ.get("UCX_TLS")
         raise TransportUnavailable(f"NIXL cannot start {list(backends)} with UCX_TLS={tls}: {error}") from error
     if missing := [backend for backend in backends if backend not in nixl.backends]:
         raise TransportUnavailable(f"NIXL has no plugin {missing}, only {nixl.plugin_list}")
     return Agent(name, nixl, errors, bindings.nixlRemoteDisconnectError, _telemetry())
+
+
+@contextmanager
+def _sleeping(bindings: Any) -> Generator[None, None, None]:
+    """Agents made in here have a progress thread that sleeps until something happens, or for PROGRESS_US.
+
+    NIXL's Python layer sets the pause to 0 and offers no way to change it: each idle agent then takes a whole core, and
+    the agents of two processes both cores of a small machine. With any pause it takes 2 % of one.
+    """
+    config = bindings.nixlAgentConfig
+    pause = config.pthrDelay
+
+    class Sleeping(config):
+        @property
+        def pthrDelay(self) -> int:  # noqa: N802
+            return pause.fget(self)
+
+        @pthrDelay.setter
+        def pthrDelay(self, _: int) -> None:  # noqa: N802
+            pause.fset(self, PROGRESS_US)
+
+    with _making:
+        bindings.nixlAgentConfig = Sleeping
+        try:
+            yield
+        finally:
+            bindings.nixlAgentConfig = config
 
 
 def _telemetry() -> bool:

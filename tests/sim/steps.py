@@ -90,21 +90,25 @@ def _waiting_since(seat: Seat, now: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Chatter:
-    """Nothing is said again and again faster than what is lost is asked for: (since, how often) by note."""
+    """Nothing is said again and again faster than what is lost is asked for: (since, last, how often) by note.
+
+    What came in at one time is answered at one time, and counts once.
+    """
 
     scene: Scene
-    said: dict[tuple[str, str, bytes], tuple[float, int]] = field(
-        default_factory=dict["tuple[str, str, bytes]", "tuple[float, int]"]
+    said: dict[tuple[str, str, bytes], tuple[float, float, int]] = field(
+        default_factory=dict["tuple[str, str, bytes]", "tuple[float, float, int]"]
     )
 
     def check(self, sender: str, peer: str, note: bytes) -> None:
         if note in KEEPALIVES:
             return
         key, now = (sender, peer, note), self.scene.network.now
-        first, count = self.said.get(key, (now, 0))
-        self.said[key] = first, count + 1
+        first, last, count = self.said.get(key, (now, 0.0, 0))
+        count += now > last
+        self.said[key] = first, now, count
         # What was said to a stopped process is answered all at once.
         stopped_s = sum(b - a for name in (sender, peer) for a, b in self.scene.seats[name].stops)
         echo = (1 + self.scene.profile.duplicates) ** 2  # of an answer to an answer
         if count > (12 + 10 * stopped_s + 3 * (now - first) / self.scene.scenario.config.ping_s) * echo:
-            raise Broken(f"{sender} -> {peer}: {text_of(note)} said {count + 1} times since {first - 1000:.4f}")
+            raise Broken(f"{sender} -> {peer}: {text_of(note)} said {count} times since {first - 1000:.4f}")

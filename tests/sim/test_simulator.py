@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -72,6 +73,14 @@ REACHED: dict[str, dict[str, int]] = {
     "ambushed": {"pages reused under a read": 18, "given up under a chunk": 22, "receive landed": 12},
     "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
 }
+
+
+@pytest.fixture(autouse=True)
+def silent():
+    """What movers say of faults is not read here, and takes longer to format than the faults to happen."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.timeout(600)

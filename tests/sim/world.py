@@ -8,17 +8,17 @@ from random import Random
 
 import numpy as np
 
-from kvmover.errors import KvmoverError, PeerUnknown, PlanError
-from kvmover.transfer.result import Gate, Result
+from kvmover.errors import KvmoverError
+from kvmover.transfer.result import Result
 from tests.sim import endings, planned, steps
 from tests.sim.copies import Touched
+from tests.sim.engines import Engines
 from tests.sim.flights import Flights
-from tests.sim.geometry import PAGES
 from tests.sim.left import left
 from tests.sim.network import Posted, SimNetwork
-from tests.sim.scenario import ENGINES, PROFILES, Crash, Cut, Fault, Scenario, Step, Stop
+from tests.sim.scenario import ENGINES, PROFILES, Crash, Cut, Fault, Scenario, Stop
 from tests.sim.scene import Broken, Scene
-from tests.sim.seats import Order, Passing, Request, Seat, seated
+from tests.sim.seats import Order, Request, Seat, seated
 
 __all__ = ["Broken", "World", "simulate"]
 
@@ -46,6 +46,7 @@ class World:
         self.polls = 0
         self.scene = Scene(scenario, wire, self.network)
         self.flights = Flights(self.scene)
+        self.engines = Engines(self.scene, self.random, self.filler, self._look)
         self.requests: dict[str, Request] = {}
         self.network.on_say = steps.Chatter(self.scene).check
         self.network.on_post, self.network.on_landing = self._posted, self.flights.landing
@@ -57,10 +58,10 @@ class World:
         for asked in scenario.requests:
             request = self.requests[asked.name] = Request.of(asked, scenario.components, self.filler)
             for engine, begin in zip(ENGINES, asked.begin_s, strict=True):
-                self._order_all(request, engine, begin)
+                self.engines.order_all(request, engine, begin)
             if asked.abort is not None:
                 engine, at = asked.abort
-                self.network.after(at, lambda r=request, e=engine: self._abort(r, e))
+                self.network.after(at, lambda r=request, e=engine: self.engines.abort(r, e))
         for fault in scenario.faults:
             self.network.after(fault.at_s, lambda f=fault: self._fault(f))
 
@@ -80,92 +81,7 @@ class World:
         self._end()
         return self
 
-    # What the engines do.
-
-    def _order_all(self, request: Request, engine: str, delay: float) -> None:
-        """Every rank of an engine gets its call, not quite at once."""
-        for rank in range(self.scenario.fleets[engine].size):
-            late = delay + self.random.uniform(0, 0.02)
-            self.network.after(late, lambda r=rank: self._order(request, engine, r))
-
-    def _order(self, request: Request, engine: str, rank: int) -> None:
-        seat = self.scene.at[engine, rank]
-        if not seat.alive:
-            return
-        if engine == "p" and request.asked.refused and request.retries == request.asked.retries:
-            self.seen["refused"] += 1
-            seat.mover.refuse(request.name, "refused by the engine")
-            return
-        pages = seat.take(self.scenario, request.asked.tokens)
-        if pages is None:
-            return
-        numbers = [page + number * PAGES for number, table in enumerate(pages) for page in table.tolist()]
-        try:
-            order = (self._send if engine == "p" else self._receive)(request, seat, pages, numbers)
-        except (PlanError, PeerUnknown) as error:  # it runs already, or a peer is down: nothing was asked
-            self.network.log(lambda e=error: f"{seat.name}: {engine} {request.name} refused: {e}")
-            if self.scene.calm:
-                raise Broken(f"{seat.name}: {request.name} was refused though nothing went wrong: {error}") from error
-            return
-        self.network.log(lambda: f"{order.name}, pages {[table.tolist() for table in pages]}")
-        for free, table in zip(seat.free, pages, strict=True):
-            del free[: len(table)]
-        self.scene.orders.append(order)
-        seat.orders.append(order)
-        self._look(seat)
-
-    def _receive(self, request: Request, seat: Seat, pages: tuple[np.ndarray, ...], numbers: list[int]) -> Order:
-        asked = request.asked
-        wanted = range(asked.start, asked.tokens)
-        transfer = seat.mover.receive(request.name, "p", wanted, pages, asked.aux_from)
-        order = Order("receive", request, seat, pages, numbers, transfer, seat.mover._inbound.generation)
-        request.received[seat.place.rank] += 1
-        seat.open_to.update(dict.fromkeys(numbers, order))
-        return order
-
-    def _send(self, request: Request, seat: Seat, pages: tuple[np.ndarray, ...], numbers: list[int]) -> Order:
-        asked, rank = request.asked, seat.place.rank
-        payload = f"{request.name} {len(self.scene.orders)}".encode() if rank in asked.aux_from else None
-        gates = [Gate(Passing(), step.layers, step.tokens) for step in asked.steps]
-        said = gates[:1] if self.random.random() < 0.5 else gates
-        now, later = (None, payload) if asked.aux_s else (payload, None)
-        # What is in the pages is laid there first: the mover may act within the call.
-        order = Order("send", request, seat, pages, numbers, None)
-        if not gates:
-            seat.put((seat.memory, seat.expected), order, Step(0.0))
-        order.transfer = seat.mover.send(request.name, pages, said if gates else None, now)
-        for gate, step in zip(gates, asked.steps, strict=True):
-            self.network.after(
-                step.seconds, lambda g=gate, s=step, told=gate in said: self._computed(order, g, s, told)
-            )
-        if payload is not None:
-            request.payloads.setdefault(rank, set()).add(payload)
-        if later is not None:
-            self.network.after(asked.aux_s, lambda: self._attach(order, later))
-        return order
-
-    def _computed(self, order: Order, gate: Gate, step: Step, told: bool) -> None:
-        seat = order.seat
-        if order.closed or not seat.alive:
-            return
-        self.network.log(lambda: f"{order.name}: computed {step}")
-        seat.put((seat.memory, seat.expected), order, step)
-        assert isinstance(gate.event, Passing)
-        gate.event.passed = True
-        if not told:
-            seat.mover.produced(order.transfer, gate)
-
-    def _attach(self, order: Order, payload: bytes) -> None:
-        if order.seat.alive and not order.closed:
-            order.seat.mover.attach(order.transfer, payload)
-            self._look(order.seat)
-
-    def _abort(self, request: Request, engine: str) -> None:
-        for order in [o for o in self.scene.orders if o.request is request and o.seat.place.engine == engine]:
-            if order.seat.alive and not order.transfer.ended:
-                self.network.log(lambda o=order: f"{o.name}: abort")
-                order.seat.mover.abort(order.transfer, "the user left")
-                self._look(order.seat)
+    # What goes wrong.
 
     def _posted(self, posted: Posted) -> None:
         """A source may give a request up just when a chunk of it is on its way."""
@@ -176,42 +92,8 @@ class World:
             return
         if request.chunks == request.asked.ambush:
             self.seen["given up under a chunk"] += 1
-            self.network.after(self.random.uniform(0, 0.02), lambda: self._abort(request, "p"))
+            self.network.after(self.random.uniform(0, 0.02), lambda: self.engines.abort(request, "p"))
         request.chunks += 1
-
-    def _closed(self, order: Order) -> None:
-        """The engine has its pages back, and uses them for something else."""
-        order.closed = True
-        seat, request = order.seat, order.request
-        seat.orders.remove(order)
-        if order.verb == "send":
-            self._recycle(order)
-            return
-        for page in order.numbers:
-            del seat.open_to[page]
-        assert order.transfer.result is not None
-        landed = order.transfer.result.landed
-        if landed:
-            self.network.after(self.random.uniform(0, 0.2), lambda: self._recycle(order))
-        else:
-            self._recycle(order)
-        if request.retries > 0 and (request.asked.again or not landed):
-            request.retries -= 1
-            delay = self.random.choice([0.0, self.random.uniform(0, 0.3)]) + 0.2 * landed
-            for engine in ENGINES:
-                self._order_all(request, engine, delay)
-
-    def _recycle(self, order: Order) -> None:
-        """Other bytes in the same pages: a late write shows, and so does a late read."""
-        seat = order.seat
-        if not seat.alive:
-            return
-        mine = seat.geometry.bytes_of(order.numbers)
-        seat.memory[mine] = seat.expected[mine] = self.filler.integers(0, 256, len(mine), np.uint8)
-        for free, table in zip(seat.free, order.pages, strict=True):
-            free[:0] = table.tolist()  # used first: the next request gets them at once
-
-    # What goes wrong.
 
     def _fault(self, fault: Fault) -> None:
         network = self.network
@@ -274,11 +156,13 @@ class World:
         else:
             seat.waking = False
         try:
-            seat.mover.poll()
+            busy = seat.mover.poll()
         except (Broken, Touched):
             raise
         except Exception as error:
             raise Broken(f"{seat.name}: poll raised {error!r}") from error
+        if busy and seat.mover._poster._queue:  # there is more to do than one poll does
+            self._wake(seat.name)
         self._look(seat)
 
     # The invariants.
@@ -294,7 +178,7 @@ class World:
             if order.transfer.result is None:
                 steps.check_deadline(self.scene, order)
             elif self._given_back(order, order.transfer.result):
-                self._closed(order)
+                self.engines.closed(order)
 
     def _given_back(self, order: Order, result: Result) -> bool:
         """Whether the engine has the pages of an ended transfer back."""
