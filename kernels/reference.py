@@ -38,10 +38,12 @@ def move(regions: Sequence[Region]) -> None:
 
 def _copy(region: Region) -> None:
     """All planes that share both allocations at once: by index, row by row."""
-    pairs = np.stack([region.src.allocation, region.dst.allocation])
+    groups: dict[tuple[int, int], list[int]] = {}
+    for plane, ends in enumerate(zip(region.src.allocation.tolist(), region.dst.allocation.tolist(), strict=True)):
+        groups.setdefault(ends, []).append(plane)
     part: Bytes | None = None
-    for source, target in np.unique(pairs, axis=1).T.tolist():
-        planes = np.flatnonzero((pairs[0] == source) & (pairs[1] == target))
+    for (source, target), members in groups.items():
+        planes = np.array(members)
         src = _Rows.of(region, region.src, planes, source)
         dst = _Rows.of(region, region.dst, planes, target)
         # numpy copies an input that may share memory with the output, even where the rows do not meet: in one pool.

@@ -79,7 +79,7 @@ def test_who_moves_the_bytes_is_killed_mid_chunk_and_restarts_under_the_same_nam
         name = crowd[victim].ask("name")
         doomed = job(verb, Route.DIRECT, 1 << 20)  # two chunks of 8,192 rows: 40 ms each to post
         posts = "write" if verb is Verb.PUSH else "read"
-        crowd[victim].ask("trap", posts, 1, 0.01, crowd[victim].pid, signal.SIGKILL)
+        crowd[victim].ask("trap", posts, 1, 0.002, crowd[victim].pid, signal.SIGKILL)
         crowd.move(doomed, source, target)
         assert crowd[victim].await_death() == -signal.SIGKILL
         (ending,) = crowd.ended(doomed, survivor, CONFIG.deadline_s)
@@ -101,7 +101,7 @@ def test_who_is_written_to_or_read_from_is_killed_mid_chunk(crowd: Crowd) -> Non
         name = crowd[victim].ask("name")
         doomed = job(verb, Route.DIRECT, 1 << 20)
         posts = "write" if verb is Verb.PUSH else "read"
-        crowd[survivor].ask("trap", posts, 1, 0.01, crowd[victim].pid, signal.SIGKILL)
+        crowd[survivor].ask("trap", posts, 1, 0.002, crowd[victim].pid, signal.SIGKILL)
         crowd.move(doomed, source, target)
         crowd[victim].await_death()
         (ending,) = crowd.ended(doomed, survivor, CONFIG.deadline_s)

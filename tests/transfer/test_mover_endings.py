@@ -183,7 +183,7 @@ def test_news_of_what_both_sides_have_forgotten_differently_are_not_answered_for
     assert isinstance(network, FaultyNetwork)
     network.copies = lambda source, target, message: int(not isinstance(message, wire.Done))
     (sent,), (landed,) = pair.send(), pair.receive()
-    pair.bench.turn(12)
+    pair.bench.ended([landed])
     assert ended(landed).landed
     assert not sent.ended
     network.copies = lambda source, target, message: 2

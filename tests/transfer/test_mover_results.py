@@ -106,7 +106,7 @@ def test_of_26_chunks_that_make_25_pages_in_two_halves_some_have_landed(way: tup
     if verb is Verb.PULL or most < 2:
         assert pages == 25
     else:
-        assert (0 if most == 25 else 15) < pages <= (2 if most == 25 else 25)
+        assert (0 if most == 25 else 15) < pages <= (8 if most == 25 else 25)
 
 
 def test_a_page_that_two_sources_write_is_whole_when_both_have():
