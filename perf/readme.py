@@ -60,14 +60,14 @@ def _transfer() -> list[str]:
     rows = read("transfer")
     about = rows[0]
     lines = [
-        f"**{about['mib']} MiB between two processes**, rows of {about['row_bytes']} B, NHD to HND ({_about(about)}):",
+        f"**Between two processes**, rows of {about['row_bytes']} B, NHD to HND ({_about(about)}):",
         "",
-        "| | GB/s, median (10th to 90th percentile) | of one contiguous NIXL write | times the direct route |",
-        "|---|---|---|---|",
+        "| | MiB | GB/s, median (10th to 90th percentile) | of one contiguous NIXL write | times the direct route |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
         spread = f"{row['gb_per_s']} ({row['p10_gb_per_s']} to {row['p90_gb_per_s']})"
-        lines.append(f"| {row['what']} | {spread} | {row['of_contiguous']} | {row['of_direct']} |")
+        lines.append(f"| {row['what']} | {row['mib']} | {spread} | {row['of_contiguous']} | {row['of_direct']} |")
     small = read("transfer_latency")
     kib = next(row["kib"] for row in small if row["kib"] != "0")
     cells = [f"{row['what']} {row['p50_us']} ({row['p99_us']})" for row in small]
