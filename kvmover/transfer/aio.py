@@ -19,7 +19,8 @@ class AsyncTransfer:
     """A transfer that has been asked for. `await` it, in one task or in several, for its Result.
 
     What Mover.send and Mover.receive raise is raised there. A cancelled task aborts the transfer, for all who wait, and
-    is not over before the transfer is: then `transfer` says whether it landed after all, and whether pages are held.
+    is not over before the transfer is: then `transfer` says whether it landed after all, and whether pages are held. A
+    task cancelled before its first step has not awaited anything: the transfer goes on.
     """
 
     def __init__(self, progress: Progress, begun: Future[Transfer]) -> None:

@@ -121,7 +121,7 @@ class Rank:
         place = Place(seat.engine, seat.fleet, seat.rank)
         self.mover = Mover(self.transport, Model("toy", seat.components), place, self._shelf.pools, seat.config)
         self._open: list[_Open] = []
-        self._traps: dict[str, tuple[int, Callable[[], None]]] = {}
+        self._traps: dict[str, tuple[int, threading.Timer]] = {}
         self._closed = False
         self.naps_s = 0.0
         for verb in ("write", "read"):
@@ -133,12 +133,18 @@ class Rank:
         def watched(*arguments: Any) -> int:
             if verb == "write" and not arguments[3]:  # a probe of the way to a peer: a chunk says whose it is
                 return post(*arguments)
-            left, act = self._traps.pop(verb, (0, None))
-            if act is not None and left:
-                self._traps[verb] = left - 1, act
-            elif act is not None:
-                act()
-            return post(*arguments)
+            left, timer = self._traps.pop(verb, (0, None))
+            if timer is None:
+                return post(*arguments)
+            if left:
+                self._traps[verb] = left - 1, timer
+                return post(*arguments)
+            timer.start()
+            if not timer.interval:
+                timer.join()
+            ticket = post(*arguments)  # copies let other threads run
+            timer.join()  # however fast the post was, there is no next one before the signal
+            return ticket
 
         setattr(self.transport, verb, watched)
 
@@ -161,16 +167,9 @@ class Rank:
         self._traps.clear()
 
     def trap(self, verb: str, after: int, seconds: float, pid: int, number: int) -> None:
-        """Send a signal `seconds` after this process begins to post an operation, the one after `after` others. With 0
-        seconds it comes before."""
-
-        def act() -> None:
-            if not seconds:
-                os.kill(pid, number)
-            else:  # copies let other threads run
-                threading.Timer(seconds, os.kill, (pid, number)).start()
-
-        self._traps[verb] = after, act
+        """Send a signal `seconds` after this process begins to post an operation, the one after `after` others, and
+        before it posts another. With 0 seconds it comes before."""
+        self._traps[verb] = after, threading.Timer(seconds, os.kill, (pid, number))
 
     def send(self, job: Job) -> Ending | None:
         return self._begin("send", job, lambda tables: self.mover.send(job.name, tables))

@@ -77,7 +77,7 @@ def test_who_moves_the_bytes_is_killed_mid_chunk_and_restarts_under_the_same_nam
         source, target = ("doomed", "decode") if verb is Verb.PUSH else ("prefill", "decode-doomed")
         victim, survivor = (source, target) if verb is Verb.PUSH else (target, source)
         name = crowd[victim].ask("name")
-        doomed = job(verb, Route.DIRECT, 1 << 20)  # two chunks of 8,192 rows: 40 ms each to post
+        doomed = job(verb, Route.DIRECT, 512 << 10)  # the first two of several chunks are posted
         posts = "write" if verb is Verb.PUSH else "read"
         crowd[victim].ask("trap", posts, 1, 0.002, crowd[victim].pid, signal.SIGKILL)
         crowd.move(doomed, source, target)
@@ -99,7 +99,7 @@ def test_who_is_written_to_or_read_from_is_killed_mid_chunk(crowd: Crowd) -> Non
         source, target = ("prefill", "decode-doomed") if verb is Verb.PUSH else ("doomed", "decode")
         victim, survivor = (target, source) if verb is Verb.PUSH else (source, target)
         name = crowd[victim].ask("name")
-        doomed = job(verb, Route.DIRECT, 1 << 20)
+        doomed = job(verb, Route.DIRECT, 512 << 10)
         posts = "write" if verb is Verb.PUSH else "read"
         crowd[survivor].ask("trap", posts, 1, 0.002, crowd[victim].pid, signal.SIGKILL)
         crowd.move(doomed, source, target)

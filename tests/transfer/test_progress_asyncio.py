@@ -35,7 +35,8 @@ def receive(threads: Threads, target: AsyncMover, request: str = "request") -> A
 
 
 async def chunks_fly(threads: Threads) -> None:
-    """Until the wire, told to hold what it carries, holds some."""
+    """Until the wire, told to hold what it carries, holds some, and all tasks took their first step."""
+    await asyncio.sleep(0)
     while not threads.pair.bench.network._held:
         await asyncio.sleep(1e-3)
 

@@ -272,12 +272,11 @@ def test_closing_with_a_write_in_flight_reads_no_memory_afterwards(
     assert landed[POISON] + landed[1] == NBYTES
 
 
-def test_a_deadline_counts_on_the_clock_that_was_given(start: Callable[[str], PeerProcess]) -> None:
+def test_a_deadline_counts_on_the_clock_that_was_given(only_tcp: None, start: Callable[[str], PeerProcess]) -> None:
     now = [100.0]
     sleeper, here = start("sleeper"), Here(clock=lambda: now[0])
     here.meet(sleeper)
     sleeper.pause()
-    # Even with cma, which copies into a stopped process, an operation with a note waits for the peer to take it.
     here.wire.read(sleeper.name, here.runs(0, 8, 8, 1), sleeper.runs(0, 8, 8, 1), b"note", 30)
     assert here.wire.poll() == []
     now[0] = 130.0
