@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmover.transfer.remembered import Remembered
-from kvmover.transfer.wire import Verb
 
 #: Attempts and requests that are remembered, the latest ones: a minute of a thousand requests a second.
 MAX_CLOSED = 65536
@@ -21,7 +20,6 @@ class Outcome:
 
     generation: int
     reason: str | None
-    verb: Verb
 
 
 @dataclass(slots=True)
@@ -33,10 +31,10 @@ class Closed:
     )
     _refused: Remembered[str, str] = field(default_factory=lambda: Remembered[str, str](MAX_CLOSED))
 
-    def close(self, key: tuple[str, str], generation: int, reason: str | None, verb: Verb, until: float) -> None:
+    def close(self, key: tuple[str, str], generation: int, reason: str | None, until: float) -> None:
         before = self._attempts.get(key)
         if before is None or before.generation <= generation:
-            self._attempts.keep(key, Outcome(generation, reason, verb), until)
+            self._attempts.keep(key, Outcome(generation, reason), until)
 
     def of(self, request: str, peer: str, generation: int) -> Outcome | None:
         """How an attempt of this generation or of an earlier one ended, if it has."""

@@ -129,8 +129,8 @@ class Outbound:
         config = self.core.config
         return self.core.clock() + config.deadline_s + config.drain_s
 
-    def _close(self, request: str, peer: str, generation: int, reason: str | None, verb: Verb = Verb.PUSH) -> None:
-        self._closed.close((request, peer), generation, reason, verb, self._until())
+    def _close(self, request: str, peer: str, generation: int, reason: str | None) -> None:
+        self._closed.close((request, peer), generation, reason, self._until())
 
     def _want(self, peer: Peer, want: wire.Want) -> None:
         if self._over(peer, want):
@@ -335,7 +335,7 @@ class Outbound:
             request.transfer.held = False
             for name, attempt in request.attempts.items():
                 state = attempt.state
-                self._close(state.request, name, state.generation, state.reason, state.verb)
+                self._close(state.request, name, state.generation, state.reason)
             del self._requests[request.transfer.request]
             return True
         return False

@@ -6,7 +6,6 @@ import pytest
 
 from kvmover.transfer import closed
 from kvmover.transfer.closed import Closed
-from kvmover.transfer.wire import Verb
 
 KEY = ("request", "decode0.1")
 
@@ -18,7 +17,7 @@ def reason(memory: Closed, generation: int) -> str | None:
 
 def test_an_attempt_and_those_before_it_are_over_and_later_ones_are_not():
     memory = Closed()
-    memory.close(KEY, 7, "enough", Verb.PUSH, 10.0)
+    memory.close(KEY, 7, "enough", 10.0)
     assert [reason(memory, generation) for generation in (6, 7, 8)] == ["enough", "enough", None]
     assert memory.of("request", "decode1.1", 7) is None
     assert memory.of("other", "decode0.1", 7) is None
@@ -26,17 +25,16 @@ def test_an_attempt_and_those_before_it_are_over_and_later_ones_are_not():
 
 def test_the_newest_attempt_counts_whatever_the_order_of_the_news():
     memory = Closed()
-    memory.close(KEY, 8, None, Verb.PULL, 10.0)
-    memory.close(KEY, 7, "enough", Verb.PUSH, 10.0)
+    memory.close(KEY, 8, None, 10.0)
+    memory.close(KEY, 7, "enough", 10.0)
     assert reason(memory, 7) == reason(memory, 8) == "landed"
     outcome = memory.of(*KEY, 8)
     assert outcome is not None
-    assert outcome.verb is Verb.PULL
 
 
 def test_what_is_over_for_long_is_forgotten():
     memory = Closed()
-    memory.close(KEY, 7, "enough", Verb.PUSH, 10.0)
+    memory.close(KEY, 7, "enough", 10.0)
     memory.refuse("request", "no room", 20.0)
     memory.expire(9.9)
     assert reason(memory, 7) == "enough"
@@ -61,7 +59,7 @@ def test_only_so_many_are_remembered_and_the_oldest_are_forgotten(monkeypatch: p
     monkeypatch.setattr(closed, "MAX_CLOSED", 3)
     memory = Closed()
     for n in range(5):
-        memory.close((f"request-{n}", "decode0.1"), 1, "enough", Verb.PUSH, 10.0)
+        memory.close((f"request-{n}", "decode0.1"), 1, "enough", 10.0)
         memory.refuse(f"request-{n}", "no room", 10.0)
     known = [n for n in range(5) if memory.of(f"request-{n}", "decode0.1", 1)]
     assert known == [n for n in range(5) if memory.refused(f"request-{n}")] == [2, 3, 4]
@@ -72,7 +70,7 @@ def test_news_of_what_is_remembered_push_out_nobody(monkeypatch: pytest.MonkeyPa
     memory = Closed()
     for generation in range(10):
         for name in ("one", "two"):
-            memory.close((name, "decode0.1"), generation, "enough", Verb.PUSH, 10.0)
+            memory.close((name, "decode0.1"), generation, "enough", 10.0)
             memory.refuse(name, "no room", 10.0)
     for name in ("one", "two"):
         assert memory.of(name, "decode0.1", 9)

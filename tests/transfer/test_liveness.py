@@ -46,6 +46,27 @@ def test_a_side_that_did_not_run_for_a_while_blames_nobody():
     assert liveness.due(["a"], 60.0 + SILENCE_S)[1] == []
 
 
+def test_a_peer_that_was_greeted_is_greeted_again_until_it_says_anything():
+    liveness = Liveness(PING_S, SILENCE_S)
+    for peer in "ab":
+        liveness.greeted(peer, 100.0)
+    assert liveness.strangers(100.0 + PING_S - 0.1) == ([], [])
+    assert liveness.strangers(100.0 + PING_S) == (["a", "b"], [])
+    assert liveness.strangers(100.0 + PING_S + 0.1) == ([], [])
+    liveness.heard("a")
+    assert liveness.strangers(100.0 + 2 * PING_S) == (["b"], [])
+
+
+def test_a_peer_that_never_answers_a_greeting_is_lost_once_and_one_that_is_forgotten_is_not():
+    liveness = Liveness(PING_S, SILENCE_S)
+    for peer in "ab":
+        liveness.greeted(peer, 100.0)
+    liveness.forget("b")
+    assert liveness.strangers(100.0 + SILENCE_S - 0.1) == (["a"], [])
+    assert liveness.strangers(100.0 + SILENCE_S) == ([], ["a"])
+    assert liveness.strangers(200.0) == ([], [])
+
+
 def test_strangers_may_be_heard():
     Liveness(PING_S, SILENCE_S).heard("stranger")
 
