@@ -36,7 +36,7 @@ from kvmover.transfer.reads import Reader
 from kvmover.transfer.redial import Redial
 from kvmover.transfer.result import Gate, MoverConfig, Transfer
 from kvmover.transport.base import Event, Note, Transport
-from kvmover.transport.memory import memory_of
+from kvmover.transport.memory import memory_of, union
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class Mover:
             self._probed = torch.zeros(self._config.sandbox_bytes, dtype=torch.uint8, device=device)
             self._sandbox = memory_of(self._probed)
             open_to_all.append(self._sandbox)
-        for memory in (*(m for pool in memories for m in pool), *open_to_all):
+        for memory in union((*(m for pool in memories for m in pool), *open_to_all)):
             transport.register(memory)
         specs = tuple(pool.spec for pool in pools)
         host, arenas = socket.gethostname(), (staging[1].memory, staging[0].memory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from kvmover.errors import DescriptorError
@@ -39,6 +41,27 @@ def memory_of(tensor: TensorLike) -> Memory:
     if not nbytes:
         raise DescriptorError("an empty tensor has no memory")
     return Memory(_KINDS[device.type], tensor.data_ptr(), nbytes, device.index or 0)
+
+
+def union(memories: Iterable[Memory]) -> list[Memory]:
+    """What to register for `memories`, of which some may overlap, as views of one allocation do: no byte twice.
+
+    Neighbours stay apart, since an allocation of CUDA is registered by itself: of [0, 8) [4, 12) [12, 16) the first two
+    are one.
+    """
+    found: list[Memory] = []
+    for memory in sorted(set(memories), key=lambda one: (one.kind, one.device, one.address)):
+        last = found[-1] if found else None
+        if last is None or (last.kind, last.device) != (memory.kind, memory.device) or memory.address >= end(last):
+            found.append(memory)
+        else:
+            found[-1] = replace(last, nbytes=max(end(last), end(memory)) - last.address)
+    return found
+
+
+def end(memory: Memory) -> int:
+    """The first address behind it."""
+    return memory.address + memory.nbytes
 
 
 def whole(memory: Memory) -> Descriptors:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, Engine, Pair, truth_of
+import torch
+from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Bench, Engine, Pair, truth_of
 
-from kvmover.layout import Component, CpOrder, Fleet
+from kvmover.layout import Component, CpOrder, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
+from kvmover.transfer.handshake import Place
 from kvmover.transfer.meter import Count
+from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import Integrity, Transfer
 from kvmover.transfer.wire import Verb
 
@@ -176,4 +179,34 @@ def test_one_engine_serves_two_that_ask_for_the_same_request():
     assert reasons(received) == {None}
     for dst, dst_tables, before in targets:
         dst.assert_holds(dst.landed(before, dst_tables, truth))
+    bench.assert_nothing_is_left()
+
+
+def test_components_may_share_an_allocation_and_even_its_bytes_where_their_pages_differ():
+    """As vLLM lays hybrids out: groups of layers own a page of one allocation by turns."""
+    components = (Component.attention(2, 2, 16, "bfloat16"), Component.sliding(2, 2, 16, 64, "bfloat16"))
+    fleet, bench = Fleet(page_tokens=8), Bench(components)
+    memory: list[torch.Tensor] = []
+    movers: list[Mover] = []
+    for engine in ("prefill", "decode"):
+        specs = [PoolSpec.dense(c, fleet.shard(c, 0, 1), 8, 8, "NHD") for c in components]
+        flat = torch.full((specs[0].allocation_bytes,), POISON, dtype=torch.uint8)
+        memory.append(flat)
+        movers.append(bench.mover(Place(engine, fleet, 0), [Pool(spec, (flat,)) for spec in specs]))
+    source, target = movers
+    before = [torch.randint(0, POISON, flat.shape, dtype=torch.uint8) for flat in memory]
+    for flat, content in zip(memory, before, strict=True):
+        flat.copy_(content)
+    target.connect(source.card)
+    bench.turn()
+    pages = [[1, 3], [4, 6]]
+    transfers = [target.receive("request", "prefill", range(16), pages), source.send("request", pages)]
+    bench.ended(transfers)
+    assert reasons(transfers) == {None}
+    (src, dst), planes = memory, len(specs[0].planes())
+    expected = before[1].view(planes, 8, -1).clone()
+    moved = sorted(page for table in pages for page in table)
+    expected[:, moved] = before[0].view(planes, 8, -1)[:, moved]
+    assert torch.equal(dst, expected.flatten())
+    assert torch.equal(src, before[0])
     bench.assert_nothing_is_left()

@@ -16,6 +16,7 @@ from kvmover.errors import DescriptorError, PeerRefused, ProtocolError
 from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, memory_of, whole
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
 from kvmover.transport.envelope import Card, seal, unseal
+from kvmover.transport.memory import union
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
 BASE = 1 << 20
@@ -110,6 +111,16 @@ def test_the_check_agrees_with_looking_at_every_byte(table: list[tuple[int, int,
 def test_memory_that_cannot_be_is_not_registered(bad: Memory) -> None:
     with pytest.raises(DescriptorError):
         Ranges().add(bad)
+
+
+def test_views_are_registered_as_what_they_are_views_of_and_neighbours_apart() -> None:
+    ranges = [(0, 8), (4, 12), (5, 6), (12, 16), (0, 8), (20, 24)]
+    views = [Memory(HOST, BASE + start, stop - start) for start, stop in ranges]
+    elsewhere = [Memory(DEVICE, BASE + 2, 8, 0), Memory(DEVICE, BASE + 2, 8, 1)]
+    registered = union([*views, *elsewhere])
+    assert [(m.address - BASE, m.nbytes) for m in registered if m.kind is HOST] == [(0, 12), (12, 4), (20, 4)]
+    assert [m for m in registered if m.kind is DEVICE] == elsewhere
+    Ranges((memory, 1) for memory in registered)
 
 
 def test_overlapping_registration_is_refused_and_names_the_other() -> None:
