@@ -213,7 +213,7 @@ def test_whatever_is_said_of_an_attempt_that_is_over_the_talk_comes_to_an_end(ve
     generation = target._inbound.generation
     memory = source._outbound._closed
     if source_has == "failed":
-        memory.close(("request", target._transport.name), generation, "the user left", verb, 1e9)
+        memory.close(("request", target._transport.name), generation, "the user left", 1e9)
     elif source_has == "unknown":
         memory._attempts.forget(("request", target._transport.name))
     if known == "failed":
