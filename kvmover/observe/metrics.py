@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import BOUNDS_S, Count, Gauge, Histogram, Snapshot, Stage
 from kvmover.transfer.result import Cause
+from kvmover.transfer.seal import Refusal
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -107,13 +108,20 @@ def _counters(taken: list[Snapshot]) -> Iterator[CounterMetricFamily]:
     posted = CounterMetricFamily(
         "kvmover_posted_chunks", "Chunks by the route that they were sent.", labels=(*_RANK, "route")
     )
+    unopened = CounterMetricFamily(
+        "kvmover_unopened_messages",
+        "Messages dropped unread, by what was wrong with their seal.",
+        labels=(*_RANK, "reason"),
+    )
     for at in taken:  # those that did not happen too, so that a first failure is a step from 0
         for verb in _VERBS:
             for end in _ENDS:
                 ended.add_metric((*_rank(at), verb, end), at.meter.ended[verb, end])
         for route in Route:
             posted.add_metric((*_rank(at), route), at.meter.routes[route])
-    yield from (ended, posted)
+        for refusal in Refusal:
+            unopened.add_metric((*_rank(at), refusal), at.meter.unopened[refusal])
+    yield from (ended, posted, unopened)
 
 
 def _gauges(taken: list[Snapshot]) -> Iterator[GaugeMetricFamily]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvmover.errors import PeerLost, PeerUnknown
 from kvmover.layout.component import Component
@@ -17,12 +18,15 @@ from kvmover.transfer.lane import End
 from kvmover.transfer.links import Links
 from kvmover.transfer.meter import Count, Meter
 from kvmover.transfer.peers import Peers
-from kvmover.transfer.result import MoverConfig
+from kvmover.transfer.result import Ending, MoverConfig, Result
+from kvmover.transfer.seal import Open, Seal
 from kvmover.transfer.wire import AnyMessage, encode
 from kvmover.transport.base import Memory, Transport
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +52,10 @@ class Core:
     incoming: Staging
     clock: Callable[[], float]
     links: Links
+    seal: Seal | Open = field(default_factory=Open)
     peers: Peers = field(default_factory=Peers)
     meter: Meter = field(default_factory=Meter)
+    watchers: list[Callable[[Ending], None]] = field(default_factory=list["Callable[[Ending], None]"])
     lost: deque[tuple[str, str]] = field(default_factory=deque["tuple[str, str]"])
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
 
@@ -65,9 +71,18 @@ class Core:
         """As `say`, for a message that is bytes already."""
         self.meter.add(Count.MESSAGES)
         try:
-            self.transport.notify(peer, encoded)
+            self.transport.notify(peer, self.seal.close(peer, encoded))
         except (PeerLost, PeerUnknown) as error:
             self.lost.append((peer, str(error)))
+
+    def ended(self, verb: Literal["send", "receive"], request: str, result: Result) -> None:
+        """Tell those that watch. What one of them raises is its own affair: no transfer fails for it."""
+        ending = Ending(*self.card.place.seat, verb, request, result)
+        for watcher in self.watchers:
+            try:
+                watcher(ending)
+            except Exception:
+                log.exception("a watcher of transfers failed at %s", request)
 
     def soon(self, call: Callable[[int | None], None]) -> Callable[[int | None], None]:
         """`call`, but from the mover's loop instead of from inside whoever finishes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,24 +9,20 @@ import numpy as np
 
 from kvmover import ranges
 from kvmover.errors import PlanError
-from kvmover.plan.cost import Route
 from kvmover.transfer import receiver, receiving, wire
+from kvmover.transfer.asking import Asked, attempt_of
 from kvmover.transfer.copier import Work
 from kvmover.transfer.core import Core
 from kvmover.transfer.credits import Credits
 from kvmover.transfer.farewell import Farewells
-from kvmover.transfer.lane import Cut, Lane, plans_between, related
 from kvmover.transfer.limbo import Limbo, Ward
 from kvmover.transfer.memory import at_rest, logical, region
 from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers import Peer
-from kvmover.transfer.posts import Pages
 from kvmover.transfer.reads import Reader, Reading
 from kvmover.transfer.remembered import Remembered
-from kvmover.transfer.result import Cause, Integrity, Transfer
+from kvmover.transfer.result import Cause, Transfer
 from kvmover.transfer.wanted import CAUSES, Attempt, Id, close
-
-log = logging.getLogger(__name__)
 
 #: Attempts that are remembered as over, so that a source that missed how they ended can be told.
 MAX_ENDED = 65536
@@ -46,79 +41,17 @@ class Inbound:
     _credits: Credits[Id, receiving.WriterChunk] = field(default_factory=Credits[Id, receiving.WriterChunk])
     _farewells: Farewells = field(default_factory=Farewells)
 
-    def receive(
-        self, transfer: Transfer, engine: str, positions: range, pages: Pages, aux_from: Sequence[int] = ()
-    ) -> None:
-        """Ask every source rank of `engine` for its part of `positions`. Raises before anything is asked."""
-        core, now = self.core, self.core.clock()
-        if any(request == transfer.request for request, _ in self._attempts):
-            raise PlanError(f"request {transfer.request} is already being received")
-        with ranges.span(ranges.PLAN, transfer.request):
-            peers, lanes = self._lanes(engine, positions, aux_from)
-            runs = {name: lane.direct_runs() for name, lane in lanes.items()}
-            for lane in lanes.values():
-                lane.check_pages(lane.dst, pages)
-        direct = {peer.name: self._route(peer, lanes[peer.name], runs[peer.name]) is Route.DIRECT for peer in peers}
-        sources: dict[str, receiving.Source] = {}
-        for peer in peers:
-            lane, aux = lanes[peer.name], peer.card.place.rank in aux_from
-            sources[peer.name] = receiving.Source(len(lane.chunks), direct[peer.name], core.config.verb, aux)
-            largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
-            if not direct[peer.name] and not core.incoming.arena.fits(largest):
-                raise PlanError(f"a chunk of {largest} bytes does not fit the arena of {core.incoming.arena.nbytes}")
-        config = core.config
-        patience = receiving.Patience(config.deadline_s, config.drain_s, config.resend_s)
-        generation = self.generation + 1
-        state = receiving.Receiving(transfer.request, generation, sources, patience, now + config.deadline_s, now)
-        seats = {peer.name: peer.card.place.seat for peer in peers}
-        attempt = Attempt(state, transfer, pages, lanes, seats, sum(runs.values()))
-        for name in lanes:  # a table that no message holds is refused before anything is asked
-            attempt.wants[name] = wire.encode(self._want(attempt, name, positions, aux_from))
-        self.generation = generation
+    def receive(self, asked: Asked) -> None:
+        """Ask every source rank of an engine for its part. Raises before anything is asked."""
+        request = asked.transfer.request
+        if any(open_request == request for open_request, _ in self._attempts):
+            raise PlanError(f"request {request} is already being received")
+        attempt = attempt_of(self.core, asked, self.generation + 1)
+        self.generation += 1
         self._attempts[attempt.id] = attempt
         for name, want in attempt.wants.items():
-            core.post(name, want)
+            self.core.post(name, want)
         self._apply(attempt, *receiver.start(attempt.state))
-
-    def _lanes(self, engine: str, positions: range, aux_from: Sequence[int]) -> tuple[list[Peer], dict[str, Lane]]:
-        """The source ranks that could hold any of it, and what each would send."""
-        core, config = self.core, self.core.config
-        fleet = core.peers.fleet(engine)
-        ranks = related(core.components, fleet, core.end.fleet, config.replicas).sources_of(core.end.rank)
-        peers = [core.peers.at(engine, rank) for rank in sorted({*ranks, *aux_from})]
-        for peer in peers:
-            if peer.card.place.fleet != fleet:  # the two sides would derive different chunks
-                raise PlanError(f"{peer.name} is of a fleet {peer.card.place.fleet}, others of {engine} of {fleet}")
-        plans = plans_between(core.components, fleet, core.end.fleet, positions, config.replicas)
-        cut = Cut(config.costs.chunk_bytes, config.chunk_layers)
-        return peers, {peer.name: Lane.between(plans, peer.end, core.end, cut) for peer in peers}
-
-    def _route(self, peer: Peer, lane: Lane, runs: int) -> Route:
-        config = self.core.config
-        if config.route is not None or not lane.nbytes:
-            return config.route or Route.PACKED
-        choice = self.core.links.costs(peer.card.host, config.costs, self.core.clock()).choose(lane.nbytes, runs)
-        log.debug("from %s, %s", peer.name, choice.why())
-        return choice.route
-
-    def _want(self, attempt: Attempt, peer: str, positions: range, aux_from: Sequence[int]) -> wire.Want:
-        state, config = attempt.state, self.core.config
-        source = state.sources[peer]
-        told = source.direct and source.verb is wire.Verb.PUSH
-        return wire.Want(
-            state.request,
-            state.generation,
-            positions.start,
-            positions.stop,
-            Route.DIRECT if source.direct else Route.PACKED,
-            config.replicas,
-            config.costs.chunk_bytes,
-            tuple(table.astype("<i4").tobytes() for table in attempt.pages) if told else (),
-            config.chunk_layers,
-            source.verb,
-            config.integrity is Integrity.DIGEST,
-            tuple(aux_from),
-        )
 
     def hear(self, peer: Peer, message: wire.About) -> None:
         """A message from a source. One about an attempt that is over is answered with how it ended."""

@@ -85,6 +85,7 @@ class Histogram:
 @dataclass(slots=True)
 class Meter:
     """`ended`: transfers by (verb, how): `("receive", "landed")`, or a Cause. `routes`: chunks by route.
+    `unopened`: messages that were dropped unread, by a Refusal of their seal.
 
     `beats` goes up with whatever is counted or timed: while it stands still, nothing happens.
     """
@@ -93,6 +94,7 @@ class Meter:
     stages: dict[Stage, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in Stage})
     ended: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     routes: Counter[str] = field(default_factory=Counter[str])
+    unopened: Counter[str] = field(default_factory=Counter[str])
     beats: int = 0
 
     def add(self, count: Count, by: int = 1) -> None:
@@ -103,9 +105,15 @@ class Meter:
         self.stages[stage].add(seconds)
         self.beats += 1
 
+    def refused(self, refusal: str) -> None:
+        self.unopened[refusal] += 1
+        self.beats += 1
+
     def copy(self) -> Meter:
         stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
-        return Meter(self.counts.copy(), stages, self.ended.copy(), self.routes.copy(), self.beats)
+        return Meter(
+            self.counts.copy(), stages, self.ended.copy(), self.routes.copy(), self.unopened.copy(), self.beats
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer import wire
 from kvmover.transfer.arena import Arena
+from kvmover.transfer.asking import Asked
 from kvmover.transfer.copier import Copier
 from kvmover.transfer.core import Core, Staging
 from kvmover.transfer.flights import Flights
@@ -34,7 +35,8 @@ from kvmover.transfer.peers import Peer
 from kvmover.transfer.posts import Poster
 from kvmover.transfer.reads import Reader
 from kvmover.transfer.redial import Redial
-from kvmover.transfer.result import Gate, MoverConfig, Transfer
+from kvmover.transfer.result import Ending, Gate, MoverConfig, Transfer
+from kvmover.transfer.seal import Seal, Unopened, sealing
 from kvmover.transport.base import Event, Note, Transport
 from kvmover.transport.memory import memory_of, union
 
@@ -94,7 +96,8 @@ class Mover:
         copier = Copier(device, self._config.sms)
         links = Links(transport, type(transport).__name__, self._sandbox, Flights(transport))
         out, into = staging
-        self._core = Core(transport, self._config, end, rank, tuple(pools), copier, out, into, clock, links)
+        seal = sealing(self._config.keys, transport.name)
+        self._core = Core(transport, self._config, end, rank, tuple(pools), copier, out, into, clock, links, seal)
         self._poster = Poster(self._core, lambda job, event: self._outbound.ended(job, event), Flights(transport))
         self._outbound = Outbound(self._core, self._poster)
         self._reader = Reader(self._core, lambda reading, event: self._inbound.read(reading, event), Flights(transport))
@@ -117,6 +120,10 @@ class Mover:
         """Where the pools are."""
         return self._core.copier.device
 
+    def watch(self, call: Callable[[Ending], None]) -> None:
+        """Have `call` told of each transfer that ends from now on, in the thread that polls, between two steps."""
+        self._core.watchers.append(call)
+
     def snapshot(self) -> Snapshot:
         """What this mover did and has under way, as a copy for exporters."""
         core = self._core
@@ -132,12 +139,19 @@ class Mover:
     @property
     def card(self) -> bytes:
         """What a peer needs to connect, for the engine to carry there by whatever road it has."""
-        return self._card
+        return self._core.seal.close_card(self._card)
 
     def configure(self, config: MoverConfig) -> None:
-        """Behave by `config` from the next request on. Raises LayoutError for another size of the arenas."""
+        """Behave by `config` from the next request on. Raises LayoutError for another size of the arenas, and for keys
+        where there were none, or none where there were: other keys are changed under traffic.
+        """
         if config.arena_bytes != self._config.arena_bytes:
             raise LayoutError(f"arenas of {self._config.arena_bytes} bytes cannot become {config.arena_bytes}")
+        seal = self._core.seal
+        if isinstance(seal, Seal) != (config.keys is not None):
+            raise LayoutError("a mover seals its messages from its beginning to its end, or never")
+        if isinstance(seal, Seal) and config.keys is not None:
+            seal.keys = config.keys
         self._config = self._core.config = config
         self._core.copier.sms = config.sms
         self._inbound.limbo.linger_s = config.linger_s
@@ -148,9 +162,9 @@ class Mover:
         """Connect the peer behind `card`, tell it of us, and return its name.
 
         Raises PeerRefused with both sides' values when the peer does not hold the same model; nothing of its card is
-        understood, loaded or sent before the digests were compared.
+        understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
         """
-        name = self._seat(card)
+        name = self._seat(self._core.seal.open_card(card))
         self._liveness.greeted(name, self._core.clock())
         self._core.say(name, wire.Hello(self._card))
         return name
@@ -214,7 +228,7 @@ class Mover:
         if positions.step != 1 or positions.start < 0:
             raise LayoutError(f"positions {positions} are not a range of tokens")
         transfer = Transfer(request, self._core.clock())
-        self._inbound.receive(transfer, engine, positions, _tables(pages), aux_from)
+        self._inbound.receive(Asked(transfer, engine, positions, _tables(pages), aux_from))
         return transfer
 
     def abort(self, transfer: Transfer, reason: str) -> None:
@@ -267,11 +281,17 @@ class Mover:
 
     def _hear(self, note: Note) -> None:
         """No message, whatever its bytes, ends the loop."""
+        try:
+            payload = self._core.seal.open(note.peer, note.payload)
+        except Unopened as error:  # not even a sign of life
+            self.meter.refused(error.refusal)
+            log.warning("dropped a message: %s", error)
+            return
         self._liveness.heard(note.peer)
         if self._redial.heard(note.peer, self._core.clock()):
             self.meter.add(Count.RECONNECTS)
         try:
-            message = wire.decode(note.payload)
+            message = wire.decode(payload)
         except ProtocolError as error:
             self.meter.add(Count.MALFORMED_MESSAGES)
             log.warning("dropped a message from %s: %s", note.peer, error)

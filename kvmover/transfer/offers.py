@@ -100,6 +100,7 @@ def close(request: Request, core: Core) -> None:
         request.held,
         request.cause,
     )
+    core.ended("send", transfer.request, transfer.result)
 
 
 def check_aux(payload: bytes | None) -> None:

@@ -205,7 +205,8 @@ class Poster:
         ends = self._direct(entry, job.target) if job.target is not None else self._packed(entry)
         try:
             with ranges.span(ranges.POST, job.want.request, ends[0].nbytes):
-                ticket = self.core.transport.write(job.peer.name, *ends, job.note(entry), self.core.config.deadline_s)
+                note = self.core.seal.close(job.peer.name, job.note(entry))
+                ticket = self.core.transport.write(job.peer.name, *ends, note, self.core.config.deadline_s)
         except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
             self._release(entry)
             self.tell(job, sending.WriteFailed(entry.chunk, str(error), True))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvmover.transfer import wire
+from kvmover.transfer.failing import aborts, drained, fail, finish, settle
 from kvmover.transfer.receiving import (
     Action,
     Arrived,
@@ -33,7 +34,6 @@ from kvmover.transfer.receiving import (
     PeerAborted,
     PeerDrained,
     PeerGone,
-    Quarantine,
     Read,
     ReadEnded,
     ReadSettled,
@@ -42,6 +42,7 @@ from kvmover.transfer.receiving import (
     Scattered,
     Send,
     Staged,
+    Stepped,
     Tick,
     WriterChunk,
 )
@@ -49,8 +50,6 @@ from kvmover.transfer.wire import Verb
 
 #: How often a chunk is asked for: once, and once more when it did not match its digest.
 MAX_ROUNDS = 2
-
-Stepped = tuple[Receiving, list[Action]]
 
 
 def start(state: Receiving) -> Stepped:
@@ -66,7 +65,7 @@ def step(state: Receiving, event: Event, now: float) -> Stepped:
         case Tick():
             return _tick(state, now)
         case Cancel(reason):
-            return _fail(state, reason, now)
+            return fail(state, reason, now)
         case Scattered(peer, chunk, digest):
             return _scattered(state, (peer, chunk), digest, now)
         case Leased(peer, chunk, offset):
@@ -99,9 +98,9 @@ def _told(state: Receiving, event: Heard, now: float) -> Stepped:
         case Kept(peer):
             return _kept(state, peer)
         case PeerAborted(_, reason):
-            return _fail(state, reason, now)
+            return fail(state, reason, now)
         case PeerDrained(peer):
-            return _drained(state, peer)
+            return drained(state, peer)
         case PeerGone(peer, reason):
             return _gone(state, peer, reason, now)
 
@@ -114,7 +113,7 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
     before = 0
     for first, stop in ready:  # in order, so that no message names more chunks than there are, nor one twice
         if not before <= first <= stop <= source.chunks:
-            return _fail(state, f"{peer} offers chunks {first} to {stop} of {source.chunks}", now)
+            return fail(state, f"{peer} offers chunks {first} to {stop} of {source.chunks}", now)
         before = stop
     chunks = [chunk for first, stop in ready for chunk in range(first, stop) if (peer, chunk) not in state.ready]
     if not chunks:
@@ -155,9 +154,9 @@ def _arrived(state: Receiving, event: Arrived, key: WriterChunk, now: float) -> 
     if past or state.reason is not None:
         return state, []
     if wrong := _unexpected(state, key):
-        return _fail(state, wrong, now)
+        return fail(state, wrong, now)
     if state.sources[key[0]].verb is Verb.PULL:
-        return _fail(state, f"{key[0]} pushed chunk {key[1]}, which is to be read", now)
+        return fail(state, f"{key[0]} pushed chunk {key[1]}, which is to be read", now)
     return _here(state, key, event.digest)
 
 
@@ -180,9 +179,9 @@ def _staged(state: Receiving, event: Staged, key: WriterChunk, now: float) -> St
     if key in state.arrived:
         return state, [_taken(state, key)]
     if wrong := _unexpected(state, key):
-        return _fail(state, wrong, now)
+        return fail(state, wrong, now)
     if state.sources[key[0]].verb is Verb.PUSH:
-        return _fail(state, f"{key[0]} wants chunk {key[1]} to be read, which is pushed", now)
+        return fail(state, f"{key[0]} wants chunk {key[1]} to be read, which is pushed", now)
     state = replace(state, reading=state.reading | {key})
     if event.digest is not None:
         state = replace(state, digests={**state.digests, key: event.digest})
@@ -195,8 +194,8 @@ def _read(state: Receiving, event: ReadEnded, key: WriterChunk, now: float) -> S
     if event.quiescent:
         state = replace(state, reading=state.reading - {key})
     if event.reason is not None:
-        after, actions = _fail(state, event.reason, now)
-        return (after, actions) if state.reason is None else _settle(state, [])
+        after, actions = fail(state, event.reason, now)
+        return (after, actions) if state.reason is None else settle(state, [])
     if state.reason is not None:
         return _quiet(state, key)
     taken = _taken(state, key)
@@ -212,9 +211,9 @@ def _quiet(state: Receiving, key: WriterChunk) -> Stepped:
     """A read of a failed attempt is over: its region is free."""
     state = replace(state, reading=state.reading - {key})
     if state.reason is None or key not in state.regions or key in state.arrived:
-        return _settle(state, []) if state.reason is not None else (state, [])
+        return settle(state, []) if state.reason is not None else (state, [])
     regions = {other: offset for other, offset in state.regions.items() if other != key}
-    return _settle(replace(state, regions=regions), [Free(state.regions[key])])
+    return settle(replace(state, regions=regions), [Free(state.regions[key])])
 
 
 def _scattered(state: Receiving, key: WriterChunk, digest: int | None, now: float) -> Stepped:
@@ -229,9 +228,9 @@ def _scattered(state: Receiving, key: WriterChunk, digest: int | None, now: floa
     regions = {other: offset for other, offset in state.regions.items() if other != key}
     state = replace(state, regions=regions)
     if spoilt:  # of an attempt that has failed: nobody is asked again, and its pages are not whole
-        return _settle(replace(state, arrived=state.arrived - {key}), actions)
+        return settle(replace(state, arrived=state.arrived - {key}), actions)
     state = replace(state, landed=state.landed | {key})
-    return _settle(state, actions) if state.reason is not None else _progress(state, actions)
+    return settle(state, actions) if state.reason is not None else _progress(state, actions)
 
 
 def _mismatch(state: Receiving, key: WriterChunk, now: float) -> Stepped:
@@ -239,7 +238,7 @@ def _mismatch(state: Receiving, key: WriterChunk, now: float) -> Stepped:
     round_ = state.rounds.get(key, 0) + 1
     state = replace(state, arrived=state.arrived - {key})
     if round_ >= MAX_ROUNDS:
-        state, actions = _fail(state, f"chunk {chunk} of {peer} did not match its digest {round_} times", now)
+        state, actions = fail(state, f"chunk {chunk} of {peer} did not match its digest {round_} times", now)
         return state, [Mismatch(peer, chunk), *actions]
     state = replace(state, rounds={**state.rounds, key: round_})
     return state, [Mismatch(peer, chunk), _grant(state, peer, [(chunk, state.regions.get(key, 0))])]
@@ -264,50 +263,20 @@ def _kept(state: Receiving, peer: str) -> Stepped:
     return (state, []) if state.unconfirmed else _progress(state, [])
 
 
-def _fail(state: Receiving, reason: str, now: float) -> Stepped:
-    """Tell every source, and wait until none of them can write any more, but not for ever."""
-    if state.reason is not None:
-        return state, []
-    pushing = frozenset(peer for peer, source in state.sources.items() if source.verb is Verb.PUSH)
-    free = [k for k in state.regions if k[0] not in pushing and k not in state.reading and k not in state.arrived]
-    regions = {key: offset for key, offset in state.regions.items() if key not in free}
-    actions: list[Action] = [Free(state.regions[key]) for key in free]
-    deadline = now + state.patience.drain_s
-    state = replace(state, reason=reason, undrained=pushing, regions=regions, deadline=deadline)
-    state = replace(state, quiet_since=now, heard={})
-    return _settle(state, [*actions, *_aborts(state, set(state.sources) - state.gone)])
-
-
-def _aborts(state: Receiving, peers: set[str]) -> list[Action]:
-    assert state.reason is not None, "an attempt that goes on is not aborted"
-    abort = wire.Abort(state.request, state.generation, state.reason)
-    return [Send(peer, abort) for peer in state.sources if peer in peers]
-
-
-def _drained(state: Receiving, peer: str) -> Stepped:
-    """A drained source's regions are free, but for those that we are reading or copying ourselves."""
-    if state.reason is None or peer not in state.undrained:
-        return state, []
-    free = [k for k in state.regions if k[0] == peer and k not in state.arrived and k not in state.reading]
-    regions = {key: offset for key, offset in state.regions.items() if key not in free}
-    actions: list[Action] = [Free(state.regions[key]) for key in free]
-    return _settle(replace(state, regions=regions, undrained=state.undrained - {peer}), actions)
-
-
 def _gone(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
     """A source that has sent everything may go; nobody waits for the answer of one that has not."""
     state = replace(state, gone=state.gone | {peer})
     if state.reason is not None:
-        return _settle(state, [])
-    return (state, []) if state.served(peer) else _fail(state, reason, now)
+        return settle(state, [])
+    return (state, []) if state.served(peer) else fail(state, reason, now)
 
 
 def _tick(state: Receiving, now: float) -> Stepped:
     if now >= state.deadline:
         if state.reason is not None:  # our own copies end by themselves, and write the pages until they do
-            return (state, []) if state.arrived - state.landed else _finish(state, [])
+            return (state, []) if state.arrived - state.landed else finish(state, [])
         late = sorted(peer for peer in state.sources if not state.served(peer))
-        return _fail(state, f"deadline passed with {state.missing} chunks missing, waiting for {', '.join(late)}", now)
+        return fail(state, f"deadline passed with {state.missing} chunks missing, waiting for {', '.join(late)}", now)
     return _look(state, now) if now >= state.quiet_since + state.patience.resend_s else (state, [])
 
 
@@ -320,7 +289,7 @@ def _look(state: Receiving, now: float) -> Stepped:
     since.update(dict.fromkeys(silent, now))
     state = replace(state, heard={**state.heard, **since}, quiet_since=min(since.values(), default=now))
     if failed:
-        return state, _aborts(state, set(silent))
+        return state, aborts(state, set(silent))
     return state, [action for peer in silent for action in _again(state, peer)]
 
 
@@ -335,17 +304,3 @@ def _again(state: Receiving, peer: str) -> list[Action]:
     asked = any(key not in state.ready for key in owed) or peer in state.awaited_aux
     again: list[Action] = [Ask(peer)] if asked else []
     return [*again, _grant(state, peer, granted)] if granted else again
-
-
-def _settle(state: Receiving, actions: list[Action]) -> Stepped:
-    """Finish a failed attempt once every source that can has drained and every copy and read of our own is over."""
-    copying = state.arrived - state.landed
-    return (state, actions) if state.undrained - state.gone or copying or state.reading else _finish(state, actions)
-
-
-def _finish(state: Receiving, actions: list[Action]) -> Stepped:
-    """What is still leased belongs to sources that never answered, or to reads that never ended."""
-    reading = {peer for peer, _ in state.reading}
-    held = frozenset(peer for peer in state.undrained | reading if state.sources[peer].direct)
-    kept = [Quarantine(key[0], offset) for key, offset in state.regions.items()]
-    return replace(state, finished=True), [*actions, *kept, Finish(state.reason, held)]

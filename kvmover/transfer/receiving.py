@@ -285,3 +285,7 @@ class Receiving:
         source = self.sources[peer]
         here = sum(key[0] == peer for key in self.arrived) == source.chunks
         return here and peer not in self.awaited_aux and peer not in self.unconfirmed
+
+
+#: What an event leads to: the state after it, and what is to be done, in order.
+Stepped = tuple[Receiving, list[Action]]

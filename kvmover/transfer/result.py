@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvmover.errors import LayoutError, TransferFailed
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.plan.legs import Replicas
 from kvmover.plan.measure import LEAST_REGION_BYTES
 from kvmover.transfer.backoff import Backoff
+from kvmover.transfer.seal import Keys
 from kvmover.transfer.wire import Verb
 
 #: More layers and positions than any model or request has.
@@ -50,6 +51,7 @@ class MoverConfig:
     than an engine may go without a poll. `linger_s`: memory that a dead process may have been writing is used again so
     long after its successor was seen: longer than a NIC retries. `backoff`: when lost peers are tried again.
     `sandbox_bytes`: memory for measuring the way to a peer when it is connected, at least 128 KiB, or 0: no probes.
+    `keys`: every message and card is sealed with them, and only sealed ones are read; None: no message is.
     """
 
     arena_bytes: int = 64 << 20
@@ -68,6 +70,7 @@ class MoverConfig:
     chunk_layers: int = 0
     integrity: Integrity = Integrity.NONE
     sms: int | None = 8
+    keys: Keys | None = None
 
     def __post_init__(self) -> None:
         for name in ("arena_bytes", "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "linger_s"):
@@ -127,6 +130,17 @@ class Result:
     @property
     def landed(self) -> bool:
         return self.reason is None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one transfer of one rank ended, for whoever watches a mover: logs, spans, the log of a run."""
+
+    engine: str
+    rank: int
+    verb: Literal["send", "receive"]
+    request: str
+    result: Result
 
 
 @dataclass(slots=True, eq=False)

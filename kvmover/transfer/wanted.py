@@ -71,6 +71,7 @@ def close(attempt: Attempt, core: Core, held: frozenset[str]) -> None:
         incomplete(attempt) if state.reason is not None else (),
         attempt.aux,
     )
+    core.ended("receive", transfer.request, transfer.result)
 
 
 def incomplete(attempt: Attempt) -> tuple[tuple[int, ...], ...]:

@@ -13,8 +13,12 @@ from kvmover.plan.legs import Replicas
 VERSION = 2
 _HEAD = b"kvm" + bytes([VERSION])
 
-#: A page table of 260,000 pages fits; nothing larger is decoded. NIXL carries notes of this size in order.
-MAX_MESSAGE_BYTES = 1 << 20
+#: How a sealed message begins (see `seal`), and what a seal adds to it at most.
+SEALED = b"kvs\x01"
+SEAL_BYTES = 64
+
+#: A page table of 260,000 pages fits; nothing larger is decoded. NIXL carries notes of this size, and a seal, in order.
+MAX_MESSAGE_BYTES = (1 << 20) - SEAL_BYTES
 
 
 #: First tokens, logprobs and the like: whatever an engine hands over with a request, from one rank.
@@ -176,6 +180,8 @@ def decode(payload: bytes) -> AnyMessage:
     """The message in `payload`. Raises ProtocolError, and nothing else, whatever the bytes."""
     if len(payload) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    if payload.startswith(SEALED):
+        raise ProtocolError("a sealed message, and this side has no shared key")
     if payload[:3] != _HEAD[:3]:
         raise ProtocolError(f"not a kvmover message: starts with {payload[:4]!r}")
     if payload[3:4] != _HEAD[3:]:

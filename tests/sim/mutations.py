@@ -142,7 +142,7 @@ def regions_are_freed_at_abort(patch: pytest.MonkeyPatch) -> None:
         after, actions = honest(replace(state, regions=regions), reason, now)
         return after, [*(receiving.Free(state.regions[key]) for key in free), *actions]
 
-    around(patch, receiver, "_fail", fail)
+    around(patch, receiver, "fail", fail)
 
 
 def drained_is_said_with_a_write_in_flight(patch: pytest.MonkeyPatch) -> None:

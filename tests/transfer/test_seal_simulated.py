@@ -1,0 +1,39 @@
+"""Seals under the simulator's schedules: lost, repeated, reordered and late notes, crashes and cuts change nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmover.transfer import mover, wire
+from kvmover.transfer.seal import Key, Keys, Refusal, Seal
+from tests.sim.scenario import PROFILES
+from tests.sim.world import World
+
+KEYS = Keys(Key(b"a secret of the tests"))
+#: Where the message of a sealed note begins.
+INSIDE = len(wire.SEALED) + 8 + 32
+
+
+@pytest.fixture
+def sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mover has the key. The simulator, which looks into notes on their way, looks through their seals."""
+    decode = wire.decode
+
+    def through(payload: bytes) -> wire.AnyMessage:
+        return decode(payload[INSIDE:] if payload.startswith(wire.SEALED) else payload)
+
+    monkeypatch.setattr(wire, "decode", through)
+    monkeypatch.setattr(mover, "sealing", lambda _, name: Seal(KEYS, name))
+
+
+@pytest.mark.parametrize("profile", ["default", "hostile", "echoes"])
+@pytest.mark.usefixtures("sealed")
+def test_every_invariant_holds_and_only_repetitions_are_dropped(profile: str):
+    refused: dict[str, int] = {}
+    for seed in range(25):
+        world = World(seed, profile).run()
+        for seat in world.scene.seats.values():
+            for reason, count in seat.mover.meter.unopened.items():
+                refused[reason] = refused.get(reason, 0) + count
+    assert set(refused) <= {Refusal.REPEATED}
+    assert PROFILES[profile].duplicates == 0 or refused[Refusal.REPEATED] > 0
