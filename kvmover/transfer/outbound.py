@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.transfer import sender, sending, wire
+from kvmover.transfer.answering import attempt_for
 from kvmover.transfer.closed import Closed
 from kvmover.transfer.core import Core
 from kvmover.transfer.early import EarlyWants
-from kvmover.transfer.lane import Cut, Lane, plans_between, related
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.offers import CAUSES, Attempt, Request, check_aux, close
 from kvmover.transfer.peers import Peer
 from kvmover.transfer.posts import Job, OwnTables, Pages, Poster
-from kvmover.transfer.receiving import Patience
 from kvmover.transfer.result import Cause, Gate, Transfer
 from kvmover.transfer.wire import Verb
 
@@ -154,7 +151,8 @@ class Outbound:
             return
         try:
             with ranges.span(ranges.PLAN, want.request):
-                attempt = self._attempt(request, peer, want)
+                attempt = attempt_for(self.core, request, peer, want)
+                self.poster.check(attempt.job)
         except (ValueError, ProtocolError) as error:  # PlanError, LayoutError, or page tables that are none
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
             if isinstance(error, OwnTables):
@@ -179,45 +177,6 @@ class Outbound:
             return
         if not self._early.wait(peer, want, self.core.clock() + self.core.config.deadline_s):
             self.core.say(peer.name, wire.Abort(*id_, "too many requests wait to be sent"))
-
-    def _attempt(self, request: Request, peer: Peer, want: wire.Want) -> Attempt:
-        """Derive what the destination derived. Raises ValueError or ProtocolError on a want that cannot be met."""
-        core, now, config = self.core, self.core.clock(), self.core.config
-        fleet = core.end.fleet
-        tables = [len(t) for t, p in zip(request.pages, core.end.pools, strict=True) if not p.component.states]
-        if tables and want.stop > (min(tables) + 1) * fleet.page_tokens * fleet.cp:  # before so much is computed
-            raise PlanError(f"page tables are too short for {want.stop} positions")
-        theirs = peer.card.place.fleet
-        if request.expected is None:
-            relation = related(core.components, fleet, theirs, want.replicas)
-            everyone = frozenset(range(theirs.size)) if core.end.rank in want.aux else frozenset[int]()
-            request.expected = relation.destinations_of(core.end.rank) | everyone
-        plans = plans_between(core.components, fleet, theirs, range(want.start, want.stop), want.replicas)
-        lane = Lane.between(plans, core.end, peer.end, Cut(want.chunk_bytes, want.chunk_layers))
-        direct = want.route is Route.DIRECT
-        target = None
-        if direct and want.verb is Verb.PUSH:
-            target = tuple(np.frombuffer(table, "<i4").astype(np.int64) for table in want.pages)
-        job = Job(want, peer, lane, request.pages, target)
-        self.poster.check(job)
-        pages: tuple[bytes, ...] = ()
-        if direct and want.verb is Verb.PULL:
-            pages = tuple(table.astype("<i4").tobytes() for table in request.pages)
-            every = tuple((chunk, chunk + 1) for chunk in range(len(lane.chunks)))
-            wire.encode(wire.Offered(want.request, want.generation, every, pages))  # raises where no message holds it
-        patience = Patience(config.deadline_s, config.drain_s, config.resend_s)
-        state = sending.Sending(
-            want.request,
-            want.generation,
-            len(lane.chunks),
-            patience,
-            now + config.deadline_s,
-            direct,
-            want.verb,
-            pages,
-            now,
-        )
-        return Attempt(state, job, tuple(range(len(lane.chunks))))
 
     def _offer(self, request: Request, attempt: Attempt) -> None:
         """Say which more chunks are in the pages."""
