@@ -19,7 +19,7 @@ from kvmover.transfer.links import Links
 from kvmover.transfer.meter import Count, Meter
 from kvmover.transfer.peers import Peers
 from kvmover.transfer.result import Ending, MoverConfig, Result
-from kvmover.transfer.seal import Open, Seal
+from kvmover.transfer.seal import NoSeal, Seal
 from kvmover.transfer.wire import AnyMessage, encode
 from kvmover.transport.base import Memory, Transport
 
@@ -40,7 +40,9 @@ class Staging:
 
 @dataclass(slots=True, eq=False)
 class Core:
-    """The parts of a mover. `later` holds what must run outside the event being handled, in order."""
+    """The parts of a mover. `sandbox` is what peers may write to measure the way here, empty where they may not.
+    `later` holds what must run outside the event being handled, in order.
+    """
 
     transport: Transport
     config: MoverConfig
@@ -52,7 +54,8 @@ class Core:
     incoming: Staging
     clock: Callable[[], float]
     links: Links
-    seal: Seal | Open = field(default_factory=Open)
+    sandbox: torch.Tensor
+    seal: Seal | NoSeal = field(default_factory=NoSeal)
     peers: Peers = field(default_factory=Peers)
     meter: Meter = field(default_factory=Meter)
     watchers: list[Callable[[Ending], None]] = field(default_factory=list["Callable[[Ending], None]"])

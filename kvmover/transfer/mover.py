@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,18 +16,13 @@ from kvmover.errors import LayoutError, PeerRefused, ProtocolError, TransportErr
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer import wire
-from kvmover.transfer.arena import Arena
 from kvmover.transfer.asking import Asked
-from kvmover.transfer.copier import Copier
-from kvmover.transfer.core import Core, Staging
+from kvmover.transfer.assembly import assembled
 from kvmover.transfer.flights import Flights
-from kvmover.transfer.handshake import Model, Place, Rank, read_card, write_card
+from kvmover.transfer.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.inbound import Inbound
-from kvmover.transfer.lane import End
 from kvmover.transfer.limbo import Limbo
-from kvmover.transfer.links import Links
 from kvmover.transfer.liveness import Liveness
-from kvmover.transfer.memory import allocations
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
 from kvmover.transfer.outbound import Outbound
 from kvmover.transfer.peers import Peer
@@ -36,9 +30,8 @@ from kvmover.transfer.posts import Poster
 from kvmover.transfer.reads import Reader
 from kvmover.transfer.redial import Redial
 from kvmover.transfer.result import Ending, Gate, MoverConfig, Transfer
-from kvmover.transfer.seal import Seal, Unopened, sealing
+from kvmover.transfer.seal import Seal, Unopened
 from kvmover.transport.base import Event, Note, Transport
-from kvmover.transport.memory import memory_of, union
 
 if TYPE_CHECKING:
     import torch
@@ -65,39 +58,15 @@ class Mover:
         config: MoverConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        import torch
-
         self._config = config or MoverConfig()
         self._model = model
         self._transport = transport
-        device = pools[0].tensors[0].device
-        staging: list[Staging] = []
-        for _ in range(2):
-            tensor = torch.empty(self._config.arena_bytes, dtype=torch.uint8, device=device)
-            staging.append(Staging(tensor, memory_of(tensor), Arena(self._config.arena_bytes)))
-        memories = tuple(allocations(pool) for pool in pools)
-        open_to_all = [s.memory for s in staging]
-        self._sandbox = None
-        if self._config.sandbox_bytes:
-            self._probed = torch.zeros(self._config.sandbox_bytes, dtype=torch.uint8, device=device)
-            self._sandbox = memory_of(self._probed)
-            open_to_all.append(self._sandbox)
-        for memory in union((*(m for pool in memories for m in pool), *open_to_all)):
-            transport.register(memory)
-        specs = tuple(pool.spec for pool in pools)
-        host, arenas = socket.gethostname(), (staging[1].memory, staging[0].memory)
-        rank = Rank(place, specs, memories, *arenas, transport.metadata(), host, self._sandbox)
-        self._card = write_card(model, rank)
+        self._core = assembled(transport, place, pools, self._config, clock)
+        self._card = write_card(model, self._core.card)
         try:
             read_card(model, self._card)  # what peers would refuse us for, we refuse now
         except PeerRefused as error:
             raise LayoutError(str(error)) from error
-        end = End(place.fleet, place.rank, specs)
-        copier = Copier(device, self._config.sms)
-        links = Links(transport, type(transport).__name__, self._sandbox, Flights(transport))
-        out, into = staging
-        seal = sealing(self._config.keys, transport.name)
-        self._core = Core(transport, self._config, end, rank, tuple(pools), copier, out, into, clock, links, seal)
         self._poster = Poster(self._core, lambda job, event: self._outbound.ended(job, event), Flights(transport))
         self._outbound = Outbound(self._core, self._poster)
         self._reader = Reader(self._core, lambda reading, event: self._inbound.read(reading, event), Flights(transport))

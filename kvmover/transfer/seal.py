@@ -117,7 +117,7 @@ class Window:
             self.seen |= 1 << -ahead
 
 
-class Open:
+class NoSeal:
     """What stands in for a Seal where no key is configured: messages go as they are."""
 
     def close(self, peer: str, message: bytes) -> bytes:
@@ -190,6 +190,6 @@ def _parts(sealed: bytes, what: str) -> tuple[bytes, bytes, bytes]:
     return sealed[len(SEALED) : _HEAD], sealed[_HEAD : _HEAD + _TAG], sealed[_HEAD + _TAG :]
 
 
-def sealing(keys: Keys | None, name: str) -> Seal | Open:
+def sealing(keys: Keys | None, name: str) -> Seal | NoSeal:
     """What a mover of that transport name speaks through."""
-    return Open() if keys is None else Seal(keys, name)
+    return NoSeal() if keys is None else Seal(keys, name)
