@@ -38,7 +38,7 @@ class Eviction:
                 account.order.discard(node)
                 if spared:
                     spared.append(node)
-            elif not self._may_go(node):
+            elif not self._may_go(node, account.evictable - aim):
                 account.order.discard(node)
                 spared.append(node)
             elif self._only_here(node) and node.end - node.start > account.evictable - aim:
@@ -53,9 +53,12 @@ class Eviction:
         """Whether a leaf would be deleted, and may be so page by page."""
         return self._trims and node.host is None and not self._room
 
-    def _may_go(self, node: Node) -> bool:
-        """Whether a leaf can go. One to be deleted takes what hangs below it on the host, if nobody needs that."""
-        if node.host is not None or self._fits(node):
+    def _may_go(self, node: Node, need: int) -> bool:
+        """Whether a leaf, or `need` pages of its tail, can go. One to be deleted takes what hangs below it on the host,
+        if nobody needs that.
+        """
+        pages = node.end - node.start
+        if node.host is not None or self._room_for(min(need, pages) if self._trims else pages):
             return True
         return not node.host_locks and (not node.children or self._drop_below(node))
 
@@ -115,7 +118,7 @@ class Eviction:
 
     def _give_up(self, node: Node) -> None:
         """A leaf on the device: it stays as a node of the host if it is backed, or can be now; else it is deleted."""
-        if node.host is None and self._fits(node):
+        if node.host is None and self._room_for(node.end - node.start):
             self._copy_out(node)
         if node.host is None:
             self._delete(node)
@@ -125,8 +128,8 @@ class Eviction:
             if held.pages is not None:
                 self._take(node, Tier.DEVICE, index)
 
-    def _fits(self, node: Node) -> bool:
-        return bool(self._room) and len(self._room) >= (node.end - node.start) * ID_BYTES
+    def _room_for(self, pages: int) -> bool:
+        return bool(self._room) and len(self._room) >= pages * ID_BYTES
 
     def _copy_out(self, node: Node) -> None:
         assert node.pages is not None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
 import numpy as np
 
 from kvmover.store.catalog import Catalog
@@ -39,8 +40,7 @@ class Source:
     runs: tuple[CellRun, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True, gc=False):
     """One object's share of page `item` of a batch, whose part begins at `address`."""
 
     item: int
@@ -99,12 +99,11 @@ class _Group:
 
     def check(self, catalog: Catalog, part: Part, files: dict[str, OpenFile], reasons: Sequence[str]) -> list[Failure]:
         """Compare what came with the digests, and fetch what must go by way of a copy."""
-        bad = [""] * len(self.reads)
-        for (number, first, count), run, reason in zip(self.owners, self.runs, reasons, strict=True):
-            if not reason:
-                view = catalog.files.view(run.address, run.nbytes)
-                reason = "" if holds(view, count, self.reads[number].each.digests, first) else DIGEST
-            bad[number] = bad[number] or reason
+        bad, reads = [""] * len(self.reads), self.reads
+        views = catalog.files.views(self.runs)
+        for (number, first, count), view, reason in zip(self.owners, views, reasons, strict=True):
+            if reason or not holds(view, count, reads[number].each.digests, first):
+                bad[number] = bad[number] or reason or DIGEST
         for number, read in enumerate(self.reads):
             if read.source.piece.tokens:
                 memory = catalog.files.view(read.address, part.nbytes)

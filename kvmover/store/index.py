@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import WeakSet
+
+import msgspec
 
 from kvmover.store.part import PartKey
 
@@ -21,9 +24,11 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-@dataclass(slots=True, eq=False)
-class StoredObject:
-    """One complete object: where it is, and what it must contain. `record` is the place of its header."""
+class StoredObject(msgspec.Struct, eq=False, gc=False):
+    """One complete object: where it is, and what it must contain. `record` is the place of its header.
+
+    It and Page are in no cycle, and there are millions: the garbage collector need not look at them.
+    """
 
     segment: str
     record: int
@@ -48,14 +53,13 @@ class StoredObject:
         return self.nbytes // self.part.box.cells
 
 
-@dataclass(slots=True, eq=False)
-class Page:
+class Page(msgspec.Struct, eq=False, gc=False):
     """All objects of a page, of every component and rank: they are used and evicted together.
 
     `stamp`: second of the last use that this process knows of. `parts`: of the objects, one each, in order.
     """
 
-    objects: list[StoredObject] = field(default_factory=list[StoredObject])
+    objects: list[StoredObject]
     stamp: int = 0
     parts: tuple[PartKey, ...] = ()
 
@@ -70,6 +74,17 @@ class Known:
 
     pages: set[bytes] = field(default_factory=set[bytes])
 
+    def lost(self, page: bytes) -> None:
+        self.pages.discard(page)
+
+
+class Watcher(Protocol):
+    """Hears of losses, under the store's lock and in whichever thread learnt of them: it takes a note and returns."""
+
+    def lost(self, page: bytes) -> None:
+        """`page` has lost an object. Others may still cover for it."""
+        ...
+
 
 class Index:
     """Pages by hash, the least recently used first; objects by segment and record."""
@@ -77,7 +92,8 @@ class Index:
     def __init__(self) -> None:
         self._pages: OrderedDict[bytes, Page] = OrderedDict()
         self._segments: dict[str, dict[int, StoredObject]] = {}
-        self._watched: WeakSet[Known] = WeakSet()
+        self._parts: dict[tuple[PartKey, ...], tuple[PartKey, ...]] = {}
+        self._watched: WeakSet[Watcher] = WeakSet()
         #: Blocks of all objects, payload only.
         self.held_bytes = 0
 
@@ -98,10 +114,9 @@ class Index:
         """Of one segment, by their place."""
         return list(self._segments.get(segment, {}).values())
 
-    def watch(self, known: Known) -> Known:
-        """Pages are taken out of `known` when they lose an object, as long as it lives."""
-        self._watched.add(known)
-        return known
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` of pages that lose an object, as long as it lives."""
+        self._watched.add(watcher)
 
     def add(self, each: StoredObject) -> None:
         """An object that is complete. One that is known already stays as it is."""
@@ -112,10 +127,11 @@ class Index:
         self.held_bytes += each.held_bytes
         page = self._pages.get(each.page)
         if page is None:
-            page = self._pages[each.page] = Page()
+            self._pages[each.page] = Page([each], each.stamp, self._shared(each.part))
+            return
         page.objects.append(each)
         page.stamp = max(page.stamp, each.stamp)
-        page.parts = tuple(one.part for one in page.objects)
+        page.parts = self._shared(*page.parts, each.part)
 
     def remove(self, each: StoredObject) -> bool:
         """Whether it was there."""
@@ -126,12 +142,16 @@ class Index:
         self.held_bytes -= each.held_bytes
         page = self._pages[each.page]
         page.objects.remove(each)
-        page.parts = tuple(one.part for one in page.objects)
+        page.parts = self._shared(*(one.part for one in page.objects))
         if not page.objects:
             del self._pages[each.page]
-        for known in self._watched:
-            known.pages.discard(each.page)
+        for watcher in self._watched:
+            watcher.lost(each.page)
         return True
+
+    def _shared(self, *parts: PartKey) -> tuple[PartKey, ...]:
+        """The one tuple of these parts: pages have few kinds."""
+        return self._parts.setdefault(parts, parts)
 
     def at(self, segment: str, record: int) -> StoredObject | None:
         return self._segments.get(segment, {}).get(record)

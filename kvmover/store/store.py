@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from types import TracebackType
 from kvmover.errors import StoreError
 from kvmover.store.catalog import Catalog
 from kvmover.store.identity import Namespace
-from kvmover.store.index import Page, StoredObject
+from kvmover.store.index import Page, StoredObject, Watcher
 from kvmover.store.machine import Machine, this_machine
 from kvmover.store.manifest import write_manifest
 from kvmover.store.part import Part
@@ -111,10 +111,20 @@ class PageStore:
             raise StoreError(f"{namespace} is not what is stored in {self.folder.name}")
         return PartView(self, part, part.key(namespace), writes)
 
-    def used(self, page: bytes) -> None:
-        """A page was read: under the lock."""
-        self.catalog.index.use(page, self.catalog.machine.now())
-        self._read.add(page)
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` of every page that loses an object, by whoever's hand, as soon as this process knows of it.
+
+        The caller keeps it; the store lets go of it with the caller.
+        """
+        with self.lock:
+            self.catalog.index.watch(watcher)
+
+    def used(self, pages: Collection[bytes]) -> None:
+        """Pages were read, in this order: under the lock."""
+        now, use = self.catalog.machine.now(), self.catalog.index.use
+        for page in pages:
+            use(page, now)
+        self._read.update(pages)
 
     def make_room(self, nbytes: int) -> bool:
         """Evict until `nbytes` more fit the quota; False where they never do. Under the lock."""

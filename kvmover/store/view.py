@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvmover.errors import StoreError
+import msgspec
+
+from kvmover.errors import DescriptorError, StoreError
 from kvmover.store.cover import cell_runs, cover
 from kvmover.store.digest import table
 from kvmover.store.fetch import MISSING, Failure, Fault, Read, Source, fetch
@@ -25,8 +26,7 @@ _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PR
 _READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
+class _Draft(msgspec.Struct, frozen=True, gc=False):
     """Page number `item` of a batch, to be written."""
 
     item: int
@@ -49,7 +49,8 @@ class PartView:
         self._store, self._key, self._writes = store, key, writes
         self._plans: dict[tuple[PartKey, ...], tuple[Source, ...] | None] = {}
         #: Pages that were found to be covered; the index takes out what it loses. Most lookups end here.
-        self._known = store.catalog.index.watch(Known())
+        self._known = Known()
+        store.watch(self._known)
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
         """Whether every object that this part needs of a page is complete."""
@@ -102,8 +103,7 @@ class PartView:
             with store.lock:
                 failed = {failure.read.item: self._judge(failure) for failure in failures}
                 done = [item for item in dict.fromkeys(read.item for read in reads) if item not in failed]
-                for item in done:
-                    store.used(pages[item])
+                store.used([pages[item] for item in done])
             for item in pending:
                 results.setdefault(item, _ABSENT)
             results.update(dict.fromkeys(done, _READ))
@@ -119,8 +119,13 @@ class PartView:
             raise StoreError(f"{len(pages)} pages at {len(addresses)} addresses")
         for page in pages:
             check_page(page)
-        for address in addresses:
-            self._store.files.view(address, self._size)
+        if addresses:
+            view, low, high = self._store.files.view, min(addresses), max(addresses)
+            try:
+                view(low, high - low + self._size)  # most batches lie in one pool
+            except DescriptorError:
+                for address in addresses:
+                    view(address, self._size)
 
     def _refresh(self) -> None:
         self._store.catalog.refresh()
@@ -226,12 +231,14 @@ class PartView:
 
     def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[Read]:
         reads: list[Read] = []
+        look_up, plans = self._store.catalog.index.get, self._plans
         for item in pending:
-            entry = self._store.catalog.index.get(pages[item])
-            plan = entry and self._plan(entry)
+            entry = look_up(pages[item])
+            plan = (plans.get(entry.parts) or self._plan(entry)) if entry else None
             if entry and plan:
                 self._known.pages.add(pages[item])
-                reads += [Read(item, addresses[item], entry.objects[each.number], each) for each in plan]
+                for each in plan:
+                    reads.append(Read(item, addresses[item], entry.objects[each.number], each))
         return reads
 
     def _judge(self, failure: Failure) -> GotResult:

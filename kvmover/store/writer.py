@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+
+import msgspec
 
 from kvmover.store.catalog import Catalog
 from kvmover.store.index import StoredObject, padded
@@ -15,16 +16,14 @@ from kvmover.store.segment import Segment
 from kvmover.transport.files import reason_of
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, gc=False):
     """Where a payload goes."""
 
     segment: str
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, gc=False):
     """What the header of an object says, whose payload is written."""
 
     page: bytes

@@ -6,7 +6,19 @@ from kvmover.tiers.errors import ConsensusBroken, TierError
 from kvmover.tiers.holding import Holding, page_tokens, part_of
 from kvmover.tiers.hostmem import SOLE, Share, host_pool, unlink
 from kvmover.tiers.meter import Count, Gauge, Meter, Snapshot, Stage
-from kvmover.tiers.policy import BestEffort, CostAware, Policy, Prefetch, Speed, Store, Timeout, Wait, worth
+from kvmover.tiers.policy import (
+    BestEffort,
+    CostAware,
+    Inclusion,
+    Policy,
+    Prefetch,
+    Speed,
+    Store,
+    Timeout,
+    Wait,
+    worth,
+)
+from kvmover.tiers.rate import Rate
 from kvmover.tiers.restore import Phase, Restore
 from kvmover.tiers.rules import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.tiers.storage import Storage
@@ -25,10 +37,12 @@ __all__ = [
     "Gauge",
     "Grouped",
     "Holding",
+    "Inclusion",
     "Meter",
     "Phase",
     "Policy",
     "Prefetch",
+    "Rate",
     "Restore",
     "Rule",
     "Setup",

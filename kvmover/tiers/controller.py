@@ -11,21 +11,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvmover.prefix import FULL, Inserted, Key, Namespace, PrefixTree, Receipt, Tier
+from kvmover.prefix import FULL, Inserted, Key, Namespace, PrefixTree, Receipt, Tier, WriteBack
 from kvmover.prefix.events import KVEvent
 from kvmover.prefix.hashes import Tokens
 from kvmover.prefix.keys import DEFAULT, PageIds
+from kvmover.tiers.announce import Announced
 from kvmover.tiers.consensus import Alone, Consensus, Row
 from kvmover.tiers.copies import Copies
+from kvmover.tiers.errors import TierError
 from kvmover.tiers.holding import Holding
 from kvmover.tiers.meter import Gauge, Meter, Snapshot, Stage
-from kvmover.tiers.policy import Policy
+from kvmover.tiers.policy import Inclusion, Policy
 from kvmover.tiers.restore import Restore
 from kvmover.tiers.restoring import Restoring
 from kvmover.tiers.stock import Stock
 from kvmover.tiers.storage import Storage
 from kvmover.tiers.tickets import Tickets, checksum
-from kvmover.tiers.worker import Stopwatch, Worker
+from kvmover.tiers.worker import Stopwatch, Urgency, Worker
 from kvmover.tiers.writing import Writing
 
 #: How long `wait` sleeps at most between two polls: a storage job that ends wakes it.
@@ -56,14 +58,22 @@ class Controller:
         self, tree: PrefixTree, holdings: Sequence[Holding], storage: Storage | None = None, setup: Setup | None = None
     ) -> None:
         self.setup = setup or Setup()
-        self.meter, self.worker = Meter(), Worker()
+        policy, clock, sink = self.setup.policy, self.setup.clock, self.setup.sink
+        if policy.inclusion is Inclusion.EXCLUSIVE and not isinstance(tree.shape.tiers, WriteBack):
+            raise TierError(f"exclusive tiers take a tree that writes back, and this one has {tree.shape.tiers}")
+        rates = {Urgency.READ: policy.read_rate, Urgency.WRITE: policy.write_rate}
+        self.meter = Meter()
+        self.worker = Worker({urgency: rate for urgency, rate in rates.items() if rate})
         shared = any(holding.share.count > 1 for holding in holdings)
         self.tickets = Tickets(checksum) if shared else Tickets()
         self.copies = Copies(holdings[0].device.tensors[0].device, self.setup.group_layers)
         self.stock = Stock(tree, holdings, self.copies)
-        policy, clock = self.setup.policy, self.setup.clock
         hands = self.stock, storage, self.worker, self.tickets, policy, self.meter
-        self._writing = Writing(*hands, self.setup.sink)
+        self._announced = Announced(sink, storage.whole) if storage is not None and sink is not None else None
+        if storage is not None and self._announced is not None:
+            storage.store.watch(self._announced)
+        self._writing = Writing(*hands, self._announced)
+        self.stock.copied_out = self._writing.copied_out
         self._restoring = Restoring(*hands, clock, self._writing.reused)
 
     @property
@@ -128,6 +138,7 @@ class Controller:
             counted_tokens=counted_tokens,
             namespace=namespace,
         )
+        self._writing.kept(kept.node, page_ids)
         self.stock.apply(kept)
         for node in kept.backups:
             self._writing.back_up(node)
@@ -147,6 +158,10 @@ class Controller:
         for ticket, answer in self.tickets.settle(agreed):
             ticket.ended(answer)
         self._writing.poll()
+        if self._announced is not None:
+            self._announced.poll()
+        if self.setup.policy.inclusion is Inclusion.EXCLUSIVE and self.idle:
+            self.stock.drop_second_copies()
 
     def poll(self) -> None:
         """One round: with the other ranks, if any operation is open."""

@@ -89,7 +89,7 @@ class Holding:
         shard = fleet.shard(component, rank, page_tokens(fleet))
         spec = PoolSpec.dense(component, shard, host_pages, component.page_tokens(fleet.page_tokens), order)
         rule = LAST_PAGE if component.states else Rule(component.window)
-        return cls(name, part, device, host_pool(spec, share), rule, share)
+        return cls(name, part, device, host_pool(spec, share, device.tensors[0].device), rule, share)
 
     @property
     def packed(self) -> bool:

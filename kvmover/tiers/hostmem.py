@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.store import replicas
 from kvmover.tiers.errors import TierError
+from kvmover.tiers.numa import node_of, pci_of, preferring
+from kvmover.transport.files import DIRECT_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -56,18 +58,21 @@ class Share:
 SOLE = Share()
 
 
-def host_pool(spec: PoolSpec, share: Share = SOLE) -> Pool:
+def host_pool(spec: PoolSpec, share: Share = SOLE, near: torch.device | None = None) -> Pool:
     """A pool on the host, zeroed; page-locked where a GPU can read it. Raises TierError where it cannot be had.
 
-    A shared file stays until `unlink`; the memory until the last process that maps it is gone.
+    It lies on the NUMA node of the GPU `near`, if there are several; what many processes share lies where the one that
+    first writes a page of it runs. A shared file stays until `unlink`; the memory until the last process that maps it
+    is gone.
     """
     import torch
 
     size = spec.allocation_bytes
     pinned = torch.cuda.is_available()
     if share.path is None:
-        flats = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(spec.allocations)]
-        return Pool(spec, tuple(flats))
+        pci = pci_of(near) if near is not None else None
+        with preferring(node_of(pci) if pci else None):
+            return Pool(spec, tuple(_zeros(size, pinned) for _ in range(spec.allocations)))
     whole = _mapped(share.path, size * spec.allocations)
     if pinned:
         runtime = cast(Any, torch.cuda.cudart())  # pyright: ignore[reportUnknownMemberType]
@@ -96,3 +101,17 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
     except OSError as error:
         raise TierError(f"cannot share {nbytes} bytes in {path}: {error.strerror}") from error
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _zeros(nbytes: int, pinned: bool) -> torch.Tensor:
+    """Memory that begins where O_DIRECT may write to it: torch alone aligns to 64 bytes, the driver to pages.
+
+    Page-locked memory is not asked for in excess: torch rounds that up to a power of two.
+    """
+    import torch
+
+    if pinned:
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    whole = torch.zeros(nbytes + DIRECT_BYTES, dtype=torch.uint8)
+    first = -whole.data_ptr() % DIRECT_BYTES
+    return whole[first : first + nbytes]

@@ -6,21 +6,33 @@ Which pages go to the host is the tree's to say: `prefix.WriteThrough(after_hits
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
 from kvmover.tiers.errors import TierError
+from kvmover.tiers.rate import Rate
 
 
 class Store(Enum):
-    """When pages go from the host to storage: with their copy to the host, when the host's copy proved useful (storage
-    is then no copy of all that the host ever had), or never.
+    """When pages go from the host to storage: with their copy to the host, on eviction from the device where the tree
+    writes back; when the host's copy proved useful (storage is then no copy of all that the host ever had); or never.
     """
 
     BACKED = "backed"
     REUSED = "reused"
     NEVER = "never"
+
+
+class Inclusion(Enum):
+    """Whether a page that is loaded stays on the host too. Exclusive tiers hold as much as both together.
+
+    INCLUSIVE: in a tree that writes back, second copies are the first to go when the host needs room, and spare a copy
+    if the page is evicted again before. EXCLUSIVE, for such a tree alone: they go as soon as no operation is open.
+    """
+
+    INCLUSIVE = "inclusive"
+    EXCLUSIVE = "exclusive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,10 @@ class Speed:
 
     def seconds(self, nbytes: int) -> float:
         return self.latency_s + nbytes / self.bytes_per_s
+
+    def within(self, rate: Rate | None) -> Speed:
+        """What a rate leaves of it."""
+        return self if rate is None else replace(self, bytes_per_s=min(self.bytes_per_s, rate.bytes_per_s))
 
 
 def worth(tokens: int, token_bytes: int, prefill_tokens_per_s: float, *way: Speed) -> float:
@@ -106,7 +122,7 @@ class Policy:
     """`least_tokens`: fewer are not looked for in storage, nor fetched. `least_load_tokens`: nor loaded to the device.
 
     `reading_share`: of host pages, at most so many are being read into. `writing_pages`: more are not waiting to be
-    written; what is beyond is dropped, and counted.
+    written; what is beyond is dropped, and counted. `read_rate`, `write_rate`: of storage, in bytes a second of a rank.
     """
 
     store: Store = Store.BACKED
@@ -115,6 +131,9 @@ class Policy:
     least_load_tokens: int = 10
     reading_share: float = 0.5
     writing_pages: int = 65536
+    read_rate: Rate | None = None
+    write_rate: Rate | None = None
+    inclusion: Inclusion = Inclusion.INCLUSIVE
 
     def __post_init__(self) -> None:
         if min(self.least_tokens, self.least_load_tokens, self.writing_pages) < 0 or not 0 < self.reading_share <= 1:

@@ -32,7 +32,7 @@ _LOSS = {Got.POISONED: Loss.POISONED, Got.EVICTED: Loss.CAPACITY_EVICTED, Got.AB
 
 @dataclass(slots=True)
 class Restoring:
-    """Of one rank. `reused` hears of a node that is loaded from the host: its copy there proved useful."""
+    """Of one rank. `reused` hears of a node, and from which page on its path is loaded from the host."""
 
     stock: Stock
     storage: Storage | None
@@ -41,7 +41,7 @@ class Restoring:
     policy: Policy
     meter: Meter
     clock: Callable[[], float]
-    reused: Callable[[int], None]
+    reused: Callable[[int, int], None]
     open: list[Restore] = field(default_factory=list[Restore])
     reading_pages: int = 0
     loads: Pace = field(default_factory=Pace)
@@ -122,9 +122,8 @@ class Restoring:
         tokens = most * page_tokens - restore.found.best_tokens
         token_bytes = sum(h.part.nbytes for h in self.stock.holdings) // page_tokens
         assert self.storage is not None
-        speeds = [pace.speed() for pace in (self.storage.reads, self.loads)]
-        way = tuple(speed for speed in speeds if speed is not None)
-        known = way if speeds[0] is not None else ()
+        read, load = self.storage.reads.speed(), self.loads.speed()
+        known = () if read is None else (read.within(self.policy.read_rate), *((load,) if load else ()))
         if most and (tokens < self.policy.least_tokens or not pays(self.policy.prefetch, tokens, token_bytes, known)):
             restore.reasons[Loss.THRESHOLD] += tokens
             legal = np.zeros_like(legal)
@@ -273,7 +272,7 @@ class Restoring:
             ticket.done(*counted(total, total))
 
         restore.gate = self.stock.copies.begin(batches, Tier.DEVICE, done)
-        self.reused(match.best_node)
+        self.reused(match.best_node, transfer.first_page)
 
     def _loaded(self, restore: Restore, op: int, total: int, agreed: Row) -> None:
         restore.ticket = restore.gate = None

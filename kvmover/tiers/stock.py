@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvmover.prefix import FULL, Free, Leg, Outcome, PrefixTree, Tier, WriteBack
+from kvmover.prefix import FULL, CopyOut, Free, Leg, Outcome, PrefixTree, Tier, WriteBack
 from kvmover.tiers.copies import Batch, Copies
 from kvmover.tiers.errors import TierError
 from kvmover.tiers.free import FreePages
 from kvmover.tiers.holding import Holding
+
+#: Room on the host that an eviction is offered, whatever it asks for: a leaf of a model with further components goes
+#: whole, and what has no room is deleted.
+_ROOM_PAGES = 512
 
 
 class Stock:
@@ -16,6 +20,8 @@ class Stock:
 
     def __init__(self, tree: PrefixTree, holdings: Sequence[Holding], copies: Copies) -> None:
         self.tree, self.holdings, self.copies = tree, tuple(holdings), copies
+        #: Hears of what was evicted to the host, once it is there.
+        self.copied_out: Callable[[CopyOut], None] = lambda action: None
         names = [FULL, *(component.name for component in tree.shape.components)]
         self.free: dict[tuple[str, Tier], FreePages] = {}
         for name in names:
@@ -68,6 +74,7 @@ class Stock:
                     if (leg.component, Tier.HOST) in self.free:
                         self.free[leg.component, Tier.HOST].claim(leg.dst_page_ids.tolist())
                 self.copies.at_once(self.batches(action.legs, Tier.HOST), Tier.HOST)
+                self.copied_out(action)
 
     def batches(self, legs: Sequence[Leg], dst: Tier) -> list[Batch]:
         """What this rank copies: on the way to the host its share of what many hold together."""
@@ -81,6 +88,15 @@ class Stock:
                     found.append(Batch(holding, [host[i] for i in places], [device[i] for i in places]))
         return found
 
+    def drop_second_copies(self) -> None:
+        """Of a tree that writes back, while nobody reads from the host: no page is on both tiers then.
+
+        What the host has of pages on the device is protected there, and goes first of all.
+        """
+        doubles = self.tree.sizes(FULL, Tier.HOST).protected
+        if doubles:
+            self.apply(self.tree.evict_host(doubles))
+
     def _evict(self, name: str, tier: Tier, pages: int) -> None:
         if tier is Tier.HOST:
             self.apply(self.tree.evict_host(pages, name))
@@ -90,6 +106,6 @@ class Stock:
             host = self.free[FULL, Tier.HOST]
             if pages > len(host):
                 self.apply(self.tree.evict_host(pages - len(host)))
-            room = host.take(min(pages, len(host)))
+            room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
             host.give(room)  # what a copy takes of it is claimed when it is carried out
         self.apply(self.tree.evict(pages, name, room=room))

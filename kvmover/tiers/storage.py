@@ -15,12 +15,16 @@ from kvmover.store import Got, GotResult, Namespace, PageStore, Put, elected
 from kvmover.store.view import PartView
 from kvmover.tiers.errors import TierError
 from kvmover.tiers.holding import Holding, page_tokens, region
+from kvmover.tiers.hostmem import host_pool
 from kvmover.tiers.policy import Pace
+from kvmover.tiers.rules import ALL_PAGES
 from kvmover.tiers.worker import Stopwatch
 from kvmover.transport.memory import memory_of
 
-#: Pages of one batch: between two, a more urgent job goes first, and a stop is noticed.
-BATCH_PAGES = 32
+#: The most pages and bytes of a batch, and its pages however large they are: between two, a more urgent job goes first,
+#: and a stop is noticed. 8 MiB take a disk of 2 GB/s 4 ms. Pages of 16 KiB were stored at 0.87 GB/s in batches of 256,
+#: at 0.64 in batches of 32.
+BATCH_PAGES, _BATCH_BYTES, _LEAST_PAGES = 256, 8 << 20, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +86,25 @@ class Storage:
             raise TierError(f"pages of {namespace.page_tokens} tokens in {namespace}, and of {page_tokens(fleet)} here")
         self.store, self.reads = store, Pace()
         self.shelves: list[Shelf] = []
+        largest = max((holding.part.nbytes for holding in holdings), default=1)
+        self.batch_pages = min(BATCH_PAGES, max(_LEAST_PAGES, _BATCH_BYTES // largest))
         for holding in holdings:
-            bounce = None if holding.packed else _bounce(holding)
+            bounce = None if holding.packed else _bounce(holding, self.batch_pages)
             for tensor in (bounce or holding.host).tensors:
                 store.register(memory_of(tensor))
             writes = partial(elected, holding.part.component, fleet, rank)
             self.shelves.append(Shelf(holding, store.view(namespace, holding.part, writes), bounce))
 
+    def whole(self, hashes: Sequence[bytes]) -> list[bool]:
+        """Whether storage has all that this rank's part of each page consists of."""
+        rows = [shelf.view.exists(hashes) for shelf in self.shelves if shelf.holding.rule == ALL_PAGES]
+        return [all(row[number] for row in rows) for number in range(len(hashes))]
 
-def _bounce(holding: Holding) -> Pool:
+
+def _bounce(holding: Holding, pages: int) -> Pool:
     part, spec = holding.part, holding.host.spec
     shard = Shard(part.box.layers, part.box.heads, part.box.tokens)
-    return Pool.zeros(PoolSpec.dense(part.component, shard, BATCH_PAGES, spec.page_tokens, PACKED_ORDER))
+    return host_pool(PoolSpec.dense(part.component, shard, pages, spec.page_tokens, PACKED_ORDER))
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +114,11 @@ class Look:
     storage: Storage
     hashes: Sequence[bytes]
     present: list[list[bool]] = field(default_factory=list[list[bool]])
+    nbytes: int = 0
+
+    @property
+    def moves(self) -> bool:
+        return False
 
     def step(self) -> bool:
         self.present = [shelf.view.exists(self.hashes) for shelf in self.storage.shelves]
@@ -126,6 +142,10 @@ class Read:
     why: Got | None = None
     _at: int = 0
 
+    @property
+    def moves(self) -> bool:
+        return self._at < len(self.wanted) and not self.stopping()
+
     def step(self) -> bool:
         if self._at >= len(self.wanted):
             self.good = self.places
@@ -133,7 +153,7 @@ class Read:
         if self.stopping():
             self.good = self.wanted[self._at][1].place
             return True
-        batch = self.wanted[self._at : self._at + BATCH_PAGES]
+        batch = self.wanted[self._at : self._at + self.storage.batch_pages]
         self._at += len(batch)
         self.good = batch[0][1].place
         watch, nbytes = Stopwatch(), 0
@@ -157,7 +177,7 @@ class Read:
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """Pages from the host. `results`: pages by what became of them; one that fails fails no other."""
+    """Pages from the host. One that fails fails no other; `failed` counts them by reason."""
 
     storage: Storage
     given: Sequence[tuple[Shelf, Page]]
@@ -166,8 +186,12 @@ class Write:
     failed: Counter[str] = field(default_factory=Counter[str])
     _at: int = 0
 
+    @property
+    def moves(self) -> bool:
+        return True
+
     def step(self) -> bool:
-        batch = self.given[self._at : self._at + BATCH_PAGES]
+        batch = self.given[self._at : self._at + self.storage.batch_pages]
         self._at += len(batch)
         for shelf in self.storage.shelves:
             pages = [page for each, page in batch if each is shelf]
@@ -175,5 +199,6 @@ class Write:
                 good = shelf.put(pages)
                 self.stored += shelf.written
                 self.nbytes += shelf.written * shelf.holding.part.nbytes
-                self.failed["write failed"] += len(good) - sum(good)
+                if not all(good):
+                    self.failed["write failed"] += len(good) - sum(good)
         return self._at >= len(self.given)

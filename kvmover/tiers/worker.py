@@ -1,6 +1,7 @@
 """Worker: the one thread that reads and writes storage, a batch at a time. It sleeps while there is nothing to do.
 
-Jobs of the more urgent class go first, between two batches of another: a read does not wait for a long write.
+Jobs of the more urgent class go first, between two batches of another: a read does not wait for a long write. A class
+that has moved what its rate allows waits, and no other one with it.
 """
 
 from __future__ import annotations
@@ -8,9 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Protocol
+
+from kvmover.tiers.rate import Bucket, Rate
+
+#: How long a job that has used up its rate sleeps at most: it may have been told to stop.
+_ASK_S = 0.02
 
 
 class Urgency(IntEnum):
@@ -20,7 +27,15 @@ class Urgency(IntEnum):
 
 
 class Job(Protocol):
-    """`step` does one batch and says whether that was the last. An exception ends the job, and is its outcome."""
+    """`step` does one batch and says whether that was the last. An exception ends the job, and is its outcome.
+
+    `nbytes`: what all its steps have moved so far. `moves`: whether the next one will move any, if it is allowed to.
+    """
+
+    nbytes: int
+
+    @property
+    def moves(self) -> bool: ...
 
     def step(self) -> bool: ...
 
@@ -32,7 +47,9 @@ Ended = Callable[[Exception | None], None]
 class Worker:
     """Close it, or the thread outlives its owner (it is a daemon)."""
 
-    def __init__(self) -> None:
+    def __init__(self, rates: Mapping[Urgency, Rate] = MappingProxyType({})) -> None:
+        now_s = time.monotonic()
+        self._buckets = {urgency: Bucket.full(rate, now_s) for urgency, rate in rates.items()}
         self._queues: tuple[deque[tuple[Job, Ended]], ...] = tuple(deque() for _ in Urgency)
         self._over: deque[tuple[Ended, Exception | None]] = deque()
         self._work, self._news = threading.Condition(), threading.Event()
@@ -72,23 +89,41 @@ class Worker:
 
     def _run(self) -> None:
         while True:
+            urgency = None
             with self._work:
-                while not self._closing and not any(self._queues):
-                    self._work.wait()
-                if self._closing:
+                while not self._closing and urgency is None:
+                    urgency = self._next()
+                    if urgency is None:
+                        self._work.wait(self._pause_s())
+                if self._closing or urgency is None:
                     return
-                queue = next(queue for queue in self._queues if queue)
+                queue = self._queues[urgency]
                 job, ended = queue[0]
-            error: Exception | None = None
+            error, before = None, job.nbytes
             try:
                 over = job.step()
             except Exception as caught:  # whatever it is, the job has ended, and its owner must hear of it
                 error, over = caught, True
+            if urgency in self._buckets:
+                self._buckets[urgency] = self._buckets[urgency].spent(job.nbytes - before, time.monotonic())
             if over:
                 with self._work:
                     queue.popleft()
                 self._over.append((ended, error))
                 self._news.set()
+
+    def _next(self) -> Urgency | None:
+        """The most urgent class that has work and may do it now."""
+        return next((urgency for urgency in Urgency if self._queues[urgency] and not self._wait_s(urgency)), None)
+
+    def _pause_s(self) -> float | None:
+        """Until a class may go on, or is to be asked whether it was told to stop; None: until somebody brings work."""
+        waits = [self._wait_s(urgency) for urgency in Urgency if self._queues[urgency]]
+        return min(_ASK_S, *waits) if waits else None
+
+    def _wait_s(self, urgency: Urgency) -> float:
+        bucket = self._buckets.get(urgency)
+        return bucket.wait_s(time.monotonic()) if bucket and self._queues[urgency][0][0].moves else 0.0
 
 
 class Stopwatch:

@@ -1,15 +1,21 @@
-"""Writing: pages from the device to the host, and from there to storage, whatever is split or evicted meanwhile."""
+"""Writing: pages from the device to the host, and from there to storage, whatever is split or evicted meanwhile.
+
+A tree that writes through says what is due, and a node is stored when its whole path is on the host. One that writes
+back copies when it evicts, leaves first, and says page ids alone: who was given them is remembered, so that the pages
+are found again on the host.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvmover.prefix import StaleHandle, Tier, Transfer
+from kvmover.prefix import CopyOut, PrefixError, StaleHandle, Tier, Transfer, WriteBack
 from kvmover.prefix.actions import PageArray
-from kvmover.prefix.events import BlockStored, KVEvent, Medium
-from kvmover.prefix.hashes import as_int64, as_int64s
+from kvmover.prefix.components import FULL
+from kvmover.prefix.keys import PageIds, page_array, words
+from kvmover.tiers.announce import Announced
 from kvmover.tiers.consensus import Row
 from kvmover.tiers.meter import Count, Meter, Stage
 from kvmover.tiers.policy import Policy, Store
@@ -19,9 +25,18 @@ from kvmover.tiers.tickets import Tickets, agreed_count, counted
 from kvmover.tiers.worker import Stopwatch, Urgency, Worker
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Pages [first, stop) of the path to `node` are to be stored; all from `first` on where `stop` is None."""
+
+    node: int
+    first: int = 0
+    stop: int | None = None
+
+
 @dataclass(slots=True)
 class Writing:
-    """Of one rank. `sink` hears what has come to storage, without its tokens: the device's events had them."""
+    """Of one rank. `announced` tells routers what has come to storage."""
 
     stock: Stock
     storage: Storage | None
@@ -29,14 +44,39 @@ class Writing:
     tickets: Tickets
     policy: Policy
     meter: Meter
-    sink: Callable[[KVEvent], None] | None = None
+    announced: Announced | None = None
     writing_pages: int = 0
-    #: Nodes to store, with the first page that is not there yet, until their whole path is on the host.
-    _due: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    #: What is to be stored once it is on the host.
+    _due: deque[Due] = field(default_factory=deque[Due])
+    #: Where the tree writes back: by device page of attention KV, the node whose path it was kept in.
+    _kept: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def due(self) -> int:
         return len(self._due)
+
+    @property
+    def writes_back(self) -> bool:
+        return isinstance(self.stock.tree.shape.tiers, WriteBack)
+
+    def kept(self, node: int, page_ids: PageIds) -> None:
+        """Device pages are the tree's now, on the path to `node`."""
+        if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
+            self._kept.update(dict.fromkeys(page_array(words(page_ids)).tolist(), node))
+
+    def copied_out(self, action: CopyOut) -> None:
+        """Pages came to the host as they were evicted."""
+        if not self._kept:
+            return
+        reach: dict[int, tuple[int, int]] = {}
+        for leg in action.legs:
+            if leg.component == FULL:
+                for page_id, position in zip(_ints(leg.src_page_ids), _ints(leg.positions), strict=True):
+                    node = self._kept.pop(page_id, None)
+                    if node is not None:
+                        first, stop = reach.get(node, (position, position))
+                        reach[node] = min(first, position), max(stop, position + 1)
+        self._due.extend(Due(node, first, stop) for node, (first, stop) in reach.items())
 
     def back_up(self, node: int) -> None:
         """Copy what the path has on the device alone. One ticket on every rank, room or not."""
@@ -64,51 +104,60 @@ class Writing:
 
         self.stock.copies.begin(batches, Tier.HOST, done)
 
-    def reused(self, node: int) -> None:
+    def reused(self, node: int, first: int) -> None:
+        """The path's pages from `first` on are loaded from the host: their copies there proved useful."""
         if self.policy.store is Store.REUSED and self.storage is not None:
-            self._due.append((node, 0))
+            self._due.append(Due(node, first if self.writes_back else 0))
 
     def poll(self) -> None:
         """Begin to store what has come to the host whole."""
         for _ in range(len(self._due)):
-            node, first = self._due.popleft()
+            due = self._due.popleft()
             try:
-                backed = self.stock.tree.is_backed(node)
+                ready = self.writes_back or self.stock.tree.is_backed(due.node)
+                if ready:
+                    self._store(due)
+                elif self.tickets.open:
+                    self._due.append(due)
+                else:
+                    self.meter.dropped["store", "never came to the host"] += 1
             except StaleHandle:
                 self.meter.dropped["store", "evicted before it was stored"] += 1
-                continue
-            if backed:
-                self._store(node, first)
-            elif self.tickets.open:
-                self._due.append((node, first))
-            else:
-                self.meter.dropped["store", "never came to the host"] += 1
 
     def _backed(self, node: int, transfer: Transfer, agreed: Row) -> None:
         done = agreed_count(agreed, parts=not self.stock.tree.shape.components)
         self.stock.apply(self.stock.tree.end(transfer.op, done))
         if done and self.policy.store is Store.BACKED and self.storage is not None:
-            self._due.append((node, transfer.first_page))
+            self._due.append(Due(node, transfer.first_page))
 
-    def _store(self, node: int, first: int) -> None:
+    def _store(self, due: Due) -> None:
+        """Raises StaleHandle for a node that is gone."""
         tree, storage = self.stock.tree, self.storage
         assert storage is not None
-        transfer = tree.begin_store(node, first)
+        try:
+            transfer = tree.begin_store(due.node, due.first)
+        except StaleHandle:
+            raise
+        except PrefixError:  # a tree that writes back has holes on the host
+            self.meter.dropped["store", "left the host before it was stored"] += 1
+            return
         first_page = transfer.first_page
+        hashes = transfer.hashes[: None if due.stop is None else max(0, due.stop - first_page)]
         pages = [
-            (shelf, Page(position - first_page, transfer.hashes[position - first_page], host_id))
+            (shelf, Page(position - first_page, hashes[position - first_page], host_id))
             for leg in transfer.legs
             for shelf in storage.shelves
             if shelf.holding.name == leg.component
             for position, host_id in zip(_ints(leg.positions), _ints(leg.src_page_ids), strict=True)
+            if position - first_page < len(hashes)
         ]
-        count = len(transfer.hashes)
+        count = len(hashes)
         if self.writing_pages + count > self.policy.writing_pages:
             self.meter.dropped["store", "too many pages wait to be written"] += count
             self.stock.apply(tree.end(transfer.op))
             return
         self.writing_pages += count
-        ticket = self.tickets.begin(lambda agreed: self._stored(node, transfer, agreed))
+        ticket = self.tickets.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
         write, watch = Write(storage, pages), Stopwatch()
 
         def ended(error: Exception | None) -> None:
@@ -123,13 +172,12 @@ class Writing:
 
         self.worker.begin(write, Urgency.WRITE, ended)
 
-    def _stored(self, node: int, transfer: Transfer, agreed: Row) -> None:
-        self.writing_pages -= len(transfer.hashes)
-        tree = self.stock.tree
-        if agreed[0] and self.sink is not None and transfer.hashes:
-            parent = as_int64(tree.page_hashes(node)[transfer.first_page - 1]) if transfer.first_page else None
-            hashes = as_int64s(transfer.hashes)
-            self.sink(BlockStored(hashes, parent, (), tree.shape.page_tokens, None, Medium.DISK, None))
+    def _stored(self, node: int, transfer: Transfer, hashes: Sequence[bytes], agreed: Row) -> None:
+        self.writing_pages -= len(hashes)
+        tree, first = self.stock.tree, transfer.first_page
+        if agreed[0] and self.announced is not None and hashes:
+            parent = tree.page_hashes(node)[first - 1] if first else None
+            self.announced.stored(hashes, parent, tree.shape.page_tokens)
         self.stock.apply(tree.end(transfer.op))
 
 

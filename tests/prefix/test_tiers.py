@@ -512,6 +512,15 @@ def test_without_room_a_victim_goes_with_what_hangs_below_it() -> None:
     mine.conserved()
 
 
+def test_the_tail_of_a_leaf_is_copied_out_where_there_is_no_room_for_all_of_it() -> None:
+    mine = Engine(PrefixTree(1, tiers=WriteBack(), grain=Grain.PAGE))
+    mine.insert([1, 2, 3, 4])
+    for left in (3, 2, 1):
+        evict(mine, 1, room=1)
+        assert hits(mine.tree, [1, 2, 3, 4]) == (left, 4 - left)
+        mine.conserved()
+
+
 def test_what_hangs_below_and_is_in_use_spares_a_victim() -> None:
     mine = write_back()
     mine.insert([1, 2])

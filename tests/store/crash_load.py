@@ -16,6 +16,8 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.layout import Component
 from kvmover.store import PageStore, Part, Policy
+from kvmover.store.segment import Segment
+from kvmover.store.view import PartView
 from kvmover.transport.files import PlainFiles
 
 PAGES = 24
@@ -93,6 +95,35 @@ def run(root: Path, seed: int, promise: int) -> None:
             store.clear()
 
 
+def headers_first() -> None:
+    """An order of writes that a crash finds out: objects are announced, and then written."""
+
+    def write(self, todo, results) -> None:
+        with self._store.catalog.lend({draft.place.segment for draft in todo}) as files:
+            tables: list[list[bytes]] = []
+            runs = self._runs(todo, files, tables)
+            self._announce(todo, tables[0], [""] * len(todo), results)
+            self._store.files.write(runs)
+
+    PartView._write = write
+
+
+def promises_early() -> None:
+    """Headers wait for the next batch, as if it were cheaper to write them together."""
+    waiting: dict[Segment, tuple[bytes, int]] = {}
+
+    def append(self, blob: bytes) -> None:
+        if self in waiting:
+            os.pwrite(self.head_fd, *waiting.pop(self))
+        waiting[self] = blob, self.parsed
+        self.parsed += len(blob)
+
+    Segment.append = append
+
+
+MUTANTS: dict[str, Callable[[], None]] = {"": lambda: None, "headers first": headers_first, "early": promises_early}
+
+
 def serve() -> None:
     """For each line `seed root` on stdin run the load in a fork, and answer with its signal and what it promised."""
     for line in sys.stdin:
@@ -116,4 +147,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    MUTANTS[os.environ.get("KVMOVER_MUTANT", "")]()
     serve()

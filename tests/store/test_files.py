@@ -130,9 +130,11 @@ def test_nixl_moves_what_is_aligned_and_only_that(tmp_path: Path, monkeypatch: p
     files.write([bench.run(0, 0, BLOCK), bench.run(2 * BLOCK, BLOCK + 8, BLOCK), bench.run(4 * BLOCK, 0, BLOCK)])
     assert requests == [2], "an unaligned run went to the plugin"
     files.read([bench.run(n * BLOCK, n * BLOCK, BLOCK) for n in (0, 1, 2, 4)])
-    assert requests == [2, 1], "neighbours went as requests of their own"
-    files.read([bench.run(n << 18, n << 18, 1 << 18) for n in (0, 1)])
-    assert requests == [2, 1, 2], "large runs did not go to the plugin"
+    assert requests == [2, 2], "neighbours in file and memory went as requests of their own"
+    files.read([bench.run(n * BLOCK, (7 - n) * BLOCK, BLOCK) for n in (0, 1, 2, 4)])
+    assert requests == [2, 2, 1], "small neighbours whose memory is scattered did not go in one call"
+    files.read([bench.run(n << 18, n << 18, 1 << 18) for n in (0, 1, 3)])
+    assert requests == [2, 2, 1, 2], "large runs did not go to the plugin"
     files.close_file(bench.file)
     files.close()
 
@@ -140,6 +142,12 @@ def test_nixl_moves_what_is_aligned_and_only_that(tmp_path: Path, monkeypatch: p
 def test_a_plugin_that_is_missing_is_named() -> None:
     with pytest.raises(TransportUnavailable, match="kvmover doctor"):
         NixlFiles(Plugin.GDS)
+
+
+@pytest.mark.parametrize("name", ["OBJ", "AZURE_BLOB", "posix"])
+def test_a_plugin_that_cannot_append_is_refused_by_name(name: str) -> None:
+    with pytest.raises(TransportUnavailable, match=f"{name}.*appends to files, which POSIX, GDS, GDS_MT do"):
+        Plugin(name)
 
 
 def test_memory_file_systems_are_read_the_plain_way(tmp_path: Path) -> None:

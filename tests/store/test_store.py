@@ -481,6 +481,8 @@ def test_a_batch_of_many_groups_is_read_and_written_ahead(
         from kvmover.transport.nixl_files import NixlFiles
 
         monkeypatch.setattr("kvmover.transport.nixl_files._LARGE_BYTES", 1)
+        for name in ("_GROUP_BYTES", "_REQUEST_BYTES"):
+            monkeypatch.setattr(f"kvmover.transport.nixl_files.{name}", 2 * WHOLE.nbytes)
         files = NixlFiles()
     else:
         files = PlainFiles(Access(backend))

@@ -15,6 +15,7 @@ from kvmover.layout.layout import PACKED_ORDER
 from kvmover.prefix import FULL, Free, PrefixTree, SlidingWindow, State, Tier, WriteThrough
 from kvmover.prefix.hashes import chain
 from kvmover.store import Namespace, PageStore
+from kvmover.store import Policy as StorePolicy
 from kvmover.testing.content import part_content
 from kvmover.tiers import SOLE, Controller, Holding, Policy, Setup, Share, Storage, Wait, page_tokens
 from kvmover.transport.files import PlainFiles
@@ -54,6 +55,8 @@ class Rank:
         setup: Setup | None = None,
         files=None,
         sink=None,
+        keeps: StorePolicy | None = None,
+        place: str = "cpu",
     ) -> None:
         self.fleet, self.rank, self.model = fleet, rank, model
         self.page = page_tokens(fleet)
@@ -65,13 +68,13 @@ class Rank:
                 spec = PoolSpec.dense(
                     component, shard, pages[0], component.page_tokens(fleet.page_tokens), "layer kv page token head dim"
                 )
-                device = Pool.zeros(spec)
+                device = Pool.zeros(spec, place)
                 share = Share.of(component, fleet, rank, shared) if shared else SOLE
                 self.holdings.append(
                     Holding.of(component, fleet, rank, device, pages[1], name=name, order=order, share=share)
                 )
         self.space = Namespace("model", "rev-1", self.page)
-        self.store: Any = PageStore.open(root, self.space, files=files or PlainFiles()) if root else None
+        self.store: Any = PageStore.open(root, self.space, keeps, files or PlainFiles()) if root else None
         storage = Storage(self.store, self.space, self.holdings, fleet, rank) if self.store else None
         self.controller = Controller(self.tree, self.holdings, storage, setup or Setup(EAGER, sink=sink))
         self.stock = self.controller.stock
@@ -86,7 +89,7 @@ class Rank:
         layers, kv = pool.spec.layout.extent_of("layer"), pool.spec.layout.extent_of("kv")
         planes = [[pool.plane(layer, plane)[page] for plane in range(kv)] for layer in range(layers)]
         stacked = torch.stack([torch.stack(row) for row in planes])  # [layer, kv, token, head, dim]
-        return stacked.permute(3, 0, 1, 2, 4).contiguous().view(torch.uint8).numpy().tobytes()
+        return stacked.permute(3, 0, 1, 2, 4).contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
     def fill(self, name: str, page: int, page_hash: bytes) -> None:
         """Compute a page of every pool that goes by `name`."""
@@ -165,6 +168,12 @@ class Rank:
         self.controller.keep(tokens, fresh, first_page=first, held=held)
         self.controller.release(restore)
         return True
+
+    def taken(self, pages: int) -> list[int]:
+        """Device pages, of which there are enough."""
+        ids = self.controller.take(pages)
+        assert ids is not None
+        return ids
 
     def evict(self, pages: int, tier: Tier = Tier.DEVICE, name: str = FULL) -> None:
         outcome = self.tree.evict(pages, name) if tier is Tier.DEVICE else self.tree.evict_host(pages, name)

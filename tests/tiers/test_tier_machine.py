@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from rig import EAGER, HYBRID, Rank
 
-from kvmover.prefix import Tier, WriteBack, WriteThrough
-from kvmover.tiers import Phase, Setup, Store
+from kvmover.prefix import FULL, Tier, WriteBack, WriteThrough
+from kvmover.tiers import Inclusion, Phase, Setup, Store
 from kvmover.tiers.policy import Policy, Wait
 
 MORE = int(os.environ.get("KVMOVER_HISTORIES", "1"))
@@ -138,6 +138,19 @@ class Back(Machine):
     storage = False
 
 
+class Exclusive(Machine):
+    shape: ClassVar[dict] = {"tiers": WriteBack()}
+    policy = Policy(Store.BACKED, Wait(), 1, 1, 1.0, inclusion=Inclusion.EXCLUSIVE)
+
+    @invariant()
+    def no_page_is_on_both_tiers(self) -> None:
+        """Once nothing is under way."""
+        controller = self.mine.controller
+        if controller.idle:
+            controller.poll()
+            assert not self.mine.tree.sizes(FULL, Tier.HOST).protected
+
+
 class Selective(Machine):
     shape: ClassVar[dict] = {"tiers": WriteThrough(after_hits=2)}
     policy = Policy(Store.REUSED, Wait(), 1, 1, 0.5, 6)
@@ -153,6 +166,10 @@ def test_a_hybrid_model() -> None:
 
 def test_a_tree_that_writes_back() -> None:
     run(Back, 10)
+
+
+def test_exclusive_tiers_whose_evictions_are_stored() -> None:
+    run(Exclusive, 15)
 
 
 def test_a_tree_that_writes_through_what_is_hit_twice_and_stores_what_is_reused() -> None:

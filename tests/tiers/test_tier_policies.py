@@ -122,6 +122,19 @@ def test_a_read_ends_when_its_time_is_over_and_what_was_not_read_is_late(tmp_pat
     rank.close()
 
 
+@pytest.mark.parametrize(("nbytes", "pages"), [(1 << 30, 256), (80 << 10, 10), (1, 4)])
+def test_a_batch_is_what_a_disk_moves_in_some_milliseconds(tmp_path, monkeypatch, nbytes, pages):
+    from kvmover.tiers import storage
+
+    monkeypatch.setattr(storage, "_BATCH_BYTES", nbytes)
+    rank = Rank(tmp_path)
+    assert rank.holdings[0].part.nbytes == 8 << 10
+    made = rank.controller._restoring.storage
+    assert made is not None
+    assert made.batch_pages == pages
+    rank.close()
+
+
 def test_storage_gets_nothing_where_it_is_not_to(tmp_path):
     rank = serve_stored(tmp_path, Policy(Store.NEVER, Wait(), 1))
     assert rank.controller.meter.counts["stored_pages"] == 0
