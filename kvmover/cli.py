@@ -15,6 +15,7 @@ import typer
 
 from kvmover import __version__
 from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError, TransferFailed, TransportError
+from kvmover.observe.command import app as operator_app
 
 if TYPE_CHECKING:
     from kvmover.layout import Component
@@ -235,6 +236,8 @@ def replay(
     setup = Setup(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
     run_replay(ReplayOptions(trace, setup, plot, as_json), console())
 
+
+app.add_typer(operator_app)
 
 store_app = typer.Typer(help="Look after page stores: directories of KV pages.", no_args_is_help=True)
 app.add_typer(store_app, name="store")

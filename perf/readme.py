@@ -146,13 +146,13 @@ def _prefix() -> list[str]:
 
 def _store() -> list[str]:
     rows = [row for row in read("store") if row["medium"].startswith("disk")]
-    whats = ("set", "get", "get scattered")
+    columns = ("set", "get", "get scattered")
     lines = [
         "**The page store on a disk past the page cache**, GB/s, digests checked, batches of 128"
         f" (load of the machine {rows[0]['load']}; {_about(rows[0])}):",
         "",
-        f"| page | | {' | '.join(whats)} | 128 look-ups, microseconds |",
-        f"|---|---|{'---|' * len(whats)}---|",
+        f"| page | | {' | '.join(columns)} | 128 look-ups, microseconds |",
+        f"|---|---|{'---|' * len(columns)}---|",
     ]
     names = {
         "kvmover nixl": "kvmover",
@@ -162,7 +162,7 @@ def _store() -> list[str]:
     for page_kib in sorted({int(row["page_kib"]) for row in rows}):
         for who, name in names.items():
             found = {row["what"]: row for row in rows if (row["who"], row["page_kib"]) == (who, str(page_kib))}
-            cells = [found[what]["gb_s"] if what in found else "" for what in whats]
+            cells = [found[what]["gb_s"] if what in found else "" for what in columns]
             looked = found["exists"]["us_for_128"] if "exists" in found else ""
             lines.append(f"| {page_kib} KiB | {name} | {' | '.join(cells)} | {looked} |")
     return lines

@@ -34,10 +34,11 @@ MAY_IMPORT = {
     "tiers": SERVING - {"tiers"},
     "replay": KEEPING,
     "testing": SERVING,
-    "observe": SERVING,
-    "engines": SERVING | {"observe"},
-    "demo": SERVING | {"observe"},
-    "cli": SERVING | {"observe", "engines", "demo", "replay"},
+    "config": SERVING,
+    "observe": SERVING | {"config"},
+    "engines": SERVING | {"config", "observe"},
+    "demo": SERVING | {"config", "observe"},
+    "cli": SERVING | {"config", "observe", "engines", "demo", "replay"},
 }
 
 

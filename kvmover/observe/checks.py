@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvmover.observe.plugins import NIXL_WHEELS, Plugin, plugins_of
+from kvmover.observe.plugins import NIXL_WHEELS, Plugin, plugins_of, ucx_module
 from kvmover.observe.words import bytes_in_words
 
 #: The Triton releases for which the kernels are compiled in the tests.
@@ -154,10 +154,17 @@ def cma() -> Iterator[Finding]:
 
 
 def cuda_ipc() -> Iterator[Finding]:
-    """UCX leaves its CUDA modules out without a word where it does not find the driver's libraries."""
+    """UCX does without CUDA, silently, where it has no modules for it, may not use them, or finds no driver."""
     if not _gpus():
         return
-    if missing := [name for name in ("libcuda.so.1", "libnvidia-ml.so.1") if not _loads(name)]:
+    chosen = os.environ.get("UCX_TLS", "all")
+    without = [wheel for wheel in NIXL_WHEELS if _version(wheel) and ucx_module(wheel, "uct_cuda") is False]
+    if without:
+        remedy = "install NIXL's own wheel, nixl-cu13 or nixl-cu12, or build UCX --with-cuda"
+        yield Finding("ucx cuda", Status.PROBLEM, f"UCX of {', '.join(without)} has no CUDA module", remedy)
+    elif not chosen.startswith("^") and not {"all", "cuda", "cuda_copy"} & set(chosen.split(",")):
+        yield Finding("ucx cuda", Status.PROBLEM, f"UCX_TLS={chosen} leaves CUDA out", "add cuda to UCX_TLS")
+    elif missing := [name for name in ("libcuda.so.1", "libnvidia-ml.so.1") if not _loads(name)]:
         remedy = "put the NVIDIA driver's libraries where the loader finds them"
         yield Finding("ucx cuda", Status.PROBLEM, f"misses {', '.join(missing)}", remedy)
     else:

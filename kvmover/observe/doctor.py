@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from kvmover import __version__
-from kvmover.observe.checks import CHECKS, Finding, Status
+from kvmover.observe import checks, host
+from kvmover.observe.checks import Finding, Status
+
+CHECKS = (*checks.CHECKS, *host.CHECKS)
 
 _COLOURS = {Status.OK: "green", Status.MISSING: "yellow", Status.PROBLEM: "bold red"}
 

@@ -87,6 +87,15 @@ def plugin_folder(wheel: str) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
+def ucx_module(wheel: str, module: str) -> bool | None:
+    """Whether the UCX in a wheel has a module, `uct_cuda` for one; None where NIXL is to use a UCX from elsewhere."""
+    folder = plugin_folder(wheel)
+    modules = folder.parent.parent / f"{NIXL_WHEELS[wheel]}.libs" / "ucx" if folder else None
+    if modules is None or not modules.is_dir():
+        return None
+    return any(modules.glob(f"lib{module}.so*"))
+
+
 def examine(path: Path) -> Plugin:
     """Load one plugin in a process of its own, which may die of it, and on failure list what it misses."""
     name = path.stem.removeprefix("libplugin_")

@@ -85,7 +85,7 @@ class Core:
             try:
                 watcher(ending)
             except Exception:
-                log.exception("a watcher of transfers failed at %s", request)
+                log.exception("a watcher of transfers failed at %s", request, extra={"request": request})
 
     def soon(self, call: Callable[[int | None], None]) -> Callable[[int | None], None]:
         """`call`, but from the mover's loop instead of from inside whoever finishes."""

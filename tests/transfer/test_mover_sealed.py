@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 from mover_fleets import CONFIG, Bench, HandClock, Pair
@@ -17,7 +18,7 @@ from kvmover.transfer.meter import Count
 from kvmover.transfer.result import Integrity
 from kvmover.transfer.seal import Key, Keys, Refusal, Seal
 from kvmover.transfer.wire import Verb
-from kvmover.transport import LoopbackNetwork, LoopbackTransport
+from kvmover.transport import LoopbackNetwork, LoopbackTransport, NixlTransport, Transport
 from kvmover.transport.base import Note
 
 SECRET = b"a secret of the tests"
@@ -227,3 +228,23 @@ def test_sealing_neither_begins_nor_ends_under_traffic(before: Keys | None, afte
     with pytest.raises(LayoutError, match="from its beginning to its end, or never"):
         pair.src.movers[0].configure(replace(CONFIG, keys=after))
     move(pair)
+
+
+class NixlBench(Bench):
+    """Movers over agents of NIXL, all in this process."""
+
+    def transport(self, name: str) -> Transport:
+        return NixlTransport(name)
+
+
+@pytest.mark.skipif(not any(map(find_spec, ("nixl_cu13", "nixl_cu12"))), reason="no NIXL wheel is installed")
+def test_seals_open_under_the_names_that_nixl_gives_its_agents():
+    bench = NixlBench((Component("attention", 2, 2, 2, 64, "bfloat16"),), SEALED)
+    try:
+        source, target = bench.engine("prefill", Fleet(page_tokens=4)), bench.engine("decode", Fleet(page_tokens=4))
+        target.connect(source)
+        move(pair := Pair.request(bench, source, target, 100))
+        assert not refusals(pair)
+    finally:
+        for mover in bench.movers:
+            mover.close()

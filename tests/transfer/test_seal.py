@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvmover.errors import LayoutError, PeerRefused, ProtocolError
 from kvmover.transfer import wire
-from kvmover.transfer.seal import WINDOW, Key, Keys, Open, Refusal, Seal, Unopened, Window, sealing
+from kvmover.transfer.seal import WINDOW, Key, Keys, NoSeal, Refusal, Seal, Unopened, Window, sealing
 
 SECRET = b"a secret of the tests"
 KEYS = Keys(Key(SECRET))
@@ -86,7 +86,7 @@ def test_a_message_without_a_seal_is_refused_where_there_is_a_key():
 
 def test_a_sealed_message_is_refused_by_name_where_there_is_no_key():
     here, _ = pair()
-    received = Open().open("p.1", here.close("d.1", PING))
+    received = NoSeal().open("p.1", here.close("d.1", PING))
     with pytest.raises(ProtocolError, match="a sealed message, and this side has no shared key"):
         wire.decode(received)
 
@@ -199,7 +199,7 @@ def test_a_card_that_is_not_sealed_with_a_key_of_ours_is_refused():
         with pytest.raises(PeerRefused, match=said):
             seal.open_card(card)
     with pytest.raises(PeerRefused, match="is sealed, and this side has no shared key"):
-        Open().open_card(seal.close_card(b"card"))
+        NoSeal().open_card(seal.close_card(b"card"))
 
 
 def test_a_card_is_no_message():

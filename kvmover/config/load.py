@@ -1,0 +1,165 @@
+"""Load: defaults, then a TOML file, then the environment, into Settings. Nothing unknown or ill-typed passes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+import msgspec
+
+from kvmover.config.errors import ConfigError
+from kvmover.config.keys import PREFIX, Key, keys, sections
+from kvmover.config.settings import Settings
+from kvmover.errors import KvmoverError
+
+#: The file that is read where no path is given.
+FILE_VARIABLE = "KVMOVER_CONFIG"
+
+_NONE = "none"
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings, and where each that is no default came from: by the key's name, the file or the variable."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value as it was given, and where. `typed`: TOML says what is a number; the environment has text alone."""
+
+    value: object
+    origin: str
+    typed: bool
+
+
+def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
+    """The settings of the file at `path`, or else at $KVMOVER_CONFIG, or of none, and of the environment over it.
+
+    Raises ConfigError for a file that cannot be read, an unknown key, and a value that is not of its type or its part
+    of kvmover refuses.
+    """
+    environ = os.environ if environ is None else environ
+    if path is None and environ.get(FILE_VARIABLE):
+        path = Path(environ[FILE_VARIABLE])
+    given = dict(_of_file(path)) if path else {}
+    given |= dict(_of_environment(environ))
+    values = {name: _converted(_KEYS[name], each) for name, each in given.items()}
+    origins = {name: each.origin for name, each in given.items()}
+    return Loaded(_overlaid(Settings(), "", values, origins), origins)
+
+
+_KEYS: Mapping[str, Key] = {key.name: key for key in keys()}
+_VARIABLES: Mapping[str, Key] = {key.variable: key for key in keys()}
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, _Given]]:
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    yield from _of_table(table, "", str(path))
+
+
+def _of_table(table: Mapping[str, object], section: str, origin: str) -> Iterator[tuple[str, _Given]]:
+    for word, value in table.items():
+        name = f"{section}.{word}" if section else word
+        if isinstance(value, dict) and name in sections():
+            yield from _of_table(cast("dict[str, object]", value), name, origin)
+        elif name in sections():
+            raise ConfigError(f"{origin}: {name} = {value!r}, but {name} is a table of settings")
+        elif name not in _KEYS:
+            raise ConfigError(f"{origin}: unknown key {name}{_nearest(name, [*_KEYS, *sections()])}")
+        else:
+            yield name, _Given(cast(object, value), origin, typed=True)
+
+
+def _of_environment(environ: Mapping[str, str]) -> Iterator[tuple[str, _Given]]:
+    """Variables with one word after the prefix are none of ours: settings have a section and a name."""
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or "_" not in variable.removeprefix(PREFIX):
+            continue
+        if variable not in _VARIABLES:
+            raise ConfigError(f"unknown environment variable {variable}{_nearest(variable, list(_VARIABLES))}")
+        yield _VARIABLES[variable].name, _Given(value, variable, typed=False)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    found = get_close_matches(name, known, 1, 0.5)
+    return f"; did you mean {found[0]}?" if found else "; `kvmover config` prints all there are"
+
+
+def _converted(key: Key, given: _Given) -> object:
+    value = given.value
+    if key.optional and value == _NONE:
+        return None
+    try:
+        if isinstance(value, str) and key.path[-1].endswith("_bytes"):
+            value = _bytes(value)
+        elif get_origin(key.hint) is tuple and isinstance(value, str):
+            value = [part for part in value.split(os.pathsep) if part]
+        found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=_path)
+        if isinstance(found, float) and not math.isfinite(found):
+            raise ValueError("a finite number is wanted")
+    except ValueError as error:
+        said = f"{key.kind} is wanted" if isinstance(error, msgspec.ValidationError) else error
+        raise ConfigError(f"{given.origin}: {key.name} = {given.value!r}: {said}") from None
+    return found
+
+
+def _bare(hint: Any) -> Any:
+    """A type without its None, which only the word `none` stands for: msgspec would take null, too."""
+    if get_origin(hint) is UnionType:
+        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+    return hint
+
+
+def _path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str) or not value:
+        raise ValueError("a path is wanted")
+    return Path(value).expanduser()
+
+
+def _bytes(text: str) -> int:
+    """
+    >>> _bytes("64MiB"), _bytes("1.5 KiB"), _bytes("512")
+    (67108864, 1536, 512)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB|B|)", text, re.ASCII)
+    size = float(found[1]) * _UNITS[found[2]] if found else 0.5
+    if not size.is_integer():
+        raise ValueError("a whole number of bytes is wanted, in B, KiB, MiB, GiB or TiB")
+    return int(size)
+
+
+def _overlaid(section: T, name: str, values: Mapping[str, object], origins: Mapping[str, str]) -> T:
+    """A section with what was given of it. Its own checks run again, inner tables first."""
+    prefix = f"{name}." if name else ""
+    changed: dict[str, object] = {}
+    for each in fields(cast(Any, section)):
+        inner, full = getattr(section, each.name), prefix + each.name
+        if is_dataclass(inner):
+            changed[each.name] = _overlaid(inner, full, values, origins)
+        elif full in values:
+            changed[each.name] = values[full]
+    try:
+        return replace(cast(Any, section), **changed)
+    except KvmoverError as error:
+        said = dict.fromkeys(origin for full, origin in origins.items() if full.startswith(prefix))
+        raise ConfigError(f"{', '.join(said)}: {error}") from error

@@ -1,0 +1,91 @@
+"""Logs: kvmover's own loggers as lines of text or as JSON, and a line for each transfer that ends, by its request."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvmover.errors import KvmoverError
+from kvmover.observe.words import bytes_in_words
+from kvmover.transfer.result import Ending
+
+log = logging.getLogger("kvmover.transfers")
+
+#: What a LogRecord has anyway: anything else was handed over by `extra`, and is part of what is said.
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class JsonFormatter(logging.Formatter):
+    """A JSON object a line: `time` (UTC), `level`, `logger`, `message`, `error` if one was caught, and what was handed
+    over by `extra`, for instance `request`, `engine` and `rank`. What JSON does not have is written as text.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in vars(record).items() if key not in _OWN and key not in line}
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure(level: str, formatter: logging.Formatter, file: Path | None = None) -> logging.Handler:
+    """Have kvmover's loggers write from `level` on to `file`, or to standard error, and nowhere else.
+
+    The handler that an earlier call made is replaced. Raises KvmoverError for a file that cannot be appended to.
+    """
+    try:
+        handler = logging.FileHandler(file, encoding="utf-8") if file else logging.StreamHandler()
+    except OSError as error:
+        raise KvmoverError(f"cannot write {file}: {error.strerror}") from error
+    handler.setFormatter(formatter)
+    handler.set_name(__name__)
+    own = logging.getLogger("kvmover")
+    release()
+    own.addHandler(handler)
+    own.setLevel(level.upper())
+    own.propagate = False
+    return handler
+
+
+def release() -> None:
+    """Give kvmover's loggers back to whoever configures the root logger."""
+    own = logging.getLogger("kvmover")
+    for handler in [each for each in own.handlers if each.get_name() == __name__]:
+        own.removeHandler(handler)
+        handler.close()
+    own.setLevel(logging.NOTSET)
+    own.propagate = True
+
+
+def text_formatter() -> logging.Formatter:
+    return logging.Formatter(_TEXT)
+
+
+def transfer(ending: Ending) -> None:
+    """For `Mover.watch`: a line for each transfer, a warning where it failed."""
+    result = ending.result
+    said: dict[str, object] = {
+        "request": ending.request,
+        "engine": ending.engine,
+        "rank": ending.rank,
+        "verb": ending.verb,
+        "seconds": round(result.seconds, 6),
+        "bytes": result.nbytes,
+        "routes": [str(route) for route in result.routes],
+    }
+    words = f"{ending.verb} of {ending.request}"
+    if result.landed:
+        log.info("%s landed: %s in %.1f ms", words, bytes_in_words(result.nbytes), result.seconds * 1e3, extra=said)
+    else:
+        said |= {"cause": str(result.cause), "held": result.held}
+        log.warning("%s failed after %.1f ms: %s", words, result.seconds * 1e3, result.reason, extra=said)

@@ -1,0 +1,218 @@
+"""The log of a run: JSON lines of how each transfer and each request's tokens ended, for `kvmover report`.
+
+A line has a `type`: `run` says which process wrote what follows, `transfer` is one rank's end of one transfer, and
+`account` is the ledger's account of one attempt. Times are of the wall clock (Unix, seconds), so that files of several
+ranks can be read together; a transfer that ended at `time_s` began `seconds` before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from os import SEEK_END
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import IO, Literal
+
+import msgspec
+
+from kvmover import __version__
+from kvmover.errors import KvmoverError
+from kvmover.ledger import Account
+from kvmover.plan.cost import Route
+from kvmover.transfer.result import Cause, Ending
+
+_FLUSH_BYTES = 1 << 16
+
+
+class Line(msgspec.Struct, frozen=True, tag_field="type", tag=str.lower, omit_defaults=True):
+    """Base of all lines."""
+
+    time_s: float
+
+
+class Run(Line, frozen=True):
+    """A rank begins to write."""
+
+    engine: str
+    rank: int
+    kvmover: str
+
+
+class Moved(Line, frozen=True, tag="transfer"):
+    """A transfer that ended. `cause` and `reason` are absent where it landed; the rest is of its Result."""
+
+    seconds: float
+    engine: str
+    rank: int
+    verb: Literal["send", "receive"]
+    request: str
+    cause: Cause | None = None
+    reason: str | None = None
+    nbytes: int = 0
+    runs: int = 0
+    writes: int = 0
+    routes: tuple[Route, ...] = ()
+    peers: int = 0
+    resent: int = 0
+    held: bool = False
+
+    @property
+    def landed(self) -> bool:
+        return self.reason is None
+
+    @property
+    def began_s(self) -> float:
+        return self.time_s - self.seconds
+
+
+class Accounted(Line, frozen=True, tag="account"):
+    """An attempt at a request that ended."""
+
+    account: Account
+
+
+AnyLine = Run | Moved | Accounted
+
+
+class RunLog:
+    """Appends lines to a file, for a mover and a ledger: `mover.watch(log.transfer)`, `Ledger(sink=log.account)`.
+
+    Any thread may write. Lines are kept for `flush_s` or 64 KiB: what a crash costs. Close it, or use it as a context.
+    """
+
+    def __init__(
+        self, path: Path, engine: str, rank: int, clock: Callable[[], float] = time.time, flush_s: float = 1.0
+    ) -> None:
+        try:
+            self._file: IO[bytes] = path.open("ab", buffering=0)
+        except OSError as error:
+            raise KvmoverError(f"cannot write {path}: {error.strerror}") from error
+        if not _ends_whole(path):
+            self._file.write(b"\n")
+        self._encoder = msgspec.json.Encoder()
+        self._lines, self._lock = bytearray(), Lock()
+        self._clock, self._flush_s = clock, flush_s
+        self._flushed = clock()
+        self._write(Run(clock(), engine, rank, __version__))
+
+    def transfer(self, ending: Ending) -> None:
+        result = ending.result
+        self._write(
+            Moved(
+                self._clock(),
+                result.seconds,
+                ending.engine,
+                ending.rank,
+                ending.verb,
+                ending.request,
+                result.cause,
+                result.reason,
+                result.nbytes,
+                result.runs,
+                result.writes,
+                result.routes,
+                result.peers,
+                result.resent,
+                result.held,
+            )
+        )
+
+    def account(self, account: Account) -> None:
+        self._write(Accounted(self._clock(), account))
+
+    def _write(self, line: AnyLine) -> None:
+        with self._lock:
+            if self._file.closed:  # an engine that goes down may still end requests
+                return
+            self._encoder.encode_into(line, self._lines, len(self._lines))
+            self._lines += b"\n"
+            if len(self._lines) >= _FLUSH_BYTES or line.time_s - self._flushed >= self._flush_s:
+                self._flush(line.time_s)
+
+    def _flush(self, now_s: float) -> None:
+        self._file.write(self._lines)
+        self._lines.clear()
+        self._flushed = now_s
+
+    def flush(self) -> None:
+        with self._lock:
+            if not self._file.closed:
+                self._flush(self._clock())
+
+    def close(self) -> None:
+        self.flush()
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """What some files hold, in order of time. `cut`: lines that a crash left unfinished, or that are being written."""
+
+    runs: tuple[Run, ...] = ()
+    transfers: tuple[Moved, ...] = ()
+    accounts: tuple[Accounted, ...] = ()
+    cut: int = 0
+
+
+def read_lines(paths: Iterable[Path]) -> Lines:
+    """All lines of some run logs. Raises KvmoverError with the file and the number of a line that is none."""
+    found: list[AnyLine] = []
+    cut = 0
+    for path in paths:
+        try:
+            *whole, rest = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise KvmoverError(f"cannot read {path}: {error.strerror}") from error
+        lines = list(_decoded(path, whole))
+        found += lines
+        cut += len(whole) - len(lines) + bool(rest)
+    found.sort(key=lambda line: line.time_s)
+    return Lines(
+        tuple(line for line in found if isinstance(line, Run)),
+        tuple(line for line in found if isinstance(line, Moved)),
+        tuple(line for line in found if isinstance(line, Accounted)),
+        cut,
+    )
+
+
+_decoder = msgspec.json.Decoder(AnyLine)
+
+
+def _decoded(path: Path, lines: Sequence[bytes]) -> Iterator[AnyLine]:
+    """What goes before a process's first line may be what another left unfinished; nothing else may be wrong."""
+    error: KvmoverError | None = None
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = _decoder.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+            if error is not None:
+                break
+            error = KvmoverError(f"{path} line {number} is no line of a run log: {wrong}")
+            continue
+        if error is not None and not isinstance(line, Run):
+            break
+        error = None
+        yield line
+    if error is not None:
+        raise error
+
+
+def _ends_whole(path: Path) -> bool:
+    """Whether whoever wrote here last came to the end of a line."""
+    with path.open("rb") as file:
+        if not file.seek(0, SEEK_END):
+            return True
+        file.seek(-1, SEEK_END)
+        return file.read() == b"\n"

@@ -1,0 +1,108 @@
+"""Scrapes of a metrics endpoint, and what changed between two of them. Reading is pure; `fetch` alone goes out."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvmover.errors import KvmoverError
+
+#: No endpoint of ours says more: what is longer is something else.
+_MOST_BYTES = 64 << 20
+
+Labels = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """Every kvmover sample of an exposition, by name and labels, at a time in seconds of any one clock."""
+
+    time_s: float
+    samples: Mapping[str, Mapping[Labels, float]]
+
+    @classmethod
+    def of(cls, text: str, time_s: float) -> Scrape:
+        """Raises KvmoverError for text that Prometheus would not read, or that has no kvmover metric."""
+        try:
+            from prometheus_client.parser import text_string_to_metric_families
+        except ImportError:
+            raise KvmoverError("reading metrics needs prometheus-client: pip install 'kvmover[metrics]'") from None
+        samples: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name.startswith("kvmover_"):
+                        samples[sample.name][frozenset(sample.labels.items())] = sample.value
+        except ValueError as error:
+            raise KvmoverError(f"the endpoint's answer is no exposition of metrics: {error}") from error
+        if not samples:
+            raise KvmoverError("the endpoint has no metric of kvmover")
+        return cls(time_s, dict(samples))
+
+    def by(self, name: str, label: str, **fixed: str) -> Mapping[str, float]:
+        """Sums of a metric by one of its labels, over the others but those that are `fixed`."""
+        found = defaultdict[str, float](float)
+        for labels, value in self.samples.get(name, {}).items():
+            if fixed.items() <= labels:
+                found[dict(labels).get(label, "")] += value
+        return found
+
+    def total(self, name: str, **fixed: str) -> float:
+        return sum(value for labels, value in self.samples.get(name, {}).items() if fixed.items() <= labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From one scrape to a later one, as counters that only grow."""
+
+    before: Scrape
+    now: Scrape
+
+    @property
+    def seconds(self) -> float:
+        return max(self.now.time_s - self.before.time_s, 1e-9)
+
+    def since(self) -> Scrape:
+        """What was added, sample by sample; all of one that began anew, since its process did."""
+        grown: dict[str, Mapping[Labels, float]] = {}
+        for name, samples in self.now.samples.items():
+            old = self.before.samples.get(name, {})
+            grown[name] = {
+                labels: value - before if value >= (before := old.get(labels, 0.0)) else value
+                for labels, value in samples.items()
+            }
+        return Scrape(self.now.time_s, grown)
+
+
+def quantile_s(buckets: Mapping[str, float], share: float) -> float | None:
+    """The upper bound of the bucket in which the `share` lies; None of an empty histogram.
+
+    >>> quantile_s({"0.1": 8, "0.2": 9, "+Inf": 10}, 0.5), quantile_s({"0.1": 8, "0.2": 9, "+Inf": 10}, 0.99)
+    (0.1, inf)
+    """
+    bounds = sorted((float(bound), count) for bound, count in buckets.items())
+    if not bounds or not bounds[-1][1]:
+        return None
+    return next(bound for bound, count in bounds if count >= share * bounds[-1][1])
+
+
+def fetch(url: str, timeout_s: float = 5.0) -> str:
+    """The text at a metrics endpoint. Raises KvmoverError with the address and what went wrong."""
+    if not url.startswith(("http://", "https://")):
+        url = f"http://{url}"
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            content = answer.read(_MOST_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise KvmoverError(f"cannot read {url}: {error.code} {error.reason}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise KvmoverError(f"cannot read {url}: {reason}") from error
+    if len(content) > _MOST_BYTES:
+        raise KvmoverError(f"{url} says more than {_MOST_BYTES} bytes")
+    return content.decode("utf-8", "replace")

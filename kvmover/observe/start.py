@@ -1,0 +1,98 @@
+"""Observers: what a configuration asks to be kept and shown of a process, begun together and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvmover.config.settings import LogFormat, Settings
+from kvmover.errors import KvmoverError
+from kvmover.ledger import Account
+from kvmover.observe import logs
+from kvmover.observe.runlog import RunLog
+from kvmover.observe.spans import Spans
+from kvmover.transfer.result import Ending
+
+if TYPE_CHECKING:
+    from kvmover.transfer.mover import Mover
+
+
+class Observers:
+    """Logs, metrics endpoint, run log and spans of one rank, as its settings say. Close it after the movers.
+
+    >>> with Observers(Settings(), "decode", 0) as observers:  # doctest: +SKIP
+    ...     observers.watch(mover)
+    ...     observers.serve(MoverCollector([mover]), LedgerCollector(ledger))
+    ...     ledger = Ledger(sink=observers.account)
+    """
+
+    def __init__(self, settings: Settings, engine: str, rank: int) -> None:
+        self._settings = settings
+        self._open = ExitStack()
+        self._watchers: list[Callable[[Ending], None]] = []
+        self._run_log: RunLog | None = None
+        try:
+            self._begin(engine, rank)
+        except BaseException:
+            self._open.close()
+            raise
+
+    def _begin(self, engine: str, rank: int) -> None:
+        logging, record = self._settings.logging, self._settings.record
+        if logging.level is not None:
+            formatter = logs.JsonFormatter() if logging.format is LogFormat.JSON else logs.text_formatter()
+            logs.configure(logging.level, formatter, logging.file)
+            self._open.callback(logs.release)
+            self._watchers.append(logs.transfer)
+        if record.run_log is not None:
+            self._run_log = self._open.enter_context(RunLog(record.run_log, engine, rank))
+            self._watchers.append(self._run_log.transfer)
+        if record.spans:
+            self._watchers.append(Spans().transfer)
+
+    def watch(self, mover: Mover) -> None:
+        """Before the mover goes to a Progress, or from the thread that polls it."""
+        for watcher in self._watchers:
+            mover.watch(watcher)
+
+    def account(self, account: Account) -> None:
+        """For `Ledger(sink=...)`."""
+        if self._run_log is not None:
+            self._run_log.account(account)
+
+    def serve(self, *collectors: Any) -> int | None:
+        """Serve these collectors to Prometheus; the port, or None where no port is configured.
+
+        Raises KvmoverError without prometheus-client, and where the port cannot be had.
+        """
+        metrics = self._settings.metrics
+        if metrics.port is None:
+            return None
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError:
+            raise KvmoverError("metrics need prometheus-client: pip install 'kvmover[metrics]'") from None
+        registry = CollectorRegistry()
+        for collector in collectors:
+            registry.register(collector)
+        try:
+            server, thread = start_http_server(metrics.port, metrics.address, registry)
+        except OSError as error:
+            raise KvmoverError(f"cannot serve metrics at {metrics.address}:{metrics.port}: {error.strerror}") from error
+        self._open.callback(thread.join)
+        self._open.callback(server.server_close)
+        self._open.callback(server.shutdown)
+        return server.server_port
+
+    def close(self) -> None:
+        self._open.close()
+
+    def __enter__(self) -> Observers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

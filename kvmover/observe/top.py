@@ -1,0 +1,209 @@
+"""`kvmover top`: transfers, hits by tier, bandwidth, arenas and failures of running engines, from their metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvmover.errors import KvmoverError
+from kvmover.observe.scrape import Change, Scrape, fetch, quantile_s
+from kvmover.observe.words import bytes_in_words
+
+#: Ranks that are shown one by one; the sums above are of all. And the greatest losses.
+MOST_RANKS, MOST_REASONS = 32, 5
+
+_SOURCES = ("device", "host", "storage", "computed", "abandoned")
+_COPIES = {
+    "backed": "device to host",
+    "loaded": "host to device",
+    "stored": "host to storage",
+    "fetched": "storage to host",
+}
+#: Counters that are failures of their own, though no transfer need have failed for them.
+_FAULTS = {
+    "kvmover_lost_peers_total": "peers lost",
+    "kvmover_refused_peers_total": "peers refused",
+    "kvmover_mismatched_chunks_total": "chunks with another digest",
+    "kvmover_malformed_messages_total": "messages malformed",
+    "kvmover_unopened_messages_total": "messages without a good seal",
+    "kvmover_poll_faults_total": "polls that raised",
+    "kvmover_ledger_faults_total": "ledger events that do not balance",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is shown: `all` since the processes began, `new` within the last `seconds`, which are the same at first."""
+
+    address: str
+    now: Scrape
+    new: Scrape
+    seconds: float | None
+
+    @classmethod
+    def of(cls, address: str, before: Scrape | None, now: Scrape) -> View:
+        if before is None:
+            return cls(address, now, now, None)
+        change = Change(before, now)
+        return cls(address, now, change.since(), change.seconds)
+
+    def rate(self, count: float) -> float | None:
+        """A second; None before there is a second scrape."""
+        return None if self.seconds is None else count / self.seconds
+
+
+def screen(view: View) -> RenderableType:
+    """One frame."""
+    over = "since the start" if view.seconds is None else f"over the last {view.seconds:.1f} s"
+    parts = [Text(f"kvmover top  {view.address}  {over}", "bold"), Text()]
+    parts += [_transfers(view), Text()]
+    for table in (_hits(view), _copies(view), _failures(view)):
+        if table.row_count:
+            parts += [table, Text()]
+    return Group(*parts)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(columns[0], no_wrap=True)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _transfers(view: View) -> Table:
+    """A row of sums, and one a rank."""
+    numbers = ("open", "landed", "failed", "sent", "received", "p50", "p99", "out", "in", "held", "peers")
+    table = _table("transfers", *numbers)
+    found = (dict(labels) for labels in view.now.samples.get("kvmover_open_sends", {}))
+    ranks = sorted({(each.get("engine", ""), each.get("rank", "")) for each in found}, key=_by_number)
+    if len(ranks) != 1:
+        table.add_row(Text("all"), *_row(view))
+    for engine, rank in ranks[:MOST_RANKS]:
+        table.add_row(Text(f"{engine} {rank}"), *_row(view, engine=engine, rank=rank))
+    if len(ranks) > MOST_RANKS:
+        table.add_row(Text(f"and {len(ranks) - MOST_RANKS} more", "dim"))
+    return table
+
+
+def _by_number(rank: tuple[str, str]) -> tuple[str, int, str]:
+    """Rank 2 before rank 10."""
+    return rank[0], len(rank[1]), rank[1]
+
+
+def _row(view: View, **of: str) -> Iterator[Text]:
+    now, new = view.now, view.new
+    ends = new.by("kvmover_transfers_total", "end", **of)
+    landed = ends.get("landed", 0.0)
+    failed = sum(ends.values()) - landed
+    buckets = new.by("kvmover_receive_seconds_bucket", "le", **of)
+    held = now.total("kvmover_incoming_quarantined_bytes", **of)
+    yield Text(f"{now.total('kvmover_open_sends', **of) + now.total('kvmover_open_receives', **of):,.0f}")
+    yield Text(_per_second(view.rate(landed), landed))
+    yield Text(f"{failed:,.0f}", "bold red" if failed else "")
+    yield Text(_bandwidth(view, new.total("kvmover_sent_bytes_total", **of)))
+    yield Text(_bandwidth(view, new.total("kvmover_received_bytes_total", **of)))
+    for share in (0.5, 0.99):
+        yield Text(_seconds(quantile_s(buckets, share)))
+    for side in ("outgoing", "incoming"):
+        leased, whole = (now.total(f"kvmover_{side}_{each}_bytes", **of) for each in ("leased", "arena"))
+        share = leased / whole if whole else 0.0
+        yield Text(f"{share:.0%}", "yellow" if share > 0.9 else "")
+    yield Text(bytes_in_words(int(held)) if held else "-", "yellow" if held else "")
+    yield Text(f"{now.total('kvmover_peers', **of):,.0f}")
+
+
+def _hits(view: View) -> Table:
+    """First attempts only: those of retries would count a prompt twice."""
+    table = _table("prompt tokens", "now", "share", "in all", "share")
+    new = view.new.by("kvmover_prompt_tokens_total", "source", attempt="first")
+    whole = view.now.by("kvmover_prompt_tokens_total", "source", attempt="first")
+    if not any(whole.values()):
+        return table
+    for source in _SOURCES:
+        cells: list[str] = []
+        for counts in (new, whole):
+            count, total = counts.get(source, 0.0), sum(counts.values())
+            cells += [f"{count:,.0f}", f"{count / total:.1%}" if total else "-"]
+        table.add_row(Text(source), *cells)
+    lost = view.now.by("kvmover_lost_tokens_total", "reason", attempt="first")
+    for reason, tokens in sorted(lost.items(), key=lambda item: -item[1])[:MOST_REASONS]:
+        if tokens:
+            added = view.new.total("kvmover_lost_tokens_total", attempt="first", reason=reason)
+            table.add_row(Text(f"lost: {reason}", "dim"), f"{added:,.0f}", "", f"{tokens:,.0f}", "")
+    return table
+
+
+def _copies(view: View) -> Table:
+    table = _table("tiers", "pages", "bandwidth", "in all")
+    for word, name in _COPIES.items():
+        if whole := view.now.total(f"kvmover_tier_{word}_bytes_total"):
+            pages = view.new.total(f"kvmover_tier_{word}_pages_total")
+            rate = _bandwidth(view, view.new.total(f"kvmover_tier_{word}_bytes_total"))
+            table.add_row(Text(name), f"{pages:,.0f}", rate, bytes_in_words(int(whole)))
+    return table
+
+
+def _failures(view: View) -> Table:
+    """What has ever gone wrong, so that nothing scrolls away."""
+    table = _table("failures", "now", "in all")
+    found: list[tuple[str, float, float]] = []
+    new = view.new.by("kvmover_transfers_total", "end")
+    whole = view.now.by("kvmover_transfers_total", "end")
+    found += [(f"transfers: {end}", new.get(end, 0.0), count) for end, count in whole.items() if end != "landed"]
+    found += [(words, view.new.total(name), view.now.total(name)) for name, words in _FAULTS.items()]
+    for words, added, count in found:
+        if count:
+            style = "bold red" if added and view.seconds is not None else ""
+            table.add_row(Text(words, style), Text(f"{added:,.0f}", style), f"{count:,.0f}")
+    return table
+
+
+def _per_second(rate: float | None, count: float) -> str:
+    return f"{count:,.0f}" if rate is None else f"{rate:,.1f}/s"
+
+
+def _bandwidth(view: View, nbytes: float) -> str:
+    rate = view.rate(nbytes)
+    return bytes_in_words(int(nbytes)) if rate is None else f"{bytes_in_words(int(rate))}/s"
+
+
+def _seconds(seconds: float | None) -> str:
+    """Upper bounds of buckets, in words."""
+    if seconds is None:
+        return "-"
+    if seconds == float("inf"):
+        return "> 84 s"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def watch(
+    address: str,
+    interval_s: float,
+    out: Console,
+    get: Callable[[str], str] = fetch,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show frames until the caller interrupts. An endpoint that goes away is waited for; its error is the frame."""
+    before: Scrape | None = None
+    now = Scrape.of(get(address), clock())  # one that was never there is an error
+    with Live(screen(View.of(address, before, now)), console=out, auto_refresh=False) as live:
+        while True:
+            sleep(interval_s)
+            try:
+                before, now = now, Scrape.of(get(address), clock())
+                live.update(screen(View.of(address, before, now)), refresh=True)
+            except KvmoverError as error:
+                live.update(Text(f"kvmover top: {error}", "bold red"), refresh=True)
+
+
+def show(address: str, out: Console, get: Callable[[str], str] = fetch) -> None:
+    """One frame, of sums since the processes began."""
+    out.print(screen(View.of(address, None, Scrape.of(get(address), 0.0))))

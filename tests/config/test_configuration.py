@@ -1,0 +1,307 @@
+"""The configuration: what is given is what is set, and what cannot be is refused by name before anything begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmover import cli
+from kvmover.config import ConfigError, Key, Loaded, Settings, keys, load
+from kvmover.config.keys import sections, value_of
+from kvmover.config.text import as_data, as_toml, plain, toml
+from kvmover.config.texts import TEXTS
+from kvmover.plan.cost import Route
+from kvmover.store import Policy
+from kvmover.tiers.policy import BestEffort, CostAware, Store, Timeout, Wait
+from kvmover.transfer.result import MoverConfig
+from perf import config_page
+
+#: For every setting a value that is not its default, as the environment would say it.
+OTHERS = {
+    "mover.route": "direct",
+    "mover.verb": "pull",
+    "mover.replicas": "elect",
+    "mover.integrity": "digest",
+    "mover.sandbox_bytes": "256 KiB",
+    "mover.sms": "none",
+    "tiers.group_layers": "4",
+    "mover.costs.posting": "inline",
+    "mover.backoff.jitter": "0.125",
+    "mover.backoff.most_s": "31.5",
+    "progress.shortest_s": "0.0000625",
+    "progress.open_s": "0.015",
+    "progress.idle_s": "0.5",
+    "store.root": "/srv/kv pages",
+    "tiers.store": "reused",
+    "tiers.inclusion": "exclusive",
+    "tiers.reading_share": "0.25",
+    "tiers.prefetch.kind": "wait",
+    "logging.level": "debug",
+    "logging.format": "json",
+    "logging.file": '/var/log/kv\\mover "1".log',
+    "metrics.address": "",
+    "record.run_log": "run.jsonl",
+    "record.spans": "true",
+    "security.shared_key_file": "/run/secrets/kv",
+    "security.accepted_key_files": "/run/secrets/old:/run/secrets/older",
+}
+
+
+def other(key: Key) -> str:
+    return OTHERS.get(key.name) or OTHERS.get(key.name, "8")
+
+
+def everything() -> Loaded:
+    return load(environ={key.variable: other(key) for key in keys()})
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "kvmover.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_nothing_given_is_what_the_parts_do_without_a_configuration() -> None:
+    loaded = load(environ={})
+    assert loaded == Loaded(Settings(), {})
+    assert loaded.settings.mover_config() == MoverConfig()
+    plain_policy = Policy()
+    assert all(
+        getattr(loaded.settings.store, f.name) == getattr(plain_policy, f.name) for f in dataclasses.fields(Policy)
+    )
+    assert loaded.settings.tiers.policy() == type(loaded.settings.tiers.policy())()
+
+
+@pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
+def test_every_setting_is_taken_from_its_variable_and_from_a_file(key: Key, tmp_path: Path) -> None:
+    default = value_of(Settings(), key)
+    extra = {"KVMOVER_SECURITY_SHARED_KEY_FILE": "/k"} if key.name == "security.accepted_key_files" else {}
+    found = load(environ={key.variable: other(key), **extra})
+    value = value_of(found.settings, key)
+    assert value != default
+    assert found.origins[key.name] == key.variable
+    path = written(tmp_path, as_toml(found))
+    again = load(path, environ={})
+    assert again.settings == found.settings
+    assert again.origins[key.name] == str(path)
+
+
+def test_what_is_printed_is_read_back_the_same_whatever_is_set(tmp_path: Path) -> None:
+    loaded = everything()
+    text = as_toml(loaded)
+    assert load(written(tmp_path, text), environ={}).settings == loaded.settings
+    assert set(tomllib.loads(text)) == {key.path[0] for key in keys()}
+    assert json.loads(json.dumps(as_data(loaded)))["mover.verb"] == {"value": "pull", "from": "KVMOVER_MOVER_VERB"}
+
+
+@given(st.text())
+def test_any_text_is_printed_as_toml_that_says_the_same(text: str) -> None:
+    if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+        return
+    assert tomllib.loads(f"x = {toml(text)}")["x"] == text
+
+
+def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "[mover]\ndeadline_s = 3\nverb = 'pull'\n[mover.costs]\nwire_rate = 25e3\n")
+    found = load(environ={"KVMOVER_CONFIG": str(path), "KVMOVER_MOVER_DEADLINE_S": "4"})
+    assert (found.settings.mover.deadline_s, found.settings.mover.verb) == (4.0, "pull")
+    assert found.settings.mover.costs == dataclasses.replace(MoverConfig().costs, wire_rate=25e3)
+    assert found.origins == {
+        "mover.deadline_s": "KVMOVER_MOVER_DEADLINE_S",
+        "mover.verb": str(path),
+        "mover.costs.wire_rate": str(path),
+    }
+
+
+def test_a_path_given_goes_before_the_one_in_the_environment(tmp_path: Path) -> None:
+    path = written(tmp_path, "[mover]\nroute = 'direct'\n")
+    found = load(path, environ={"KVMOVER_CONFIG": str(tmp_path / "missing.toml")})
+    assert found.settings.mover.route is Route.DIRECT
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[mover]\narena_byte = 1", "unknown key mover.arena_byte; did you mean mover.arena_bytes?"),
+        ("[moover]\narena_bytes = 1", "unknown key moover; did you mean mover?"),
+        ("arena_bytes = 1", "unknown key arena_bytes; did you mean mover.arena_bytes?"),
+        ("[zzz.qqq]\nxxx = 1", "unknown key zzz; `kvmover config` prints all there are"),
+        ("[mover.backoff]\nfirst = 1", "unknown key mover.backoff.first; did you mean mover.backoff.first_s?"),
+        ("[mover]\nkeys = 'k'", "unknown key mover.keys"),
+        ("mover = 1", "mover = 1, but mover is a table of settings"),
+        ("[mover]\ndeadline_s = '5'", "mover.deadline_s = '5': number is wanted"),
+        ("[mover]\ndeadline_s = nan", "mover.deadline_s = nan: a finite number is wanted"),
+        ("[mover]\ndeadline_s = 'none'", "mover.deadline_s = 'none': number is wanted"),
+        ("[mover]\ndeadline_s = {a = 1}", "mover.deadline_s = {'a': 1}: number is wanted"),
+        ("[mover]\ndeadline_s = 0", "mover config has deadline_s = 0.0; it must be positive"),
+        ("[mover]\narena_bytes = 1.5", "mover.arena_bytes = 1.5: integer is wanted"),
+        ("[mover]\narena_bytes = '64MB'", "'64MB': a whole number of bytes is wanted, in B, KiB, MiB, GiB or TiB"),
+        ("[mover]\narena_bytes = '1.0001KiB'", "a whole number of bytes is wanted"),
+        ("[mover]\nverb = 'shove'", "mover.verb = 'shove': push or pull is wanted"),
+        ("[mover]\nsms = true", "mover.sms = True: integer or none is wanted"),
+        ("[mover.backoff]\njitter = 1", "jitter=1.0"),
+        ("[mover.costs]\nwire_rate = 0", "wire_rate = 0.0"),
+        ("[progress]\nopen_s = 1", "naps that do not grow"),
+        ("[store]\nquota_bytes = 0", "policy has quota_bytes = 0; it must be at least 1"),
+        ("[store]\nroot = ''", "store.root = '': path or none is wanted"),
+        ("[tiers]\nreading_share = 2", "reading_share=2.0"),
+        ("[tiers]\nread_bytes_per_s = 0", "a rate of 0.0 bytes a second"),
+        ("[tiers]\ngroup_layers = 0", "group_layers = 0; it must be at least 1"),
+        ("[tiers.prefetch]\nkind = 'cost_aware'", "needs prefill_tokens_per_s"),
+        ("[tiers.prefetch]\nbase_s = -1", "a timeout of -1.0 s"),
+        ("[ledger]\nkeep_windows = 0", "0 windows of 60.0 s"),
+        ("[metrics]\nport = 65536", "port = 65536"),
+        ("[security]\naccepted_key_files = ['/a']", "accepted_key_files without shared_key_file"),
+        ("[security]\naccepted_key_files = [1]", "list of paths is wanted"),
+        ("[mover\n", "kvmover.toml: "),
+        ("\udcff", "kvmover.toml: "),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_with_its_name_the_key_and_the_value(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "kvmover.toml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError) as refused:
+        load(path, environ={})
+    assert said in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("KVMOVER_MOVER_DEADLNE_S", "5", "did you mean KVMOVER_MOVER_DEADLINE_S?"),
+        ("KVMOVER_MOVER_DEADLINE_S", "soon", "KVMOVER_MOVER_DEADLINE_S: mover.deadline_s = 'soon': number is wanted"),
+        ("KVMOVER_MOVER_DEADLINE_S", "-1", "KVMOVER_MOVER_DEADLINE_S: mover config has deadline_s = -1.0"),
+        ("KVMOVER_RECORD_SPANS", "yes", "record.spans = 'yes': true or false is wanted"),
+        ("KVMOVER_METRICS_PORT", "http", "metrics.port = 'http': integer or none is wanted"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_refused_by_its_name(variable: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(environ={variable: value})
+    assert said in str(refused.value)
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    assert not load(environ={"KVMOVER_SCHEDULES": "3", "KVMOVERS_MOVER_X": "1", "HOME": "/"}).origins
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration .*missing.toml: No such file"):
+        load(tmp_path / "missing.toml", environ={})
+
+
+@pytest.mark.parametrize(
+    ("variables", "policy"),
+    [
+        ({"KIND": "best_effort"}, BestEffort()),
+        ({"KIND": "wait"}, Wait()),
+        ({"BASE_S": "2", "PER_KI_TOKEN_S": "0.5"}, Timeout(2.0, 0.5)),
+        ({"KIND": "cost_aware", "PREFILL_TOKENS_PER_S": "8000"}, CostAware(8000.0)),
+    ],
+)
+def test_a_prefetch_policy_is_made_by_its_name(variables: dict[str, str], policy: object) -> None:
+    environ = {f"KVMOVER_TIERS_PREFETCH_{name}": value for name, value in variables.items()}
+    assert load(environ={**environ, "KVMOVER_TIERS_STORE": "never"}).settings.tiers.policy() == dataclasses.replace(
+        Settings().tiers.policy(), prefetch=policy, store=Store.NEVER
+    )
+
+
+# Keys
+
+SECRET = "correct horse battery staple"
+
+
+def test_keys_are_read_from_their_files_and_printed_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    new.write_text(f"{SECRET}\n")
+    old.write_text(f"  {SECRET} of old\n\n")
+    environ = {
+        "KVMOVER_SECURITY_SHARED_KEY_FILE": str(new),
+        "KVMOVER_SECURITY_ACCEPTED_KEY_FILES": str(old),
+    }
+    loaded = load(environ=environ)
+    config = loaded.settings.mover_config()
+    assert config.keys is not None
+    assert config.keys.wrote(config.keys.write(b"x"), b"x")
+    assert len(config.keys.accepted) == 1
+    everything_said = [repr(config), str(config), repr(loaded), as_toml(loaded), json.dumps(as_data(loaded))]
+    assert not any(SECRET in said or SECRET.encode().hex() in said for said in everything_said)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "cannot read the key file"), (b"short", "a key of 5 bytes"), (bytes(5000), "longer than 4096 bytes")],
+)
+def test_a_key_file_that_is_none_is_refused_without_its_content(
+    tmp_path: Path, content: bytes | None, said: str
+) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+    settings = load(environ={"KVMOVER_SECURITY_SHARED_KEY_FILE": str(path)}).settings
+    with pytest.raises(ConfigError) as refused:
+        settings.mover_config()
+    assert said in str(refused.value)
+    assert str(path) in str(refused.value)
+    assert "short" not in str(refused.value)
+
+
+# The page and the command
+
+
+def test_every_key_has_a_text_and_every_text_a_key() -> None:
+    assert list(TEXTS) == [key.name for key in keys()]
+    assert all(text.endswith(".") for text in TEXTS.values())
+    assert len({key.variable for key in keys()}) == len(keys())
+    assert not sections() & {key.name for key in keys()}
+
+
+def test_the_page_is_what_the_settings_say() -> None:
+    assert config_page.PAGE.read_text() == config_page.page(), "run: python -m perf.config_page"
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["config", *arguments])
+    return int(end.value.code or 0)
+
+
+def test_the_command_prints_all_settings_and_where_they_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "[store]\nquota_bytes = '2 GiB'\n")
+    monkeypatch.setenv("KVMOVER_MOVER_VERB", "pull")
+    assert command("--config", str(path)) == 0
+    out = capsys.readouterr().out
+    assert f"quota_bytes = {2 << 30}  # {path}\n" in out
+    assert 'verb = "pull"  # KVMOVER_MOVER_VERB\n' in out
+    assert command("--config", str(path), "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {name: each["value"] for name, each in data.items()} == {
+        key.name: plain(value_of(load(path).settings, key)) for key in keys()
+    }
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "[store]\nquota = 1\n")
+    assert command("--config", str(path)) == 2
+    assert capsys.readouterr().err == f"kvmover: {path}: unknown key store.quota; did you mean store.quota_bytes?\n"
+
+
+def test_reading_a_configuration_loads_neither_torch_nor_nixl() -> None:
+    code = (
+        "import sys, kvmover.config\nprint(sorted(n for n in sys.modules if n.startswith(('torch', 'nixl', 'triton'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
