@@ -33,8 +33,9 @@ test: setup ## run all tests that this machine can run
 simulate: setup ## run 20,000 seeded schedules of the protocol
 	@KVMOVER_SCHEDULES=20000 $(BIN)/python -m pytest -q -n 2 tests/sim -k invariant
 
-engines: setup ## build the engines' own environments (2.4 GB), and run our adapters in them
+engines: setup ## build the engines' own environments (GiB), and run our adapters in them
 	@bash tests/engines/setup_sglang.sh
+	@bash tests/engines/setup_vllm.sh
 	@$(BIN)/python -m pytest -q tests/engines
 
 lint: $(READY) ## check style and spelling

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvmover.engines.sglang.version import require_tested
+from kvmover.engines.sglang.version import SGLANG
 
 if TYPE_CHECKING:
     from kvmover.engines.sglang.linker import KvmoverLinker
@@ -22,5 +22,5 @@ __all__ = ["KvmoverLinker", "KvmoverStore"]
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require_tested()
+    SGLANG.require()
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvmover.engines.relay import Relay
 from kvmover.engines.sglang.devicepool import Strand
-from kvmover.engines.sglang.relay import Relay
-from kvmover.engines.sglang.shelf import Bounce, Packed
 from kvmover.engines.sglang.shelves import Shelves
+from kvmover.engines.shelf import Bounce, Packed
 from kvmover.layout import Layout, PoolSpec, Span
 from kvmover.store import Part
 
@@ -17,31 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from kvmover.kernels.region import Region
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies between a device and pinned memory from one thread, which waits for them; between hosts, plain copies."""
-
-    stream: torch.cuda.Stream | None
-
-    @classmethod
-    def on(cls, device: torch.device) -> Copies:
-        import torch
-
-        return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
-
-    def __call__(self, regions: Sequence[Region]) -> None:
-        import torch
-
-        from kvmover.kernels import bulk
-
-        if self.stream is None:
-            bulk.move(regions)
-            return
-        with torch.cuda.stream(self.stream):
-            bulk.move(regions)
-        self.stream.synchronize()
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,11 @@ def parallel() -> Any:
     return _context.get_parallel()
 
 
+def of_all_stages(own: dict[str, int]) -> list[dict[str, int]]:
+    """What the pipeline stages beside this rank give, first to last. All call this at the same time."""
+    return parallel().pp_group.all_gather_object(own) if parallel().pp_size > 1 else [own]
+
+
 def name_of_this_engine() -> str:
     """The same on all ranks that serve a request together, and on no others: address, port, data-parallel rank."""
     head = parallel().dist_init_addr or _network.get_local_ip_auto()

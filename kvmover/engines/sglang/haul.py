@@ -29,7 +29,7 @@ class Wanted:
 
     engine: Callable[[], str | None]
     positions: range
-    pages: npt.NDArray[np.int64]
+    pages: Sequence[npt.NDArray[np.int64]]
     aux_from: int
     deadline: float
 
@@ -51,9 +51,9 @@ class Haul:
         with self._lock:
             self.mover.connect(card)
 
-    def send(self, room: int, pages: npt.NDArray[np.int64], gates: Sequence[Gate] | None, aux: bytes) -> None:
+    def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate] | None, aux: bytes) -> None:
         with self._lock:
-            self._open[room] = self.mover.send(str(room), [pages], gates, aux)
+            self._open[room] = self.mover.send(str(room), pages, gates, aux)
 
     def receive(self, room: int, wanted: Wanted) -> None:
         with self._lock:
@@ -102,7 +102,7 @@ class Haul:
         try:
             if engine is not None:
                 self._open[room] = self.mover.receive(
-                    str(room), engine, wanted.positions, [wanted.pages], [wanted.aux_from]
+                    str(room), engine, wanted.positions, wanted.pages, [wanted.aux_from]
                 )
                 del self._wanted[room]
                 return

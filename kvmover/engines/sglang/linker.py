@@ -9,19 +9,20 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
+from kvmover.engines.copies import Copies
+from kvmover.engines.relay import Numbers
 from kvmover.engines.sglang import engine, engine_linker
 from kvmover.engines.sglang.devicepool import Strand, is_shared, strands_of
-from kvmover.engines.sglang.door import Copies, Door
+from kvmover.engines.sglang.door import Door
 from kvmover.engines.sglang.engine import Transfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.relay import Numbers
 from kvmover.engines.sglang.seat import Seat, part_of
-from kvmover.engines.sglang.shelf import Bounce, Packed, as_bytes
 from kvmover.engines.sglang.shelves import MAIN, Rank, Shelves
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.upkeep import Upkeep
+from kvmover.engines.shelf import Bounce, Packed, as_bytes
 from kvmover.errors import StoreError
 from kvmover.store import Part
 

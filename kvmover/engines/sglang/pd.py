@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.haul import Haul, Wanted
-from kvmover.engines.sglang.pd_pool import Rows, component_of, pool_of, refuse
-from kvmover.engines.sglang.version import EngineUnsupported
-from kvmover.errors import PeerRefused, TransportError
+from kvmover.engines.sglang.pd_cache import Column, caches_of, layers_of, page_table, refuse, whole_of
+from kvmover.engines.sglang.pd_pool import Rows, pool_of
+from kvmover.errors import PeerRefused, PlanError, TransportError
 from kvmover.layout import Fleet
+from kvmover.layout.fleet import Coordinate
 from kvmover.transfer import Model, Mover, MoverConfig, Place
 from kvmover.transfer.result import Gate
 from kvmover.transport import NixlTransport
@@ -48,22 +51,29 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         """Raises EngineUnsupported before anything is registered anywhere."""
         context = engine_pd.parallel()
-        refuse(args, context.attn_cp_size, context.pp_size)
+        refuse(args, context)
         self._rows = Rows(args)
-        fleet, rank = Fleet(tp=context.attn_tp_size, page_tokens=args.page_size), context.attn_tp_rank
+        self._fleet = Fleet(tp=context.attn_tp_size, pp=context.pp_size, page_tokens=args.page_size)
+        self._rank = rank = self._fleet.rank(Coordinate(context.attn_tp_rank, args.pp_rank, 0))
         config = engine.model_config()
         if config is None:
             raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
-        kv, heads = (1, 1) if is_mla_backend else (2, config.get_total_num_kv_heads())
-        component = component_of(args, kv, heads, fleet, rank)
-        pool = pool_of(args, component, fleet, rank, engine_pd.device(args.gpu_id))
+        whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
+        self._caches = caches_of(args, whole, Column(context.attn_tp_rank, self._fleet.tp))
+        layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
+        components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
+        device = engine_pd.device(args.gpu_id)
+        pools = [
+            pool_of(cache, component, args.page_size, device)
+            for cache, component in zip(self._caches, components, strict=True)
+        ]
         self._name, self._patience_s = engine_pd.name_of_this_engine(), engine_pd.waiting_timeout_s()
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{rank}")
         mover = Mover(
             transport,
-            Model("sglang", (component,)),
-            Place(self._name, fleet, rank),
-            [pool],
+            Model("sglang", components),
+            Place(self._name, self._fleet, rank),
+            pools,
             MoverConfig(deadline_s=self._patience_s),
         )
         self._haul = Haul(mover, self._ended)
@@ -74,6 +84,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._rows_of: dict[int, int] = {}
         self._closing = Event()
         engine_pd.CommonKVManager.__init__(self, args, disaggregation_mode, server_args, is_mla_backend)
+        # Context-parallel ranks hold copies of the whole cache: the first of them sends, whatever the model.
+        self.enable_all_cp_ranks_for_transfer = False
+        self.is_dummy_cp_rank = context.attn_cp_rank > 0
         self._thread = Thread(target=self._loop, daemon=True, name="kvmover-transfer")
         self._thread.start()
         if disaggregation_mode is not engine_pd.PREFILL:
@@ -119,8 +132,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def _ended(self, room: int, reason: str | None, aux: dict[int, bytes]) -> None:
         if reason is None and room in self._rows_of:
             try:
-                self._rows.put(self._rows_of[room], aux[0])
-            except (KeyError, ValueError) as error:
+                (payload,) = aux.values()
+                self._rows.put(self._rows_of[room], payload)
+            except ValueError as error:
                 reason = f"what goes beside the cache did not come: {error}"
         self._rows_of.pop(room, None)
         if reason is not None and room in self.request_status:
@@ -137,6 +151,12 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def is_moving(self, room: int) -> bool:
         return self._haul.has(room)
+
+    def _tables(
+        self, prefix_tokens: int, pages: npt.NDArray[np.int64], states: Sequence[Any] | None
+    ) -> list[npt.NDArray[np.int64]]:
+        size = self.kv_args.page_size
+        return [page_table(cache, prefix_tokens // size, pages, states or (), size) for cache in self._caches]
 
     # Prefill
 
@@ -169,10 +189,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
         outgoing.pages.append(np.asarray(kv_indices, np.int64))
         outgoing.gates += [Gate(event)] if event is not None else []
         if is_last_chunk:
-            prefix = next(iter(self._asked[room].values())).prefix_tokens // self.kv_args.page_size
-            pages = np.concatenate([np.zeros(prefix, np.int64), *outgoing.pages])
+            prefix = next(iter(self._asked[room].values())).prefix_tokens
+            try:
+                tables = self._tables(prefix, np.concatenate(outgoing.pages), more["state_indices"])
+            except PlanError as error:
+                self.give_up(room, str(error))
+                return
             self.update_status(room, TRANSFERRING)
-            self._haul.send(room, pages, outgoing.gates or None, self._rows.take(more["aux_index"]))
+            self._haul.send(room, tables, outgoing.gates or None, self._rows.take(more["aux_index"]))
 
     def forget(self, room: int) -> None:
         self._outgoing.pop(room, None)
@@ -181,15 +205,12 @@ class KvmoverManager(engine_pd.CommonKVManager):
     # Decode
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """Every prefill rank: which of them send what is the plan's matter."""
-        if info.attn_cp_size > 1 or info.pp_size > 1:
-            raise EngineUnsupported(
-                f"a prefill of {info.attn_cp_size} context-parallel ranks and {info.pp_size} pipeline stages"
-            )
+        """Every prefill rank: which of them send what is the plan's matter. Of context-parallel copies, the first."""
         info.target_tp_rank = None
         info.target_tp_ranks = list(range(info.attn_tp_size))
-        info.target_cp_ranks = info.target_pp_ranks = [0]
-        info.required_dst_info_num = self.attn_tp_size
+        info.target_pp_ranks = list(range(info.pp_size))
+        info.target_cp_ranks = [0]
+        info.required_dst_info_num = self._fleet.size
         info.required_prefill_response_num = 1
 
     def call(self, key: str) -> list[bytes]:
@@ -198,17 +219,21 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
-        rank = f"{self._name} {self.attn_tp_rank}"
-        return pd_wire.frames(pd_wire.Asked(bootstrap_room, rank, self.attn_tp_size, decode_prefix_len or 0))
+        rank = f"{self._name} {self._rank}"
+        return pd_wire.frames(pd_wire.Asked(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
 
-    def fetch(self, room: int, key: str, pages: npt.NDArray[np.int32], prefix_tokens: int, row: int) -> None:
-        """Begin to receive a request's pages, and row `row` of what goes beside them."""
-        size = self.kv_args.page_size
-        table = np.concatenate([np.zeros(prefix_tokens // size, np.int64), np.asarray(pages, np.int64)])
+    def fetch(self, receiver: Any, pages: npt.NDArray[np.int32], row: int, states: Any, prefix_tokens: int) -> None:
+        """Begin to receive a request's pages and states, and row `row` of what goes beside them.
+
+        That comes from the last pipeline stage, where the first token is sampled. Raises PlanError.
+        """
+        room, key, info = receiver.bootstrap_room, receiver.key, receiver.prefill_info
+        tables = self._tables(prefix_tokens, np.asarray(pages, np.int64), states)
+        positions = range(prefix_tokens, prefix_tokens + len(pages) * self.kv_args.page_size)
+        last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
         self._rows_of[room] = row
         deadline = time.monotonic() + self._patience_s
-        positions = range(prefix_tokens, len(table) * size)
-        self._haul.receive(room, Wanted(lambda: self._engine(room, key), positions, table, 0, deadline))
+        self._haul.receive(room, Wanted(lambda: self._engine(room, key), positions, tables, last_stage, deadline))
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """SGLang fails the requests of a prefill that answers no heartbeat; they are over when nothing writes here."""
@@ -245,21 +270,28 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
     """SGLang's receiver, which calls all prefill ranks and tells of no failure while its pages may be written."""
 
     def _register_kv_args(self) -> bool:
-        message = self.kv_mgr.call(self._key)
+        message = self.kv_mgr.call(self.key)
         return all(
             self._send_bootstrap_message(bootstrap_info=info, message=message, operation="_register_kv_args")
             for info in self.bootstrap_infos or ()
         )
 
     @property
-    def _key(self) -> str:
+    def key(self) -> str:
+        """The prefill engine, as the manager knows it."""
         return f"{self.bootstrap_addr} {self.prefill_dp_rank}"
 
-    def send_metadata(self, kv_indices: Any, aux_index: int | None = None, *more: Any, **named: Any) -> None:
-        engine_pd.CommonKVReceiver.send_metadata(self, kv_indices, aux_index, *more, **named)
+    def send_metadata(
+        self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None, *more: Any, **named: Any
+    ) -> None:
+        engine_pd.CommonKVReceiver.send_metadata(self, kv_indices, aux_index, state_indices, *more, **named)
         if self.conclude_state is None:
-            prefix = named.get("decode_prefix_len") or 0
-            self.kv_mgr.fetch(self.bootstrap_room, self._key, kv_indices, prefix, aux_index)
+            prefix_tokens = named.get("decode_prefix_len") or 0
+            try:
+                self.kv_mgr.fetch(self, kv_indices, aux_index, state_indices, prefix_tokens)
+            except PlanError as error:
+                self.kv_mgr.give_up(self.bootstrap_room, str(error))
+                self.ensure_abort_notified()
 
     def poll(self) -> Any:
         """The mover has the deadlines: a request that timed out is not over before nothing writes its pages."""

@@ -1,13 +1,12 @@
-"""The KV cache of a rank as a component and a pool, from the pointers that SGLang gives its transfer backends."""
+"""Memory of the engine as pools and payloads, from the pointers that SGLang gives its transfer backends."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.sglang.version import EngineUnsupported
-from kvmover.layout import Component, Fleet, Layout, Pool, PoolSpec, Span
+from kvmover.engines.sglang.pd_cache import Cache
+from kvmover.layout import Component, Layout, Pool, PoolSpec
 
 if TYPE_CHECKING:
     import torch
@@ -15,45 +14,14 @@ if TYPE_CHECKING:
 _PACKED = ("page", "head", "layer", "kv", "token", "dim")
 
 
-def refuse(args: Any, prefill_cp: int, pp: int) -> None:
-    """Raise EngineUnsupported for what SGLang hands to a backend and this one cannot take."""
-    states = [str(getattr(state, "value", state)) for state in args.state_types]
-    for bad, what in (
-        (states, f"caches beside attention ({', '.join(states)})"),
-        (args.num_draft_entries, "the cache of a draft model"),
-        (prefill_cp > 1, f"attention context parallelism of {prefill_cp}"),
-        (pp > 1, f"{pp} pipeline stages"),
-        (len(set(args.kv_item_lens)) > 1, f"pages of different sizes, {sorted(set(args.kv_item_lens))} bytes"),
-    ):
-        if bad:
-            raise EngineUnsupported(f"kvmover's prefill/decode backend does not transfer {what}")
-
-
-def component_of(args: Any, kv: int, kv_heads: int, fleet: Fleet, rank: int) -> Component:
-    """Bytes are opaque: a row is `dim` of them, and the engine's name of the dtype is part of the component's.
-
-    `kv` 1 is a latent, one "head" on every rank; 2 is attention with `kv_heads` in the whole model.
-    """
-    heads = Span.share(kv_heads, fleet.tp, fleet.coordinate(rank).tp).count
-    row, rest = divmod(args.kv_item_lens[0], args.page_size * heads)
-    if rest:
-        raise EngineUnsupported(
-            f"pages of {args.kv_item_lens[0]} bytes are not {args.page_size} tokens x {heads} heads"
-        )
-    return Component(f"kv {args.kv_cache_dtype_str}", len(args.kv_data_ptrs) // kv, kv, kv_heads, row, "uint8")
-
-
-def pool_of(args: Any, component: Component, fleet: Fleet, rank: int, device: torch.device) -> Pool:
-    """SGLang's order: K of every layer, then V; each `page token head dim`. Memory stays the engine's."""
-    layers, kv, tokens = component.layers, component.kv, args.page_size
-    heads = Span.share(component.heads, fleet.tp, fleet.coordinate(rank).tp).count
-    pages = min(args.kv_data_lens) // args.kv_item_lens[0]
-    row = heads * component.dim
-    shape = (pages, heads, layers, kv, tokens, component.dim)
-    spec = PoolSpec(component, Layout(_PACKED, shape, (tokens * row, component.dim, 0, 0, row, 1)), ("layer", "kv"))
-    order = [kind * layers + layer for layer in range(layers) for kind in range(kv)]
-    pointers: Sequence[int] = args.kv_data_ptrs
-    return Pool(spec, tuple(tensor_at(pointers[n], spec.allocation_bytes, device) for n in order))
+def pool_of(cache: Cache, component: Component, page_tokens: int, device: torch.device) -> Pool:
+    """The engine's memory as it lies: pages of `token head dim`, states of `kv head dim`. It stays the engine's."""
+    tokens, layers = component.page_tokens(page_tokens), cache.layers
+    token_bytes = cache.own_heads * cache.row_bytes
+    shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, cache.row_bytes)
+    stride = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes, 1)
+    spec = PoolSpec(component, Layout(_PACKED, shape, stride), ("layer",) if cache.plane_bytes else ("layer", "kv"))
+    return Pool(spec, tuple(tensor_at(pointer, spec.allocation_bytes, device) for pointer in cache.pointers))
 
 
 def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:

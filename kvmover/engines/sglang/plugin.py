@@ -11,7 +11,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any
 
-from kvmover.engines.sglang.version import require_tested
+from kvmover.engines.sglang.version import SGLANG
 
 NAME = "kvmover"
 
@@ -28,7 +28,7 @@ _CLASSES = {
 
 def register() -> None:
     """Called by SGLang in each of its processes. Raises EngineUnsupported beside a release that was not tested."""
-    require_tested()
+    SGLANG.require()
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     choices: Any = import_module("sglang.srt.arg_groups.choices")
     backends: Any = import_module(_UTILS).TransferBackend

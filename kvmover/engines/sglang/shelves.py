@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvmover.engines.relay import Numbers, Relay
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.model import Model
 from kvmover.engines.sglang.options import Objects, Options
-from kvmover.engines.sglang.relay import Numbers, Relay
 from kvmover.engines.sglang.seat import Seat, native_part, part_of
-from kvmover.engines.sglang.shelf import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, page_ids
+from kvmover.engines.shelf import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, page_ids
 from kvmover.layout import Component
 from kvmover.store import Namespace, PageStore, Part, PartView, Policy, elected, replicas
 from kvmover.transport.base import Memory

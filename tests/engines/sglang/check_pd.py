@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import bench
 import numpy as np
 import pytest
 import torch
-from bench import PAGE, Rank, Running, Shape, finish, start
+from bench import PAGE, Rank, Running, Shape, finish, pools, start
 
 from kvmover.engines.sglang import plugin
 
@@ -23,9 +26,22 @@ plugins.HookRegistry.apply_hooks()
 utils: Any = import_module("sglang.srt.disaggregation.utils")
 KVPoll: Any = import_module("sglang.srt.disaggregation.base.conn").KVPoll
 context: Any = import_module("sglang.srt.runtime_context")
+windows: Any = import_module("sglang.srt.mem_cache.swa_memory_pool")
+states: Any = import_module("sglang.srt.configs.mamba_utils")
 
 ROOM, PAGES, ROW = 4711, 9, 3
-POISON = 0x6B
+#: What nobody may write over, and what nobody may send.
+POISON, STALE = 0x6B, 0x94
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request: pages that decode has already, pages after which prefill ends a chunk, how it goes wrong."""
+
+    prefix: int = 0
+    chunks: tuple[int, ...] = ()
+    ending: str = ""
+    window_pages: int = 0
 
 
 def test_the_backend_is_a_choice_beside_the_built_in_ones() -> None:
@@ -37,47 +53,178 @@ def test_the_backend_is_a_choice_beside_the_built_in_ones() -> None:
     assert utils.get_kv_class(utils.TransferBackend("nixl"), kinds.SENDER).__name__ == "NixlKVSender"
 
 
+@dataclass(frozen=True)
+class Plane:
+    """A layer of a cache on one rank. `own` [page or state, ...] bytes; `whole` [of the request, ...] of the model.
+
+    `by`: what it is addressed by; `cut`: the rank's part of the whole.
+    """
+
+    by: str
+    own: torch.Tensor
+    whole: torch.Tensor
+    cut: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole
+
+
 class Side:
     """One rank of a prefill or a decode: a pool, metadata rows, and the classes that SGLang would make."""
 
     def __init__(self, rank: Rank, mode: str, **changed: Any) -> None:
-        self.pool = rank.device_pool()
+        context.get_parallel().override_permanently(pp_group=stages_of(rank))
+        self.rank, self.page = rank, 64 if rank.shape.kind == "dsa" else PAGE
+        self.column, self.columns = (getattr(context.get_parallel(), f"attn_tp_{word}") for word in ("rank", "size"))
+        self.pool = {"dsa": sparse, "swa": windowed, "gdn": hybrid}.get(rank.shape.kind, Rank.device_pool)(rank)
+        self.draft = draft(rank) if rank.shape.kind == "draft" else None
         self.aux = torch.zeros(8, 48, dtype=torch.uint8), torch.zeros(8, 16, dtype=torch.float32)
         ours = utils.TransferBackend("kvmover")
         self.classes = {kind.value: utils.get_kv_class(ours, kind) for kind in utils.KVClassType}
         args = self.classes["kvargs"]()
-        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank.tp, 0, 0, 0
+        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = rank.tp, rank.pp, 0, 0
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
-        args.kv_layer_ids, args.kv_cache_dtype_str = list(range(4)), "bfloat16"
+        if self.draft is not None:
+            infos = (args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+            for own, drafts in zip(infos, self.draft.get_contiguous_buf_infos(), strict=True):
+                own += drafts
+            args.num_draft_entries = 2
+        args.kv_layer_ids, args.kv_cache_dtype_str = [], "bfloat16"
         args.aux_data_ptrs = [tensor.data_ptr() for tensor in self.aux]
         args.aux_data_lens = [tensor.nbytes for tensor in self.aux]
         args.aux_item_lens = [tensor[0].nbytes for tensor in self.aux]
-        args.state_types, args.state_item_lens, args.page_size = [], [], PAGE
+        args.page_size = self.page
+        utils.setup_state_kv_args(args, self.pool, None, 4)
         vars(args).update(changed)
-        context.get_parallel().override_permanently(pp_group=SimpleNamespace(world_size=1))
+        self.types = [str(getattr(kind, "value", kind)) for kind in args.state_types]
         kind = utils.DisaggregationMode(mode)
-        self.manager = self.classes["manager"](args, kind, context.get_context().server_args, rank.shape.kind == "mla")
+        latent = utils.is_mla_backend(self.pool)
+        self.manager = self.classes["manager"](args, kind, context.get_context().server_args, latent)
 
-    @property
-    def planes(self) -> list[torch.Tensor]:
-        """[page, token, head, dim] of each layer and K/V, as bytes."""
-        latent = hasattr(self.pool, "kv_buffer")
-        buffers = self.pool.kv_buffer if latent else [*self.pool.k_buffer, *self.pool.v_buffer]
-        return [buffer.view(torch.uint8).reshape(-1, PAGE, buffer.shape[1], buffer.shape[2] * 2) for buffer in buffers]
+    def share(self, heads: int) -> slice:
+        own = max(1, heads // self.columns)
+        first = self.column * heads // self.columns
+        return slice(first, first + own)
+
+    def planes(self) -> list[Plane]:
+        """Every layer, numbered as in the whole model, so that all ranks agree on what it holds."""
+        if self.rank.shape.kind == "swa":
+            return [
+                *self._attention("kv", self.pool.full_kv_pool, 0),
+                *self._attention("swa", self.pool.swa_kv_pool, 10),
+            ]
+        if self.rank.shape.kind == "gdn":
+            return [*self._attention("kv", self.pool.full_kv_pool, 0), *self._states()]
+        planes = self._attention("kv", self.pool, 0)
+        if self.draft is not None:
+            planes += self._attention("kv", self.draft, 30)
+        for layer, keys in enumerate(getattr(self.pool, "index_k_with_scale_buffer", ())):
+            planes.append(Plane("dsa", keys, content(20 + self.pool.start_layer + layer, PAGES, keys.shape[1])))
+        return planes
+
+    def _attention(self, by: str, pool: Any, first: int) -> list[Plane]:
+        latent = hasattr(pool, "kv_buffer")
+        kinds = [pool.kv_buffer] if latent else [pool.k_buffer, pool.v_buffer]
+        planes: list[Plane] = []
+        for kv, buffers in enumerate(kinds):
+            for layer, buffer in enumerate(buffers):
+                own = buffer.view(torch.uint8).reshape(-1, self.page, buffer.shape[1], buffer.shape[2] * 2)
+                seed = first + 100 * kv + (pool.start_layer or 0) + layer
+                whole = content(seed, PAGES, self.page, 1 if latent else 4, own.shape[3])
+                planes.append(Plane(by, own, whole, lambda w: w if w.shape[2] == 1 else w[:, :, self.share(4)]))
+        return planes
+
+    def _states(self) -> list[Plane]:
+        """Convolutions [channel, step] of q, k and v, and temporal states [head, ...]."""
+        planes: list[Plane] = []
+        states = self.pool.mamba_pool.mamba_cache
+        for layer in range(2):
+            conv, temporal = (t[layer].view(torch.uint8) for t in (states.conv[0], states.temporal))
+            parts = torch.cat([torch.arange(at, at + n)[self.share(n)] for at, n in CHANNELS])
+            whole = content(40 + layer, 1, sum(n for _, n in CHANNELS), conv.shape[2])
+            planes.append(Plane("mamba", conv, whole, lambda w, parts=parts: w[:, parts]))
+            planes.append(
+                Plane("mamba", temporal, content(50 + layer, 1, 4, *temporal.shape[2:]), lambda w: w[:, self.share(4)])
+            )
+        return planes
 
 
-def true_plane(number: int, kind: str) -> torch.Tensor:
-    """What the whole model holds of a layer and K/V for the request: [page, token, head, bytes]."""
-    generator = torch.Generator().manual_seed(number)
-    shape = (PAGES, PAGE, 1, 48) if kind == "mla" else (PAGES, PAGE, 4, 32)
-    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+def content(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
-def heads_of(rank: Rank) -> slice:
-    if rank.shape.kind == "mla":
-        return slice(0, 1)
-    first = rank.tp * 4 // rank.shape.tp
-    return slice(first, first + max(1, 4 // rank.shape.tp))
+#: Where q, k and v begin in a convolution of the whole model, and how many channels they have.
+CHANNELS = ((0, 8), (8, 8), (16, 16))
+
+
+def sparse(rank: Rank) -> Any:
+    """A latent and index keys, whose pages hold all keys before all scales."""
+    layers = 4 // rank.shape.pp
+    span = {"start_layer": rank.pp * layers, "end_layer": (rank.pp + 1) * layers}
+    more = {"index_head_dim": 128, "enable_memory_saver": False, "kv_cache_dim": 24}
+    return pools.DSATokenToKVPool(16 * 64, 64, 16, torch.bfloat16, 8, layers, "cpu", **more, **span)
+
+
+def draft(rank: Rank) -> Any:
+    """The one layer of a draft model, which keeps its pages under the model's ids."""
+    heads = max(1, 4 // rank.shape.tp)
+    return pools.MHATokenToKVPool(64, PAGE, torch.bfloat16, heads, 16, 1, "cpu", False)
+
+
+def windowed(rank: Rank) -> Any:
+    """Layers 0 and 2 attend to everything, 1 and 3 to a window; each kind has a pool and page ids of its own."""
+    heads = max(1, 4 // rank.shape.tp)
+    return windows.SWAKVPool(64, 48, PAGE, torch.bfloat16, heads, 16, [1, 3], [0, 2], "cpu")
+
+
+def hybrid(rank: Rank) -> Any:
+    """Two layers of attention, and two with a state."""
+    tp = rank.shape.tp
+    shape = states.Mamba2StateShape(
+        conv=[(32 // tp, 3)],
+        temporal=(4 // tp, 4, 8),
+        intermediate_size=16,
+        conv_dim=32,
+        ssm_state_size=8,
+        num_heads=4,
+        head_dim=4,
+        state_size=8,
+        conv_kernel=4,
+        conv_shard_groups=[n for _, n in CHANNELS],
+    )
+    params = states.Mamba2CacheParams(shape=shape, layers=[0, 2])
+    mamba = pools.MambaPool(size=15, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2], device="cpu")
+    return pools.HybridLinearKVPool(
+        64, torch.bfloat16, PAGE, max(1, 4 // tp), 16, [1, 3], "cpu", mamba_pool=mamba, start_layer=0
+    )
+
+
+def stages_of(rank: Rank) -> Any:
+    """The pipeline group of a rank, over torch's groups."""
+    tp, pp = rank.shape.tp, rank.shape.pp
+    columns = [[column + tp * stage for stage in range(pp)] for column in range(tp)]
+    group = [torch.distributed.new_group(column) for column in columns][rank.tp]
+
+    def broadcast(value: Any, src: int) -> Any:
+        box = [value]
+        torch.distributed.broadcast_object_list(box, columns[rank.tp][src], group)
+        return box[0]
+
+    def gather(value: Any) -> list[Any]:
+        box = [None] * pp
+        torch.distributed.all_gather_object(box, value, group)
+        return box
+
+    return SimpleNamespace(world_size=pp, rank_in_group=rank.pp, broadcast_object=broadcast, all_gather_object=gather)
+
+
+def places(side: Side, seed: int, prefix: int, window_pages: int) -> dict[str, torch.Tensor]:
+    """Where this rank keeps the request: pages after the prefix, those of the window, the state."""
+    drawn = torch.randperm(11, generator=torch.Generator().manual_seed(seed)) + 1
+    pages = drawn[: PAGES - prefix]
+    return {"kv": pages, "dsa": pages, "swa": drawn.flip(0)[:window_pages], "mamba": drawn[:1]}
+
+
+def told(side: Side, at: dict[str, torch.Tensor]) -> list[Any]:
+    """State indices as SGLang's schedulers hand them over."""
+    return [[at["mamba"][0].numpy()] if kind == "mamba" else at[kind].numpy().astype(np.int32) for kind in side.types]
 
 
 def until(condition: Any, what: str) -> Any:
@@ -90,10 +237,10 @@ def until(condition: Any, what: str) -> Any:
 
 
 def polled(part: Any, *wanted: Any) -> Any:
-    return until(lambda: status if (status := part.poll()) in wanted else None, f"{wanted}, last {part.poll()}")
+    return until(lambda: status if (status := part()) in wanted else None, f"{wanted}, last {part()}")
 
 
-def prefill(rank: Rank, port: int, chunks: list[int], ending: str) -> str:
+def prefill(rank: Rank, port: int, case: Case) -> str:
     if rank.number == 0:
         side_of = utils.get_kv_class(utils.TransferBackend("kvmover"), utils.KVClassType.BOOTSTRAP_SERVER)
         server = side_of("127.0.0.1", port)
@@ -101,31 +248,37 @@ def prefill(rank: Rank, port: int, chunks: list[int], ending: str) -> str:
         rank.kept = server
     torch.distributed.barrier()
     side = Side(rank, "prefill")
-    pages = torch.randperm(15, generator=torch.Generator().manual_seed(rank.number))[:PAGES] + 1
-    for number, plane in enumerate(side.planes):
-        plane[pages] = true_plane(number, rank.shape.kind)[:, :, heads_of(rank)]
+    at = places(side, rank.number, 0, case.window_pages)
+    copy = context.get_parallel().attn_cp_rank
+    for plane in side.planes():
+        plane.own.fill_(STALE)
+        whole = plane.cut(plane.whole)
+        plane.own[at[plane.by]] = whole[len(whole) - len(at[plane.by]) :] if not copy else STALE
     for number, aux in enumerate(side.aux):
-        aux.view(torch.uint8)[5] = 10 + number
+        aux.view(torch.uint8)[5] = 10 + number if rank.pp == rank.shape.pp - 1 else STALE
     sender = side.classes["sender"](side.manager, f"127.0.0.1:{port}", ROOM)
-    if polled(sender, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.Failed:
+    # The first stage polls for all of them, as SGLang's scheduler does.
+    poll = sender.poll_pp_consensus if rank.shape.pp > 1 and rank.pp == 0 else sender.poll
+    if polled(poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.Failed:
         return _failed(sender)
-    prefix = sender.pop_decode_prefix_len() // PAGE
-    todo = pages.numpy().astype(np.int32)[prefix:]
+    prefix = sender.pop_decode_prefix_len() // side.page
+    todo = at["kv"].numpy().astype(np.int32)[prefix:]
+    at = {**at, "dsa": at["dsa"][prefix:]}
     sender.init(len(todo), 5)
-    if ending == "prefill dies":
+    if case.ending == "prefill dies":
         os._exit(0)
-    if ending == "abort":
+    if case.ending == "abort":
         sender.abort()
         time.sleep(1)  # for decode to hear of it
         return _failed(sender)
-    for first, last in zip([0, *chunks], [*chunks, len(todo)], strict=True):
-        sender.send(todo[first:last], None)
-    status = polled(sender, KVPoll.Success, KVPoll.Failed)
-    told = "" if status == KVPoll.Success else _failed(sender)
-    sender.clear()
+    for first, last in zip([0, *case.chunks], [*case.chunks, len(todo)], strict=True):
+        sender.send(todo[first:last], told(side, at) if last == len(todo) else None)
+    status = polled(poll, KVPoll.Success, KVPoll.Failed)
+    reason = "" if status == KVPoll.Success else _failed(sender)
     torch.distributed.barrier()
+    sender.clear()
     time.sleep(0.3 if rank.number == 0 else 0)  # the bootstrap server outlives what others ask of it
-    return told
+    return reason
 
 
 def _answers(port: int) -> bool:
@@ -139,28 +292,29 @@ def _failed(part: Any) -> str:
     return caught.value.failure_reason
 
 
-def decode(rank: Rank, port: int, prefix: int, ending: str) -> str:
-    side = Side(rank, "decode")
-    for plane in side.planes:
-        plane.fill_(POISON)
+def decode(rank: Rank, port: int, case: Case) -> str:
+    side, prefix = Side(rank, "decode"), case.prefix
+    for plane in side.planes():
+        plane.own.fill_(POISON)
     address = f"127.0.0.1:{port}"
     until(lambda: (_answers(port) and side.manager.try_ensure_parallel_info(address)) or None, "the prefill")
     receiver = side.classes["receiver"](side.manager, address, ROOM)
     receiver.init(0)
-    assert polled(receiver, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput
-    pages = torch.randperm(15, generator=torch.Generator().manual_seed(50 + rank.number))[: PAGES - prefix] + 1
-    receiver.send_metadata(pages.numpy().astype(np.int32), ROW, decode_prefix_len=prefix * PAGE)
-    if ending == "decode aborts":
+    assert polled(receiver.poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput
+    at = places(side, 50 + rank.number, prefix, case.window_pages)
+    receiver.send_metadata(at["kv"].numpy().astype(np.int32), ROW, told(side, at), decode_prefix_len=prefix * side.page)
+    if case.ending == "decode aborts":
         receiver.abort()
-    status = polled(receiver, KVPoll.Success, KVPoll.Failed)
+    status = polled(receiver.poll, KVPoll.Success, KVPoll.Failed)
     if status == KVPoll.Failed:
         assert not side.manager.is_moving(ROOM)
         return _failed(receiver)
     receiver.clear()
-    for number, plane in enumerate(side.planes):
-        wanted = torch.full_like(plane, POISON)
-        wanted[pages] = true_plane(number, rank.shape.kind)[prefix:, :, heads_of(rank)]
-        assert torch.equal(plane, wanted), number
+    for number, plane in enumerate(side.planes()):
+        wanted = torch.full_like(plane.own, POISON)
+        whole = plane.cut(plane.whole)
+        wanted[at[plane.by]] = whole[len(whole) - len(at[plane.by]) :]
+        assert torch.equal(plane.own, wanted), (number, plane.by)
     for number, aux in enumerate(side.aux):
         rows = aux.view(torch.uint8)
         assert (rows[ROW] == 10 + number).all()
@@ -168,17 +322,17 @@ def decode(rank: Rank, port: int, prefix: int, ending: str) -> str:
     return ""
 
 
-def started(
-    root: Path, src: Shape, dst: Shape, prefix: int = 0, chunks: tuple[int, ...] = (), ending: str = ""
-) -> tuple[Running, Running]:
+def started(root: Path, src: Shape, dst: Shape, cp: int = 1, **more: Any) -> tuple[Running, Running]:
     """A prefill fleet and a decode fleet, both at work on one request."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    case = Case(**more)
     serving = {"disaggregation_transfer_backend": "kvmover", "disaggregation_bootstrap_port": port, "host": "127.0.0.1"}
+    from_ = {"disaggregation_mode": "prefill", "port": 1, **serving, **({"attn_cp_size": cp} if cp > 1 else {})}
     return (
-        start(src, root / "p", prefill, port, list(chunks), ending, disaggregation_mode="prefill", port=1, **serving),
-        start(dst, root / "d", decode, port, prefix, ending, disaggregation_mode="decode", port=2, **serving),
+        start(src, root / "p", prefill, port, case, **from_),
+        start(dst, root / "d", decode, port, case, disaggregation_mode="decode", port=2, **serving),
     )
 
 
@@ -186,6 +340,56 @@ def pair(root: Path, src: Shape, dst: Shape, **more: Any) -> tuple[list[str], li
     """Why each rank of both fleets failed, or ""."""
     sent, received = (finish(fleet) for fleet in started(root, src, dst, **more))
     return sent, received
+
+
+@pytest.mark.parametrize(
+    ("kind", "src", "dst"),
+    [
+        ("mha", (1, 2), (2, 1)),
+        ("dsa", (1, 2), (1, 1)),
+        ("mha", (1, 2), (1, 2)),
+        ("mla", (2, 1), (1, 2)),
+    ],
+    ids=str,
+)
+def test_each_stage_sends_its_layers_and_each_stage_gets_its_own(
+    kind: str, src: tuple[int, int], dst: tuple[int, int], tmp_path: Path
+) -> None:
+    """(tp, pp) of both sides. What goes beside the cache comes from the last stage."""
+    sent, received = pair(tmp_path, *(Shape(kind=kind, tp=tp, pp=pp) for tp, pp in (src, dst)))
+    assert not any(sent), sent
+    assert not any(received), received
+
+
+@pytest.mark.parametrize(("src", "dst"), [(2, 1)], ids=str)
+def test_index_keys_land_beside_the_latent_they_belong_to(src: int, dst: int, tmp_path: Path) -> None:
+    answers = pair(tmp_path, Shape(kind="dsa", tp=src), Shape(kind="dsa", tp=dst), prefix=2, chunks=(3,))
+    assert answers == ([""] * src, [""] * dst)
+
+
+@pytest.mark.parametrize(("src", "dst", "window_pages", "prefix"), [(1, 2, 3, 0), (2, 1, 2, 0), (1, 1, 2, 7)], ids=str)
+def test_a_window_lands_in_the_pages_that_both_sides_have_for_it(
+    src: int, dst: int, window_pages: int, prefix: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 6 tokens in pages of 4: three pages or two, as the request ends."""
+    monkeypatch.setattr(bench, "MODEL", bench.MODEL[:-1] + ', "sliding_window": 6}')
+    shapes = Shape(kind="swa", tp=src), Shape(kind="swa", tp=dst)
+    assert pair(tmp_path, *shapes, window_pages=window_pages, prefix=prefix) == ([""] * src, [""] * dst)
+
+
+@pytest.mark.parametrize(("src", "dst"), [(1, 2), (4, 2)], ids=str)
+def test_states_are_cut_by_head_and_each_projection_of_a_convolution_by_itself(
+    src: int, dst: int, tmp_path: Path
+) -> None:
+    assert pair(tmp_path, Shape(kind="gdn", tp=src), Shape(kind="gdn", tp=dst)) == ([""] * src, [""] * dst)
+
+
+def test_the_cache_of_a_draft_model_comes_with_the_models(tmp_path: Path) -> None:
+    assert pair(tmp_path, Shape(kind="draft", tp=2), Shape(kind="draft"), prefix=1) == ([""] * 2, [""])
+
+
+def test_of_context_parallel_copies_the_first_sends(tmp_path: Path) -> None:
+    assert pair(tmp_path, Shape(kind="mla", tp=2), Shape(kind="mla", tp=1), cp=2) == ([""] * 2, [""])
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
@@ -225,8 +429,8 @@ def test_a_prefill_that_dies_fails_its_requests_on_decode(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"state_types": ["mamba"]}, "caches beside attention (mamba)"),
-        ({"num_draft_entries": 2}, "the cache of a draft model"),
+        ({"state_types": ["dsa_tail"]}, "caches of these kinds: dsa_tail"),
+        ({"num_draft_entries": 2, "kv_item_lens": [256] * 6 + [128] * 2}, "the cache of a draft model"),
     ],
     ids=str,
 )

@@ -6,77 +6,231 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
+from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.sglang import pd_wire
 from kvmover.engines.sglang.devicepool import is_shared, strands_of
 from kvmover.engines.sglang.haul import Haul, Wanted
 from kvmover.engines.sglang.model import Model
-from kvmover.engines.sglang.pd_pool import Rows, component_of, pool_of, refuse, tensor_at
+from kvmover.engines.sglang.pd_cache import Cache, Column, Whole, caches_of, layers_of, page_table, refuse
+from kvmover.engines.sglang.pd_pool import Rows, pool_of, tensor_at
 from kvmover.engines.sglang.seat import Seat, part_of
-from kvmover.engines.sglang.version import EngineUnsupported
 from kvmover.errors import PeerUnknown, PlanError
-from kvmover.layout import Fleet
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
+CONTEXT = SimpleNamespace(attn_cp_size=1, enable_cp_tp_group_sharing=False)
+ATTENTION = Whole(2, 2 * HEADS)
 
 
-def pointers(buffers: list[torch.Tensor], **more: Any) -> Any:
-    return SimpleNamespace(
+def told(buffers: list[torch.Tensor], **more: Any) -> Any:
+    """`KVArgs` of pages [token, head, dim], with nothing beside them but what is given."""
+    args = SimpleNamespace(
         kv_data_ptrs=[buffer.data_ptr() for buffer in buffers],
         kv_data_lens=[buffer.nbytes for buffer in buffers],
         kv_item_lens=[buffer[0].nbytes * PAGE for buffer in buffers],
         page_size=PAGE,
         kv_cache_dtype_str="bfloat16",
         state_types=[],
+        state_data_ptrs=[],
+        state_data_lens=[],
+        state_item_lens=[],
+        state_layer_ids=[],
+        state_dim_per_tensor=[],
+        state_slice_outer_counts=[],
+        state_conv_shard_groups=[],
+        swa_kv_cache_layout=None,
+        is_hybrid_mla_backend=False,
         num_draft_entries=0,
-        **more,
     )
+    vars(args).update(more)
+    return args
+
+
+def with_states(args: Any, kind: str, buffers: list[torch.Tensor], **cuts: Any) -> Any:
+    """Another component of states: buffers [state, ...]."""
+    args.state_types.append(kind)
+    args.state_data_ptrs.append([buffer.data_ptr() for buffer in buffers])
+    args.state_data_lens.append([buffer.nbytes for buffer in buffers])
+    args.state_item_lens.append([buffer[0].nbytes for buffer in buffers])
+    for field in ("layer_ids", "dim_per_tensor", "slice_outer_counts", "conv_shard_groups"):
+        getattr(args, f"state_{field}").append(cuts.get(field, []))
+    return args
+
+
+def attention(dim: int = DIM, layers: int = LAYERS) -> list[torch.Tensor]:
+    return [torch.randint(-99, 99, (5 * PAGE, HEADS, dim)).to(torch.bfloat16) for _ in range(layers)]
 
 
 def test_the_planes_of_a_pool_are_the_engines_buffers() -> None:
     """K of every layer, then V, as SGLang lists them; a plane a layer and K/V, as kvmover asks for them."""
-    buffers = [torch.randint(-99, 99, (5 * PAGE, HEADS, DIM)).to(torch.bfloat16) for _ in range(2 * LAYERS)]
-    args, fleet = pointers(buffers), Fleet(tp=2, page_tokens=PAGE)
-    component = component_of(args, 2, 2 * HEADS, fleet, 1)
-    assert (component.layers, component.heads, component.dim) == (LAYERS, 2 * HEADS, 2 * DIM)
-    pool = pool_of(args, component, fleet, 1, torch.device("cpu"))
+    buffers = attention() + attention()
+    (cache,) = caches_of(told(buffers), ATTENTION, Column(1, 2))
+    assert (cache.layers, cache.heads, cache.row_bytes) == (LAYERS, 2 * HEADS, 2 * DIM)
+    pool = pool_of(cache, cache.component(LAYERS), PAGE, torch.device("cpu"))
     for layer in range(LAYERS):
         for kv in range(2):
             plane = pool.plane(layer, kv).reshape(5 * PAGE, HEADS, 2 * DIM)
             assert torch.equal(plane, buffers[kv * LAYERS + layer].view(torch.uint8))
 
 
+def test_keys_and_values_of_different_dims_are_caches_of_their_own() -> None:
+    buffers = attention(DIM) + attention(2 * DIM)
+    caches = caches_of(told(buffers), ATTENTION, Column(1, 2))
+    assert [(cache.name, cache.kv, cache.row_bytes) for cache in caches] == [
+        ("kv bfloat16 k", 1, 2 * DIM),
+        ("kv bfloat16 v", 1, 4 * DIM),
+    ]
+    assert [cache.pointers for cache in caches] == [
+        tuple(buffer.data_ptr() for buffer in half) for half in (buffers[:LAYERS], buffers[LAYERS:])
+    ]
+
+
+def test_a_draft_model_with_layers_like_the_models_is_a_cache_beside_its_own() -> None:
+    buffers = attention() + attention()
+    drafts = attention(layers=2)
+    cache, draft = caches_of(told(buffers + drafts, num_draft_entries=2), ATTENTION, Column(0, 2))
+    assert (cache.layers, draft.layers, draft.name, draft.by) == (LAYERS, 1, "draft bfloat16", None)
+    with pytest.raises(EngineUnsupported, match=r"draft model.*pages of \[256\] and \[128\] bytes"):
+        caches_of(told(buffers + attention(2 * DIM, 2), num_draft_entries=2), ATTENTION, Column(0, 2))
+
+
+def test_a_convolution_is_cut_along_each_projection_and_its_planes_are_the_engines_bytes() -> None:
+    """2 layers of q, k, v of 4, 4 and 8 channels on 2 ranks, 3 steps inside (GDN), then a temporal state of 2 heads."""
+    conv = torch.arange(2 * 5 * 8 * 3, dtype=torch.int16).reshape(2, 5, 8, 3)
+    temporal = torch.arange(2 * 5 * 2 * 6, dtype=torch.float32).reshape(2, 5, 2, 6)
+    cuts = {
+        "layer_ids": [1, 4, 1, 4],
+        "dim_per_tensor": [8, 8, 2, 2],
+        "slice_outer_counts": [1, 1, 1, 1],
+        "conv_shard_groups": [[4, 4, 8], [4, 4, 8], None, None],
+    }
+    args = with_states(told(attention() + attention()), "mamba", [*conv, *temporal], **cuts)
+    q, k, v, state = caches_of(args, ATTENTION, Column(1, 2))[1:]
+    assert [(cache.heads, cache.own_heads, cache.row_bytes) for cache in (q, k, v, state)] == [
+        (4, 2, 6),
+        (4, 2, 6),
+        (8, 4, 6),
+        (4, 2, 24),
+    ]
+    for cache, wanted in ((q, conv[:, :, :2]), (k, conv[:, :, 2:4]), (v, conv[:, :, 4:]), (state, temporal)):
+        pool = pool_of(cache, cache.component(2), PAGE, torch.device("cpu"))
+        for layer in range(2):
+            plane = pool.plane(layer, 0).reshape(5, -1)
+            assert torch.equal(plane, wanted[layer].reshape(5, -1).contiguous().view(torch.uint8))
+
+
+def test_a_convolution_with_its_steps_outermost_has_them_as_planes() -> None:
+    """Kimi: [step, channel]; q, k, v of 2, 2 and 4 channels of this one of 2 ranks."""
+    conv = torch.arange(5 * 3 * 8, dtype=torch.int16).reshape(5, 3, 8)
+    cuts = {"layer_ids": [0], "dim_per_tensor": [8], "slice_outer_counts": [3], "conv_shard_groups": [[4, 4, 8]]}
+    args = with_states(told(attention() + attention()), "mamba", [conv], **cuts)
+    caches = caches_of(args, ATTENTION, Column(0, 2))[1:]
+    for cache, channels in zip(caches, (slice(0, 2), slice(2, 4), slice(4, 8)), strict=True):
+        pool = pool_of(cache, cache.component(1), PAGE, torch.device("cpu"))
+        for step in range(3):
+            plane = pool.plane(0, step).reshape(5, -1)
+            assert torch.equal(plane, conv[:, step, channels].contiguous().view(torch.uint8))
+
+
+def test_a_convolution_of_unknown_groups_is_cut_by_rank_and_a_replicated_state_not_at_all() -> None:
+    conv, own, shared = (torch.zeros(5, width, dtype=torch.int16) for width in (24, 8, 6))
+    cuts = {
+        "layer_ids": [0, 0, 0],
+        "dim_per_tensor": [8, 4, 0],
+        "slice_outer_counts": [1, 1, 1],
+        "conv_shard_groups": [None, None, None],
+    }
+    args = with_states(told(attention() + attention()), "mamba", [conv, own, shared], **cuts)
+    found = [(cache.name, cache.heads, cache.own_heads) for cache in caches_of(args, ATTENTION, Column(1, 2))[1:]]
+    assert found == [("state 0, one of 2 ranks", 2, 1), ("state 1.0", 8, 4), ("state 2", 1, 1)]
+
+
+@pytest.mark.parametrize(("page_tokens", "window"), [(4, 8), (4, 6), (4, 1), (1, 5), (64, 128)], ids=str)
+def test_whatever_the_length_a_windows_table_names_the_pages_that_sglang_tells(page_tokens: int, window: int) -> None:
+    """For each length and prefix: the engine's own choice of pages; what the component wants lies in them."""
+    width = (-(-window // page_tokens) + 1) * page_tokens
+    cache = Cache("window", (0,), 999, 1, 1, window=width, by=0)
+    component = cache.component(1)
+    for prefix in range(3):
+        for tokens in range(prefix * page_tokens + 1, prefix * page_tokens + 2 * window + 2 * page_tokens):
+            pages = -(-tokens // page_tokens)
+            first = max(prefix * page_tokens, tokens - window) // page_tokens
+            own = np.arange(first, pages) + 100
+            table = page_table(cache, prefix, np.arange(prefix, pages), [own], page_tokens)
+            assert table.tolist() == [100 + max(page, first) for page in range(pages)]
+            wanted = component.wanted(range(prefix * page_tokens, pages * page_tokens))
+            assert {100 + page for page in range(first, pages)} == {
+                int(table[position // page_tokens]) for position in wanted
+            }
+
+
+def test_a_state_has_a_page_table_of_its_own_and_index_keys_skip_the_prefix() -> None:
+    state, keys = Cache("s", (0,), 9, 1, 1, states=1, by=1), Cache("i", (0,), 9, 1, 1, by=0)
+    pages, told_of = np.array([7, 8]), [np.array([5, 6], np.int32), [np.array(3)]]
+    assert page_table(state, 1, pages, told_of, PAGE).tolist() == [3]
+    assert page_table(keys, 1, pages, told_of, PAGE).tolist() == [5, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("cache", "own"),
+    [
+        (Cache("kv", (0,), 9, 1, 1, by=0), [1, 2, 3, 4]),
+        (Cache("state", (0,), 9, 1, 1, states=1, by=0), []),
+        (Cache("state", (0,), 9, 1, 1, states=1, by=0), [1, 2]),
+        (Cache("window", (0,), 9, 1, 1, window=2 * PAGE, by=0), [1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_indices_that_cannot_be_of_the_request_are_refused(cache: Cache, own: list[int]) -> None:
+    with pytest.raises(PlanError, match=f"{len(own)} indices of '{cache.name}'"):
+        page_table(cache, 0, np.arange(3), [np.array(own)], PAGE)
+
+
+def test_pages_that_are_no_whole_rows_are_refused() -> None:
+    with pytest.raises(EngineUnsupported, match="60 bytes are not 4 tokens x 2 heads"):
+        caches_of(told([torch.zeros(8, 3, 5, dtype=torch.uint8)] * 2), Whole(2, 2), Column(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "context", "word"),
+    [
+        ({"state_types": ["dsa_tail", "mamba", "swa_ring"]}, {}, "kinds: dsa_tail, swa_ring"),
+        ({"state_types": ["swa"], "swa_kv_cache_layout": "hnd"}, {}, "windows in the layout hnd"),
+        ({}, {"enable_cp_tp_group_sharing": True}, "cut over context-parallel ranks"),
+        ({"is_hybrid_mla_backend": True}, {"attn_cp_size": 4}, "on 4 context-parallel ranks"),
+    ],
+    ids=str,
+)
+def test_what_is_not_transferred_is_named(changed: dict[str, Any], context: dict[str, Any], word: str) -> None:
+    args = told([torch.zeros(8, 1, 8)])
+    refuse(args, CONTEXT)
+    vars(args).update(changed)
+    with pytest.raises(EngineUnsupported, match=word):
+        refuse(args, SimpleNamespace(**{**vars(CONTEXT), **context}))
+
+
+def test_layers_of_different_sizes_and_windows_of_unknown_size_are_refused() -> None:
+    with pytest.raises(EngineUnsupported, match=r"\[64, 128\] bytes"):
+        caches_of(told([*attention(layers=1), *attention(DIM // 2, 1)]), Whole(1, HEADS), Column(0, 1))
+    with pytest.raises(EngineUnsupported, match="size of its sliding window"):
+        caches_of(with_states(told(attention() + attention()), "swa", attention()), ATTENTION, Column(0, 2))
+
+
+def test_stages_add_up_to_the_model_if_they_hold_what_a_fleet_says() -> None:
+    assert layers_of([{"kv": 15, "state": 2}, {"kv": 16, "state": 2}]) == {"kv": 31, "state": 4}
+    with pytest.raises(EngineUnsupported, match=r"hold \[15, 15, 16, 16\] layers .* \[15, 16, 15, 16\] would be"):
+        layers_of([{"kv": 15}, {"kv": 15}, {"kv": 16}, {"kv": 16}])
+    with pytest.raises(EngineUnsupported, match=r"\[0, 1\] layers of the cache 'draft'"):
+        layers_of([{"kv": 2}, {"kv": 2, "draft": 1}])
+
+
 def test_a_borrowed_tensor_is_the_engines_memory_itself() -> None:
     whole = torch.zeros(64, dtype=torch.uint8)
     tensor_at(whole.data_ptr() + 16, 8, torch.device("cpu")).fill_(7)
     assert whole.tolist() == [0] * 16 + [7] * 8 + [0] * 40
-
-
-def test_pages_that_are_no_whole_rows_are_refused() -> None:
-    args = pointers([torch.zeros(8, 3, 5, dtype=torch.uint8)] * 2)
-    with pytest.raises(EngineUnsupported, match="60 bytes are not 4 tokens x 2 heads"):
-        component_of(args, 2, 2, Fleet(), 0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "cp", "pp", "word"),
-    [
-        ({"state_types": ["swa", "mamba"]}, 1, 1, "swa, mamba"),
-        ({"num_draft_entries": 1}, 1, 1, "draft"),
-        ({}, 2, 1, "context parallelism of 2"),
-        ({}, 1, 4, "4 pipeline stages"),
-        ({"kv_item_lens": [8, 16]}, 1, 1, r"\[8, 16\] bytes"),
-    ],
-    ids=str,
-)
-def test_what_is_not_transferred_is_named(changed: dict[str, Any], cp: int, pp: int, word: str) -> None:
-    args = pointers([torch.zeros(8, 1, 8)])
-    refuse(args, 1, 1)
-    vars(args).update(changed)
-    with pytest.raises(EngineUnsupported, match=word):
-        refuse(args, cp, pp)
 
 
 def test_rows_beside_the_cache_travel_as_one_payload() -> None:
@@ -140,7 +294,7 @@ def hauled(stub: Any, now: list[float]) -> tuple[Haul, list[tuple[int, str | Non
 def test_a_request_is_asked_for_once_its_engine_is_known_and_connected() -> None:
     stub, now, engine = Stub(), [0.0], [None, "p", "p"]
     haul, over = hauled(stub, now)
-    haul.receive(7, Wanted(lambda: engine.pop(0), range(8), torch.arange(2).numpy(), 0, 10.0))
+    haul.receive(7, Wanted(lambda: engine.pop(0), range(8), [torch.arange(2).numpy()], 0, 10.0))
     haul.turn()
     stub.error = PeerUnknown("rank 1 of p is not connected")
     haul.turn()
@@ -164,7 +318,7 @@ def test_a_request_that_cannot_be_asked_for_ends_with_the_reason(
     stub, now = Stub(), [0.0]
     haul, over = hauled(stub, now)
     stub.error = error
-    haul.receive(7, Wanted(lambda: engine, range(8), torch.arange(2).numpy(), 0, 10.0))
+    haul.receive(7, Wanted(lambda: engine, range(8), [torch.arange(2).numpy()], 0, 10.0))
     haul.turn()
     now[0] = 11.0
     haul.turn()
@@ -175,7 +329,7 @@ def test_a_request_that_cannot_be_asked_for_ends_with_the_reason(
 def test_pages_are_not_given_back_while_they_may_still_be_written() -> None:
     stub, now = Stub(), [0.0]
     haul, over = hauled(stub, now)
-    haul.receive(7, Wanted(lambda: "p", range(8), torch.arange(2).numpy(), 0, 10.0))
+    haul.receive(7, Wanted(lambda: "p", range(8), [torch.arange(2).numpy()], 0, 10.0))
     haul.turn()
     haul.abort(7, "enough")
     stub.transfer.ended = stub.transfer.held = True

@@ -7,11 +7,12 @@ from importlib import import_module
 
 import pytest
 
-from kvmover.engines.sglang import version
+from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import Model, said
 from kvmover.engines.sglang.options import Objects, Options, parse
 from kvmover.engines.sglang.seat import Rows, Seat, native_part, part_of
+from kvmover.engines.sglang.version import SGLANG
 from kvmover.errors import KvmoverError, LayoutError, StoreError
 from kvmover.layout import Fleet
 from kvmover.store import Part
@@ -28,19 +29,19 @@ def test_the_examples_in_the_docstrings_hold(name: str) -> None:
 
 def test_asking_the_package_for_a_class_without_the_engine_says_so_in_one_sentence() -> None:
     package = import_module("kvmover.engines.sglang")
-    with pytest.raises(version.EngineUnsupported, match=r"^sglang is not installed; kvmover\S+ is loaded by SGLang$"):
+    with pytest.raises(EngineUnsupported, match=r"^sglang is not installed; kvmover\S+ is loaded by SGLang$"):
         assert package.KvmoverStore
 
 
 @pytest.mark.parametrize("release", ["0.5.23", "0.5.23+cu130"])
 def test_a_tested_release_loads_whatever_its_build(release: str) -> None:
-    version.check(release)
+    SGLANG.check(release)
 
 
 @pytest.mark.parametrize("release", ["0.5.22", "0.5.230", "0.6.0", "0.5.23rc1", ""])
 def test_any_other_release_is_refused_by_number(release: str) -> None:
     with pytest.raises(KvmoverError, match=f"tested with sglang 0.5.23, not with {release}"):
-        version.check(release)
+        SGLANG.check(release)
 
 
 def test_the_engines_own_keys_are_not_options() -> None:

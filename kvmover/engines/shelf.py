@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvmover.engines.sglang.relay import Numbers, Relay
+from kvmover.engines.relay import Numbers, Relay
 from kvmover.errors import StoreError
 from kvmover.store import PageStore, PartView
 from kvmover.transport.files import DIRECT_BYTES

@@ -1,0 +1,260 @@
+"""The caches of a rank as values: what SGLang tells its transfer backends about them, read but not yet reached into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, gcd
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.engines.release import EngineUnsupported
+from kvmover.errors import PlanError
+from kvmover.layout import Component, Span
+
+#: Kinds of `StateType` that are read here. SGLang hands over the others as well; nobody described their rows yet.
+KNOWN = ("dsa", "swa", "mamba")
+
+#: A state is cut into at most so many heads: every usual number of ranks divides it, and a row is many channels.
+_MOST_HEADS = 192
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What the whole model has. `kv`: 2 for keys and values, 1 for a latent; `window` of `window_heads`, if any."""
+
+    kv: int
+    heads: int
+    window_heads: int = 0
+    window: int | None = None
+
+
+def whole_of(config: Any, latent: Any) -> Whole:
+    """`config`: SGLang's `ModelConfig`. A model whose window it does not know may have a chunk instead (Llama 4)."""
+    if latent:
+        return Whole(1, 1)
+    window = config.sliding_window_size or config.attention_chunk_size
+    return Whole(2, config.get_total_num_kv_heads(), config.get_swa_num_kv_heads(1), window)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One tensor-parallel rank of `size`."""
+
+    rank: int
+    size: int
+
+    def heads(self, whole: int) -> int:
+        return Span.share(whole, self.size, self.rank).count
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Allocations of the engine: address, bytes, and bytes of a page or state of each."""
+
+    pointers: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    items: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pointers: Sequence[int], nbytes: Sequence[int], items: Sequence[int]) -> Buffers:
+        return cls(tuple(pointers), tuple(nbytes), tuple(items))
+
+    def part(self, start: int, stop: int) -> Buffers:
+        return Buffers(self.pointers[start:stop], self.nbytes[start:stop], self.items[start:stop])
+
+    @property
+    def item_bytes(self) -> int:
+        """Raises EngineUnsupported where they differ."""
+        if len(set(self.items)) > 1:
+            raise EngineUnsupported(
+                "kvmover's prefill/decode backend does not transfer"
+                f" pages of different sizes, {sorted(set(self.items))} bytes"
+            )
+        return self.items[0]
+
+    @property
+    def pages(self) -> int:
+        return min(self.nbytes) // self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One component on one rank. Bytes are opaque: a row is `row_bytes` of them.
+
+    `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
+    the whole model, `own_heads` of this rank. `by`: which of SGLang's state indices it goes by; None: the KV pages.
+    """
+
+    name: str
+    pointers: tuple[int, ...]
+    pages: int
+    item_bytes: int
+    row_bytes: int
+    kv: int = 1
+    heads: int = 1
+    own_heads: int = 1
+    plane_bytes: int = 0
+    window: int | None = None
+    states: int = 0
+    by: int | None = None
+
+    @property
+    def layers(self) -> int:
+        return len(self.pointers) // (1 if self.plane_bytes else self.kv)
+
+    def component(self, layers: int) -> Component:
+        """As the whole model has it, of `layers` layers on all stages together."""
+        return Component(self.name, layers, self.kv, self.heads, self.row_bytes, "uint8", self.window, self.states)
+
+
+def caches_of(args: Any, whole: Whole, column: Column) -> list[Cache]:
+    """All caches that `KVArgs` names, in its order. Raises EngineUnsupported for what cannot be described."""
+    every = Buffers.of(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+    drafts, tokens, dtype = args.num_draft_entries, args.page_size, args.kv_cache_dtype_str
+    target, draft = every.part(0, len(every.items) - drafts), every.part(len(every.items) - drafts, len(every.items))
+    found = list(_attention(f"kv {dtype}", target, whole.kv, whole.heads, column, tokens))
+    if drafts:
+        if set(draft.items) != set(target.items):
+            raise EngineUnsupported(
+                "kvmover's prefill/decode backend does not transfer the cache of a draft model whose layers are not"
+                f" like the model's: pages of {sorted(set(draft.items))} and {sorted(set(target.items))} bytes"
+            )
+        found += _attention(f"draft {dtype}", draft, whole.kv, whole.heads, column, tokens)
+    for number, kind in enumerate(kinds_of(args)):
+        own = Buffers.of(args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number])
+        if kind == "mamba":
+            held: Sequence[Cache] = list(_states(args, number, own, column))
+        elif kind == "swa":
+            if whole.window is None:
+                raise EngineUnsupported("the model's configuration does not tell the size of its sliding window")
+            span, heads = (ceil(whole.window / tokens) + 1) * tokens, whole.window_heads
+            held = [replace(c, window=span) for c in _attention(f"window {dtype}", own, 2, heads, column, tokens)]
+        else:
+            held = list(_attention("index keys", own, 1, 1, column, tokens))
+        found += [replace(cache, by=number) for cache in held]
+    return found
+
+
+def kinds_of(args: Any) -> list[str]:
+    return [str(getattr(kind, "value", kind)) for kind in args.state_types]
+
+
+def refuse(args: Any, context: Any) -> None:
+    """Raise EngineUnsupported for what SGLang hands to a backend and this one cannot take."""
+    unknown = [kind for kind in kinds_of(args) if kind not in KNOWN]
+    cp, layout = context.attn_cp_size, args.swa_kv_cache_layout
+    for bad, what in (
+        (unknown, f"caches of these kinds: {', '.join(unknown)}"),
+        ("swa" in kinds_of(args) and layout != "nhd", f"sliding windows in the layout {layout}"),
+        (context.enable_cp_tp_group_sharing, "states that are cut over context-parallel ranks"),
+        (cp > 1 and args.is_hybrid_mla_backend, f"a hybrid of latents and states on {cp} context-parallel ranks"),
+    ):
+        if bad:
+            raise EngineUnsupported(f"kvmover's prefill/decode backend does not transfer {what}")
+
+
+def layers_of(stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Layers of the whole model by cache, from those that each pipeline stage holds.
+
+    Raises EngineUnsupported where they do not hold them as `Fleet` divides layers: stage s of S from layer s L // S on.
+    """
+    total: dict[str, int] = {}
+    for name in dict.fromkeys(name for stage in stages for name in stage):
+        held = [stage.get(name, 0) for stage in stages]
+        total[name] = sum(held)
+        wanted = [Span.share(total[name], len(stages), number).count for number in range(len(stages))]
+        if held != wanted or 0 in held:
+            raise EngineUnsupported(
+                f"pipeline stages that hold {held} layers of the cache {name!r} are not transferred, {wanted} would be"
+                " (SGLANG_PP_LAYER_PARTITION decides)"
+            )
+    return total
+
+
+def page_table(
+    cache: Cache, prefix_pages: int, pages: npt.NDArray[np.int64], states: Sequence[Any], page_tokens: int
+) -> npt.NDArray[np.int64]:
+    """The page table of a request from what SGLang tells of it: the pages after `prefix_pages`, and state indices.
+
+    SGLang tells the pages of a window as the last of the request. How many they are depends on where in its last page
+    the request ends, which decode is not told, and a component's window is fixed: it may reach one page further back
+    than was told. The first page stands there too; on both sides, so the same bytes go to the same place twice.
+
+    Raises PlanError for indices that cannot be of this request.
+    """
+    own = pages if cache.by is None else np.asarray(states[cache.by], np.int64).reshape(-1)
+    length, most = prefix_pages + len(pages), None if cache.window is None else cache.window // page_tokens
+    if cache.states:
+        length = cache.states
+    if len(own) > length or (cache.states and len(own) < length) or (most is not None and len(own) > most):
+        room = "" if most is None else f", {most} of them in its window"
+        raise PlanError(f"{len(own)} indices of {cache.name!r} for a request of {length} pages or states{room}")
+    return np.concatenate([np.full(length - len(own), own[0] if len(own) else 0, np.int64), own])
+
+
+def _attention(name: str, own: Buffers, kv: int, heads: int, column: Column, tokens: int) -> Iterator[Cache]:
+    """Pages `token head dim`: K of every layer, then V. K and V of different dims are caches of their own."""
+    layers = len(own.items) // kv
+    halves = [own.part(n * layers, (n + 1) * layers) for n in range(kv)]
+    if len({half.item_bytes for half in halves}) > 1:
+        for half, word in zip(halves, ("k", "v"), strict=True):
+            yield from _attention(f"{name} {word}", half, 1, heads, column, tokens)
+        return
+    held = column.heads(heads)
+    row, rest = divmod(own.item_bytes, tokens * held)
+    if rest:
+        raise EngineUnsupported(f"pages of {own.item_bytes} bytes are not {tokens} tokens x {held} heads")
+    pointers = tuple(half.pointers[layer] for layer in range(layers) for half in halves)
+    yield Cache(name, pointers, own.pages, own.item_bytes, row, kv, heads, held)
+
+
+def _states(args: Any, number: int, own: Buffers, column: Column) -> Iterator[Cache]:
+    """States of Mamba and its like: a run of buffers, one a layer, for each tensor of the state.
+
+    The first is a convolution, whose channels are x, B and C or q, k and v side by side: it is cut over ranks in as
+    many groups, which SGLang tells for some models. The others are cut along one axis.
+    """
+    ids, cuts = args.state_layer_ids[number], args.state_dim_per_tensor[number]
+    groups, outers = args.state_conv_shard_groups[number], args.state_slice_outer_counts[number]
+    heads = [n for n in range(len(own.items)) if n == 0 or ids[n] <= ids[n - 1]]
+    for tensor, (start, stop) in enumerate(zip(heads, [*heads[1:], len(own.items)], strict=True)):
+        runs = own.part(start, stop)
+        whole = Cache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
+        known = groups[start] or [cuts[start] * column.size] * (tensor > 0)
+        yield from _cut(whole, cuts[start], outers[start], known, column)
+
+
+def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], column: Column) -> Iterator[Cache]:
+    """A state of `outer` planes of `dim` units; `groups`: units of the whole model, each group cut by itself.
+
+    `dim` 0: every rank holds all of it. A state whose groups nobody tells, or of which ranks hold parts twice, is cut
+    by rank: fleets of the same TP find each other, others do not.
+    """
+    if not dim:
+        yield state
+        return
+    units = [group // column.size for group in groups]
+    if sum(units) != dim or any(group % column.size for group in groups):
+        yield replace(state, name=f"{state.name}, one of {column.size} ranks", heads=column.size)
+        return
+    unit_bytes, plane_bytes = state.item_bytes // (outer * dim), state.item_bytes // outer
+    at = 0
+    for part, held in enumerate(units):
+        heads = gcd(held * column.size, _MOST_HEADS)
+        own = column.heads(heads)
+        if heads % column.size:
+            raise EngineUnsupported(f"{held * column.size} rows of {state.name!r} on {column.size} ranks")
+        yield replace(
+            state,
+            name=f"{state.name}.{part}",
+            pointers=tuple(pointer + at * unit_bytes for pointer in state.pointers),
+            row_bytes=held // own * unit_bytes,
+            kv=outer,
+            heads=heads,
+            own_heads=own,
+            plane_bytes=plane_bytes,
+        )
+        at += held

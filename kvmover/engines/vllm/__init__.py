@@ -1,0 +1,24 @@
+"""vLLM: a KV connector for prefill/decode disaggregation and for the page store, loaded by vLLM's own module path.
+
+Nothing of vLLM is imported before the class is asked for, nor is it handed out beside an untested version.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvmover.engines.vllm.version import VLLM
+
+if TYPE_CHECKING:
+    from kvmover.engines.vllm.connector import KvmoverConnector
+
+__all__ = ["KvmoverConnector"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    VLLM.require()
+    from kvmover.engines.vllm import connector
+
+    return getattr(connector, name)

@@ -1,0 +1,299 @@
+"""KvmoverConnector: vLLM's connector interface over the two halves, the scheduler's Planner and each rank's Worker."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvmover.config import load
+from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.vllm import cards, engine
+from kvmover.engines.vllm.backing import BackedTransport, pools_of
+from kvmover.engines.vllm.keeper import Event, Keeper, Lookout, Shelves, part_of
+from kvmover.engines.vllm.news import Introduction, News, Stored
+from kvmover.engines.vllm.options import Options, mover_of, parse
+from kvmover.engines.vllm.orders import Orders, Save
+from kvmover.engines.vllm.params import Remote
+from kvmover.engines.vllm.planner import Home, Planner, Role
+from kvmover.engines.vllm.sheet import Sheaf, refuse, sheaves
+from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
+from kvmover.engines.vllm.traffic import Traffic
+from kvmover.engines.vllm.worker import Ended, Worker
+from kvmover.layout import Fleet, Span
+from kvmover.store import Namespace, Part
+from kvmover.transfer import Model, Mover, Place, Progress
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+class _Now:
+    """The event of a device that computes at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is behind it."""
+
+
+class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
+    """Prefill/decode disaggregation by kvmover's transfer, and a page store behind the prefix cache.
+
+    One half is made in the scheduler's process and one in each worker's: a method is called on one of them.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Raises EngineUnsupported, ConfigError or StoreError, a sentence, before anything is registered anywhere."""
+        engine.KVConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
+        self._config = vllm_config
+        self._options: Options = parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._seat = engine.seat_of(vllm_config)
+        self._groups = engine.groups_of(kv_cache_config)
+        refuse(self._groups)
+        self._blocks: int = kv_cache_config.num_blocks
+        self._windowed = any(group.window is not None for group in self._groups)
+        if self._options.root:
+            self._refuse_to_store(kv_cache_config)
+        self._worker: Worker | None = None
+        self._introduction: Introduction | None = None
+        self._ended = Ended()
+        if role is engine.SCHEDULER:
+            transfer = self._kv_transfer_config
+            may = Role.GIVES if transfer.is_kv_producer else Role(0)
+            may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
+            self._planner = Planner(self._groups[0].block_tokens, may, self._windowed)
+            self._desk: cards.Desk | None = None
+            self._lookout: Lookout | None = None
+            self._news = News(self._seat.tp * self._seat.pp)
+            events = getattr(vllm_config, "kv_events_config", None)
+            self._tells = events is not None and events.enable_kv_cache_events
+
+    def _refuse_to_store(self, kv_cache_config: Any) -> None:
+        block_tokens = self._groups[0].block_tokens
+        if len(self._groups) > 1 or self._windowed:
+            raise EngineUnsupported("the page store takes models with one group of full attention, not hybrids")
+        if (kv_cache_config.hash_block_size or block_tokens) != block_tokens:
+            raise EngineUnsupported(
+                f"hashes of {kv_cache_config.hash_block_size} tokens for blocks of {block_tokens}; they must be equal"
+            )
+
+    @property
+    def _space(self) -> Namespace:
+        model, options = self._config.model_config, self._options
+        return Namespace(
+            options.model or model.model,
+            options.weights or str(model.revision or ""),
+            self._groups[0].block_tokens,
+            options.tenant,
+        )
+
+    # The worker's half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        options, seat = self._options, self._seat
+        backing = engine.backing_of(kv_caches)
+        made = sheaves(self._groups, engine.sheets_of(kv_caches), self._blocks, engine.whole_of(self._config), seat)
+        fleet = seat.fleet(made[0].spec.page_tokens)
+        mover = Mover(
+            BackedTransport(f"vllm-{seat.rank}", backing),
+            Model(f"{self._space.model} {self._space.weights}".strip(), tuple(sheaf.component for sheaf in made)),
+            Place(self._kv_transfer_config.engine_id, fleet, seat.rank),
+            pools_of(made, backing),
+            mover_of(options, load().settings.mover),
+        )
+        parts, keeper = self._keeper(made, fleet, backing)
+        self._introduction = Introduction(mover.card, parts)
+        first = Span.share(made[0].component.layers, seat.pp, seat.stage).start
+        self._worker = Worker(
+            made,
+            Traffic(Progress(mover), cards.call),
+            keeper,
+            _marks(backing.device),
+            made[0].layers if len(made) == 1 else None,
+            first,
+            options.layer_wise,
+        )
+        log.info("kvmover: rank %d of %s, %d components", seat.rank, fleet, len(made))
+
+    def _keeper(self, made: list[Sheaf], fleet: Fleet, backing: torch.Tensor) -> tuple[tuple[Part, ...], Keeper | None]:
+        if not self._options.root:
+            return (), None
+        space = self._space
+        shelves = Shelves.open(self._options, space, fleet, self._seat.rank, [(sheaf, backing) for sheaf in made])
+        whole_blocks = self._seat.fleet(space.page_tokens)
+        parts = tuple(part_of(sheaf, whole_blocks, self._seat.rank) for sheaf in made)
+        return parts, Keeper(shelves, self._options)
+
+    def get_handshake_metadata(self) -> Introduction | None:
+        return self._introduction
+
+    def handle_preemptions(self, kv_connector_metadata: Orders) -> None:
+        if self._worker:
+            self._worker.before(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: Orders) -> None:
+        engine.KVConnectorBase.bind_connector_metadata(self, connector_metadata)
+        if self._worker:
+            self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Everything is fetched between steps, and was begun when the orders came."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """No request is scheduled before all its layers are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        if self._worker:
+            self._worker.computed(layer_name)
+
+    def wait_for_save(self) -> None:
+        if self._worker:
+            self._worker.end(self._get_connector_metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        if self._worker:
+            self._ended = self._worker.ended()
+        ended = self._ended
+        return engine.TransferResults(ended.sent, ended.received, ended.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Of the same step as the requests that `get_transfer_results` told."""
+        taken, self._ended = self._ended.blocks, Ended()
+        return taken
+
+    def build_connector_worker_meta(self) -> Stored | None:
+        done = self._worker.keeper.stored() if self._worker and self._worker.keeper else []
+        return Stored(dict(Counter(done))) if done else None
+
+    def get_kv_connector_stats(self) -> KvmoverStats | None:
+        counts = self._worker.take_counts() if self._worker else Counter[str]()
+        return KvmoverStats(data=dict(counts)) if counts else None
+
+    # The scheduler's half
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Introduction]) -> None:
+        """All ranks are ready: others may find them, and what all of them can load is known."""
+        ranks = [metadata[place] for place in sorted(metadata)]
+        host = self._options.host or engine.own_address()
+        if self._desk is None:
+            replica = self._config.parallel_config.data_parallel_index
+            self._desk = cards.Desk(host, self._options.port and self._options.port + replica)
+        engine_id = self._kv_transfer_config.engine_id
+        self._desk.lay_out(engine_id, [rank.card for rank in ranks])
+        self._planner.home = Home(engine_id, host, self._desk.port)
+        if self._options.root and self._lookout is None:
+            self._lookout = Lookout.open(self._options, self._space, [part for rank in ranks for part in rank.parts])
+            self._planner.leading = self._lookout.leading
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Introduction]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): said for rank, said in metadata.items()})
+
+    def on_new_request(self, request: Any) -> None:
+        self._planner.new(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = self._planner.matched(request, num_computed_tokens)
+        return found, found > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return self._kv_cache_config.transfer_group_ids
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        if not num_external_tokens:
+            return {}
+        known = self._planner.live.get(request.request_id)
+        return {engine.P2P if known and isinstance(known.ask, Remote) else engine.DISK: num_external_tokens}
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Orders:
+        orders = self._planner.build(scheduler_output)
+        if self._tells:
+            for save in orders.saves:
+                self._announce(save)
+        return orders
+
+    def _announce(self, save: Save) -> None:
+        """Tell of blocks when they are stored: their tokens are known as long as the request is."""
+        known, group = self._planner.live[save.request], self._groups[0]
+        for number, block_hash in enumerate(save.hashes, known.saved - len(save.hashes)):
+            event = engine.stored_event(known.request, number, group.block_tokens, 0, group.kind)
+            self._news.expect(block_hash, event)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._planner.output(connector_output)
+        stored = connector_output.kv_connector_worker_meta
+        if isinstance(stored, Stored):
+            self._news.heard(stored.ranks)
+
+    def take_events(self) -> Iterable[Any]:
+        return self._news.take()
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._planner.finished(request, block_ids, engine.delivered(request))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def reset_cache(self) -> bool | None:
+        """Delete this model's stored pages."""
+        if self._lookout:
+            self._lookout.clear()
+        return True
+
+    # Either half
+
+    def shutdown(self) -> None:
+        if self._worker:
+            self._worker.close()
+            self._worker = None
+        if self._role is engine.SCHEDULER:
+            for held in (self._desk, self._lookout):
+                if held is not None:
+                    held.close()
+            self._desk = self._lookout = None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers are told of while a graph is replayed only where it is replayed in pieces."""
+        return parse(extra_config).layer_wise > 0
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvmoverStats:
+        return KvmoverStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KvmoverMetrics:
+        return KvmoverMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _marks(device: torch.device) -> Any:
+    """How an event is recorded behind what `device` computes."""
+    if device.type != "cuda":
+        return _Now
+    import torch
+
+    def mark() -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return mark

@@ -1,0 +1,159 @@
+"""All names of vLLM that the connector uses, in one place: what a new release has to be read for.
+
+It is absent where these files are checked, so everything of it is `Any`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.vllm.sheet import Group, Seat, Sheet, Whole
+
+if TYPE_CHECKING:
+    import torch
+
+_base: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+_metrics: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
+_cache: Any = import_module("vllm.v1.kv_cache_interface")
+_hashes: Any = import_module("vllm.v1.core.kv_cache_utils")
+_events: Any = import_module("vllm.distributed.kv_events")
+_request: Any = import_module("vllm.v1.request")
+_platforms: Any = import_module("vllm.platforms")
+_sources: Any = import_module("vllm.v1.metrics.cache_hit_source")
+
+KVConnectorBase: Any = _base.KVConnectorBase_V1
+SupportsHMA: Any = _base.SupportsHMA
+HandshakeMetadata: Any = _base.KVConnectorHandshakeMetadata
+TransferResults: Any = _base.KVConnectorTransferResults
+WorkerMetadata: Any = _base.KVConnectorWorkerMetadata
+Stats: Any = _metrics.KVConnectorStats
+PromMetrics: Any = _metrics.KVConnectorPromMetrics
+Counter: Any = _metrics.Counter
+
+#: Whose halves they are.
+SCHEDULER, WORKER = _base.KVConnectorRole.SCHEDULER, _base.KVConnectorRole.WORKER
+
+#: Where hits come from, in vLLM's metrics.
+P2P, DISK = _sources.CacheHitSource.P2P, _sources.CacheHitSource.DISK
+
+
+def groups_of(config: Any) -> list[Group]:
+    """Cache groups of `KVCacheConfig`. Raises EngineUnsupported for those that a transfer leaves out."""
+    if len(config.transfer_group_ids) != len(config.kv_cache_groups):
+        raise EngineUnsupported("kvmover's vLLM connector moves all cache groups or none; HiSparse keeps some back")
+    made: list[Group] = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        for each in _cache.iter_layer_specs(spec):
+            _refuse_packing(each)
+        made.append(
+            Group(
+                tuple(group.layer_names),
+                _cache.get_kv_cache_spec_kind(spec).value,
+                spec.block_size,
+                _cache.get_kv_cache_spec_sliding_window(spec),
+            )
+        )
+    return made
+
+
+def _refuse_packing(spec: Any) -> None:
+    """Raise EngineUnsupported unless a row of the cache is all of one token and head, and nothing but that.
+
+    Some backends keep K and V of a block apart, or the scales of a block behind its keys: a block cut at a token, by
+    heads or into others would be wrong, and its shape does not tell.
+    """
+    slots, mode = getattr(spec, "num_head_slots", None), getattr(spec, "kv_quant_mode", None)
+    apart = slots is not None and slots != spec.num_kv_heads
+    scaled = mode is not None and not mode.is_per_token_head and mode.name not in ("NONE", "FP8_PER_TENSOR")
+    sparse = getattr(spec, "cache_role", None) is _cache.SparseCacheRole.INDEXER or getattr(spec, "model_version", None)
+    if apart or scaled or sparse or _platforms.current_platform.is_cpu():
+        raise EngineUnsupported(
+            "kvmover's vLLM connector moves caches whose rows are tokens; this attention backend, quantisation"
+            f" or model packs blocks in another way ({type(spec).__name__})"
+        )
+
+
+def sheets_of(caches: Mapping[str, torch.Tensor]) -> list[Sheet]:
+    """The registered tensors. Content of a dtype without a name of ours is bytes."""
+    import torch
+
+    from kvmover.layout import DTYPE_BYTES
+
+    made: list[Sheet] = []
+    for layer, cache in caches.items():
+        view = cache if str(cache.dtype).removeprefix("torch.") in DTYPE_BYTES else cache.view(torch.uint8)
+        if view.dim() != 4:
+            shape = tuple(view.shape)
+            raise EngineUnsupported(f"cache of {layer} has the shape {shape}, not [block, head, token, content]")
+        (a, b, c, d), (s, t, u, v) = view.shape, view.stride()
+        dtype = str(view.dtype).removeprefix("torch.")
+        made.append(Sheet(layer, view.data_ptr(), (a, b, c, d), (s, t, u, v), dtype))
+    return made
+
+
+def backing_of(caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The one allocation that all caches are views of, flat bytes. Raises EngineUnsupported where there are several."""
+    import torch
+
+    storages = {cache.untyped_storage().data_ptr(): cache for cache in caches.values()}
+    if len(storages) != 1:
+        raise EngineUnsupported(f"caches in {len(storages)} allocations; vLLM 0.33 has one")
+    (cache,) = storages.values()
+    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+
+
+def seat_of(config: Any) -> Seat:
+    """Where this process stands. Raises EngineUnsupported for ways to serve that the connector was not made for."""
+    parallel = config.parallel_config
+    for size, what in (
+        (parallel.decode_context_parallel_size, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size, "prefill context parallelism"),
+    ):
+        if size > 1:
+            raise EngineUnsupported(f"kvmover's vLLM connector does not serve {what} of {size}")
+    if config.speculative_config is not None:
+        raise EngineUnsupported("kvmover's vLLM connector does not serve speculative decoding")
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return Seat(tp, pp, parallel.rank % (tp * pp))
+
+
+def whole_of(config: Any) -> Whole:
+    model, kv_dtype = config.model_config, config.cache_config.cache_dtype
+    said = {"fp8": "fp8_e4m3"}.get(str(kv_dtype), str(kv_dtype))
+    return Whole(model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said)
+
+
+def delivered(request: Any) -> bool:
+    """Whether a request ended as it should, and not by an abort or an error."""
+    status = _request.RequestStatus
+    return request.status in (status.FINISHED_STOPPED, status.FINISHED_LENGTH_CAPPED)
+
+
+def stored_event(request: Any, number: int, block_tokens: int, group: int, kind: str) -> Any:
+    """`BlockStored` of block `number` of a request, in the page store."""
+    hashes, first = request.block_hashes, number * block_tokens
+    lora = request.lora_request
+    return _events.BlockStored(
+        block_hashes=[_hashes.maybe_convert_block_hash(hashes[number])],
+        parent_block_hash=_hashes.maybe_convert_block_hash(hashes[number - 1]) if number else None,
+        token_ids=list(request.all_token_ids[first : first + block_tokens]),
+        block_size=block_tokens,
+        lora_id=lora.adapter_id if lora else None,
+        medium=_events.MEDIUM_STORAGE,
+        lora_name=lora.name if lora else None,
+        group_idx=group,
+        kv_cache_spec_kind=kind,
+    )
+
+
+def own_address() -> str:
+    return import_module("vllm.utils.network_utils").get_ip()
+
+
+def per_engine(metric: Any, labels: Mapping[int, Sequence[object]]) -> Any:
+    """A metric with an instance an engine."""
+    return import_module("vllm.v1.metrics.utils").create_metric_per_engine(metric, labels)

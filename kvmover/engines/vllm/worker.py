@@ -1,0 +1,182 @@
+"""Worker: the connector's half beside the model. It carries the scheduler's orders out and tells how they ended."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvmover.engines.vllm.keeper import Event, Keeper
+from kvmover.engines.vllm.orders import Orders, Receive, Send, Tables
+from kvmover.engines.vllm.sheet import Sheaf
+from kvmover.engines.vllm.traffic import Over, Traffic
+from kvmover.transfer.result import ALL, Gate
+
+log = logging.getLogger(__name__)
+
+
+class Mark(Protocol):
+    """Record an event behind all that was computed so far."""
+
+    def __call__(self) -> Event: ...
+
+
+@dataclass(slots=True)
+class Ended:
+    """Requests of which nothing is read any more, of which nothing is written any more, and of these the failed ones.
+    `blocks`: those that are not whole, where a block id says whose it is."""
+
+    sent: set[str] = field(default_factory=set[str])
+    received: set[str] = field(default_factory=set[str])
+    failed: set[str] = field(default_factory=set[str])
+    blocks: set[int] = field(default_factory=set[int])
+
+
+@dataclass(slots=True)
+class Worker:
+    """A rank. `layers`: names of the model's layers whose caches it holds, in order, the first of which is number
+    `first_layer` of the model; None where layers of several components make no one order."""
+
+    sheaves: Sequence[Sheaf]
+    traffic: Traffic
+    keeper: Keeper | None
+    mark: Mark
+    layers: Sequence[str] | None
+    first_layer: int = 0
+    layer_wise: int = 0
+    counts: Counter[str] = field(default_factory=Counter[str])
+    _settled: Orders | None = None
+    _computing: list[Send] = field(default_factory=list[Send])
+    _fetching: dict[str, Receive] = field(default_factory=dict[str, Receive])
+    _delayed: set[str] = field(default_factory=set[str])
+
+    def before(self, orders: Orders) -> None:
+        """Before pages of preempted requests are overwritten: nothing reads them when this returns."""
+        self._settled = orders
+        for abort in orders.aborts:
+            if abort.request in orders.preempted:
+                self.traffic.abort(abort.request, abort.reason)
+        if orders.preempted:
+            for over in self.traffic.settle(sorted(orders.preempted)):
+                self._count("sent", over)
+            if self.keeper:
+                self.keeper.settle()
+
+    def begin(self, orders: Orders) -> None:
+        """A step begins: what does not wait for its forward pass."""
+        if self._settled is not orders:  # a model runner that does not tell of preemptions
+            self.before(orders)
+        self._settled = None
+        self._delayed |= orders.delayed
+        for abort in orders.aborts:
+            if abort.request not in orders.preempted:
+                self.traffic.abort(abort.request, abort.reason)
+        for refusal in orders.refusals:
+            self.traffic.refuse(refusal.transfer, refusal.reason)
+        for send in orders.sends:
+            self._send(send)
+        for receive in orders.receives:
+            self._fetching[receive.request] = receive
+            self.traffic.receive(receive, self._pages(receive.tables))
+        for release in orders.releases:
+            self.traffic.release(release, len(self.sheaves), self.sheaves[0].spec.page_tokens)
+        if self.keeper:
+            for load in orders.loads:
+                self.keeper.load(load)
+
+    def computed(self, layer: str) -> None:
+        """The forward pass has come past a layer."""
+        if not self._computing or not self.layer_wise or self.layers is None or layer not in self.layers:
+            return
+        done = self.layers.index(layer) + 1
+        if done % self.layer_wise == 0 and done < len(self.layers):
+            gate = Gate(self.mark(), self.first_layer + done)
+            for send in self._computing:
+                self.traffic.produced(send.request, gate)
+
+    def end(self, orders: Orders) -> None:
+        """The forward pass of a step has been launched."""
+        if self._computing:
+            gate = Gate(self.mark())
+            for send in self._computing:
+                self.traffic.produced(send.request, gate)
+            self._computing = []
+        if self.keeper and orders.saves:
+            ready = self.mark()
+            for save in orders.saves:
+                self.keeper.save(save, ready)
+
+    def ended(self) -> Ended:
+        """What has ended since the last call."""
+        ended = Ended()
+        for over in self.traffic.sent():
+            self._count("sent", over)
+        for over in self.traffic.received():
+            self._received(over, ended)
+        for load, done in self.keeper.loaded() if self.keeper else ():
+            ended.received.add(load.request)
+            self._failed(ended, load.request, {block for block, ok in zip(load.blocks, done, strict=True) if not ok})
+        for request in list(self._delayed):
+            if not self.traffic.is_sending(request) and not (self.keeper and self.keeper.is_saving(request)):
+                self._delayed.remove(request)
+                ended.sent.add(request)
+        return ended
+
+    def take_counts(self) -> Counter[str]:
+        """What was counted since the last call."""
+        taken, self.counts = self.counts, Counter[str]()
+        return taken + self.keeper.take_counts() if self.keeper else taken
+
+    def close(self) -> None:
+        self.traffic.close()
+        if self.keeper:
+            self.keeper.close()
+
+    def _send(self, send: Send) -> None:
+        gates = None
+        if send.computed is not None:
+            self._computing.append(send)
+            gates = [Gate(self.mark(), ALL, send.computed)] if send.computed else []
+        self.traffic.send(send.request, send.transfer, self._pages(send.tables), gates)
+
+    def _pages(self, tables: Tables) -> list[list[int]]:
+        """A page table a component: pages of the kernels, of the blocks of its group."""
+        return [
+            [block * sheaf.ratio + page for block in tables[sheaf.group] for page in range(sheaf.ratio)]
+            for sheaf in self.sheaves
+        ]
+
+    def _received(self, over: Over, ended: Ended) -> None:
+        order = self._fetching.pop(over.request, None)
+        if order is None:  # a release
+            return
+        self._count("received", over)
+        ended.received.add(order.request)
+        if over.reason is None:
+            return
+        log.warning("%s was not received: %s", order.request, over.reason)
+        bad: set[int] = set()
+        for sheaf, indices in zip(self.sheaves, over.incomplete(self._wanted(order)), strict=True):
+            bad |= {order.tables[sheaf.group][index // sheaf.ratio] for index in indices}
+        self._failed(ended, order.request, bad)
+
+    def _wanted(self, order: Receive) -> list[range]:
+        """Indices into each page table of all that was asked for."""
+        tokens = self.sheaves[0].spec.page_tokens
+        return [range(order.start // tokens, -(-order.stop // tokens))] * len(self.sheaves)
+
+    def _failed(self, ended: Ended, request: str, blocks: set[int]) -> None:
+        """Blocks of several groups have the same numbers: then the request fails as a whole."""
+        if len({sheaf.group for sheaf in self.sheaves}) == 1:
+            ended.blocks |= blocks
+        elif blocks:
+            ended.failed.add(request)
+
+    def _count(self, way: str, over: Over) -> None:
+        result = over.result
+        self.counts[f"{way}_bytes"] += over.nbytes if over.reason is None else 0
+        how = "requests" if over.reason is None else "failures"
+        self.counts[f"{way}_{how}"] += 1
+        self.counts[f"{way}_microseconds"] += round(result.seconds * 1e6) if result and over.reason is None else 0

@@ -1,0 +1,255 @@
+"""docs/protocol.md: its decoder reads what real movers say, and its tables are the code's."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import re
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from kvmover import (
+    Component,
+    Fleet,
+    Model,
+    Mover,
+    MoverConfig,
+    Place,
+    Pool,
+    PoolSpec,
+)
+from kvmover.layout import CpOrder
+from kvmover.plan import Plan, Replicas, Route
+from kvmover.transfer import wire
+from kvmover.transfer.seal import Key, Keys
+from kvmover.transfer.wire import Verb
+from kvmover.transport import Descriptors
+from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
+from tests.docs import decode_by_the_page as by_the_page
+from tests.docs.decode_by_the_page import ids, message, unpack
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "protocol.md").read_text()
+KV = Component.attention(layers=2, kv_heads=4, head_dim=8, dtype="bfloat16")
+MODEL, TOKENS = Model("tiny", (KV,)), 40
+WIDE, NARROW = Fleet(tp=2, page_tokens=16), Fleet(tp=1, page_tokens=64)
+
+
+class Overheard(LoopbackTransport):
+    """A transport that keeps every note that was sent, and the bytes of every write."""
+
+    def __init__(self, network: LoopbackNetwork, name: str, said: list[bytes]) -> None:
+        super().__init__(network, name)
+        self.said, self.written, self.to = said, list[bytes](), list[tuple[str, bytes]]()
+
+    def notify(self, peer: str, note: bytes) -> None:
+        self.said.append(note)
+        self.to.append((peer, note))
+        super().notify(peer, note)
+
+    def write(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+        if note:  # a probe has none
+            self.said.append(note)
+            self.to.append((peer, note))
+            self.written.append(b"".join(_bytes_at(*row[:2]) for row in local.table.tolist()))
+        return super().write(peer, local, remote, note, deadline_s)
+
+
+def _bytes_at(address: int, nbytes: int) -> bytes:
+    import ctypes
+
+    return ctypes.string_at(address, nbytes)
+
+
+def _moved(config: MoverConfig) -> tuple[list[bytes], list[Overheard], list[Pool]]:
+    """A request from TP2 to TP1, everything that was said, and the pools: two sources', the destination's."""
+    network, said = LoopbackNetwork(), list[bytes]()
+    movers, pools, transports = list[Mover](), list[Pool](), list[Overheard]()
+    for engine, fleet, rank in (("prefill", WIDE, 0), ("prefill", WIDE, 1), ("decode", NARROW, 0)):
+        spec = PoolSpec.dense(KV, fleet.shard(KV, rank, 1), 4, fleet.page_tokens, "NHD")
+        pools.append(Pool(spec, (torch.randint(256, (spec.allocation_bytes,), dtype=torch.uint8),)))
+        transports.append(Overheard(network, f"{engine}-{rank}", said))
+        movers.append(Mover(transports[-1], MODEL, Place(engine, fleet, rank), pools[-1:], config))
+    *sources, destination = movers
+    for source in sources:
+        destination.connect(source.card)
+    transfers = [destination.receive("r", "prefill", range(TOKENS), [[1]], aux_from=[0])]
+    transfers += [source.send("r", [[2, 0, 3]], aux=b"beside" if source is sources[0] else None) for source in sources]
+    while not all(transfer.ended for transfer in transfers):
+        for mover in movers:
+            mover.poll()
+    for transfer in transfers:
+        transfer.landed()
+    for mover in movers:
+        mover.close()
+    return said, transports, pools
+
+
+CASES = [(route, verb) for route in Route for verb in Verb]
+
+
+@pytest.mark.parametrize(("route", "verb"), CASES, ids=[f"{route}-{verb}" for route, verb in CASES])
+def test_every_note_of_a_request_is_read_by_the_page(route: Route, verb: Verb) -> None:
+    said, _, _ = _moved(MoverConfig(route=route, verb=verb, arena_bytes=1 << 20, resend_s=60))
+    heard = [message(note) for note in said]
+    assert heard == [msgspec.msgpack.decode(note[4:]) for note in said]
+    rows = {name: (needed, optional) for name, (_, needed, optional) in _messages().items()}
+    for each in heard:
+        needed, optional = rows[each.pop("type")]
+        assert needed <= each.keys() <= needed | optional, each
+    spoken = [message(note)["type"] for note in said]
+    assert [kind for kind in dict.fromkeys(spoken) if kind not in ("Ping", "Pong", "Aux")] == _steps(route, verb)
+
+
+def _steps(route: Route, verb: Verb) -> list[str]:
+    """In the order in which each is first said, by the page's table of a request."""
+    if verb is Verb.PULL:
+        return ["Hello", "Want", "Offered", "Granted", "Staged", "Taken", "Done", "Kept"]
+    packed = ["Offered", "Granted"] if route is Route.PACKED else []
+    return ["Hello", "Want", *packed, "Chunk", "Done"]
+
+
+def test_page_tables_and_grants_are_what_the_page_says() -> None:
+    said, _, _ = _moved(MoverConfig(route=Route.DIRECT, arena_bytes=1 << 20, resend_s=60))
+    wants = [message(note) for note in said if message(note)["type"] == "Want"]
+    assert [[ids(table) for table in want["pages"]] for want in wants] == [[[1]], [[1]]]
+    said, _, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60))
+    for note in said:
+        if message(note)["type"] == "Granted":
+            assert [chunk for chunk, offset, round_ in message(note)["grants"] if (offset % 256, round_) == (0, 0)]
+
+
+def test_a_packed_chunk_holds_what_the_page_derives() -> None:
+    _, transports, pools = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60))
+    for transport, pool in zip(transports[:2], pools[:2], strict=True):
+        # Pages of 16 and of 64 tokens: pieces of 16 and a tail of 8; the tail's group comes second, unpadded.
+        planes = [pool.plane(layer, kv).view(torch.int16) for layer in range(2) for kv in range(2)]
+        rows = torch.stack(planes)[:, [2, 0, 3]]  # layer-kv, page, token, head, dim
+        pieces = [rows[:, :2], rows[:, 2:, :8]]
+        due = b"".join(piece.permute(1, 3, 0, 2, 4).contiguous().numpy().tobytes() for piece in pieces)
+        assert b"".join(transport.written) == due
+
+
+SHAPES = [
+    Fleet(tp, pp, cp, page_tokens=page, cp_order=CpOrder(order))
+    for tp, pp, cp, page, order in [
+        (1, 1, 1, 4, "page"),
+        (2, 1, 1, 4, "page"),
+        (3, 2, 1, 6, "page"),
+        (4, 1, 1, 4, "page"),
+        (6, 1, 2, 4, "page"),
+        (2, 1, 3, 2, "token"),
+        (4, 2, 2, 4, "block"),
+        (8, 1, 1, 8, "page"),
+    ]
+]
+CACHES = [
+    Component.attention(layers=3, kv_heads=2, head_dim=4, dtype="float16"),
+    Component.mla(layers=2, latent_dim=4, dtype="float16"),
+    Component.state("state", layers=2, heads=4, dim=4, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("replicas", list(Replicas), ids=str)
+@pytest.mark.parametrize("component", CACHES, ids=[component.name for component in CACHES])
+def test_legs_between_fleets_are_what_the_page_derives(component: Component, replicas: Replicas) -> None:
+    for fleets in itertools.product(SHAPES, SHAPES):
+        for wanted in (range(21), range(3, 17), range(8, 9)):
+            own = component.wanted(wanted)
+            plan = Plan(component, *fleets, own.start, own.stop, replicas)
+            for ranks in itertools.product(range(fleets[0].size), range(fleets[1].size)):
+                leg = plan.leg(*ranks)
+                tokens = [i for stripe in leg.positions for i in stripe if i < own.stop] if leg else []
+                derived = by_the_page.sent(ranks, fleets, component, own, replicas.value)
+                assert derived == sorted(tokens), (fleets, ranks)
+
+
+def test_a_card_is_read_by_the_page() -> None:
+    spec = PoolSpec.dense(KV, WIDE.shard(KV, 1, 1), 4, 16, "NHD")
+    place = Place("prefill", WIDE, 1)
+    mover = Mover(LoopbackTransport(LoopbackNetwork(), "p"), MODEL, place, [Pool.zeros(spec)])
+    card, end = unpack(mover.card, 0)
+    assert end == len(mover.card)
+    keys = ("name", "layers", "kv", "heads", "dim", "dtype", "window", "states")
+    model = {"name": "tiny", "components": [{key: getattr(KV, key) for key in keys}]}
+    assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([2, model])).digest()
+    body, _ = unpack(card["body"], 0)
+    assert (body["place"]["engine"], body["place"]["rank"], body["place"]["fleet"]["tp"]) == ("prefill", 1, 2)
+    assert body["pools"][0]["layout"]["axes"] == ["layer", "kv", "page", "token", "head", "dim"]
+    assert body.keys() == {"place", "pools", "allocations", "arena", "staging", "transport", "host", "sandbox"}
+    mover.close()
+
+
+def test_sealed_notes_are_opened_by_the_page() -> None:
+    secret = bytes(range(32))
+    said, transports, _ = _moved(MoverConfig(arena_bytes=1 << 20, resend_s=60, keys=Keys(Key(secret))))
+    kinds = set[str]()
+    for transport in transports:
+        numbers: dict[str, list[int]] = {}
+        for peer, note in transport.to:
+            head, number, tag, text = note[:4], note[4:12], note[12:44], note[44:]
+            parts = (b"kvmover message", transport.name.encode(), peer.encode(), number, text)
+            whole = b"".join(struct.pack(">Q", len(part)) + part for part in parts)
+            assert (head, tag) == (b"kvs\x01", hmac.digest(secret, whole, "sha256"))
+            numbers.setdefault(peer, []).append(int.from_bytes(number, "big"))
+            kinds.add(message(text)["type"])
+        assert all(seen == list(range(len(seen))) for seen in numbers.values())
+    assert len(said) == sum(len(transport.to) for transport in transports)
+    assert {"Hello", "Want", "Offered", "Granted", "Chunk", "Done"} <= kinds
+
+
+def test_a_sealed_card_is_opened_by_the_page() -> None:
+    secret = bytes(range(32))
+    spec = PoolSpec.dense(KV, NARROW.shard(KV, 0, 1), 4, 64, "NHD")
+    config = MoverConfig(arena_bytes=1 << 20, resend_s=60, keys=Keys(Key(secret)))
+    transport, place = LoopbackTransport(LoopbackNetwork(), "p"), Place("decode", NARROW, 0)
+    mover = Mover(transport, MODEL, place, [Pool.zeros(spec)], config)
+    sealed, mover_card = mover.card, mover.card[44:]
+    whole = b"".join(struct.pack(">Q", len(part)) + part for part in (b"kvmover card", mover_card))
+    assert sealed[:44] == b"kvs\x01" + bytes(8) + hmac.digest(secret, whole, "sha256")
+    assert unpack(mover_card, 0)[0].keys() == {"digest", "model", "body"}
+    mover.close()
+
+
+def _messages() -> dict[str, tuple[str, set[str], set[str]]]:
+    """(direction, fields, fields with a default) of each message in the page's table."""
+    (table,) = re.findall(r"^\| Message \| From, to \|.*?\n\|[-|]+\n(.*?)\n\n", PAGE, flags=re.M | re.S)
+    found: dict[str, tuple[str, set[str], set[str]]] = {}
+    for row in table.splitlines():
+        name, direction, fields = (cell.strip() for cell in row.strip("|").split("|"))
+        about = {"request", "generation"} if " to " in direction or direction == "either way" else set()
+        named = re.findall(r"`([a-z_]+)`( \([^)]+\))?", fields)
+        optional = {field for field, default in named if default}
+        found[name.strip("`")] = direction, about | {field for field, _ in named} - optional, optional
+    return found
+
+
+def test_the_table_of_messages_is_the_codes() -> None:
+    kinds = {kind.__name__: kind for kind in _kinds(wire.Message) if kind is not wire.About}
+    said = _messages()
+    assert said.keys() == kinds.keys()
+    for name, kind in kinds.items():
+        fields = {field.name: field.required for field in msgspec.structs.fields(kind)}
+        direction, needed, optional = said[name]
+        assert needed == {field for field, required in fields.items() if required}, name
+        assert optional == {field for field, required in fields.items() if not required}, name
+        in_code = (kind in wire.ToSource.__args__, kind in wire.ToDestination.__args__)
+        assert (direction == "destination to source", direction == "source to destination") == in_code, name
+
+
+def _kinds(base: type) -> list[type]:
+    return [kind for below in base.__subclasses__() for kind in (below, *_kinds(below))]
+
+
+def test_the_numbers_are_the_codes() -> None:
+    config = MoverConfig()
+    for name in ("deadline_s", "drain_s", "resend_s", "ping_s", "silence_s", "linger_s"):
+        assert f"| `{name}` | {getattr(config, name):g} |" in PAGE
+    prose = " ".join(PAGE.split())
+    assert f"longer than {wire.MAX_MESSAGE_BYTES:,} bytes" in prose
+    assert f"at most {wire.MAX_AUX_BYTES:,}" in prose
+    assert PAGE.splitlines()[2].startswith(f"Version {wire.VERSION}.")

@@ -1,0 +1,290 @@
+"""A prefill engine and a decode engine of vLLM's own parts, with kvmover's transfer between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench import Engine, Rank, RequestStatus, Shape, caching, layer_name, truth
+from prometheus_client import REGISTRY
+
+from kvmover.errors import KvmoverError
+
+metrics: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
+
+PROMPT = [7 * n % 900 + 1 for n in range(100)]
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Make engines, and close them."""
+    made: list[Engine] = []
+
+    def make(**shape: Any) -> Engine:
+        made.append(Engine(Shape(**shape), tmp_path / "model"))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def hand_over(src: Engine, dst: Engine, prompt: list[int] = PROMPT, tokens: int = 5) -> None:
+    """What a proxy does: a prefill of one token, then the whole request with the prefill's answer."""
+    src.ask("p-1", prompt, params={"do_remote_decode": True})
+    src.finish("p-1")
+    dst.ask("d-1", prompt, tokens, src.answers["p-1"])
+    dst.finish("d-1")
+    assert dst.said["d-1"] == [1] * tokens
+    assert not dst.stats.get("received_failures")
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ({}, {}),
+        ({"tp": 2, "layout": "LBNHC"}, {"layout": "LBHNC"}),
+        ({"block_tokens": 32}, {"tp": 2, "block_tokens": 16, "layout": "BLHNC"}),
+        ({"tp": 2, "latent": True}, {"latent": True, "block_tokens": 48}),
+        ({"kernel_tokens": 8, "layout": "LBHNC"}, {"layout": "BHLNC"}),
+        ({"tp": 2, "pp": 2}, {"pp": 4}),
+        ({"layout": "BLHNC"}, {"layout": "BLHNC", "options": (("verb", "push"), ("route", "direct"))}),
+    ],
+    ids=["equal", "tp2-to-1", "blocks-32-to-16", "latent", "kernel-blocks", "stages", "written"],
+)
+def test_a_prompt_computed_by_one_engine_is_decoded_by_another(
+    engines: Callable[..., Engine], src: dict[str, Any], dst: dict[str, Any]
+) -> None:
+    a, b = engines(**src), engines(**dst)
+    hand_over(a, b)
+    assert [span for span in b.computed if span[1] < 99] == []
+    a.drain()
+    b.drain()
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+def test_layers_are_offered_while_a_prompt_is_computed(engines: Callable[..., Engine], layout: str) -> None:
+    """Both halves start at once: the decode engine has layer 0 before the prefill has begun with the last one."""
+    a = engines(layout=layout, tp=2, options=(("layer_wise", 1),))
+    b = engines(options=(("layer_wise", 1),))
+    seen: list[bool] = []
+
+    def look(rank: Rank, number: int) -> None:
+        """Wait, in the middle of the prefill, until the first layer has landed at the decode engine."""
+        if number == 3 and rank.rank == 1 and not seen:
+            held = b.ranks[0].rows(layer_name(0), b.tables("d-1"), range(100))
+            wanted = truth(PROMPT, range(100), 0, range(4), held.shape[2])[:, 2:]
+            deadline = time.monotonic() + 30
+            while not (landed := torch.equal(_rows(b)[:, 2:], wanted)) and time.monotonic() < deadline:
+                time.sleep(0.002)
+            seen.append(landed)
+
+    a.before_layer = look
+    b.ask("d-1", PROMPT, 3, {"do_remote_prefill": True, "transfer_id": "both", **_address(a)})
+    b.step()
+    a.ask("p-1", PROMPT, params={"do_remote_decode": True, "transfer_id": "both"})
+    a.finish("p-1")
+    b.finish("d-1")
+    assert seen == [True]
+    assert b.said["d-1"] == [1, 1, 1]
+
+
+def _rows(engine: Engine) -> torch.Tensor:
+    return engine.ranks[0].rows(layer_name(0), engine.tables("d-1"), range(100))
+
+
+def test_a_prompt_computed_in_chunks_is_whole_at_the_other_end(engines: Callable[..., Engine]) -> None:
+    a, b = engines(batch_tokens=24), engines(tp=2)
+    hand_over(a, b)
+    assert [span[1:] for span in a.computed] == [(0, 24), (24, 48), (48, 72), (72, 96), (96, 100)]
+
+
+def test_what_the_decode_engine_has_already_is_not_sent(engines: Callable[..., Engine]) -> None:
+    a, b = engines(), engines()
+    b.ask("before", PROMPT[:48])
+    b.finish("before")
+    hand_over(a, b)
+    assert b.stats["received_bytes"] == 52 * 4 * 4 * 64
+
+
+def test_a_prefix_that_is_whole_at_the_decode_engine_lets_the_prefill_go(engines: Callable[..., Engine]) -> None:
+    a, b = engines(), engines()
+    prompt = PROMPT[:96]
+    b.ask("before", [*prompt, 5])
+    b.finish("before")
+    hand_over(a, b, prompt)
+    assert b.stats.get("received_bytes", 0) <= 16 * 4 * 4 * 64
+    a.drain()
+    assert a.stats["sent_requests"] == 1
+
+
+@pytest.mark.parametrize("length", [64, 65, 90, 97])
+def test_hybrid_models_hand_over_the_window_that_decode_needs(engines: Callable[..., Engine], length: int) -> None:
+    """At 64 and 65 tokens the window of the last token begins at the last one of a block that was given back."""
+    a, b = engines(window=17), engines(window=17, tp=2, layout="BLHNC")
+    hand_over(a, b, PROMPT[:length])
+    a.drain()
+    b.drain()
+
+
+def test_a_request_that_decode_gives_up_before_it_has_pages_lets_the_prefill_go(engines: Callable[..., Engine]) -> None:
+    a, b = engines(), engines()
+    a.ask("p-1", PROMPT, params={"do_remote_decode": True})
+    a.finish("p-1")
+    b.ask("d-1", PROMPT, 5, a.answers["p-1"])
+    b.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    b.step()
+    a.drain()
+    assert a.stats["sent_requests"] == 1
+
+
+def test_an_abort_while_kv_is_on_its_way_gives_the_pages_back_on_both_sides(engines: Callable[..., Engine]) -> None:
+    a, b = engines(), engines(tp=2)
+    b.ask("d-1", PROMPT, 5, {"do_remote_prefill": True, "remote_request_id": "p-1", **_address(a)})
+    b.step()
+    assert b.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() < b.shape.blocks - 1
+    b.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    b.drain()
+    a.ask("p-1", PROMPT, params={"do_remote_decode": True})
+    a.finish("p-1")
+
+
+def test_a_prefill_that_is_aborted_has_the_request_computed_by_decode(engines: Callable[..., Engine]) -> None:
+    a, b = engines(batch_tokens=32), engines()
+    a.ask("p-1", PROMPT, params={"do_remote_decode": True})
+    a.step()
+    b.ask("d-1", PROMPT, 5, {"do_remote_prefill": True, "remote_request_id": "p-1", **_address(a)})
+    b.step()
+    a.scheduler.finish_requests("p-1", RequestStatus.FINISHED_ABORTED)
+    a.step()
+    b.finish("d-1")
+    assert b.said["d-1"] == [1] * 5
+    assert b.computed[0] == ("d-1", 0, 100)
+    assert b.stats["received_failures"] == 1
+    a.drain()
+    b.drain()
+
+
+def test_under_the_policy_to_fail_a_lost_prefill_ends_the_request_in_an_error(engines: Callable[..., Engine]) -> None:
+    b = engines(policy="fail")
+    nobody = {"remote_engine_id": "gone", "remote_host": "127.0.0.1", "remote_port": 1}
+    b.ask("d-1", PROMPT, 5, {"do_remote_prefill": True, "remote_request_id": "p-1", **nobody})
+    b.finish("d-1")
+    assert "error" in str(b.ended["d-1"]).lower()
+    b.drain()
+
+
+def test_hybrid_models_fail_as_a_whole_and_are_computed(engines: Callable[..., Engine]) -> None:
+    b = engines(window=17)
+    nobody = {"remote_engine_id": "gone", "remote_host": "127.0.0.1", "remote_port": 1}
+    b.ask("d-1", PROMPT, 5, {"do_remote_prefill": True, "remote_request_id": "p-1", **nobody})
+    b.finish("d-1")
+    assert b.said["d-1"] == [1] * 5
+    b.drain()
+
+
+def test_an_engine_of_another_model_is_refused_and_the_prompt_computed(engines: Callable[..., Engine]) -> None:
+    a, b = engines(), engines(latent=True)
+    a.ask("p-1", PROMPT, params={"do_remote_decode": True})
+    a.finish("p-1")
+    b.ask("d-1", PROMPT, 5, a.answers["p-1"])
+    b.finish("d-1")
+    assert b.said["d-1"] == [1] * 5
+    assert b.computed[0] == ("d-1", 0, 100)
+    assert b.stats["received_failures"] == 1
+
+
+def test_blocks_that_came_are_kept_when_the_prefill_dies_and_only_the_others_computed(
+    engines: Callable[..., Engine],
+) -> None:
+    written = (("chunk_bytes", 4096), ("verb", "push"), ("route", "packed"))
+    a, b = engines(batch_tokens=64), engines(options=written)
+    a.before_layer = lambda rank, number: _die_once_blocks_landed(a, b)
+    b.ask("d-1", PROMPT, 5, {"do_remote_prefill": True, "transfer_id": "both", **_address(a)})
+    b.step()
+    a.ask("p-1", PROMPT, params={"do_remote_decode": True, "transfer_id": "both"})
+    with pytest.raises(Died):
+        a.finish("p-1")
+    b.finish("d-1")
+    assert b.said["d-1"] == [1] * 5
+    assert b.computed[0] == ("d-1", 64, 100)
+    b.drain()
+
+
+class Died(Exception):
+    """The prefill engine is gone."""
+
+
+def _die_once_blocks_landed(a: Engine, b: Engine) -> None:
+    """In the prefill's second step: its first 64 tokens were computed in the one before."""
+    if len(a.computed) < 2:
+        return
+    deadline = time.monotonic() + 30
+    wanted = [truth(PROMPT, range(64), number, range(4), 64) for number in range(4)]
+    while time.monotonic() < deadline:
+        tables = b.tables("d-1")
+        if all(torch.equal(b.ranks[0].rows(layer_name(n), tables, range(64)), rows) for n, rows in enumerate(wanted)):
+            a.ranks[0].connector.shutdown()
+            raise Died
+        time.sleep(0.002)
+
+
+def _address(engine: Engine) -> dict[str, Any]:
+    """What a proxy that starts both halves at once has to know of a prefill engine."""
+    home = engine.scheduler.get_kv_connector()._planner.home
+    return {"remote_engine_id": home.engine, "remote_host": home.host, "remote_port": home.port}
+
+
+def test_a_prefill_that_is_preempted_takes_its_pages_back_and_decode_computes(engines: Callable[..., Engine]) -> None:
+    """A prefill that generates more than a token can lose its pages to an older request after they were offered."""
+    a, b = engines(blocks=13), engines()
+    a.ask("older", PROMPT[:47], 40)
+    a.step()
+    a.ask("p-1", PROMPT, 40, {"do_remote_decode": True})
+    a.step()
+    b.ask("d-1", PROMPT, 5, {"do_remote_prefill": True, "remote_request_id": "p-1", **_address(a)})
+    first = a.scheduler.requests["p-1"]
+    a.until(lambda: first.num_preemptions or "p-1" in a.ended, "a preemption")
+    assert first.num_preemptions
+    b.finish("d-1")
+    assert b.said["d-1"] == [1] * 5
+    assert b.stats["received_failures"] == 1
+    a.finish("older", "p-1")
+    assert (a.said["older"], a.said["p-1"]) == ([1] * 40, [1] * 40)
+    b.drain()
+
+
+def test_vllm_logs_and_exports_what_was_moved(engines: Callable[..., Engine]) -> None:
+    a, b = engines(tp=2), engines()
+    hand_over(a, b)
+    a.drain()
+    logged = metrics.KVConnectorLogging(a.config.kv_transfer_config)
+    logged.observe(b.stats)
+    lines: list[str] = []
+    logged.log(lambda form, line: lines.append(line))
+    assert lines[0].startswith("received requests=1, received MB=0.102, received ms a request=")
+    exported = metrics.KVConnectorProm(a.config, ["engine"], {0: ["0"]})
+    exported.observe(a.stats)
+    exported.observe(a.stats)
+    value = REGISTRY.get_sample_value
+    assert value("vllm:kvmover_sent_requests_total", {"engine": "0"}) == 4
+    assert value("vllm:kvmover_sent_bytes_total", {"engine": "0"}) == 2 * 100 * 4 * 4 * 64
+    assert value("vllm:kvmover_received_requests_total", {"engine": "0"}) == 0
+
+
+def test_what_the_connector_cannot_serve_is_refused_in_a_sentence(engines: Callable[..., Engine]) -> None:
+    for shape, said in (
+        ({"options": (("rooot", "/tmp"),)}, "rooot"),
+        ({"options": (("verb", "shove"),)}, "shove"),
+        ({"mamba": True}, "does not move caches of kind mamba"),
+        ({"packing": (("num_head_slots", 2), ("state_content_bytes", 128))}, "packs blocks in another way"),
+        ({"packing": (("kv_quant_mode", caching.KVQuantMode.NVFP4),)}, "packs blocks in another way"),
+        ({"latent": True, "packing": (("cache_role", caching.SparseCacheRole.INDEXER),)}, "packs blocks in another"),
+    ):
+        with pytest.raises(KvmoverError, match=said):
+            engines(**shape)

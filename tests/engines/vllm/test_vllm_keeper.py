@@ -1,0 +1,170 @@
+"""Blocks of vLLM's caches through the page store, without vLLM: any layout and rank to any other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvmover.engines.vllm.keeper import Keeper, Lookout, Shelves, page_of, part_of
+from kvmover.engines.vllm.options import Options
+from kvmover.engines.vllm.orders import Load, Save
+from kvmover.engines.vllm.sheet import Group, Seat, Sheaf, Sheet, Whole, sheaves
+from kvmover.store import Namespace
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 4, 8, 10
+NAMES = tuple(f"layers.{n}" for n in range(LAYERS))
+SPACE = Namespace("model", "", TOKENS)
+HASHES = tuple(page_of(f"block {n}".encode()) for n in range(4))
+POISON = 0x6B6B
+
+
+class Passed:
+    """What was saved had been computed."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """At once."""
+
+
+class Never(Passed):
+    """A device that failed."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("the device is gone")
+
+
+class Rank:
+    """`cache` [layer, block, head, token, content], whatever lies beneath."""
+
+    def __init__(self, root: Path, layout: str, tp: int, rank: int, kind: str = "full_attention") -> None:
+        heads = 1 if kind == "mla_attention" else max(1, HEADS // tp)
+        extents = {"L": LAYERS, "B": BLOCKS, "H": heads, "N": TOKENS, "C": CONTENT}
+        self.whole = torch.full([extents[axis] for axis in layout], POISON, dtype=torch.int16)
+        self.cache = self.whole.permute([layout.index(axis) for axis in "LBHNC"])
+        self.first = rank * HEADS // tp
+        shape = tuple(self.cache[0].shape)
+        sheets = [
+            Sheet(NAMES[n], self.cache[n].data_ptr(), shape, tuple(self.cache[n].stride()), "int16")
+            for n in range(LAYERS)
+        ]
+        seat = Seat(tp, 1, rank)
+        self.sheaf: Sheaf
+        (self.sheaf,) = sheaves([Group(NAMES, kind, TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), seat)
+        self.part = part_of(self.sheaf, seat.fleet(TOKENS), rank)
+        backing = self.whole.flatten().view(torch.uint8)
+        options = Options(root=str(root), upkeep_s=0.01, flush_s=0.01)
+        shelves = Shelves.open(options, SPACE, seat.fleet(TOKENS), rank, [(self.sheaf, backing)])
+        self.keeper = Keeper(shelves, options)
+
+    def fill(self, of_model: torch.Tensor) -> None:
+        """Blocks 0 to 3 of the rank are the model's; a latent is its first head."""
+        heads = self.cache.shape[2]
+        first = 0 if heads == 1 and self.sheaf.component.heads == 1 else self.first
+        self.cache[:, :4] = of_model[:, :, first : first + heads]
+
+    def load(self, order: Load) -> list[bool]:
+        self.keeper.load(order)
+        deadline = time.monotonic() + 30
+        while not (loaded := self.keeper.loaded()):
+            assert time.monotonic() < deadline, "waited 30 s"
+            time.sleep(0.001)
+        return loaded[0][1]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
+    made: list[Rank] = []
+
+    def build(layout: str = "LBNHC", tp: int = 1, rank: int = 0, kind: str = "full_attention") -> Rank:
+        made.append(Rank(tmp_path, layout, tp, rank, kind))
+        return made[-1]
+
+    yield build
+    for rank in made:
+        rank.keeper.close()
+
+
+def of_model() -> torch.Tensor:
+    return torch.randint(-(2**15), 2**15, (LAYERS, 4, HEADS, TOKENS, CONTENT), dtype=torch.int16)
+
+
+SAVE = Save("r", HASHES, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("layout", "tp", "kind"),
+    [("LBHNC", 2, "full_attention"), ("BLNHC", 8, "full_attention"), ("BHLNC", 4, "mla_attention")],
+)
+def test_what_all_ranks_have_stored_every_other_fleet_loads(
+    make: Callable[..., Rank], tmp_path: Path, layout: str, tp: int, kind: str
+) -> None:
+    truth, ranks = of_model(), [make(layout, tp, rank, kind) for rank in range(tp)]
+    reader = make("LBNHC", kind=kind)
+    with closing(Lookout.open(Options(root=str(tmp_path)), SPACE, [reader.part])) as lookout:
+        assert lookout.leading(HASHES) == 0
+        for rank in ranks:
+            rank.fill(truth)
+            rank.keeper.save(SAVE, Passed())
+        for rank in ranks:
+            rank.keeper.settle()
+            assert not rank.keeper.is_saving("r")
+            assert rank.keeper.stored() == list(HASHES)
+        assert lookout.leading(HASHES) == 4
+        assert lookout.leading((HASHES[0], page_of(b"another"), HASHES[2])) == 1
+    assert reader.load(Load("d", (HASHES[2], HASHES[0]), (5, 1))) == [True, True]
+    wanted = torch.full_like(reader.cache, POISON)
+    heads = reader.cache.shape[2]
+    wanted[:, 5], wanted[:, 1] = truth[:, 2, :heads], truth[:, 0, :heads]
+    assert torch.equal(reader.cache, wanted)
+    assert reader.keeper.take_counts()["loaded_blocks"] == 2
+
+
+def test_of_ranks_that_hold_the_same_each_block_is_written_by_one(make: Callable[..., Rank]) -> None:
+    truth, ranks = of_model(), [make("LBNHC", 2, rank, "mla_attention") for rank in range(2)]
+    for rank in ranks:
+        rank.fill(truth)
+        rank.keeper.save(SAVE, Passed())
+        rank.keeper.settle()
+    written = [rank.keeper.shelves.store.counters.written_bytes for rank in ranks]
+    assert sum(written) == 4 * LAYERS * TOKENS * CONTENT * 2
+
+
+def test_a_block_that_is_not_there_is_told_and_the_others_loaded(make: Callable[..., Rank]) -> None:
+    rank = make()
+    rank.fill(of_model())
+    rank.keeper.save(Save("r", HASHES[:1], (0,)), Passed())
+    rank.keeper.settle()
+    assert rank.load(Load("d", HASHES[:2], (4, 5))) == [True, False]
+    assert torch.equal(rank.cache[:, 4], rank.cache[:, 0])
+    counts = rank.keeper.take_counts()
+    assert (counts["stored_blocks"], counts["loaded_blocks"], counts["failed_loads"]) == (1, 1, 1)
+
+
+def test_blocks_that_could_not_be_computed_are_not_stored_and_the_thread_goes_on(
+    make: Callable[..., Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = make()
+    rank.keeper.save(SAVE, Never())
+    rank.keeper.save(Save("other", HASHES[:1], (0,)), Passed())
+    rank.keeper.settle()
+    assert (rank.keeper.stored(), rank.keeper.is_saving("r")) == ([HASHES[0]], False)
+    assert rank.keeper.take_counts()["failed_stores"] == 4
+    assert "4 blocks of r were not stored" in caplog.text
+
+
+def test_a_scheduler_clears_what_its_ranks_have_stored(make: Callable[..., Rank], tmp_path: Path) -> None:
+    rank = make()
+    rank.keeper.save(SAVE, Passed())
+    rank.keeper.settle()
+    with closing(Lookout.open(Options(root=str(tmp_path)), SPACE, [rank.part, rank.part])) as lookout:
+        assert (len(lookout.views), lookout.leading(HASHES)) == (1, 4)
+        lookout.clear()
+        assert lookout.leading(HASHES) == 0
+    assert rank.load(Load("d", HASHES[:1], (4,))) == [False]

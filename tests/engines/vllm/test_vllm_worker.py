@@ -1,0 +1,350 @@
+"""The workers' half of the vLLM connector over NIXL: two engines of one rank each in this process, without vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Event
+
+import pytest
+import torch
+
+from kvmover.engines.vllm.backing import BackedTransport, pools_of
+from kvmover.engines.vllm.orders import Abort, Orders, Receive, Refuse, Release, Send, Tables
+from kvmover.engines.vllm.params import Remote
+from kvmover.engines.vllm.sheet import Group, Seat, Sheet, Whole, sheaves
+from kvmover.engines.vllm.traffic import Traffic
+from kvmover.engines.vllm.worker import Ended, Worker
+from kvmover.errors import TransportError
+from kvmover.plan.cost import RDMA
+from kvmover.transfer import Model, Mover, MoverConfig, Place, Progress
+from kvmover.transfer.result import ALL, Gate
+from kvmover.transfer.wire import Verb
+
+pytest.importorskip("nixl_cu13")
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 4, 12, 2, 8, 16
+NAMES = tuple(f"layers.{n}" for n in range(LAYERS))
+POISON = 0x6B
+
+#: Who was asked where an engine is.
+CALLS: list[int] = []
+
+#: Cleared, nobody hears where an engine is.
+OPEN = Event()
+OPEN.set()
+
+
+class Mark:
+    """An event that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        raise AssertionError("nothing is stored here")
+
+
+@dataclass
+class Engine:
+    """A rank: `cache` [layer, block, head, token, content], `marks` that were recorded, what was `told`, once each."""
+
+    worker: Worker
+    cache: torch.Tensor
+    marks: list[Mark]
+    told: Ended = field(default_factory=Ended)
+
+    def step(self, orders: Orders | None = None) -> None:
+        orders = orders or Orders()
+        self.worker.before(orders)
+        self.worker.begin(orders)
+        for layer in NAMES:
+            self.worker.computed(layer)
+        self.worker.end(orders)
+        ended = self.worker.ended()
+        for name in ("sent", "received", "failed", "blocks"):
+            before, new = getattr(self.told, name), getattr(ended, name)
+            assert not before & new, f"{new} {name} again"
+            before |= new
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, "waited 30 s"
+            self.step()
+            time.sleep(0.001)
+
+    def take(self) -> Ended:
+        """What was received, once something was."""
+        self.until(lambda: bool(self.told.received))
+        taken, self.told = self.told, Ended()
+        return taken
+
+    def rows(self, blocks: Sequence[int]) -> torch.Tensor:
+        return self.cache[:, list(blocks)]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+    cards: dict[int, tuple[str, list[bytes]]] = {}
+
+    def call(host: str, port: int) -> tuple[str, Sequence[bytes]]:
+        CALLS.append(port)
+        assert OPEN.wait(30)
+        if port not in cards:
+            raise TransportError(f"no cards from {host}:{port}")
+        return cards[port]
+
+    def build(name: str, layer_wise: int = 0, verb: Verb = Verb.PULL, chunk_bytes: int = 1 << 16) -> Engine:
+        cache = torch.full((LAYERS, BLOCKS, HEADS, TOKENS, CONTENT), POISON, dtype=torch.uint8)
+        strides = cache.stride()[1:]
+        sheets = [
+            Sheet(layer, cache[n].data_ptr(), (BLOCKS, HEADS, TOKENS, CONTENT), strides, "uint8")
+            for n, layer in enumerate(NAMES)
+        ]
+        seat = Seat(1, 1, 0)
+        made_of = sheaves([Group(NAMES, "full_attention", TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), seat)
+        backing = cache.view(torch.uint8).flatten()
+        mover = Mover(
+            BackedTransport(name, backing),
+            Model("test", tuple(sheaf.component for sheaf in made_of)),
+            Place(name, seat.fleet(TOKENS), 0),
+            pools_of(made_of, backing),
+            MoverConfig(
+                arena_bytes=1 << 20,
+                sandbox_bytes=0,
+                chunk_layers=layer_wise,
+                verb=verb,
+                costs=replace(RDMA, chunk_bytes=chunk_bytes),
+                deadline_s=20.0,
+                resend_s=0.1,
+            ),
+        )
+        marks: list[Mark] = []
+
+        def mark() -> Mark:
+            marks.append(Mark())
+            return marks[-1]
+
+        worker = Worker(made_of, Traffic(Progress(mover), call), None, mark, NAMES, 0, layer_wise)
+        made.append(Engine(worker, cache, marks))
+        cards[len(made)] = (name, [mover.card])
+        return made[-1]
+
+    CALLS.clear()
+    yield build
+    for engine in made:
+        engine.worker.close()
+
+
+REMOTE = Remote("src", "p-1", "here", 1)
+SRC: Tables = ([3, 1, 4],)
+DST: Tables = ([7, 2, 9],)
+SEND = Send("p", "p-1", SRC, None)
+RECEIVE = Receive("d", REMOTE, 0, 20, DST)
+
+
+def filled(engine: Engine) -> Engine:
+    engine.cache.copy_(torch.randint(0, 256, engine.cache.shape, dtype=torch.uint8))
+    return engine
+
+
+def assert_landed(src: Engine, dst: Engine) -> None:
+    """20 tokens: two blocks and half of a third, and nothing beside them."""
+    wanted = torch.full_like(dst.cache, POISON)
+    wanted[:, [7, 2]] = src.rows([3, 1])
+    wanted[:, 9, :, :4] = src.cache[:, 4, :, :4]
+    assert torch.equal(dst.cache, wanted)
+
+
+@pytest.mark.parametrize("verb", list(Verb))
+def test_a_request_lands_and_both_sides_hear_of_it_once(make: Callable[..., Engine], verb: Verb) -> None:
+    src, dst = filled(make("src")), make("dst", verb=verb)
+    src.step(Orders(sends=[SEND], delayed={"p"}))
+    assert src.told == Ended()
+    dst.step(Orders(receives=[RECEIVE]))
+    assert dst.take() == Ended(received={"d"})
+    assert_landed(src, dst)
+    src.until(lambda: src.told == Ended(sent={"p"}))
+    src.step()
+    dst.step()
+    assert dst.told == Ended()
+    assert src.worker.take_counts()["sent_requests"] == 1
+    counts = dst.worker.take_counts()
+    assert (counts["received_requests"], counts["received_bytes"]) == (1, 20 * LAYERS * HEADS * CONTENT)
+    assert dst.worker.take_counts() == {}
+
+
+def test_layers_are_fetched_when_the_forward_pass_has_passed_them(make: Callable[..., Engine]) -> None:
+    src, dst = filled(make("src", layer_wise=1)), make("dst", layer_wise=1)
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)]))
+    assert len(src.marks) == LAYERS
+    dst.step(Orders(receives=[RECEIVE]))
+    src.marks[1].passed = True
+    dst.until(lambda: torch.equal(dst.cache[:2, 9, :, :4], src.cache[:2, 4, :, :4]))
+    assert (dst.cache[2:] == POISON).all()
+    src.cache[2:].random_(256)
+    src.marks[-1].passed = True
+    assert dst.take() == Ended(received={"d"})
+    assert_landed(src, dst)
+
+
+def test_chunks_of_a_prompt_are_fetched_while_the_last_is_computed(make: Callable[..., Engine]) -> None:
+    """A block is a chunk of the transfer here; the first was computed in the step before."""
+    src, dst = filled(make("src")), make("dst", chunk_bytes=LAYERS * HEADS * TOKENS * CONTENT)
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 8)]))
+    before, last = src.marks
+    dst.step(Orders(receives=[RECEIVE]))
+    before.passed = True
+    dst.until(lambda: torch.equal(dst.cache[:, 7], src.cache[:, 3]))
+    src.cache[:, [1, 4]] = torch.randint(0, 256, src.cache[:, [1, 4]].shape, dtype=torch.uint8)
+    last.passed = True
+    assert dst.take() == Ended(received={"d"})
+    assert_landed(src, dst)
+
+
+def test_a_release_serves_the_request_and_is_told_to_nobody(make: Callable[..., Engine]) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(Orders(sends=[SEND], delayed={"p"}))
+    dst.step(Orders(releases=[Release(REMOTE, 20)]))
+    src.until(lambda: src.told == Ended(sent={"p"}))
+    dst.step()
+    assert dst.told == Ended()
+    assert (dst.cache == POISON).all()
+    assert dst.worker.take_counts() == {}
+
+
+def test_an_engine_that_nobody_finds_fails_the_blocks_that_were_asked_for(make: Callable[..., Engine]) -> None:
+    dst = make("dst")
+    dst.step(Orders(receives=[Receive("d", Remote("gone", "p-1", "nowhere", 99), 8, 20, DST)]))
+    assert dst.take() == Ended(received={"d"}, blocks={2, 9})
+    assert dst.worker.take_counts()["received_failures"] == 1
+
+
+def test_requests_that_are_asked_for_at_once_meet_their_engine_once(make: Callable[..., Engine]) -> None:
+    src, dst = filled(make("src")), make("dst")
+    names = [f"r{n}" for n in range(4)]
+    src.step(Orders(sends=[Send(name, name, ([n],), None) for n, name in enumerate(names)], delayed=set(names)))
+    asked = [
+        Receive(name, Remote("src", name, "here", 1), 0, TOKENS, ([BLOCKS - 1 - n],)) for n, name in enumerate(names)
+    ]
+    dst.step(Orders(receives=asked))
+    dst.until(lambda: dst.told == Ended(received=set(names)))
+    src.until(lambda: src.told == Ended(sent=set(names)))
+    assert torch.equal(dst.cache[:, 8:].flip(1), src.cache[:, :4])
+    assert len(CALLS) == 1
+
+
+def test_a_rank_whose_mover_is_closed_fails_what_it_is_told_to_move(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    src, dst = make("src"), make("dst")
+    for engine in (src, dst):
+        engine.worker.traffic.progress.close()
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 8)], delayed={"p"}, refusals=[Refuse("q", "no")]))
+    src.step(Orders(aborts=[Abort("p", "no")], preempted={"p"}))
+    assert src.told == Ended(sent={"p"})
+    dst.step(Orders(receives=[RECEIVE]))
+    assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
+    assert "q was not refused: the mover of src rank 0 is closed" in caplog.text
+
+
+def test_another_engine_at_the_address_is_not_asked(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(make("src"))
+    dst = make("dst")
+    dst.step(Orders(receives=[Receive("d", Remote("another", "p-1", "here", 1), 0, 20, DST)]))
+    dst.take()
+    assert "here:1 is engine src now, not another" in caplog.text
+
+
+def test_a_refusal_is_heard_with_its_reason(make: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+    src, dst = make("src"), make("dst")
+    src.step(Orders(refusals=[Refuse("p-1", "the prefill was aborted")]))
+    dst.step(Orders(receives=[RECEIVE]))
+    assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
+    assert "the prefill was aborted" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["d", "p"])
+def test_an_abort_of_either_side_ends_both(make: Callable[..., Engine], name: str) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)], delayed={"p"}))
+    dst.step(Orders(receives=[RECEIVE]))
+    (src if name == "p" else dst).step(Orders(aborts=[Abort(name, "enough")]))
+    assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
+    src.until(lambda: src.told == Ended(sent={"p"}))
+    assert (dst.cache == POISON).all()
+
+
+def test_an_abort_before_the_source_was_found_is_told_to_it_when_it_is(make: Callable[..., Engine]) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)], delayed={"p"}))
+    OPEN.clear()
+    try:
+        dst.step(Orders(receives=[RECEIVE]))
+        dst.step(Orders(aborts=[Abort("d", "enough")]))
+        assert (dst.told, src.told) == (Ended(), Ended())
+    finally:
+        OPEN.set()
+    assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
+    src.until(lambda: src.told == Ended(sent={"p"}))
+    assert src.worker.take_counts()["sent_failures"] == 1
+
+
+class Recorder(Traffic):
+    """Traffic that goes nowhere: what was offered, and behind which gates."""
+
+    def __init__(self) -> None:
+        self.gates: dict[str, list[Gate]] = {}
+
+    def send(self, request: str, transfer: str, pages: object, gates: Sequence[Gate] | None) -> None:
+        self.gates[request] = list(gates or ())
+
+    def produced(self, request: str, gate: Gate) -> None:
+        self.gates[request].append(gate)
+
+
+def test_gates_count_layers_of_the_whole_model_and_tokens_of_earlier_steps() -> None:
+    traffic = Recorder()
+    names = tuple(f"layers.{n}" for n in range(8, 13))
+    worker = Worker((), traffic, None, Mark, names, first_layer=8, layer_wise=2)
+    sends = [Send("first", "a", (), 0), Send("last", "b", (), 48)]
+    orders = Orders(sends=sends)
+    worker.before(orders)
+    worker.begin(orders)
+    for layer in (*names, "draft.0"):
+        worker.computed(layer)
+    worker.end(orders)
+    assert [(gate.layers, gate.tokens) for gate in traffic.gates["first"]] == [(10, ALL), (12, ALL), (ALL, ALL)]
+    assert [(gate.layers, gate.tokens) for gate in traffic.gates["last"]] == [
+        (ALL, 48),
+        (10, ALL),
+        (12, ALL),
+        (ALL, ALL),
+    ]
+    worker.end(Orders())
+    assert len(traffic.gates["first"]) == 3
+
+
+def test_pages_of_a_preempted_prefill_are_free_when_the_step_begins(make: Callable[..., Engine]) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)]))
+    dst.step(Orders(receives=[RECEIVE]))
+    preempted = Orders(aborts=[Abort("p", "the prefill was preempted")], preempted={"p"})
+    src.worker.before(preempted)
+    assert not src.worker.traffic.is_sending("p")
+    src.cache.fill_(1)
+    src.step(preempted)
+    assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
+    assert (dst.cache == POISON).all()
+    filled(src).step(Orders(sends=[SEND], delayed={"p"}))
+    dst.step(Orders(receives=[Receive("d", REMOTE, 0, 20, DST)]))
+    assert dst.take() == Ended(received={"d"})
+    assert_landed(src, dst)
