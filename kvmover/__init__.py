@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvmover.layout import Component, CpOrder, Fleet, Layout, Pool, PoolSpec, Shard, Span, Stripe
+    from kvmover.plan import Costs, Leg, Plan, Replicas, Route
+    from kvmover.transfer import Gate, Model, Mover, MoverConfig, Place, Result, Transfer
+    from kvmover.transport import LoopbackNetwork, LoopbackTransport, NixlTransport
 
 __version__ = "0.1.0"
 
@@ -10,12 +17,38 @@ __version__ = "0.1.0"
 _HOMES = {
     "kvmover.layout": ("Component", "CpOrder", "Fleet", "Layout", "Pool", "PoolSpec", "Shard", "Span", "Stripe"),
     "kvmover.plan": ("Costs", "Leg", "Plan", "Replicas", "Route"),
-    "kvmover.transfer": ("Model", "Mover", "MoverConfig", "Place", "Result", "Transfer"),
+    "kvmover.transfer": ("Gate", "Model", "Mover", "MoverConfig", "Place", "Result", "Transfer"),
     "kvmover.transport": ("LoopbackNetwork", "LoopbackTransport", "NixlTransport"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "Component",
+    "Costs",
+    "CpOrder",
+    "Fleet",
+    "Gate",
+    "Layout",
+    "Leg",
+    "LoopbackNetwork",
+    "LoopbackTransport",
+    "Model",
+    "Mover",
+    "MoverConfig",
+    "NixlTransport",
+    "Place",
+    "Plan",
+    "Pool",
+    "PoolSpec",
+    "Replicas",
+    "Result",
+    "Route",
+    "Shard",
+    "Span",
+    "Stripe",
+    "Transfer",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

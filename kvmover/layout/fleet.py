@@ -56,6 +56,8 @@ class Fleet:
         for field in ("tp", "pp", "cp", "page_tokens"):
             if getattr(self, field) < 1:
                 raise LayoutError(f"fleet has {field} = {getattr(self, field)}; it must be at least 1")
+        if type(self.cp_order) is not CpOrder:  # "page" is equal to PAGE and is not it
+            raise LayoutError(f"fleet has cp_order = {self.cp_order!r}; it is a CpOrder")
 
     @property
     def size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 
@@ -19,7 +19,7 @@ class Namespace:
 
     model: str = ""
     adapter: str = ""
-    salt: str = ""
+    salt: str = field(default="", repr=False)
     extra: tuple[str, ...] = ()
 
     @property
@@ -37,7 +37,7 @@ def _digest(namespace: Namespace) -> bytes:
         return b""
     fields = (namespace.model, namespace.adapter, namespace.salt, *namespace.extra)
     whole = sha256(_TAG)
-    for field in fields:
-        encoded = field.encode("utf-8", "surrogatepass")
+    for text in fields:
+        encoded = text.encode("utf-8", "surrogatepass")
         whole.update(len(encoded).to_bytes(8, "little") + encoded)
     return whole.digest()

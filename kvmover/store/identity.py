@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 
@@ -30,7 +30,7 @@ class Namespace:
     model: str
     weights: str
     page_tokens: int
-    salt: str = ""
+    salt: str = field(default="", repr=False)
     order: str = PACKED_ORDER
 
     def __post_init__(self) -> None:

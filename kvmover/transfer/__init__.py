@@ -14,12 +14,19 @@ if TYPE_CHECKING:
     from kvmover.transfer.mover import Mover
     from kvmover.transfer.pace import Pace
     from kvmover.transfer.progress import Progress
-    from kvmover.transfer.result import MoverConfig, Result, Transfer
+    from kvmover.transfer.result import Cause, Ending, Gate, Integrity, MoverConfig, Result, Transfer
+    from kvmover.transfer.seal import Key, Keys
     from kvmover.transfer.shared import SharedMover
 
 _HOME = {
     "AsyncMover": "aio",
     "AsyncTransfer": "aio",
+    "Cause": "result",
+    "Ending": "result",
+    "Gate": "result",
+    "Integrity": "result",
+    "Key": "seal",
+    "Keys": "seal",
     "Model": "handshake",
     "Mover": "mover",
     "MoverConfig": "result",
@@ -34,6 +41,12 @@ _HOME = {
 __all__ = [
     "AsyncMover",
     "AsyncTransfer",
+    "Cause",
+    "Ending",
+    "Gate",
+    "Integrity",
+    "Key",
+    "Keys",
     "Model",
     "Mover",
     "MoverConfig",

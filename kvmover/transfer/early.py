@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from kvmover.transfer import wire
 from kvmover.transfer.peers import Peer
 
-#: What comes on top is refused or dropped, so that a peer cannot fill the memory.
+#: What comes on top is refused or dropped, so that a peer cannot fill the memory: wants of all peers, bytes of the page
+#: tables in them, and messages after one of them.
 MAX_WANTS = 65536
-MAX_MESSAGES = 65536
+MAX_TABLE_BYTES = 256 << 20
+MAX_MESSAGES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +30,7 @@ class EarlyWants:
 
     _early: dict[str, dict[str, Early]] = field(default_factory=dict[str, dict[str, Early]])
     _wants: int = 0
+    _table_bytes: int = 0
 
     def wait(self, peer: Peer, want: wire.Want, deadline: float) -> bool:
         """Keep a Want until its request is sent; False where too many are kept."""
@@ -35,9 +38,11 @@ class EarlyWants:
         before = waiting.get(peer.name)
         if before is not None and before.want.generation >= want.generation:
             return True
-        if before is None and self._wants >= MAX_WANTS:
+        table_bytes = self._table_bytes + _bytes(want) - (_bytes(before.want) if before is not None else 0)
+        if table_bytes > MAX_TABLE_BYTES or (before is None and self._wants >= MAX_WANTS):
             return False
         self._wants += before is None
+        self._table_bytes = table_bytes
         self._early.setdefault(want.request, waiting)[peer.name] = Early(peer, want, deadline)
         return True
 
@@ -60,6 +65,7 @@ class EarlyWants:
         """All who wait for a request, which then wait no more."""
         taken = list(self._early.pop(request, {}).values())
         self._wants -= len(taken)
+        self._table_bytes -= sum(_bytes(early.want) for early in taken)
         return taken
 
     def lost(self, peer: str) -> None:
@@ -72,10 +78,14 @@ class EarlyWants:
                 self._drop(request, peer)
 
     def _drop(self, request: str, peer: str) -> None:
-        del self._early[request][peer]
+        self._table_bytes -= _bytes(self._early[request].pop(peer).want)
         self._wants -= 1
         if not self._early[request]:
             del self._early[request]
 
     def __len__(self) -> int:
         return self._wants
+
+
+def _bytes(want: wire.Want) -> int:
+    return sum(map(len, want.pages))

@@ -42,12 +42,6 @@ class Hello(Message, frozen=True):
     card: bytes
 
 
-class Refused(Message, frozen=True):
-    """The handshake ended: why."""
-
-    reason: str
-
-
 class Ping(Message, frozen=True):
     """Are you there? Sending it fails when the peer is gone, and a live one answers with Pong."""
 
@@ -161,7 +155,7 @@ class Drained(About, frozen=True):
 
 ToSource = Want | Granted | Taken | Done
 ToDestination = Offered | Chunk | Staged | Aux | Kept | Drained
-AnyMessage = Hello | Refused | Ping | Pong | ToSource | ToDestination | Abort
+AnyMessage = Hello | Ping | Pong | ToSource | ToDestination | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

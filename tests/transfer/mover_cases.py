@@ -27,7 +27,6 @@ def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.Search
     choices = (st.sampled_from(Route), st.sampled_from(Replicas), numbers, tables, numbers, st.sampled_from(wire.Verb))
     fields: dict[type, tuple[st.SearchStrategy[Any], ...]] = {
         wire.Hello: (st.binary(max_size=100),),
-        wire.Refused: (st.text(max_size=40),),
         wire.Ping: (),
         wire.Pong: (),
         wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(numbers, max_size=2).map(tuple)),

@@ -58,7 +58,7 @@ def test_another_version_is_refused_with_both_numbers(version: int):
         (HEAD + msgspec.msgpack.encode({"type": "Done", "request": 7, "generation": 1}), "request"),
         (HEAD + msgspec.msgpack.encode({"type": "Done", "request": "r", "generation": 1.5}), "generation"),
         (wire.encode(wire.Ping()) + b"\x00", "malformed"),
-        (HEAD + b"\x82\xa4type\xa7Refused\xa6reason\xa2\xff\xfe", "malformed"),
+        (HEAD + b"\x82\xa4type\xa5Hello\xa4card\xa2\xff\xfe", "malformed"),
     ],
 )
 def test_a_malformed_message_is_a_protocol_error_that_says_why(payload: bytes, reason: str):

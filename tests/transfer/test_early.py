@@ -1,0 +1,86 @@
+"""Early wants: who asks before anything is sent is served when it is, and nobody fills the memory by asking."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvmover.plan.cost import Route
+from kvmover.plan.legs import Replicas
+from kvmover.transfer import early, wire
+from kvmover.transfer.early import EarlyWants
+
+
+def peer(name: str = "decode0.1") -> Any:
+    return SimpleNamespace(name=name)
+
+
+def want(request: str = "request", generation: int = 1, table_bytes: int = 0) -> wire.Want:
+    pages = (b"\0" * table_bytes,) if table_bytes else ()
+    return wire.Want(request, generation, 0, 64, Route.DIRECT, Replicas.STRIPE, 1 << 20, pages)
+
+
+def waiting(wants: EarlyWants, request: str = "request") -> list[tuple[str, int]]:
+    return [(each.peer.name, each.want.generation) for each in wants.take(request)]
+
+
+def test_the_newest_want_of_each_peer_is_served_once():
+    wants = EarlyWants()
+    for name, generation in [("a", 1), ("b", 5), ("a", 3), ("a", 2)]:
+        assert wants.wait(peer(name), want(generation=generation), 10.0)
+    wants.wait(peer("a"), want("other"), 10.0)
+    assert len(wants) == 3
+    assert waiting(wants) == [("a", 3), ("b", 5)]
+    assert waiting(wants) == []
+    assert waiting(wants, "other") == [("a", 1)]
+    assert len(wants) == 0
+
+
+def test_what_follows_a_want_is_kept_with_it_and_not_without_end():
+    wants, about = EarlyWants(), wire.Done("request", 1)
+    assert not wants.follow(peer(), about)
+    wants.wait(peer(), want(), 10.0)
+    assert not wants.follow(peer(), wire.Done("request", 2))
+    assert not wants.follow(peer("stranger"), about)
+    assert all(wants.follow(peer(), about) for _ in range(early.MAX_MESSAGES + 5))
+    (each,) = wants.take("request")
+    assert each.said == [about] * early.MAX_MESSAGES
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "lost", "late"])
+def test_who_does_not_wait_any_more_is_not_served(how: str):
+    wants = EarlyWants()
+    wants.wait(peer("a"), want(generation=4, table_bytes=64), 10.0)
+    wants.wait(peer("b"), want(), 20.0)
+    if how == "withdrawn":
+        wants.withdraw(peer("a"), wire.Abort("request", 3, "of the past"))
+        assert len(wants) == 2
+        wants.withdraw(peer("a"), wire.Abort("request", 4, "enough"))
+    elif how == "lost":
+        wants.lost("a")
+    else:
+        wants.expire(9.9)
+        assert len(wants) == 2
+        wants.expire(10.0)
+    assert len(wants) == 1
+    assert waiting(wants) == [("b", 1)]
+    assert wants == EarlyWants()
+
+
+def test_wants_are_bounded_by_number_and_by_the_bytes_of_their_page_tables(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(early, "MAX_WANTS", 3)
+    monkeypatch.setattr(early, "MAX_TABLE_BYTES", 1000)
+    wants = EarlyWants()
+    assert wants.wait(peer("a"), want("one", 1, 600), 10.0)
+    assert not wants.wait(peer("a"), want("two", 1, 401), 10.0)
+    assert wants.wait(peer("a"), want("one", 2, 400), 10.0), "in place of the one before"
+    assert wants.wait(peer("a"), want("two", 1, 600), 10.0)
+    assert wants.wait(peer("a"), want("three", 1), 10.0)
+    assert not wants.wait(peer("a"), want("four", 1), 10.0)
+    assert waiting(wants, "two") == [("a", 1)]
+    assert wants.wait(peer("b"), want("five", 1, 600), 10.0)
+    for request in ("one", "three", "five"):
+        assert waiting(wants, request)
+    assert wants == EarlyWants()
