@@ -56,8 +56,10 @@ class Fleet:
         for field in ("tp", "pp", "cp", "page_tokens"):
             if getattr(self, field) < 1:
                 raise LayoutError(f"fleet has {field} = {getattr(self, field)}; it must be at least 1")
-        if type(self.cp_order) is not CpOrder:  # "page" is equal to PAGE and is not it
-            raise LayoutError(f"fleet has cp_order = {self.cp_order!r}; it is a CpOrder")
+        try:  # "page" is equal to PAGE and is not it
+            object.__setattr__(self, "cp_order", CpOrder(self.cp_order))
+        except ValueError:
+            raise LayoutError(f"fleet has cp_order = {self.cp_order!r}; it is one of {', '.join(CpOrder)}") from None
 
     @property
     def size(self) -> int:

@@ -29,7 +29,7 @@ class Observers:
     """
 
     def __init__(self, settings: Settings, engine: str, rank: int) -> None:
-        self._settings = settings
+        self._settings, self._rank = settings, rank
         self._open = ExitStack()
         self._watchers: list[Callable[[Ending], None]] = []
         self._run_log: RunLog | None = None
@@ -63,7 +63,8 @@ class Observers:
             self._run_log.account(account)
 
     def serve(self, *collectors: Any) -> int | None:
-        """Serve these collectors to Prometheus; the port, or None where no port is configured.
+        """Serve these collectors to Prometheus; the port, or None where no port is configured. Rank r has the r-th port
+        behind the configured one, unless that is 0.
 
         Raises KvmoverError without prometheus-client, and where the port cannot be had.
         """
@@ -74,13 +75,14 @@ class Observers:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
             raise KvmoverError("metrics need prometheus-client: pip install 'kvmover[metrics]'") from None
+        port = metrics.port + self._rank if metrics.port else 0
         registry = CollectorRegistry()
         for collector in collectors:
             registry.register(collector)
         try:
-            server, thread = start_http_server(metrics.port, metrics.address, registry)
+            server, thread = start_http_server(port, metrics.address, registry)
         except OSError as error:
-            raise KvmoverError(f"cannot serve metrics at {metrics.address}:{metrics.port}: {error.strerror}") from error
+            raise KvmoverError(f"cannot serve metrics at {metrics.address}:{port}: {error.strerror}") from error
         self._open.callback(thread.join)
         self._open.callback(server.server_close)
         self._open.callback(server.shutdown)

@@ -288,6 +288,7 @@ def test_a_port_that_is_taken_is_refused_by_name() -> None:
     settings = load(environ={"KVMOVER_METRICS_PORT": "0"}).settings
     with Observers(settings, "decode", 0) as first:
         port = first.serve()
-        taken = load(environ={"KVMOVER_METRICS_PORT": str(port)}).settings
+        assert port is not None
+        taken = load(environ={"KVMOVER_METRICS_PORT": str(port - 1)}).settings  # rank 1 has the one behind
         with Observers(taken, "decode", 1) as second, pytest.raises(KvmoverError, match=f"127.0.0.1:{port}"):
             second.serve()

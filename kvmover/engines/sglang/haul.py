@@ -9,6 +9,7 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 from kvmover.errors import KvmoverError, PeerUnknown
+from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import Gate, Transfer
 
@@ -45,6 +46,11 @@ class Haul:
     _open: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
     _wanted: dict[int, Wanted] = field(default_factory=dict[int, Wanted])
     _lock: RLock = field(default_factory=RLock)
+
+    def snapshot(self) -> Snapshot:
+        """What the mover did and has under way, between two turns."""
+        with self._lock:
+            return self.mover.snapshot()
 
     def connect(self, card: bytes) -> None:
         """Raises PeerRefused or TransportError."""

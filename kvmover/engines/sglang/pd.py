@@ -6,12 +6,13 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvmover.config import load
 from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
@@ -21,7 +22,9 @@ from kvmover.engines.sglang.pd_pool import Rows, pool_of
 from kvmover.errors import PeerRefused, PlanError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
-from kvmover.transfer import Model, Mover, MoverConfig, Place
+from kvmover.observe.metrics import MoverCollector
+from kvmover.observe.start import Observers
+from kvmover.transfer import Model, Mover, Place
 from kvmover.transfer.result import Gate
 from kvmover.transport import NixlTransport
 
@@ -68,15 +71,19 @@ class KvmoverManager(engine_pd.CommonKVManager):
             for cache, component in zip(self._caches, components, strict=True)
         ]
         self._name, self._patience_s = engine_pd.name_of_this_engine(), engine_pd.waiting_timeout_s()
+        settings = load().settings
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{rank}")
         mover = Mover(
             transport,
             Model("sglang", components),
             Place(self._name, self._fleet, rank),
             pools,
-            MoverConfig(deadline_s=self._patience_s),
+            replace(settings.mover_config(), deadline_s=self._patience_s),
         )
         self._haul = Haul(mover, self._ended)
+        self._observers = Observers(settings, self._name, rank)
+        self._observers.watch(mover)
+        self._observers.serve(MoverCollector([self._haul]))
         self._outgoing: dict[int, Outgoing] = defaultdict(Outgoing)
         self._asked: dict[int, dict[str, pd_wire.Asked]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
@@ -96,6 +103,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._closing.set()
         self._thread.join()
         self._haul.close()
+        self._observers.close()
 
     # Both sides
 

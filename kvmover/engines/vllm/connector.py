@@ -22,6 +22,8 @@ from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
 from kvmover.engines.vllm.traffic import Traffic
 from kvmover.engines.vllm.worker import Ended, Worker
 from kvmover.layout import Fleet, Span
+from kvmover.observe.metrics import MoverCollector
+from kvmover.observe.start import Observers
 from kvmover.store import Namespace, Part
 from kvmover.transfer import Model, Mover, Place, Progress
 
@@ -95,7 +97,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     # The worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        options, seat = self._options, self._seat
+        options, seat, settings = self._options, self._seat, load().settings
         backing = engine.backing_of(kv_caches)
         made = sheaves(self._groups, engine.sheets_of(kv_caches), self._blocks, engine.whole_of(self._config), seat)
         fleet = seat.fleet(made[0].spec.page_tokens)
@@ -104,14 +106,18 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             Model(f"{self._space.model} {self._space.weights}".strip(), tuple(sheaf.component for sheaf in made)),
             Place(self._kv_transfer_config.engine_id, fleet, seat.rank),
             pools_of(made, backing),
-            mover_of(options, load().settings.mover),
+            mover_of(options, settings.mover_config()),
         )
+        self._observers = Observers(settings, self._kv_transfer_config.engine_id, seat.rank)
+        self._observers.watch(mover)
+        progress = Progress(mover, settings.progress)
+        self._observers.serve(MoverCollector([progress]))
         parts, keeper = self._keeper(made, fleet, backing)
         self._introduction = Introduction(mover.card, parts)
         first = Span.share(made[0].component.layers, seat.pp, seat.stage).start
         self._worker = Worker(
             made,
-            Traffic(Progress(mover), cards.call),
+            Traffic(progress, cards.call),
             keeper,
             _marks(backing.device),
             made[0].layers if len(made) == 1 else None,
@@ -259,6 +265,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         if self._worker:
             self._worker.close()
             self._worker = None
+            self._observers.close()
         if self._role is engine.SCHEDULER:
             for held in (self._desk, self._lookout):
                 if held is not None:
