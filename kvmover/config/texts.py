@@ -57,7 +57,7 @@ TEXTS: Mapping[str, str] = {
     "logging.level": "The least that is logged; `none` leaves it to the engine.",
     "logging.format": "Lines of text, or a JSON object a line with the request's id.",
     "logging.file": "Where lines are appended; `none`: standard error.",
-    "metrics.port": "Where Prometheus scrapes rank 0, rank r at the r-th port behind; `none`: nowhere; 0: any port that is free.",
+    "metrics.port": "Where Prometheus scrapes rank 0, others at the ports behind; `none`: nowhere; 0: any free port.",
     "metrics.address": "The address that is listened on; empty: all of them.",
     "record.run_log": "A file of JSON lines for `kvmover report`; `none`: not written.",
     "record.spans": "Whether each transfer is an OpenTelemetry span.",

@@ -67,6 +67,27 @@ def test_a_prompt_computed_by_one_engine_is_decoded_by_another(
     b.drain()
 
 
+def test_settings_of_kvmover_reach_the_connector(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A shared key seals what both say, and refuses who has none; the run log has both ends of the request."""
+    (tmp_path / "key").write_text("0123456789abcdef")
+    monkeypatch.setenv("KVMOVER_RECORD_RUN_LOG", str(tmp_path / "run.jsonl"))
+    stranger = engines()
+    monkeypatch.setenv("KVMOVER_SECURITY_SHARED_KEY_FILE", str(tmp_path / "key"))
+    a, b = engines(), engines()
+    hand_over(a, b)
+    a.drain()
+    b.drain()
+    lines = (tmp_path / "run.jsonl").read_text()
+    assert all(f'"{verb}"' in lines for verb in ("send", "receive"))
+    a.ask("p-2", PROMPT, params={"do_remote_decode": True})
+    a.finish("p-2")
+    stranger.ask("d-2", PROMPT, 5, a.answers["p-2"])
+    stranger.finish("d-2")
+    assert stranger.stats["received_failures"] == 1
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
 def test_layers_are_offered_while_a_prompt_is_computed(engines: Callable[..., Engine], layout: str) -> None:
     """Both halves start at once: the decode engine has layer 0 before the prefill has begun with the last one."""
