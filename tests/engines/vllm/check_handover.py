@@ -79,13 +79,15 @@ def test_settings_of_kvmover_reach_the_connector(
     hand_over(a, b)
     a.drain()
     b.drain()
-    lines = (tmp_path / "run.jsonl").read_text()
-    assert all(f'"{verb}"' in lines for verb in ("send", "receive"))
     a.ask("p-2", PROMPT, params={"do_remote_decode": True})
     a.finish("p-2")
     stranger.ask("d-2", PROMPT, 5, a.answers["p-2"])
     stranger.finish("d-2")
     assert stranger.stats["received_failures"] == 1
+    for engine in (a, b):
+        engine.close()
+    lines = (tmp_path / "run.jsonl").read_text()
+    assert all(f'"{verb}"' in lines for verb in ("send", "receive"))
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
