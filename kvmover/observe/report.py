@@ -54,7 +54,8 @@ def page(lines: Lines) -> str:
     began = datetime.fromtimestamp(bins.first_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     title = f"kvmover run of {began}"
     ranks = {(run.engine, run.rank) for run in lines.runs}
-    about = f"{_seconds(bins.last_s - bins.first_s)}, {len(ranks)} ranks logged, kvmover {__version__}"
+    logged = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} logged"
+    about = f"{_seconds(bins.last_s - bins.first_s)}, {logged}, kvmover {__version__}"
     if lines.cut:
         about += f"; {lines.cut} unfinished lines left out"
     body = [*_tiles(lines), *_hits(lines, bins), *_losses(lines), *_bandwidth(lines, bins)]
