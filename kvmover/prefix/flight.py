@@ -49,10 +49,8 @@ class Part:
     src: bytes
     dst: bytes
 
-    def cut(self, node: Node, per_page: bool) -> bytes:
-        """The destination's ids for `node`, which lies within."""
-        if not per_page:
-            return self.dst
+    def cut(self, node: Node) -> bytes:
+        """The destination's ids, one a page, for `node`, which lies within."""
         return self.dst[(node.start - self.first) * ID_BYTES : (node.end - self.first) * ID_BYTES]
 
 
@@ -244,7 +242,7 @@ class Flights:
     def _pieces(self, part: Part, path: Sequence[Node]) -> Iterator[tuple[Node, bytes]]:
         for node in path:
             if part.first < node.end <= part.stop:
-                yield node, part.cut(node, self._per_page(part.index))
+                yield node, part.cut(node) if self._per_page(part.index) else part.dst
 
     def _may(self, node: Node, tier: Tier, index: int) -> bool:
         """Attention KV stands under its parent's, and other components on their own node's."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
 from kvmover.transfer import sending, wire
@@ -12,7 +10,7 @@ from kvmover.transfer.lane import Cut, Lane, plans_between, related
 from kvmover.transfer.offers import Attempt, Request
 from kvmover.transfer.peers import Peer
 from kvmover.transfer.posts import Job
-from kvmover.transfer.receiving import Patience
+from kvmover.transfer.tables import decoded, encoded
 from kvmover.transfer.wire import Verb
 
 
@@ -31,18 +29,19 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> At
     direct = want.route is Route.DIRECT
     target = None
     if direct and want.verb is Verb.PUSH:
-        target = tuple(np.frombuffer(table, "<i4").astype(np.int64) for table in want.pages)
+        target = decoded(want.pages)
     chunks, now = len(lane.chunks), core.clock()
     pages = _tables(request, want, chunks) if direct and want.verb is Verb.PULL else ()
-    patience = Patience(config.deadline_s, config.drain_s, config.resend_s)
     deadline = now + config.deadline_s
-    state = sending.Sending(want.request, want.generation, chunks, patience, deadline, direct, want.verb, pages, now)
+    state = sending.Sending(
+        want.request, want.generation, chunks, core.patience, deadline, direct, want.verb, pages, now
+    )
     return Attempt(state, Job(want, peer, lane, request.pages, target), tuple(range(chunks)))
 
 
 def _tables(request: Request, want: wire.Want, chunks: int) -> tuple[bytes, ...]:
     """Our page tables for who reads from our pages. Raises ProtocolError where no message holds them."""
-    pages = tuple(table.astype("<i4").tobytes() for table in request.pages)
+    pages = encoded(request.pages)
     every = tuple((chunk, chunk + 1) for chunk in range(chunks))
     wire.encode(wire.Offered(want.request, want.generation, every, pages))
     return pages

@@ -15,6 +15,7 @@ from kvmover.transfer.lane import Cut, Lane, plans_between, related
 from kvmover.transfer.peers import Peer
 from kvmover.transfer.posts import Pages
 from kvmover.transfer.result import Integrity, Transfer
+from kvmover.transfer.tables import encoded
 from kvmover.transfer.wanted import Attempt
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,8 @@ def attempt_of(core: Core, asked: Asked, generation: int) -> Attempt:
         largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
         if not direct and not core.incoming.arena.fits(largest):
             raise PlanError(f"a chunk of {largest} bytes does not fit the arena of {core.incoming.arena.nbytes}")
-    patience = receiving.Patience(config.deadline_s, config.drain_s, config.resend_s)
     request = asked.transfer.request
-    state = receiving.Receiving(request, generation, sources, patience, now + config.deadline_s, now)
+    state = receiving.Receiving(request, generation, sources, core.patience, now + config.deadline_s, now)
     seats = {peer.name: peer.card.place.seat for peer in peers}
     attempt = Attempt(state, asked.transfer, asked.pages, lanes, seats, sum(runs.values()))
     for name in lanes:  # a table that no message holds is refused before anything is asked
@@ -91,7 +91,7 @@ def _want(core: Core, state: receiving.Receiving, source: receiving.Source, aske
         Route.DIRECT if source.direct else Route.PACKED,
         config.replicas,
         config.costs.chunk_bytes,
-        tuple(table.astype("<i4").tobytes() for table in asked.pages) if told else (),
+        encoded(asked.pages) if told else (),
         config.chunk_layers,
         source.verb,
         config.integrity is Integrity.DIGEST,

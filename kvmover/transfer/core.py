@@ -18,6 +18,7 @@ from kvmover.transfer.lane import End
 from kvmover.transfer.links import Links
 from kvmover.transfer.meter import Count, Meter
 from kvmover.transfer.peers import Peers
+from kvmover.transfer.receiving import Patience
 from kvmover.transfer.result import Ending, MoverConfig, Result
 from kvmover.transfer.seal import NoSeal, Seal
 from kvmover.transfer.wire import AnyMessage, encode
@@ -65,6 +66,15 @@ class Core:
     @property
     def components(self) -> tuple[Component, ...]:
         return tuple(pool.component for pool in self.end.pools)
+
+    @property
+    def patience(self) -> Patience:
+        """What an attempt that begins now waits for, on either side."""
+        return Patience(self.config.deadline_s, self.config.drain_s, self.config.resend_s)
+
+    def remembered_until(self) -> float:
+        """How long an attempt that ends now is remembered: a peer that missed its end has given it up by then."""
+        return self.clock() + self.config.deadline_s + self.config.drain_s
 
     def say(self, peer: str, message: AnyMessage) -> None:
         """Send a control message. A peer that cannot be reached is reported lost: every wait on it then ends."""

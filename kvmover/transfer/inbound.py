@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvmover import ranges
 from kvmover.errors import PlanError
 from kvmover.transfer import receiver, receiving, wire
@@ -22,6 +20,7 @@ from kvmover.transfer.peers import Peer
 from kvmover.transfer.reads import Reader, Reading
 from kvmover.transfer.remembered import Remembered
 from kvmover.transfer.result import Cause, Transfer
+from kvmover.transfer.tables import decoded
 from kvmover.transfer.wanted import CAUSES, Attempt, Id, close
 
 #: Attempts that are remembered as over, so that a source that missed how they ended can be told.
@@ -100,7 +99,7 @@ class Inbound:
         if peer not in attempt.lanes:
             return False
         try:
-            tables = tuple(np.frombuffer(table, "<i4").astype(np.int64) for table in pages)
+            tables = decoded(pages)
             attempt.lanes[peer].check_pages(attempt.lanes[peer].src, tables)
         except ValueError as error:
             self._step(attempt, receiving.PeerAborted(peer, f"page tables of {peer}: {error}"))
@@ -285,7 +284,7 @@ class Inbound:
         for peer in held:
             self._ward(attempt, peer).transfer = attempt.transfer
         del self._attempts[attempt.id]
-        until = now + config.deadline_s + config.drain_s
+        until = self.core.remembered_until()
         self._ended.keep(attempt.id, reason, until)
         for peer, source in attempt.state.sources.items():
             if reason is None and source.idle and peer not in attempt.state.gone:

@@ -76,7 +76,7 @@ class Outbound:
 
     def refuse(self, name: str, reason: str) -> None:
         """A request that this rank will not send: who asks is told at once, and who has asked."""
-        self._closed.refuse(name, reason, self._until())
+        self._closed.refuse(name, reason, self.core.remembered_until())
         for early in self._early.take(name):
             self.core.say(early.peer.name, wire.Abort(name, early.want.generation, reason))
 
@@ -122,12 +122,8 @@ class Outbound:
         elif isinstance(message, wire.Done):
             self.core.say(peer.name, wire.Kept(*id_))
 
-    def _until(self) -> float:
-        config = self.core.config
-        return self.core.clock() + config.deadline_s + config.drain_s
-
     def _close(self, request: str, peer: str, generation: int, reason: str | None) -> None:
-        self._closed.close((request, peer), generation, reason, self._until())
+        self._closed.close((request, peer), generation, reason, self.core.remembered_until())
 
     def _want(self, peer: Peer, want: wire.Want) -> None:
         if self._over(peer, want):
@@ -285,7 +281,7 @@ class Outbound:
     def _end(self, request: Request) -> None:
         close(request, self.core)
         if request.reason is not None:
-            self._closed.refuse(request.transfer.request, request.reason, self._until())
+            self._closed.refuse(request.transfer.request, request.reason, self.core.remembered_until())
 
     def _forget(self, request: Request) -> bool:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
