@@ -3,6 +3,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Workers of `make test`; 0 runs the tests in one process.
 JOBS ?= 0
+# Engines of `make engines` and `make live`.
+ENGINE ?= sglang vllm
 # Where `make gpu-check` leaves its results.
 OUT ?= out
 
@@ -17,7 +19,7 @@ NEWEST_TRITON := 3.9.0
 OLD_TRITON := .triton/$(OLDEST_TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulate engines lint types wheel perf gpu-check pictures clean
+.PHONY: help setup demo test simulate engines environments live lint types wheel perf gpu-check pictures clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,10 +35,14 @@ test: setup ## run all tests that this machine can run
 simulate: setup ## run 20,000 seeded schedules of the protocol
 	@KVMOVER_SCHEDULES=20000 $(BIN)/python -m pytest -q -n 2 tests/sim -k invariant
 
-engines: setup ## build the engines' own environments (GiB), and run our adapters in them
-	@bash tests/engines/setup_sglang.sh
-	@bash tests/engines/setup_vllm.sh
+engines: setup environments ## build the engines' own environments (GiB), and run our adapters in them
 	@$(BIN)/python -m pytest -q tests/engines
+
+live: setup environments ## serve with the engines through kvmover, and compare every token (15 minutes); ENGINE=vllm runs one
+	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q tests/live
+
+environments:
+	@for engine in $(ENGINE); do bash tests/engines/setup.sh $$engine || exit 1; done
 
 lint: $(READY) ## check style and spelling
 	@$(BIN)/ruff check .

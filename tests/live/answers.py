@@ -1,0 +1,119 @@
+"""Answers to prompts: asked for over HTTP, many at once, and judged against those of a plain server."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+#: Log probabilities of float32 models differ by this much where requests are batched otherwise.
+GAP = 1e-3
+
+Prompt = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client got. `status`: of HTTP, or 0 where there was no answer; `error`: what it was told then.
+
+    `params`: the other half's `kv_transfer_params`. `cached_tokens`: of the prompt, not computed by this server.
+    """
+
+    status: int
+    seconds: float
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    error: str = ""
+    params: Mapping[str, Any] | None = None
+    cached_tokens: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An HTTP answer: `status` 0 and no `body` where it did not come within the time, or the connection broke."""
+
+    status: int
+    seconds: float
+    body: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    error: str = ""
+
+
+def post(url: str, payload: Mapping[str, Any], timeout_s: float = 120.0) -> Reply:
+    """A connection of its own a request, closed by this client when `timeout_s` have passed without an answer."""
+    parts = urlsplit(url)
+    began = time.monotonic()
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        connection.request("POST", parts.path, json.dumps(payload), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read().decode(errors="replace")
+    except (OSError, HTTPException) as error:
+        return Reply(0, time.monotonic() - began, error=f"{type(error).__name__} {error}".strip())
+    finally:
+        connection.close()
+    took = time.monotonic() - began
+    if answer.status != 200:
+        return Reply(answer.status, took, error=text[:300])
+    return Reply(200, took, json.loads(text))
+
+
+def many(call: Callable[[Prompt], Answer], prompts: Sequence[Prompt], at_once: int = 8) -> list[Answer]:
+    """An answer a prompt, in order, at most `at_once` under way."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(call, prompts))
+
+
+def prompts_of(
+    count: int, seed: int, *, least_tokens: int = 5, most_tokens: int = 600, shared_tokens: int = 0
+) -> list[list[int]]:
+    """Random bytes, behind a head that all have in common."""
+    chance = random.Random(seed)
+    head = [chance.randrange(256) for _ in range(shared_tokens)]
+    return [
+        head + [chance.randrange(256) for _ in range(chance.randint(least_tokens, most_tokens))] for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Answers beside a plain server's. `gap`: the largest difference of a token's log probability."""
+
+    same: int
+    wrong: tuple[str, ...]
+    failed: tuple[str, ...]
+    gap: float
+
+    @property
+    def requests(self) -> int:
+        return self.same + len(self.wrong) + len(self.failed)
+
+
+def judge(wanted: Sequence[Answer], got: Sequence[Answer], gap: float = GAP) -> Verdict:
+    """An answer is the same if every greedy token is, and no log probability is further off than `gap`."""
+    same, worst = 0, 0.0
+    wrong: list[str] = []
+    failed: list[str] = []
+    for number, (want, have) in enumerate(zip(wanted, got, strict=True)):
+        assert want.ok, f"the plain server failed: {want.error}"
+        if not have.ok:
+            failed.append(f"{number}: HTTP {have.status} after {have.seconds:.1f} s: {have.error}")
+        elif have.tokens != want.tokens:
+            wrong.append(f"{number}: {have.tokens} instead of {want.tokens}")
+        else:
+            off = max((abs(a - b) for a, b in zip(want.logprobs, have.logprobs, strict=True)), default=0.0)
+            worst = max(worst, off)
+            if off > gap:
+                wrong.append(f"{number}: a log probability is off by {off:.2g}")
+            else:
+                same += 1
+    return Verdict(same, tuple(wrong), tuple(failed), worst)

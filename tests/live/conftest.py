@@ -1,0 +1,97 @@
+"""Live servers are for `make live`, which names the engines in KVMOVER_LIVE; without it these tests are skipped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tests.live.server import ENVIRONMENTS, Command, Server
+from tests.live.table import Results
+
+HERE = Path(__file__).parent
+_RESULTS = pytest.StashKey[Results]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = os.environ.get("KVMOVER_LIVE", "").split()
+    for item in items:
+        engine = item.path.parent.name
+        if item.path.is_relative_to(HERE) and engine in ("sglang", "vllm"):
+            item.add_marker(pytest.mark.timeout(600))
+            if engine not in wanted:
+                item.add_marker(pytest.mark.skip(reason=f"`make live ENGINE={engine}` runs servers of {engine}"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_RESULTS] = Results()
+
+
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    results = config.stash[_RESULTS]
+    if results.rows:
+        results.print()
+    # A run of a few scenarios is no record of all.
+    if results.rows and not config.option.keyword and config.args == ["tests/live"]:
+        results.keep()
+
+
+@dataclass(slots=True)
+class Servers:
+    """All servers that a file of tests started; they end with it."""
+
+    running: list[Server] = field(default_factory=list[Server])
+
+    def start(self, *commands: Command) -> list[Server]:
+        """Start them side by side, and wait for all."""
+        begun = [Server.start(command) for command in commands]
+        self.running += begun
+        for server in begun:
+            server.ready()
+        return begun
+
+    def stop(self, servers: Sequence[Server] | None = None) -> None:
+        for server in list(self.running if servers is None else servers):
+            server.resume()
+            server.stop()
+            self.running.remove(server)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    started = Servers()
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+@pytest.fixture(scope="session")
+def results(pytestconfig: pytest.Config) -> Results:
+    return pytestconfig.stash[_RESULTS]
+
+
+@pytest.fixture(scope="session")
+def model() -> ModelMaker:
+    return ModelMaker()
+
+
+@dataclass(slots=True)
+class ModelMaker:
+    """The folder of a model of `models.py`, made on first use and again when that file changes."""
+
+    def __call__(self, name: str, engine: str) -> Path:
+        maker = HERE / "models.py"
+        folder = ENVIRONMENTS / "models" / name
+        stamp, mark = folder / ".made", sha256(maker.read_bytes()).hexdigest()
+        if not stamp.exists() or stamp.read_text() != mark:
+            python = ENVIRONMENTS / engine / "bin" / "python"
+            environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+            subprocess.run([python, maker, name, folder], check=True, capture_output=True, env=environment)
+            stamp.write_text(mark)
+        return folder

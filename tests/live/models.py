@@ -1,0 +1,116 @@
+"""Makes a tiny model with random weights and a tokenizer of bytes, in an engine's environment: `models.py NAME FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+#: Tokens: 256 bytes, three special ones, and names for the rest.
+VOCABULARY = 512
+
+#: Four layers of 8 heads of 32 over 4 KV heads, unless a model says otherwise.
+_ALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+
+_LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 99,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 1,
+    "n_shared_experts": 1,
+}
+
+#: As DeepSeek's own models have it; SGLang's CPU engine turns latents in no other way.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 2048,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+
+_WINDOWS = {
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 32,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+
+#: By name: the family as transformers calls it, what is its own, and the dtype of its weights.
+MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
+    "qwen3": ("qwen3", {"head_dim": 32}, torch.float32),
+    "qwen3-other": ("qwen3", {"head_dim": 32, "num_hidden_layers": 6}, torch.float32),
+    "qwen3-bf16": ("qwen3", {"head_dim": 32}, torch.bfloat16),
+    "llama": ("llama", {"head_dim": 32}, torch.float32),
+    "llama-other": ("llama", {"head_dim": 32, "num_hidden_layers": 6}, torch.float32),
+    "llama-bf16": ("llama", {"head_dim": 32}, torch.bfloat16),
+    "latent": ("deepseek_v2", _LATENT, torch.float32),
+    "latent-yarn": ("deepseek_v2", {**_LATENT, "rope_parameters": _YARN}, torch.float32),
+    "windows": ("gemma3_text", _WINDOWS, torch.float32),
+}
+
+
+def make(name: str, folder: Path) -> None:
+    """Write a model folder as the engines load it. The same name gives the same weights."""
+    family, own, dtype = MODELS[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    _tokenizer().save_pretrained(folder)
+    config = AutoConfig.for_model(family, **{**_ALL, **own, "dtype": dtype})
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # Gemma multiplies its embeddings by 16 and has them as its head, too: with wide ones the last token is the next.
+    embedding = 1 / 64 if family.startswith("gemma") else 1.0
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() > 1:  # so wide that greedy tokens differ from prompt to prompt
+                parameter.normal_(0, embedding if "embed" in parameter_name else 0.09)
+    model.save_pretrained(folder, safe_serialization=True)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    words = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words |= {"<s>": 256, "</s>": 257, "<pad>": 258}
+    words |= {f"<x{number}>": number for number in range(259, VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+    )
+
+
+if __name__ == "__main__":
+    make(sys.argv[1], Path(sys.argv[2]))

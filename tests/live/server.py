@@ -1,0 +1,181 @@
+"""A server of an engine as a process: started, awaited, stopped, killed, paused, and what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENTS = ROOT / ".engines"
+LOGS = ENVIRONMENTS / "logs"
+
+#: A server on two busy cores, of four processes that all import an engine.
+_START_S = 300.0
+_STOP_S = 30.0
+
+#: Both engines on a machine without a GPU and without a network; threads would be more than there are cores.
+_QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+class ServerDied(Exception):
+    """A server that ended, or was not ready in time, with the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How a server is started. `name` is its log's; `bootstrap_port`: where SGLang's decode ranks find a prefill."""
+
+    name: str
+    engine: str
+    arguments: Sequence[str]
+    port: int
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    bootstrap_port: int = 0
+
+
+@dataclass(slots=True)
+class Server:
+    """One that runs. It has a process group of its own, so that its workers end with it."""
+
+    command: Command
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, command: Command) -> Server:
+        """Returns at once; `ready` waits."""
+        home = ENVIRONMENTS / command.engine
+        LOGS.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **_QUIET, **command.environment}
+        environment["PATH"] = f"{home / 'bin'}{os.pathsep}{environment['PATH']}"
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # without byte code a start takes minutes
+        with cls._log_of(command).open("wb") as log:
+            process = subprocess.Popen(
+                [str(home / "bin" / "python"), *command.arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=home,
+                start_new_session=True,
+            )
+        return cls(command, process)
+
+    @staticmethod
+    def _log_of(command: Command) -> Path:
+        return LOGS / f"{command.name}.log"
+
+    @property
+    def name(self) -> str:
+        return self.command.name
+
+    @property
+    def engine(self) -> str:
+        return self.command.engine
+
+    @property
+    def port(self) -> int:
+        return self.command.port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ready(self) -> Server:
+        """Wait until it answers. Raises ServerDied."""
+        stop = time.monotonic() + _START_S
+        while time.monotonic() < stop:
+            if self.process.poll() is not None:
+                raise ServerDied(f"{self.name} ended with {self.process.returncode}:\n{self.log()[-6000:]}")
+            try:
+                if self.get("/health")[0] == 200:
+                    return self
+            except OSError:
+                pass
+            time.sleep(0.2)
+        raise ServerDied(f"{self.name} was not ready after {_START_S:.0f} s:\n{self.log()[-6000:]}")
+
+    def get(self, path: str, port: int | None = None) -> tuple[int, str]:
+        """From the server's own port or another of its. Raises OSError where nobody answers."""
+        connection = HTTPConnection("127.0.0.1", port or self.port, timeout=10)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except HTTPException as error:
+            raise OSError(str(error)) from error
+        finally:
+            connection.close()
+
+    def log(self) -> str:
+        return self._log_of(self.command).read_text(errors="replace")
+
+    def metrics(self, *names: str, port: int | None = None) -> dict[str, float]:
+        """Prometheus samples whose names begin like this, summed over their labels. `port`: kvmover's, not the server's."""
+        sums: dict[str, float] = {}
+        for line in self.get("/metrics", port)[1].splitlines():
+            series, _, value = line.rpartition(" ")
+            name = series.partition("{")[0]
+            if name.startswith(names) and not name.endswith("_created"):
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the server and all processes that it started, so far."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        total = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if int(fields[3]) == self.process.pid:  # its session is the server's
+                total += int(fields[11]) + int(fields[12])
+        return total / ticks
+
+    def stop(self) -> None:
+        """As an operator stops it: a signal, and time to end."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT if self.engine == "vllm" else signal.SIGTERM)
+            try:
+                self.process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+
+    def kill(self) -> None:
+        """`kill -9` of all its processes."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

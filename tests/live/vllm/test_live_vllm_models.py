@@ -1,0 +1,65 @@
+"""vLLM servers of other models: bfloat16, a latent cache (MLA), layers with sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.live.answers import GAP, Answer, many, prompts_of
+from tests.live.conftest import ModelMaker, Servers
+from tests.live.server import Server
+from tests.live.table import Results
+from tests.live.vllm_client import ask, split, usage, warm
+from tests.live.vllm_servers import kvmover, vllm
+
+
+def test_bfloat16(servers: Servers, model: ModelMaker, results: Results) -> None:
+    """One request at a time. A decode computes the last token of a prompt by itself, which rounds otherwise than with
+    all of them: log probabilities differ by up to 8 bits of mantissa, the tokens do not."""
+    weights, kind = model("qwen3-bf16", "vllm"), "bfloat16"
+    trio = servers.start(
+        vllm("vllm-bf16-plain", weights, dtype=kind),
+        vllm("vllm-bf16-16", weights, kv=kvmover(), dtype=kind),
+        vllm("vllm-bf16-32", weights, kv=kvmover(), block_tokens=32, dtype=kind),
+    )
+    _same(trio, servers, results, "bf16, blocks of 16 to 32", at_once=1, gap=0.1)
+
+
+def test_a_latent_cache(servers: Servers, model: ModelMaker, results: Results) -> None:
+    weights = model("latent", "vllm")
+    trio = servers.start(
+        vllm("vllm-latent-plain", weights),
+        vllm("vllm-latent-tp2", weights, kv=kvmover(), tp=2),
+        vllm("vllm-latent-tp1", weights, kv=kvmover(verb="push", route="packed")),
+    )
+    _same(trio, servers, results, "MLA, TP2 to TP1", at_once=8)
+
+
+def test_sliding_windows(servers: Servers, model: ModelMaker, results: Results) -> None:
+    """Windows of 64 tokens in three of four layers: a prefill has given their earlier blocks back when it is asked."""
+    weights = model("windows", "vllm")
+    trio = servers.start(
+        vllm("vllm-windows-plain", weights),
+        vllm("vllm-windows-16", weights, kv=kvmover()),
+        vllm("vllm-windows-32", weights, kv=kvmover(), block_tokens=32),
+    )
+    _same(trio, servers, results, "sliding windows, blocks of 16 to 32", at_once=8)
+
+
+def _same(
+    trio: Sequence[Server], servers: Servers, results: Results, scenario: str, at_once: int, gap: float = GAP
+) -> None:
+    plain, first, second = trio
+    warm(*trio)
+    prompts = prompts_of(20, seed=20)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts, at_once)
+
+    def through(prompt: Sequence[int]) -> Answer:
+        return split(first, second, prompt)
+
+    got = many(through, prompts, at_once)
+    moved = second.metrics("vllm:kvmover_received_bytes", "vllm:kvmover_received_failures")
+    assert not results.add("vllm", scenario, wanted, got, gap=gap).failed
+    assert moved["vllm:kvmover_received_bytes_total"] > 0
+    assert moved["vllm:kvmover_received_failures_total"] == 0
+    assert usage(first) == usage(second) == 0
+    servers.stop(trio)

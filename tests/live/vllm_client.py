@@ -1,0 +1,83 @@
+"""Requests to vLLM: to one server, and through a prefill and a decode server as vLLM's own proxies send them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from tests.live.answers import Answer, Reply, post
+from tests.live.server import Server
+
+#: What a proxy says to a prefill: compute it for another engine.
+FOR_ANOTHER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def ask(
+    server: Server,
+    prompt: Sequence[int],
+    tokens: int = 16,
+    params: Mapping[str, Any] | None = None,
+    timeout_s: float = 120.0,
+) -> Answer:
+    """Greedy tokens and their log probabilities. `params`: `kv_transfer_params`, as the other half answered."""
+    payload: dict[str, Any] = {
+        "model": "m",
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    if params is not None:
+        payload["kv_transfer_params"] = params
+    return _answer(post(f"{server.url}/v1/completions", payload, timeout_s))
+
+
+def prefill(server: Server, prompt: Sequence[int], timeout_s: float = 120.0) -> Answer:
+    """Have a prompt computed for another engine: `params` of the answer are for that."""
+    return ask(server, prompt, 1, FOR_ANOTHER, timeout_s)
+
+
+def split(first: Server, second: Server, prompt: Sequence[int], tokens: int = 16, timeout_s: float = 120.0) -> Answer:
+    """Prefill at the first, then all tokens from the second; the answer of the one that failed."""
+    half = prefill(first, prompt, timeout_s)
+    if not half.ok:
+        return replace(half, error=f"prefill: {half.error}")
+    answer = ask(second, prompt, tokens, half.params, timeout_s)
+    return replace(answer, seconds=half.seconds + answer.seconds, params=half.params)
+
+
+def warm(*servers: Server) -> None:
+    """One answer of each: the first step of a server compiles and imports for seconds."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        for answer in pool.map(lambda server: ask(server, range(40)), servers):
+            assert answer.ok, answer.error
+
+
+def usage(server: Server) -> float:
+    """The share of a server's cache that somebody holds, waited for to become none: at most 10 s."""
+    stop = time.monotonic() + 10
+    while True:
+        held = server.metrics("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting")
+        if not any(held.values()) or time.monotonic() > stop:
+            return held["vllm:kv_cache_usage_perc"]
+        time.sleep(0.2)
+
+
+def _answer(reply: Reply) -> Answer:
+    if reply.status != 200:
+        return Answer(reply.status, reply.seconds, error=reply.error)
+    choice = reply.body["choices"][0]
+    details = reply.body["usage"].get("prompt_tokens_details") or {}
+    return Answer(
+        200,
+        reply.seconds,
+        tuple(choice["token_ids"]),
+        tuple(choice["logprobs"]["token_logprobs"]),
+        params=reply.body.get("kv_transfer_params"),
+        cached_tokens=details.get("cached_tokens") or 0,
+    )

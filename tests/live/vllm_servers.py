@@ -1,0 +1,72 @@
+"""vLLM servers: the command lines of a plain one and of those that move KV through kvmover or vLLM's own connector."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.live.server import ENVIRONMENTS, Command, Server, free_port
+
+#: A context that every prompt of the tests fits in, and room for some hundred blocks.
+_MODEL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "300000000")
+
+_ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": str(ENVIRONMENTS / "vllm" / "cache"),
+}
+
+#: vLLM's second model runner, the default on a GPU: its kernels are Triton's, and run in the interpreter.
+V2_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+
+#: Asynchronous scheduling, the default on a GPU as well.
+ASYNC_SCHEDULING = {"WITHOUT_GPU_ASYNC_SCHEDULING": "1"}
+
+
+def kvmover(role: str = "kv_both", policy: str = "recompute", **options: Any) -> dict[str, Any]:
+    """`--kv-transfer-config` for kvmover's connector. A transfer that nobody ends is given up after 20 s."""
+    return {
+        "kv_connector": "KvmoverConnector",
+        "kv_connector_module_path": "kvmover.engines.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"deadline_s": 20, **options},
+    }
+
+
+def vllm(
+    name: str,
+    model: Path,
+    *more: str,
+    kv: Mapping[str, Any] | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    block_tokens: int = 16,
+    dtype: str = "float32",
+    environment: Mapping[str, str] | None = None,
+) -> Command:
+    """A server of `model`. `kv`: its `--kv-transfer-config`; without one it is plain."""
+    port = free_port()
+    arguments = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *_MODEL, "--enforce-eager"]
+    arguments += ["--compilation-config", '{"custom_ops":["none"]}', "--no-enable-log-requests"]
+    arguments += ["--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp)]
+    arguments += ["--worker-cls", "vllm_without_gpu.pipeline.StageWorker"] if pp > 1 else []
+    arguments += ["--block-size", str(block_tokens), *more]
+    if kv is not None:
+        arguments += ["--kv-transfer-config", json.dumps(kv)]
+    return Command(name, "vllm", arguments, port, {**_ENVIRONMENT, **(environment or {})})
+
+
+def router(name: str, prefill: Server, decode: Server) -> Command:
+    """vLLM's own router in front of a prefill and a decode server."""
+    port = free_port()
+    arguments = ["-m", "vllm_router.launch_router", "--vllm-pd-disaggregation", "--host", "127.0.0.1"]
+    arguments += ["--port", str(port), "--prefill", prefill.url, "--decode", decode.url, "--policy", "round_robin"]
+    arguments += ["--prometheus-port", str(free_port())]
+    return Command(name, "vllm", arguments, port)
