@@ -67,6 +67,36 @@ def post(url: str, payload: Mapping[str, Any], timeout_s: float = 120.0) -> Repl
     return Reply(200, took, json.loads(text))
 
 
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A streamed answer: when its first part came, when its last, in seconds from the request."""
+
+    first_s: float
+    seconds: float
+    parts: tuple[Mapping[str, Any], ...]
+
+
+def stream(url: str, payload: Mapping[str, Any]) -> Streamed:
+    """Server-sent events, each JSON, up to `[DONE]`. Raises OSError for any other answer."""
+    parts = urlsplit(url)
+    began = time.monotonic()
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=120)
+    try:
+        body = json.dumps({**payload, "stream": True})
+        connection.request("POST", parts.path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise OSError(f"HTTP {answer.status}: {answer.read()[:300]!r}")
+        first_s, found = 0.0, list[Mapping[str, Any]]()
+        for line in answer:
+            if line.startswith(b"data: {"):
+                first_s = first_s or time.monotonic() - began
+                found.append(json.loads(line.removeprefix(b"data: ")))
+    finally:
+        connection.close()
+    return Streamed(first_s, time.monotonic() - began, tuple(found))
+
+
 def many(call: Callable[[Prompt], Answer], prompts: Sequence[Prompt], at_once: int = 8) -> list[Answer]:
     """An answer a prompt, in order, at most `at_once` under way."""
     with ThreadPoolExecutor(at_once) as pool:

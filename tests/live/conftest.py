@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -62,8 +63,17 @@ class Servers:
             self.running.remove(server)
 
 
+@pytest.fixture(scope="session")
+def machine() -> Iterator[None]:
+    """One live run at a time: two would make each other's servers too late."""
+    ENVIRONMENTS.mkdir(exist_ok=True)
+    with (ENVIRONMENTS / "live.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
+def servers(machine: None) -> Iterator[Servers]:
     started = Servers()
     try:
         yield started

@@ -1,4 +1,4 @@
-"""Makes a tiny model with random weights and a tokenizer of bytes, in an engine's environment: `models.py NAME FOLDER`."""
+"""Makes a tiny model of random weights and a tokenizer of bytes, in an engine's environment: `models.py NAME DIR`."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -17,7 +18,7 @@ ENVIRONMENTS = ROOT / ".engines"
 LOGS = ENVIRONMENTS / "logs"
 
 #: A server on two busy cores, of four processes that all import an engine.
-_START_S = 300.0
+_START_S = 400.0
 _STOP_S = 30.0
 
 #: Both engines on a machine without a GPU and without a network; threads would be more than there are cores.
@@ -124,7 +125,7 @@ class Server:
         return self._log_of(self.command).read_text(errors="replace")
 
     def metrics(self, *names: str, port: int | None = None) -> dict[str, float]:
-        """Prometheus samples whose names begin like this, summed over their labels. `port`: kvmover's, not the server's."""
+        """Prometheus samples whose names begin like this, summed over their labels. `port`: of kvmover."""
         sums: dict[str, float] = {}
         for line in self.get("/metrics", port)[1].splitlines():
             series, _, value = line.rpartition(" ")
@@ -150,10 +151,8 @@ class Server:
         """As an operator stops it: a signal, and time to end."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT if self.engine == "vllm" else signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
 
     def kill(self) -> None:
@@ -168,10 +167,8 @@ class Server:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def free_port() -> int:

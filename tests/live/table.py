@@ -16,7 +16,7 @@ from tests.live.answers import GAP, Answer, Verdict, judge
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A scenario. `wrong` answers fail the run, `failed` requests are those that got none; `said` tells what was seen."""
+    """A scenario. `wrong` answers fail the run, `failed` requests got none; `said` tells what was seen."""
 
     engine: str
     scenario: str

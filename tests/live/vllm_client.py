@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from tests.live.answers import Answer, Reply, post
+from tests.live.answers import Answer, Reply, Streamed, post, stream
 from tests.live.server import Server
 
 #: What a proxy says to a prefill: compute it for another engine.
@@ -23,18 +23,7 @@ def ask(
     timeout_s: float = 120.0,
 ) -> Answer:
     """Greedy tokens and their log probabilities. `params`: `kv_transfer_params`, as the other half answered."""
-    payload: dict[str, Any] = {
-        "model": "m",
-        "prompt": list(prompt),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "logprobs": 1,
-        "return_token_ids": True,
-    }
-    if params is not None:
-        payload["kv_transfer_params"] = params
-    return _answer(post(f"{server.url}/v1/completions", payload, timeout_s))
+    return _answer(post(f"{server.url}/v1/completions", _payload(prompt, tokens, params), timeout_s))
 
 
 def prefill(server: Server, prompt: Sequence[int], timeout_s: float = 120.0) -> Answer:
@@ -49,6 +38,37 @@ def split(first: Server, second: Server, prompt: Sequence[int], tokens: int = 16
         return replace(half, error=f"prefill: {half.error}")
     answer = ask(second, prompt, tokens, half.params, timeout_s)
     return replace(answer, seconds=half.seconds + answer.seconds, params=half.params)
+
+
+def split_streamed(first: Server, second: Server, prompt: Sequence[int], tokens: int) -> Streamed:
+    """As `split`; the time to the first token is that of both halves. Raises OSError for a half that fails."""
+    half = prefill(first, prompt)
+    if not half.ok:
+        raise OSError(half.error)
+    got = stream(f"{second.url}/v1/completions", _payload(prompt, tokens, half.params))
+    return Streamed(half.seconds + got.first_s, half.seconds + got.seconds, got.parts)
+
+
+def ask_streamed(server: Server, prompt: Sequence[int], tokens: int) -> Streamed:
+    return stream(f"{server.url}/v1/completions", _payload(prompt, tokens, None))
+
+
+def tokens_of(streamed: Streamed) -> tuple[int, ...]:
+    choices = [choice for part in streamed.parts for choice in part["choices"]]
+    return tuple(token for choice in choices for token in choice.get("token_ids") or ())
+
+
+def _payload(prompt: Sequence[int], tokens: int, params: Mapping[str, Any] | None) -> dict[str, Any]:
+    payload: dict[str, Any] = {
+        "model": "m",
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    return payload if params is None else {**payload, "kv_transfer_params": params}
 
 
 def warm(*servers: Server) -> None:

@@ -39,6 +39,16 @@ def kvmover(role: str = "kv_both", policy: str = "recompute", **options: Any) ->
     }
 
 
+def nixl_connector() -> dict[str, Any]:
+    """`--kv-transfer-config` for vLLM's own connector over NIXL, its buffers on the host."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
 def vllm(
     name: str,
     model: Path,

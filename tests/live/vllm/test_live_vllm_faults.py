@@ -212,53 +212,19 @@ def test_an_answer_asked_for_twice_and_late(pair: Pair, results: Results) -> Non
     assert usage(pair.first) == usage(pair.second) == 0
 
 
+def _remote(engine: Any, request: Any, host: Any, port: Any) -> dict[str, Any]:
+    where = {"remote_engine_id": engine, "remote_request_id": request, "remote_host": host, "remote_port": port}
+    return {"do_remote_prefill": True, **where}
+
+
 #: What a client may send. Whatever it is, its prompt is computed or it is told what is wrong, and the server lives.
 JUNK: Sequence[Any] = [
     {},
     {"do_remote_prefill": True},
-    {"do_remote_prefill": "yes", "remote_engine_id": 1, "remote_request_id": [1], "remote_host": {}, "remote_port": []},
-    {
-        "do_remote_prefill": True,
-        "remote_engine_id": "x",
-        "remote_request_id": "y",
-        "remote_host": "127.0.0.1",
-        "remote_port": "z",
-    },
-    {
-        "do_remote_prefill": True,
-        "remote_engine_id": "x",
-        "remote_request_id": "y",
-        "remote_host": "127.0.0.1",
-        "remote_port": -1,
-    },
-    {
-        "do_remote_prefill": True,
-        "remote_engine_id": "x",
-        "remote_request_id": "y",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1e9,
-    },
-    {
-        "do_remote_prefill": True,
-        "remote_engine_id": "x",
-        "remote_request_id": "y",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1,
-    },
-    {
-        "do_remote_prefill": True,
-        "remote_engine_id": "x",
-        "remote_request_id": "y",
-        "remote_host": "no such host",
-        "remote_port": 9,
-    },
-    {
-        "do_remote_prefill": True,
-        "remote_engine_id": "x" * 100_000,
-        "remote_request_id": "y",
-        "remote_host": "a" * 70_000,
-        "remote_port": 9,
-    },
+    _remote(1, [1], {}, []),
+    *(_remote("x", "y", "127.0.0.1", port) for port in ("z", -1, 1e9, 1, True, 1.5, [9])),
+    _remote("x", "y", "no such host", 9),
+    _remote("x" * 100_000, "y", "a" * 70_000, 9),
     {"do_remote_prefill": True, "do_remote_decode": True, "transfer_id": {"a": 1}},
     {"do_remote_decode": 7, "transfer_id": [None]},
     {"do_remote_prefill": None, "remote_port": float(1 << 62), "other": "\x00"},
@@ -270,9 +236,8 @@ def test_junk_in_kv_transfer_params(pair: Pair, results: Results) -> None:
     prompt = prompts_of(1, seed=60, least_tokens=100)[0]
     plain = ask(pair.plain, prompt)
     right = halves(pair, [prompt])[0][1]
-    wrong = [
-        {**right, key: value} for key in right for value in (None, -1, "x", [], {"a": 1}) if key != "do_remote_decode"
-    ]
+    keys = [key for key in right if key.startswith("remote_")]
+    wrong = [{**right, key: value} for key in keys for value in (None, -1, "x", [], {"a": 1})]
     sent = [*JUNK, *wrong]
     answers = [ask(pair.second, prompt, 16, params) for params in sent]
     got = [answer for answer in answers if answer.ok]

@@ -1,4 +1,4 @@
-"""The page store behind vLLM's prefix cache: a second life of a server, and one of another shape over the same pages."""
+"""The page store behind vLLM's prefix cache: a second life of a server, and another shape over the same pages."""
 
 from __future__ import annotations
 
