@@ -32,7 +32,6 @@ from kvmover.config import load
 settings = load().settings  # or load(Path("kvmover.toml"))
 config = settings.mover_config()  # for Mover(..., config=config): with the keys, which are read here
 policy = settings.store  # for PageStore.open(..., policy=policy)
-tiers = settings.tiers.policy()  # for tiers.Setup(policy=tiers)
 ```
 
 `Observers` begins what `[logging]`, `[metrics]` and `[record]` ask for, and ends it:

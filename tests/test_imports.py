@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "tiers": SERVING - {"tiers"},
     "replay": KEEPING,
     "testing": SERVING,
-    "config": SERVING,
+    "config": {"store", "transfer"} | PURE,
     "observe": SERVING | {"config"},
     "engines": SERVING | {"config", "observe"},
     "demo": SERVING | {"config", "observe"},

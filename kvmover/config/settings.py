@@ -6,107 +6,21 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from kvmover import store
 from kvmover.config.errors import ConfigError
-from kvmover.tiers import policy as tiers
-from kvmover.tiers.controller import Setup
-from kvmover.tiers.rate import Rate
+from kvmover.store.policy import Policy
 from kvmover.transfer.pace import Pace
 from kvmover.transfer.result import MoverConfig
 from kvmover.transfer.seal import Key, Keys
-
-_TIERS, _SETUP, _TIMEOUT = tiers.Policy(), Setup(), tiers.Timeout()
 
 #: No key file is longer: a path that was mistaken for one is not read to its end.
 _MOST_KEY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSettings(store.Policy):
+class StoreSettings(Policy):
     """A page store's policy, and the directory that the stores are in."""
 
     root: Path | None = None
-
-
-class PrefetchKind(StrEnum):
-    """The prefetch policies of `kvmover.tiers`, by name."""
-
-    BEST_EFFORT = "best_effort"
-    WAIT = "wait"
-    TIMEOUT = "timeout"
-    COST_AWARE = "cost_aware"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchSettings:
-    """A prefetch policy by its name, with the numbers that one of them takes."""
-
-    kind: PrefetchKind = PrefetchKind.TIMEOUT
-    base_s: float = _TIMEOUT.base_s
-    per_ki_token_s: float = _TIMEOUT.per_ki_token_s
-    prefill_tokens_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        self.policy()
-
-    def policy(self) -> tiers.Prefetch:
-        match self.kind:
-            case PrefetchKind.BEST_EFFORT:
-                return tiers.BestEffort()
-            case PrefetchKind.WAIT:
-                return tiers.Wait()
-            case PrefetchKind.TIMEOUT:
-                return tiers.Timeout(self.base_s, self.per_ki_token_s)
-            case PrefetchKind.COST_AWARE:
-                if self.prefill_tokens_per_s is None:
-                    raise ConfigError("a cost_aware prefetch needs prefill_tokens_per_s, the engine's measure")
-                return tiers.CostAware(self.prefill_tokens_per_s)
-
-
-@dataclass(frozen=True, slots=True)
-class TierSettings:
-    """What a controller is made with that is not the engine's to say."""
-
-    store: tiers.Store = _TIERS.store
-    least_tokens: int = _TIERS.least_tokens
-    least_load_tokens: int = _TIERS.least_load_tokens
-    reading_share: float = _TIERS.reading_share
-    writing_pages: int = _TIERS.writing_pages
-    inclusion: tiers.Inclusion = _TIERS.inclusion
-    read_bytes_per_s: float | None = None
-    write_bytes_per_s: float | None = None
-    group_layers: int = _SETUP.group_layers
-    prefetch: PrefetchSettings = field(default_factory=PrefetchSettings)
-
-    def __post_init__(self) -> None:
-        self.policy()
-        if self.group_layers < 1:
-            raise ConfigError(f"group_layers = {self.group_layers}; it must be at least 1")
-
-    def policy(self) -> tiers.Policy:
-        return tiers.Policy(
-            store=self.store,
-            prefetch=self.prefetch.policy(),
-            least_tokens=self.least_tokens,
-            least_load_tokens=self.least_load_tokens,
-            reading_share=self.reading_share,
-            writing_pages=self.writing_pages,
-            read_rate=_rate(self.read_bytes_per_s),
-            write_rate=_rate(self.write_bytes_per_s),
-            inclusion=self.inclusion,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerSettings:
-    """How long sums of tokens are kept by window of time."""
-
-    window_s: float = 60.0
-    keep_windows: int = 1440
-
-    def __post_init__(self) -> None:
-        if self.window_s <= 0 or self.keep_windows < 1:
-            raise ConfigError(f"{self.keep_windows} windows of {self.window_s} s; both must be positive")
 
 
 class Level(StrEnum):
@@ -179,8 +93,6 @@ class Settings:
     mover: MoverConfig = field(default_factory=MoverConfig)
     progress: Pace = field(default_factory=Pace)
     store: StoreSettings = field(default_factory=StoreSettings)
-    tiers: TierSettings = field(default_factory=TierSettings)
-    ledger: LedgerSettings = field(default_factory=LedgerSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
@@ -189,10 +101,6 @@ class Settings:
     def mover_config(self) -> MoverConfig:
         """For `Mover`, with the keys. Raises ConfigError for a key file that cannot be read or is too short."""
         return replace(self.mover, keys=self.security.keys())
-
-
-def _rate(bytes_per_s: float | None) -> Rate | None:
-    return None if bytes_per_s is None else Rate(bytes_per_s)
 
 
 def _key(path: Path) -> Key:

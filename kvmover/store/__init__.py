@@ -1,22 +1,52 @@
 """The page store: checked objects in files, shared by fleets of any shape. Loads neither torch nor nixl."""
 
-from kvmover.store.identity import HASH_BYTES, Namespace
-from kvmover.store.machine import Machine, this_machine
-from kvmover.store.manifest import Found, namespaces
-from kvmover.store.part import Box, Part, elected, replicas
-from kvmover.store.results import (
-    Collected,
-    Counters,
-    Got,
-    GotResult,
-    Put,
-    PutResult,
-    Recovered,
-    Stat,
-    Verified,
-)
-from kvmover.store.store import PageStore, Policy
-from kvmover.store.view import PartView
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvmover.store.identity import HASH_BYTES, Namespace
+    from kvmover.store.machine import Machine, this_machine
+    from kvmover.store.manifest import Found, namespaces
+    from kvmover.store.part import Box, Part, elected, replicas
+    from kvmover.store.policy import Policy
+    from kvmover.store.results import (
+        Collected,
+        Counters,
+        Got,
+        GotResult,
+        Put,
+        PutResult,
+        Recovered,
+        Stat,
+        Verified,
+    )
+    from kvmover.store.store import PageStore
+    from kvmover.store.view import PartView
+
+#: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
+_HOMES = {
+    "identity": ("HASH_BYTES", "Namespace"),
+    "machine": ("Machine", "this_machine"),
+    "manifest": ("Found", "namespaces"),
+    "part": ("Box", "Part", "elected", "replicas"),
+    "policy": ("Policy",),
+    "results": (
+        "Collected",
+        "Counters",
+        "Got",
+        "GotResult",
+        "Put",
+        "PutResult",
+        "Recovered",
+        "Stat",
+        "Verified",
+    ),
+    "store": ("PageStore",),
+    "view": ("PartView",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "HASH_BYTES",
@@ -42,3 +72,9 @@ __all__ = [
     "replicas",
     "this_machine",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from types import TracebackType
@@ -16,6 +15,7 @@ from kvmover.store.index import Page, StoredObject, Watcher
 from kvmover.store.machine import Machine, this_machine
 from kvmover.store.manifest import write_manifest
 from kvmover.store.part import Part
+from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.store.view import PartView
 from kvmover.store.writer import Writer
@@ -26,26 +26,6 @@ from kvmover.transport.files import Files, PlainFiles
 _SLACK = 1 / 64
 
 Election = Callable[[bytes], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How much a namespace may hold, and for how long.
-
-    `quota_bytes`: of payload on disk, kept by every process that writes. `ttl_s`: a page unused for so long is gone.
-    `segment_bytes`: about the size of a data file. `stamp_s`: how exactly the time of a read is told to others.
-    """
-
-    quota_bytes: int | None = None
-    ttl_s: float | None = None
-    segment_bytes: int = 256 << 20
-    stamp_s: int = 60
-
-    def __post_init__(self) -> None:
-        for name, least in (("quota_bytes", 1), ("ttl_s", 0), ("segment_bytes", 1), ("stamp_s", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise StoreError(f"policy has {name} = {value}; it must be at least {least}")
 
 
 class PageStore:

@@ -20,7 +20,6 @@ from kvmover.config.text import as_data, as_toml, plain, toml
 from kvmover.config.texts import TEXTS
 from kvmover.plan.cost import Route
 from kvmover.store import Policy
-from kvmover.tiers.policy import BestEffort, CostAware, Store, Timeout, Wait
 from kvmover.transfer.result import MoverConfig
 from perf import config_page
 
@@ -32,7 +31,6 @@ OTHERS = {
     "mover.integrity": "digest",
     "mover.sandbox_bytes": "256 KiB",
     "mover.sms": "none",
-    "tiers.group_layers": "4",
     "mover.costs.posting": "inline",
     "mover.backoff.jitter": "0.125",
     "mover.backoff.most_s": "31.5",
@@ -40,10 +38,6 @@ OTHERS = {
     "progress.open_s": "0.015",
     "progress.idle_s": "0.5",
     "store.root": "/srv/kv pages",
-    "tiers.store": "reused",
-    "tiers.inclusion": "exclusive",
-    "tiers.reading_share": "0.25",
-    "tiers.prefetch.kind": "wait",
     "logging.level": "debug",
     "logging.format": "json",
     "logging.file": '/var/log/kv\\mover "1".log',
@@ -77,7 +71,6 @@ def test_nothing_given_is_what_the_parts_do_without_a_configuration() -> None:
     assert all(
         getattr(loaded.settings.store, f.name) == getattr(plain_policy, f.name) for f in dataclasses.fields(Policy)
     )
-    assert loaded.settings.tiers.policy() == type(loaded.settings.tiers.policy())()
 
 
 @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
@@ -152,12 +145,6 @@ def test_a_path_given_goes_before_the_one_in_the_environment(tmp_path: Path) -> 
         ("[progress]\nopen_s = 1", "naps that do not grow"),
         ("[store]\nquota_bytes = 0", "policy has quota_bytes = 0; it must be at least 1"),
         ("[store]\nroot = ''", "store.root = '': path or none is wanted"),
-        ("[tiers]\nreading_share = 2", "reading_share=2.0"),
-        ("[tiers]\nread_bytes_per_s = 0", "a rate of 0.0 bytes a second"),
-        ("[tiers]\ngroup_layers = 0", "group_layers = 0; it must be at least 1"),
-        ("[tiers.prefetch]\nkind = 'cost_aware'", "needs prefill_tokens_per_s"),
-        ("[tiers.prefetch]\nbase_s = -1", "a timeout of -1.0 s"),
-        ("[ledger]\nkeep_windows = 0", "0 windows of 60.0 s"),
         ("[metrics]\nport = 65536", "port = 65536"),
         ("[security]\naccepted_key_files = ['/a']", "accepted_key_files without shared_key_file"),
         ("[security]\naccepted_key_files = [1]", "list of paths is wanted"),
@@ -199,22 +186,6 @@ def test_variables_of_others_are_left_alone() -> None:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration .*missing.toml: No such file"):
         load(tmp_path / "missing.toml", environ={})
-
-
-@pytest.mark.parametrize(
-    ("variables", "policy"),
-    [
-        ({"KIND": "best_effort"}, BestEffort()),
-        ({"KIND": "wait"}, Wait()),
-        ({"BASE_S": "2", "PER_KI_TOKEN_S": "0.5"}, Timeout(2.0, 0.5)),
-        ({"KIND": "cost_aware", "PREFILL_TOKENS_PER_S": "8000"}, CostAware(8000.0)),
-    ],
-)
-def test_a_prefetch_policy_is_made_by_its_name(variables: dict[str, str], policy: object) -> None:
-    environ = {f"KVMOVER_TIERS_PREFETCH_{name}": value for name, value in variables.items()}
-    assert load(environ={**environ, "KVMOVER_TIERS_STORE": "never"}).settings.tiers.policy() == dataclasses.replace(
-        Settings().tiers.policy(), prefetch=policy, store=Store.NEVER
-    )
 
 
 # Keys
@@ -299,9 +270,17 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err == f"kvmover: {path}: unknown key store.quota; did you mean store.quota_bytes?\n"
 
 
-def test_reading_a_configuration_loads_neither_torch_nor_nixl() -> None:
-    code = (
-        "import sys, kvmover.config\nprint(sorted(n for n in sys.modules if n.startswith(('torch', 'nixl', 'triton'))))"
-    )
+def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_the_parts_behind_them() -> None:
+    """Every process of an engine reads one: it has no use for torch, nor for a store, a tree or tiers it never opens.
+
+    Besides the configuration and errors that leaves what a MoverConfig is made of, of the store its policy, and layouts
+    and plans, which the words of the wire are made of.
+    """
+    code = "import sys, kvmover.config\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "[]\n"
+    loaded = done.stdout.split()
+    assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
+    ours = [name for name in loaded if name.startswith("kvmover.")]
+    assert {name.split(".")[1] for name in ours} == {"config", "errors", "layout", "plan", "store", "transfer"}
+    assert [name for name in ours if name.startswith("kvmover.store.")] == ["kvmover.store.policy"]
+    assert {"kvmover.transfer.mover", "kvmover.transfer.progress"}.isdisjoint(ours)
