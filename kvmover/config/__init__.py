@@ -7,7 +7,7 @@
 
 from kvmover.config.errors import ConfigError
 from kvmover.config.keys import Key, keys
-from kvmover.config.load import Loaded, load
+from kvmover.config.load import Loaded, Option, load
 from kvmover.config.settings import Settings
 
-__all__ = ["ConfigError", "Key", "Loaded", "Settings", "keys", "load"]
+__all__ = ["ConfigError", "Key", "Loaded", "Option", "Settings", "keys", "load"]

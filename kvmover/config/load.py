@@ -1,4 +1,4 @@
-"""Load: defaults, then a TOML file, then the environment, into Settings. Nothing unknown or ill-typed passes."""
+"""Load: defaults, a TOML file, the environment and an engine's options, into Settings. Nothing ill-typed passes."""
 
 from __future__ import annotations
 
@@ -38,28 +38,44 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Option:
+    """A value that an engine's own options have for a setting. `origin`: its name there, and where that is."""
+
+    value: object
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Given:
-    """A value as it was given, and where. `typed`: TOML says what is a number; the environment has text alone."""
+    """A value as it was given, and where. `typed`: TOML and JSON say what is a number, the environment has text."""
 
     value: object
     origin: str
     typed: bool
 
 
-def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
+def load(
+    path: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    defaults: Settings | None = None,
+    options: Mapping[str, Option] | None = None,
+) -> Loaded:
     """The settings of the file at `path`, or else at $KVMOVER_CONFIG, or of none, and of the environment over it.
 
-    Raises ConfigError for a file that cannot be read, an unknown key, and a value that is not of its type or its part
-    of kvmover refuses.
+    `defaults`: of an adapter whose engine wants others, under the file. `options`: by the names of keys, over the
+    environment. Raises ConfigError for a file that cannot be read, an unknown key, and a value that is not of its type
+    or its part of kvmover refuses.
     """
     environ = os.environ if environ is None else environ
     if path is None and environ.get(FILE_VARIABLE):
         path = Path(environ[FILE_VARIABLE])
     given = dict(_of_file(path)) if path else {}
     given |= dict(_of_environment(environ))
+    given |= {name: _Given(each.value, each.origin, typed=True) for name, each in (options or {}).items()}
     values = {name: _converted(_KEYS[name], each) for name, each in given.items()}
     origins = {name: each.origin for name, each in given.items()}
-    return Loaded(_overlaid(Settings(), "", values, origins), origins)
+    return Loaded(_overlaid(defaults or Settings(), "", values, origins), origins)
 
 
 _KEYS: Mapping[str, Key] = {key.name: key for key in keys()}

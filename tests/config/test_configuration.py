@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover import cli
-from kvmover.config import ConfigError, Key, Loaded, Settings, keys, load
+from kvmover.config import ConfigError, Key, Loaded, Option, Settings, keys, load
 from kvmover.config.keys import sections, value_of
 from kvmover.config.text import as_data, as_toml, plain, toml
 from kvmover.config.texts import TEXTS
 from kvmover.plan.cost import Route
 from kvmover.store import Policy
 from kvmover.transfer.result import MoverConfig
+from kvmover.transfer.wire import Verb
 from perf import config_page
 
 #: For every setting a value that is not its default, as the environment would say it.
@@ -112,6 +113,41 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         "mover.verb": str(path),
         "mover.costs.wire_rate": str(path),
     }
+
+
+def test_an_option_wins_over_the_environment_and_the_file_over_the_defaults_of_an_adapter(tmp_path: Path) -> None:
+    path = written(tmp_path, "[mover]\nchunk_layers = 3\n")
+    patient = Settings(mover=MoverConfig(deadline_s=120.0, chunk_layers=9, verb=Verb.PULL, ping_s=2.0))
+    found = load(
+        path,
+        environ={"KVMOVER_MOVER_DEADLINE_S": "4", "KVMOVER_MOVER_VERB": "push", "KVMOVER_MOVER_ROUTE": "packed"},
+        defaults=patient,
+        options={"mover.deadline_s": Option(5, "deadline_s in JSON"), "mover.route": Option("none", "route in JSON")},
+    )
+    mover = found.settings.mover
+    assert (mover.deadline_s, mover.chunk_layers, mover.verb, mover.route, mover.ping_s) == (5.0, 3, "push", None, 2.0)
+    assert found.origins == {
+        "mover.deadline_s": "deadline_s in JSON",
+        "mover.chunk_layers": str(path),
+        "mover.verb": "KVMOVER_MOVER_VERB",
+        "mover.route": "route in JSON",
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("5", "here: mover.deadline_s = '5': number is wanted"),
+        (-1, "here: mover config has deadline_s = -1.0; it must be positive"),
+        ([5], "here: mover.deadline_s = [5]: number is wanted"),
+        ("none", "here: mover.deadline_s = 'none': number is wanted"),
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_be_is_refused_where_it_was_given(value: object, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(environ={}, options={"mover.deadline_s": Option(value, "here")})
+    assert str(refused.value) == said
 
 
 def test_a_path_given_goes_before_the_one_in_the_environment(tmp_path: Path) -> None:
