@@ -18,9 +18,27 @@ _MOST_KEY_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings(Policy):
-    """A page store's policy, and the directory that the stores are in."""
+    """A page store's policy; the directory that the stores are in, the same on all ranks; and how often one is kept.
+
+    `upkeep_s`: how often quota and TTL are. `flush_s`: how often pages are made safe from a power cut and visible to
+    other machines.
+    """
 
     root: Path | None = None
+    upkeep_s: float = 5.0
+    flush_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        Policy.__post_init__(self)
+        for name in ("upkeep_s", "flush_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"store has {name} = {getattr(self, name)}; it must be positive")
+
+    def directory(self) -> Path:
+        """`root`, for those that cannot do without. Raises ConfigError."""
+        if self.root is None:
+            raise ConfigError("no directory of page stores is given: store.root, or KVMOVER_STORE_ROOT, names it")
+        return self.root
 
 
 class Level(StrEnum):

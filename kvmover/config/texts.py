@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 TEXTS: Mapping[str, str] = {
     "mover.arena_bytes": "Staging memory of a rank, taken twice: for what is sent and for what arrives.",
-    "mover.deadline_s": "A transfer that has not landed by then fails.",
+    "mover.deadline_s": "A transfer that has not landed by then fails. Unset: in vLLM 120, in SGLang its own timeout.",
     "mover.drain_s": "A failed attempt waits so long for its sources before its memory is quarantined.",
     "mover.ping_s": "Between two pings of a peer that owes an answer.",
     "mover.resend_s": "What is not answered is said again.",
@@ -14,7 +14,7 @@ TEXTS: Mapping[str, str] = {
     "mover.linger_s": "Memory that a dead process may be writing is used again so long after its successor was seen.",
     "mover.sandbox_bytes": "Memory for measuring the way to a peer, at least 128 KiB, or 0: no probes.",
     "mover.route": "The route of every chunk; `none` lets the measured costs choose.",
-    "mover.verb": "Who moves the bytes: the source writes (push), or the destination reads (pull).",
+    "mover.verb": "Whether the source writes (push) or the destination reads (pull). Unset: in vLLM pull.",
     "mover.replicas": "Whether equal sources share the pages out, or one sends them all.",
     "mover.chunk_layers": "Layers of a chunk, for sending while a prefill computes; 0: all.",
     "mover.integrity": "Whether what landed is compared with what was sent, by a digest of each chunk.",
@@ -38,7 +38,9 @@ TEXTS: Mapping[str, str] = {
     "store.ttl_s": "A page unused for so long is deleted; `none`: never.",
     "store.segment_bytes": "About the size of a data file.",
     "store.stamp_s": "How exactly the time of a read is told to other processes.",
-    "store.root": "The directory that the page stores are in.",
+    "store.root": "The directory that the page stores are in, the same on all ranks; `none`: vLLM stores nothing.",
+    "store.upkeep_s": "How often an engine keeps quota and TTL.",
+    "store.flush_s": "How often an engine makes pages safe from a power cut and visible to other machines.",
     "logging.level": "The least that is logged; `none` leaves it to the engine.",
     "logging.format": "Lines of text, or a JSON object a line with the request's id.",
     "logging.file": "Where lines are appended; `none`: standard error.",

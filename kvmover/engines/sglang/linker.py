@@ -64,17 +64,17 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        """Raises StoreError for options, EngineUnsupported or ValueError for a model that cannot be stored."""
+        """Raises ConfigError for options, StoreError, and EngineUnsupported or ValueError for what cannot be stored."""
         self.forward_stream = forward_stream
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self._group = engine_linker.device_pools(kvcache, params, components)
         self.pools = self._group.entry_map
         tp, tp_size = engine_linker.rank_in(params.attn_tp_cache_group or params.tp_cache_group)
-        options, seat = parse(extra_config), Seat(tp, tp_size, params.pp_rank, params.pp_size)
+        (options, settings), seat = parse(extra_config), Seat(tp, tp_size, params.pp_rank, params.pp_size)
         name = options.model or engine.served_name()
         rank = Rank(name, said(options, served()), seat, self._group.rank_replicated)
-        self._shelves = Shelves(options, rank, params.page_size)
-        self._upkeep = Upkeep(self._shelves.store, options)
+        self._shelves = Shelves(options, settings.store, rank, params.page_size)
+        self._upkeep = Upkeep(self._shelves.store, settings.store)
         self._out = self._doors(kvcache)
         self._whole = {name: tuple(door.whole() for door in doors) for name, doors in self._out.items()}
         self._steps = _steps(self._doors(kvcache), self._group.num_layers)

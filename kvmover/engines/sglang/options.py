@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvmover.errors import StoreError
+from kvmover.config import Settings
+from kvmover.engines.options import STORE, read
 
 #: Keys of the same JSON that are SGLang's own.
 _ENGINE_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})
 
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
-_Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Objects(StrEnum):
@@ -26,15 +26,13 @@ class Objects(StrEnum):
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`root` is a directory that exists, the same on all ranks. All else has a default.
+    """The store's own, all of which have a default; what else there is to say of it are settings (`STORE`).
 
     `model`, `weights`, `tenant`: what must be equal for pages to be shared; the first two default to the engine's model
     name, and its revision and weight version. `kv_heads`, `layers`, `kv_dtype`: of the whole model, where the engine is
-    not to be asked. `quota_bytes`, `ttl_s`: see `store.Policy`. `upkeep_s`: how often quota and TTL are kept.
-    `flush_s`: how often pages are made safe from a power cut and visible to other machines.
+    not to be asked.
     """
 
-    root: str
     model: str = ""
     weights: str = ""
     tenant: str = ""
@@ -42,16 +40,14 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_heads: _Positive | None = None
     layers: _Positive | None = None
     kv_dtype: str = ""
-    quota_bytes: _Positive | None = None
-    ttl_s: _Seconds | None = None
-    upkeep_s: _Seconds = 5.0
-    flush_s: _Seconds = 30.0
 
 
-def parse(extra_config: Mapping[str, Any] | None) -> Options:
-    """Raises StoreError that names the key which is missing, unknown or out of range."""
-    own = {key: value for key, value in (extra_config or {}).items() if key not in _ENGINE_KEYS}
-    try:
-        return msgspec.convert(own, Options)
-    except msgspec.ValidationError as error:
-        raise StoreError(f"options of kvmover's page store in SGLang: {error}") from error
+def parse(extra_config: Mapping[str, Any] | None) -> tuple[Options, Settings]:
+    """The store's options, and the settings of this process with those of `STORE` over them.
+
+    Raises ConfigError that names the key which is missing, unknown or out of range.
+    """
+    said = {key: value for key, value in (extra_config or {}).items() if key not in _ENGINE_KEYS}
+    options, settings = read(said, Options, STORE, "the options of kvmover's page store in SGLang")
+    settings.store.directory()
+    return options, settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvmover.config.settings import StoreSettings
 from kvmover.engines.relay import Numbers, Relay
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.model import Model
@@ -15,7 +15,7 @@ from kvmover.engines.sglang.options import Objects, Options
 from kvmover.engines.sglang.seat import Seat, native_part, part_of
 from kvmover.engines.shelf import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, page_ids
 from kvmover.layout import Component
-from kvmover.store import Namespace, PageStore, Part, PartView, Policy, elected, replicas
+from kvmover.store import Namespace, PageStore, Part, PartView, elected, replicas
 from kvmover.transport.base import Memory
 from kvmover.transport.memory import memory_of
 from kvmover.transport.nixl_files import files_for
@@ -45,6 +45,7 @@ class Shelves:
     """A rank's door to its namespace. Pools belong to the engine, bounce memory and the store to this."""
 
     options: Options
+    settings: StoreSettings
     rank: Rank
     page_tokens: int
     store: PageStore = field(init=False)
@@ -52,11 +53,10 @@ class Shelves:
     registered: dict[Memory, torch.Tensor] = field(default_factory=dict["Memory", "torch.Tensor"])
 
     def __post_init__(self) -> None:
-        """Raises StoreError for a root that is not there, or a store that cannot be opened."""
+        """Raises ConfigError without a root, StoreError for one that is not there or a store that cannot be opened."""
         self.space = Namespace(self.rank.name, self.rank.model.weights, self.page_tokens, self.options.tenant)
-        root = Path(self.options.root)
-        policy = Policy(self.options.quota_bytes, self.options.ttl_s)
-        self.store = PageStore.open(root, self.space, policy, files_for(root) if root.is_dir() else None)
+        root = self.settings.directory()
+        self.store = PageStore.open(root, self.space, self.settings, files_for(root) if root.is_dir() else None)
 
     def shelf(self, pool: Any, name: str) -> Shelf:
         """The shelf of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""

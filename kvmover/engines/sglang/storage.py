@@ -34,13 +34,13 @@ class KvmoverStore(engine.HiCacheStorage):
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
-        """Raises StoreError for options, EngineUnsupported for settings of the engine that are not understood."""
+        """Raises ConfigError for options, EngineUnsupported for settings of the engine that are not understood."""
         config = storage_config
         if config.dcp_size > 1:
             raise EngineUnsupported(
                 f"decode context parallelism of {config.dcp_size}: SGLang leaves that to its file and Mooncake backends"
             )
-        self._options = parse(config.extra_config)
+        self._options, self._settings = parse(config.extra_config)
         seat = Seat(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
         name = self._options.model or config.model_name or ""
         self._rank = Rank(name, said(self._options, served()), seat, config.is_mla_model)
@@ -53,8 +53,8 @@ class KvmoverStore(engine.HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Opens the store: only now is the page size known. Raises StoreError, EngineUnsupported or LayoutError."""
         engine.HiCacheStorage.register_mem_pool_host(self, mem_pool_host)
-        self._shelves = Shelves(self._options, self._rank, mem_pool_host.page_size)
-        self._upkeep = Upkeep(self._shelves.store, self._options)
+        self._shelves = Shelves(self._options, self._settings.store, self._rank, mem_pool_host.page_size)
+        self._upkeep = Upkeep(self._shelves.store, self._settings.store)
         self._shelf[MAIN] = self._shelves.shelf(mem_pool_host, MAIN)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:

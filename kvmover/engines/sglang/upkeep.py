@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 
-from kvmover.engines.sglang.options import Options
+from kvmover.config.settings import StoreSettings
 from kvmover.errors import StoreError
 from kvmover.store import PageStore
 
@@ -21,7 +21,7 @@ class Upkeep:
     """Quota, TTL and times of reading every `upkeep_s`, a flush every `flush_s`: see `PageStore.collect`."""
 
     store: PageStore
-    options: Options
+    settings: StoreSettings
     clock: Callable[[], float] = time.monotonic
     _lock: Lock = field(default_factory=Lock)
     _collected: float = field(init=False)
@@ -36,10 +36,10 @@ class Upkeep:
             return
         try:
             now = self.clock()
-            if now >= self._collected + self.options.upkeep_s:
+            if now >= self._collected + self.settings.upkeep_s:
                 self._collected = now
                 self.store.collect()
-            if now >= self._flushed + self.options.flush_s:
+            if now >= self._flushed + self.settings.flush_s:
                 self._flushed = now
                 self.store.flush()
         except (OSError, StoreError) as error:

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvmover.config import load
 from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.vllm import cards, engine
 from kvmover.engines.vllm.backing import BackedTransport, pools_of
 from kvmover.engines.vllm.keeper import Event, Keeper, Lookout, Shelves, part_of
 from kvmover.engines.vllm.news import Introduction, News, Stored
-from kvmover.engines.vllm.options import Options, mover_of, parse
+from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.orders import Orders, Save
 from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.planner import Home, Planner, Role
@@ -53,13 +52,13 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         """Raises EngineUnsupported, ConfigError or StoreError, a sentence, before anything is registered anywhere."""
         engine.KVConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._config = vllm_config
-        self._options: Options = parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._options, self._settings = parse(self._kv_transfer_config.kv_connector_extra_config)
         self._seat = engine.seat_of(vllm_config)
         self._groups = engine.groups_of(kv_cache_config)
         refuse(self._groups)
         self._blocks: int = kv_cache_config.num_blocks
         self._windowed = any(group.window is not None for group in self._groups)
-        if self._options.root:
+        if self._settings.store.root:
             self._refuse_to_store(kv_cache_config)
         self._worker: Worker | None = None
         self._introduction: Introduction | None = None
@@ -78,7 +77,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def _refuse_to_store(self, kv_cache_config: Any) -> None:
         block_tokens = self._groups[0].block_tokens
         if len(self._groups) > 1 or self._windowed:
-            raise EngineUnsupported("the page store takes models with one group of full attention, not hybrids")
+            raise EngineUnsupported(
+                'the page store takes models with one group of full attention, not hybrids; "root": "none" does without'
+            )
         if (kv_cache_config.hash_block_size or block_tokens) != block_tokens:
             raise EngineUnsupported(
                 f"hashes of {kv_cache_config.hash_block_size} tokens for blocks of {block_tokens}; they must be equal"
@@ -97,7 +98,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     # The worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        options, seat, settings = self._options, self._seat, load().settings
+        seat, settings = self._seat, self._settings
         backing = engine.backing_of(kv_caches)
         made = sheaves(self._groups, engine.sheets_of(kv_caches), self._blocks, engine.whole_of(self._config), seat)
         fleet = seat.fleet(made[0].spec.page_tokens)
@@ -106,7 +107,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             Model(f"{self._space.model} {self._space.weights}".strip(), tuple(sheaf.component for sheaf in made)),
             Place(self._kv_transfer_config.engine_id, fleet, seat.rank),
             pools_of(made, backing),
-            mover_of(options, settings.mover_config()),
+            settings.mover_config(),
         )
         self._observers = Observers(settings, self._kv_transfer_config.engine_id, seat.rank)
         self._observers.watch(mover)
@@ -122,18 +123,19 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             _marks(backing.device),
             made[0].layers if len(made) == 1 else None,
             first,
-            options.layer_wise,
+            settings.mover.chunk_layers,
         )
         log.info("kvmover: rank %d of %s, %d components", seat.rank, fleet, len(made))
 
     def _keeper(self, made: list[Sheaf], fleet: Fleet, backing: torch.Tensor) -> tuple[tuple[Part, ...], Keeper | None]:
-        if not self._options.root:
+        store = self._settings.store
+        if not store.root:
             return (), None
         space = self._space
-        shelves = Shelves.open(self._options, space, fleet, self._seat.rank, [(sheaf, backing) for sheaf in made])
+        shelves = Shelves.open(store, space, fleet, self._seat.rank, [(sheaf, backing) for sheaf in made])
         whole_blocks = self._seat.fleet(space.page_tokens)
         parts = tuple(part_of(sheaf, whole_blocks, self._seat.rank) for sheaf in made)
-        return parts, Keeper(shelves, self._options)
+        return parts, Keeper(shelves, store)
 
     def get_handshake_metadata(self) -> Introduction | None:
         return self._introduction
@@ -196,8 +198,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         engine_id = self._kv_transfer_config.engine_id
         self._desk.lay_out(engine_id, [rank.card for rank in ranks])
         self._planner.home = Home(engine_id, host, self._desk.port)
-        if self._options.root and self._lookout is None:
-            self._lookout = Lookout.open(self._options, self._space, [part for rank in ranks for part in rank.parts])
+        if (root := self._settings.store.root) and self._lookout is None:
+            self._lookout = Lookout.open(root, self._space, [part for rank in ranks for part in rank.parts])
             self._planner.leading = self._lookout.leading
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Introduction]) -> None:
@@ -275,7 +277,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layers are told of while a graph is replayed only where it is replayed in pieces."""
-        return parse(extra_config).layer_wise > 0
+        return parse(extra_config)[1].mover.chunk_layers > 0
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from kvmover.config.settings import StoreSettings
 from kvmover.engines.copies import Copies
 from kvmover.engines.relay import Relay
 from kvmover.engines.shelf import Bounce, Packed
-from kvmover.engines.vllm.options import Options
 from kvmover.engines.vllm.orders import Load, Save
 from kvmover.engines.vllm.sheet import Sheaf
 from kvmover.errors import KvmoverError, StoreError
 from kvmover.layout import Fleet
-from kvmover.store import Namespace, PageStore, Part, Policy, elected, replicas
+from kvmover.store import Namespace, PageStore, Part, elected, replicas
 from kvmover.store.identity import HASH_BYTES
 from kvmover.transport.memory import memory_of
 from kvmover.transport.nixl_files import files_for
@@ -61,12 +61,16 @@ class Shelves:
 
     @classmethod
     def open(
-        cls, options: Options, space: Namespace, fleet: Fleet, rank: int, sheaves: Sequence[tuple[Sheaf, torch.Tensor]]
+        cls,
+        settings: StoreSettings,
+        space: Namespace,
+        fleet: Fleet,
+        rank: int,
+        sheaves: Sequence[tuple[Sheaf, torch.Tensor]],
     ) -> Shelves:
         """`sheaves`: with the flat memory their starts lie in. Raises StoreError, or EngineUnsupported for a layout."""
-        root = Path(options.root)
-        policy = Policy(options.quota_bytes, options.ttl_s)
-        store = PageStore.open(root, space, policy, files_for(root) if root.is_dir() else None)
+        root = settings.directory()
+        store = PageStore.open(root, space, settings, files_for(root) if root.is_dir() else None)
         whole_blocks = replace(fleet, page_tokens=space.page_tokens)
 
         def shelf(sheaf: Sheaf, memory: torch.Tensor) -> Packed:
@@ -117,7 +121,7 @@ class Keeper:
     """Methods are for the engine's thread and wait for nothing but `settle`."""
 
     shelves: Shelves
-    options: Options
+    settings: StoreSettings
     clock: Callable[[], float] = time.monotonic
     _counts: Counter[str] = field(default_factory=Counter[str])
     _saves: Queue[tuple[Save, Event] | None] = field(default_factory=Queue["tuple[Save, Event] | None"])
@@ -180,7 +184,7 @@ class Keeper:
         collected = flushed = self.clock()
         while True:
             try:
-                job = self._saves.get(timeout=self.options.upkeep_s)
+                job = self._saves.get(timeout=self.settings.upkeep_s)
             except Empty:
                 job = ()
             if job is None:
@@ -191,10 +195,10 @@ class Keeper:
                 self._saves.task_done()
             now = self.clock()
             try:
-                if now >= collected + self.options.upkeep_s:
+                if now >= collected + self.settings.upkeep_s:
                     collected = now
                     self.shelves.store.collect()
-                if now >= flushed + self.options.flush_s:
+                if now >= flushed + self.settings.flush_s:
                     flushed = now
                     self.shelves.store.flush()
             except (OSError, StoreError) as error:
@@ -236,9 +240,9 @@ class Lookout:
     views: list[Callable[[Sequence[bytes]], int]]
 
     @classmethod
-    def open(cls, options: Options, space: Namespace, parts: Sequence[Part]) -> Lookout:
+    def open(cls, root: Path, space: Namespace, parts: Sequence[Part]) -> Lookout:
         """`parts`: of all ranks, as they told; ranks that hold the same are asked for once."""
-        store = PageStore.open(Path(options.root), space)
+        store = PageStore.open(root, space)
         unique: list[Part] = []
         for part in parts:
             if part not in unique:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvmover.config.settings import StoreSettings
 from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.sglang.model import Model
 from kvmover.engines.sglang.options import Options
@@ -46,7 +47,7 @@ def host_pool(kind: str, layout: str, **more: Any) -> Any:
 
 def shelves(root: Path, seat: Seat | None = None, **more: Any) -> Shelves:
     rank = Rank("m", Model(**more), seat or Seat(0, 1), replicated=False)
-    return Shelves(Options(str(root)), rank, PAGE)
+    return Shelves(Options(), StoreSettings(root=root), rank, PAGE)
 
 
 def tokens_of(pages: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -167,7 +168,7 @@ def test_upkeep_is_done_when_due_by_whoever_comes_by(tmp_path: Path) -> None:
     done: list[str] = []
     store: Any = SimpleNamespace(collect=lambda: done.append("collect"), flush=lambda: done.append("flush"))
     times = itertools.chain([0.0, 4.9, 5.0, 9.9, 30.0])
-    upkeep = Upkeep(store, Options(str(tmp_path)), clock=lambda: next(times))
+    upkeep = Upkeep(store, StoreSettings(root=tmp_path), clock=lambda: next(times))
     for _ in range(4):
         upkeep.come_by()
     assert done == ["collect", "collect", "flush"]
@@ -179,7 +180,7 @@ def test_a_flush_that_fails_is_logged_and_tried_again(tmp_path: Path, caplog: py
 
     store: Any = SimpleNamespace(collect=lambda: None, flush=full)
     times = itertools.count(0, 40)
-    upkeep = Upkeep(store, Options(str(tmp_path)), clock=lambda: float(next(times)))
+    upkeep = Upkeep(store, StoreSettings(root=tmp_path), clock=lambda: float(next(times)))
     upkeep.come_by()
     upkeep.come_by()
     assert caplog.messages == ["upkeep of the page store: cannot flush: No space left on device"] * 2

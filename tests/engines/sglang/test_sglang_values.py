@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import doctest
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from kvmover.config import ConfigError
 from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import Model, said
 from kvmover.engines.sglang.options import Objects, Options, parse
 from kvmover.engines.sglang.seat import Rows, Seat, native_part, part_of
 from kvmover.engines.sglang.version import SGLANG
-from kvmover.errors import KvmoverError, LayoutError, StoreError
+from kvmover.errors import KvmoverError, LayoutError
 from kvmover.layout import Fleet
 from kvmover.store import Part
 
@@ -47,33 +49,36 @@ def test_any_other_release_is_refused_by_number(release: str) -> None:
 def test_the_engines_own_keys_are_not_options() -> None:
     mine = {"root": "/kv", "quota_bytes": 1 << 40, "objects": "native"}
     plug = {"backend_name": "kvmover", "module_path": "m", "class_name": "c", "interface_v1": 1, "allocator": "shm"}
-    assert parse(mine | plug) == Options("/kv", quota_bytes=1 << 40, objects=Objects.NATIVE)
+    options, settings = parse(mine | plug)
+    assert options == Options(objects=Objects.NATIVE)
+    assert (settings.store.root, settings.store.quota_bytes) == (Path("/kv"), 1 << 40)
 
 
 @pytest.mark.parametrize(
     ("mistake", "word"),
     [
         ({"root": 1}, "root"),
-        ({"ttl_s": 0}, "ttl_s"),
+        ({"ttl_s": -1}, "ttl_s"),
+        ({"upkeep_s": 0}, "upkeep_s"),
         ({"layers": 1.5}, "layers"),
         ({"quota": 1}, "quota"),
     ],
     ids=str,
 )
 def test_a_wrong_option_is_named(mistake: dict[str, object], word: str) -> None:
-    with pytest.raises(StoreError, match=word):
+    with pytest.raises(ConfigError, match=f"page store in SGLang: .*{word}"):
         parse({"root": "/kv", **mistake})
 
 
 def test_a_root_has_to_be_given() -> None:
-    with pytest.raises(StoreError, match="root"):
+    with pytest.raises(ConfigError, match="store.root, or KVMOVER_STORE_ROOT, names it"):
         parse(None)
 
 
 def test_the_operator_is_believed_before_the_engine() -> None:
     engine = Model(kv_heads=8, layers=32, kv_dtype="fp8_e4m3", weights="1")
-    assert said(Options("/"), engine) == engine
-    assert said(Options("/", kv_heads=4, weights="2"), engine) == Model(4, 32, "fp8_e4m3", "2")
+    assert said(Options(), engine) == engine
+    assert said(Options(kv_heads=4, weights="2"), engine) == Model(4, 32, "fp8_e4m3", "2")
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])

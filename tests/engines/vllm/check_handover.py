@@ -13,6 +13,7 @@ import torch
 from bench import Engine, Rank, RequestStatus, Shape, caching, layer_name, truth
 from prometheus_client import REGISTRY
 
+from kvmover.engines.vllm import KvmoverConnector
 from kvmover.errors import KvmoverError
 
 metrics: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
@@ -90,11 +91,20 @@ def test_settings_of_kvmover_reach_the_connector(
     assert all(f'"{verb}"' in lines for verb in ("send", "receive"))
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
-def test_layers_are_offered_while_a_prompt_is_computed(engines: Callable[..., Engine], layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "said", "variable"),
+    [("LBHNC", {"layer_wise": 1}, "0"), ("BLNHC", {"layer_wise": 1}, "0"), ("LBHNC", {}, "1")],
+    ids=["LBHNC", "BLNHC", "configured"],
+)
+def test_layers_are_offered_while_a_prompt_is_computed(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, layout: str, said: dict[str, int], variable: str
+) -> None:
     """Both halves start at once: the decode engine has layer 0 before the prefill has begun with the last one."""
-    a = engines(layout=layout, tp=2, options=(("layer_wise", 1),))
-    b = engines(options=(("layer_wise", 1),))
+    monkeypatch.setenv("KVMOVER_MOVER_CHUNK_LAYERS", variable)
+    assert KvmoverConnector.requires_piecewise_for_cudagraph(said)
+    assert not KvmoverConnector.requires_piecewise_for_cudagraph({"layer_wise": 0})
+    a = engines(layout=layout, tp=2, options=tuple(said.items()))
+    b = engines(options=tuple(said.items()))
     seen: list[bool] = []
 
     def look(rank: Rank, number: int) -> None:

@@ -30,6 +30,19 @@ def engines(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
+def test_a_configured_root_is_the_engines_own_unless_it_has_another(
+    engines: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("KVMOVER_STORE_ROOT", str(tmp_path / "store"))
+    a, b = engines(("root", None)), engines(("root", None))
+    own, without = engines(("root", str(tmp_path / "elsewhere"))), engines(("root", "none"))
+    compute(a, "a")
+    for engine, first in ((b, 96), (own, 0), (without, 0)):
+        compute(engine, "b")
+        assert engine.computed[0] == ("b", first, 100)
+
+
 def compute(engine: Engine, name: str, prompt: list[int] = PROMPT, tokens: int = 2) -> None:
     engine.ask(name, prompt, tokens)
     engine.finish(name)

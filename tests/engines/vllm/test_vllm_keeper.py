@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvmover.config.settings import StoreSettings
 from kvmover.engines.vllm.keeper import Keeper, Lookout, Shelves, page_of, part_of
-from kvmover.engines.vllm.options import Options
 from kvmover.engines.vllm.orders import Load, Save
 from kvmover.engines.vllm.sheet import Group, Seat, Sheaf, Sheet, Whole, sheaves
 from kvmover.store import Namespace
@@ -59,9 +59,9 @@ class Rank:
         (self.sheaf,) = sheaves([Group(NAMES, kind, TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), seat)
         self.part = part_of(self.sheaf, seat.fleet(TOKENS), rank)
         backing = self.whole.flatten().view(torch.uint8)
-        options = Options(root=str(root), upkeep_s=0.01, flush_s=0.01)
-        shelves = Shelves.open(options, SPACE, seat.fleet(TOKENS), rank, [(self.sheaf, backing)])
-        self.keeper = Keeper(shelves, options)
+        settings = StoreSettings(root=root, upkeep_s=0.01, flush_s=0.01)
+        shelves = Shelves.open(settings, SPACE, seat.fleet(TOKENS), rank, [(self.sheaf, backing)])
+        self.keeper = Keeper(shelves, settings)
 
     def fill(self, of_model: torch.Tensor) -> None:
         """Blocks 0 to 3 of the rank are the model's; a latent is its first head."""
@@ -107,7 +107,7 @@ def test_what_all_ranks_have_stored_every_other_fleet_loads(
 ) -> None:
     truth, ranks = of_model(), [make(layout, tp, rank, kind) for rank in range(tp)]
     reader = make("LBNHC", kind=kind)
-    with closing(Lookout.open(Options(root=str(tmp_path)), SPACE, [reader.part])) as lookout:
+    with closing(Lookout.open(tmp_path, SPACE, [reader.part])) as lookout:
         assert lookout.leading(HASHES) == 0
         for rank in ranks:
             rank.fill(truth)
@@ -163,7 +163,7 @@ def test_a_scheduler_clears_what_its_ranks_have_stored(make: Callable[..., Rank]
     rank = make()
     rank.keeper.save(SAVE, Passed())
     rank.keeper.settle()
-    with closing(Lookout.open(Options(root=str(tmp_path)), SPACE, [rank.part, rank.part])) as lookout:
+    with closing(Lookout.open(tmp_path, SPACE, [rank.part, rank.part])) as lookout:
         assert (len(lookout.views), lookout.leading(HASHES)) == (1, 4)
         lookout.clear()
         assert lookout.leading(HASHES) == 0

@@ -15,14 +15,12 @@ from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.vllm import cards
 from kvmover.engines.vllm.backing import lies_in, pools_of
 from kvmover.engines.vllm.keeper import page_of, part_of
-from kvmover.engines.vllm.options import mover_of, parse
+from kvmover.engines.vllm.options import Options, parse
 from kvmover.engines.vllm.params import Remote, Serve, answer, asked
 from kvmover.engines.vllm.sheet import Group, Seat, Sheaf, Sheet, Whole, number_of, sheaves
 from kvmover.engines.vllm.version import VLLM
 from kvmover.errors import TransportError
 from kvmover.layout import Span
-from kvmover.transfer import MoverConfig
-from kvmover.transfer.wire import Verb
 from kvmover.transport.base import Memory, MemoryKind
 
 LAYERS, BLOCKS, TOKENS, CONTENT = 4, 6, 8, 10
@@ -197,16 +195,10 @@ def test_parameters_that_lack_something_say_what(key: str) -> None:
 
 
 def test_options_are_checked_by_name_and_range() -> None:
-    assert parse({"verb": "push", "port": 0}).verb is Verb.PUSH
+    assert parse({"tenant": "t", "port": 0})[0] == Options(tenant="t")
     for key, value in (("rooot", "/tmp"), ("port", -1), ("arena_bytes", 0), ("route", "scenic")):
         with pytest.raises(ConfigError, match=rf"vLLM connector: .*{key}|vLLM connector: .*{value}"):
             parse({key: value})
-
-
-def test_options_lie_over_the_configuration_of_the_mover() -> None:
-    made = mover_of(parse({"chunk_bytes": 4096, "layer_wise": 2}), MoverConfig(ping_s=3.0, arena_bytes=1 << 20))
-    assert (made.ping_s, made.arena_bytes, made.costs.chunk_bytes, made.chunk_layers) == (3.0, 1 << 20, 4096, 2)
-    assert made.verb is Verb.PULL
 
 
 def test_only_tested_versions_load() -> None:

@@ -1,0 +1,42 @@
+"""The pages of the engines: every option of an adapter has its row: the setting it stands for, and what is so unset."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvmover.config import Settings, keys
+from kvmover.config.keys import value_of
+from kvmover.config.text import toml
+from kvmover.engines.sglang import options as sglang
+from kvmover.engines.vllm import options as vllm
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+ADAPTERS = [
+    pytest.param("vllm.md", vllm.Options, vllm.KEYS, vllm.DEFAULTS, id="vllm"),
+    pytest.param("sglang.md", sglang.Options, sglang.STORE, Settings(), id="sglang"),
+]
+
+
+@pytest.mark.parametrize(("page", "own", "stands_for", "defaults"), ADAPTERS)
+def test_every_option_of_an_adapter_has_its_row(
+    page: str, own: Any, stands_for: Mapping[str, str], defaults: Settings
+) -> None:
+    table = re.search(r"^\| Option \| Setting \| Unset .*\n\|[-|]*\n((?:\|.*\n)+)", (DOCS / page).read_text(), re.M)
+    assert table
+    rows = [re.split(r" *\| *", line)[1:4] for line in table[1].splitlines()]
+    unset = {key.name: toml(value_of(defaults, key)) for key in keys()}
+    assert {name: cells for option, *cells in rows for name in words(option) if cells[0]} == {
+        name: [f"`{setting}`", f"`{unset[setting]}`"] for name, setting in stands_for.items()
+    }
+    fields = {field.name for field in msgspec.structs.fields(own)}
+    assert {name for option, *_ in rows for name in words(option)} == {*stands_for, *fields}
+
+
+def words(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)

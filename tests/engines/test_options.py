@@ -1,0 +1,102 @@
+"""What goes before what: an option in an engine's JSON, the environment, the file, what is so where nobody says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmover.config import ConfigError, Settings, keys
+from kvmover.config.keys import value_of
+from kvmover.config.text import toml
+from kvmover.engines.sglang import options as sglang
+from kvmover.engines.vllm import options as vllm
+from kvmover.plan.cost import Route
+from kvmover.transfer.result import MoverConfig
+from kvmover.transfer.wire import Verb
+
+KEY = {key.name: key for key in keys()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An option, the setting that it stands for, and values: where nobody says, configured, and in JSON."""
+
+    option: str
+    setting: str
+    unset: object
+    configured: object
+    given: object
+
+    @property
+    def typed(self) -> object:
+        """What is given, as the settings hold it: JSON has text for paths and choices."""
+        return type(self.configured)(self.given) if isinstance(self.given, str) else self.given
+
+
+STORE = [
+    Row("root", "store.root", None, Path("/configured"), "/given"),
+    Row("quota_bytes", "store.quota_bytes", None, 1000, 2000),
+    Row("ttl_s", "store.ttl_s", None, 60.0, 70.0),
+    Row("upkeep_s", "store.upkeep_s", 5.0, 6.0, 7.0),
+    Row("flush_s", "store.flush_s", 30.0, 31.0, 32.0),
+]
+MOVER = [
+    Row("layer_wise", "mover.chunk_layers", 0, 4, 2),
+    Row("deadline_s", "mover.deadline_s", 120.0, 7.0, 9.0),
+    Row("arena_bytes", "mover.arena_bytes", MoverConfig().arena_bytes, 1 << 20, 1 << 21),
+    Row("chunk_bytes", "mover.costs.chunk_bytes", MoverConfig().costs.chunk_bytes, 4096, 8192),
+    Row("verb", "mover.verb", Verb.PULL, Verb.PUSH, "pull"),
+    Row("route", "mover.route", None, Route.PACKED, "direct"),
+]
+ADAPTERS = {"vllm": (vllm.parse, vllm.KEYS, [*STORE, *MOVER]), "sglang": (sglang.parse, sglang.STORE, STORE)}
+CASES = [
+    pytest.param(parse, row, id=f"{name}-{row.option}") for name, (parse, _, rows) in ADAPTERS.items() for row in rows
+]
+
+Parse = Callable[[Mapping[str, Any]], tuple[Any, Settings]]
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_option_that_stands_for_a_setting_has_its_row(name: str) -> None:
+    _, stands_for, rows = ADAPTERS[name]
+    assert {row.option: row.setting for row in rows} == dict(stands_for)
+
+
+@pytest.mark.parametrize(("parse", "row"), CASES)
+def test_an_option_goes_before_the_environment_that_before_the_file_and_all_before_the_default(
+    parse: Parse, row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, file = KEY[row.setting], tmp_path / "kvmover.toml"
+
+    def found(**said: object) -> object:
+        beside = {} if row.option == "root" or parse is vllm.parse else {"root": "/kv"}
+        return value_of(parse({**beside, **said})[1], key)
+
+    if (parse, row.option) != (sglang.parse, "root"):  # which SGLang's store cannot do without
+        assert found() == found(**{row.option: None}) == row.unset
+    assert found(**{row.option: row.given}) == row.typed
+    file.write_text(f"[{'.'.join(key.path[:-1])}]\n{key.path[-1]} = {toml(row.typed)}\n")
+    monkeypatch.setenv("KVMOVER_CONFIG", str(file))
+    assert found() == row.typed
+    monkeypatch.setenv(key.variable, str(row.configured))
+    assert found() == found(**{row.option: None}) == row.configured != row.typed
+    assert found(**{row.option: row.given}) == row.typed
+    if key.optional and row.option != "root":
+        assert found(**{row.option: "none"}) is None
+
+
+@pytest.mark.parametrize(("parse", "row"), CASES)
+def test_an_option_that_cannot_be_is_named_with_where_it_was_given(parse: Parse, row: Row) -> None:
+    with pytest.raises(ConfigError, match=f"^{row.option} in the options of kvmover's .*{row.setting.split('.')[-1]}"):
+        parse({"root": "/kv"} | {row.option: [1]})
+
+
+def test_a_configured_store_is_left_alone_by_an_engine_that_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMOVER_STORE_ROOT", "/kv")
+    assert vllm.parse({"root": "none"})[1].store.root is None
+    with pytest.raises(ConfigError, match="no directory of page stores is given"):
+        sglang.parse({"root": "none"})
