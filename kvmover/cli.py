@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -242,53 +243,72 @@ app.add_typer(operator_app)
 store_app = typer.Typer(help="Look after page stores: directories of KV pages.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
 
-Root = Annotated[Path, typer.Argument(help="The directory that the stores are in.", metavar="DIR")]
+Root = Annotated[
+    Path | None, typer.Argument(help="The directory that the stores are in; store.root if not given.", metavar="DIR")
+]
 OneNamespace = Annotated[
     str | None, typer.Option("--namespace", help="Only those whose name begins so.", metavar="PREFIX")
 ]
 
 
+def _directory(given: Path | None) -> Path:
+    from kvmover.config import load
+
+    return given or load().settings.store.directory()
+
+
 @store_app.command("stat")
-def store_stat(root: Root, namespace: OneNamespace = None, as_json: Json = False) -> int:
+def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
     """Show what is stored, and what a crash cost."""
     from kvmover.store import command
 
-    return command.print_rows(command.stat(root, namespace), as_json)
+    return command.print_rows(command.stat(_directory(root), namespace), as_json)
 
 
 @store_app.command("verify")
-def store_verify(root: Root, namespace: OneNamespace = None, as_json: Json = False) -> int:
+def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
     """Read every object and delete the bad ones. Exit status 1 if there were any."""
     from kvmover.store import command
 
-    return command.print_rows(command.verify(root, namespace), as_json)
+    return command.print_rows(command.verify(_directory(root), namespace), as_json)
 
 
 @store_app.command("gc")
 def store_gc(
-    root: Root,
+    root: Root = None,
     namespace: OneNamespace = None,
     quota: Annotated[
-        int | None, typer.Option(parser=_count, metavar="BYTES", help="Evict until each namespace holds no more.")
+        int | None,
+        typer.Option(
+            parser=_count,
+            metavar="BYTES",
+            help="Evict until each namespace holds no more; store.quota_bytes if not given.",
+        ),
     ] = None,
     ttl: Annotated[
-        int | None, typer.Option(parser=_count, metavar="SECONDS", help="Delete pages unused for so long.")
+        int | None,
+        typer.Option(
+            parser=_count, metavar="SECONDS", help="Delete pages unused for so long; store.ttl_s if not given."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
     """Take over what dead writers left, and keep to a quota or an age."""
-    from kvmover.store import Policy, command
+    from kvmover.config import load
+    from kvmover.store import command
 
-    return command.print_rows(command.collect(root, namespace, Policy(quota_bytes=quota, ttl_s=ttl)), as_json)
+    configured = load().settings.store
+    policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
+    return command.print_rows(command.collect(root or configured.directory(), namespace, policy), as_json)
 
 
 @store_app.command("clear")
 def store_clear(
-    root: Root,
     namespace: Annotated[str, typer.Option(help="Those whose name begins so; '' is all.", metavar="PREFIX")],
+    root: Root = None,
     as_json: Json = False,
 ) -> int:
     """Delete all pages of a namespace, and nothing else."""
     from kvmover.store import command
 
-    return command.print_rows(command.clear(root, namespace), as_json)
+    return command.print_rows(command.clear(_directory(root), namespace), as_json)

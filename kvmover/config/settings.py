@@ -37,7 +37,7 @@ class StoreSettings(Policy):
     def directory(self) -> Path:
         """`root`, for those that cannot do without. Raises ConfigError."""
         if self.root is None:
-            raise ConfigError("no directory of page stores is given: store.root, or KVMOVER_STORE_ROOT, names it")
+            raise ConfigError("no directory of page stores is given, here or as store.root (KVMOVER_STORE_ROOT)")
         return self.root
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover import cli
-from kvmover.store import Namespace, PageStore, Part
+from kvmover.store import Machine, Namespace, PageStore, Part
 
 WHOLE = Part.whole(GQA, PAGE)
 OTHER = Namespace("mistral", "7", PAGE, salt="secret")
@@ -72,6 +73,39 @@ def test_gc_keeps_to_a_quota(command: Command, root: Path) -> None:
     (row,) = json.loads(out)
     assert (status, row["pages"], row["deleted_pages"]) == (0, 2, 3)
     assert [each["pages"] for each in json.loads(command("stat", root, "--json")[1])] == [2, 3]
+
+
+def test_commands_look_where_the_configuration_says_unless_they_are_told(
+    command: Command, root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = command("stat")
+    assert (status, err) == (
+        2,
+        "kvmover: no directory of page stores is given, here or as store.root (KVMOVER_STORE_ROOT)\n",
+    )
+    monkeypatch.setenv("KVMOVER_STORE_ROOT", str(root))
+    assert [row["pages"] for row in json.loads(command("stat", "--json")[1])] == [5, 3]
+    assert [row["objects"] for row in json.loads(command("verify", "--json")[1])] == [5, 3]
+    assert json.loads(command("stat", tmp_path_factory.mktemp("elsewhere"), "--json")[1]) == []
+    assert command("clear", "--namespace", OTHER.folder, "--json")[0] == 0
+    assert [row["pages"] for row in json.loads(command("gc", "--json")[1])] == [5, 0]
+
+
+def test_gc_keeps_to_the_configured_quota_and_age_unless_it_is_told_others(
+    command: Command, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVMOVER_STORE_QUOTA_BYTES", str(3 * WHOLE.nbytes))
+    mine = ("gc", root, "--namespace", SPACE.folder, "--json")
+    (row,) = json.loads(command(*mine, "--quota", 4 * WHOLE.nbytes)[1])
+    assert (row["pages"], row["deleted_pages"]) == (4, 1)
+    (row,) = json.loads(command(*mine)[1])
+    assert (row["pages"], row["deleted_pages"]) == (3, 1)
+    monkeypatch.setattr(Machine, "now", staticmethod(lambda: int(time.time()) + 100))
+    monkeypatch.setenv("KVMOVER_STORE_TTL_S", "60")
+    (row,) = json.loads(command(*mine, "--ttl", 3600)[1])
+    assert (row["pages"], row["deleted_pages"]) == (3, 0)
+    (row,) = json.loads(command(*mine)[1])
+    assert (row["pages"], row["deleted_pages"]) == (0, 3)
 
 
 def test_clear_deletes_the_namespace_it_is_told_and_nothing_else(command: Command, root: Path) -> None:

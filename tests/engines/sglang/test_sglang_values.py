@@ -71,7 +71,7 @@ def test_a_wrong_option_is_named(mistake: dict[str, object], word: str) -> None:
 
 
 def test_a_root_has_to_be_given() -> None:
-    with pytest.raises(ConfigError, match="store.root, or KVMOVER_STORE_ROOT, names it"):
+    with pytest.raises(ConfigError, match=r"here or as store.root \(KVMOVER_STORE_ROOT\)"):
         parse(None)
 
 
