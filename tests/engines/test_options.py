@@ -100,3 +100,25 @@ def test_a_configured_store_is_left_alone_by_an_engine_that_is_told_so(monkeypat
     assert vllm.parse({"root": "none"})[1].store.root is None
     with pytest.raises(ConfigError, match="no directory of page stores is given"):
         sglang.parse({"root": "none"})
+
+
+@pytest.mark.parametrize(
+    ("configured", "given_s", "deadline_s"),
+    [
+        (None, None, 300.0),
+        ("7", None, 7.0),
+        ("900", None, 900.0),
+        (None, 600.0, 600.0),
+        ("7", 600.0, 7.0),
+        ("900", 600.0, 600.0),
+    ],
+)
+def test_a_transfer_in_sglang_has_the_shorter_of_the_times_that_were_given(
+    configured: str | None, given_s: float | None, deadline_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own timeout is 300 s where nobody gives another; that is no promise to anybody."""
+    if configured is not None:
+        monkeypatch.setenv("KVMOVER_MOVER_DEADLINE_S", configured)
+    monkeypatch.setenv("KVMOVER_MOVER_VERB", "pull")
+    mover = sglang.transfer_settings(given_s or 300.0, given_s).mover
+    assert (mover.deadline_s, mover.verb) == (deadline_s, Verb.PULL)

@@ -35,6 +35,11 @@ def waiting_timeout_s() -> float:
     return float(_environ.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
 
 
+def given_timeout_s() -> float | None:
+    """The same where the operator gave it, and did not leave it to SGLang."""
+    return waiting_timeout_s() if _environ.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.is_set() else None
+
+
 def parallel() -> Any:
     """Sizes and ranks of this process."""
     return _context.get_parallel()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvmover.errors import KvmoverError, PeerUnknown
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.pace import Pace
 from kvmover.transfer.result import Gate, Transfer
 
 if TYPE_CHECKING:
@@ -38,14 +39,21 @@ class Wanted:
 @dataclass(slots=True)
 class Haul:
     """Every call may come from any thread; `ended` is called by `turn`, once a request, when nothing is written any
-    more: with `held` memory not before it is the engine's again."""
+    more: with `held` memory not before it is the engine's again. `pace` says how long `turn` may be left alone, and
+    `wake` ends that sooner, because there is a call to act upon."""
 
     mover: Mover
     ended: Ended
+    pace: Pace = field(default_factory=Pace)
     clock: Callable[[], float] = time.monotonic
+    wake: Callable[[], object] = lambda: None
     _open: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
     _wanted: dict[int, Wanted] = field(default_factory=dict[int, Wanted])
     _lock: RLock = field(default_factory=RLock)
+    _busy: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._busy = self.clock()
 
     def snapshot(self) -> Snapshot:
         """What the mover did and has under way, between two turns."""
@@ -56,14 +64,17 @@ class Haul:
         """Raises PeerRefused or TransportError."""
         with self._lock:
             self.mover.connect(card)
+            self._called()
 
     def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate] | None, aux: bytes) -> None:
         with self._lock:
             self._open[room] = self.mover.send(str(room), pages, gates, aux)
+            self._called()
 
     def receive(self, room: int, wanted: Wanted) -> None:
         with self._lock:
             self._wanted[room] = wanted
+            self._called()
 
     def abort(self, room: int, reason: str) -> None:
         """The request ends with `reason`; one that was not begun is refused to whoever asks for it."""
@@ -74,19 +85,15 @@ class Haul:
                 self.mover.abort(self._open[room], reason)
             else:
                 self.mover.refuse(str(room), reason)
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is under way, so that the next turn should not be long in coming."""
-        return bool(self._open or self._wanted)
+            self._called()
 
     def has(self, room: int) -> bool:
         """Whether the request's pages may still be read or written."""
         with self._lock:
             return room in self._open or room in self._wanted
 
-    def turn(self) -> bool:
-        """Advance everything; whether anything moved."""
+    def turn(self) -> float:
+        """Advance everything; seconds until the next turn, unless there is a call before."""
         with self._lock:
             moved = self.mover.poll()
             for room, wanted in list(self._wanted.items()):
@@ -96,11 +103,19 @@ class Haul:
                 del self._open[room]
                 assert transfer.result is not None
                 self.ended(room, transfer.result.reason, transfer.result.aux)
-            return moved or bool(over)
+            now = self.clock()
+            if moved or over:
+                self._busy = now
+                return 0.0
+            return self.pace.nap_s(now - self._busy, len(self._open) + len(self._wanted))
 
     def close(self) -> None:
         with self._lock:
             self.mover.close()
+
+    def _called(self) -> None:
+        self._busy = self.clock()
+        self.wake()
 
     def _begin(self, room: int, wanted: Wanted) -> None:
         """Ask, unless the engine has not answered our call yet."""
@@ -111,6 +126,7 @@ class Haul:
                     str(room), engine, wanted.positions, wanted.pages, [wanted.aux_from]
                 )
                 del self._wanted[room]
+                self._busy = self.clock()
                 return
         except PeerUnknown as error:
             reason = str(error)

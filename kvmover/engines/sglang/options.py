@@ -1,15 +1,17 @@
-"""What an operator may say in the engine's JSON about the page store behind it: typed, and nothing unknown."""
+"""What an operator may say of the page store in SGLang's JSON, and of transfers in its environment and ours."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
 
-from kvmover.config import Settings
+from kvmover.config import Settings, load
 from kvmover.engines.options import STORE, read
+from kvmover.transfer.result import MoverConfig
 
 #: Keys of the same JSON that are SGLang's own.
 _ENGINE_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})
@@ -51,3 +53,15 @@ def parse(extra_config: Mapping[str, Any] | None) -> tuple[Options, Settings]:
     options, settings = read(said, Options, STORE, "the options of kvmover's page store in SGLang")
     settings.store.directory()
     return options, settings
+
+
+def transfer_settings(timeout_s: float, given_s: float | None) -> Settings:
+    """The settings of this process for prefill/decode. `timeout_s`: SGLang's; `given_s`: the same where it was given.
+
+    A transfer has `mover.deadline_s` where that is configured, else SGLang's timeout. Where both were given each is a
+    promise, so the shorter holds.
+    """
+    settings = load(defaults=Settings(mover=MoverConfig(deadline_s=timeout_s))).settings
+    if given_s is None:
+        return settings
+    return replace(settings, mover=replace(settings.mover, deadline_s=min(settings.mover.deadline_s, given_s)))

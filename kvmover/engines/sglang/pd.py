@@ -6,17 +6,18 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.config import load
 from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
+from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.haul import Haul, Wanted
+from kvmover.engines.sglang.options import transfer_settings
 from kvmover.engines.sglang.pd_cache import Column, caches_of, layers_of, page_table, refuse, whole_of
 from kvmover.engines.sglang.pd_pool import Rows, pool_of
 from kvmover.errors import PeerRefused, PlanError, TransportError
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 log = logging.getLogger(__name__)
-
-#: Between turns of the loop: while a transfer is open and nothing came of the last turn, and while none is open.
-_BUSY_S, _IDLE_MS = 100e-6, 2
 
 #: Requests that decode ranks have asked for and no sender was made for: the oldest are forgotten beyond so many.
 _MOST_ROOMS = 1 << 16
@@ -70,17 +68,17 @@ class KvmoverManager(engine_pd.CommonKVManager):
             pool_of(cache, component, args.page_size, device)
             for cache, component in zip(self._caches, components, strict=True)
         ]
-        self._name, self._patience_s = engine_pd.name_of_this_engine(), engine_pd.waiting_timeout_s()
-        settings = load().settings
+        settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
+        self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{rank}")
         mover = Mover(
             transport,
             Model("sglang", components),
             Place(self._name, self._fleet, rank),
             pools,
-            replace(settings.mover_config(), deadline_s=self._patience_s),
+            settings.mover_config(),
         )
-        self._haul = Haul(mover, self._ended)
+        self._haul = Haul(mover, self._ended, settings.progress)
         self._observers = Observers(settings, self._name, rank)
         self._observers.watch(mover)
         self._observers.serve(MoverCollector([self._haul]))
@@ -94,6 +92,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         # Context-parallel ranks hold copies of the whole cache: the first of them sends, whatever the model.
         self.enable_all_cp_ranks_for_transfer = False
         self.is_dummy_cp_rank = context.attn_cp_rank > 0
+        self._bell = Bell(self.server_socket)
+        self._haul.wake = self._bell.ring
         self._thread = Thread(target=self._loop, daemon=True, name="kvmover-transfer")
         self._thread.start()
         if disaggregation_mode is not engine_pd.PREFILL:
@@ -101,23 +101,25 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def close(self) -> None:
         self._closing.set()
+        self._bell.ring()
         self._thread.join()
         self._haul.close()
+        self._bell.close()
         self._observers.close()
 
     # Both sides
 
     def _loop(self) -> None:
         """No message and no transfer ends it."""
+        nap_s = 0.0
         while not self._closing.is_set():
             try:
-                heard = self.server_socket.poll(0 if self._haul.busy else _IDLE_MS)
-                if heard:
+                if self._bell.nap(nap_s):
                     self._hear(self.server_socket.recv_multipart())
-                if not self._haul.turn() and not heard and self._haul.busy:
-                    time.sleep(_BUSY_S)
+                nap_s = self._haul.turn()
             except Exception:
                 log.exception("kvmover's transfer loop")
+                nap_s = self._haul.pace.idle_s
 
     def _hear(self, received: list[bytes]) -> None:
         message = pd_wire.read(received)

@@ -19,6 +19,7 @@ import torch
 from bench import PAGE, Rank, Running, Shape, finish, pools, start
 
 from kvmover.engines.sglang import plugin
+from kvmover.transfer import Pace
 
 plugins: Any = import_module("sglang.srt.plugins.hook_registry")
 plugin.register()
@@ -267,6 +268,9 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     sender.init(len(todo), 5)
     if case.ending == "prefill dies":
         os._exit(0)
+    if case.ending == "prefill stalls":
+        time.sleep(8)  # it lives longer than decode waits, and sends nothing
+        return repr(side.manager._haul.pace)
     if case.ending == "abort":
         sender.abort()
         time.sleep(1)  # for decode to hear of it
@@ -404,6 +408,16 @@ def test_pages_that_decode_has_already_are_not_sent(tmp_path: Path) -> None:
 
 def test_a_prefill_in_chunks_sends_all_of_them(tmp_path: Path) -> None:
     assert pair(tmp_path, Shape(tp=1), Shape(tp=2), prefix=1, chunks=(3, 5)) == ([""], [""] * 2)
+
+
+def test_kvmovers_settings_reach_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would wait for 300 s."""
+    monkeypatch.setenv("KVMOVER_MOVER_DEADLINE_S", "1.5")
+    monkeypatch.setenv("KVMOVER_PROGRESS_OPEN_S", "0.002")
+    monkeypatch.setenv("KVMOVER_PROGRESS_IDLE_S", "0.3")
+    sent, received = pair(tmp_path, Shape(), Shape(), ending="prefill stalls")
+    assert sent == [repr(Pace(open_s=0.002, idle_s=0.3))]
+    assert received[0].startswith("deadline passed"), received
 
 
 def test_an_abort_of_the_prefill_fails_the_request_on_decode_with_the_reason(tmp_path: Path) -> None:

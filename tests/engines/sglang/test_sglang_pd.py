@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.sglang import pd_wire
+from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.devicepool import is_shared, strands_of
 from kvmover.engines.sglang.haul import Haul, Wanted
 from kvmover.engines.sglang.model import Model
@@ -19,6 +23,7 @@ from kvmover.engines.sglang.pd_cache import Cache, Column, Whole, caches_of, lay
 from kvmover.engines.sglang.pd_pool import Rows, pool_of, tensor_at
 from kvmover.engines.sglang.seat import Seat, part_of
 from kvmover.errors import PeerUnknown, PlanError
+from kvmover.transfer import Pace
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
 CONTEXT = SimpleNamespace(attn_cp_size=1, enable_cp_tp_group_sharing=False)
@@ -268,10 +273,14 @@ class Stub:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.said: list[str] = []
+        self.moves = False
         self.transfer = SimpleNamespace(ended=False, held=False, result=None)
 
     def poll(self) -> bool:
-        return False
+        return self.moves
+
+    def connect(self, card: bytes) -> None:
+        self.said.append("connect")
 
     def receive(self, *given: Any) -> Any:
         if self.error:
@@ -286,9 +295,12 @@ class Stub:
         self.said.append(f"refuse {request}: {reason}")
 
 
+PACE = Pace(share=0.5, shortest_s=0.001, open_s=0.125, idle_s=4.0)
+
+
 def hauled(stub: Any, now: list[float]) -> tuple[Haul, list[tuple[int, str | None]]]:
     over: list[tuple[int, str | None]] = []
-    return Haul(stub, lambda room, reason, _: over.append((room, reason)), lambda: now[0]), over
+    return Haul(stub, lambda room, reason, _: over.append((room, reason)), PACE, lambda: now[0]), over
 
 
 def test_a_request_is_asked_for_once_its_engine_is_known_and_connected() -> None:
@@ -300,7 +312,7 @@ def test_a_request_is_asked_for_once_its_engine_is_known_and_connected() -> None
     haul.turn()
     stub.error = None
     haul.turn()
-    assert (stub.said, over, haul.busy) == (["receive 7 of p"], [], True)
+    assert (stub.said, over, haul.has(7)) == (["receive 7 of p"], [], True)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +358,78 @@ def test_a_request_that_was_not_begun_is_refused_to_whoever_asks() -> None:
     haul, over = hauled(stub, [0.0])
     haul.abort(9, "no")
     assert (stub.said, over) == (["refuse 9: no"], [])
+
+
+def test_the_thread_of_a_haul_sleeps_as_the_pace_says_since_anything_happened_or_was_called() -> None:
+    stub, now, rung = Stub(), [0.0], []
+    haul, _ = hauled(stub, now)
+    haul.wake = lambda: rung.append(now[0])
+    now[0] = 0.5
+    assert haul.turn() == 0.25  # half of the time since nothing happened
+    now[0] = 9.0
+    assert haul.turn() == PACE.idle_s
+    stub.moves = True
+    assert haul.turn() == 0.0
+    stub.moves, now[0] = False, 18.0
+    haul.receive(7, Wanted(lambda: None, range(8), [torch.arange(2).numpy()], 0, 100.0))
+    assert haul.turn() == PACE.shortest_s
+    now[0] = 27.0
+    assert haul.turn() == PACE.open_s
+    for at, call in enumerate([lambda: haul.abort(7, "enough"), lambda: haul.connect(b"card")], 28):
+        now[0] = float(at)
+        call()
+        assert haul.turn() == PACE.shortest_s
+    assert rung == [18.0, 28.0, 29.0]
+
+
+@pytest.fixture
+def bell() -> Iterator[tuple[Bell, Any]]:
+    """A bell over the reading end of a ZeroMQ socket, and the writing end."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
+        push.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
+        bell = Bell(pull)
+        yield bell, push
+        bell.close()
+
+
+#: Longer than a test may take.
+FOR_EVER_S = 10_000.0
+
+
+def test_a_message_ends_a_nap_and_is_told_until_it_is_taken(bell: tuple[Bell, Any]) -> None:
+    ours, push = bell
+    assert not ours.nap(0.0)
+    assert not ours.nap(0.002)
+    push.send(b"message")
+    assert [ours.nap(FOR_EVER_S) for _ in range(2)] == [True, True]
+
+
+def test_a_call_from_another_thread_ends_a_nap_that_has_begun_or_is_to_come(bell: tuple[Bell, Any]) -> None:
+    (ours, _), late = bell, threading.Event()
+    for _ in range(3):
+        ours.ring()
+    assert not ours.nap(FOR_EVER_S)
+
+    def call() -> None:
+        late.set()
+        ours.ring()
+
+    threading.Timer(0.05, call).start()
+    assert not ours.nap(FOR_EVER_S)
+    assert late.is_set(), "what was rung before has rung twice"
+
+
+def test_a_bell_that_is_rung_more_often_than_it_can_tell_holds_nobody_up(bell: tuple[Bell, Any]) -> None:
+    ours, _ = bell
+    for _ in range(10_000):
+        ours.ring()
+    assert not ours.nap(FOR_EVER_S)
+
+
+def test_ringing_a_bell_that_is_closed_wakes_nobody(bell: tuple[Bell, Any]) -> None:
+    ours, _ = bell
+    ours.close()
+    ours.ring()
 
 
 def entry(kind: str, components: list[list[torch.Tensor]], mapping: dict[int, Any], by_page: bool) -> Any:
