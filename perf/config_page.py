@@ -14,7 +14,9 @@ HEAD = """\
 # Configuration
 
 Every setting has a default, a key in a TOML file, and an environment variable, which wins. `kvmover config` prints all
-of them as TOML, with the origin of each that is not a default; what it prints is a file that can be read again.
+of them as TOML, defaults as comments, and behind every other where it was given; what it prints is a file that can be
+read again. An engine's own options go before all of it ([vLLM](vllm.md), [SGLang](sglang.md)), and an adapter may have
+other defaults, which the text of a setting names.
 
 ```console
 $ kvmover config > kvmover.toml

@@ -13,7 +13,10 @@ from kvmover.config.load import Loaded
 
 
 def as_toml(loaded: Loaded) -> str:
-    """Every setting in its table; behind one that is no default, where it was given."""
+    """Every setting in its table: a default as a comment, and behind any other where it was given.
+
+    So what is printed can be kept as a file, and pins no default of this release.
+    """
     return "\n".join(_lines(loaded)) + "\n"
 
 
@@ -34,7 +37,8 @@ def _lines(loaded: Loaded) -> Iterator[str]:
             table = key.path[:-1]
             yield f"[{'.'.join(table)}]"
         origin = loaded.origins.get(key.name)
-        yield f"{key.path[-1]} = {toml(value_of(loaded.settings, key))}{f'  # {origin}' if origin else ''}"
+        line = f"{key.path[-1]} = {toml(value_of(loaded.settings, key))}"
+        yield f"{line}  # {origin}" if origin else f"# {line}"
 
 
 def toml(value: object) -> str:

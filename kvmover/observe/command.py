@@ -19,7 +19,7 @@ def show_config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
 ) -> None:
-    """Print every setting as TOML, and where those were given that are no defaults: in the file or the environment."""
+    """Print every setting as TOML: defaults as comments, and behind others where they were given."""
     from kvmover.config import load
     from kvmover.config.text import as_data, as_toml
 

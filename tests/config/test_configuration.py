@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -94,6 +95,18 @@ def test_what_is_printed_is_read_back_the_same_whatever_is_set(tmp_path: Path) -
     assert load(written(tmp_path, text), environ={}).settings == loaded.settings
     assert set(tomllib.loads(text)) == {key.path[0] for key in keys()}
     assert json.loads(json.dumps(as_data(loaded)))["mover.verb"] == {"value": "pull", "from": "KVMOVER_MOVER_VERB"}
+
+
+def test_defaults_are_printed_as_comments_so_that_what_is_printed_pins_what_was_given_alone(tmp_path: Path) -> None:
+    """An adapter's own defaults lie under the file, and a later release's are its own: neither is to be overridden."""
+    text = as_toml(load(environ={"KVMOVER_MOVER_SMS": "none"}))
+    patient = Settings(mover=MoverConfig(deadline_s=120.0, sms=4))
+    found = load(written(tmp_path, text), environ={}, defaults=patient)
+    assert found.settings == dataclasses.replace(patient, mover=MoverConfig(deadline_s=120.0, sms=None))
+    assert list(found.origins) == ["mover.sms"]
+    spoken = re.sub("^# ", "", text, flags=re.M)
+    assert load(written(tmp_path, spoken), environ={}).origins.keys() == {key.name for key in keys()}
+    assert load(written(tmp_path, spoken), environ={}).settings == load(written(tmp_path, text), environ={}).settings
 
 
 @given(st.text())

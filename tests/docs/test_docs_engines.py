@@ -40,3 +40,11 @@ def test_every_option_of_an_adapter_has_its_row(
 
 def words(cell: str) -> list[str]:
     return re.findall(r"`(\w+)`", cell)
+
+
+def test_the_text_of_a_setting_names_the_default_that_an_adapter_has_instead() -> None:
+    other = {key: value_of(vllm.DEFAULTS, key) for key in keys() if value_of(vllm.DEFAULTS, key) != key.default}
+    assert {key.name for key in other} == {"mover.deadline_s", "mover.verb"}
+    for key, value in other.items():
+        said = f"{value:g}" if isinstance(value, float) else str(value)
+        assert f"in vLLM {said}" in key.text
