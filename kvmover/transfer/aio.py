@@ -118,6 +118,9 @@ class AsyncMover:
     async def refuse(self, request: str, reason: str) -> None:
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.refuse(request, reason)))
 
+    async def reopen(self, request: str) -> None:
+        await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
+
     async def close(self) -> None:
         await asyncio.to_thread(self._progress.close)
 

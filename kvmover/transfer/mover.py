@@ -162,7 +162,8 @@ class Mover:
         Every destination rank that holds a part of ours may fetch it until the transfer ends. `gates`: what has to pass
         before more is read, for a request that is still being computed (see `produced`); None: all of it is there.
         `aux`: at most 64 KiB that go to every destination rank that asks this rank for them, exactly once. The pages
-        belong to the transfer until it has ended, and longer while `transfer.held`.
+        belong to the transfer until it has ended, and longer while `transfer.held`. Whoever asks for a request that has
+        ended is told how, at once, for an hour: send its name again before it is asked for again, or `reopen` it.
         """
         transfer = Transfer(request, self._core.clock())
         self._outbound.send(transfer, _tables(pages), gates, aux)
@@ -179,6 +180,10 @@ class Mover:
     def refuse(self, request: str, reason: str) -> None:
         """This rank will not send `request`: destinations that ask, or have asked, hear why instead of waiting."""
         self._outbound.refuse(request, reason)
+
+    def reopen(self, request: str) -> None:
+        """A request of this name will be sent though one was before, or was refused: destinations that ask wait."""
+        self._outbound.reopen(request)
 
     def receive(
         self,

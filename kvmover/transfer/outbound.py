@@ -10,7 +10,7 @@ from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.transfer import sender, sending, wire
 from kvmover.transfer.answering import attempt_for
-from kvmover.transfer.closed import Closed
+from kvmover.transfer.closed import MEMORY_S, SERVED, Closed
 from kvmover.transfer.core import Core
 from kvmover.transfer.early import EarlyWants
 from kvmover.transfer.meter import Count, Gauge
@@ -41,7 +41,7 @@ class Outbound:
         deadline = self.core.clock() + self.core.config.deadline_s
         waiting = None if gates is None else list(gates)
         self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
-        self._closed.reopen(transfer.request)
+        self.reopen(transfer.request)
         for early in self._early.take(transfer.request):
             for message in (early.want, *early.said):
                 self.hear(early.peer, message)
@@ -76,9 +76,13 @@ class Outbound:
 
     def refuse(self, name: str, reason: str) -> None:
         """A request that this rank will not send: who asks is told at once, and who has asked."""
-        self._closed.refuse(name, reason, self.core.remembered_until())
+        self._over_for_all(name, reason)
         for early in self._early.take(name):
             self.core.say(early.peer.name, wire.Abort(name, early.want.generation, reason))
+
+    def reopen(self, name: str) -> None:
+        """A request of this name is still to come, whatever became of one before: who asks for it waits."""
+        self._closed.reopen(name)
 
     def hear(self, peer: Peer, message: wire.About) -> None:
         """A message from a destination. Those of attempts that are over are answered with how they ended."""
@@ -167,9 +171,9 @@ class Outbound:
 
     def _ask_early(self, peer: Peer, want: wire.Want) -> None:
         id_ = want.request, want.generation
-        refused = self._closed.refused(want.request)
-        if refused is not None:
-            self.core.say(peer.name, wire.Abort(*id_, refused))
+        ending = self._closed.ending(want.request)
+        if ending is not None:
+            self.core.say(peer.name, wire.Abort(*id_, ending))
             return
         if not self._early.wait(peer, want, self.core.clock() + self.core.config.deadline_s):
             self.core.say(peer.name, wire.Abort(*id_, "too many requests wait to be sent"))
@@ -280,8 +284,10 @@ class Outbound:
 
     def _end(self, request: Request) -> None:
         close(request, self.core)
-        if request.reason is not None:
-            self._closed.refuse(request.transfer.request, request.reason, self.core.remembered_until())
+        self._over_for_all(request.transfer.request, request.reason or SERVED)
+
+    def _over_for_all(self, name: str, how: str) -> None:
+        self._closed.end(name, how, max(self.core.clock() + MEMORY_S, self.core.remembered_until()))
 
     def _forget(self, request: Request) -> bool:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""

@@ -56,6 +56,9 @@ class SharedMover:
     def refuse(self, request: str, reason: str) -> None:
         self._progress.submit(lambda mover: mover.refuse(request, reason)).result()
 
+    def reopen(self, request: str) -> None:
+        self._progress.submit(lambda mover: mover.reopen(request)).result()
+
     def produced(self, transfer: Transfer, gate: Gate) -> None:
         self._progress.tell(transfer, lambda mover: mover.produced(transfer, gate))
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvmover.transfer import inbound, receiver, receiving, sender, sending, wire
 from kvmover.transfer.arena import ALIGN_BYTES, Arena
+from kvmover.transfer.closed import Closed
 from kvmover.transfer.inbound import Inbound
 from kvmover.transfer.lane import Lane
 from kvmover.transfer.limbo import Key, Limbo, Ward
@@ -247,6 +248,11 @@ def what_is_lost_is_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(receiver, "_again", lambda state, peer: [])
 
 
+def what_is_over_is_still_to_come(patch: pytest.MonkeyPatch) -> None:
+    """A source forgets that a request has ended."""
+    patch.setattr(Closed, "end", lambda self, request, how, until: None)
+
+
 def hello_is_said_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Liveness, "strangers", lambda self, now: ([], []))
 
@@ -330,6 +336,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (gates_are_ignored, "default"),
     (a_state_goes_with_its_layers, "default"),
     (what_is_lost_is_not_asked_for_again, "lossy"),
+    (what_is_over_is_still_to_come, "default"),
     (hello_is_said_once, "lossy"),
     (a_source_without_chunks_is_told_once, "lossy"),
     (silence_is_never_noticed, "default"),

@@ -73,6 +73,14 @@ def check_silence(scene: Scene, seat: Seat) -> None:
             raise Broken(f"{seat.name} still waits for {peer}, which is silent since {since - 1000:.4f}")
 
 
+def check_early(scene: Scene, seat: Seat) -> None:
+    """Nobody who asks for a request that has ended here is kept waiting for it to begin."""
+    for name in seat.mover._outbound._early._early:
+        sent = [o for o in scene.orders if o.seat is seat and o.verb == "send" and o.request.name == name]
+        if sent and sent[-1].transfer.ended:
+            raise Broken(f"{seat.name}: {name} is waited for, and is over")
+
+
 def _awaited(seat: Seat) -> Iterator[str]:
     """Peers that something is awaited from by transfers that have not failed."""
     for attempt in seat.mover._inbound._attempts.values():

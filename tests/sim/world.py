@@ -174,6 +174,7 @@ class World:
         steps.check_memory(seat)
         steps.check_arena(seat)
         steps.check_silence(self.scene, seat)
+        steps.check_early(self.scene, seat)
         for order in list(seat.orders):
             if order.transfer.result is None:
                 steps.check_deadline(self.scene, order)

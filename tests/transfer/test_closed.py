@@ -1,4 +1,4 @@
-"""Closed: a source remembers for a while how attempts ended and what it refused, and no more than fits."""
+"""Closed: a source remembers for a while how attempts and requests ended, and no more than fits."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def test_the_newest_attempt_counts_whatever_the_order_of_the_news():
 def test_what_is_over_for_long_is_forgotten():
     memory = Closed()
     memory.close(KEY, 7, "enough", 10.0)
-    memory.refuse("request", "no room", 20.0)
+    memory.end("request", "no room", 20.0)
     memory.expire(9.9)
     assert reason(memory, 7) == "enough"
     memory.expire(10.0)
     assert reason(memory, 7) is None
-    assert memory.refused("request") == "no room"
+    assert memory.ending("request") == "no room"
     memory.expire(20.0)
-    assert memory.refused("request") is None
+    assert memory.ending("request") is None
 
 
-def test_a_refused_request_is_open_again_when_it_is_sent():
+def test_a_request_that_is_over_is_open_again_when_it_is_reopened():
     memory = Closed()
-    memory.refuse("request", "no room", 10.0)
+    memory.end("request", "no room", 10.0)
     memory.reopen("other")
-    assert memory.refused("request") == "no room"
+    assert memory.ending("request") == "no room"
     memory.reopen("request")
     memory.reopen("request")
-    assert memory.refused("request") is None
+    assert memory.ending("request") is None
 
 
 def test_only_so_many_are_remembered_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
@@ -60,9 +60,9 @@ def test_only_so_many_are_remembered_and_the_oldest_are_forgotten(monkeypatch: p
     memory = Closed()
     for n in range(5):
         memory.close((f"request-{n}", "decode0.1"), 1, "enough", 10.0)
-        memory.refuse(f"request-{n}", "no room", 10.0)
+        memory.end(f"request-{n}", "no room", 10.0)
     known = [n for n in range(5) if memory.of(f"request-{n}", "decode0.1", 1)]
-    assert known == [n for n in range(5) if memory.refused(f"request-{n}")] == [2, 3, 4]
+    assert known == [n for n in range(5) if memory.ending(f"request-{n}")] == [2, 3, 4]
 
 
 def test_news_of_what_is_remembered_push_out_nobody(monkeypatch: pytest.MonkeyPatch):
@@ -71,7 +71,7 @@ def test_news_of_what_is_remembered_push_out_nobody(monkeypatch: pytest.MonkeyPa
     for generation in range(10):
         for name in ("one", "two"):
             memory.close((name, "decode0.1"), generation, "enough", 10.0)
-            memory.refuse(name, "no room", 10.0)
+            memory.end(name, "no room", 10.0)
     for name in ("one", "two"):
         assert memory.of(name, "decode0.1", 9)
-        assert memory.refused(name)
+        assert memory.ending(name)

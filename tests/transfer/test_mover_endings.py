@@ -14,6 +14,7 @@ from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer import wire
+from kvmover.transfer.closed import MEMORY_S
 from kvmover.transfer.meter import Count
 from kvmover.transfer.result import Cause, Result, Transfer
 from kvmover.transfer.wire import Verb
@@ -77,19 +78,6 @@ def test_a_refused_request_can_be_sent_after_all():
     pair.assert_landed()
 
 
-def test_a_refusal_is_forgotten_after_a_while():
-    clock = HandClock()
-    pair = Pair.of(clock=clock)
-    pair.src.movers[0].refuse("request", "not now")
-    clock.now += CONFIG.deadline_s + CONFIG.drain_s
-    pair.bench.turn()
-    (landed,) = pair.receive()
-    pair.bench.turn()
-    assert not landed.ended
-    pair.bench.ended([*pair.send(), landed])
-    pair.assert_landed()
-
-
 @ways
 def test_a_request_that_was_given_up_before_anybody_asked_tells_who_asks_later(verb: Verb, route: Route):
     clock = HandClock()
@@ -118,6 +106,108 @@ def test_one_source_that_fails_ends_the_request_for_all_others(verb: Verb, route
         assert not transfer.held
     stands_still(pair)
     pair.bench.assert_nothing_is_left()
+
+
+# Requests that are over
+
+
+def served(pair: Pair) -> None:
+    transfers = [*pair.send(), *pair.receive()]
+    pair.bench.turn(60)
+    assert not any(ended(transfer).reason for transfer in transfers)
+
+
+@ways
+def test_a_request_that_was_served_is_not_waited_for_when_it_is_asked_for_again(verb: Verb, route: Route):
+    """The clock stands still: nobody waits for a deadline, nor for what is said again."""
+    clock = HandClock()
+    config = replace(CONFIG, verb=verb, route=route)
+    pair = Pair.of(Fleet(tp=2, page_tokens=4), config=config, clock=clock)
+    served(pair)
+    (again,) = pair.receive()
+    pair.bench.turn(12)
+    assert (ended(again).reason, ended(again).cause) == ("it was served already", Cause.PEER_ABORTED)
+    assert not again.held
+    stands_still(pair)
+    pair.bench.assert_nothing_is_left()
+
+
+def test_a_request_that_was_served_is_not_waited_for_by_another_engine_either():
+    pair = Pair.of(clock=HandClock())
+    served(pair)
+    spare = pair.bench.engine("spare", Fleet(tp=2, page_tokens=4))
+    spare.connect(pair.src)
+    pair.bench.turn()
+    late = spare.receive("request", "prefill", range(pair.tokens), spare.tables(pair.tokens))
+    pair.bench.turn(12)
+    assert {ended(transfer).reason for transfer in late} == {"it was served already"}
+    stands_still(pair)
+    pair.bench.assert_nothing_is_left()
+
+
+def test_a_request_whose_deadline_passed_before_it_was_asked_for_says_so_to_who_asks_then():
+    clock = HandClock()
+    pair = Pair.of(clock=clock)
+    (sent,) = pair.send()
+    clock.now += CONFIG.deadline_s
+    pair.bench.turn()
+    (late,) = pair.receive()
+    pair.bench.turn(12)
+    assert ended(late).reason == ended(sent).reason == "deadline passed before every destination asked"
+    pair.bench.assert_nothing_is_left()
+
+
+def test_a_request_that_not_every_destination_has_asked_for_is_not_over():
+    pair = Pair.of(dst=Fleet(tp=2, page_tokens=4), clock=HandClock())
+    (sent,) = pair.send()
+    early = pair.dst.movers[0].receive("request", "prefill", range(pair.tokens), pair.dst_tables[0])
+    pair.bench.turn(60)
+    assert ended(early).landed
+    assert not sent.ended
+    late = pair.dst.movers[1].receive("request", "prefill", range(pair.tokens), pair.dst_tables[1])
+    pair.bench.turn(60)
+    assert ended(late).landed
+    assert ended(sent).landed
+    pair.assert_landed()
+
+
+def test_a_request_that_was_served_can_be_sent_again():
+    pair = Pair.of(clock=HandClock())
+    served(pair)
+    served(pair)
+    pair.assert_landed()
+    pair.bench.assert_nothing_is_left()
+
+
+def test_a_name_that_may_come_again_is_waited_for_once_it_is_opened():
+    """Where somebody else makes names up, a destination may ask before the source knows of the second request."""
+    pair = Pair.of(clock=HandClock())
+    served(pair)
+    pair.src.movers[0].reopen("request")
+    (again,) = pair.receive()
+    pair.bench.turn(12)
+    assert not again.ended
+    pair.send()
+    pair.bench.turn(60)
+    assert ended(again).landed
+    pair.assert_landed()
+
+
+def test_how_requests_ended_is_forgotten_after_an_hour():
+    clock = HandClock()
+    pair = Pair.of(clock=clock)
+    served(pair)
+    pair.src.movers[0].refuse("other", "not now")
+    clock.now += MEMORY_S - 1
+    pair.bench.turn()
+    late = [*pair.receive(), *pair.receive("other")]
+    pair.bench.turn(12)
+    assert [ended(transfer).reason for transfer in late] == ["it was served already", "not now"]
+    clock.now += 1
+    pair.bench.turn()
+    late = [*pair.receive(), *pair.receive("other")]
+    pair.bench.turn(12)
+    assert not any(transfer.ended for transfer in late)
 
 
 # Page tables

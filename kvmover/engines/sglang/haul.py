@@ -66,6 +66,11 @@ class Haul:
             self.mover.connect(card)
             self._called()
 
+    def expect(self, room: int) -> None:
+        """A request of this number will be sent, whatever became of one before: who asks for it waits."""
+        with self._lock:
+            self.mover.reopen(str(room))
+
     def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate] | None, aux: bytes) -> None:
         with self._lock:
             self._open[room] = self.mover.send(str(room), pages, gates, aux)
@@ -102,6 +107,8 @@ class Haul:
             for room, transfer in over:
                 del self._open[room]
                 assert transfer.result is not None
+                if transfer.result.reason is None:  # rooms are the router's: decode may hear of the next one first
+                    self.mover.reopen(str(room))
                 self.ended(room, transfer.result.reason, transfer.result.aux)
             now = self.clock()
             if moved or over:

@@ -208,6 +208,10 @@ class KvmoverManager(engine_pd.CommonKVManager):
             self.update_status(room, TRANSFERRING)
             self._haul.send(room, tables, outgoing.gates or None, self._rows.take(more["aux_index"]))
 
+    def expect(self, room: int) -> None:
+        """The scheduler has a request of this number, which is not the one that may have failed under it before."""
+        self._haul.expect(room)
+
     def forget(self, room: int) -> None:
         self._outgoing.pop(room, None)
         self._asked.pop(room, None)
@@ -265,6 +269,7 @@ class KvmoverSender(engine_pd.CommonKVSender):
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more: Any, **named: Any) -> None:
         engine_pd.CommonKVSender.__init__(self, mgr, bootstrap_addr, bootstrap_room, *more, **named)
+        mgr.expect(bootstrap_room)
         mgr.opened(bootstrap_room)
 
     def abort(self) -> None:

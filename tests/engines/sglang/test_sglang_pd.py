@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from kvmover.engines.sglang.pd_pool import Rows, pool_of, tensor_at
 from kvmover.engines.sglang.seat import Seat, part_of
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer import Pace
+from tests.transfer.mover_fleets import Pair
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
 CONTEXT = SimpleNamespace(attn_cp_size=1, enable_cp_tp_group_sharing=False)
@@ -430,6 +432,45 @@ def test_ringing_a_bell_that_is_closed_wakes_nobody(bell: tuple[Bell, Any]) -> N
     ours, _ = bell
     ours.close()
     ours.ring()
+
+
+@pytest.mark.parametrize("before", ["landed", "failed"])
+def test_a_room_that_comes_again_is_waited_for_whoever_hears_of_it_first(before: str) -> None:
+    """Rooms are the router's numbers. Decode asks while the prefill of the second request has not begun."""
+    pair, over = Pair.of(), list[tuple[str, int, str | None]]()
+    src, dst = (
+        Haul(engine.movers[0], lambda room, reason, _, name=engine.name: over.append((name, room, reason)), PACE)
+        for engine in (pair.src, pair.dst)
+    )
+
+    def turn(until: int) -> None:
+        deadline = time.monotonic() + 20
+        while len(over) < until:
+            assert time.monotonic() < deadline, over
+            src.turn()
+            dst.turn()
+
+    def fetch() -> None:
+        dst.receive(7, Wanted(lambda: "prefill", range(pair.tokens), pair.dst_tables[0], 0, 1e9))
+
+    src.send(7, pair.src_tables[0], None, b"first")
+    if before == "failed":
+        src.abort(7, "enough")
+        turn(1)
+        src.expect(7)
+    fetch()
+    if before == "landed":
+        turn(2)
+        fetch()
+    waited = len(over)
+    for _ in range(20):
+        src.turn()
+        dst.turn()
+    assert len(over) == waited
+    src.send(7, pair.src_tables[0], None, b"second")
+    turn(waited + 2)
+    assert {reason for _, _, reason in over[-2:]} == {None}
+    pair.assert_landed()
 
 
 def entry(kind: str, components: list[list[torch.Tensor]], mapping: dict[int, Any], by_page: bool) -> Any:

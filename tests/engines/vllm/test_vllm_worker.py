@@ -298,6 +298,34 @@ def test_an_abort_before_the_source_was_found_is_told_to_it_when_it_is(make: Cal
     assert src.worker.take_counts()["sent_failures"] == 1
 
 
+def test_an_answer_that_is_used_again_is_computed_at_once(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(Orders(sends=[SEND], delayed={"p"}))
+    dst.step(Orders(receives=[RECEIVE]))
+    dst.take()
+    src.until(lambda: src.told == Ended(sent={"p"}))
+    dst.step(Orders(receives=[RECEIVE]))
+    assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
+    assert "it was served already" in caplog.text
+
+
+def test_a_preempted_prefill_says_so_until_it_is_offered_again(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)]))
+    src.step(Orders(aborts=[Abort("p", "the prefill was preempted")], preempted={"p"}))
+    dst.step(Orders(receives=[RECEIVE]))
+    assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
+    assert "the prefill was preempted" in caplog.text
+    src.step(Orders(sends=[SEND], delayed={"p"}))
+    dst.step(Orders(receives=[RECEIVE]))
+    assert dst.take() == Ended(received={"d"})
+    assert_landed(src, dst)
+
+
 class Recorder(Traffic):
     """Traffic that goes nowhere: what was offered, and behind which gates."""
 
