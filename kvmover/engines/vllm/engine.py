@@ -22,6 +22,7 @@ _hashes: Any = import_module("vllm.v1.core.kv_cache_utils")
 _events: Any = import_module("vllm.distributed.kv_events")
 _request: Any = import_module("vllm.v1.request")
 _platforms: Any = import_module("vllm.platforms")
+_backends: Any = import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
 _sources: Any = import_module("vllm.v1.metrics.cache_hit_source")
 
 KVConnectorBase: Any = _base.KVConnectorBase_V1
@@ -70,11 +71,27 @@ def _refuse_packing(spec: Any) -> None:
     apart = slots is not None and slots != spec.num_kv_heads
     scaled = mode is not None and not mode.is_per_token_head and mode.name not in ("NONE", "FP8_PER_TENSOR")
     sparse = getattr(spec, "cache_role", None) is _cache.SparseCacheRole.INDEXER or getattr(spec, "model_version", None)
-    if apart or scaled or sparse or _platforms.current_platform.is_cpu():
+    if apart or scaled or sparse:
         raise EngineUnsupported(
             "kvmover's vLLM connector moves caches whose rows are tokens; this attention backend, quantisation"
             f" or model packs blocks in another way ({type(spec).__name__})"
         )
+    if _is_for_cpu_attn(spec):
+        raise EngineUnsupported(
+            "kvmover's vLLM connector moves caches whose rows are tokens; vLLM's attention backend CPU_ATTN keeps K and"
+            " V of a block apart"
+        )
+
+
+def _is_for_cpu_attn(spec: Any) -> bool:
+    """Whether vLLM's own CPU backend computes these layers, whose cache says nothing of how its blocks are packed.
+
+    On its CPU platform it computes all attention but that over latents, unless another is registered in its place.
+    """
+    over_tokens = isinstance(spec, _cache.AttentionSpec) and not isinstance(
+        spec, _cache.MLAAttentionSpec | _cache.SlidingWindowMLASpec
+    )
+    return over_tokens and _platforms.current_platform.is_cpu() and not _backends.CPU_ATTN.is_overridden()
 
 
 def sheets_of(caches: Mapping[str, torch.Tensor]) -> list[Sheet]:

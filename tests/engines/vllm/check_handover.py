@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from bench import Engine, Rank, RequestStatus, Shape, caching, layer_name, truth
+from bench import Engine, Rank, RequestStatus, Shape, caches_of, caching, layer_name, truth
 from prometheus_client import REGISTRY
 
 from kvmover.engines.vllm import KvmoverConnector
+from kvmover.engines.vllm import engine as names
 from kvmover.errors import KvmoverError
 
+backends: Any = import_module("vllm.v1.attention.backends.registry")
+platforms: Any = import_module("vllm.platforms")
 metrics: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
 
 PROMPT = [7 * n % 900 + 1 for n in range(100)]
@@ -308,6 +311,21 @@ def test_vllm_logs_and_exports_what_was_moved(engines: Callable[..., Engine]) ->
     assert value("vllm:kvmover_sent_requests_total", {"engine": "0"}) == 4
     assert value("vllm:kvmover_sent_bytes_total", {"engine": "0"}) == 2 * 100 * 4 * 4 * 64
     assert value("vllm:kvmover_received_requests_total", {"engine": "0"}) == 0
+
+
+def test_the_backend_that_keeps_k_and_v_of_a_block_apart_is_refused_and_not_its_platform(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On vLLM's CPU platform: its own backend is named; one in its place, and those of latents, keep tokens in rows."""
+    monkeypatch.setattr(platforms, "_current_platform", import_module("vllm.platforms.cpu").CpuPlatform())
+    assert len(names.groups_of(caches_of(Shape(latent=True)))) == 1
+    with pytest.raises(KvmoverError, match="CPU_ATTN keeps K and V of a block apart"):
+        names.groups_of(caches_of(Shape(window=17)))
+    backends.register_backend(backends.AttentionBackendEnum.CPU_ATTN, "somebody.Else")
+    try:
+        assert len(names.groups_of(caches_of(Shape(window=17)))) == 2
+    finally:
+        backends.AttentionBackendEnum.CPU_ATTN.clear_override()
 
 
 def test_what_the_connector_cannot_serve_is_refused_in_a_sentence(engines: Callable[..., Engine]) -> None:
