@@ -11,13 +11,14 @@ from kvmover.engines.release import EngineUnsupported
 from kvmover.engines.vllm import cards, engine
 from kvmover.engines.vllm.backing import BackedTransport, pools_of
 from kvmover.engines.vllm.keeper import Event, Keeper, Lookout, Shelves, part_of
-from kvmover.engines.vllm.news import Introduction, News, Stored
+from kvmover.engines.vllm.news import Introduction, News, StepNews
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.orders import Orders, Save
 from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.planner import Home, Planner, Role
 from kvmover.engines.vllm.sheet import Sheaf, refuse, sheaves
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
+from kvmover.engines.vllm.tally import Tally
 from kvmover.engines.vllm.traffic import Traffic
 from kvmover.engines.vllm.worker import Ended, Worker
 from kvmover.layout import Fleet, Span
@@ -71,6 +72,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._desk: cards.Desk | None = None
             self._lookout: Lookout | None = None
             self._news = News(self._seat.tp * self._seat.pp)
+            self._tally = Tally(self._seat.tp * self._seat.pp)
             events = getattr(vllm_config, "kv_events_config", None)
             self._tells = events is not None and events.enable_kv_cache_events
 
@@ -178,13 +180,12 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         taken, self._ended = self._ended.blocks, Ended()
         return taken
 
-    def build_connector_worker_meta(self) -> Stored | None:
-        done = self._worker.keeper.stored() if self._worker and self._worker.keeper else []
-        return Stored(dict(Counter(done))) if done else None
-
-    def get_kv_connector_stats(self) -> KvmoverStats | None:
-        counts = self._worker.take_counts() if self._worker else Counter[str]()
-        return KvmoverStats(data=dict(counts)) if counts else None
+    def build_connector_worker_meta(self) -> StepNews | None:
+        if self._worker is None:
+            return None
+        done = self._worker.keeper.stored() if self._worker.keeper else []
+        ended = self._worker.take_endings()
+        return StepNews(dict(Counter(done)), ended) if done or ended else None
 
     # The scheduler's half
 
@@ -240,9 +241,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._planner.output(connector_output)
-        stored = connector_output.kv_connector_worker_meta
-        if isinstance(stored, Stored):
-            self._news.heard(stored.ranks)
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, StepNews):
+            self._news.heard(told.stored)
+            self._tally.hear(told.ended)
 
     def take_events(self) -> Iterable[Any]:
         return self._news.take()
@@ -262,6 +264,14 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         return True
 
     # Either half
+
+    def get_kv_connector_stats(self) -> KvmoverStats | None:
+        """A rank's bytes and blocks, the scheduler's requests: vLLM adds them up."""
+        if self._role is engine.SCHEDULER:
+            counts = self._tally.take()
+        else:
+            counts = self._worker.take_counts() if self._worker else Counter[str]()
+        return KvmoverStats(data=dict(counts)) if counts else None
 
     def shutdown(self) -> None:
         if self._worker:

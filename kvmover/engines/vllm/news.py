@@ -1,4 +1,4 @@
-"""What workers tell the scheduler: who they are, and which blocks they have stored, for vLLM's KV events."""
+"""What workers tell the scheduler: who they are, which blocks they have stored, and how their transfers ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmover.engines.vllm import engine
+from kvmover.engines.vllm.tally import RankEnding
 from kvmover.store import Part
 
 #: Blocks that are being stored and not told of yet: the oldest are forgotten beyond so many.
@@ -23,13 +24,14 @@ class Introduction(engine.HandshakeMetadata):
 
 
 @dataclass
-class Stored(engine.WorkerMetadata):
-    """How many ranks are done with storing a block, by its hash."""
+class StepNews(engine.WorkerMetadata):
+    """Of a step. `stored`: how many ranks are done with storing a block, by its hash. `ended`: transfers, by rank."""
 
-    ranks: dict[bytes, int]
+    stored: dict[bytes, int]
+    ended: list[RankEnding]
 
-    def aggregate(self, other: Stored) -> Stored:
-        return Stored(dict(Counter(self.ranks) + Counter(other.ranks)))
+    def aggregate(self, other: StepNews) -> StepNews:
+        return StepNews(dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended)
 
 
 @dataclass(slots=True)

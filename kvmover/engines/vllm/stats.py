@@ -8,25 +8,26 @@ from typing import Any
 
 from kvmover.engines.vllm import engine
 
-#: Names of what is counted, by what it is, as Prometheus shows it.
+#: Names of what is counted, by what it is, as Prometheus shows it. Requests count once, whatever the number of ranks;
+#: bytes and blocks are those of all ranks together.
 COUNTS = {
-    "sent_requests": "Requests whose KV was fetched by another engine.",
-    "sent_failures": "Requests whose KV was not fetched to the end.",
-    "sent_bytes": "Bytes of KV that other engines fetched.",
-    "sent_microseconds": "Microseconds from offering a request to its end.",
-    "received_requests": "Requests whose KV came from another engine.",
-    "received_failures": "Requests whose KV did not come, or not all of it.",
-    "received_bytes": "Bytes of KV that came from other engines.",
-    "received_microseconds": "Microseconds from asking for a request to its end.",
-    "stored_blocks": "Blocks that are in the page store, by this rank or before it.",
-    "failed_stores": "Blocks that could not be stored.",
-    "loaded_blocks": "Blocks read from the page store.",
-    "failed_loads": "Blocks that could not be read from the page store.",
+    "sent_requests": "Requests whose KV another engine fetched, from every rank.",
+    "sent_failures": "Requests whose KV was not fetched to the end, from one rank or more.",
+    "sent_bytes": "Bytes of KV that other engines fetched, from all ranks together.",
+    "sent_microseconds": "Microseconds from offering a request to its end on the slowest rank.",
+    "received_requests": "Requests whose KV came from another engine, to every rank.",
+    "received_failures": "Requests whose KV did not come, or not all of it, to one rank or more.",
+    "received_bytes": "Bytes of KV that came from other engines, to all ranks together.",
+    "received_microseconds": "Microseconds from asking for a request to its end on the slowest rank.",
+    "stored_blocks": "Blocks that are in the page store, by a rank or before it, once a rank.",
+    "failed_stores": "Blocks that could not be stored, once a rank.",
+    "loaded_blocks": "Blocks read from the page store, once a rank.",
+    "failed_loads": "Blocks that could not be read from the page store, once a rank.",
 }
 
 
 class KvmoverStats(engine.Stats):
-    """Counts of an interval: `data` by the names of COUNTS, summed over ranks."""
+    """Counts of an interval: `data` by the names of COUNTS, of ranks and of the scheduler, which vLLM adds up."""
 
     def reset(self) -> None:
         self.data: dict[str, int] = {}

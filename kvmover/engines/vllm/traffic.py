@@ -37,10 +37,6 @@ class Over:
     reason: str | None
     result: Result | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self.result.nbytes if self.result else 0
-
     def incomplete(self, wanted: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Indices into the page tables that are not whole: `wanted` where nothing began."""
         if self.reason is None:

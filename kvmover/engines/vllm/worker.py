@@ -11,6 +11,7 @@ from typing import Protocol
 from kvmover.engines.vllm.keeper import Event, Keeper
 from kvmover.engines.vllm.orders import Orders, Receive, Send, Tables
 from kvmover.engines.vllm.sheet import Sheaf
+from kvmover.engines.vllm.tally import RankEnding
 from kvmover.engines.vllm.traffic import Over, Traffic
 from kvmover.transfer.result import ALL, Gate
 
@@ -51,6 +52,7 @@ class Worker:
     _computing: list[Send] = field(default_factory=list[Send])
     _fetching: dict[str, Receive] = field(default_factory=dict[str, Receive])
     _delayed: set[str] = field(default_factory=set[str])
+    _endings: list[RankEnding] = field(default_factory=list[RankEnding])
 
     def before(self, orders: Orders) -> None:
         """Before pages of preempted requests are overwritten: nothing reads them when this returns."""
@@ -124,8 +126,13 @@ class Worker:
                 ended.sent.add(request)
         return ended
 
+    def take_endings(self) -> list[RankEnding]:
+        """How transfers ended on this rank since the last call, of whole requests the scheduler's to count."""
+        taken, self._endings = self._endings, []
+        return taken
+
     def take_counts(self) -> Counter[str]:
-        """What was counted since the last call."""
+        """What was counted since the last call: bytes and blocks."""
         taken, self.counts = self.counts, Counter[str]()
         return taken + self.keeper.take_counts() if self.keeper else taken
 
@@ -175,8 +182,8 @@ class Worker:
             ended.failed.add(request)
 
     def _count(self, way: str, over: Over) -> None:
-        result = over.result
-        self.counts[f"{way}_bytes"] += over.nbytes if over.reason is None else 0
-        how = "requests" if over.reason is None else "failures"
-        self.counts[f"{way}_{how}"] += 1
-        self.counts[f"{way}_microseconds"] += round(result.seconds * 1e6) if result and over.reason is None else 0
+        landed = over.result if over.reason is None else None
+        microseconds = round(landed.seconds * 1e6) if landed else 0
+        self._endings.append(RankEnding(way, over.request, landed is not None, microseconds))
+        if landed and landed.nbytes:
+            self.counts[f"{way}_bytes"] += landed.nbytes

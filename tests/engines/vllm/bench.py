@@ -283,9 +283,9 @@ class Engine:
                     self.ended[one.request_id] = one.finish_reason
                 if one.kv_transfer_params:
                     self.answers[one.request_id] = one.kv_transfer_params
-        stats = merged.kv_connector_output.kv_connector_stats if merged.kv_connector_output else None
-        for name, count in (stats.data if stats else {}).items():
-            self.stats[name] = self.stats.get(name, 0) + count
+            stats = out.scheduler_stats.kv_connector_stats if out.scheduler_stats else None
+            for name, count in (stats or {}).items():
+                self.stats[name] = self.stats.get(name, 0) + count
         return output
 
     def until(self, condition: Callable[[], object], what: str) -> None:

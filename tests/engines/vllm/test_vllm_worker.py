@@ -14,6 +14,7 @@ from kvmover.engines.vllm.backing import BackedTransport, pools_of
 from kvmover.engines.vllm.orders import Abort, Orders, Receive, Refuse, Release, Send, Tables
 from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.sheet import Group, Seat, Sheet, Whole, sheaves
+from kvmover.engines.vllm.tally import RankEnding
 from kvmover.engines.vllm.traffic import Traffic
 from kvmover.engines.vllm.worker import Ended, Worker
 from kvmover.errors import TransportError
@@ -174,10 +175,13 @@ def test_a_request_lands_and_both_sides_hear_of_it_once(make: Callable[..., Engi
     src.step()
     dst.step()
     assert dst.told == Ended()
-    assert src.worker.take_counts()["sent_requests"] == 1
-    counts = dst.worker.take_counts()
-    assert (counts["received_requests"], counts["received_bytes"]) == (1, 20 * LAYERS * HEADS * CONTENT)
-    assert dst.worker.take_counts() == {}
+    (sent,), (received,) = src.worker.take_endings(), dst.worker.take_endings()
+    assert (sent.way, sent.request, sent.landed) == ("sent", "p", True)
+    assert (received.way, received.request, received.landed) == ("received", "d", True)
+    assert sent.microseconds > 0
+    assert received.microseconds > 0
+    assert dst.worker.take_counts() == {"received_bytes": 20 * LAYERS * HEADS * CONTENT}
+    assert (dst.worker.take_counts(), dst.worker.take_endings()) == ({}, [])
 
 
 def test_layers_are_fetched_when_the_forward_pass_has_passed_them(make: Callable[..., Engine]) -> None:
@@ -216,14 +220,14 @@ def test_a_release_serves_the_request_and_is_told_to_nobody(make: Callable[..., 
     dst.step()
     assert dst.told == Ended()
     assert (dst.cache == POISON).all()
-    assert dst.worker.take_counts() == {}
+    assert (dst.worker.take_counts(), dst.worker.take_endings()) == ({}, [])
 
 
 def test_an_engine_that_nobody_finds_fails_the_blocks_that_were_asked_for(make: Callable[..., Engine]) -> None:
     dst = make("dst")
     dst.step(Orders(receives=[Receive("d", Remote("gone", "p-1", "nowhere", 99), 8, 20, DST)]))
     assert dst.take() == Ended(received={"d"}, blocks={2, 9})
-    assert dst.worker.take_counts()["received_failures"] == 1
+    assert dst.worker.take_endings() == [RankEnding("received", "d", False, 0)]
 
 
 def test_requests_that_are_asked_for_at_once_meet_their_engine_once(make: Callable[..., Engine]) -> None:
@@ -295,7 +299,7 @@ def test_an_abort_before_the_source_was_found_is_told_to_it_when_it_is(make: Cal
         OPEN.set()
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     src.until(lambda: src.told == Ended(sent={"p"}))
-    assert src.worker.take_counts()["sent_failures"] == 1
+    assert [(end.way, end.landed) for end in src.worker.take_endings()] == [("sent", False)]
 
 
 def test_an_answer_that_is_used_again_is_computed_at_once(
