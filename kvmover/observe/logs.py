@@ -1,9 +1,10 @@
-"""Logs: kvmover's own loggers as lines of text or as JSON, and a line for each transfer that ends, by its request."""
+"""Logs: kvmover's own loggers as lines of text, as JSON or in an engine's log; a line for each transfer that ends."""
 
 from __future__ import annotations
 
 import json
 import logging
+from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class Guest(logging.Handler):
+    """Has an engine's logger, the `host`, say what kvmover's loggers do: in its form, with who speaks before it."""
+
+    def __init__(self, host: logging.Logger, speaker: str) -> None:
+        super().__init__()
+        self.host, self._speaker = host, speaker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = copy(record)
+        said.msg, said.args = f"{self._speaker}: {record.getMessage()}", None
+        self.host.handle(said)
+
+
 def configure(level: str, formatter: logging.Formatter, file: Path | None = None) -> logging.Handler:
     """Have kvmover's loggers write from `level` on to `file`, or to standard error, and nowhere else.
 
@@ -48,13 +62,31 @@ def configure(level: str, formatter: logging.Formatter, file: Path | None = None
     except OSError as error:
         raise KvmoverError(f"cannot write {file}: {error.strerror}") from error
     handler.setFormatter(formatter)
+    _hand_over(handler, level.upper())
+    return handler
+
+
+def speak_through(guest: Guest) -> bool:
+    """Have kvmover's loggers heard in an engine's log, from that one's level on; whether they are now.
+
+    An engine that configures its own logger alone would leave them to Python's last resort: a bare sentence from
+    warnings on. Where somebody has configured them, or the root logger that they fall back to, nothing changes.
+    """
+    own, root = logging.getLogger("kvmover"), logging.getLogger()
+    configured = any(handler.get_name() != __name__ for handler in own.handlers)
+    if configured or (root.handlers and guest.host is not root):
+        return False
+    _hand_over(guest, guest.host.getEffectiveLevel())
+    return True
+
+
+def _hand_over(handler: logging.Handler, level: int | str) -> None:
     handler.set_name(__name__)
     own = logging.getLogger("kvmover")
     release()
     own.addHandler(handler)
-    own.setLevel(level.upper())
+    own.setLevel(level)
     own.propagate = False
-    return handler
 
 
 def release() -> None:

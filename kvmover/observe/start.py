@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvmover.config.settings import LogFormat, Settings
+from kvmover.config.settings import LogFormat, LoggingSettings, Settings
 from kvmover.errors import KvmoverError
 from kvmover.ledger import Account
 from kvmover.observe import logs
@@ -19,8 +19,21 @@ if TYPE_CHECKING:
     from kvmover.transfer.mover import Mover
 
 
+def begin_logs(settings: LoggingSettings, guest: logs.Guest | None) -> Callable[[], None]:
+    """Have kvmover's loggers speak as they are configured, else in an engine's log; what ends that."""
+    if settings.level is not None:
+        formatter = logs.JsonFormatter() if settings.format is LogFormat.JSON else logs.text_formatter()
+        logs.configure(settings.level, formatter, settings.file)
+        return logs.release
+    if guest is not None and logs.speak_through(guest):
+        return logs.release
+    return lambda: None
+
+
 class Observers:
     """Logs, metrics endpoint, run log and spans of one rank, as its settings say. Close it after the movers.
+
+    `guest`: how an engine's own log says what happens, where no log of ours is configured.
 
     >>> with Observers(Settings(), "decode", 0) as observers:  # doctest: +SKIP
     ...     observers.watch(mover)
@@ -28,23 +41,21 @@ class Observers:
     ...     ledger = Ledger(sink=observers.account)
     """
 
-    def __init__(self, settings: Settings, engine: str, rank: int) -> None:
+    def __init__(self, settings: Settings, engine: str, rank: int, guest: logs.Guest | None = None) -> None:
         self._settings, self._rank = settings, rank
         self._open = ExitStack()
         self._watchers: list[Callable[[Ending], None]] = []
         self._run_log: RunLog | None = None
         try:
-            self._begin(engine, rank)
+            self._begin(engine, rank, guest)
         except BaseException:
             self._open.close()
             raise
 
-    def _begin(self, engine: str, rank: int) -> None:
+    def _begin(self, engine: str, rank: int, guest: logs.Guest | None) -> None:
         logging, record = self._settings.logging, self._settings.record
+        self._open.callback(begin_logs(logging, guest))
         if logging.level is not None:
-            formatter = logs.JsonFormatter() if logging.format is LogFormat.JSON else logs.text_formatter()
-            logs.configure(logging.level, formatter, logging.file)
-            self._open.callback(logs.release)
             self._watchers.append(logs.transfer)
         if record.run_log is not None:
             self._run_log = self._open.enter_context(RunLog(record.run_log, engine, rank))

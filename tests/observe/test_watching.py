@@ -8,6 +8,7 @@ import logging
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,63 @@ def test_without_opentelemetry_spans_say_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
     with pytest.raises(KvmoverError, match=r"pip install 'kvmover\[otel\]'"):
         Spans()
+
+
+# An engine's log
+
+
+@contextmanager
+def engine_log() -> Iterator[tuple[logging.Logger, io.StringIO]]:
+    """An engine that has configured its own logger and no other, and what it writes."""
+    host, written = logging.Logger("an engine", logging.INFO), io.StringIO()
+    host.addHandler(logging.StreamHandler(written))
+    host.handlers[0].setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.root, "handlers", [])  # pytest's own, which it takes back by itself
+        yield host, written
+
+
+def test_an_engine_that_configures_its_own_logger_alone_says_what_kvmover_does_and_who() -> None:
+    own, settings = logging.getLogger("kvmover.somewhere"), load(environ={}).settings
+    with engine_log() as (host, written):
+        with Observers(settings, "decode", 0, logs.Guest(host, "kvmover rank 1 of TP2")):
+            own.info("%d of %s", 3, "100 %d")
+            own.debug("not at this level")
+            try:
+                raise ValueError("caught")
+            except ValueError:
+                own.exception("poll %s", "x")
+        own.info("nobody is a guest any more")
+    first, second, *trace = written.getvalue().splitlines()
+    assert first == "INFO kvmover.somewhere kvmover rank 1 of TP2: 3 of 100 %d"
+    assert second == "ERROR kvmover.somewhere kvmover rank 1 of TP2: poll x"
+    assert trace[-1] == "ValueError: caught"
+    assert logging.getLogger("kvmover").propagate
+
+
+def test_where_somebody_has_configured_kvmovers_loggers_no_engine_says_anything(tmp_path: Path) -> None:
+    own, handler = logging.getLogger("kvmover"), logging.StreamHandler(io.StringIO())
+    configured = {"KVMOVER_LOGGING_LEVEL": "info", "KVMOVER_LOGGING_FILE": str(tmp_path / "log")}
+    with engine_log() as (host, written):
+        for logger in (own, logging.root):
+            logger.addHandler(handler)
+            with Observers(load(environ={}).settings, "decode", 0, logs.Guest(host, "kvmover")):
+                own.warning("heard by somebody else")
+            logger.removeHandler(handler)
+        with Observers(load(environ=configured).settings, "decode", 0, logs.Guest(host, "kvmover")):
+            own.warning("in the file")
+    assert handler.stream.getvalue().splitlines() == ["heard by somebody else"] * 2
+    assert "in the file" in (tmp_path / "log").read_text()
+    assert written.getvalue() == ""
+
+
+def test_an_engine_whose_log_is_the_root_says_it_once() -> None:
+    guest = logs.Guest(logging.root, "kvmover prefill rank 0 of TP1")
+    with engine_log() as (host, written):
+        logging.root.addHandler(host.handlers[0])
+        with Observers(load(environ={}).settings, "decode", 0, guest):
+            logging.getLogger("kvmover").warning("lost a peer")
+    assert written.getvalue() == "WARNING kvmover kvmover prefill rank 0 of TP1: lost a peer\n"
 
 
 # All of it together

@@ -23,6 +23,7 @@ from kvmover.engines.sglang.pd_pool import Rows, pool_of
 from kvmover.errors import PeerRefused, PlanError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
+from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.start import Observers
 from kvmover.transfer import Model, Mover, Place
@@ -79,7 +80,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
             settings.mover_config(),
         )
         self._haul = Haul(mover, self._ended, settings.progress)
-        self._observers = Observers(settings, self._name, rank)
+        who = f"kvmover {disaggregation_mode.value} rank {rank} of TP{self._fleet.tp} PP{self._fleet.pp}"
+        self._observers = Observers(settings, self._name, rank, Guest(logging.getLogger(), who))
         self._observers.watch(mover)
         self._observers.serve(MoverCollector([self._haul]))
         self._outgoing: dict[int, Outgoing] = defaultdict(Outgoing)

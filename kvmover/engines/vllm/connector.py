@@ -20,10 +20,11 @@ from kvmover.engines.vllm.sheet import Sheaf, refuse, sheaves
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
 from kvmover.engines.vllm.tally import Tally
 from kvmover.engines.vllm.traffic import Traffic
-from kvmover.engines.vllm.worker import Ended, Worker
+from kvmover.engines.vllm.worker import Ended, Worker, failed, unbegun
 from kvmover.layout import Fleet, Span
+from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
-from kvmover.observe.start import Observers
+from kvmover.observe.start import Observers, begin_logs
 from kvmover.store import Namespace, Part
 from kvmover.transfer import Model, Mover, Place, Progress
 
@@ -65,6 +66,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._introduction: Introduction | None = None
         self._ended = Ended()
         if role is engine.SCHEDULER:
+            # Where a rank in this process has said who it is, it is heard already.
+            guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._seat.grid}")
+            self._end_logs = begin_logs(load().settings.logging, guest)
             transfer = self._kv_transfer_config
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
@@ -111,7 +115,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             pools_of(made, backing),
             settings.mover_config(),
         )
-        self._observers = Observers(settings, self._kv_transfer_config.engine_id, seat.rank)
+        guest = Guest(engine.LOG, f"kvmover rank {seat.rank} of {seat.grid}")
+        self._observers = Observers(settings, self._kv_transfer_config.engine_id, seat.rank, guest)
         self._observers.watch(mover)
         progress = Progress(mover, settings.progress)
         self._observers.serve(MoverCollector([progress]))
@@ -126,8 +131,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             made[0].layers if len(made) == 1 else None,
             first,
             settings.mover.chunk_layers,
+            failed if settings.logging.level is None else unbegun,
         )
-        log.info("kvmover: rank %d of %s, %d components", seat.rank, fleet, len(made))
+        log.info("serves %d blocks of %s", self._blocks, "; ".join(sheaf.component.name for sheaf in made))
 
     def _keeper(self, made: list[Sheaf], fleet: Fleet, backing: torch.Tensor) -> tuple[tuple[Part, ...], Keeper | None]:
         store = self._settings.store
@@ -283,6 +289,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
                 if held is not None:
                     held.close()
             self._desk = self._lookout = None
+            self._end_logs()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ It is absent where these files are checked, so everything of it is `Any`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ WorkerMetadata: Any = _base.KVConnectorWorkerMetadata
 Stats: Any = _metrics.KVConnectorStats
 PromMetrics: Any = _metrics.KVConnectorPromMetrics
 Counter: Any = _metrics.Counter
+
+#: The only logger that vLLM configures.
+LOG = logging.getLogger("vllm")
 
 #: Whose halves they are.
 SCHEDULER, WORKER = _base.KVConnectorRole.SCHEDULER, _base.KVConnectorRole.WORKER

@@ -103,6 +103,11 @@ class Seat:
     pp: int
     rank: int
 
+    @property
+    def grid(self) -> str:
+        """`TP2 PP3`; stages are named where there are several."""
+        return f"TP{self.tp}" + f" PP{self.pp}" * (self.pp > 1)
+
     def fleet(self, page_tokens: int) -> Fleet:
         return Fleet(tp=self.tp, pp=self.pp, page_tokens=page_tokens)
 

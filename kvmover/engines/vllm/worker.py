@@ -13,7 +13,7 @@ from kvmover.engines.vllm.orders import Orders, Receive, Send, Tables
 from kvmover.engines.vllm.sheet import Sheaf
 from kvmover.engines.vllm.tally import RankEnding
 from kvmover.engines.vllm.traffic import Over, Traffic
-from kvmover.transfer.result import ALL, Gate
+from kvmover.transfer.result import ALL, Cause, Gate
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,24 @@ class Mark(Protocol):
     """Record an event behind all that was computed so far."""
 
     def __call__(self) -> Event: ...
+
+
+class Tell(Protocol):
+    """Tell that a transfer failed, `way` "sent" or "received"."""
+
+    def __call__(self, way: str, over: Over) -> None: ...
+
+
+def failed(way: str, over: Over) -> None:
+    """Whichever it was. What the engine itself gave up is no warning."""
+    given_up = over.result is not None and over.result.cause is Cause.ABORTED
+    log.log(logging.INFO if given_up else logging.WARNING, "%s was not %s: %s", over.request, way, over.reason)
+
+
+def unbegun(way: str, over: Over) -> None:
+    """One that never began: of the others the mover's watchers tell."""
+    if over.result is None:
+        failed(way, over)
 
 
 @dataclass(slots=True)
@@ -47,6 +65,7 @@ class Worker:
     layers: Sequence[str] | None
     first_layer: int = 0
     layer_wise: int = 0
+    told: Tell = failed
     counts: Counter[str] = field(default_factory=Counter[str])
     _settled: Orders | None = None
     _computing: list[Send] = field(default_factory=list[Send])
@@ -163,7 +182,6 @@ class Worker:
         ended.received.add(order.request)
         if over.reason is None:
             return
-        log.warning("%s was not received: %s", order.request, over.reason)
         bad: set[int] = set()
         for sheaf, indices in zip(self.sheaves, over.incomplete(self._wanted(order)), strict=True):
             bad |= {order.tables[sheaf.group][index // sheaf.ratio] for index in indices}
@@ -182,6 +200,8 @@ class Worker:
             ended.failed.add(request)
 
     def _count(self, way: str, over: Over) -> None:
+        if over.reason is not None:
+            self.told(way, over)
         landed = over.result if over.reason is None else None
         microseconds = round(landed.seconds * 1e6) if landed else 0
         self._endings.append(RankEnding(way, over.request, landed is not None, microseconds))

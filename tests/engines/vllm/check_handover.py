@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +315,48 @@ def test_vllm_logs_and_exports_what_was_moved(engines: Callable[..., Engine]) ->
     assert value("vllm:kvmover_sent_requests_total", {"engine": "0"}) == 2
     assert value("vllm:kvmover_sent_bytes_total", {"engine": "0"}) == 2 * 100 * 4 * 4 * 64
     assert value("vllm:kvmover_received_requests_total", {"engine": "0"}) == 0
+
+
+def test_kvmover_speaks_in_vllms_log_and_says_why_a_prefill_was_not_fetched(engines: Callable[..., Engine]) -> None:
+    """Once, with time, level and rank; and what the scheduler's half has to say."""
+    import_module("vllm.logger").configure_logging(import_module("vllm.config.logging").LoggingConfig())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.root, "handlers", [])  # pytest's own, which it takes back by itself
+        (own,) = logging.getLogger("vllm").handlers
+        patch.setattr(own, "stream", StringIO())
+        a = engines(options=(("deadline_s", 0.3),))
+        a.ask("p-1", PROMPT, params={"do_remote_decode": True})
+        a.finish("p-1")
+        a.drain()
+        a.ask("p-2", PROMPT, params={"do_remote_prefill": True})
+        a.finish("p-2")
+        a.close()
+        lines = [line for line in own.stream.getvalue().splitlines() if "kvmover" in line]
+    for line, (level, file, said) in zip(
+        lines,
+        [
+            ("INFO", "connector.py", "serves 40 blocks of full_attention"),
+            ("WARNING", "worker.py", "p-1 was not sent: deadline passed before every destination asked"),
+            ("WARNING", "planner.py", "kv_transfer_params of p-2 have no remote_engine_id"),
+        ],
+        strict=True,
+    ):
+        time_and_place = rf"\(.* pid=\d+\) {level} \d\d-\d\d \d\d:\d\d:\d\d \[{file}:\d+\]"
+        assert re.match(f"{time_and_place} kvmover rank 0 of TP1: {said}", line)
+    assert logging.getLogger("kvmover").propagate
+
+
+def test_a_failure_is_told_once_where_kvmovers_own_log_is_configured(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVMOVER_LOGGING_LEVEL", "warning")
+    monkeypatch.setenv("KVMOVER_LOGGING_FILE", str(tmp_path / "log"))
+    a = engines(options=(("deadline_s", 0.3),))
+    a.ask("p-1", PROMPT, params={"do_remote_decode": True})
+    a.finish("p-1")
+    a.drain()
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "p-1" in line]
+    assert "deadline passed before every destination asked" in line
 
 
 def test_the_backend_that_keeps_k_and_v_of_a_block_apart_is_refused_and_not_its_platform(

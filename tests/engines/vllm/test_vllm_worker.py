@@ -16,7 +16,7 @@ from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.sheet import Group, Seat, Sheet, Whole, sheaves
 from kvmover.engines.vllm.tally import RankEnding
 from kvmover.engines.vllm.traffic import Traffic
-from kvmover.engines.vllm.worker import Ended, Worker
+from kvmover.engines.vllm.worker import Ended, Worker, unbegun
 from kvmover.errors import TransportError
 from kvmover.plan.cost import RDMA
 from kvmover.transfer import Model, Mover, MoverConfig, Place, Progress
@@ -328,6 +328,49 @@ def test_a_preempted_prefill_says_so_until_it_is_offered_again(
     dst.step(Orders(receives=[RECEIVE]))
     assert dst.take() == Ended(received={"d"})
     assert_landed(src, dst)
+
+
+def said_of(caplog: pytest.LogCaptureFixture, request: str) -> list[tuple[str, str]]:
+    return [(r.levelname, r.getMessage()) for r in caplog.records if r.getMessage().startswith(f"{request} was not")]
+
+
+def test_a_send_that_fails_says_why_once(make: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)], delayed={"p"}))
+    dst.step(Orders(receives=[RECEIVE]))
+    dst.step(Orders(aborts=[Abort("d", "the client left")]))
+    src.until(lambda: src.told == Ended(sent={"p"}))
+    src.step()
+    assert said_of(caplog, "p") == [("WARNING", "p was not sent: the client left")]
+
+
+def test_what_the_engine_gives_up_itself_is_no_warning(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    src, dst = filled(make("src")), make("dst")
+    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)], delayed={"p"}))
+    src.step(Orders(aborts=[Abort("p", "the client left")]))
+    src.until(lambda: src.told == Ended(sent={"p"}))
+    dst.step(Orders(receives=[RECEIVE]))
+    dst.take()
+    assert said_of(caplog, "p") == [("INFO", "p was not sent: the client left")]
+    assert said_of(caplog, "d") == [("WARNING", "d was not received: the client left")]
+
+
+def test_where_the_mover_tells_of_transfers_the_worker_tells_of_those_that_never_began(
+    make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    make("src")
+    dst = make("dst")
+    dst.worker.told = unbegun
+    dst.step(Orders(receives=[RECEIVE]))
+    dst.step(Orders(aborts=[Abort("d", "enough")]))
+    dst.take()
+    assert said_of(caplog, "d") == []
+    dst.step(Orders(receives=[Receive("d", Remote("gone", "p-1", "nowhere", 99), 8, 20, DST)]))
+    dst.take()
+    assert said_of(caplog, "d") == [("WARNING", "d was not received: no cards from nowhere:99")]
 
 
 class Recorder(Traffic):
