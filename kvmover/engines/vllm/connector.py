@@ -68,7 +68,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         if role is engine.SCHEDULER:
             # Where a rank in this process has said who it is, it is heard already.
             guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._seat.grid}")
-            self._end_logs = begin_logs(load().settings.logging, guest)
+            self._end_logs = begin_logs(self._settings.logging, guest)
             transfer = self._kv_transfer_config
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
