@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +29,47 @@ class Serve:
     transfer: str
 
 
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+class _Params(msgspec.Struct, frozen=True):
+    """What is read of `kv_transfer_params`. Clients write them: a value is taken in any spelling of its type, or refused.
+
+    A router may have made a port of 5600 into "5600" or 5600.0.
+    """
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    transfer_id: _Name | None = None
+    remote_engine_id: _Name | None = None
+    remote_request_id: _Name | None = None
+    remote_host: Annotated[str, msgspec.Meta(min_length=1, max_length=253)] | None = None
+    remote_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] | None = None
+
+
 def asked(params: Mapping[str, Any] | None, request: str) -> Serve | Remote | None:
     """What a request's parameters ask of this engine. None for a request that concerns nobody else.
 
     A proxy that starts both halves at once gives both the same `transfer_id`; otherwise a prefill's is its request id
-    here, and comes back to the proxy in the answer. Raises ValueError for parameters that lack something.
+    here, and comes back to the proxy in the answer. Raises ValueError for parameters that lack something or make no
+    sense, and names them.
     """
     if not params:
         return None
-    if params.get("do_remote_decode"):
-        return Serve(str(params.get("transfer_id") or request))
-    if not params.get("do_remote_prefill"):
+    try:
+        said = msgspec.convert(params, _Params, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"kv_transfer_params of {request}: {error}") from None
+    if said.do_remote_decode:
+        return Serve(said.transfer_id or request)
+    if not said.do_remote_prefill:
         return None
-    transfer = params.get("remote_request_id") or params.get("transfer_id")
-    missing = [key for key in ("remote_engine_id", "remote_host", "remote_port") if not params.get(key)]
+    transfer = said.remote_request_id or said.transfer_id
+    if said.remote_engine_id and said.remote_host and said.remote_port and transfer:
+        return Remote(said.remote_engine_id, transfer, said.remote_host, said.remote_port)
+    missing = [key for key in ("remote_engine_id", "remote_host", "remote_port") if getattr(said, key) is None]
     missing += [] if transfer else ["remote_request_id"]
-    if missing:
-        raise ValueError(f"kv_transfer_params of {request} have no {', '.join(missing)}")
-    return Remote(
-        str(params["remote_engine_id"]), str(transfer), str(params["remote_host"]), int(params["remote_port"])
-    )
+    raise ValueError(f"kv_transfer_params of {request} have no {', '.join(missing)}")
 
 
 def answer(served: Remote) -> dict[str, Any]:

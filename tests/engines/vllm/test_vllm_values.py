@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -181,6 +182,29 @@ def test_a_prefill_is_known_by_its_own_id_or_by_that_of_the_proxy() -> None:
     assert asked({"do_remote_decode": True, "transfer_id": "both"}, "p-1") == Serve("both")
     both = answer(REMOTE) | {"remote_request_id": None, "transfer_id": "both"}
     assert asked(both, "d-1") == Remote("engine", "both", "10.0.0.1", 5600)
+
+
+@pytest.mark.parametrize("port", [5600, "5600", 5600.0])
+def test_a_port_is_a_port_in_whatever_spelling_a_router_hands_it_on(port: object) -> None:
+    assert asked({**answer(REMOTE), "remote_port": port}, "d-1") == replace(REMOTE, port=5600)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("remote_port", port) for port in ("z", -1, 0, 1 << 16, 1e9, 1.5, True, [9], {}, float("inf"), float("nan"))),
+        *(("remote_engine_id", name) for name in (7, [], {"a": 1}, "", "x" * 513)),
+        *(("remote_request_id", name) for name in (7, ["a"], "", "x" * 513)),
+        *(("remote_host", host) for host in (7, {}, "", "a" * 70_000)),
+        ("do_remote_decode", 7),
+        ("do_remote_prefill", "perhaps"),
+        ("transfer_id", [None]),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused_by_name(key: str, value: object) -> None:
+    """A client writes them, and the scheduler that reads them serves everybody."""
+    with pytest.raises(ValueError, match=f"kv_transfer_params of d-1: .*{key}"):
+        asked({**answer(REMOTE), key: value}, "d-1")
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False, "remote_host": "x"}])
