@@ -19,7 +19,7 @@ NEWEST_TRITON := 3.9.0
 OLD_TRITON := .triton/$(OLDEST_TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulate engines environments live lint types wheel perf gpu-check pictures clean
+.PHONY: help setup demo test simulate engines environments live live-pair lint types wheel perf gpu-check pictures clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ engines: setup environments ## build the engines' own environments (GiB), and ru
 
 live: setup environments ## serve with the engines through kvmover, and compare every token (15 minutes); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q tests/live
+
+live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM
+	@bash tests/engines/setup.sh vllm
+	@KVMOVER_LIVE=vllm $(BIN)/python -m pytest -q tests/live/vllm/test_live_vllm_pair.py
 
 environments:
 	@for engine in $(ENGINE); do bash tests/engines/setup.sh $$engine || exit 1; done

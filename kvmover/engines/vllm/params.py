@@ -33,7 +33,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
 class _Params(msgspec.Struct, frozen=True):
-    """What is read of `kv_transfer_params`. Clients write them: a value is taken in any spelling of its type, or refused.
+    """What is read of `kv_transfer_params`, which clients write: values in any spelling of their types.
 
     A router may have made a port of 5600 into "5600" or 5600.0.
     """

@@ -56,16 +56,15 @@ def _server(name: str, *arguments: Any, **named: Any) -> Command:
 
 
 @pytest.fixture(scope="module")
-def pair(servers: Servers, model: ModelMaker) -> Pair:
+def pair(plain: Server, servers: Servers, model: ModelMaker) -> Pair:
     weights = model("qwen3", "vllm")
     started = servers.start(
-        vllm("vllm-faults-plain", weights),
         _server("vllm-faults-prefill", weights),
         _server("vllm-faults-decode", weights, block_tokens=32),
         _server("vllm-faults-other-model", model("qwen3-other", "vllm")),
     )
-    warm(*started)
-    return Pair(*started, servers)
+    warm(plain.ready(), *started)
+    return Pair(plain, *started, servers)
 
 
 @contextmanager

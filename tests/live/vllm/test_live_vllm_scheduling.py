@@ -35,11 +35,10 @@ class Ways:
 
 
 @pytest.fixture(scope="module")
-def ways(servers: Servers, model: ModelMaker) -> Ways:
+def ways(plain: Server, servers: Servers, model: ModelMaker) -> Ways:
     weights = model("qwen3", "vllm")
     known = {**kvmover(layer_wise=1, host="127.0.0.1", port=_PORT), "engine_id": _NAME}
     started = servers.start(
-        vllm("vllm-ways-plain", weights),
         vllm("vllm-in-chunks", weights, "--max-num-batched-tokens", "256", kv=known),
         vllm("vllm-async", weights, kv=kvmover(layer_wise=1), block_tokens=32, environment=ASYNC_SCHEDULING),
         vllm("vllm-v2", weights, kv=kvmover(layer_wise=2), environment=V2_RUNNER),
@@ -47,8 +46,8 @@ def ways(servers: Servers, model: ModelMaker) -> Ways:
         vllm("vllm-small", weights, *_LITTLE, kv=kvmover()),
         vllm("vllm-small-32", weights, *_LITTLE, kv=kvmover(), block_tokens=32),
     )
-    warm(*started)
-    return Ways(*started)
+    warm(plain.ready(), *started)
+    return Ways(plain, *started)
 
 
 def test_prompts_computed_in_chunks(ways: Ways, results: Results) -> None:

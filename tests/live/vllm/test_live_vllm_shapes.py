@@ -28,25 +28,23 @@ class Shapes:
 
 
 @pytest.fixture(scope="module")
-def shapes(servers: Servers, model: ModelMaker) -> Shapes:
+def shapes(plain: Server, servers: Servers, model: ModelMaker) -> Shapes:
     weights = model("qwen3", "vllm")
     tokens_first, layers_first = {"VLLM_KV_CACHE_LAYOUT": "BLNHC"}, {"VLLM_KV_CACHE_LAYOUT": "LBNHC"}
     started = servers.start(
-        vllm("vllm-plain", weights),
         vllm("vllm-tp1-16", weights, kv=kvmover()),
         vllm("vllm-tp1-32-pull", weights, kv=kvmover(verb="pull"), block_tokens=32),
         vllm("vllm-tp2-16-packed", weights, kv=kvmover(route="packed"), tp=2),
         vllm("vllm-pp2-16-direct", weights, kv=kvmover(route="direct"), pp=2, environment=layers_first),
         vllm("vllm-tp1-64-blnhc-push", weights, kv=kvmover(verb="push"), block_tokens=64, environment=tokens_first),
     )
-    warm(*started)
-    return Shapes(*started)
+    warm(plain.ready(), *started)
+    return Shapes(plain, *started)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("tp1_16", "tp1_32_pull"),
         ("tp2_16_packed", "tp1_64_blnhc_push"),
         ("tp1_64_blnhc_push", "tp2_16_packed"),
         ("pp2_16_direct", "tp1_32_pull"),

@@ -6,15 +6,18 @@ from pathlib import Path
 
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
+from tests.live.server import Server
 from tests.live.table import Results
 from tests.live.vllm_client import ask, usage, warm
 from tests.live.vllm_servers import kvmover, vllm
 
 
-def test_pages_outlive_their_server(servers: Servers, model: ModelMaker, results: Results, tmp_path: Path) -> None:
+def test_pages_outlive_their_server(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
     weights, options = model("qwen3", "vllm"), kvmover(root=str(tmp_path))
-    plain, first = servers.start(vllm("vllm-store-plain", weights), vllm("vllm-store-1", weights, kv=options))
-    warm(plain, first)
+    (first,) = servers.start(vllm("vllm-store-1", weights, kv=options))
+    warm(plain.ready(), first)
     prompts = prompts_of(20, seed=40, least_tokens=100, most_tokens=900)
     wanted = many(lambda prompt: ask(plain, prompt), prompts)
     got = many(lambda prompt: ask(first, prompt), prompts)
