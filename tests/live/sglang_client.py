@@ -1,0 +1,109 @@
+"""Requests to SGLang: to one server, and to a prefill and a decode at once, as SGLang's own routers send them."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from tests.live.answers import Answer, Reply, post
+from tests.live.server import Server
+
+#: Where the halves of a request meet: the prefill's address and bootstrap port, and a number of the request's own.
+Room = Mapping[str, Any]
+
+
+def room_at(prefill: Server) -> Room:
+    return {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": prefill.command.bootstrap_port,
+        "bootstrap_room": random.randrange(1 << 62),
+    }
+
+
+def ask(
+    server: Server, prompt: Sequence[int], tokens: int = 16, room: Room | None = None, timeout_s: float = 120.0
+) -> Answer:
+    """Greedy tokens and their log probabilities."""
+    payload = {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+        **(room or {}),
+    }
+    return _answer(post(f"{server.url}/generate", payload, timeout_s))
+
+
+def halves(
+    prefill: Server,
+    decode: Server,
+    prompt: Sequence[int],
+    tokens: int = 16,
+    room: Room | None = None,
+    timeout_s: float = 120.0,
+) -> tuple[Answer, Answer]:
+    """The same request to both at once: what the prefill answers, and what the decode does."""
+    where = room or room_at(prefill)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda server: ask(server, prompt, tokens, where, timeout_s), (prefill, decode))
+    return first, second
+
+
+def split(prefill: Server, decode: Server, prompt: Sequence[int], tokens: int = 16, timeout_s: float = 120.0) -> Answer:
+    """The decode's answer; where that failed, with what the prefill said."""
+    first, second = halves(prefill, decode, prompt, tokens, timeout_s=timeout_s)
+    if second.ok or first.ok:
+        return second
+    return replace(second, error=f"decode: {second.error}; prefill: HTTP {first.status}: {first.error}")
+
+
+def warm(*servers: Server) -> None:
+    """A step of each: the first imports for seconds."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        for answer in pool.map(lambda server: ask(server, range(40)), servers):
+            assert answer.ok, answer.error
+
+
+def usage(server: Server, within_s: float = 10.0) -> int:
+    """Tokens of a server's cache that requests hold, and requests in its queues: waited for to become none.
+
+    Asked of the scheduler: the gauges at /metrics are told every 30 s when nothing runs.
+    """
+    stop = time.monotonic() + within_s
+    while True:
+        held = loads(server)
+        if not held or time.monotonic() > stop:
+            return held
+        time.sleep(0.2)
+
+
+def loads(server: Server) -> int:
+    """Tokens that requests hold now, and requests wherever they wait."""
+    (load,) = json.loads(server.get("/v1/loads")[1])["loads"]
+    queues = (value for name, value in load["disaggregation"].items() if name.endswith("_queue_reqs"))
+    return load["num_used_tokens"] + load["num_running_reqs"] + load["num_waiting_reqs"] + sum(queues)
+
+
+def counted(server: Server, name: str) -> float:
+    """What kvmover's own metrics say in a server's first rank."""
+    return server.metrics(name, port=int(server.command.environment["KVMOVER_METRICS_PORT"]))[name]
+
+
+def _answer(reply: Reply) -> Answer:
+    if reply.status != 200:
+        return Answer(reply.status, reply.seconds, error=reply.error)
+    said = reply.body["meta_info"]
+    ended = said["finish_reason"]
+    if ended["type"] == "abort":
+        return Answer(ended.get("status_code") or 500, reply.seconds, error=ended.get("message", ""))
+    return Answer(
+        200,
+        reply.seconds,
+        tuple(reply.body["output_ids"]),
+        tuple(entry[0] for entry in said["output_token_logprobs"]),
+        cached_tokens=said.get("cached_tokens", 0),
+    )
