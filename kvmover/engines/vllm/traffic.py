@@ -19,7 +19,7 @@ from kvmover.transfer.result import Gate
 
 log = logging.getLogger(__name__)
 
-#: Engines that are called at the same time: one that does not answer keeps few others waiting.
+#: Engines that are called at the same time. Those that were met before wait for no call.
 _CALLERS = 4
 
 #: Page tables, one a component.
@@ -45,14 +45,6 @@ class Over:
 
 
 @dataclass(slots=True)
-class _Fetch:
-    """A fetch from its order to its end. `reason`: why it was called off before it began."""
-
-    begun: Future[Transfer] | None = None
-    reason: str | None = None
-
-
-@dataclass(slots=True)
 class Traffic:
     """Methods are for the one thread of the engine's worker, and wait for nothing but `settle`.
 
@@ -62,9 +54,9 @@ class Traffic:
     progress: Progress
     call: Call
     _sends: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
-    _fetches: dict[str, _Fetch] = field(default_factory=dict[str, _Fetch])
-    _known: set[str] = field(default_factory=set[str])
-    _meetings: dict[str, Lock] = field(default_factory=dict[str, Lock])
+    _fetches: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
+    _meetings: dict[str, Future[None]] = field(default_factory=dict[str, "Future[None]"])
+    _lock: Lock = field(default_factory=Lock)
     _callers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvmover-call")
     )
@@ -101,10 +93,7 @@ class Traffic:
 
     def abort(self, request: str, reason: str) -> None:
         """Give up whatever there is of a request. It is over when nothing touches its pages."""
-        fetch = self._fetches.get(request)
-        if fetch is not None:
-            fetch.reason = fetch.reason or reason
-        for begun in (self._sends.get(request), fetch.begun if fetch else None):
+        for begun in (self._sends.get(request), self._fetches.get(request)):
             if begun is not None:
                 self._abort(begun, reason)
 
@@ -118,11 +107,7 @@ class Traffic:
 
     def received(self) -> list[Over]:
         """Requests of which nothing is written any more, each once."""
-        begun = {request: fetch.begun for request, fetch in self._fetches.items() if fetch.begun is not None}
-        over = _over(begun)
-        for one in over:
-            del self._fetches[one.request]
-        return over
+        return _over(self._fetches)
 
     def settle(self, requests: Sequence[str]) -> list[Over]:
         """Wait until nothing reads these requests' pages; they have been aborted, so it is not long."""
@@ -139,40 +124,52 @@ class Traffic:
         self.progress.close()
 
     def _fetch(self, request: str, remote: Remote, positions: range, tables: Pages) -> None:
-        fetch = self._fetches[request] = _Fetch()
+        """Ask an engine as soon as it is met; one that was restarted under its old name is met again, once."""
+        fetch = self._fetches[request] = Future[Transfer]()
 
-        def begin() -> Transfer:
-            try:
-                self._meet(remote)
-                return self._begin(fetch, remote, positions, tables)
-            except PeerUnknown:  # it was restarted under its old name
-                self._known.discard(remote.engine)
-                self._meet(remote)
-                return self._begin(fetch, remote, positions, tables)
-
-        fetch.begun = self._callers.submit(begin)
-
-    def _begin(self, fetch: _Fetch, remote: Remote, positions: range, tables: Pages) -> Transfer:
-        begun = self._started(lambda mover: mover.receive(remote.transfer, remote.engine, positions, tables))
-        transfer = begun.result()
-        if fetch.reason is not None:  # called off before it began: its source waits to hear of it
-            self._abort(begun, fetch.reason)
-        return transfer
-
-    def _meet(self, remote: Remote) -> None:
-        """Connect all ranks of an engine, once, whoever of the callers comes first."""
-        with self._meetings.setdefault(remote.engine, Lock()):
-            if remote.engine in self._known:
+        def ask(met: Future[None], again: bool) -> None:
+            if (error := _error(met)) is not None:
+                fetch.set_exception(error)
                 return
-            engine, cards = self.call(remote.host, remote.port)
-            if engine != remote.engine:
-                raise KvmoverError(f"{remote.host}:{remote.port} is engine {engine} now, not {remote.engine}")
-            for card in cards:
-                self._connect(card)
-            self._known.add(remote.engine)
+            begun = self._started(lambda mover: mover.receive(remote.transfer, remote.engine, positions, tables))
+            begun.add_done_callback(lambda begun: answered(begun, met, again))
 
-    def _connect(self, card: bytes) -> None:
-        self.progress.submit(lambda mover: mover.connect(card)).result()
+        def answered(begun: Future[Transfer], met: Future[None], again: bool) -> None:
+            error = begun.exception()
+            if isinstance(error, PeerUnknown) and not again:
+                self._meet(remote, met).add_done_callback(lambda met: ask(met, again=True))
+            elif error is not None:
+                fetch.set_exception(error)
+            else:
+                fetch.set_result(begun.result())
+
+        self._meet(remote, None).add_done_callback(lambda met: ask(met, again=False))
+
+    def _meet(self, remote: Remote, before: Future[None] | None) -> Future[None]:
+        """The engine's ranks are connected when this is done: by one call, which all its requests share.
+
+        It is called anew when the last call failed, or led to who is there no more: `before`.
+        """
+        with self._lock:
+            meeting = self._meetings.get(remote.engine)
+            if meeting is None or meeting is before or (meeting.done() and _error(meeting) is not None):
+                meeting = self._meetings[remote.engine] = self._called(remote)
+            return meeting
+
+    def _called(self, remote: Remote) -> Future[None]:
+        try:
+            return self._callers.submit(self._call, remote)
+        except RuntimeError as error:  # `close` was called
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _call(self, remote: Remote) -> None:
+        engine, cards = self.call(remote.host, remote.port)
+        if engine != remote.engine:
+            raise KvmoverError(f"{remote.host}:{remote.port} is engine {engine} now, not {remote.engine}")
+        for card in cards:
+            self.progress.submit(lambda mover, card=card: mover.connect(card)).result()
 
     def _started(self, call: Callable[[Mover], Transfer]) -> Future[Transfer]:
         """A transfer to come, or why it does not, a mover that is closed included."""
@@ -189,6 +186,11 @@ class Traffic:
                 self.progress.tell(done.result(), lambda mover: mover.abort(done.result(), reason))
 
         begun.add_done_callback(abort)
+
+
+def _error(done: Future[None]) -> BaseException | None:
+    """What a call ended with; one that `close` took back, with that."""
+    return TransportError("this side closed") if done.cancelled() else done.exception()
 
 
 def _over(begun: dict[str, Future[Transfer]]) -> list[Over]:

@@ -36,6 +36,9 @@ CALLS: list[int] = []
 OPEN = Event()
 OPEN.set()
 
+#: Whoever calls this port hears nothing before it is set.
+SILENT, SILENT_PORT = Event(), 98
+
 
 class Mark:
     """An event that passes when it is told to."""
@@ -96,7 +99,7 @@ def make() -> Iterator[Callable[..., Engine]]:
 
     def call(host: str, port: int) -> tuple[str, Sequence[bytes]]:
         CALLS.append(port)
-        assert OPEN.wait(30)
+        assert (SILENT if port == SILENT_PORT else OPEN).wait(30)
         if port not in cards:
             raise TransportError(f"no cards from {host}:{port}")
         return cards[port]
@@ -242,6 +245,34 @@ def test_requests_that_are_asked_for_at_once_meet_their_engine_once(make: Callab
     src.until(lambda: src.told == Ended(sent=set(names)))
     assert torch.equal(dst.cache[:, 8:].flip(1), src.cache[:, :4])
     assert len(CALLS) == 1
+
+
+def test_an_engine_that_does_not_answer_keeps_no_other_waiting(make: Callable[..., Engine]) -> None:
+    """It is called once, whoever asks for it, and all its requests fail together."""
+    SILENT.clear()
+    src, dst = filled(make("src")), make("dst")
+    lost = [f"lost-{n}" for n in range(6)]
+    gone = Remote("gone", "p-1", "nowhere", SILENT_PORT)
+    dst.step(Orders(receives=[Receive(name, gone, 0, TOKENS, ([n],)) for n, name in enumerate(lost)]))
+    dst.until(lambda: SILENT_PORT in CALLS)
+    src.step(Orders(sends=[SEND], delayed={"p"}))
+    dst.step(Orders(receives=[replace(RECEIVE, tables=([7, 8, 9],))]))
+    assert dst.take() == Ended(received={"d"})
+    SILENT.set()
+    dst.until(lambda: dst.told.received == set(lost))
+    assert dst.told.blocks == set(range(6))
+    assert CALLS.count(SILENT_PORT) == 1
+
+
+def test_an_engine_that_is_there_later_is_called_again(make: Callable[..., Engine]) -> None:
+    dst, late = make("dst"), Receive("d", Remote("src", "p-1", "here", 2), 0, 20, DST)
+    dst.step(Orders(receives=[late]))
+    assert dst.take().blocks == {7, 2, 9}
+    src = filled(make("src"))
+    src.step(Orders(sends=[SEND], delayed={"p"}))
+    dst.step(Orders(receives=[late]))
+    assert dst.take() == Ended(received={"d"})
+    assert CALLS == [2, 2]
 
 
 def test_a_rank_whose_mover_is_closed_fails_what_it_is_told_to_move(
