@@ -32,7 +32,10 @@ class Outbound:
     _closed: Closed = field(default_factory=Closed)
 
     def send(self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None) -> None:
-        """Offer a request. Destinations that asked already are served at once, the others when they ask."""
+        """Offer a request. Destinations that asked already are served at once, the others when they ask.
+
+        One that asked and was lost since ends the request, as it would have a moment later: nobody else asks for it.
+        """
         if transfer.request in self._requests:
             raise PlanError(f"request {transfer.request} is already being sent")
         if len(pages) != len(self.core.pools):
@@ -40,8 +43,11 @@ class Outbound:
         check_aux(aux)
         deadline = self.core.clock() + self.core.config.deadline_s
         waiting = None if gates is None else list(gates)
-        self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
+        request = self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
+        loss = self._early.loss(transfer.request)
         self.reopen(transfer.request)
+        if loss is not None:
+            self._fail(request, loss, Cause.PEER_LOST)
         for early in self._early.take(transfer.request):
             for message in (early.want, *early.said):
                 self.hear(early.peer, message)
@@ -83,6 +89,7 @@ class Outbound:
     def reopen(self, name: str) -> None:
         """A request of this name is still to come, whatever became of one before: who asks for it waits."""
         self._closed.reopen(name)
+        self._early.loss(name)
 
     def hear(self, peer: Peer, message: wire.About) -> None:
         """A message from a destination. Those of attempts that are over are answered with how they ended."""
@@ -202,7 +209,10 @@ class Outbound:
         self._step(request, request.attempts[job.peer.name], event)
 
     def lost(self, peer: str, reason: str) -> None:
-        self._early.lost(peer)
+        """A destination is gone, with a read under way perhaps. The pages are free all the same: what a dead process reads
+        is nobody's, and one that only seemed dead is never told Kept.
+        """
+        self._early.lost(peer, reason)
         for request in list(self._requests.values()):
             attempt = request.attempts.get(peer)
             if attempt is not None:
@@ -247,7 +257,10 @@ class Outbound:
         return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self._early), **self.poster.gauges()}
 
     def waits_on(self) -> set[str]:
-        return {name for r in self._requests.values() for name, a in r.attempts.items() if not a.state.finished}
+        """Peers that owe an answer, or are owed a request: page tables are kept for these, and soon pages."""
+        return {*self._early.peers} | {
+            name for r in self._requests.values() for name, a in r.attempts.items() if not a.state.finished
+        }
 
     def _step(self, request: Request, attempt: Attempt, event: sending.Event) -> None:
         attempt.state, actions = sender.step(attempt.state, event, self.core.clock())

@@ -59,7 +59,10 @@ def test_who_does_not_wait_any_more_is_not_served(how: str):
         assert len(wants) == 2
         wants.withdraw(peer("a"), wire.Abort("request", 4, "enough"))
     elif how == "lost":
-        wants.lost("a")
+        wants.lost("stranger", "it died")
+        wants.lost("a", "it died")
+        assert wants.loss("request") == "it died"
+        assert wants.loss("request") is None
     else:
         wants.expire(9.9)
         assert len(wants) == 2
@@ -67,6 +70,31 @@ def test_who_does_not_wait_any_more_is_not_served(how: str):
     assert len(wants) == 1
     assert waiting(wants) == [("b", 1)]
     assert wants == EarlyWants()
+
+
+def test_a_loss_is_told_as_long_as_the_want_would_have_been_kept_and_nobody_asks_again():
+    for then, told in [("nothing", "it died"), ("it expires", None), ("another asks", None), ("the same asks", None)]:
+        wants = EarlyWants()
+        wants.wait(peer("a"), want(generation=4), 10.0)
+        wants.lost("a", "it died")
+        assert not wants.peers
+        wants.expire(10.0 if then == "it expires" else 9.9)
+        if "asks" in then:
+            wants.wait(peer("b" if then == "another asks" else "a"), want(generation=4), 20.0)
+        assert wants.loss("request") == told
+
+
+def test_who_waits_is_known_until_the_last_request_is_served():
+    wants = EarlyWants()
+    for request in ("one", "two"):
+        wants.wait(peer("a"), want(request), 10.0)
+    wants.wait(peer("a"), want("two", generation=2), 10.0)
+    wants.wait(peer("b"), want("two"), 10.0)
+    assert set(wants.peers) == {"a", "b"}
+    wants.take("two")
+    assert set(wants.peers) == {"a"}
+    wants.take("one")
+    assert not wants.peers
 
 
 def test_wants_are_bounded_by_number_and_by_the_bytes_of_their_page_tables(monkeypatch: pytest.MonkeyPatch):

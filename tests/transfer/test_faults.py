@@ -27,19 +27,21 @@ pytestmark = pytest.mark.timeout(120)
 
 TOKENS = 300
 ROOMY = replace(CONFIG, arena_bytes=4 << 20)
+PATIENT = replace(ROOMY, deadline_s=3600.0)
 
 
 def seat(engine: str) -> Seat:
     """Sources have pages of 16 tokens in NHD, destinations of 24 in HND. TCP has no memory to copy through."""
     pages, order = (24, "HND") if engine.startswith("decode") else (16, "NHD")
     environment = {"UCX_TLS": "tcp"} if engine.endswith("tcp") else {}
-    return Seat(engine, Fleet(page_tokens=pages), order=order, config=ROOMY, environment=environment)
+    config = PATIENT if engine.endswith("patient") else ROOMY
+    return Seat(engine, Fleet(page_tokens=pages), order=order, config=config, environment=environment)
 
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Crowd]:
-    """`spare` is a third party, the doomed do not live long."""
-    names = ["prefill", "decode", "spare", "doomed", "decode-doomed", "prefill-tcp", "decode-tcp"]
+    """`spare` is a third party, the doomed do not live long, and the patient keep what they offer for an hour."""
+    names = ["prefill", "decode", "spare", "doomed", "decode-doomed", "prefill-tcp", "decode-tcp", "prefill-patient"]
     here = Crowd(map(seat, names))
     for one, other in [
         ("decode", "prefill"),
@@ -110,6 +112,38 @@ def test_who_is_written_to_or_read_from_is_killed_mid_chunk(crowd: Crowd) -> Non
         crowd.replace(seat(victim), [survivor])
         crowd.landed(job(verb), source, target)
         crowd.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("when", ["in mid-transfer", "after asking early", "and is noticed before it is served"])
+def test_a_destination_is_killed_and_the_source_has_its_pages_back_long_before_the_deadline(
+    crowd: Crowd, when: str
+) -> None:
+    """What nobody has asked for stays: another destination may still come for it."""
+    crowd.replace(seat("decode-doomed"), ["prefill-patient"])
+    source, victim = crowd["prefill-patient"], crowd["decode-doomed"]
+    doomed, unasked, other = job(Verb.PULL, Route.DIRECT, 512 << 10), job(), job(Verb.PULL)
+    source.tell("send", unasked)
+    kept = source.ask("left")["pages"]
+    if when == "in mid-transfer":
+        victim.ask("trap", "read", 1, 0.002, victim.pid, signal.SIGKILL)
+        crowd.move(doomed, "prefill-patient", "decode-doomed")
+        assert victim.await_death() == -signal.SIGKILL
+    else:
+        victim.tell("receive", doomed, "prefill-patient")
+        crowd.until(lambda: "early wants" in source.ask("left"), 20, "asks early")
+        victim.kill()
+        if when == "and is noticed before it is served":
+            crowd.until(lambda: "early wants" not in source.ask("left"), 20, "is noticed")
+        source.tell("send", doomed)
+    (ending,) = crowd.ended(doomed, "prefill-patient", 20)
+    assert ending.cause == "peer_lost"
+    assert not ending.held
+    crowd.until(lambda: source.ask("left")["pages"] == kept, 20, "pages come back")
+    crowd.replace(seat("decode-doomed"), ["prefill-patient"])
+    crowd["decode-doomed"].tell("receive", unasked, "prefill-patient")
+    assert crowd.ended(unasked, "prefill-patient")[0].cause is None
+    crowd.landed(other, "prefill-patient", "decode-doomed")
+    crowd.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("route", Route)

@@ -209,3 +209,78 @@ def test_a_request_lands_although_each_of_its_peers_is_cut_off_for_a_moment_when
     assert ended(sent).reason is None
     assert ended(late).reason
     pair.bench.assert_nothing_is_left()
+
+
+# Who has asked, and dies before there is anything to fetch
+
+
+def asked_early(verb: Verb = Verb.PULL) -> tuple[Pair, FaultyNetwork, Transfer]:
+    """Two destination ranks, the second of which has asked too and is then cut off."""
+    network, clock = FaultyNetwork(), HandClock()
+    config = replace(PATIENT, verb=verb, deadline_s=300.0)
+    pair = Pair.of(dst=Fleet(tp=2, page_tokens=4), config=config, clock=clock, network=network)
+    first, _ = pair.receive()
+    pair.bench.turn()
+    assert len(pair.src.movers[0]._outbound._early) == 2
+    network.cut(name(pair.dst.movers[1]))
+    return pair, network, first
+
+
+@pytest.mark.parametrize("verb", list(Verb))
+def test_a_destination_that_dies_after_asking_early_is_noticed_and_its_request_ends_when_it_is_sent(verb: Verb):
+    """As it would have if it had been sent before: the pages come back at once, and the other rank is told."""
+    pair, _, first = asked_early(verb)
+    source = pair.src.movers[0]
+    pass_time(pair, 2.0)
+    assert source._outbound._early.peers == {name(pair.dst.movers[0])}
+    (sent,) = pair.send()
+    pair.bench.turn(12)
+    assert ended(sent).cause is Cause.PEER_LOST
+    assert name(pair.dst.movers[1]) in str(ended(sent).reason)
+    assert not sent.held
+    assert ended(first).reason == ended(sent).reason
+
+
+def test_a_destination_that_dies_after_asking_early_ends_a_request_that_is_sent_before_that_is_noticed():
+    pair, _, first = asked_early()
+    (sent,) = pair.send()
+    pass_time(pair, 2.0)
+    assert ended(sent).cause is Cause.PEER_LOST
+    assert ended(first).reason == ended(sent).reason
+
+
+def test_a_destination_that_is_back_and_asks_again_is_served():
+    pair, network, first = asked_early()
+    pass_time(pair, 2.0)
+    network.heal(name(pair.dst.movers[1]))
+    pass_time(pair, 10.0)
+    assert not first.ended
+    again = pair.dst.movers[1].receive("request", "prefill", range(pair.tokens), pair.dst_tables[1])
+    pass_time(pair, 2.0)
+    (sent,) = pair.send()
+    pass_time(pair, 10.0)
+    assert [ended(transfer).reason for transfer in (sent, first, again)] == [None] * 3
+    pair.assert_landed()
+
+
+def test_another_engine_that_asks_instead_of_a_dead_one_is_served():
+    pair, _, _ = asked_early()
+    pair.bench.movers.remove(pair.dst.movers[0])  # the whole engine
+    pair.bench.network.cut(name(pair.dst.movers[0]))
+    pass_time(pair, 2.0)
+    spare = pair.bench.engine("spare", Fleet(page_tokens=4))
+    spare.connect(pair.src)
+    pair.bench.turn()
+    tables = spare.tables(pair.tokens)
+    (late,) = spare.receive("request", "prefill", range(pair.tokens), tables)
+    pair.bench.turn()
+    (sent,) = pair.send()
+    pass_time(pair, 4.0)
+    assert [ended(transfer).reason for transfer in (sent, late)] == [None] * 2
+
+
+def test_a_request_that_a_dead_destination_never_asked_for_waits_for_another():
+    pair, _, _ = asked_early()
+    (sent,) = pair.src.send("another", pair.src_tables)
+    pass_time(pair, 20.0)
+    assert not sent.ended
