@@ -209,8 +209,8 @@ class Outbound:
         self._step(request, request.attempts[job.peer.name], event)
 
     def lost(self, peer: str, reason: str) -> None:
-        """A destination is gone, with a read under way perhaps. The pages are free all the same: what a dead process reads
-        is nobody's, and one that only seemed dead is never told Kept.
+        """A destination is gone, with a read under way perhaps. The pages are free all the same: what a dead process
+        reads is nobody's, and one that only seemed dead is never told Kept.
         """
         self._early.lost(peer, reason)
         for request in list(self._requests.values()):
