@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 #: Log probabilities of float32 models differ by this much where requests are batched otherwise.
 GAP = 1e-3
 
 Prompt = Sequence[int]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,10 @@ def stream(url: str, payload: Mapping[str, Any]) -> Streamed:
     return Streamed(first_s, time.monotonic() - began, tuple(found))
 
 
-def many(call: Callable[[Prompt], Answer], prompts: Sequence[Prompt], at_once: int = 8) -> list[Answer]:
-    """An answer a prompt, in order, at most `at_once` under way."""
+def many(call: Callable[[T], Answer], items: Sequence[T], at_once: int = 8) -> list[Answer]:
+    """An answer an item, most often a prompt, in order; at most `at_once` are under way."""
     with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(call, prompts))
+        return list(pool.map(call, items))
 
 
 def prompts_of(

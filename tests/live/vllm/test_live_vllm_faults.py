@@ -41,6 +41,7 @@ class Pair:
 
     def again(self, server: Server) -> Server:
         """The same server anew, on its port."""
+        self.servers.running.remove(server)
         (begun,) = self.servers.start(server.command)
         warm(begun)
         return begun
@@ -64,6 +65,8 @@ def pair(plain: Server, servers: Servers, model: ModelMaker) -> Pair:
         _server("vllm-faults-other-model", model("qwen3-other", "vllm")),
     )
     warm(plain.ready(), *started)
+    first, second, _ = started
+    assert split(first, second, range(50)).ok  # they have met
     return Pair(plain, *started, servers)
 
 
@@ -115,7 +118,6 @@ def test_a_prefill_that_is_killed_while_transfers_are_open(pair: Pair, results: 
     assert took < _SILENCE_S + _SLACK_S
     assert usage(pair.second) == 0
 
-    pair.servers.running.remove(pair.first)
     pair.first = pair.again(pair.first)
     _served(pair, results, "prefill restarted beside its decode", seed=51)
 
@@ -150,7 +152,6 @@ def test_a_decode_that_is_killed_while_transfers_are_open(pair: Pair, results: R
     until(lambda: is_idle(pair.first), _DEADLINE_S + _SLACK_S)
     freed = time.monotonic() - made
     said = f"cache {held:.0%} held, {left:.0%} {lost:.1f} s after it came back, none {freed:.1f} s after the prefill"
-    pair.servers.running.remove(pair.second)
     pair.second = pair.again(pair.second)
     prompts = prompts_of(20, seed=53)
     wanted = many(lambda prompt: ask(pair.plain, prompt), prompts)
@@ -181,9 +182,10 @@ def test_a_half_that_is_stopped_for_thirty_seconds(who: str, pair: Pair, results
 def test_clients_that_leave_and_answers_nobody_asks_for(pair: Pair, results: Results) -> None:
     prompts = prompts_of(20, seed=56, least_tokens=200, most_tokens=1200)
     computed = halves(pair, prompts)
-    many_left = many(lambda half: ask(pair.second, half[0], 200, half[1], 0.3), computed[:10], at_once=10)  # type: ignore[arg-type]
-    at_prefill = many(lambda prompt: prefill(pair.first, prompt, 0.1), prompts_of(10, seed=57, least_tokens=900), 10)
-    left = sum(answer.status == 0 for answer in many_left + at_prefill)
+    at_decode = many(lambda half: ask(pair.second, half[0], 200, half[1], 0.3), computed[:10], at_once=10)
+    long = prompts_of(10, seed=57, least_tokens=900, most_tokens=1900)
+    at_prefill = many(lambda prompt: prefill(pair.first, prompt, 0.1), long, at_once=10)
+    left = sum(answer.status == 0 for answer in at_decode + at_prefill)
     freed = until(lambda: is_idle(pair.first) and is_idle(pair.second), _DEADLINE_S + _SLACK_S)
     assert left >= 10
     prompts = prompts_of(20, seed=58)
