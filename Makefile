@@ -38,7 +38,7 @@ simulate: setup ## run 20,000 seeded schedules of the protocol
 engines: setup environments ## build the engines' own environments (GiB), and run our adapters in them
 	@$(BIN)/python -m pytest -q tests/engines
 
-live: setup environments ## serve with the engines through kvmover, and compare every token (15 minutes); ENGINE=vllm runs one
+live: setup environments ## serve with the engines through kvmover, and compare every token (half an hour); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q tests/live
 
 live-pair: setup ## the smallest part of it: one prefill and one decode of vLLM

@@ -1,20 +1,73 @@
-"""The README's numbers, written from the CSV files in perf/results. `python -m perf.readme` updates the page."""
+"""Numbers of the README and docs/live.md, from the CSV files in perf/results: `python -m perf.readme` updates both."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from perf.record import read
+from perf.record import RESULTS, read
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README, LIVE = ROOT / "README.md", ROOT / "docs" / "live.md"
 BLOCK = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 
 def numbers() -> str:
     """The block between the README's markers."""
-    parts = (_kernels, _budgets, _transfer, _plan, _reference, _prefix, _store)
-    return "\n".join(line for part in parts for line in (*part(), ""))
+    parts = (_live, _kernels, _budgets, _transfer, _plan, _reference, _prefix, _store)
+    return "\n".join(line for lines in filter(None, (part() for part in parts)) for line in (*lines, ""))
+
+
+#: The engines by their names in the CSV files.
+_ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
+
+
+def scenarios() -> str:
+    """The block between the markers of docs/live.md: a row a scenario of the last whole run that was kept."""
+    if not (RESULTS / "live.csv").exists():
+        return "No whole run is kept here yet.\n"
+    rows = read("live")
+    lines = [
+        f"Last run: {rows[0]['date']}, commit {rows[0]['commit']} ({_about(rows[0])}).",
+        "",
+        "| engine | scenario | requests | same | wrong | failed | largest gap | p50, p99 ms | seen |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        counts = " | ".join(row[name] for name in ("requests", "same", "wrong", "failed", "logprob_gap"))
+        times = f"{row['p50_ms']}, {row['p99_ms']}"
+        lines.append(f"| {_ENGINES[row['engine']]} | {row['scenario']} | {counts} | {times} | {row['said']} |")
+    return "\n".join([*lines, ""])
+
+
+def _live() -> list[str]:
+    if not all((RESULTS / f"{name}.csv").exists() for name in ("live", "live_peers")):
+        return []
+    rows = read("live")
+    lines = [
+        "**Live servers without a GPU**, tokens and log probabilities beside a plain server's;"
+        f" [docs/live.md](docs/live.md) has every scenario ({_about(rows[0])}):",
+        "",
+        "| | scenarios | requests | same | wrong | failed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for engine in dict.fromkeys(row["engine"] for row in rows):
+        mine = [row for row in rows if row["engine"] == engine]
+        sums = [sum(int(row[column]) for row in mine) for column in ("requests", "same", "wrong", "failed")]
+        lines.append(f"| {_ENGINES[engine]} | {len(mine)} | {' | '.join(map(str, sums))} |")
+    lines += [
+        "",
+        "Prompts of 300 tokens one by one, then 20 at once, each way in turn in one run; milliseconds, CPU seconds of"
+        " all servers of a way:",
+        "",
+        "| | | TTFT p50, p99 | request p50, p99 | requests/s | CPU s a request |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in read("live_peers"):
+        times = [f"{row[f'{what}_p50_ms']}, {row[f'{what}_p99_ms']}" for what in ("ttft", "request")]
+        rates = f"{row['requests_per_s']} | {row['server_cpu_s_a_request']}"
+        lines.append(f"| {_ENGINES[row['engine']]} | {row['way']} | {' | '.join(times)} | {rates} |")
+    return lines
 
 
 def _kernels() -> list[str]:
@@ -172,9 +225,11 @@ def _about(row: dict[str, str]) -> str:
     return f"{row['hardware']}; {row['versions']}"
 
 
-def updated(text: str) -> str:
-    return BLOCK.sub(lambda match: match[1] + numbers() + match[2], text)
+def updated(text: str, block: str) -> str:
+    """A page with `block` between its markers."""
+    return BLOCK.sub(lambda match: match[1] + block + match[2], text)
 
 
 if __name__ == "__main__":
-    README.write_text(updated(README.read_text()))
+    README.write_text(updated(README.read_text(), numbers()))
+    LIVE.write_text(updated(LIVE.read_text(), scenarios()))

@@ -16,7 +16,9 @@ TEXT = readme.README.read_text()
 
 
 def test_the_numbers_are_those_of_the_measured_files() -> None:
-    assert readme.updated(TEXT) == TEXT, "run: python -m perf.readme"
+    assert readme.updated(TEXT, readme.numbers()) == TEXT, "run: python -m perf.readme"
+    live = readme.LIVE.read_text()
+    assert readme.updated(live, readme.scenarios()) == live, "run: python -m perf.readme"
 
 
 def test_the_example_prints_what_its_comment_says(capsys: pytest.CaptureFixture[str]) -> None:

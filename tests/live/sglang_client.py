@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from tests.live.answers import Answer, Reply, post
+from tests.live.answers import Answer, Reply, Streamed, post, stream
 from tests.live.server import Server
 
 #: Where the halves of a request meet: the prefill's address and bootstrap port, and a number of the request's own.
@@ -29,13 +29,7 @@ def ask(
     server: Server, prompt: Sequence[int], tokens: int = 16, room: Room | None = None, timeout_s: float = 120.0
 ) -> Answer:
     """Greedy tokens and their log probabilities."""
-    payload = {
-        "input_ids": list(prompt),
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-        "return_logprob": True,
-        **(room or {}),
-    }
-    return _answer(post(f"{server.url}/generate", payload, timeout_s))
+    return _answer(post(f"{server.url}/generate", _payload(prompt, tokens, room), timeout_s))
 
 
 def halves(
@@ -59,6 +53,35 @@ def split(prefill: Server, decode: Server, prompt: Sequence[int], tokens: int = 
     if second.ok or first.ok:
         return second
     return replace(second, error=f"decode: {second.error}; prefill: HTTP {first.status}: {first.error}")
+
+
+def ask_streamed(server: Server, prompt: Sequence[int], tokens: int, room: Room | None = None) -> Streamed:
+    """Raises OSError for a request that fails."""
+    return stream(f"{server.url}/generate", _payload(prompt, tokens, room))
+
+
+def split_streamed(prefill: Server, decode: Server, prompt: Sequence[int], tokens: int) -> Streamed:
+    """As `split`, with the times of the decode's answer."""
+    room = room_at(prefill)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, prefill, prompt, tokens, room)
+        second = ask_streamed(decode, prompt, tokens, room)
+        assert first.result().ok, first.result().error
+    return second
+
+
+def tokens_of(streamed: Streamed) -> tuple[int, ...]:
+    """Each part has all tokens so far."""
+    return tuple(streamed.parts[-1]["output_ids"])
+
+
+def _payload(prompt: Sequence[int], tokens: int, room: Room | None) -> dict[str, Any]:
+    return {
+        "input_ids": list(prompt),
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+        **(room or {}),
+    }
 
 
 def warm(*servers: Server) -> None:

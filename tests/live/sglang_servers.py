@@ -47,8 +47,9 @@ def sglang(
     page_tokens: int = 16,
     dtype: str = "float32",
     environment: Mapping[str, str] | None = None,
+    backend: str = "kvmover",
 ) -> Command:
-    """A server of `model`; `mode`: one half of a request through kvmover, or by itself."""
+    """A server of `model`; `mode`: one half of a request, whose KV moves through `backend`, or by itself."""
     port = free_port()
     arguments = ["-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", "m"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *_MODEL]
@@ -59,7 +60,7 @@ def sglang(
     if mode:
         bootstrap_port = free_port()
         own |= {"KVMOVER_METRICS_PORT": str(free_port())}
-        arguments += ["--disaggregation-transfer-backend", "kvmover", "--disaggregation-mode", *mode]
+        arguments += ["--disaggregation-transfer-backend", backend, "--disaggregation-mode", *mode]
         arguments += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     return Command(name, "sglang", arguments, port, own, bootstrap_port)
 

@@ -196,7 +196,7 @@ def test_clients_that_leave_and_answers_nobody_asks_for(pair: Pair, results: Res
 
 
 def test_an_answer_asked_for_twice_and_late(pair: Pair, results: Results) -> None:
-    """Twice at the same time, again when it was served, and after the prefill's deadline: computed at once."""
+    """Twice at the same time, again when it was served, after the prefill's deadline: nobody waits for a deadline."""
     prompts = prompts_of(7, seed=59, least_tokens=100)
     wanted = [answer for answer in many(lambda prompt: ask(pair.plain, prompt), prompts) for _ in range(3)]
     computed = halves(pair, prompts)
@@ -209,7 +209,7 @@ def test_an_answer_asked_for_twice_and_late(pair: Pair, results: Results) -> Non
     for prompt, params in computed[4:]:
         got += [ask(pair.second, prompt, 16, params) for _ in range(3)]
     assert not results.add("vllm", "asked twice, again and late", wanted, got, f"slowest {slowest(got)}").failed
-    assert max(answer.seconds for answer in got) < _SLACK_S
+    assert max(answer.seconds for answer in got) < _DEADLINE_S
     assert usage(pair.first) == usage(pair.second) == 0
 
 
