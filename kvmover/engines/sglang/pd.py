@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ _MOST_ROOMS = 1 << 16
 class Outgoing:
     """A request whose pages the prefill has produced so far, in order from the first that decode lacks."""
 
+    prefix_tokens: int = 0
     pages: list[npt.NDArray[np.int64]] = field(default_factory=list["npt.NDArray[np.int64]"])
     gates: list[Gate] = field(default_factory=list[Gate])
 
@@ -164,6 +166,20 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def is_moving(self, room: int) -> bool:
         return self._haul.has(room)
 
+    def enter(self, room: int) -> int:
+        """The room of a request that begins: `room`; a negative number, which is nobody's, if another request is in it.
+
+        Rooms are the router's. Two requests in one would take each other's pages, and end for each other.
+        """
+        asked = chain([room], count(-1, -1))
+        return next(number for number in asked if number not in self.request_status and not self.is_moving(number))
+
+    def turn_away(self, number: int, room: int) -> Any:
+        """Fail the request that was given `number` instead of its room; how it ends."""
+        self.record_failure(number, f"room {room} has another request in it")
+        self.update_status(number, FAILED)
+        return FAILED
+
     def _tables(
         self, prefix_tokens: int, pages: npt.NDArray[np.int64], states: Sequence[Any] | None
     ) -> list[npt.NDArray[np.int64]]:
@@ -188,6 +204,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         asked = list(self._asked[room].values())
         if room in self.request_status and asked and len(asked) == asked[0].ranks:
             self.req_to_decode_prefix_len[room] = asked[0].prefix_tokens
+            self._outgoing[room].prefix_tokens = asked[0].prefix_tokens
             self.update_status(room, WAITING)
 
     def add_transfer_request(
@@ -201,14 +218,12 @@ class KvmoverManager(engine_pd.CommonKVManager):
         outgoing.pages.append(np.asarray(kv_indices, np.int64))
         outgoing.gates += [Gate(event)] if event is not None else []
         if is_last_chunk:
-            prefix = next(iter(self._asked[room].values())).prefix_tokens
             try:
-                tables = self._tables(prefix, np.concatenate(outgoing.pages), more["state_indices"])
+                tables = self._tables(outgoing.prefix_tokens, np.concatenate(outgoing.pages), more["state_indices"])
+                self.update_status(room, TRANSFERRING)
+                self._haul.send(room, tables, outgoing.gates or None, self._rows.take(more["aux_index"]))
             except PlanError as error:
                 self.give_up(room, str(error))
-                return
-            self.update_status(room, TRANSFERRING)
-            self._haul.send(room, tables, outgoing.gates or None, self._rows.take(more["aux_index"]))
 
     def expect(self, room: int) -> None:
         """The scheduler has a request of this number, which is not the one that may have failed under it before."""
@@ -270,9 +285,13 @@ class KvmoverSender(engine_pd.CommonKVSender):
     """SGLang's sender; what it sends, the manager collects."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more: Any, **named: Any) -> None:
-        engine_pd.CommonKVSender.__init__(self, mgr, bootstrap_addr, bootstrap_room, *more, **named)
-        mgr.expect(bootstrap_room)
-        mgr.opened(bootstrap_room)
+        own = mgr.enter(bootstrap_room)
+        engine_pd.CommonKVSender.__init__(self, mgr, bootstrap_addr, own, *more, **named)
+        if own != bootstrap_room:
+            self.conclude_state = mgr.turn_away(own, bootstrap_room)
+            return
+        mgr.expect(own)
+        mgr.opened(own)
 
     def abort(self) -> None:
         engine_pd.CommonKVSender.abort(self)
@@ -285,6 +304,12 @@ class KvmoverSender(engine_pd.CommonKVSender):
 
 class KvmoverReceiver(engine_pd.CommonKVReceiver):
     """SGLang's receiver, which calls all prefill ranks and tells of no failure while its pages may be written."""
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
+        own = mgr.enter(bootstrap_room)
+        engine_pd.CommonKVReceiver.__init__(self, mgr, bootstrap_addr, own)
+        if own != bootstrap_room:
+            self.conclude_state = mgr.turn_away(own, bootstrap_room)
 
     def _register_kv_args(self) -> bool:
         message = self.kv_mgr.call(self.key)

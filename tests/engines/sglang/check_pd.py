@@ -262,6 +262,10 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     poll = sender.poll_pp_consensus if rank.shape.pp > 1 and rank.pp == 0 else sender.poll
     if polled(poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.Failed:
         return _failed(sender)
+    if case.ending == "twice":
+        again = side.classes["sender"](side.manager, f"127.0.0.1:{port}", ROOM)
+        assert polled(again.poll, KVPoll.Failed) == KVPoll.Failed
+        assert _failed(again) == f"room {ROOM} has another request in it"
     prefix = sender.pop_decode_prefix_len() // side.page
     todo = at["kv"].numpy().astype(np.int32)[prefix:]
     at = {**at, "dsa": at["dsa"][prefix:]}
@@ -307,6 +311,11 @@ def decode(rank: Rank, port: int, case: Case) -> str:
     assert polled(receiver.poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput
     at = places(side, 50 + rank.number, prefix, case.window_pages)
     receiver.send_metadata(at["kv"].numpy().astype(np.int32), ROW, told(side, at), decode_prefix_len=prefix * side.page)
+    if case.ending == "twice":
+        again = side.classes["receiver"](side.manager, address, ROOM)
+        again.init(0)
+        assert polled(again.poll, KVPoll.Failed) == KVPoll.Failed
+        assert _failed(again) == f"room {ROOM} has another request in it"
     if case.ending == "decode aborts":
         receiver.abort()
     status = polled(receiver.poll, KVPoll.Success, KVPoll.Failed)
@@ -430,6 +439,11 @@ def test_an_abort_of_decode_ends_the_request_on_both_sides(tmp_path: Path) -> No
     sent, received = pair(tmp_path, Shape(), Shape(), ending="decode aborts")
     assert received == ["Aborted by AbortReq."]
     assert "abort" in sent[0].lower()
+
+
+def test_a_second_request_in_a_room_is_turned_away_and_the_first_lands_as_if_it_were_not_there(tmp_path: Path) -> None:
+    """Rooms are numbers that routers give. Of two requests with one number, both sides refuse the second."""
+    assert pair(tmp_path, Shape(), Shape(), ending="twice") == ([""], [""])
 
 
 def test_a_prefill_that_dies_fails_its_requests_on_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
