@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvmover.config.errors import ConfigError
+from kvmover.enums import settle
 from kvmover.store.policy import Policy
 from kvmover.transfer.pace import Pace
 from kvmover.transfer.result import MoverConfig
@@ -64,6 +65,11 @@ class LoggingSettings:
     level: Level | None = None
     format: LogFormat = LogFormat.TEXT
     file: Path | None = None
+
+    def __post_init__(self) -> None:
+        settle(self, "logging", ConfigError, format=LogFormat)
+        if self.level is not None:
+            settle(self, "logging", ConfigError, level=Level)
 
 
 @dataclass(frozen=True, slots=True)

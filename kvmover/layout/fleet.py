@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvmover.enums import settle
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.layout.positions import Stripe
@@ -56,10 +57,7 @@ class Fleet:
         for field in ("tp", "pp", "cp", "page_tokens"):
             if getattr(self, field) < 1:
                 raise LayoutError(f"fleet has {field} = {getattr(self, field)}; it must be at least 1")
-        try:  # "page" is equal to PAGE and is not it
-            object.__setattr__(self, "cp_order", CpOrder(self.cp_order))
-        except ValueError:
-            raise LayoutError(f"fleet has cp_order = {self.cp_order!r}; it is one of {', '.join(CpOrder)}") from None
+        settle(self, "fleet", LayoutError, cp_order=CpOrder)
 
     @property
     def size(self) -> int:

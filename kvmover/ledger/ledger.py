@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from kvmover.enums import member
 from kvmover.ledger import account as steps
 from kvmover.ledger.account import (
     NOTHING_LOST,
@@ -86,7 +87,8 @@ class Ledger:
         #: Requests that ended without having been admitted: they have no prompt tokens in any sum.
         self.never_admitted = 0
         self.window_s = window_s
-        self._fault, self._sink, self._token_bytes = fault, sink, token_bytes
+        self._fault = member(Fault, fault, "a ledger's fault", LedgerError)
+        self._sink, self._token_bytes = sink, token_bytes
         self._open = dict[RequestId, Account]()
         self._closed = dict[Group, Book]()
         self._now = Window(0.0, window_s, {})

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvmover.enums import settle
 from kvmover.errors import PlanError
 
 
@@ -50,6 +51,7 @@ class Costs:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise PlanError(f"costs with {name} = {value}; it must be positive")
+        settle(self, "costs", PlanError, posting=Posting)
 
     def direct_us(self, nbytes: int, runs: int) -> float:
         """`nbytes` in `runs` descriptors: with RDMA below, 1 MiB in 2048 runs is the larger of 21 us and 2048 us."""

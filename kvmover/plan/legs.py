@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import gcd
 
+from kvmover.enums import settle
 from kvmover.errors import PlanError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Coordinate, Fleet, Shard
@@ -63,6 +64,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
             raise PlanError(f"positions [{self.start}, {self.stop}) of a request are not a range of tokens")
+        settle(self, "plan", PlanError, replicas=Replicas)
         extent = self.component.extent(self.stop)
         if self.stop > extent:
             name = self.component.name

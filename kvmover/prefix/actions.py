@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.enums import member
 from kvmover.prefix.components import FULL
+from kvmover.prefix.errors import PrefixError
 from kvmover.prefix.keys import NO_IDS
 
 PageArray: TypeAlias = npt.NDArray[np.int32]
@@ -62,6 +64,7 @@ class Outcome(msgspec.Struct, frozen=True, eq=False):
 
     def page_ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> PageArray:
         """All that is freed of one component on one tier."""
+        tier = member(Tier, tier, "tier", PrefixError)
         found = [
             a.page_ids for a in self.actions if isinstance(a, Free) and a.component == component and a.tier == tier
         ]

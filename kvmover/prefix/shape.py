@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from kvmover.enums import settle
 from kvmover.prefix.components import FULL, Component, Sidecar
 from kvmover.prefix.errors import PrefixError
 from kvmover.prefix.keys import WORD_BYTES, Units
@@ -64,6 +65,7 @@ class Shape:
     def __post_init__(self) -> None:
         if self.page_tokens < 1:
             raise PrefixError(f"a page holds at least one token, got {self.page_tokens}")
+        settle(self, "tree", PrefixError, grain=Grain, units=Units)
         own = [FULL, *(component.name for component in self.components)]
         names = [*own, *(sidecar.name for sidecar in self.sidecars)]
         if len(set(names)) < len(names):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvmover.enums import member
 from kvmover.prefix.actions import ROOT, Free, Inserted, Match, Outcome, Receipt, Sizes, Tier
 from kvmover.prefix.announce import Journal, Sink
 from kvmover.prefix.check import check
@@ -95,6 +96,9 @@ class PrefixTree:
 
     def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
         """Pages of a component on a tier. On the host, what is on the device too counts as protected."""
+        tier = member(Tier, tier, "tier", PrefixError)
+        if tier is Tier.STORAGE:
+            raise PrefixError("tier = storage; the tree holds no pages there, a page store does")
         index, forest = self.shape.index(component), self._forest
         accounts = forest.held_device if tier is Tier.DEVICE else forest.held_host
         account = accounts[index] if index >= 0 else forest.device if tier is Tier.DEVICE else forest.host

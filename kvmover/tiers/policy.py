@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
+from kvmover.enums import settle
 from kvmover.tiers.errors import TierError
 from kvmover.tiers.rate import Rate
 
@@ -138,6 +139,7 @@ class Policy:
     def __post_init__(self) -> None:
         if min(self.least_tokens, self.least_load_tokens, self.writing_pages) < 0 or not 0 < self.reading_share <= 1:
             raise TierError(f"thresholds below 0, or a share that is not within 0 and 1: {self}")
+        settle(self, "policy", TierError, store=Store, inclusion=Inclusion)
 
 
 @dataclass(slots=True)

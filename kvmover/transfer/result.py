@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
+from kvmover.enums import settle
 from kvmover.errors import LayoutError, TransferFailed
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.plan.legs import Replicas
@@ -83,6 +84,9 @@ class MoverConfig:
             raise LayoutError(
                 f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"
             )
+        settle(self, "mover config", LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity)
+        if self.route is not None:
+            settle(self, "mover config", LayoutError, route=Route)
 
 
 class Passed(Protocol):

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.enums import settle
 from kvmover.errors import DescriptorError
 
 #: Columns of a descriptor table, in NIXL's order: `count` runs of `nbytes` bytes, the starts `stride` bytes apart.
@@ -38,6 +39,9 @@ class Memory:
     nbytes: int
     device: int = 0
 
+    def __post_init__(self) -> None:
+        settle(self, "memory", DescriptorError, kind=MemoryKind)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
@@ -55,6 +59,7 @@ class Descriptors:
             raise DescriptorError(
                 f"descriptor table must be int64 [n, 5], got {self.table.dtype} {list(self.table.shape)}"
             )
+        settle(self, "descriptors", DescriptorError, kind=MemoryKind)
         if not len(self.table):
             raise DescriptorError("descriptor table is empty")
         if (self.table[:, [NBYTES, COUNT]] <= 0).any():

@@ -21,7 +21,8 @@ from typing import Protocol
 
 import msgspec
 
-from kvmover.errors import DescriptorError
+from kvmover.enums import member
+from kvmover.errors import DescriptorError, StoreError
 from kvmover.transport.base import Memory, MemoryKind
 
 #: What O_DIRECT asks of addresses, offsets and lengths on every disk; 512 bytes would do on some.
@@ -202,7 +203,7 @@ class PlainFiles:
     """
 
     def __init__(self, access: Access = Access.BUFFERED) -> None:
-        self._access = access
+        self._access = member(Access, access, "access", StoreError)
         self._memory = HostMemory()
 
     @property

@@ -72,7 +72,7 @@ class NixlFiles:
 
     def __init__(self, plugin: Plugin = Plugin.POSIX) -> None:
         """Raises TransportUnavailable, naming the plugin that does not load; `kvmover doctor` names what it misses."""
-        self._plugin = plugin
+        self._plugin = plugin = Plugin(plugin)
         self._agent: Agent = start("kvmover-store", [], 0)
         self._nixl: Any = self._agent.nixl
         try:
