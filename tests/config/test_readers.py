@@ -39,6 +39,10 @@ NAMES = {key.name for key in keys()}
 _OWN = {"__post_init__", "__eq__", "__hash__", "__repr__"}
 
 
+#: Modules that a dataclass has its own fields checked by.
+_CHECKS = ("kvmover.enums", "kvmover.layout.extents")
+
+
 class Noted:
     """Settings whose fields note that they are read, and the names of those that were."""
 
@@ -63,7 +67,7 @@ class Noted:
 
 def is_reader(frame: FrameType | None) -> bool:
     """Whether a part of kvmover, itself or by a method of the settings, is what reads."""
-    while frame is not None and frame.f_globals["__name__"].startswith("kvmover.config."):
+    while frame is not None and frame.f_globals["__name__"].startswith(("kvmover.config.", *_CHECKS)):
         frame = frame.f_back
     name = frame.f_globals["__name__"] if frame else ""
     return frame is not None and name.startswith("kvmover.") and frame.f_code.co_name not in _OWN
