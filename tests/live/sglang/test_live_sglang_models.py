@@ -1,0 +1,69 @@
+"""SGLang servers of other models: bfloat16, a latent cache (MLA), layers with sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.live.answers import many, prompts_of
+from tests.live.conftest import ModelMaker, Servers
+from tests.live.server import Server
+from tests.live.sglang_client import ask, counted, split, usage, warm
+from tests.live.sglang_servers import DECODE, DECODE_WITH_PREFIXES, PREFILL, sglang
+from tests.live.table import Results
+
+
+def test_bfloat16(servers: Servers, model: ModelMaker, results: Results) -> None:
+    """One request at a time, so that both compute the same shapes: log probabilities are equal to the last bit."""
+    weights, kind = model("llama-bf16", "sglang"), "bfloat16"
+    pull = {"KVMOVER_MOVER_VERB": "pull", "KVMOVER_MOVER_ROUTE": "direct"}
+    trio = servers.start(
+        sglang("sglang-bf16-plain", weights, dtype=kind, page_tokens=32),
+        sglang("sglang-bf16-prefill", weights, mode=PREFILL, dtype=kind, page_tokens=32),
+        sglang("sglang-bf16-decode", weights, mode=DECODE, dtype=kind, page_tokens=32, environment=pull),
+    )
+    _same(trio, results, "bf16, pages of 32 tokens, pulled straight from page to page", at_once=1, gap=0.0)
+    _end(trio, servers)
+
+
+def test_a_latent_cache(servers: Servers, model: ModelMaker, results: Results) -> None:
+    """Two prefill ranks hold the same latents, and each sends a share."""
+    weights = model("latent-yarn", "sglang")
+    packed = {"KVMOVER_MOVER_VERB": "push", "KVMOVER_MOVER_ROUTE": "packed"}
+    trio = servers.start(
+        sglang("sglang-latent-plain", weights),
+        sglang("sglang-latent-prefill-tp2", weights, mode=PREFILL, tp=2),
+        sglang("sglang-latent-decode", weights, mode=DECODE_WITH_PREFIXES, environment=packed),
+    )
+    _same(trio, results, "MLA, TP2 to TP1, packed")
+    _end(trio, servers)
+
+
+def test_sliding_windows(servers: Servers, model: ModelMaker, results: Results) -> None:
+    """Windows of 64 tokens in three of four layers: of those, the last pages of a request move."""
+    weights = model("windows", "sglang")
+    trio = servers.start(
+        sglang("sglang-windows-plain", weights),
+        sglang("sglang-windows-prefill", weights, mode=PREFILL),
+        sglang("sglang-windows-decode-tp2", weights, mode=DECODE, tp=2),
+    )
+    _same(trio, results, "sliding windows, TP1 to TP2")
+    _end(trio, servers)
+
+
+def _same(trio: Sequence[Server], results: Results, scenario: str, at_once: int = 8, gap: float = 1e-3) -> None:
+    plain, first, second = trio
+    warm(plain)
+    prompts = prompts_of(20, seed=20)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts, at_once)
+    got = many(lambda prompt: split(first, second, prompt), prompts, at_once)
+    moved = counted(second, "kvmover_received_bytes_total")
+    assert not results.add("sglang", scenario, wanted, got, f"{moved / 1e6:.1f} MB moved", gap).failed
+    assert moved > 0
+    assert usage(first) == usage(second) == 0
+
+
+def _end(trio: Sequence[Server], servers: Servers) -> None:
+    """The next three need their memory."""
+    for server in trio:
+        server.kill()
+        servers.running.remove(server)
