@@ -333,14 +333,18 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
                 self.kv_mgr.fetch(self, kv_indices, aux_index, state_indices, prefix_tokens)
             except PlanError as error:
                 self.kv_mgr.give_up(self.bootstrap_room, str(error))
-                self.ensure_abort_notified()
 
     def poll(self) -> Any:
-        """The mover has the deadlines: a request that timed out is not over before nothing writes its pages."""
+        """The mover has the deadlines: a request that timed out is not over before nothing writes its pages.
+
+        The prefill hears of every failure, or it would keep pages that nobody asks for until its deadline.
+        """
         if self.conclude_state is None:
             status = self.kv_mgr.request_status.get(self.bootstrap_room, FAILED)
             if status in (SUCCESS, FAILED) and not self.kv_mgr.is_moving(self.bootstrap_room):
                 self.conclude_state = status
+                if status == FAILED:
+                    self.ensure_abort_notified()
             return TRANSFERRING if status == FAILED and self.conclude_state is None else status
         return self.conclude_state
 

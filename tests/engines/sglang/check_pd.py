@@ -301,7 +301,8 @@ def _failed(part: Any) -> str:
 
 
 def decode(rank: Rank, port: int, case: Case) -> str:
-    side, prefix = Side(rank, "decode"), case.prefix
+    changed = {"num_draft_entries": 2} if case.ending == "decode of another model" else {}
+    side, prefix = Side(rank, "decode", **changed), case.prefix
     for plane in side.planes():
         plane.own.fill_(POISON)
     address = f"127.0.0.1:{port}"
@@ -439,6 +440,13 @@ def test_an_abort_of_decode_ends_the_request_on_both_sides(tmp_path: Path) -> No
     sent, received = pair(tmp_path, Shape(), Shape(), ending="decode aborts")
     assert received == ["Aborted by AbortReq."]
     assert "abort" in sent[0].lower()
+
+
+def test_a_decode_that_is_refused_tells_the_prefill_at_once(tmp_path: Path) -> None:
+    """Nobody will ask for the pages: they are not kept until a deadline that SGLang sets to 300 s."""
+    sent, received = pair(tmp_path, Shape(), Shape(), ending="decode of another model")
+    assert "peer holds sglang" in received[0]
+    assert sent == ["decode aborted the request"]
 
 
 def test_a_second_request_in_a_room_is_turned_away_and_the_first_lands_as_if_it_were_not_there(tmp_path: Path) -> None:
