@@ -27,5 +27,5 @@ install --requirement "$lists/needs.txt"
 install rich typer xxhash pytest pytest-timeout
 # kvmover as it stands in this checkout, and what lets the engine run without a GPU.
 install --no-deps --no-build-isolation --editable "$root"
-[[ -d $root/tests/live/fixtures/$engine ]] && install --no-deps --no-build-isolation --editable "$root/tests/live/fixtures/$engine"
+[[ -f $root/tests/live/fixtures/$engine/pyproject.toml ]] && install --no-deps --no-build-isolation --editable "$root/tests/live/fixtures/$engine"
 echo "$here" > "$stamp"
