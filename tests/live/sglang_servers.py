@@ -59,7 +59,7 @@ def sglang(
     own = {**_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp * pp), **(environment or {})}
     if mode:
         bootstrap_port = free_port()
-        own |= {"KVMOVER_METRICS_PORT": str(free_port())}
+        own |= {"KVMOVER_METRICS_PORT": str(free_port())} if backend == "kvmover" else {"WITHOUT_GPU_VRAM": "host"}
         arguments += ["--disaggregation-transfer-backend", backend, "--disaggregation-mode", *mode]
         arguments += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     return Command(name, "sglang", arguments, port, own, bootstrap_port)
