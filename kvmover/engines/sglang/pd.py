@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Requests that decode ranks have asked for and no sender was made for: the oldest are forgotten beyond so many.
+#: Requests that decode ranks asked for or gave up, and that no sender was made for: more, and the oldest are forgotten.
 _MOST_ROOMS = 1 << 16
 
 
@@ -88,6 +89,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers.serve(MoverCollector([self._haul]))
         self._outgoing: dict[int, Outgoing] = defaultdict(Outgoing)
         self._asked: dict[int, dict[str, pd_wire.Asked]] = defaultdict(dict)
+        self._given_up: dict[int, float] = {}
         self._engines: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         self._rows_of: dict[int, int] = {}
@@ -134,14 +136,16 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 self._engines[message.key] = message.engine
                 self._refused[message.key] = message.refused
             case pd_wire.Asked():
+                self._given_up.pop(message.room, None)
                 self._asked[message.room][message.rank] = message
-                if len(self._asked) > _MOST_ROOMS:
-                    del self._asked[next(iter(self._asked))]
+                _keep_the_last(self._asked)
                 self.opened(message.room)
             case None:
                 notice = engine_pd.AbortNotification.from_zmq(received) if received[0] == b"ABORT" else None
                 if notice is not None:
-                    self.give_up(notice.room, "decode aborted the request")
+                    self._given_up[notice.room] = time.monotonic()
+                    _keep_the_last(self._given_up)
+                    self.opened(notice.room)
 
     def _ended(self, room: int, reason: str | None, aux: dict[int, bytes]) -> None:
         if reason is None and room in self._rows_of:
@@ -200,9 +204,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._send_multipart_locked(where.to_tcp(), answer, is_ipv6=where.is_ipv6)
 
     def opened(self, room: int) -> None:
-        """Every decode rank has pages for the request, and the scheduler knows it: its prefill may begin."""
+        """Every decode rank has pages for a request that the scheduler knows: its prefill may begin. It fails if decode
+        has given it up, be it before the scheduler knew it. Long after that, the room is another request's."""
+        if room not in self.request_status:
+            return
         asked = list(self._asked[room].values())
-        if room in self.request_status and asked and len(asked) == asked[0].ranks:
+        if time.monotonic() - self._given_up.pop(room, -math.inf) < self._patience_s:
+            self.give_up(room, "decode aborted the request")
+        elif asked and len(asked) == asked[0].ranks:
             self.req_to_decode_prefix_len[room] = asked[0].prefix_tokens
             self._outgoing[room].prefix_tokens = asked[0].prefix_tokens
             self.update_status(room, WAITING)
@@ -279,6 +288,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
             self._haul.abort(room, self._refused[key])
             return None
         return self._engines.get(key)
+
+
+def _keep_the_last(rooms: dict[int, Any]) -> None:
+    if len(rooms) > _MOST_ROOMS:
+        del rooms[next(iter(rooms))]
 
 
 class KvmoverSender(engine_pd.CommonKVSender):

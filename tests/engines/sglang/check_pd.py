@@ -257,6 +257,9 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
         plane.own[at[plane.by]] = whole[len(whole) - len(at[plane.by]) :] if not copy else STALE
     for number, aux in enumerate(side.aux):
         aux.view(torch.uint8)[5] = 10 + number if rank.pp == rank.shape.pp - 1 else STALE
+    if case.ending == "decode leaves first":
+        until(lambda: side.manager._asked.get(ROOM), "the decode to ask")
+        time.sleep(1)  # for its abort
     sender = side.classes["sender"](side.manager, f"127.0.0.1:{port}", ROOM)
     # The first stage polls for all of them, as SGLang's scheduler does.
     poll = sender.poll_pp_consensus if rank.shape.pp > 1 and rank.pp == 0 else sender.poll
@@ -317,7 +320,7 @@ def decode(rank: Rank, port: int, case: Case) -> str:
         again.init(0)
         assert polled(again.poll, KVPoll.Failed) == KVPoll.Failed
         assert _failed(again) == f"room {ROOM} has another request in it"
-    if case.ending == "decode aborts":
+    if case.ending in ("decode aborts", "decode leaves first"):
         receiver.abort()
     status = polled(receiver.poll, KVPoll.Success, KVPoll.Failed)
     if status == KVPoll.Failed:
@@ -446,6 +449,13 @@ def test_a_decode_that_is_refused_tells_the_prefill_at_once(tmp_path: Path) -> N
     """Nobody will ask for the pages: they are not kept until a deadline that SGLang sets to 300 s."""
     sent, received = pair(tmp_path, Shape(), Shape(), ending="decode of another model")
     assert "peer holds sglang" in received[0]
+    assert sent == ["decode aborted the request"]
+
+
+def test_a_decode_that_leaves_before_the_prefill_has_the_request_tells_it(tmp_path: Path) -> None:
+    """Both get the request at once: a busy prefill begins it later than its decode ends it."""
+    sent, received = pair(tmp_path, Shape(), Shape(), ending="decode leaves first")
+    assert received == ["Aborted by AbortReq."]
     assert sent == ["decode aborted the request"]
 
 
