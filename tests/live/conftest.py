@@ -6,17 +6,19 @@ import fcntl
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
 from tests.live.server import ENVIRONMENTS, Command, Server
-from tests.live.table import Results
+from tests.live.table import Results, Row
 
 HERE = Path(__file__).parent
 _RESULTS = pytest.StashKey[Results]()
+_LOCK = pytest.StashKey[IO[str]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,7 +32,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """One live run at a time: two would make each other's servers too late."""
     config.stash[_RESULTS] = Results()
+    if os.environ.get("KVMOVER_LIVE") and not _is_worker(config):
+        ENVIRONMENTS.mkdir(exist_ok=True)
+        config.stash[_LOCK] = lock = (ENVIRONMENTS / "live.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Of several processes that share the files of tests, one that runs some; the first collects what they found."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _is_worker(session.config):
+        output: Any = session.config
+        output.workeroutput["live"] = [asdict(row) for row in session.config.stash[_RESULTS].rows]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    rows = getattr(node, "workeroutput", {}).get("live", ())
+    node.config.stash[_RESULTS].rows += [Row(**row) for row in rows]
 
 
 def pytest_terminal_summary(config: pytest.Config) -> None:
@@ -63,17 +87,8 @@ class Servers:
             self.running.remove(server)
 
 
-@pytest.fixture(scope="session")
-def machine() -> Iterator[None]:
-    """One live run at a time: two would make each other's servers too late."""
-    ENVIRONMENTS.mkdir(exist_ok=True)
-    with (ENVIRONMENTS / "live.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 @pytest.fixture(scope="module")
-def servers(machine: None) -> Iterator[Servers]:
+def servers() -> Iterator[Servers]:
     started = Servers()
     try:
         yield started
@@ -99,9 +114,12 @@ class ModelMaker:
         maker = HERE / "models.py"
         folder = ENVIRONMENTS / "models" / name
         stamp, mark = folder / ".made", sha256(maker.read_bytes()).hexdigest()
-        if not stamp.exists() or stamp.read_text() != mark:
-            python = ENVIRONMENTS / engine / "bin" / "python"
-            environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-            subprocess.run([python, maker, name, folder], check=True, capture_output=True, env=environment)
-            stamp.write_text(mark)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not stamp.exists() or stamp.read_text() != mark:
+                python = ENVIRONMENTS / engine / "bin" / "python"
+                environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+                subprocess.run([python, maker, name, folder], check=True, capture_output=True, env=environment)
+                stamp.write_text(mark)
         return folder

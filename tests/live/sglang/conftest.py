@@ -12,7 +12,7 @@ from tests.live.sglang_servers import sglang
 
 
 @pytest.fixture(scope="session")
-def plain(machine: None, model: ModelMaker) -> Iterator[Server]:
+def plain(model: ModelMaker) -> Iterator[Server]:
     """Begun and not waited for, so that what is compared with it starts beside it."""
     server = Server.start(sglang("sglang-plain", model("llama", "sglang")))
     try:
@@ -22,7 +22,7 @@ def plain(machine: None, model: ModelMaker) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def servers(machine: None) -> Iterator[Servers]:
+def servers() -> Iterator[Servers]:
     started = Servers()
     try:
         yield started

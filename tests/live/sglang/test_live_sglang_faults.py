@@ -120,8 +120,8 @@ def test_a_half_that_is_stopped_for_less_than_its_peers_patience(who: str, pair:
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 def test_a_half_that_is_stopped_for_thirty_seconds(who: str, pair: Pair, results: Results) -> None:
-    """It is lost, and with it the requests that were under way: their clients are told, those of the stopped half when it
-    is back and its requests' own deadline is over. Then it serves."""
+    """It is lost, and with it the requests that were under way. Their clients are told, those of the stopped half after
+    it is back, at the deadline of its requests. Then it serves."""
     prompts = prompts_of(20, seed=51, least_tokens=600, most_tokens=1500)
     wanted = pair.wanted(prompts)
     stopped: Server = getattr(pair, who)

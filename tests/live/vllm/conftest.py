@@ -12,7 +12,7 @@ from tests.live.vllm_servers import vllm
 
 
 @pytest.fixture(scope="session")
-def plain(machine: None, model: ModelMaker) -> Iterator[Server]:
+def plain(model: ModelMaker) -> Iterator[Server]:
     """Begun and not waited for, so that what is compared with it starts beside it."""
     server = Server.start(vllm("vllm-plain", model("qwen3", "vllm")))
     try:
