@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import random
+import select
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+
+from tests.live.forkserver import Forkserver
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".engines"
@@ -38,15 +42,46 @@ class ServerDied(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Ground:
+    """What servers are forked from: a process of an engine's environment that has imported these modules.
+
+    `environment` is there when they are imported.
+    """
+
+    engine: str
+    modules: Sequence[str]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """How a server is started. `name` is its log's; `bootstrap_port`: where SGLang's decode ranks find a prefill."""
 
     name: str
-    engine: str
+    ground: Ground
+    module: str
     arguments: Sequence[str]
     port: int
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     bootstrap_port: int = 0
+
+
+_forkservers: dict[str, Forkserver] = {}
+
+
+def _forkserver(ground: Ground) -> Forkserver:
+    """One a ground, which ends with this process."""
+    key = " ".join([ground.engine, *ground.modules])
+    if key not in _forkservers:
+        home = ENVIRONMENTS / ground.engine
+        LOGS.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **_QUIET, **ground.environment}
+        environment["PATH"] = f"{home / 'bin'}{os.pathsep}{environment['PATH']}"
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # without byte code a start takes minutes
+        log = LOGS / f"{ground.engine}-ground-{len(ground.modules)}.log"
+        _forkservers[key] = Forkserver(home / "bin" / "python", ground.modules, environment, log)
+        atexit.register(_forkservers[key].close)
+    return _forkservers[key]
 
 
 @dataclass(slots=True)
@@ -54,26 +89,18 @@ class Server:
     """One that runs. It has a process group of its own, so that its workers end with it."""
 
     command: Command
-    process: subprocess.Popen[bytes]
+    pid: int
+    _alive: int
 
     @classmethod
     def start(cls, command: Command) -> Server:
         """Returns at once; `ready` waits."""
-        home = ENVIRONMENTS / command.engine
-        LOGS.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **_QUIET, **command.environment}
-        environment["PATH"] = f"{home / 'bin'}{os.pathsep}{environment['PATH']}"
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # without byte code a start takes minutes
-        with cls._log_of(command).open("wb") as log:
-            process = subprocess.Popen(
-                [str(home / "bin" / "python"), *command.arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=home,
-                start_new_session=True,
-            )
-        return cls(command, process)
+        ground = _forkserver(command.ground)
+        pid = ground.start(command.module, command.arguments, command.environment, cls._log_of(command))
+        return cls(command, pid, os.pidfd_open(pid))
+
+    def _ended(self, within_s: float = 0.0) -> bool:
+        return bool(select.select([self._alive], [], [], within_s)[0])
 
     @staticmethod
     def _log_of(command: Command) -> Path:
@@ -85,7 +112,7 @@ class Server:
 
     @property
     def engine(self) -> str:
-        return self.command.engine
+        return self.command.ground.engine
 
     @property
     def port(self) -> int:
@@ -99,8 +126,8 @@ class Server:
         """Wait until it answers. Raises ServerDied."""
         stop = time.monotonic() + _START_S
         while time.monotonic() < stop:
-            if self.process.poll() is not None:
-                raise ServerDied(f"{self.name} ended with {self.process.returncode}:\n{self.log()[-6000:]}")
+            if self._ended():
+                raise ServerDied(f"{self.name} ended:\n{self.log()[-6000:]}")
             try:
                 if self.get("/health")[0] == 200:
                     return self
@@ -143,22 +170,21 @@ class Server:
                 fields = stat.read_text().rpartition(")")[2].split()
             except OSError:  # it has just ended
                 continue
-            if int(fields[3]) == self.process.pid:  # its session is the server's
+            if int(fields[3]) == self.pid:  # its session is the server's
                 total += int(fields[11]) + int(fields[12])
         return total / ticks
 
     def stop(self) -> None:
         """As an operator stops it: a signal, and time to end."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT if self.engine == "vllm" else signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_STOP_S)
+        if not self._ended():
+            os.kill(self.pid, signal.SIGINT if self.engine == "vllm" else signal.SIGTERM)
+            self._ended(_STOP_S)
         self.kill()
 
     def kill(self) -> None:
         """`kill -9` of all its processes."""
         self._signal(signal.SIGKILL)
-        self.process.wait()
+        self._ended(_STOP_S)
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -168,11 +194,13 @@ class Server:
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.pid, number)
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port that was free a moment ago, and that no connection is given by itself: those begin at 32768."""
+    while True:
+        port = random.SystemRandom().randrange(12000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.live.server import ENVIRONMENTS, Command, Server, free_port
+from tests.live.server import ENVIRONMENTS, Command, Ground, Server, free_port
 
 #: Lets SGLang's wheel for CUDA run on a CPU. Of these processes alone: the environment's other users do not see it.
 _FIXTURE = Path(__file__).parent / "fixtures" / "sglang"
@@ -21,6 +21,18 @@ _ENVIRONMENT = {
     "SGLANG_DISABLE_OUTLINES_DISK_CACHE": "1",
     "TORCH_EXTENSIONS_DIR": str(ENVIRONMENTS / "sglang" / "cache"),
 }
+
+_GROUND = Ground(
+    "sglang",
+    (
+        *("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler"),
+        *("sglang.srt.managers.detokenizer_manager", "sglang.srt.models.llama", "kvmover.engines.sglang.pd"),
+    ),
+    _ENVIRONMENT,
+)
+
+#: Nothing is imported yet.
+_BARE = Ground("sglang", (), {})
 
 #: A CPU that others want too, a context that every prompt of the tests fits in, and room for some hundred pages.
 _MODEL = (
@@ -51,18 +63,18 @@ def sglang(
 ) -> Command:
     """A server of `model`; `mode`: one half of a request, whose KV moves through `backend`, or by itself."""
     port = free_port()
-    arguments = ["-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", "m"]
+    arguments = ["--model-path", str(model), "--served-model-name", "m"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *_MODEL]
     arguments += ["--tp-size", str(tp), "--pp-size", str(pp), "--page-size", str(page_tokens), *more]
     bootstrap_port = 0
     # One entry a rank, or SGLang wants a NUMA node for each; what would bind threads to cores is not there.
-    own = {**_ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp * pp), **(environment or {})}
+    own = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp * pp), **(environment or {})}
     if mode:
         bootstrap_port = free_port()
         own |= {"KVMOVER_METRICS_PORT": str(free_port())} if backend == "kvmover" else {"WITHOUT_GPU_VRAM": "host"}
         arguments += ["--disaggregation-transfer-backend", backend, "--disaggregation-mode", *mode]
         arguments += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
-    return Command(name, "sglang", arguments, port, own, bootstrap_port)
+    return Command(name, _GROUND, "sglang.launch_server", arguments, port, own, bootstrap_port)
 
 
 def hicache(root: Path, layout: str, **options: Any) -> tuple[str, ...]:
@@ -92,7 +104,7 @@ def linker(root: Path, **options: Any) -> tuple[str, ...]:
 def router(name: str, prefill: Server, decode: Server, *more: str) -> Command:
     """SGLang's own router in front of a prefill and a decode server; `--mini-lb` is the toy among them."""
     port = free_port()
-    arguments = ["-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)]
+    arguments = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--prefill", prefill.url, str(prefill.command.bootstrap_port), "--decode", decode.url]
     arguments += ["--policy", "random", "--prometheus-port", str(free_port()), *more]
-    return Command(name, "sglang", arguments, port)
+    return Command(name, _BARE, "sglang_router.launch_router", arguments, port)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.live.server import ENVIRONMENTS, Command, Server, free_port
+from tests.live.server import ENVIRONMENTS, Command, Ground, Server, free_port
 
 #: A context that every prompt of the tests fits in, and room for some hundred blocks.
 _MODEL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "300000000")
@@ -20,6 +20,18 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CACHE_ROOT": str(ENVIRONMENTS / "vllm" / "cache"),
 }
+
+_GROUND = Ground(
+    "vllm",
+    (
+        *("vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core"),
+        *("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "kvmover.engines.vllm.connector"),
+    ),
+    _ENVIRONMENT,
+)
+
+#: Nothing is imported yet.
+_BARE = Ground("vllm", (), _ENVIRONMENT)
 
 #: vLLM's second model runner, the default on a GPU: its kernels are Triton's, and run in the interpreter.
 V2_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
@@ -62,7 +74,7 @@ def vllm(
 ) -> Command:
     """A server of `model`. `kv`: its `--kv-transfer-config`; without one it is plain."""
     port = free_port()
-    arguments = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "m"]
+    arguments = ["serve", str(model), "--served-model-name", "m"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, *_MODEL, "--enforce-eager"]
     arguments += ["--compilation-config", '{"custom_ops":["none"]}', "--no-enable-log-requests"]
     arguments += ["--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp)]
@@ -70,13 +82,16 @@ def vllm(
     arguments += ["--block-size", str(block_tokens), *more]
     if kv is not None:
         arguments += ["--kv-transfer-config", json.dumps(kv)]
-    return Command(name, "vllm", arguments, port, {**_ENVIRONMENT, **(environment or {})})
+    own = environment or {}
+    # Triton asks for its interpreter when it is imported.
+    ground = _BARE if "TRITON_INTERPRET" in own else _GROUND
+    return Command(name, ground, "vllm.entrypoints.cli.main", arguments, port, own)
 
 
 def router(name: str, prefill: Server, decode: Server) -> Command:
     """vLLM's own router in front of a prefill and a decode server."""
     port = free_port()
-    arguments = ["-m", "vllm_router.launch_router", "--vllm-pd-disaggregation", "--host", "127.0.0.1"]
+    arguments = ["--vllm-pd-disaggregation", "--host", "127.0.0.1"]
     arguments += ["--port", str(port), "--prefill", prefill.url, "--decode", decode.url, "--policy", "round_robin"]
     arguments += ["--prometheus-port", str(free_port())]
-    return Command(name, "vllm", arguments, port)
+    return Command(name, _BARE, "vllm_router.launch_router", arguments, port)
