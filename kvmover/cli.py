@@ -230,9 +230,9 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
+    from kvmover.cache.replay.command import ReplayOptions, run_replay
+    from kvmover.cache.replay.setup import Setup, policy_named
     from kvmover.observe.console import console
-    from kvmover.replay.command import ReplayOptions, run_replay
-    from kvmover.replay.setup import Setup, policy_named
 
     setup = Setup(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
     run_replay(ReplayOptions(trace, setup, plot, as_json), console())

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from kvmover.prefix import POLICIES
-from kvmover.prefix.hashes import chain
-from kvmover.replay import Request, Setup, read_trace, replay
+from kvmover.cache.prefix import POLICIES
+from kvmover.cache.prefix.hashes import chain
+from kvmover.cache.replay import Request, Setup, read_trace, replay
 from perf.prefix_ours import UNLIMITED, Contender, Kvmover, KvmoverEvents, KvmoverInt64, Maker
 from perf.prefix_peers import load
 from perf.record import Spread, write
@@ -283,7 +283,7 @@ def _pieces() -> Iterator[dict[str, object]]:
 
 
 def _accounts() -> None:
-    from kvmover.ledger import Credit, Fault, Ledger, Loss
+    from kvmover.cache.ledger import Credit, Fault, Ledger, Loss
 
     ledger, credit, lost = Ledger(fault=Fault.COUNT), Credit(640), {Loss.CAPACITY_EVICTED: 64}
     for number in range(2_000):

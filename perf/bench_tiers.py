@@ -22,15 +22,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from kvmover.cache.prefix import FULL, PrefixTree, Tier, WriteThrough
+from kvmover.cache.prefix.hashes import chain
+from kvmover.cache.tiers import Controller, Holding, Policy, Setup, Storage, Wait
+from kvmover.cache.tiers.copies import Batch, Copies
+from kvmover.cache.tiers.storage import Page, Read, Write
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.layout.layout import PACKED_ORDER
-from kvmover.prefix import FULL, PrefixTree, Tier, WriteThrough
-from kvmover.prefix.hashes import chain
 from kvmover.store import Namespace, PageStore
 from kvmover.store import Policy as StorePolicy
-from kvmover.tiers import Controller, Holding, Policy, Setup, Storage, Wait
-from kvmover.tiers.copies import Batch, Copies
-from kvmover.tiers.storage import Page, Read, Write
 from kvmover.transport.nixl_files import files_for
 from perf.record import RESULTS, Spread, write
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvmover.ledger import Credit, Fault, Ledger
-from kvmover.prefix import PrefixTree
+from kvmover.cache.ledger import Credit, Fault, Ledger
+from kvmover.cache.prefix import PrefixTree
 
 #: Called after every operation with its name, and with "start" before the first: the benchmark's clock.
 Lap = Callable[[str], object]

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import kvmover
+from kvmover.cache.ledger import Fault, Ledger
+from kvmover.cache.prefix import FULL, Free, Outcome, PrefixError, PrefixTree, Tier
+from kvmover.cache.prefix.shape import Shape
+from kvmover.cache.tiers.policy import Policy
 from kvmover.config.settings import LoggingSettings
 from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet
-from kvmover.ledger import Fault, Ledger
 from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs
-from kvmover.prefix import FULL, Free, Outcome, PrefixError, PrefixTree, Tier
-from kvmover.prefix.shape import Shape
-from kvmover.tiers.policy import Policy
 from kvmover.transfer.result import MoverConfig
 from kvmover.transport.base import Descriptors, Memory, MemoryKind
 from kvmover.transport.files import Access, PlainFiles

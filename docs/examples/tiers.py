@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from kvmover import Component, Fleet, Pool, PoolSpec
-from kvmover.ledger import Ledger
-from kvmover.prefix import PrefixTree, WriteThrough
+from kvmover.cache.ledger import Ledger
+from kvmover.cache.prefix import PrefixTree, WriteThrough
+from kvmover.cache.tiers import Controller, Holding, Policy, Setup, Storage, Wait
 from kvmover.store import Namespace, PageStore
-from kvmover.tiers import Controller, Holding, Policy, Setup, Storage, Wait
 
 kv, fleet = Component.attention(layers=2, kv_heads=4, head_dim=64, dtype="bfloat16"), Fleet(page_tokens=16)
 space, prompt = Namespace("tiny", "revision-1", page_tokens=16), list(range(100))

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvmover.cache.ledger import Ledger
+from kvmover.cache.prefix import PrefixTree, WriteThrough
+from kvmover.cache.tiers import Controller, Count, Grouped, Holding, Policy, Setup, Storage, Wait
 from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
 from kvmover.demo.rank import Digests
 from kvmover.demo.scenarios import Scenario
 from kvmover.layout.pool import Pool, PoolSpec
-from kvmover.ledger import Ledger
 from kvmover.plan.text import FleetText
-from kvmover.prefix import PrefixTree, WriteThrough
 from kvmover.store import Namespace, PageStore
-from kvmover.tiers import Controller, Count, Grouped, Holding, Policy, Setup, Storage, Wait
 
 #: Host pages for each page of the device.
 _HOST_RATIO = 2

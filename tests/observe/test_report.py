@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover import cli
+from kvmover.cache.ledger import Account, Group, Loss, Phase
 from kvmover.errors import KvmoverError
-from kvmover.ledger import Account, Group, Loss, Phase
 from kvmover.observe import report_sums
 from kvmover.observe.charts import Bar, timeline
 from kvmover.observe.report import POLICY, page, write_report

@@ -14,15 +14,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from kvmover import cli
+from kvmover.cache.ledger import Credit, Ledger, Loss
+from kvmover.cache.ledger.metrics import LedgerCollector
+from kvmover.cache.tiers import meter as tiers
+from kvmover.cache.tiers.metrics import TierCollector
 from kvmover.errors import KvmoverError
-from kvmover.ledger import Credit, Ledger, Loss
-from kvmover.ledger.metrics import LedgerCollector
 from kvmover.observe import top
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.scrape import Change, Scrape, fetch, quantile_s
 from kvmover.observe.top import MOST_RANKS, View, screen
-from kvmover.tiers import meter as tiers
-from kvmover.tiers.metrics import TierCollector
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot, Stage
 from kvmover.transfer.seal import Refusal
 

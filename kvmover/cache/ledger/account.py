@@ -1,0 +1,195 @@
+"""The account of one attempt of one request: frozen records, and the steps from one to the next.
+
+Two laws hold, and a step that would break one raises LedgerError and changes nothing:
+
+    reusable = device + host + storage + lost, over all reasons         from admission on
+    prompt   = device + host + storage + computed + abandoned           when the attempt has ended
+
+`abandoned` is what an attempt that was aborted or retracted never came to; it is 0 when the attempt finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from kvmover.cache.ledger.losses import Loss
+from kvmover.errors import KvmoverError
+
+RequestId: TypeAlias = str | int
+Losses: TypeAlias = Mapping[Loss, int]
+
+NOTHING_LOST: Losses = MappingProxyType({})
+
+
+class LedgerError(KvmoverError, ValueError):
+    """An account that would not balance, or an event out of order: the message names the request and the numbers."""
+
+
+class Phase(StrEnum):
+    """Where an attempt is. The last three are ends."""
+
+    WAITING = "waiting"
+    MATCHED = "matched"
+    ADMITTED = "admitted"
+    FINISHED = "finished"
+    RETRACTED = "retracted"
+    ABORTED = "aborted"
+
+
+class Group(msgspec.Struct, frozen=True, gc=False):
+    """Whose accounts are added up together. Keep tenants few: each is a time series of every metric."""
+
+    tenant: str = ""
+    model: str = ""
+
+
+class Credit(msgspec.Struct, frozen=True, gc=False):
+    """Tokens whose KV is on the device, by the tier from which it came there: no token is credited to two."""
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+
+
+class Account(msgspec.Struct, frozen=True, gc=False):
+    """One attempt. Attempts count from 1 and are counted at admission: matching again and again makes none.
+
+    Who waits has the number of the attempts before it, so 0 at first.
+    """
+
+    request: RequestId
+    group: Group
+    attempt: int
+    phase: Phase
+    began_s: float
+    ended_s: float
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    computed_tokens: int = 0
+    abandoned_tokens: int = 0
+    lost: dict[Loss, int] = {}
+
+    @property
+    def credited_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens + self.storage_tokens
+
+    @property
+    def lost_tokens(self) -> int:
+        return sum(self.lost.values())
+
+
+def opened(request: RequestId, group: Group, attempt: int, now_s: float) -> Account:
+    """A request that waits, after `attempt` attempts."""
+    return Account(request, group, attempt, Phase.WAITING, now_s, now_s)
+
+
+def matched(account: Account, prompt_tokens: int, reusable_tokens: int) -> Account:
+    """What a lookup found, `reusable_tokens` over all tiers. Nothing is credited; a later lookup replaces this one."""
+    if account.phase is not Phase.WAITING and account.phase is not Phase.MATCHED:
+        raise _out_of_order(account, "matched")
+    if not 0 <= reusable_tokens <= prompt_tokens:
+        raise LedgerError(
+            f"request {account.request}: {reusable_tokens} reusable tokens of a prompt of {prompt_tokens}"
+        )
+    return replace(account, phase=Phase.MATCHED, prompt_tokens=prompt_tokens, reusable_tokens=reusable_tokens)
+
+
+def admitted(account: Account, credit: Credit, lost: Losses) -> Account:
+    """The attempt starts with `credit` on the device. What of the match is not credited is lost, each token once."""
+    if account.phase is not Phase.MATCHED:
+        raise _out_of_order(account, "admitted")
+    device, host, storage = credit.device_tokens, credit.host_tokens, credit.storage_tokens
+    missing = account.reusable_tokens - device - host - storage
+    if missing != (sum(lost.values()) if lost else 0) or device < 0 or host < 0 or storage < 0:
+        raise LedgerError(
+            f"request {account.request}: {account.reusable_tokens} reusable tokens are not device {device}"
+            f" + host {host} + storage {storage} + lost {_words(lost)}"
+        )
+    if lost and min(lost.values()) < 0:
+        raise LedgerError(f"request {account.request}: lost {_words(lost)}")
+    return replace(
+        account,
+        attempt=account.attempt + 1,
+        phase=Phase.ADMITTED,
+        device_tokens=device,
+        host_tokens=host,
+        storage_tokens=storage,
+        lost=dict(lost),
+    )
+
+
+def computed(account: Account, tokens: int) -> Account:
+    """A chunk of the prompt was computed. Never a hit: not even when a lookup finds the chunk before it in the tree."""
+    if account.phase is not Phase.ADMITTED:
+        raise _out_of_order(account, "computed")
+    done = account.computed_tokens + tokens
+    if tokens < 0 or account.credited_tokens + done > account.prompt_tokens:
+        raise LedgerError(
+            f"request {account.request}: {tokens} more tokens after {account.credited_tokens} credited and"
+            f" {account.computed_tokens} computed, of a prompt of {account.prompt_tokens}"
+        )
+    return replace(account, computed_tokens=done)
+
+
+def withdrawn(account: Account, credit: Credit, reason: Loss) -> Account:
+    """Credited tokens that turned out not to be there: a copy failed, or its digest did not match. They are lost."""
+    if account.phase is not Phase.ADMITTED:
+        raise _out_of_order(account, "withdrawn")
+    left = (
+        account.device_tokens - credit.device_tokens,
+        account.host_tokens - credit.host_tokens,
+        account.storage_tokens - credit.storage_tokens,
+    )
+    taken = credit.device_tokens + credit.host_tokens + credit.storage_tokens
+    if min(left) < 0 or min(credit.device_tokens, credit.host_tokens, credit.storage_tokens) < 0:
+        raise LedgerError(f"request {account.request}: withdrawing {credit} leaves {left} for device, host, storage")
+    return replace(
+        account,
+        device_tokens=left[0],
+        host_tokens=left[1],
+        storage_tokens=left[2],
+        lost={**account.lost, reason: account.lost.get(reason, 0) + taken},
+    )
+
+
+def ended(account: Account, phase: Phase, now_s: float, concurrent_tokens: int = 0) -> Account:
+    """The attempt is over. Only one that finished must have its whole prompt credited or computed.
+
+    `concurrent_tokens` were computed here although another request had put them into the tree by now: reusable, and
+    lost, since nobody waited for them.
+    """
+    rest = account.prompt_tokens - account.credited_tokens - account.computed_tokens
+    if phase is not Phase.ABORTED and account.phase is not Phase.ADMITTED:
+        raise _out_of_order(account, phase)
+    if phase is Phase.FINISHED and rest:
+        raise LedgerError(
+            f"request {account.request}: a prompt of {account.prompt_tokens} is not {account.credited_tokens} credited"
+            f" + {account.computed_tokens} computed"
+        )
+    reusable, lost = account.reusable_tokens, account.lost
+    if concurrent_tokens:
+        reusable += concurrent_tokens
+        if concurrent_tokens < 0 or reusable > account.prompt_tokens:
+            raise LedgerError(
+                f"request {account.request}: {concurrent_tokens} concurrent tokens after {account.reusable_tokens}"
+                f" reusable ones, of a prompt of {account.prompt_tokens}"
+            )
+        lost = {**lost, Loss.CONCURRENT: lost.get(Loss.CONCURRENT, 0) + concurrent_tokens}
+    return replace(account, phase=phase, ended_s=now_s, reusable_tokens=reusable, abandoned_tokens=rest, lost=lost)
+
+
+def _out_of_order(account: Account, event: str) -> LedgerError:
+    return LedgerError(f"request {account.request} is {account.phase}: it cannot be {event}")
+
+
+def _words(lost: Losses) -> str:
+    return ", ".join(f"{reason} {tokens}" for reason, tokens in lost.items()) or "0"

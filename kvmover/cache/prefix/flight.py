@@ -1,0 +1,282 @@
+"""Flights: copies between tiers that are under way, noted as page positions, hashes and page ids.
+
+A record names the end of a path, which it locks, and pages [first, stop) of it; ids of the destination belong to the
+record until its end. Whatever is split, evicted or inserted meanwhile, at the end the pages are found again by
+position: each goes to the node that then covers it, or comes back to be freed. (sglang#16946: a record that named a
+node lost the front of it.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvmover.cache.prefix.actions import Free, Leg, Outcome, PageArray, Receipt, Tier
+from kvmover.cache.prefix.errors import PrefixError, StaleHandle
+from kvmover.cache.prefix.forest import ID_BYTES, Forest
+from kvmover.cache.prefix.holds import Segment
+from kvmover.cache.prefix.keys import PageIds, page_array, words
+from kvmover.cache.prefix.locks import Locks
+from kvmover.cache.prefix.names import page_hashes
+from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.walk import positions
+
+
+class Transfer(msgspec.Struct, frozen=True, eq=False):
+    """A copy to carry out, and then to report to `end`. Destination ids are the record's until then.
+
+    `first_page` is the position of the first page of `hashes`, which name the pages in storage; copies between device
+    and host have none.
+    """
+
+    op: int
+    src: Tier
+    dst: Tier
+    legs: tuple[Leg, ...]
+    first_page: int
+    hashes: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Ids of one component for pages [first, stop): one a page, or one for the last of them."""
+
+    index: int
+    first: int
+    stop: int
+    src: bytes
+    dst: bytes
+
+    def cut(self, node: Node) -> bytes:
+        """The destination's ids, one a page, for `node`, which lies within."""
+        return self.dst[(node.start - self.first) * ID_BYTES : (node.end - self.first) * ID_BYTES]
+
+
+@dataclass(slots=True)
+class Flight:
+    """One record. `landed` is the page up to which the copy succeeded, once that is known."""
+
+    op: int
+    src: Tier
+    dst: Tier
+    anchor: Node
+    first: int
+    parts: tuple[Part, ...]
+    receipts: tuple[Receipt, ...] = ()
+    landed: int | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.anchor.end
+
+
+class Flights:
+    """All records, by operation. Operation numbers are never used again."""
+
+    def __init__(self, forest: Forest, locks: Locks) -> None:
+        self._forest = forest
+        self._locks = locks
+        self._next = 1
+        self.records: dict[int, Flight] = {}
+
+    def needs(self, node: Node, dst: Tier) -> dict[str, int]:
+        """Ids, by component, that a copy of the path to `node` onto `dst` takes."""
+        return {self._forest.shape.name(i): count for i, count in self._count(self._sources(node, dst)).items()}
+
+    def begin(self, node: Node, dst: Tier, page_ids: Mapping[str, PageIds]) -> Transfer:
+        """Copy to `dst` what the path to `node` has on the other tier alone.
+
+        A path that is in flight already to `dst` raises for a load, and for a backup is not copied a second time: what
+        is below it waits for its end.
+        """
+        forest = self._forest
+        src = Tier.HOST if dst is Tier.DEVICE else Tier.DEVICE
+        sources = self._sources(node, dst)
+        brought = {forest.shape.index(name): words(ids) for name, ids in page_ids.items()}
+        due = self._count(sources)
+        got = {index: len(ids) // ID_BYTES for index, ids in brought.items() if ids}
+        if got != due:
+            names = [{forest.shape.name(i): n for i, n in counts.items()} for counts in (due, got)]
+            raise PrefixError(
+                f"a copy of node {node.id} to the {dst.name.lower()} takes {names[0]} ids, got {names[1]}"
+            )
+        parts = tuple(self._part(each, index, src, brought) for index, each in sources)
+        full = [part.first for part in parts if part.index < 0]
+        flight = Flight(self.number(), src, dst, node, min(full, default=node.end), parts)
+        segments = tuple(Segment(part.index, part.first, part.stop) for part in parts if part.index >= 0)
+        flight.receipts = (self._locks.device(node, segments),)
+        if src is Tier.HOST:
+            flight.receipts += (self._locks.host(node, segments),)
+        for index, each in sources:
+            _mark(each, dst, index, flight.op)
+        self.records[flight.op] = flight
+        return Transfer(flight.op, src, dst, self._legs(sources, flight), flight.first)
+
+    def store(self, node: Node, first_page: int) -> Transfer:
+        """Copy host pages of the path from `first_page` on to storage, where they are named by their hashes."""
+        forest, path = self._forest, [each for each in reversed(node.path()) if each.end > first_page]
+        if any(each.host is None for each in path):
+            raise PrefixError(f"node {node.id} is not backed from page {first_page} on: nothing on the host to store")
+        hashes = [name for each in path for name in page_hashes(forest.shape, each)]
+        first = path[0].start if path else node.end
+        sources = [
+            (i, each)
+            for i in range(-1, len(forest.shape.components))
+            for each in path
+            if forest.ids(each, Tier.HOST, i) is not None
+        ]
+        parts = tuple(self._part(each, index, Tier.HOST, {}) for index, each in sources)
+        flight = Flight(self.number(), Tier.HOST, Tier.STORAGE, node, first, parts)
+        segments = tuple(Segment(part.index, part.first, part.stop) for part in parts if part.index >= 0)
+        flight.receipts = (self._locks.host(node, segments),)
+        self.records[flight.op] = flight
+        legs = self._legs(sources, flight)
+        return Transfer(flight.op, Tier.HOST, Tier.STORAGE, legs, first, tuple(hashes))
+
+    def end(self, op: int, pages_done: int | None) -> Outcome:
+        """See PrefixTree.end."""
+        flight = self.records.get(op)
+        if flight is None or flight.landed is not None:
+            raise StaleHandle(f"operation {op} is not under way")
+        flight.landed = flight.stop if pages_done is None else min(flight.stop, flight.first + max(0, pages_done))
+        freed: dict[tuple[str, Tier], list[bytes]] = {}
+        # The end of one may be what others wait for: those below it on the same path.
+        settled = True
+        while settled:
+            settled = False
+            for each in [each for each in self.records.values() if each.landed is not None]:
+                if each.dst is Tier.STORAGE or not self._waits(each):
+                    del self.records[each.op]
+                    self._settle(each, freed)
+                    settled = True
+        return Outcome(tuple(Free(name, tier, page_array(b"".join(ids))) for (name, tier), ids in freed.items()))
+
+    def number(self) -> int:
+        """A number that no operation had."""
+        self._next += 1
+        return self._next - 1
+
+    def _sources(self, node: Node, dst: Tier) -> list[tuple[int, Node]]:
+        """What is to be copied, as (component's index, node) from the root down: attention KV first.
+
+        A backup that begins above pages on their way stops there: those may wait for it, and it must not wait for them.
+        """
+        forest, path = self._forest, node.path()[::-1]
+        src = Tier.HOST if dst is Tier.DEVICE else Tier.DEVICE
+        found = list[tuple[int, Node]]()
+        for index in range(-1, len(forest.shape.components)):
+            first = 0
+            if index >= 0 and dst is Tier.DEVICE:
+                first = len(path) - forest.reach(path[::-1], forest.shape.components[index].reach_tokens)
+            for place, each in enumerate(path[first:], first):
+                if forest.ids(each, src, index) is None or forest.ids(each, dst, index) is not None:
+                    continue
+                busy = _marked(each, dst, index)
+                if not busy:
+                    found.append((index, each))
+                elif dst is Tier.DEVICE:
+                    raise PrefixError(f"pages {each.start} to {each.end} are on their way: end operation {busy} first")
+                elif found and index < 0:
+                    path = path[:place]
+                    break
+        return found
+
+    def _count(self, sources: Sequence[tuple[int, Node]]) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for index, node in sources:
+            counts[index] = counts.get(index, 0) + (node.end - node.start if self._per_page(index) else 1)
+        return counts
+
+    def _per_page(self, index: int) -> bool:
+        return index < 0 or self._forest.shape.components[index].per_page
+
+    def _part(self, node: Node, index: int, src: Tier, brought: dict[int, bytes]) -> Part:
+        """Takes the part's ids off those that were brought."""
+        ids = self._forest.ids(node, src, index) or b""
+        mine = brought.get(index, b"")
+        brought[index] = mine[len(ids) :]
+        return Part(index, node.start if self._per_page(index) else node.end - 1, node.end, ids, mine[: len(ids)])
+
+    def _legs(self, sources: Sequence[tuple[int, Node]], flight: Flight) -> tuple[Leg, ...]:
+        """One leg a component, and one for each sidecar that shares its ids."""
+        legs, shape = list[Leg](), self._forest.shape
+        for index in sorted({part.index for part in flight.parts}):
+            parts = [part for part in flight.parts if part.index == index]
+            where = positions(self._forest, [node for i, node in sources if i == index], index)
+            ids = [page_array(b"".join(each)) for each in ([p.src for p in parts], [p.dst for p in parts])]
+            names = [shape.name(index), *(s.name for s in shape.sidecars if s.of == shape.name(index))]
+            legs += [Leg(name, where, ids[0], ids[1]) for name in names]
+        return tuple(legs)
+
+    def _waits(self, flight: Flight) -> bool:
+        """Whether attention KV that this record's pages stand on is still on its way by another.
+
+        That is the page above for attention KV, and the node's own for other components. Waiting goes upwards only.
+        """
+        at: dict[int, Node] = {node.end: node for node in flight.anchor.path()}
+        below = {part.first if part.index < 0 else part.stop for part in flight.parts}
+        return any(_marked(at[end], flight.dst, -1) not in (0, flight.op) for end in below if end in at)
+
+    def _settle(self, flight: Flight, freed: dict[tuple[str, Tier], list[bytes]]) -> None:
+        """Give what landed to the nodes that are there now, and everything else back."""
+        forest, name = self._forest, self._forest.shape.name
+        if flight.dst is not Tier.STORAGE:
+            assert flight.landed is not None
+            self._split_at(flight.anchor, flight.landed)
+            path = flight.anchor.path()[::-1]
+            for part in flight.parts:
+                for node, ids in self._pieces(part, path):
+                    _mark(node, flight.dst, part.index, 0)
+                    whole = node.end <= flight.landed and self._may(node, flight.dst, part.index)
+                    if whole and forest.ids(node, flight.dst, part.index) is None:
+                        forest.give(node, flight.dst, part.index, ids)
+                    else:
+                        spare = _unlike(ids, forest.ids(node, flight.dst, part.index))
+                        if spare:
+                            freed.setdefault((name(part.index), flight.dst), []).append(spare)
+        for receipt in flight.receipts:
+            self._locks.release(receipt)
+
+    def _pieces(self, part: Part, path: Sequence[Node]) -> Iterator[tuple[Node, bytes]]:
+        for node in path:
+            if part.first < node.end <= part.stop:
+                yield node, part.cut(node) if self._per_page(part.index) else part.dst
+
+    def _may(self, node: Node, tier: Tier, index: int) -> bool:
+        """Attention KV stands under its parent's, and other components on their own node's."""
+        above = node.parent if index < 0 else node
+        return above is not None and self._forest.ids(above, tier, -1) is not None
+
+    def _split_at(self, anchor: Node, page: int) -> None:
+        """Make `page` a boundary of the path. The path is locked, so that the order of eviction is not concerned."""
+        node = anchor
+        while node.start > page:
+            assert node.parent is not None
+            node = node.parent
+        if node.start < page < node.end:
+            self._forest.split(node, page - node.start)
+
+
+def _mark(node: Node, dst: Tier, index: int, op: int) -> None:
+    if index >= 0:
+        node.held[index].busy = op
+    elif dst is Tier.DEVICE:
+        node.loading = op
+    else:
+        node.backing = op
+
+
+def _marked(node: Node, dst: Tier, index: int) -> int:
+    if index >= 0:
+        return node.held[index].busy
+    return node.loading if dst is Tier.DEVICE else node.backing
+
+
+def _unlike(ids: bytes, others: bytes | None) -> bytes:
+    """Those of `ids` that the node does not own in the same place: an insert may have handed it the record's own."""
+    if others is None or len(others) != len(ids):
+        return ids
+    row: PageArray = page_array(ids)
+    return row[row != page_array(others)].tobytes()

@@ -1,0 +1,271 @@
+"""Insertion: a walk down the tree that keeps what is new, and gives back what the tree has already, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.cache.prefix.actions import ROOT, Free, Inserted, PageArray, Receipt, Tier
+from kvmover.cache.prefix.components import FULL
+from kvmover.cache.prefix.errors import PrefixError
+from kvmover.cache.prefix.forest import ID_BYTES, Forest
+from kvmover.cache.prefix.keys import Key, PageIds, common_bytes, page_array, words
+from kvmover.cache.prefix.locks import Locks
+from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.shape import WriteThrough
+
+
+@dataclass(slots=True)
+class Trailing:
+    """Ids that a request brings for a further component, those of the last pages from page `first` on, and which are
+    kept.
+    """
+
+    index: int
+    first: int
+    ids: bytes
+    kept: npt.NDArray[np.bool_]
+
+    def rest(self) -> PageArray:
+        """What the tree did not keep, and does not own."""
+        return page_array(self.ids)[~self.kept]
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What one request wants kept: the whole pages of `key`, with the ids of those from `first_page` on."""
+
+    key: Key
+    pages: int
+    first_page: int
+    ids: bytes
+    counted_pages: int
+    priority: int
+    trailing: tuple[Trailing, ...]
+
+    @classmethod
+    def of(
+        cls,
+        forest: Forest,
+        key: Key,
+        page_ids: PageIds,
+        *,
+        first_page: int,
+        counted_tokens: int,
+        held: Mapping[str, PageIds] | None,
+        priority: int,
+    ) -> Offer:
+        """Checked before anything is touched. Raises PrefixError with the numbers."""
+        pages = len(key.data) // forest.page_bytes
+        ids = words(page_ids)
+        if not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
+            page_tokens = forest.shape.page_tokens
+            raise PrefixError(
+                f"{key.tokens} tokens fill {pages} pages of {page_tokens}; for those from {first_page} on"
+                f" {pages - first_page} ids are due, got {len(ids) // ID_BYTES}"
+            )
+        trailing = tuple(_trailing(forest, name, brought, pages) for name, brought in held.items()) if held else ()
+        counted = counted_tokens // forest.shape.page_tokens
+        return cls(key, pages, first_page, ids, counted, priority, trailing)
+
+
+def _trailing(forest: Forest, name: str, page_ids: PageIds, pages: int) -> Trailing:
+    index, ids = forest.shape.index(name), words(page_ids)
+    count = len(ids) // ID_BYTES
+    if index < 0:
+        raise PrefixError(f"{FULL} has its ids in page_ids, not among further components")
+    most = pages if forest.shape.components[index].per_page else min(pages, 1)
+    if count > most:
+        raise PrefixError(f"{name} keeps at most {most} ids for {pages} pages, got {count}")
+    return Trailing(index, pages - count, ids, np.zeros(count, np.bool_))
+
+
+class Insertion:
+    """One insert, a node at a time. `abort` at any moment leaves the tree whole, and gives back all that it did not
+    keep.
+
+    Between two steps the node reached is locked, and other calls are free to change the tree, but for another insert.
+    """
+
+    def __init__(self, forest: Forest, locks: Locks, offer: Offer) -> None:
+        self._forest = forest
+        self._locks = locks
+        self._offer = offer
+        self._end: Node | None = None
+        self._path = list[Node]()
+        self._known = 0
+        self._taken = offer.first_page
+        self._double = list[bytes]()
+        self._steps = self._run()
+        self._receipt: Receipt | None = None
+        self.open = True
+
+    def step(self) -> bool:
+        """Pass or make one node. False when nothing is left to do."""
+        node = next(self._steps, None)
+        if node is not None:
+            self._lock_end()
+        return node is not None
+
+    def finish(self) -> Inserted:
+        """Do the rest, and say what came of it."""
+        try:
+            for _ in self._steps:
+                pass
+        finally:
+            self._close()
+        return self._result()
+
+    def abort(self) -> Inserted:
+        """Keep what is kept already. The ids of all further pages come back with the duplicates."""
+        self._steps.close()
+        self._close()
+        self._double.append(self._offer.ids[(self._taken - self._offer.first_page) * ID_BYTES :])
+        return self._result()
+
+    def _lock_end(self) -> None:
+        """Lock the node reached instead of the one before."""
+        assert self._end is not None
+        before, self._receipt = self._receipt, self._locks.device(self._end)
+        if before is not None:
+            self._locks.release(before)
+
+    def _close(self) -> None:
+        """The path as it is now: others may have split it since it was passed."""
+        self.open = False
+        self._path = self._end.path() if self._end is not None else []
+        self._forest.touch(self._path)
+        if self._receipt is not None:
+            self._locks.release(self._receipt)
+
+    def _run(self) -> Generator[Node, None, None]:
+        forest, offer = self._forest, self._offer
+        data, page_bytes = offer.key.data, forest.page_bytes
+        stop, offset, counted = offer.pages * page_bytes, 0, offer.counted_pages
+        if not stop:
+            return
+        if offer.first_page and offer.key.namespace not in forest.roots:
+            raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows none of this namespace")
+        at = forest.root(offer.key.namespace)
+        while offset < stop:
+            child = at.children.get(data[offset : offset + page_bytes])
+            if child is None:
+                break
+            tokens = child.tokens
+            if not data.startswith(tokens, offset, stop):
+                cut = common_bytes(data, offset, stop, tokens, page_bytes) // page_bytes
+                child = forest.split(child, cut)
+            if offer.trailing:
+                child = self._split_where_brought(child)
+            self._pass(child)
+            if child.end > counted:
+                child.hits += 1
+            if child.priority < offer.priority:
+                child.priority = offer.priority
+            offset += len(child.tokens)
+            at = self._end = child
+            self._known = child.end
+            yield child
+        if offset < stop:
+            yield from self._grow(at)
+
+    def _pass(self, node: Node) -> None:
+        """The tree knows these tokens: it takes fresh pages where it has none on the device, else they come back."""
+        first = self._offer.first_page
+        if node.pages is None and node.start < first:
+            raise PrefixError(
+                f"pages below {first} are the tree's, but {node.start} to {node.end} are not on the device"
+            )
+        if node.end > first:
+            mine = self._offer.ids[max(0, node.start - first) * ID_BYTES : (node.end - first) * ID_BYTES]
+            self._taken = node.end
+            if node.pages is None:
+                self._forest.give(node, Tier.DEVICE, -1, mine)
+            elif not node.pages.endswith(mine):
+                self._double.append(_unlike(mine, node.pages[-len(mine) :]))
+        if self._offer.trailing:
+            self._pass_held(node)
+
+    def _grow(self, at: Node) -> Generator[Node, None, None]:
+        """The rest is new: one node, or several where a component needs a boundary."""
+        forest, offer = self._forest, self._offer
+        if at.end < offer.first_page:
+            raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows {at.end}")
+        cuts = self._boundaries(at.end)
+        for low, high in pairwise(cuts):
+            node = forest.attach(at, offer.key.data[low * forest.page_bytes : high * forest.page_bytes])
+            node.hits, node.priority = 1, offer.priority
+            ids = offer.ids[(low - offer.first_page) * ID_BYTES : (high - offer.first_page) * ID_BYTES]
+            forest.give(node, Tier.DEVICE, -1, ids)
+            self._taken = high
+            if offer.trailing:
+                self._pass_held(node)
+            at = self._end = node
+            yield node
+
+    def _boundaries(self, start: int) -> list[int]:
+        """Pages at which new nodes begin and end: where brought ids begin, and one window before the end.
+
+        So a lock on the end of a long prompt pins one window of it, and not the node as far as it reaches.
+        """
+        forest, offer = self._forest, self._offer
+        if not forest.shape.components:
+            return [start, offer.pages]
+        cuts = {start, offer.pages, *(trailing.first for trailing in offer.trailing)}
+        for component in forest.shape.components:
+            if component.per_page:
+                cuts.add(offer.pages - -(-component.reach_tokens // forest.shape.page_tokens))
+        return sorted(cut for cut in cuts if start <= cut <= offer.pages)
+
+    def _split_where_brought(self, node: Node) -> Node:
+        """Cut a node where ids begin that it lacks, so that its end can take them."""
+        for trailing in self._offer.trailing:
+            if node.start < trailing.first < node.end and node.held[trailing.index].pages is None:
+                return self._forest.split(node, trailing.first - node.start)
+        return node
+
+    def _pass_held(self, node: Node) -> None:
+        """As `_pass`, of the further components."""
+        for trailing in self._offer.trailing:
+            if self._forest.shape.components[trailing.index].per_page:
+                low, high = max(0, node.start - trailing.first), node.end - trailing.first
+            else:
+                low, high = 0, len(trailing.kept) if node.end == self._offer.pages else 0
+            if high <= low:
+                continue
+            mine, has = trailing.ids[low * ID_BYTES : high * ID_BYTES], node.held[trailing.index].pages
+            if has is None:
+                self._forest.give(node, Tier.DEVICE, trailing.index, mine)
+                trailing.kept[low:high] = True
+            else:
+                trailing.kept[low:high] = page_array(mine) == page_array(has[-len(mine) :])
+
+    def _result(self) -> Inserted:
+        shape, ids = self._forest.shape, b"".join(self._double)
+        actions = [Free(FULL, Tier.DEVICE, page_array(ids))] if ids else []
+        for trailing in self._offer.trailing:
+            rest = trailing.rest()
+            if len(rest):
+                actions.append(Free(shape.name(trailing.index), Tier.DEVICE, rest))
+        end, node_id = (self._end.end, self._end.id) if self._end is not None else (0, ROOT)
+        known = self._known * shape.page_tokens
+        return Inserted(tuple(actions), node_id, end * shape.page_tokens, known, self._due())
+
+    def _due(self) -> tuple[int, ...]:
+        """The deepest node that enough requests have inserted and that no copy on the host is made of."""
+        tiers = self._forest.shape.tiers
+        if isinstance(tiers, WriteThrough):
+            for node in self._path:
+                if node.hits >= tiers.after_hits:
+                    return (node.id,) if node.host is None and not node.backing else ()
+        return ()
+
+
+def _unlike(ids: bytes, others: bytes) -> bytes:
+    """Those of `ids` that are not at the same place in `others`."""
+    row = page_array(ids)
+    return row[row != page_array(others)].tobytes()

@@ -1,0 +1,164 @@
+"""A simulated engine that serves one request after the other from a prefix tree, its tiers and a ledger.
+
+A request is matched with its last token left out, so that at least that one is computed. Its pages are in the tree when
+its prefill is done, which is before the next request comes; pages that it extends are locked meanwhile. Its output is
+not cached: traces do not say which tokens it was, and the next turn of a chat brings it back in its prompt. Copies take
+no time.
+"""
+
+from __future__ import annotations
+
+from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
+from kvmover.cache.prefix import FULL, Key, Match, Outcome, PrefixTree, Tier
+from kvmover.cache.prefix.hashes import chain
+from kvmover.cache.replay.ideal import Ideal, in_pages
+from kvmover.cache.replay.pages import PageArray, Pages
+from kvmover.cache.replay.setup import Setup, SetupError
+from kvmover.cache.replay.storage import Storage
+from kvmover.cache.replay.trace import Request
+
+#: One page in so many is followed from storing to removal.
+RESIDENCY_SAMPLE = 61
+
+
+class Server:
+    """Raises SetupError for a prompt that the device cannot hold. `ledger` has the accounts, strict ones."""
+
+    def __init__(self, setup: Setup, ledger: Ledger | None = None) -> None:
+        self.setup = setup
+        self.ledger = ledger or Ledger()
+        self.tree = PrefixTree(setup.page_tokens, policy=setup.policy, tiers=setup.tiers)
+        self.device = Pages(None if setup.device_tokens is None else setup.pages(setup.device_tokens))
+        self.host = Pages(setup.pages(setup.host_tokens))
+        self.storage = Storage(setup.pages(setup.storage_tokens)) if setup.storage_tokens else None
+        self.residency = Residency()
+        self._ideal = Ideal()
+        self._served = 0
+
+    def serve(self, request: Request) -> None:
+        """Match, fetch and load what slower tiers have, make room, compute, insert."""
+        number, self._served = self._served, self._served + 1
+        page_tokens, now_s = self.setup.page_tokens, request.arrived_s
+        tokens = request.tokens()
+        needed = -(-request.input_length // page_tokens)
+        if self.device.limit is not None and needed > self.device.limit:
+            raise SetupError(
+                f"a device of {self.setup.device_tokens} tokens cannot hold the prompt of {request.input_length}"
+                f" of request {number}"
+            )
+        key = self.tree.key(tokens)
+        match = self.tree.match(key, limit_tokens=request.input_length - 1)
+        reusable = self._ideal.serve(request)
+        self.ledger.matched(number, request.input_length, reusable, now_s)
+        credit, lost = Credit(match.tokens), dict[Loss, int]()
+        if self.setup.host_tokens:
+            match, credit, lost = self._bring(key, match, request.input_length - 1, now_s)
+        self.residency.used(_sample(match.page_ids), now_s)
+        self.ledger.admitted(number, credit, self._losses(request, reusable, match.tokens, lost))
+
+        receipt = self.tree.lock(match.device_node)
+        first_page = match.tokens // page_tokens
+        ids = self._room(needed - first_page, now_s)
+        whole = request.input_length // page_tokens - first_page
+        inserted = self.tree.insert(key, ids[:whole], first_page=first_page)
+        self.tree.unlock(receipt)
+        self._free(inserted, now_s)
+        self.device.give(ids[whole:])
+        self.residency.stored(_sample(ids[:whole]), now_s)
+        self.ledger.computed(number, request.input_length - match.tokens)
+        self.ledger.finished(number, now_s)
+        for node in inserted.backups:
+            self._back_up(node, now_s)
+
+    def _losses(self, request: Request, reusable: int, credited: int, lost: dict[Loss, int]) -> dict[Loss, int]:
+        """Every reusable token that is not credited has a reason. What no other explains was evicted for room."""
+        whole = in_pages(reusable, self.setup.page_tokens)
+        usable = in_pages(min(reusable, request.input_length - 1), self.setup.page_tokens)
+        evicted = usable - credited - sum(lost.values())
+        reasons = {
+            Loss.PARTIAL_PAGE: reusable - whole,
+            Loss.LAST_TOKEN: whole - usable,
+            **lost,
+            Loss.CAPACITY_EVICTED: evicted,
+        }
+        return {reason: tokens for reason, tokens in reasons.items() if tokens}
+
+    def _room(self, pages: int, now_s: float) -> PageArray:
+        """`pages` free pages of the device, of which the tree gives up what is short."""
+        if short := self.device.short(pages):
+            self._free(self.tree.evict(short), now_s)
+        return self.device.take(pages)
+
+    def _host_room(self, pages: int, now_s: float) -> int:
+        """As many of `pages` as the host has free after the tree gave up what it may."""
+        if short := self.host.short(pages):
+            self._free(self.tree.evict_host(short), now_s)
+        return pages - self.host.short(pages)
+
+    def _free(self, outcome: Outcome, now_s: float) -> None:
+        if len(freed := outcome.page_ids()):
+            self.residency.removed(_sample(freed), now_s)
+            self.device.give(freed)
+        if self.setup.host_tokens:
+            self.host.give(outcome.page_ids(tier=Tier.HOST))
+
+    def _bring(self, key: Key, match: Match, limit_tokens: int, now_s: float) -> tuple[Match, Credit, dict[Loss, int]]:
+        """Bring to the device what slower tiers have. Returned is the match with it, and which tier gave how much."""
+        before, lost = match, dict[Loss, int]()
+        if self.storage is not None:
+            match, lost = self._fetch(self.storage, key, match, limit_tokens, now_s)
+        match = self._load(key, match, limit_tokens, now_s)
+        host_tokens = before.best_tokens - before.tokens
+        return match, Credit(before.tokens, host_tokens, match.tokens - before.best_tokens), lost
+
+    def _fetch(
+        self, storage: Storage, key: Key, match: Match, limit_tokens: int, now_s: float
+    ) -> tuple[Match, dict[Loss, int]]:
+        """Read into host pages what storage has beyond the best match."""
+        page_tokens = self.setup.page_tokens
+        words = memoryview(key.data).cast("I")
+        first = match.best_tokens // page_tokens
+        found = storage.leading(chain(b"", words[:limit_tokens], page_tokens))
+        if found <= first:
+            return match, {}
+        receipt = self.tree.lock_host(match.best_node)
+        reached = self._back_up(match.best_node, now_s)
+        able = self._host_room(found - first, now_s) if reached else 0
+        if able:
+            part = self.tree.key(words[: (first + able) * page_tokens])
+            op = self.tree.begin_fetch(part, first, self.host.take(able))
+            self._free(self.tree.end(op), now_s)
+        self.tree.unlock(receipt)
+        lost = (found - first - able) * page_tokens
+        return self.tree.match(key, limit_tokens=limit_tokens), {Loss.HOST_CAPACITY: lost}
+
+    def _load(self, key: Key, match: Match, limit_tokens: int, now_s: float) -> Match:
+        """Copy to the device what the host has of the best match."""
+        if match.best_tokens == match.tokens:
+            return match
+        receipts = self.tree.lock(match.device_node), self.tree.lock_host(match.best_node)
+        ids = self._room(self.tree.load_needs(match.best_node)[FULL], now_s)
+        self._free(self.tree.end(self.tree.begin_load(match.best_node, {FULL: ids}).op), now_s)
+        for receipt in receipts:
+            self.tree.unlock(receipt)
+        self.residency.stored(_sample(ids), now_s)
+        return self.tree.match(key, limit_tokens=limit_tokens)
+
+    def _back_up(self, node: int, now_s: float) -> bool:
+        """Copy to the host, and to storage, what the path has on the device alone. False when the host has no room."""
+        needs = self.tree.backup_needs(node).get(FULL, 0)
+        if not needs:
+            return True
+        if self._host_room(needs, now_s) < needs:
+            return False
+        transfer = self.tree.begin_backup(node, {FULL: self.host.take(needs)})
+        self._free(self.tree.end(transfer.op), now_s)
+        if self.storage is not None:
+            store = self.tree.begin_store(node, transfer.first_page)
+            self.storage.put(store.hashes)
+            self.tree.end(store.op)
+        return True
+
+
+def _sample(ids: PageArray) -> list[int]:
+    return ids[ids % RESIDENCY_SAMPLE == 0].tolist()

@@ -1,0 +1,96 @@
+"""Controllers as Prometheus metrics: read from a snapshot when scraped, so that nothing is observed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from kvmover.cache.tiers.meter import Count, Gauge, Snapshot, Stage
+from kvmover.transfer.meter import BOUNDS_S
+
+if TYPE_CHECKING:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+#: `kvmover_tier_<count>_total`. Bandwidths are bytes over the seconds of the stage.
+COUNTS: Mapping[Count, str] = {
+    Count.BACKED_PAGES: "Pages that this rank copied from the device to the host.",
+    Count.BACKED_BYTES: "Bytes that this rank copied from the device to the host.",
+    Count.LOADED_PAGES: "Pages copied from the host to the device.",
+    Count.LOADED_BYTES: "Bytes copied from the host to the device.",
+    Count.STORED_PAGES: "Pages that this rank wrote to storage, which did not have them.",
+    Count.STORED_BYTES: "Bytes that this rank wrote to storage.",
+    Count.FETCHED_PAGES: "Pages read from storage to the host.",
+    Count.FETCHED_BYTES: "Bytes read from storage to the host.",
+    Count.LOOKED_UP_PAGES: "Pages that storage was asked for.",
+    Count.FOUND_PAGES: "Pages that storage has and nearer tiers do not, as far as they make a prefix.",
+}
+
+#: `kvmover_tier_<stage>_seconds`.
+STAGES: Mapping[Stage, str] = {
+    Stage.BACKUP: "From the start of a copy to the host until it is there.",
+    Stage.LOAD: "From the start of a copy to the device until it is there.",
+    Stage.LOOK: "From a look-up's queueing until its answer.",
+    Stage.FETCH: "From a read's queueing until its end.",
+    Stage.STORE: "From a write's queueing until its end.",
+    Stage.RESTORE: "From a request's coming until its prefix is on the device, on all ranks.",
+    Stage.AGREE: "In the collective of a round.",
+}
+
+#: `kvmover_tier_<gauge>`.
+GAUGES: Mapping[Gauge, str] = {
+    Gauge.OPEN_OPERATIONS: "Operations that have not ended on all ranks.",
+    Gauge.OPEN_RESTORES: "Requests whose prefix is on its way.",
+    Gauge.QUEUED_JOBS: "Jobs of the storage thread, the one under way included.",
+    Gauge.FREE_DEVICE_PAGES: "Pages of attention KV on the device that nobody uses.",
+    Gauge.FREE_HOST_PAGES: "Pages of attention KV on the host that nobody uses.",
+    Gauge.READING_PAGES: "Pages on the host that are being read into.",
+    Gauge.WRITING_PAGES: "Pages that wait to be written to storage, or are being written.",
+}
+
+_RANK = ("engine", "rank")
+
+
+class TierCollector:
+    """For `prometheus_client`: `REGISTRY.register(TierCollector(controller.snapshot))`, one for each rank's snapshots.
+
+    Scrape in the thread that polls, or hand in what returns the snapshot that it took last.
+    """
+
+    def __init__(self, *snapshots: Callable[[], Snapshot]) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        taken = [snapshot() for snapshot in self._snapshots]
+        for count, text in COUNTS.items():
+            family = CounterMetricFamily(f"kvmover_tier_{count}", text, labels=_RANK)
+            for at in taken:
+                family.add_metric(_rank(at), at.meter.counts[count])
+            yield family
+        dropped = CounterMetricFamily(
+            "kvmover_tier_dropped_pages",
+            "Pages that did not reach their tier.",
+            labels=(*_RANK, "verb", "why"),
+        )
+        for at in taken:
+            for (verb, why), pages in at.meter.dropped.items():
+                dropped.add_metric((*_rank(at), verb, why), pages)
+        yield dropped
+        for gauge, text in GAUGES.items():
+            gauges = GaugeMetricFamily(f"kvmover_tier_{gauge}", text, labels=_RANK)
+            for at in taken:
+                gauges.add_metric(_rank(at), at.gauges[gauge])
+            yield gauges
+        for stage, text in STAGES.items():
+            times = HistogramMetricFamily(f"kvmover_tier_{stage}_seconds", text, labels=_RANK)
+            for at in taken:
+                histogram = at.meter.stages[stage]
+                buckets = zip((*map(str, BOUNDS_S), "+Inf"), accumulate(histogram.counts), strict=True)
+                times.add_metric(_rank(at), list(buckets), histogram.sum_s)
+            yield times
+
+
+def _rank(at: Snapshot) -> tuple[str, str]:
+    return at.engine, str(at.rank)

@@ -1,0 +1,111 @@
+"""Stock: the page ids of a rank's pools that nobody uses, and the carrying out of what the tree decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvmover.cache.prefix import FULL, CopyOut, Free, Leg, Outcome, PrefixTree, Tier, WriteBack
+from kvmover.cache.tiers.copies import Batch, Copies
+from kvmover.cache.tiers.errors import TierError
+from kvmover.cache.tiers.free import FreePages
+from kvmover.cache.tiers.holding import Holding
+
+#: Room on the host that an eviction is offered, whatever it asks for: a leaf of a model with further components goes
+#: whole, and what has no room is deleted.
+_ROOM_PAGES = 512
+
+
+class Stock:
+    """Of one rank. Every id is free here, the tree's, a record's or the caller's; coming back twice is an error."""
+
+    def __init__(self, tree: PrefixTree, holdings: Sequence[Holding], copies: Copies) -> None:
+        self.tree, self.holdings, self.copies = tree, tuple(holdings), copies
+        #: Hears of what was evicted to the host, once it is there.
+        self.copied_out: Callable[[CopyOut], None] = lambda action: None
+        names = [FULL, *(component.name for component in tree.shape.components)]
+        self.free: dict[tuple[str, Tier], FreePages] = {}
+        for name in names:
+            mine = [holding for holding in holdings if holding.name == name]
+            if not mine:
+                raise TierError(f"no pool for the tree's component {name!r}")
+            for tier, pools in ((Tier.DEVICE, [h.device for h in mine]), (Tier.HOST, [h.host for h in mine])):
+                sizes = sorted({pool.spec.pages for pool in pools})
+                if len(sizes) > 1:
+                    raise TierError(
+                        f"pools of {name!r} that share page ids have {sizes} pages on the {tier.name.lower()}"
+                    )
+                self.free[name, tier] = FreePages(f"{name} on the {tier.name.lower()}", sizes[0])
+        if unknown := {holding.name for holding in holdings} - set(names):
+            raise TierError(f"pools for {sorted(unknown)}, and the tree has {names}")
+
+    def take(self, name: str, tier: Tier, count: int) -> list[int] | None:
+        """Ids, from what was used least recently where none are free; None where that does not do."""
+        pool = self.free[name, tier]
+        if count > len(pool):
+            self._evict(name, tier, count - len(pool))
+        return pool.take(count) if count <= len(pool) else None
+
+    def take_all(self, counts: Mapping[str, int], tier: Tier) -> dict[str, list[int]] | None:
+        """The same for several components: all or none."""
+        taken: dict[str, list[int]] = {}
+        for name, count in counts.items():
+            ids = self.take(name, tier, count)
+            if ids is None:
+                for other, given in taken.items():
+                    self.give(other, tier, given)
+                return None
+            taken[name] = ids
+        return taken
+
+    def give(self, name: str, tier: Tier, ids: Iterable[int]) -> None:
+        self.free[name, tier].give(ids)
+
+    def room(self, name: str, tier: Tier) -> int:
+        """Ids that `take` could get."""
+        return len(self.free[name, tier]) + self.tree.sizes(name, tier).evictable
+
+    def apply(self, outcome: Outcome) -> None:
+        """Carry out, in order. Copies are over when this returns, so that what they read can be used again."""
+        for action in outcome.actions:
+            if isinstance(action, Free):
+                self.give(action.component, action.tier, action.page_ids.tolist())
+            else:
+                for leg in action.legs:
+                    if (leg.component, Tier.HOST) in self.free:
+                        self.free[leg.component, Tier.HOST].claim(leg.dst_page_ids.tolist())
+                self.copies.at_once(self.batches(action.legs, Tier.HOST), Tier.HOST)
+                self.copied_out(action)
+
+    def batches(self, legs: Sequence[Leg], dst: Tier) -> list[Batch]:
+        """What this rank copies: on the way to the host its share of what many hold together."""
+        found: list[Batch] = []
+        for leg in legs:
+            src, to = leg.src_page_ids.tolist(), leg.dst_page_ids.tolist()
+            for holding in self.holdings:
+                if holding.name == leg.component:
+                    host, device = (src, to) if dst is Tier.DEVICE else (to, src)
+                    places = holding.mine(host) if dst is Tier.HOST else list(range(len(host)))
+                    found.append(Batch(holding, [host[i] for i in places], [device[i] for i in places]))
+        return found
+
+    def drop_second_copies(self) -> None:
+        """Of a tree that writes back, while nobody reads from the host: no page is on both tiers then.
+
+        What the host has of pages on the device is protected there, and goes first of all.
+        """
+        doubles = self.tree.sizes(FULL, Tier.HOST).protected
+        if doubles:
+            self.apply(self.tree.evict_host(doubles))
+
+    def _evict(self, name: str, tier: Tier, pages: int) -> None:
+        if tier is Tier.HOST:
+            self.apply(self.tree.evict_host(pages, name))
+            return
+        room: list[int] = []
+        if isinstance(self.tree.shape.tiers, WriteBack):
+            host = self.free[FULL, Tier.HOST]
+            if pages > len(host):
+                self.apply(self.tree.evict_host(pages - len(host)))
+            room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
+            host.give(room)  # what a copy takes of it is claimed when it is carried out
+        self.apply(self.tree.evict(pages, name, room=room))

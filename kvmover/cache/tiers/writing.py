@@ -1,0 +1,185 @@
+"""Writing: pages from the device to the host, and from there to storage, whatever is split or evicted meanwhile.
+
+A tree that writes through says what is due, and a node is stored when its whole path is on the host. One that writes
+back copies when it evicts, leaves first, and says page ids alone: who was given them is remembered, so that the pages
+are found again on the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmover.cache.prefix import CopyOut, PrefixError, StaleHandle, Tier, Transfer, WriteBack
+from kvmover.cache.prefix.actions import PageArray
+from kvmover.cache.prefix.components import FULL
+from kvmover.cache.prefix.keys import PageIds, page_array, words
+from kvmover.cache.tiers.announce import Announced
+from kvmover.cache.tiers.consensus import Row
+from kvmover.cache.tiers.meter import Count, Meter, Stage
+from kvmover.cache.tiers.policy import Policy, Store
+from kvmover.cache.tiers.stock import Stock
+from kvmover.cache.tiers.storage import Page, Storage, Write
+from kvmover.cache.tiers.tickets import Tickets, agreed_count, counted
+from kvmover.cache.tiers.worker import Stopwatch, Urgency, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Pages [first, stop) of the path to `node` are to be stored; all from `first` on where `stop` is None."""
+
+    node: int
+    first: int = 0
+    stop: int | None = None
+
+
+@dataclass(slots=True)
+class Writing:
+    """Of one rank. `announced` tells routers what has come to storage."""
+
+    stock: Stock
+    storage: Storage | None
+    worker: Worker
+    tickets: Tickets
+    policy: Policy
+    meter: Meter
+    announced: Announced | None = None
+    writing_pages: int = 0
+    #: What is to be stored once it is on the host.
+    _due: deque[Due] = field(default_factory=deque[Due])
+    #: Where the tree writes back: by device page of attention KV, the node whose path it was kept in.
+    _kept: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def due(self) -> int:
+        return len(self._due)
+
+    @property
+    def writes_back(self) -> bool:
+        return isinstance(self.stock.tree.shape.tiers, WriteBack)
+
+    def kept(self, node: int, page_ids: PageIds) -> None:
+        """Device pages are the tree's now, on the path to `node`."""
+        if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
+            self._kept.update(dict.fromkeys(page_array(words(page_ids)).tolist(), node))
+
+    def copied_out(self, action: CopyOut) -> None:
+        """Pages came to the host as they were evicted."""
+        if not self._kept:
+            return
+        reach: dict[int, tuple[int, int]] = {}
+        for leg in action.legs:
+            if leg.component == FULL:
+                for page_id, position in zip(_ints(leg.src_page_ids), _ints(leg.positions), strict=True):
+                    node = self._kept.pop(page_id, None)
+                    if node is not None:
+                        first, stop = reach.get(node, (position, position))
+                        reach[node] = min(first, position), max(stop, position + 1)
+        self._due.extend(Due(node, first, stop) for node, (first, stop) in reach.items())
+
+    def back_up(self, node: int) -> None:
+        """Copy what the path has on the device alone. One ticket on every rank, room or not."""
+        tree = self.stock.tree
+        needs = tree.backup_needs(node)
+        if not needs:
+            return
+        ids = self.stock.take_all(needs, Tier.HOST)
+        if ids is None:
+            self.meter.dropped["backup", "no room on the host"] += sum(needs.values())
+            self.tickets.begin(lambda agreed: None, 3).done(*counted(0, 0))
+            return
+        transfer = tree.begin_backup(node, ids)
+        total = max((int(leg.positions[-1]) + 1 for leg in transfer.legs), default=0) - transfer.first_page
+        ticket = self.tickets.begin(
+            lambda agreed: self._backed(node, transfer, agreed), 3, [i for row in ids.values() for i in row]
+        )
+        batches, watch = self.stock.batches(transfer.legs, Tier.HOST), Stopwatch()
+
+        def done() -> None:
+            self.meter.stages[Stage.BACKUP].add(watch.seconds)
+            self.meter.counts[Count.BACKED_PAGES] += sum(len(batch.host_ids) for batch in batches)
+            self.meter.counts[Count.BACKED_BYTES] += sum(batch.nbytes for batch in batches)
+            ticket.done(*counted(total, total))
+
+        self.stock.copies.begin(batches, Tier.HOST, done)
+
+    def reused(self, node: int, first: int) -> None:
+        """The path's pages from `first` on are loaded from the host: their copies there proved useful."""
+        if self.policy.store is Store.REUSED and self.storage is not None:
+            self._due.append(Due(node, first if self.writes_back else 0))
+
+    def poll(self) -> None:
+        """Begin to store what has come to the host whole."""
+        for _ in range(len(self._due)):
+            due = self._due.popleft()
+            try:
+                ready = self.writes_back or self.stock.tree.is_backed(due.node)
+                if ready:
+                    self._store(due)
+                elif self.tickets.open:
+                    self._due.append(due)
+                else:
+                    self.meter.dropped["store", "never came to the host"] += 1
+            except StaleHandle:
+                self.meter.dropped["store", "evicted before it was stored"] += 1
+
+    def _backed(self, node: int, transfer: Transfer, agreed: Row) -> None:
+        done = agreed_count(agreed, parts=not self.stock.tree.shape.components)
+        self.stock.apply(self.stock.tree.end(transfer.op, done))
+        if done and self.policy.store is Store.BACKED and self.storage is not None:
+            self._due.append(Due(node, transfer.first_page))
+
+    def _store(self, due: Due) -> None:
+        """Raises StaleHandle for a node that is gone."""
+        tree, storage = self.stock.tree, self.storage
+        assert storage is not None
+        try:
+            transfer = tree.begin_store(due.node, due.first)
+        except StaleHandle:
+            raise
+        except PrefixError:  # a tree that writes back has holes on the host
+            self.meter.dropped["store", "left the host before it was stored"] += 1
+            return
+        first_page = transfer.first_page
+        hashes = transfer.hashes[: None if due.stop is None else max(0, due.stop - first_page)]
+        pages = [
+            (shelf, Page(position - first_page, hashes[position - first_page], host_id))
+            for leg in transfer.legs
+            for shelf in storage.shelves
+            if shelf.holding.name == leg.component
+            for position, host_id in zip(_ints(leg.positions), _ints(leg.src_page_ids), strict=True)
+            if position - first_page < len(hashes)
+        ]
+        count = len(hashes)
+        if self.writing_pages + count > self.policy.writing_pages:
+            self.meter.dropped["store", "too many pages wait to be written"] += count
+            self.stock.apply(tree.end(transfer.op))
+            return
+        self.writing_pages += count
+        ticket = self.tickets.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
+        write, watch = Write(storage, pages), Stopwatch()
+
+        def ended(error: Exception | None) -> None:
+            self.meter.stages[Stage.STORE].add(watch.seconds)
+            self.meter.counts[Count.STORED_PAGES] += write.stored
+            self.meter.counts[Count.STORED_BYTES] += write.nbytes
+            for why, failed in write.failed.items():
+                self.meter.dropped["store", why] += failed
+            if error is not None:
+                self.meter.dropped["store", type(error).__name__] += count
+            ticket.done(int(error is None and not write.failed.total()))
+
+        self.worker.begin(write, Urgency.WRITE, ended)
+
+    def _stored(self, node: int, transfer: Transfer, hashes: Sequence[bytes], agreed: Row) -> None:
+        self.writing_pages -= len(hashes)
+        tree, first = self.stock.tree, transfer.first_page
+        if agreed[0] and self.announced is not None and hashes:
+            parent = tree.page_hashes(node)[first - 1] if first else None
+            self.announced.stored(hashes, parent, tree.shape.page_tokens)
+        self.stock.apply(tree.end(transfer.op))
+
+
+def _ints(row: PageArray) -> list[int]:
+    return row.tolist()
