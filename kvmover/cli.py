@@ -231,7 +231,7 @@ def replay(
 ) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
     from kvmover.cache.replay.command import ReplayOptions, run_replay
-    from kvmover.cache.replay.setup import Setup, policy_named
+    from kvmover.cache.replay.config import Setup, policy_named
     from kvmover.observe.console import console
 
     setup = Setup(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))

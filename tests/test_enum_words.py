@@ -15,7 +15,7 @@ import pytest
 import kvmover
 from kvmover.cache.ledger import Fault, Ledger
 from kvmover.cache.prefix import FULL, Free, Outcome, PrefixError, PrefixTree, Tier
-from kvmover.cache.prefix.shape import Shape
+from kvmover.cache.prefix.config import Shape
 from kvmover.cache.tiers.policy import Policy
 from kvmover.config.settings import LoggingSettings
 from kvmover.errors import KvmoverError
@@ -42,17 +42,17 @@ GIVEN: dict[type, Any] = {
 
 #: What kvmover makes itself, for callers to read or for its own use.
 TOLD = {
+    "cache.prefix.copies.Flight",
+    "cache.tiers.restore.Restore",
+    "cache.tiers.storage.Read",
     "demo.scenarios.Scenario",
     "observe.checks.Finding",
     "plan.cost.Choice",
     "plan.measure._Design",
-    "prefix.flight.Flight",
     "store.fetch.Failure",
     "store.record.Record",
     "store.results.GotResult",
     "store.results.PutResult",
-    "tiers.restore.Restore",
-    "tiers.storage.Read",
     "transfer.offers.Request",
     "transfer.receiving.Source",
     "transfer.result.Result",

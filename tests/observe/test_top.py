@@ -16,7 +16,7 @@ from rich.console import Console
 from kvmover import cli
 from kvmover.cache.ledger import Credit, Ledger, Loss
 from kvmover.cache.ledger.metrics import LedgerCollector
-from kvmover.cache.tiers import meter as tiers
+from kvmover.cache.tiers import metrics as tiers
 from kvmover.cache.tiers.metrics import TierCollector
 from kvmover.errors import KvmoverError
 from kvmover.observe import top

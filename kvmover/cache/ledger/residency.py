@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvmover.cache.ledger.totals import Histogram
+#: Upper bounds of the histograms, in seconds: a millisecond to three days and a half, by factors of four.
+BOUNDS_S = tuple(0.001 * 4**power for power in range(15))
+
+
+class Histogram:
+    """Counts by upper bound, for times in seconds; the last count is of all above the last bound."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.sum_s = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """Bound and count at or below it, as Prometheus wants them: the last bound is +Inf."""
+        running, rows = 0, list[tuple[str, int]]()
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self.counts, strict=True):
+            running += count
+            rows.append((bound, running))
+        return rows
 
 
 @dataclass(slots=True)

@@ -1,6 +1,14 @@
 """Which pages already hold the KV of a prompt, on which tier, and which to give up next. Needs no torch."""
 
-from kvmover.cache.prefix.actions import (
+from kvmover.cache.prefix.components import FULL, Component, Sidecar, SlidingWindow, State
+from kvmover.cache.prefix.config import DeviceOnly, Grain, WriteBack, WriteThrough
+from kvmover.cache.prefix.copies import Transfer
+from kvmover.cache.prefix.errors import InvariantBroken, PrefixError, StaleHandle
+from kvmover.cache.prefix.hashes import Namespace
+from kvmover.cache.prefix.insert import Insertion
+from kvmover.cache.prefix.keys import Key, Units
+from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, Policy
+from kvmover.cache.prefix.results import (
     ROOT,
     CopyOut,
     Free,
@@ -13,14 +21,6 @@ from kvmover.cache.prefix.actions import (
     Sizes,
     Tier,
 )
-from kvmover.cache.prefix.components import FULL, Component, Sidecar, SlidingWindow, State
-from kvmover.cache.prefix.errors import InvariantBroken, PrefixError, StaleHandle
-from kvmover.cache.prefix.flight import Transfer
-from kvmover.cache.prefix.insert import Insertion
-from kvmover.cache.prefix.keys import Key, Units
-from kvmover.cache.prefix.namespace import Namespace
-from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, Policy
-from kvmover.cache.prefix.shape import DeviceOnly, Grain, WriteBack, WriteThrough
 from kvmover.cache.prefix.tree import PrefixTree
 
 __all__ = [

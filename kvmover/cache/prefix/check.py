@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvmover.cache.prefix.actions import Tier
+from kvmover.cache.prefix.config import WriteBack
+from kvmover.cache.prefix.copies import Flight
 from kvmover.cache.prefix.errors import InvariantBroken
-from kvmover.cache.prefix.flight import Flight
 from kvmover.cache.prefix.forest import ID_BYTES, Account, Forest
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.prefix.holds import Hold
 from kvmover.cache.prefix.keys import page_array
-from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.node import Hold, Node
 from kvmover.cache.prefix.policy import Recency
-from kvmover.cache.prefix.shape import WriteBack
+from kvmover.cache.prefix.results import Tier
 
 INVARIANTS = {
     1: "a root has no parent and no pages, is locked for ever and never given up",

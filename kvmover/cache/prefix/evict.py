@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvmover.cache.prefix.actions import CopyOut, Free, Leg, Outcome, Tier
 from kvmover.cache.prefix.components import FULL
+from kvmover.cache.prefix.config import Grain, WriteBack
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.forest import ID_BYTES, Account, Forest
 from kvmover.cache.prefix.keys import PageIds, page_array, words
+from kvmover.cache.prefix.match import positions
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.shape import Grain, WriteBack
-from kvmover.cache.prefix.walk import positions
+from kvmover.cache.prefix.results import CopyOut, Free, Leg, Outcome, Tier
 
 
 class Eviction:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvmover.cache.prefix.actions import ROOT, Tier
-from kvmover.cache.prefix.announce import Journal
+from kvmover.cache.prefix.config import DeviceOnly, Shape, WriteBack
 from kvmover.cache.prefix.errors import StaleHandle
-from kvmover.cache.prefix.holds import Hold
-from kvmover.cache.prefix.names import page_hashes
-from kvmover.cache.prefix.namespace import Namespace
-from kvmover.cache.prefix.node import Held, Node
+from kvmover.cache.prefix.hashes import Namespace
+from kvmover.cache.prefix.journal import Journal
+from kvmover.cache.prefix.node import Held, Hold, Node
+from kvmover.cache.prefix.page_hashes import page_hashes
 from kvmover.cache.prefix.policy import Order, Recency
-from kvmover.cache.prefix.shape import DeviceOnly, Shape, WriteBack
+from kvmover.cache.prefix.results import ROOT, Tier
 
 ID_BYTES = 4
 

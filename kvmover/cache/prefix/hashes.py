@@ -1,12 +1,15 @@
 """Page hashes: a page's name is a function of its namespace and of all tokens up to its end, so no split changes it.
 
 As SGLang 0.5.23 computes them for its storage tiers (`mem_cache/cpp_utils/hash_binding.cpp`), and so comparable with
-its keys: SHA-256 over the previous page's hash and the page's tokens as unsigned 32-bit little-endian words.
+its keys: SHA-256 over the previous page's hash and the page's tokens as unsigned 32-bit little-endian words. The first
+page starts from the namespace: what else must be equal, beside the tokens, for two prompts to share KV.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 from struct import unpack
 from typing import TypeAlias
@@ -15,6 +18,43 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import KvmoverError
+
+_TAG = b"kvmover-namespace-v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Model, adapter, tenant salt and further keys (an image's digest, a session): what shares KV is equal in all.
+
+    Fields are compared and hashed one by one, never joined: an adapter "ab" with salt "c" is not "a" with "bc". Engines
+    that append the adapter to another key cannot tell those apart (SGLang 0.5.23, `schedule_batch.py`).
+    """
+
+    model: str = ""
+    adapter: str = ""
+    salt: str = field(default="", repr=False)
+    extra: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that page hashes start from; empty for the namespace of all defaults.
+
+        So hashes of requests without model, adapter and salt equal SGLang's, which start from nothing too.
+        """
+        return _digest(self)
+
+
+@lru_cache(maxsize=4096)
+def _digest(namespace: Namespace) -> bytes:
+    if namespace == Namespace():
+        return b""
+    fields = (namespace.model, namespace.adapter, namespace.salt, *namespace.extra)
+    whole = sha256(_TAG)
+    for text in fields:
+        encoded = text.encode("utf-8", "surrogatepass")
+        whole.update(len(encoded).to_bytes(8, "little") + encoded)
+    return whole.digest()
+
 
 HASH_BYTES = 32
 

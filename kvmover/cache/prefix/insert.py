@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.cache.prefix.actions import ROOT, Free, Inserted, PageArray, Receipt, Tier
 from kvmover.cache.prefix.components import FULL
+from kvmover.cache.prefix.config import WriteThrough
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
 from kvmover.cache.prefix.keys import Key, PageIds, common_bytes, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.shape import WriteThrough
+from kvmover.cache.prefix.results import ROOT, Free, Inserted, PageArray, Receipt, Tier
 
 
 @dataclass(slots=True)

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.hashes import Tokens
-from kvmover.cache.prefix.namespace import Namespace
+from kvmover.cache.prefix.hashes import Namespace, Tokens
 
 #: Page ids as they are handed in: a buffer of int32 is taken as it lies, anything else is converted.
 PageIds: TypeAlias = Tokens

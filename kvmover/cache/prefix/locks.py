@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvmover.cache.prefix.actions import Receipt, Tier
 from kvmover.cache.prefix.errors import PrefixError, StaleHandle
 from kvmover.cache.prefix.forest import Forest
-from kvmover.cache.prefix.holds import Hold, Segment
-from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.node import Hold, Node, Segment
+from kvmover.cache.prefix.results import Receipt, Tier
 
 
 class Locks:

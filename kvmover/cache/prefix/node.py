@@ -1,10 +1,16 @@
-"""Node: a run of pages that every prompt so far either passes whole or does not enter."""
+"""Node: a run of pages that every prompt so far either passes whole or does not enter; and what a lock covers of it.
+
+Locks are noted by positions of the path, so that a split in between changes nothing.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmover.cache.prefix.namespace import Namespace
+import msgspec
+
+from kvmover.cache.prefix.hashes import Namespace
+from kvmover.cache.prefix.results import Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -85,3 +91,19 @@ class Node:
             path.append(node)
             node = node.parent
         return path
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Pages [first, stop) of a path, of the further component with this index."""
+
+    index: int
+    first: int
+    stop: int
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """What one receipt keeps: attention KV from the root to `node`, and segments of further components."""
+
+    node: Node
+    tier: Tier
+    segments: tuple[Segment, ...]

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvmover.cache.prefix.actions import ROOT, Free, Inserted, Match, Outcome, Receipt, Sizes, Tier
-from kvmover.cache.prefix.announce import Journal, Sink
 from kvmover.cache.prefix.check import check
 from kvmover.cache.prefix.components import FULL, Component, Sidecar
+from kvmover.cache.prefix.config import DeviceOnly, Grain, Shape, Tiers, WriteBack
+from kvmover.cache.prefix.copies import Fetch, Flights, Transfer, land, land_held, offered
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.evict import Eviction
-from kvmover.cache.prefix.fetch import Fetch, land, land_held, offered
-from kvmover.cache.prefix.flight import Flights, Transfer
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
-from kvmover.cache.prefix.hashes import Tokens
+from kvmover.cache.prefix.hashes import Namespace, Tokens
 from kvmover.cache.prefix.insert import Insertion, Offer
+from kvmover.cache.prefix.journal import Journal, Sink
 from kvmover.cache.prefix.keys import DEFAULT, Key, PageIds, Units, page_array, words
 from kvmover.cache.prefix.locks import Locks
-from kvmover.cache.prefix.names import page_hashes
-from kvmover.cache.prefix.namespace import Namespace
+from kvmover.cache.prefix.match import match, walk
+from kvmover.cache.prefix.page_hashes import page_hashes
 from kvmover.cache.prefix.policy import LRU, Policy
-from kvmover.cache.prefix.shape import DeviceOnly, Grain, Shape, Tiers, WriteBack
-from kvmover.cache.prefix.walk import match, walk
+from kvmover.cache.prefix.results import ROOT, Free, Inserted, Match, Outcome, Receipt, Sizes, Tier
 from kvmover.enums import member
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmover.cache.ledger import Histogram, Loss, Residency, Totals
-from kvmover.cache.replay.setup import Setup
+from kvmover.cache.replay.config import Setup
 
 #: What no cache in pages could have reused, however large.
 UNAVOIDABLE = (Loss.PARTIAL_PAGE, Loss.LAST_TOKEN)

@@ -1,11 +1,10 @@
 """Tiers: KV on the device, on the host and in storage, moved between them as a prefix tree decides and ranks agree."""
 
-from kvmover.cache.tiers.consensus import Alone, Consensus, Grouped
+from kvmover.cache.tiers.agreement import Alone, Consensus, Grouped
 from kvmover.cache.tiers.controller import Controller, Setup
 from kvmover.cache.tiers.errors import ConsensusBroken, TierError
-from kvmover.cache.tiers.holding import Holding, page_tokens, part_of
 from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool, unlink
-from kvmover.cache.tiers.meter import Count, Gauge, Meter, Snapshot, Stage
+from kvmover.cache.tiers.metrics import Count, Gauge, Meter, Snapshot, Stage
 from kvmover.cache.tiers.policy import (
     BestEffort,
     CostAware,
@@ -22,6 +21,7 @@ from kvmover.cache.tiers.rate import Rate
 from kvmover.cache.tiers.restore import Phase, Restore
 from kvmover.cache.tiers.rules import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.storage import Storage
+from kvmover.cache.tiers.tiered_pool import Holding, page_tokens, part_of
 
 __all__ = [
     "ALL_PAGES",

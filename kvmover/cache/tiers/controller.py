@@ -15,19 +15,17 @@ from kvmover.cache.prefix import FULL, Inserted, Key, Namespace, PrefixTree, Rec
 from kvmover.cache.prefix.events import KVEvent
 from kvmover.cache.prefix.hashes import Tokens
 from kvmover.cache.prefix.keys import DEFAULT, PageIds
-from kvmover.cache.tiers.announce import Announced
-from kvmover.cache.tiers.consensus import Alone, Consensus, Row
+from kvmover.cache.tiers.agreement import Alone, Consensus, Row, Tickets, checksum
+from kvmover.cache.tiers.allocator import Stock
 from kvmover.cache.tiers.copies import Copies
 from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.holding import Holding
-from kvmover.cache.tiers.meter import Gauge, Meter, Snapshot, Stage
+from kvmover.cache.tiers.metrics import Gauge, Meter, Snapshot, Stage
 from kvmover.cache.tiers.policy import Inclusion, Policy
-from kvmover.cache.tiers.restore import Restore
-from kvmover.cache.tiers.restoring import Restoring
-from kvmover.cache.tiers.stock import Stock
+from kvmover.cache.tiers.restore import Restore, Restoring
 from kvmover.cache.tiers.storage import Storage
-from kvmover.cache.tiers.tickets import Tickets, checksum
-from kvmover.cache.tiers.worker import Stopwatch, Urgency, Worker
+from kvmover.cache.tiers.storage_events import Announced
+from kvmover.cache.tiers.storage_worker import Stopwatch, Urgency, Worker
+from kvmover.cache.tiers.tiered_pool import Holding
 from kvmover.cache.tiers.writing import Writing
 
 #: How long `wait` sleeps at most between two polls: a storage job that ends wakes it.

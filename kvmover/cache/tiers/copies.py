@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvmover.cache.prefix import Tier
-from kvmover.cache.tiers.holding import Holding, region
+from kvmover.cache.tiers.tiered_pool import Holding, region
 from kvmover.kernels.region import Region
 from kvmover.layout import Span
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.holding import Holding, page_tokens, region
 from kvmover.cache.tiers.hostmem import host_pool
 from kvmover.cache.tiers.policy import Pace
 from kvmover.cache.tiers.rules import ALL_PAGES
-from kvmover.cache.tiers.worker import Stopwatch
+from kvmover.cache.tiers.storage_worker import Stopwatch
+from kvmover.cache.tiers.tiered_pool import Holding, page_tokens, region
 from kvmover.kernels import reference
 from kvmover.kernels.region import Region
 from kvmover.layout import PACKED_ORDER, Fleet, Pool, PoolSpec, Span

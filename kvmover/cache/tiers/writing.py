@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmover.cache.prefix import CopyOut, PrefixError, StaleHandle, Tier, Transfer, WriteBack
-from kvmover.cache.prefix.actions import PageArray
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.keys import PageIds, page_array, words
-from kvmover.cache.tiers.announce import Announced
-from kvmover.cache.tiers.consensus import Row
-from kvmover.cache.tiers.meter import Count, Meter, Stage
+from kvmover.cache.prefix.results import PageArray
+from kvmover.cache.tiers.agreement import Row, Tickets, agreed_count, counted
+from kvmover.cache.tiers.allocator import Stock
+from kvmover.cache.tiers.metrics import Count, Meter, Stage
 from kvmover.cache.tiers.policy import Policy, Store
-from kvmover.cache.tiers.stock import Stock
 from kvmover.cache.tiers.storage import Page, Storage, Write
-from kvmover.cache.tiers.tickets import Tickets, agreed_count, counted
-from kvmover.cache.tiers.worker import Stopwatch, Urgency, Worker
+from kvmover.cache.tiers.storage_events import Announced
+from kvmover.cache.tiers.storage_worker import Stopwatch, Urgency, Worker
 
 
 @dataclass(frozen=True, slots=True)

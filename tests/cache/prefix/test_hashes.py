@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.cache.prefix.hashes import as_int64, as_int64s, chain, chain_bigrams
-from kvmover.cache.prefix.namespace import Namespace
+from kvmover.cache.prefix.hashes import Namespace, as_int64, as_int64s, chain, chain_bigrams
 from kvmover.errors import KvmoverError
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 4294967295]

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.cache.prefix.namespace import Namespace
+from kvmover.cache.prefix.hashes import Namespace
 
 TEXT = st.text(max_size=3)
 NAMESPACES = st.builds(Namespace, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple))
@@ -23,7 +23,7 @@ def test_a_digest_is_32_bytes_and_the_same_in_every_process() -> None:
     namespace = Namespace("llama", "lora-7", "tenant", ("image", "a"))
     assert namespace.digest.hex() == "5a8b0fa360f8e44a7eab4a42e232916023b0af6da3fe9af767e3974006216de5"
     code = (
-        "from kvmover.cache.prefix.namespace import Namespace\n"
+        "from kvmover.cache.prefix.hashes import Namespace\n"
         "print(Namespace('llama', 'lora-7', 'tenant', ('image', 'a')).digest.hex())"
     )
     for seed in ("1", "2"):

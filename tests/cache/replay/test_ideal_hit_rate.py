@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmover.cache.replay import Report, Setup, read_trace, replay
-from kvmover.cache.replay.ideal import Ideal
+from kvmover.cache.replay.simulator import Ideal
 from tests.cache.replay.made import brute_force, common, generated
 
 #: A folder that holds `mooncake_conversation_trace.jsonl`.

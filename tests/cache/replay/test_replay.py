@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import LRU, POLICIES, Tier
 from kvmover.cache.replay import Request, Server, Setup, SetupError, TraceError, read_trace, replay
-from kvmover.cache.replay.pages import Pages, PagesExhausted
-from kvmover.cache.replay.plot import capacities, sweep
-from kvmover.cache.replay.storage import Storage
+from kvmover.cache.replay.command import capacities, sweep
+from kvmover.cache.replay.simulator import Pages, PagesExhausted, Storage
 from tests.cache.replay.made import generated
 
 LONGEST = max(request.input_length for request in generated(1))

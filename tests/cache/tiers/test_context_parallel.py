@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rig import HYBRID, SPARSE, Rank
 
-from kvmover.cache.tiers import TierError, holding
+from kvmover.cache.tiers import TierError, tiered_pool
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 
@@ -27,7 +27,7 @@ NAMES = [(stack, component.name) for stack, model in STACKS.items() for row in m
 @pytest.mark.parametrize(("stack", "name"), NAMES)
 @pytest.mark.parametrize("forgotten", FLEETS)
 def test_a_component_that_forgets_a_coordinate_is_refused(monkeypatch, stack, name, forgotten):
-    fleet, part_of = FLEETS[forgotten], holding.part_of
+    fleet, part_of = FLEETS[forgotten], tiered_pool.part_of
 
     def careless(component, fleet, rank):
         """The path that forgets: all other components go by the fleet."""
@@ -39,7 +39,7 @@ def test_a_component_that_forgets_a_coordinate_is_refused(monkeypatch, stack, na
 
     right = [Rank(None, fleet=fleet, rank=rank, model=STACKS[stack]) for rank in range(fleet.size)]
     parts = {(h.part.component.name, rank.rank): h.part for rank in right for h in rank.holdings}
-    monkeypatch.setattr(holding, "part_of", careless)
+    monkeypatch.setattr(tiered_pool, "part_of", careless)
     for rank in range(fleet.size):
         component = next(c for row in STACKS[stack].values() for c in row if c.name == name)
         if careless(component, fleet, rank) == parts[name, rank]:
@@ -53,7 +53,7 @@ def test_some_of_every_stack_differ_by_each_coordinate():
     for axis, fleet in FLEETS.items():
         for model in [STACKS["hybrid"], *([STACKS["sparse"]] if "tp" not in axis else [])]:
             held = {
-                (component.name, holding.part_of(component, fleet, rank).box)
+                (component.name, tiered_pool.part_of(component, fleet, rank).box)
                 for row in model.values()
                 for component in row
                 for rank in range(fleet.size)

@@ -9,7 +9,7 @@ from rig import HYBRID, LATENT, PLAIN, SPARSE, Rank, idle, together, until
 from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import FULL, Tier
 from kvmover.cache.tiers import ConsensusBroken, TierError, unlink
-from kvmover.cache.tiers.restoring import Restoring
+from kvmover.cache.tiers.restore import Restoring
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 

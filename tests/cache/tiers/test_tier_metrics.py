@@ -5,8 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from rig import Rank
 
-from kvmover.cache.tiers.meter import Count, Gauge, Stage
-from kvmover.cache.tiers.metrics import COUNTS, GAUGES, STAGES, TierCollector
+from kvmover.cache.tiers.metrics import COUNTS, GAUGES, STAGES, Count, Gauge, Stage, TierCollector
 
 PROMPT = list(range(33))
 

@@ -9,10 +9,10 @@ import pytest
 from rig import HYBRID, PLAIN, Rank, idle, together
 
 from kvmover.cache.prefix import Tier
+from kvmover.cache.tiers.agreement import Ticket, Tickets
+from kvmover.cache.tiers.allocator import Stock
 from kvmover.cache.tiers.copies import Copies
-from kvmover.cache.tiers.stock import Stock
 from kvmover.cache.tiers.storage import Shelf
-from kvmover.cache.tiers.tickets import Ticket, Tickets
 from kvmover.errors import KvmoverError
 from kvmover.layout import Fleet
 

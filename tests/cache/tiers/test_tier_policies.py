@@ -19,9 +19,9 @@ from kvmover.cache.tiers import (
     Wait,
     worth,
 )
+from kvmover.cache.tiers.agreement import Tickets
 from kvmover.cache.tiers.policy import Pace, patience_s, pays
 from kvmover.cache.tiers.rules import restorable
-from kvmover.cache.tiers.tickets import Tickets
 
 PROMPT = list(range(33))
 LINK = Speed(0.0, 20e9)

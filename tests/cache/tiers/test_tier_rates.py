@@ -12,7 +12,7 @@ from rig import Rank
 
 from kvmover.cache.tiers import Policy, Rate, Setup, Speed, TierError, Wait
 from kvmover.cache.tiers.rate import Bucket
-from kvmover.cache.tiers.worker import Urgency, Worker
+from kvmover.cache.tiers.storage_worker import Urgency, Worker
 
 PROMPT = list(range(33))
 #: A byte every three hours: whatever has been moved is not repaid within a test.

@@ -1,14 +1,52 @@
-"""Stock: the page ids of a rank's pools that nobody uses, and the carrying out of what the tree decides."""
+"""The page ids of a rank's pools that nobody uses, and the carrying out of what the tree decides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 from kvmover.cache.prefix import FULL, CopyOut, Free, Leg, Outcome, PrefixTree, Tier, WriteBack
 from kvmover.cache.tiers.copies import Batch, Copies
 from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.free import FreePages
-from kvmover.cache.tiers.holding import Holding
+from kvmover.cache.tiers.tiered_pool import Holding
+
+
+class FreePages:
+    """Of `pages` ids from 0."""
+
+    def __init__(self, name: str, pages: int) -> None:
+        self._name, self.pages = name, pages
+        self._heap = list(range(pages))
+        self._ids = set(self._heap)
+        heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._ids
+
+    def take(self, count: int) -> list[int]:
+        """Raises TierError where there are fewer, and takes none."""
+        if count > len(self._ids):
+            raise TierError(f"{count} pages of {self._name}, of which {len(self._ids)} are free")
+        taken = [heappop(self._heap) for _ in range(count)]
+        self._ids.difference_update(taken)
+        return taken
+
+    def claim(self, ids: Iterable[int]) -> None:
+        """Take these, which are free."""
+        self._ids.difference_update(ids)
+        self._heap = sorted(self._ids)
+
+    def give(self, ids: Iterable[int]) -> None:
+        """Raises TierError for an id that is free already, or no page."""
+        for page in ids:
+            if page in self._ids or not 0 <= page < self.pages:
+                raise TierError(f"page {page} of {self._name} comes back, and is free already or outside {self.pages}")
+            self._ids.add(page)
+            heappush(self._heap, page)
+
 
 #: Room on the host that an eviction is offered, whatever it asks for: a leaf of a model with further components goes
 #: whole, and what has no room is deleted.

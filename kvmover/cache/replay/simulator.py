@@ -8,14 +8,128 @@ no time.
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
 from kvmover.cache.prefix import FULL, Key, Match, Outcome, PrefixTree, Tier
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.replay.ideal import Ideal, in_pages
-from kvmover.cache.replay.pages import PageArray, Pages
-from kvmover.cache.replay.setup import Setup, SetupError
-from kvmover.cache.replay.storage import Storage
-from kvmover.cache.replay.trace import Request
+from kvmover.cache.replay.config import Setup, SetupError
+from kvmover.cache.replay.report import Report
+from kvmover.cache.replay.trace import BLOCK_TOKENS, Request
+from kvmover.errors import KvmoverError
+
+
+class Ideal:
+    """Remembers of every block how many of its first tokens were ever computed.
+
+    An id names the whole prefix up to its block, so the blocks of a prompt are looked up each on its own, until one is
+    not known as far as the prompt wants it.
+    """
+
+    def __init__(self) -> None:
+        self._known = dict[int, int]()
+
+    def serve(self, request: Request) -> int:
+        """Tokens at the beginning of this prompt that an earlier one began with; then this prompt is known too."""
+        known, reused, left = self._known, 0, request.input_length
+        whole = True
+        for block in request.hash_ids:
+            wanted = min(left, BLOCK_TOKENS)
+            have = known.get(block, 0)
+            if whole:
+                reused += min(have, wanted)
+                whole = have >= wanted
+            if have < wanted:
+                known[block] = wanted
+            left -= wanted
+        return reused
+
+
+def in_pages(tokens: int, page_tokens: int) -> int:
+    """Tokens of the whole pages among the first `tokens`."""
+    return tokens - tokens % page_tokens
+
+
+PageArray = npt.NDArray[np.int32]
+
+
+class PagesExhausted(KvmoverError):
+    """More pages were asked for than are free: the message has both numbers."""
+
+
+class Pages:
+    """Free page ids of a tier of `limit` pages, or of one without end. The last one given back is the next one out."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._stack = np.empty(1024, np.int32)
+        self._top = 0
+        self._fresh = 0
+
+    @property
+    def taken(self) -> int:
+        return self._fresh - self._top
+
+    def short(self, pages: int) -> int:
+        """How many of `pages` are not free; never below 0."""
+        return max(0, self.taken + pages - self.limit) if self.limit is not None else 0
+
+    def take(self, pages: int) -> PageArray:
+        """`pages` ids, which are the caller's until they are given back."""
+        if self.short(pages):
+            raise PagesExhausted(f"{pages} pages asked for, {self.taken} of {self.limit} are taken")
+        again = min(pages, self._top)
+        self._top -= again
+        fresh, self._fresh = self._fresh, self._fresh + pages - again
+        ids = self._stack[self._top : self._top + again]
+        if again == pages:
+            return ids.copy()
+        return np.concatenate([ids, np.arange(fresh, self._fresh, dtype=np.int32)])
+
+    def give(self, ids: PageArray) -> None:
+        top = self._top + len(ids)
+        if top > len(self._stack):
+            self._stack = np.concatenate([self._stack, np.empty(top, np.int32)])
+        self._stack[self._top : top] = ids
+        self._top = top
+
+
+class Storage:
+    """Up to `limit` pages. Nothing takes time, and no page is ever bad."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._pages = OrderedDict[bytes, None]()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def leading(self, hashes: Sequence[bytes]) -> int:
+        """How many of `hashes` are here, up to the first that is not. They count as read."""
+        count = 0
+        for page in hashes:
+            if page not in self._pages:
+                break
+            count += 1
+        self._touch(hashes[:count])
+        return count
+
+    def put(self, hashes: Sequence[bytes]) -> None:
+        self._touch(hashes)
+        while len(self._pages) > self.limit:
+            self._pages.popitem(last=False)
+
+    def _touch(self, hashes: Sequence[bytes]) -> None:
+        """Deepest first, so that a prefix always outlives what follows it."""
+        for page in reversed(hashes):
+            self._pages[page] = None
+            self._pages.move_to_end(page)
+
 
 #: One page in so many is followed from storing to removal.
 RESIDENCY_SAMPLE = 61
@@ -162,3 +276,17 @@ class Server:
 
 def _sample(ids: PageArray) -> list[int]:
     return ids[ids % RESIDENCY_SAMPLE == 0].tolist()
+
+
+def replay(requests: Sequence[Request], setup: Setup, step: Callable[[int], object] = int) -> Report:
+    """Serve `requests` in order; `step` is told how many more are done. Raises SetupError for one that cannot be."""
+    server = Server(setup)
+    began = time.perf_counter()
+    every = max(1, len(requests) // 200)
+    for number, request in enumerate(requests, start=1):
+        server.serve(request)
+        if number % every == 0:
+            step(every)
+    seconds = time.perf_counter() - began
+    step(len(requests) % every)
+    return Report(setup, len(requests), server.ledger.total().first, seconds, server.residency)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from kvmover.cache.prefix.actions import Tier
+from kvmover.cache.prefix.config import Shape
 from kvmover.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
-from kvmover.cache.prefix.hashes import as_int64
-from kvmover.cache.prefix.names import page_hashes
-from kvmover.cache.prefix.namespace import Namespace
+from kvmover.cache.prefix.hashes import Namespace, as_int64
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.shape import Shape
+from kvmover.cache.prefix.page_hashes import page_hashes
+from kvmover.cache.prefix.results import Tier
 
 Sink: TypeAlias = Callable[[KVEvent], None]
 

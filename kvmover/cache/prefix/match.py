@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvmover.cache.prefix.actions import ROOT, Load, Match, PageArray, Tier
 from kvmover.cache.prefix.components import Judge
+from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import NO_IDS, Key, common_bytes, page_array
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.shape import WriteBack
+from kvmover.cache.prefix.results import ROOT, Load, Match, PageArray, Tier
 
 
 def walk(forest: Forest, key: Key, stop: int) -> list[Node]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvmover.cache.prefix import hashes
+from kvmover.cache.prefix.config import Shape
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.shape import Shape
 
 
 def page_hashes(shape: Shape, node: Node) -> list[bytes]:
