@@ -231,11 +231,11 @@ def replay(
 ) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
     from kvmover.cache.replay.command import ReplayOptions, run_replay
-    from kvmover.cache.replay.config import Setup, policy_named
+    from kvmover.cache.replay.config import ReplayConfig, policy_named
     from kvmover.observe.console import console
 
-    setup = Setup(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
-    run_replay(ReplayOptions(trace, setup, plot, as_json), console())
+    config = ReplayConfig(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
+    run_replay(ReplayOptions(trace, config, plot, as_json), console())
 
 
 app.add_typer(operator_app)

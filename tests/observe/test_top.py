@@ -33,12 +33,12 @@ class Engine:
     def __init__(self, ranks: int = 1) -> None:
         self.meters = [Meter() for _ in range(ranks)]
         self.gauges = [dict.fromkeys(Gauge, 0) for _ in range(ranks)]
-        self.ledger, self.tiers = Ledger(), tiers.Meter()
+        self.ledger, self.tiers = Ledger(), tiers.TierMeter()
         self.registry = CollectorRegistry()
         self.registry.register(MoverCollector([Rank(self, rank) for rank in range(ranks)]))
         self.registry.register(LedgerCollector(self.ledger))
-        gauges = dict.fromkeys(tiers.Gauge, 0)
-        self.registry.register(TierCollector(lambda: tiers.Snapshot("decode", 0, self.tiers, gauges)))
+        gauges = dict.fromkeys(tiers.TierGauge, 0)
+        self.registry.register(TierCollector(lambda: tiers.TierSnapshot("decode", 0, self.tiers, gauges)))
 
     def text(self, _: str = "") -> str:
         return generate_latest(self.registry).decode()
@@ -134,8 +134,8 @@ def test_hits_are_shown_by_tier_and_losses_by_reason():
 def test_copies_between_tiers_show_their_pages_and_bandwidth():
     engine = Engine()
     before = engine.scrape(0.0)
-    engine.tiers.counts[tiers.Count.LOADED_BYTES] += 8 << 20
-    engine.tiers.counts[tiers.Count.LOADED_PAGES] += 16
+    engine.tiers.counts[tiers.TierCount.LOADED_BYTES] += 8 << 20
+    engine.tiers.counts[tiers.TierCount.LOADED_PAGES] += 16
     rows = shown(between(engine, before, 4.0))
     assert rows["host to device"] == ["16", "2 MiB/s", "8 MiB"]
     assert "storage to host" not in rows

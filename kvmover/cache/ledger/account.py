@@ -66,7 +66,7 @@ class LedgerError(KvmoverError, ValueError):
     """An account that would not balance, or an event out of order: the message names the request and the numbers."""
 
 
-class Phase(StrEnum):
+class AttemptPhase(StrEnum):
     """Where an attempt is. The last three are ends."""
 
     WAITING = "waiting"
@@ -77,7 +77,7 @@ class Phase(StrEnum):
     ABORTED = "aborted"
 
 
-class Group(msgspec.Struct, frozen=True, gc=False):
+class AccountGroup(msgspec.Struct, frozen=True, gc=False):
     """Whose accounts are added up together. Keep tenants few: each is a time series of every metric."""
 
     tenant: str = ""
@@ -99,9 +99,9 @@ class Account(msgspec.Struct, frozen=True, gc=False):
     """
 
     request: RequestId
-    group: Group
+    group: AccountGroup
     attempt: int
-    phase: Phase
+    phase: AttemptPhase
     began_s: float
     ended_s: float
     prompt_tokens: int = 0
@@ -122,25 +122,25 @@ class Account(msgspec.Struct, frozen=True, gc=False):
         return sum(self.lost.values())
 
 
-def opened(request: RequestId, group: Group, attempt: int, now_s: float) -> Account:
+def opened(request: RequestId, group: AccountGroup, attempt: int, now_s: float) -> Account:
     """A request that waits, after `attempt` attempts."""
-    return Account(request, group, attempt, Phase.WAITING, now_s, now_s)
+    return Account(request, group, attempt, AttemptPhase.WAITING, now_s, now_s)
 
 
 def matched(account: Account, prompt_tokens: int, reusable_tokens: int) -> Account:
     """What a lookup found, `reusable_tokens` over all tiers. Nothing is credited; a later lookup replaces this one."""
-    if account.phase is not Phase.WAITING and account.phase is not Phase.MATCHED:
+    if account.phase is not AttemptPhase.WAITING and account.phase is not AttemptPhase.MATCHED:
         raise _out_of_order(account, "matched")
     if not 0 <= reusable_tokens <= prompt_tokens:
         raise LedgerError(
             f"request {account.request}: {reusable_tokens} reusable tokens of a prompt of {prompt_tokens}"
         )
-    return replace(account, phase=Phase.MATCHED, prompt_tokens=prompt_tokens, reusable_tokens=reusable_tokens)
+    return replace(account, phase=AttemptPhase.MATCHED, prompt_tokens=prompt_tokens, reusable_tokens=reusable_tokens)
 
 
 def admitted(account: Account, credit: Credit, lost: Losses) -> Account:
     """The attempt starts with `credit` on the device. What of the match is not credited is lost, each token once."""
-    if account.phase is not Phase.MATCHED:
+    if account.phase is not AttemptPhase.MATCHED:
         raise _out_of_order(account, "admitted")
     device, host, storage = credit.device_tokens, credit.host_tokens, credit.storage_tokens
     missing = account.reusable_tokens - device - host - storage
@@ -154,7 +154,7 @@ def admitted(account: Account, credit: Credit, lost: Losses) -> Account:
     return replace(
         account,
         attempt=account.attempt + 1,
-        phase=Phase.ADMITTED,
+        phase=AttemptPhase.ADMITTED,
         device_tokens=device,
         host_tokens=host,
         storage_tokens=storage,
@@ -164,7 +164,7 @@ def admitted(account: Account, credit: Credit, lost: Losses) -> Account:
 
 def computed(account: Account, tokens: int) -> Account:
     """A chunk of the prompt was computed. Never a hit: not even when a lookup finds the chunk before it in the tree."""
-    if account.phase is not Phase.ADMITTED:
+    if account.phase is not AttemptPhase.ADMITTED:
         raise _out_of_order(account, "computed")
     done = account.computed_tokens + tokens
     if tokens < 0 or account.credited_tokens + done > account.prompt_tokens:
@@ -177,7 +177,7 @@ def computed(account: Account, tokens: int) -> Account:
 
 def withdrawn(account: Account, credit: Credit, reason: Loss) -> Account:
     """Credited tokens that turned out not to be there: a copy failed, or its digest did not match. They are lost."""
-    if account.phase is not Phase.ADMITTED:
+    if account.phase is not AttemptPhase.ADMITTED:
         raise _out_of_order(account, "withdrawn")
     left = (
         account.device_tokens - credit.device_tokens,
@@ -196,16 +196,16 @@ def withdrawn(account: Account, credit: Credit, reason: Loss) -> Account:
     )
 
 
-def ended(account: Account, phase: Phase, now_s: float, concurrent_tokens: int = 0) -> Account:
+def ended(account: Account, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account:
     """The attempt is over. Only one that finished must have its whole prompt credited or computed.
 
     `concurrent_tokens` were computed here although another request had put them into the tree by now: reusable, and
     lost, since nobody waited for them.
     """
     rest = account.prompt_tokens - account.credited_tokens - account.computed_tokens
-    if phase is not Phase.ABORTED and account.phase is not Phase.ADMITTED:
+    if phase is not AttemptPhase.ABORTED and account.phase is not AttemptPhase.ADMITTED:
         raise _out_of_order(account, phase)
-    if phase is Phase.FINISHED and rest:
+    if phase is AttemptPhase.FINISHED and rest:
         raise LedgerError(
             f"request {account.request}: a prompt of {account.prompt_tokens} is not {account.credited_tokens} credited"
             f" + {account.computed_tokens} computed"

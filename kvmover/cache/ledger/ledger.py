@@ -17,12 +17,12 @@ from kvmover.cache.ledger import account as steps
 from kvmover.cache.ledger.account import (
     NOTHING_LOST,
     Account,
+    AccountGroup,
+    AttemptPhase,
     Credit,
-    Group,
     LedgerError,
     Loss,
     Losses,
-    Phase,
     RequestId,
 )
 from kvmover.enums import member
@@ -65,9 +65,9 @@ class Totals:
         self.abandoned_tokens += account.abandoned_tokens
         for reason, tokens in account.lost.items():
             self.lost[reason] = self.lost.get(reason, 0) + tokens
-        if account.phase is Phase.FINISHED:
+        if account.phase is AttemptPhase.FINISHED:
             self.finished += 1
-        elif account.phase is Phase.RETRACTED:
+        elif account.phase is AttemptPhase.RETRACTED:
             self.retracted += 1
         else:
             self.aborted += 1
@@ -90,10 +90,10 @@ class Totals:
 _NUMBERS = tuple(name for name in Totals.__dataclass_fields__ if name != "lost")
 
 
-EVERYBODY = Group()
+EVERYBODY = AccountGroup()
 
 
-class Fault(Enum):
+class FaultPolicy(Enum):
     """What becomes of an event that does not balance. It changes no account and no sum, either way."""
 
     #: LedgerError, at the caller: for tests.
@@ -112,12 +112,12 @@ class Book:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """Books of the attempts that ended within `seconds` from `start_s`."""
 
     start_s: float
     seconds: float
-    books: Mapping[Group, Book]
+    books: Mapping[AccountGroup, Book]
 
 
 class Ledger:
@@ -139,7 +139,7 @@ class Ledger:
 
     def __init__(
         self,
-        fault: Fault = Fault.RAISE,
+        fault: FaultPolicy = FaultPolicy.RAISE,
         window_s: float = 60.0,
         keep_windows: int = 1440,
         sink: Callable[[Account], object] | None = None,
@@ -150,13 +150,13 @@ class Ledger:
         #: Requests that ended without having been admitted: they have no prompt tokens in any sum.
         self.never_admitted = 0
         self.window_s = window_s
-        self._fault = member(Fault, fault, "a ledger's fault", LedgerError)
+        self._fault = member(FaultPolicy, fault, "a ledger's fault", LedgerError)
         self._sink, self._token_bytes = sink, token_bytes
         self._open = dict[RequestId, Account]()
-        self._closed = dict[Group, Book]()
-        self._now = Window(0.0, window_s, {})
-        self._books = dict[Group, Book]()
-        self._windows = deque[Window](maxlen=keep_windows)
+        self._closed = dict[AccountGroup, Book]()
+        self._now = TimeWindow(0.0, window_s, {})
+        self._books = dict[AccountGroup, Book]()
+        self._windows = deque[TimeWindow](maxlen=keep_windows)
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -170,7 +170,12 @@ class Ledger:
         return found
 
     def matched(
-        self, request: RequestId, prompt_tokens: int, reusable_tokens: int, now_s: float, group: Group = EVERYBODY
+        self,
+        request: RequestId,
+        prompt_tokens: int,
+        reusable_tokens: int,
+        now_s: float,
+        group: AccountGroup = EVERYBODY,
     ) -> None:
         """A lookup found `reusable_tokens`, on any tier. May come again until admission; the last one counts."""
         found = self._open.get(request) or steps.opened(request, group, 0, now_s)
@@ -202,20 +207,20 @@ class Ledger:
 
     def finished(self, request: RequestId, now_s: float, concurrent_tokens: int = 0) -> Account | None:
         """The request is answered. `concurrent_tokens` of those it computed were in the tree already when it came."""
-        return self._end(request, Phase.FINISHED, now_s, concurrent_tokens)
+        return self._end(request, AttemptPhase.FINISHED, now_s, concurrent_tokens)
 
     def retracted(self, request: RequestId, now_s: float) -> Account | None:
         """The attempt is over and its pages are gone; the request waits to be matched again."""
-        over = self._end(request, Phase.RETRACTED, now_s)
+        over = self._end(request, AttemptPhase.RETRACTED, now_s)
         if over:
             self._open[request] = steps.opened(request, over.group, over.attempt, now_s)
         return over
 
     def aborted(self, request: RequestId, now_s: float) -> Account | None:
         """The request is over without an answer, at any time after its first match."""
-        return self._end(request, Phase.ABORTED, now_s)
+        return self._end(request, AttemptPhase.ABORTED, now_s)
 
-    def total(self, group: Group | None = None) -> Book:
+    def total(self, group: AccountGroup | None = None) -> Book:
         """Sums of all ended attempts, of one group or of all, as a copy."""
         whole = Book()
         for books in (self._closed, self._books):
@@ -225,21 +230,21 @@ class Ledger:
                     whole.again.merge(book.again)
         return whole
 
-    def saved_bytes(self, group: Group) -> int:
+    def saved_bytes(self, group: AccountGroup) -> int:
         """KV that was not computed, as every credited token is one. 0 for a model whose `token_bytes` nobody gave."""
         book = self.total(group)
         tokens = book.first.credited_tokens + book.again.credited_tokens
         return tokens * self._token_bytes.get(group.model, 0)
 
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[AccountGroup, ...]:
         """All that ended an attempt, in order of names."""
         return tuple(sorted({*self._closed, *self._books}, key=lambda group: (group.tenant, group.model)))
 
-    def windows(self) -> tuple[Window, ...]:
+    def windows(self) -> tuple[TimeWindow, ...]:
         """Kept windows in which an attempt ended, oldest first; the last one is still open."""
         return (*self._windows, self._now) if self._books else tuple(self._windows)
 
-    def _end(self, request: RequestId, phase: Phase, now_s: float, concurrent_tokens: int = 0) -> Account | None:
+    def _end(self, request: RequestId, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account | None:
         try:
             before = self.account(request)
             over = steps.ended(before, phase, now_s, concurrent_tokens)
@@ -248,7 +253,7 @@ class Ledger:
             self._open.pop(request, None)
             return None
         del self._open[request]
-        if before.phase is not Phase.ADMITTED:
+        if before.phase is not AttemptPhase.ADMITTED:
             self.never_admitted += 1
             return over
         if now_s >= self._now.start_s + self.window_s or not self._books:
@@ -269,11 +274,11 @@ class Ledger:
                 whole = self._closed.setdefault(group, Book())
                 whole.first.merge(book.first)
                 whole.again.merge(book.again)
-        self._books = dict[Group, Book]()
-        self._now = Window(now_s // self.window_s * self.window_s, self.window_s, self._books)
+        self._books = dict[AccountGroup, Book]()
+        self._now = TimeWindow(now_s // self.window_s * self.window_s, self.window_s, self._books)
 
     def _refuse(self, error: LedgerError) -> None:
-        if self._fault is Fault.RAISE:
+        if self._fault is FaultPolicy.RAISE:
             raise error
         self.faults += 1
         self.last_fault = error

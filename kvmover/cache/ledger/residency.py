@@ -10,7 +10,7 @@ from dataclasses import dataclass
 BOUNDS_S = tuple(0.001 * 4**power for power in range(15))
 
 
-class Histogram:
+class DurationHistogram:
     """Counts by upper bound, for times in seconds; the last count is of all above the last bound."""
 
     __slots__ = ("counts", "sum_s")
@@ -57,7 +57,7 @@ class Residency:
     """
 
     def __init__(self) -> None:
-        self.lifetimes, self.idles, self.gaps = Histogram(), Histogram(), Histogram()
+        self.lifetimes, self.idles, self.gaps = DurationHistogram(), DurationHistogram(), DurationHistogram()
         self._stays = dict[int, _Stay]()
 
     def __len__(self) -> int:

@@ -1,23 +1,23 @@
 """Which pages already hold the KV of a prompt, on which tier, and which to give up next. Needs no torch."""
 
-from kvmover.cache.prefix.components import FULL, Component, Sidecar, SlidingWindow, State
-from kvmover.cache.prefix.config import DeviceOnly, Grain, WriteBack, WriteThrough
-from kvmover.cache.prefix.copies import Transfer
+from kvmover.cache.prefix.components import FULL, Sidecar, SlidingWindow, State, TreeComponent
+from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, WriteBack, WriteThrough
+from kvmover.cache.prefix.copies import TierCopy
 from kvmover.cache.prefix.errors import InvariantBroken, PrefixError, StaleHandle
-from kvmover.cache.prefix.hashes import Namespace
+from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.insert import Insertion
-from kvmover.cache.prefix.keys import Key, Units
-from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, Policy
+from kvmover.cache.prefix.keys import KeyUnits, RadixKey
+from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
 from kvmover.cache.prefix.results import (
     ROOT,
+    ActionList,
+    CopyLeg,
     CopyOut,
-    Free,
+    FreePages,
     Inserted,
-    Leg,
-    Load,
+    LoadBack,
+    LockHandle,
     Match,
-    Outcome,
-    Receipt,
     Sizes,
     Tier,
 )
@@ -33,32 +33,32 @@ __all__ = [
     "PRIORITY",
     "ROOT",
     "SLRU",
-    "Component",
+    "ActionList",
+    "CopyLeg",
     "CopyOut",
     "DeviceOnly",
-    "Free",
-    "Grain",
+    "EvictionGranularity",
+    "EvictionPolicy",
+    "FreePages",
     "Inserted",
     "Insertion",
     "InvariantBroken",
-    "Key",
-    "Leg",
-    "Load",
+    "KeyUnits",
+    "LoadBack",
+    "LockHandle",
     "Match",
-    "Namespace",
-    "Outcome",
-    "Policy",
     "PrefixError",
+    "PrefixNamespace",
     "PrefixTree",
-    "Receipt",
+    "RadixKey",
     "Sidecar",
     "Sizes",
     "SlidingWindow",
     "StaleHandle",
     "State",
     "Tier",
-    "Transfer",
-    "Units",
+    "TierCopy",
+    "TreeComponent",
     "WriteBack",
     "WriteThrough",
 ]

@@ -1,4 +1,4 @@
-"""Check: the invariants of the tree, recomputed from its nodes, receipts and records. On in tests, off in production.
+"""Check: the invariants of the tree, recomputed from its nodes, handles and records. On in tests, off in production.
 
 The numbers are those of `INVARIANTS`. What a snapshot cannot show, a history must: 13, 17, 27, 28 and 29 are held
 against models in the tests, and 13 needs the pools, which are the caller's.
@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvmover.cache.prefix.config import WriteBack
-from kvmover.cache.prefix.copies import Flight
+from kvmover.cache.prefix.copies import CopyRecord
 from kvmover.cache.prefix.errors import InvariantBroken
-from kvmover.cache.prefix.forest import ID_BYTES, Account, Forest
+from kvmover.cache.prefix.forest import ID_BYTES, EvictableSet, Forest
 from kvmover.cache.prefix.hashes import chain
 from kvmover.cache.prefix.keys import page_array
-from kvmover.cache.prefix.node import Hold, Node
+from kvmover.cache.prefix.node import LockedPath, Node
 from kvmover.cache.prefix.policy import Recency
 from kvmover.cache.prefix.results import Tier
 
@@ -37,7 +37,7 @@ INVARIANTS = {
     15: "there is one id a page, or one a state",
     16: "a page's hash is that of its namespace and all tokens up to its end",
     17: "a split changes no tokens, ids, hashes, sizes, matches or locks",
-    18: "locks are the receipts that are out, and the locked children",
+    18: "locks are the handles that are out, and the locked children",
     19: "no two children begin with the same page",
     20: "a path has one namespace",
     21: "what a copy reads stays where it is until its end",
@@ -53,9 +53,9 @@ INVARIANTS = {
 }
 
 
-def check(forest: Forest, flights: Iterable[Flight], fetched: Iterable[bytes]) -> None:
+def check(forest: Forest, copies: Iterable[CopyRecord], fetched: Iterable[bytes]) -> None:
     """Raises InvariantBroken with the number, the sentence and the place of the first that does not hold."""
-    nodes, records = list(forest), list(flights)
+    nodes, records = list(forest), list(copies)
     _roots(forest)
     for node in nodes:
         _structure(forest, node)
@@ -65,13 +65,13 @@ def check(forest: Forest, flights: Iterable[Flight], fetched: Iterable[bytes]) -
     _locks(forest, nodes)
     _orders(forest, nodes)
     _sizes(forest, nodes)
-    _flights(forest, nodes, records)
+    _copies(forest, nodes, records)
     _places(forest, nodes, records, fetched)
     _hashes(forest, nodes)
 
 
-def demand(holds: bool, number: int, where: object) -> None:
-    if not holds:
+def demand(locked_paths: bool, number: int, where: object) -> None:
+    if not locked_paths:
         raise InvariantBroken(f"invariant {number}: {INVARIANTS[number]}; {where}")
 
 
@@ -96,7 +96,7 @@ def _structure(forest: Forest, node: Node) -> None:
 
 
 def _tiers(forest: Forest, node: Node) -> None:
-    parent, through = node.parent, not isinstance(forest.shape.tiers, WriteBack)
+    parent, through = node.parent, not isinstance(forest.config.tiers, WriteBack)
     assert parent is not None
     demand(node.pages is not None or node.host is not None, 3, f"node {node.id}")
     demand(node.pages is None or parent.pages is not None, 4, f"node {node.id} under {parent.id}")
@@ -105,7 +105,7 @@ def _tiers(forest: Forest, node: Node) -> None:
     resident = sum(child.pages is not None for child in node.children.values())
     demand(node.device_children == resident, 8, f"node {node.id} counts {node.device_children} of {resident} children")
     for index, held in enumerate(node.held):
-        where = f"{forest.shape.name(index)} of node {node.id}"
+        where = f"{forest.config.name(index)} of node {node.id}"
         demand(held.pages is None or node.pages is not None, 6, where)
         demand(held.host is None or node.host is not None, 6, where)
 
@@ -113,11 +113,11 @@ def _tiers(forest: Forest, node: Node) -> None:
 def _widths(forest: Forest, node: Node) -> None:
     size = (node.end - node.start) * ID_BYTES
     for index in range(-1, len(node.held)):
-        due = size if index < 0 or forest.shape.components[index].per_page else ID_BYTES
+        due = size if index < 0 or forest.config.components[index].per_page else ID_BYTES
         for tier in (Tier.DEVICE, Tier.HOST):
             ids = forest.ids(node, tier, index)
-            demand(ids is None or len(ids) == due, 15, f"{forest.shape.name(index)} of node {node.id}, {tier.name}")
-    demand(len(node.held) == len(forest.shape.components), 15, f"node {node.id} has {len(node.held)} components")
+            demand(ids is None or len(ids) == due, 15, f"{forest.config.name(index)} of node {node.id}, {tier.name}")
+    demand(len(node.held) == len(forest.config.components), 15, f"node {node.id} has {len(node.held)} components")
 
 
 def _reachable(forest: Forest, nodes: Sequence[Node]) -> None:
@@ -128,7 +128,9 @@ def _reachable(forest: Forest, nodes: Sequence[Node]) -> None:
 
 
 def _locks(forest: Forest, nodes: Sequence[Node]) -> None:
-    own = {tier: Counter(hold.node.id for hold in forest.holds.values() if hold.tier is tier) for tier in Tier}
+    own = {
+        tier: Counter(locked.node.id for locked in forest.locked_paths.values() if locked.tier is tier) for tier in Tier
+    }
     for node in nodes:
         device = own[Tier.DEVICE][node.id] + sum(child.locks > 0 for child in node.children.values())
         host = own[Tier.HOST][node.id] + sum(child.host_locks > 0 for child in node.children.values())
@@ -138,13 +140,15 @@ def _locks(forest: Forest, nodes: Sequence[Node]) -> None:
             f"node {node.id} counts {node.locks}, {node.host_locks}",
         )
     counts: Counter[tuple[int, int, Tier]] = Counter()
-    for hold in forest.holds.values():
-        demand(forest.nodes.get(hold.node.id) is hold.node, 18, f"a receipt for node {hold.node.id}, which is gone")
-        counts.update(_covered(hold))
+    for locked in forest.locked_paths.values():
+        demand(
+            forest.nodes.get(locked.node.id) is locked.node, 18, f"a handle for node {locked.node.id}, which is gone"
+        )
+        counts.update(_covered(locked))
     for node in nodes:
         for index, held in enumerate(node.held):
             due = counts[node.id, index, Tier.DEVICE], counts[node.id, index, Tier.HOST]
-            where = f"{forest.shape.name(index)} of node {node.id}"
+            where = f"{forest.config.name(index)} of node {node.id}"
             demand(
                 (held.locks, held.host_locks) == due, 18, f"{where} counts {held.locks}, {held.host_locks}, not {due}"
             )
@@ -152,12 +156,12 @@ def _locks(forest: Forest, nodes: Sequence[Node]) -> None:
             demand(not held.host_locks or node.host_locks > 0, 7, where)
 
 
-def _covered(hold: Hold) -> Iterable[tuple[int, int, Tier]]:
-    """(node, component, tier) of everything that a receipt covers beside attention KV."""
-    for segment in hold.segments:
-        for node in hold.node.path():
+def _covered(locked: LockedPath) -> Iterable[tuple[int, int, Tier]]:
+    """(node, component, tier) of everything that a handle covers beside attention KV."""
+    for segment in locked.segments:
+        for node in locked.node.path():
             if segment.first < node.end <= segment.stop:
-                yield node.id, segment.index, hold.tier
+                yield node.id, segment.index, locked.tier
 
 
 def _orders(forest: Forest, nodes: Sequence[Node]) -> None:
@@ -171,7 +175,7 @@ def _orders(forest: Forest, nodes: Sequence[Node]) -> None:
         demand(alone or not listed, 9, f"node {node.id} is in order and must stay")
         demand(not alone or listed or bool(node.children), 9, f"childless node {node.id} is free and not in order")
         for index, held in enumerate(node.held):
-            where = f"{forest.shape.name(index)} of node {node.id}"
+            where = f"{forest.config.name(index)} of node {node.id}"
             free = held.pages is not None and not held.locks
             demand((node in forest.held_device[index].order) == free, 10, where)
             alone = held.pages is None and held.host is not None and not held.host_locks
@@ -195,7 +199,7 @@ def _in_order(order: Recency) -> None:
 
 
 def _sizes(forest: Forest, nodes: Sequence[Node]) -> None:
-    fresh = Forest(forest.shape)
+    fresh = Forest(forest.config)
     for node in nodes:
         fresh.weigh(node, 1)
     kept = [forest.device, forest.host, *forest.held_device, *forest.held_host]
@@ -204,12 +208,12 @@ def _sizes(forest: Forest, nodes: Sequence[Node]) -> None:
         demand(_pages(mine) == _pages(right), 11, f"account {i} says {_pages(mine)}, the nodes {_pages(right)}")
 
 
-def _pages(account: Account) -> tuple[int, int]:
+def _pages(account: EvictableSet) -> tuple[int, int]:
     return account.evictable, account.protected
 
 
-def _flights(forest: Forest, nodes: Sequence[Node], records: Sequence[Flight]) -> None:
-    live = {flight.op: flight for flight in records}
+def _copies(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]) -> None:
+    live = {record.op: record for record in records}
     for node in nodes:
         for op, dst in ((node.backing, Tier.HOST), (node.loading, Tier.DEVICE)):
             demand(not op or (op in live and live[op].dst is dst), 12, f"node {node.id} waits for operation {op}")
@@ -217,31 +221,31 @@ def _flights(forest: Forest, nodes: Sequence[Node], records: Sequence[Flight]) -
             if op:
                 parts = [p for p in live[op].parts if p.index < 0 and p.first <= node.start and node.end <= p.stop]
                 demand(len(parts) == 1, 22, f"node {node.id} is part of operation {op} {len(parts)} times")
-    for flight in records:
-        demand(forest.nodes.get(flight.anchor.id) is flight.anchor, 12, f"operation {flight.op} has lost its path")
-        path = flight.anchor.path()
-        for part in flight.parts:
-            per_page = part.index < 0 or forest.shape.components[part.index].per_page
+    for record in records:
+        demand(forest.nodes.get(record.anchor.id) is record.anchor, 12, f"operation {record.op} has lost its path")
+        path = record.anchor.path()
+        for part in record.parts:
+            per_page = part.index < 0 or forest.config.components[part.index].per_page
             found = [
-                forest.ids(node, flight.src, part.index)
+                forest.ids(node, record.src, part.index)
                 for node in reversed(path)
                 if part.first < node.end <= part.stop
             ]
             there = b"".join(ids for ids in found if ids is not None)
-            demand(there == part.src, 21, f"operation {flight.op} reads pages that moved")
-            demand(per_page or len(part.src) == ID_BYTES, 15, f"operation {flight.op}")
+            demand(there == part.src, 21, f"operation {record.op} reads pages that moved")
+            demand(per_page or len(part.src) == ID_BYTES, 15, f"operation {record.op}")
 
 
-def _places(forest: Forest, nodes: Sequence[Node], records: Sequence[Flight], fetched: Iterable[bytes]) -> None:
+def _places(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Iterable[bytes]) -> None:
     """Ids in the tree; and those that belong to records, but for one that an insert was handed early, which stands for
     itself.
     """
-    for index in range(-1, len(forest.shape.components)):
+    for index in range(-1, len(forest.config.components)):
         for tier in (Tier.DEVICE, Tier.HOST):
             places: Counter[int] = Counter()
             for node in nodes:
                 places.update(page_array(forest.ids(node, tier, index) or b"").tolist())
-            where = f"{forest.shape.name(index)}, {tier.name}"
+            where = f"{forest.config.name(index)}, {tier.name}"
             demand(all(count == 1 for count in places.values()), 14, f"{where}: {_twice(places)}")
             if tier is Tier.HOST:
                 for record in records:
@@ -259,7 +263,7 @@ def _twice(places: Counter[int]) -> list[int]:
 
 
 def _hashes(forest: Forest, nodes: Sequence[Node]) -> None:
-    page = forest.shape.page_tokens * forest.shape.units
+    page = forest.config.page_tokens * forest.config.units
     for node in nodes:
         if node.hashes is None:
             continue

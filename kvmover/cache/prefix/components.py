@@ -15,13 +15,13 @@ from kvmover.cache.prefix.errors import PrefixError
 FULL = "full"
 
 
-class Judge(Protocol):
+class MatchValidator(Protocol):
     """Says of each node in turn, root first, whether a match may end there. It has state: ask it of every node."""
 
     def __call__(self, tokens: int, present: bool, /) -> bool: ...
 
 
-class Component(Protocol):
+class TreeComponent(Protocol):
     """What the tree must know of a further component. SlidingWindow and State are two; an engine may bring its own."""
 
     @property
@@ -47,7 +47,7 @@ class Component(Protocol):
         """A branching point lies on a multiple of this many tokens."""
         ...
 
-    def judge(self) -> Judge: ...
+    def match_validator(self) -> MatchValidator: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class SlidingWindow:
     def reach_tokens(self) -> int:
         return self.window_tokens
 
-    def judge(self) -> Judge:
+    def match_validator(self) -> MatchValidator:
         return _Window(self.window_tokens)
 
 
@@ -105,7 +105,7 @@ class State:
         if self.grid_tokens < 1:
             raise PrefixError(f"states lie at multiples of at least one token, got {self.grid_tokens}")
 
-    def judge(self) -> Judge:
+    def match_validator(self) -> MatchValidator:
         return _present
 
 

@@ -1,4 +1,4 @@
-"""Shape: what a tree is made for, fixed at its birth: page size, units, components, tiers, policy."""
+"""TreeConfig: what a tree is made for, fixed at its birth: page size, units, components, tiers, policy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from kvmover.cache.prefix.components import FULL, Component, Sidecar
+from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.keys import WORD_BYTES, Units
-from kvmover.cache.prefix.policy import LRU, Policy
+from kvmover.cache.prefix.keys import WORD_BYTES, KeyUnits
+from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.enums import settle
 
 
-class Grain(Enum):
+class EvictionGranularity(Enum):
     """What one eviction takes of a leaf: pages from its tail, no more than asked for, or always all of it.
 
     vLLM evicts single pages and keeps 0.2 points more of the Mooncake conversation trace at 3M tokens for it.
@@ -51,21 +51,21 @@ Tiers: TypeAlias = DeviceOnly | WriteThrough | WriteBack
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TreeConfig:
     """See the module. `components` are those that keep ids of their own, in the order in which nodes hold them."""
 
     page_tokens: int
-    components: tuple[Component, ...] = ()
+    components: tuple[TreeComponent, ...] = ()
     sidecars: tuple[Sidecar, ...] = ()
-    policy: Policy = LRU
-    grain: Grain = Grain.PAGE
+    policy: EvictionPolicy = LRU
+    grain: EvictionGranularity = EvictionGranularity.PAGE
     tiers: Tiers = DeviceOnly()
-    units: Units = Units.PLAIN
+    units: KeyUnits = KeyUnits.PLAIN
 
     def __post_init__(self) -> None:
         if self.page_tokens < 1:
             raise PrefixError(f"a page holds at least one token, got {self.page_tokens}")
-        settle(self, "tree", PrefixError, grain=Grain, units=Units)
+        settle(self, "tree", PrefixError, grain=EvictionGranularity, units=KeyUnits)
         own = [FULL, *(component.name for component in self.components)]
         names = [*own, *(sidecar.name for sidecar in self.sidecars)]
         if len(set(names)) < len(names):
@@ -73,7 +73,7 @@ class Shape:
         for sidecar in self.sidecars:
             if sidecar.of not in own:
                 raise PrefixError(f"sidecar {sidecar.name} shares the ids of {sidecar.of}, which is none of {own}")
-        if self.units is Units.BIGRAM and not all(component.per_page for component in self.components):
+        if self.units is KeyUnits.BIGRAM and not all(component.per_page for component in self.components):
             raise PrefixError("states stand at tokens, and a tree of bigrams has none")
 
     @property

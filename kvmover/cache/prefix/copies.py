@@ -18,15 +18,15 @@ from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.errors import PrefixError, StaleHandle
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
-from kvmover.cache.prefix.keys import Key, PageIds, page_array, words
+from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import positions, walk
-from kvmover.cache.prefix.node import Node, Segment
+from kvmover.cache.prefix.node import LockedSegment, Node
 from kvmover.cache.prefix.page_hashes import page_hashes
-from kvmover.cache.prefix.results import Free, Inserted, Leg, Outcome, PageArray, Receipt, Tier
+from kvmover.cache.prefix.results import ActionList, CopyLeg, FreePages, Inserted, LockHandle, PageArray, Tier
 
 
-class Transfer(msgspec.Struct, frozen=True, eq=False):
+class TierCopy(msgspec.Struct, frozen=True, eq=False):
     """A copy to carry out, and then to report to `end`. Destination ids are the record's until then.
 
     `first_page` is the position of the first page of `hashes`, which name the pages in storage; copies between device
@@ -36,13 +36,13 @@ class Transfer(msgspec.Struct, frozen=True, eq=False):
     op: int
     src: Tier
     dst: Tier
-    legs: tuple[Leg, ...]
+    legs: tuple[CopyLeg, ...]
     first_page: int
     hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CopyPart:
     """Ids of one component for pages [first, stop): one a page, or one for the last of them."""
 
     index: int
@@ -57,7 +57,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Flight:
+class CopyRecord:
     """One record. `landed` is the page up to which the copy succeeded, once that is known."""
 
     op: int
@@ -65,8 +65,8 @@ class Flight:
     dst: Tier
     anchor: Node
     first: int
-    parts: tuple[Part, ...]
-    receipts: tuple[Receipt, ...] = ()
+    parts: tuple[CopyPart, ...]
+    handles: tuple[LockHandle, ...] = ()
     landed: int | None = None
 
     @property
@@ -74,20 +74,20 @@ class Flight:
         return self.anchor.end
 
 
-class Flights:
+class CopyRecords:
     """All records, by operation. Operation numbers are never used again."""
 
     def __init__(self, forest: Forest, locks: Locks) -> None:
         self._forest = forest
         self._locks = locks
         self._next = 1
-        self.records: dict[int, Flight] = {}
+        self.records: dict[int, CopyRecord] = {}
 
     def needs(self, node: Node, dst: Tier) -> dict[str, int]:
         """Ids, by component, that a copy of the path to `node` onto `dst` takes."""
-        return {self._forest.shape.name(i): count for i, count in self._count(self._sources(node, dst)).items()}
+        return {self._forest.config.name(i): count for i, count in self._count(self._sources(node, dst)).items()}
 
-    def begin(self, node: Node, dst: Tier, page_ids: Mapping[str, PageIds]) -> Transfer:
+    def begin(self, node: Node, dst: Tier, page_ids: Mapping[str, PageIds]) -> TierCopy:
         """Copy to `dst` what the path to `node` has on the other tier alone.
 
         A path that is in flight already to `dst` raises for a load, and for a backup is not copied a second time: what
@@ -96,53 +96,53 @@ class Flights:
         forest = self._forest
         src = Tier.HOST if dst is Tier.DEVICE else Tier.DEVICE
         sources = self._sources(node, dst)
-        brought = {forest.shape.index(name): words(ids) for name, ids in page_ids.items()}
+        brought = {forest.config.index(name): words(ids) for name, ids in page_ids.items()}
         due = self._count(sources)
         got = {index: len(ids) // ID_BYTES for index, ids in brought.items() if ids}
         if got != due:
-            names = [{forest.shape.name(i): n for i, n in counts.items()} for counts in (due, got)]
+            names = [{forest.config.name(i): n for i, n in counts.items()} for counts in (due, got)]
             raise PrefixError(
                 f"a copy of node {node.id} to the {dst.name.lower()} takes {names[0]} ids, got {names[1]}"
             )
         parts = tuple(self._part(each, index, src, brought) for index, each in sources)
         full = [part.first for part in parts if part.index < 0]
-        flight = Flight(self.number(), src, dst, node, min(full, default=node.end), parts)
-        segments = tuple(Segment(part.index, part.first, part.stop) for part in parts if part.index >= 0)
-        flight.receipts = (self._locks.device(node, segments),)
+        record = CopyRecord(self.number(), src, dst, node, min(full, default=node.end), parts)
+        segments = tuple(LockedSegment(part.index, part.first, part.stop) for part in parts if part.index >= 0)
+        record.handles = (self._locks.device(node, segments),)
         if src is Tier.HOST:
-            flight.receipts += (self._locks.host(node, segments),)
+            record.handles += (self._locks.host(node, segments),)
         for index, each in sources:
-            _mark(each, dst, index, flight.op)
-        self.records[flight.op] = flight
-        return Transfer(flight.op, src, dst, self._legs(sources, flight), flight.first)
+            _mark(each, dst, index, record.op)
+        self.records[record.op] = record
+        return TierCopy(record.op, src, dst, self._legs(sources, record), record.first)
 
-    def store(self, node: Node, first_page: int) -> Transfer:
+    def store(self, node: Node, first_page: int) -> TierCopy:
         """Copy host pages of the path from `first_page` on to storage, where they are named by their hashes."""
         forest, path = self._forest, [each for each in reversed(node.path()) if each.end > first_page]
         if any(each.host is None for each in path):
             raise PrefixError(f"node {node.id} is not backed from page {first_page} on: nothing on the host to store")
-        hashes = [name for each in path for name in page_hashes(forest.shape, each)]
+        hashes = [name for each in path for name in page_hashes(forest.config, each)]
         first = path[0].start if path else node.end
         sources = [
             (i, each)
-            for i in range(-1, len(forest.shape.components))
+            for i in range(-1, len(forest.config.components))
             for each in path
             if forest.ids(each, Tier.HOST, i) is not None
         ]
         parts = tuple(self._part(each, index, Tier.HOST, {}) for index, each in sources)
-        flight = Flight(self.number(), Tier.HOST, Tier.STORAGE, node, first, parts)
-        segments = tuple(Segment(part.index, part.first, part.stop) for part in parts if part.index >= 0)
-        flight.receipts = (self._locks.host(node, segments),)
-        self.records[flight.op] = flight
-        legs = self._legs(sources, flight)
-        return Transfer(flight.op, Tier.HOST, Tier.STORAGE, legs, first, tuple(hashes))
+        record = CopyRecord(self.number(), Tier.HOST, Tier.STORAGE, node, first, parts)
+        segments = tuple(LockedSegment(part.index, part.first, part.stop) for part in parts if part.index >= 0)
+        record.handles = (self._locks.host(node, segments),)
+        self.records[record.op] = record
+        legs = self._legs(sources, record)
+        return TierCopy(record.op, Tier.HOST, Tier.STORAGE, legs, first, tuple(hashes))
 
-    def end(self, op: int, pages_done: int | None) -> Outcome:
+    def end(self, op: int, pages_done: int | None) -> ActionList:
         """See PrefixTree.end."""
-        flight = self.records.get(op)
-        if flight is None or flight.landed is not None:
+        record = self.records.get(op)
+        if record is None or record.landed is not None:
             raise StaleHandle(f"operation {op} is not under way")
-        flight.landed = flight.stop if pages_done is None else min(flight.stop, flight.first + max(0, pages_done))
+        record.landed = record.stop if pages_done is None else min(record.stop, record.first + max(0, pages_done))
         freed: dict[tuple[str, Tier], list[bytes]] = {}
         # The end of one may be what others wait for: those below it on the same path.
         settled = True
@@ -153,7 +153,9 @@ class Flights:
                     del self.records[each.op]
                     self._settle(each, freed)
                     settled = True
-        return Outcome(tuple(Free(name, tier, page_array(b"".join(ids))) for (name, tier), ids in freed.items()))
+        return ActionList(
+            tuple(FreePages(name, tier, page_array(b"".join(ids))) for (name, tier), ids in freed.items())
+        )
 
     def number(self) -> int:
         """A number that no operation had."""
@@ -168,10 +170,10 @@ class Flights:
         forest, path = self._forest, node.path()[::-1]
         src = Tier.HOST if dst is Tier.DEVICE else Tier.DEVICE
         found = list[tuple[int, Node]]()
-        for index in range(-1, len(forest.shape.components)):
+        for index in range(-1, len(forest.config.components)):
             first = 0
             if index >= 0 and dst is Tier.DEVICE:
-                first = len(path) - forest.reach(path[::-1], forest.shape.components[index].reach_tokens)
+                first = len(path) - forest.reach(path[::-1], forest.config.components[index].reach_tokens)
             for place, each in enumerate(path[first:], first):
                 if forest.ids(each, src, index) is None or forest.ids(each, dst, index) is not None:
                     continue
@@ -192,56 +194,56 @@ class Flights:
         return counts
 
     def _per_page(self, index: int) -> bool:
-        return index < 0 or self._forest.shape.components[index].per_page
+        return index < 0 or self._forest.config.components[index].per_page
 
-    def _part(self, node: Node, index: int, src: Tier, brought: dict[int, bytes]) -> Part:
+    def _part(self, node: Node, index: int, src: Tier, brought: dict[int, bytes]) -> CopyPart:
         """Takes the part's ids off those that were brought."""
         ids = self._forest.ids(node, src, index) or b""
         mine = brought.get(index, b"")
         brought[index] = mine[len(ids) :]
-        return Part(index, node.start if self._per_page(index) else node.end - 1, node.end, ids, mine[: len(ids)])
+        return CopyPart(index, node.start if self._per_page(index) else node.end - 1, node.end, ids, mine[: len(ids)])
 
-    def _legs(self, sources: Sequence[tuple[int, Node]], flight: Flight) -> tuple[Leg, ...]:
+    def _legs(self, sources: Sequence[tuple[int, Node]], record: CopyRecord) -> tuple[CopyLeg, ...]:
         """One leg a component, and one for each sidecar that shares its ids."""
-        legs, shape = list[Leg](), self._forest.shape
-        for index in sorted({part.index for part in flight.parts}):
-            parts = [part for part in flight.parts if part.index == index]
+        legs, config = list[CopyLeg](), self._forest.config
+        for index in sorted({part.index for part in record.parts}):
+            parts = [part for part in record.parts if part.index == index]
             where = positions(self._forest, [node for i, node in sources if i == index], index)
             ids = [page_array(b"".join(each)) for each in ([p.src for p in parts], [p.dst for p in parts])]
-            names = [shape.name(index), *(s.name for s in shape.sidecars if s.of == shape.name(index))]
-            legs += [Leg(name, where, ids[0], ids[1]) for name in names]
+            names = [config.name(index), *(s.name for s in config.sidecars if s.of == config.name(index))]
+            legs += [CopyLeg(name, where, ids[0], ids[1]) for name in names]
         return tuple(legs)
 
-    def _waits(self, flight: Flight) -> bool:
+    def _waits(self, record: CopyRecord) -> bool:
         """Whether attention KV that this record's pages stand on is still on its way by another.
 
         That is the page above for attention KV, and the node's own for other components. Waiting goes upwards only.
         """
-        at: dict[int, Node] = {node.end: node for node in flight.anchor.path()}
-        below = {part.first if part.index < 0 else part.stop for part in flight.parts}
-        return any(_marked(at[end], flight.dst, -1) not in (0, flight.op) for end in below if end in at)
+        at: dict[int, Node] = {node.end: node for node in record.anchor.path()}
+        below = {part.first if part.index < 0 else part.stop for part in record.parts}
+        return any(_marked(at[end], record.dst, -1) not in (0, record.op) for end in below if end in at)
 
-    def _settle(self, flight: Flight, freed: dict[tuple[str, Tier], list[bytes]]) -> None:
+    def _settle(self, record: CopyRecord, freed: dict[tuple[str, Tier], list[bytes]]) -> None:
         """Give what landed to the nodes that are there now, and everything else back."""
-        forest, name = self._forest, self._forest.shape.name
-        if flight.dst is not Tier.STORAGE:
-            assert flight.landed is not None
-            self._split_at(flight.anchor, flight.landed)
-            path = flight.anchor.path()[::-1]
-            for part in flight.parts:
+        forest, name = self._forest, self._forest.config.name
+        if record.dst is not Tier.STORAGE:
+            assert record.landed is not None
+            self._split_at(record.anchor, record.landed)
+            path = record.anchor.path()[::-1]
+            for part in record.parts:
                 for node, ids in self._pieces(part, path):
-                    _mark(node, flight.dst, part.index, 0)
-                    whole = node.end <= flight.landed and self._may(node, flight.dst, part.index)
-                    if whole and forest.ids(node, flight.dst, part.index) is None:
-                        forest.give(node, flight.dst, part.index, ids)
+                    _mark(node, record.dst, part.index, 0)
+                    whole = node.end <= record.landed and self._may(node, record.dst, part.index)
+                    if whole and forest.ids(node, record.dst, part.index) is None:
+                        forest.give(node, record.dst, part.index, ids)
                     else:
-                        spare = _unlike(ids, forest.ids(node, flight.dst, part.index))
+                        spare = _unlike(ids, forest.ids(node, record.dst, part.index))
                         if spare:
-                            freed.setdefault((name(part.index), flight.dst), []).append(spare)
-        for receipt in flight.receipts:
-            self._locks.release(receipt)
+                            freed.setdefault((name(part.index), record.dst), []).append(spare)
+        for handle in record.handles:
+            self._locks.release(handle)
 
-    def _pieces(self, part: Part, path: Sequence[Node]) -> Iterator[tuple[Node, bytes]]:
+    def _pieces(self, part: CopyPart, path: Sequence[Node]) -> Iterator[tuple[Node, bytes]]:
         for node in path:
             if part.first < node.end <= part.stop:
                 yield node, part.cut(node) if self._per_page(part.index) else part.dst
@@ -285,20 +287,20 @@ def _unlike(ids: bytes, others: bytes | None) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchRecord:
     """A read under way: `ids` are host pages for `key` from page `first` on, and belong to the record until its end.
 
     `held`: of further components, by their index, ids of the last pages.
     """
 
-    key: Key
+    key: RadixKey
     first: int
     ids: bytes
-    receipt: Receipt
+    handle: LockHandle
     held: tuple[tuple[int, bytes], ...] = ()
 
 
-def offered(forest: Forest, key: Key, page_ids: PageIds, first_page: int) -> bytes:
+def offered(forest: Forest, key: RadixKey, page_ids: PageIds, first_page: int) -> bytes:
     """The ids, checked: one for each whole page of `key` from `first_page` on."""
     pages, ids = len(key.data) // forest.page_bytes, words(page_ids)
     if not forest.hosted:
@@ -309,7 +311,7 @@ def offered(forest: Forest, key: Key, page_ids: PageIds, first_page: int) -> byt
     return ids
 
 
-def land(forest: Forest, key: Key, first: int, ids: bytes) -> Inserted:
+def land(forest: Forest, key: RadixKey, first: int, ids: bytes) -> Inserted:
     """Keep host pages of `key` from page `first` on. What is on the host already, or has no way there, comes back.
 
     Under write-through the pages before `first` must be on the host: where they are gone meanwhile, all ids come back
@@ -319,7 +321,7 @@ def land(forest: Forest, key: Key, first: int, ids: bytes) -> Inserted:
     stop = first * page_bytes + len(ids) // ID_BYTES * page_bytes
     path = walk(forest, key, stop)
     known = path[-1].end if path else 0
-    through, spare = not isinstance(forest.shape.tiers, WriteBack), list[bytes]()
+    through, spare = not isinstance(forest.config.tiers, WriteBack), list[bytes]()
     landing = path[-1] if path else None
     backed = all(node.host is not None for node in path if node.start < first) if through else True
     if not backed or known < first:
@@ -344,15 +346,15 @@ def land(forest: Forest, key: Key, first: int, ids: bytes) -> Inserted:
     return _landed(forest, path[-1] if path else None, path, before, spare)
 
 
-def land_held(forest: Forest, key: Key, held: tuple[tuple[int, bytes], ...]) -> tuple[Free, ...]:
+def land_held(forest: Forest, key: RadixKey, held: tuple[tuple[int, bytes], ...]) -> tuple[FreePages, ...]:
     """Keep ids of further components for the last pages of `key`, where its attention KV is on the host by now.
 
     What a node has already comes back, as does what has no node.
     """
-    page_bytes, freed = forest.page_bytes, list[Free]()
+    page_bytes, freed = forest.page_bytes, list[FreePages]()
     pages = len(key.data) // page_bytes
     for index, ids in held:
-        per_page = forest.shape.components[index].per_page
+        per_page = forest.config.components[index].per_page
         first, spare = pages - len(ids) // ID_BYTES if per_page else pages - 1, list[bytes]()
         if per_page:
             walk(forest, key, first * page_bytes)  # a boundary there, so that no node is covered in part
@@ -369,13 +371,13 @@ def land_held(forest: Forest, key: Key, held: tuple[tuple[int, bytes], ...]) -> 
         if known < pages:
             spare.append(ids[max(0, known - first) * ID_BYTES :] if per_page else ids)
         if spare:
-            freed.append(Free(forest.shape.name(index), Tier.HOST, page_array(b"".join(spare))))
+            freed.append(FreePages(forest.config.name(index), Tier.HOST, page_array(b"".join(spare))))
     return tuple(freed)
 
 
 def _landed(forest: Forest, end: Node | None, path: list[Node], known: int, spare: list[bytes]) -> Inserted:
-    ids, page_tokens = b"".join(spare), forest.shape.page_tokens
-    actions = (Free(FULL, Tier.HOST, page_array(ids)),) if ids else ()
+    ids, page_tokens = b"".join(spare), forest.config.page_tokens
+    actions = (FreePages(FULL, Tier.HOST, page_array(ids)),) if ids else ()
     reached = 0
     for node in path:
         if node.host is None:

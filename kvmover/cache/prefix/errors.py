@@ -8,7 +8,7 @@ class PrefixError(KvmoverError, ValueError):
 
 
 class StaleHandle(PrefixError):
-    """A node, receipt or operation that is gone, or never was. Ids are never used again, so it aliases no other."""
+    """A node, handle or operation that is gone, or never was. Ids are never used again, so it aliases no other."""
 
 
 class InvariantBroken(KvmoverError, AssertionError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.config import Grain, WriteBack
+from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.forest import ID_BYTES, Account, Forest
+from kvmover.cache.prefix.forest import ID_BYTES, EvictableSet, Forest
 from kvmover.cache.prefix.keys import PageIds, page_array, words
 from kvmover.cache.prefix.match import positions
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.results import CopyOut, Free, Leg, Outcome, Tier
+from kvmover.cache.prefix.results import ActionList, CopyLeg, CopyOut, FreePages, Tier
 
 
 class Eviction:
@@ -21,14 +21,14 @@ class Eviction:
     def __init__(self, forest: Forest, room: PageIds = ()) -> None:
         self._forest = forest
         self._room = words(room) if len(room) else b""
-        if self._room and not isinstance(forest.shape.tiers, WriteBack):
+        if self._room and not isinstance(forest.config.tiers, WriteBack):
             raise PrefixError("only a tree that writes back evicts into host pages")
         # Of a tree with further components a leaf goes whole: without its window or state, what is left is of no use.
-        self._trims = forest.shape.grain is Grain.PAGE and not forest.shape.components
+        self._trims = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
         self._copies = list[CopyOut]()
         self._freed: dict[tuple[int, Tier], list[bytes]] = {}
 
-    def device(self, pages: int) -> Outcome:
+    def device(self, pages: int) -> ActionList:
         """Give up `pages` pages of attention KV, or all that can be: leaves, from their ends."""
         forest, account, spared = self._forest, self._forest.device, list[Node]()
         aim = account.evictable - pages
@@ -62,7 +62,7 @@ class Eviction:
             return True
         return not node.host_locks and (not node.children or self._drop_below(node))
 
-    def held(self, index: int, pages: int) -> Outcome:
+    def held(self, index: int, pages: int) -> ActionList:
         """Give up ids of a further component on the device: inside the tree these alone, at a leaf all of it."""
         account = self._forest.held_device[index]
         aim = account.evictable - pages
@@ -76,7 +76,7 @@ class Eviction:
                 self._give_up(node)
         return self._outcome()
 
-    def host(self, pages: int) -> Outcome:
+    def host(self, pages: int) -> ActionList:
         """Give up host pages of attention KV: second copies first where they are made on eviction, then childless
         nodes.
         """
@@ -99,7 +99,7 @@ class Eviction:
                 self._delete(self._trimmed(node, account.evictable - aim, account))
         return self._outcome()
 
-    def held_host(self, index: int, pages: int) -> Outcome:
+    def held_host(self, index: int, pages: int) -> ActionList:
         """Give up ids of a further component that stand on the host alone."""
         account = self._forest.held_host[index]
         aim = account.evictable - pages
@@ -107,7 +107,7 @@ class Eviction:
             self._take(node, Tier.HOST, index)
         return self._outcome()
 
-    def _trimmed(self, node: Node, need: int, account: Account) -> Node:
+    def _trimmed(self, node: Node, need: int, account: EvictableSet) -> Node:
         """The part of `node` that has to go: its tail. The front takes its place in the order, and is a new node."""
         pages = node.end - node.start
         if self._trims and need < pages:
@@ -136,14 +136,14 @@ class Eviction:
         size = len(node.pages)
         ids, self._room = self._room[:size], self._room[size:]
         where = positions(self._forest, [node], -1)
-        names = [FULL, *(sidecar.name for sidecar in self._forest.shape.sidecars if sidecar.of == FULL)]
-        legs = tuple(Leg(name, where, page_array(node.pages), page_array(ids)) for name in names)
+        names = [FULL, *(sidecar.name for sidecar in self._forest.config.sidecars if sidecar.of == FULL)]
+        legs = tuple(CopyLeg(name, where, page_array(node.pages), page_array(ids)) for name in names)
         self._copies.append(CopyOut(legs))
         self._forest.give(node, Tier.HOST, -1, ids)
 
     def _bury(self, node: Node, index: int) -> None:
         """Make `node` a tombstone of one component, and of those that are of no use without it."""
-        components = self._forest.shape.components
+        components = self._forest.config.components
         for other, held in enumerate(node.held):
             lower = components[other].rank < components[index].rank
             if other == index or (lower and held.pages is not None and not held.locks):
@@ -198,8 +198,8 @@ class Eviction:
     def _note(self, index: int, tier: Tier, ids: bytes) -> None:
         self._freed.setdefault((index, tier), []).append(ids)
 
-    def _outcome(self) -> Outcome:
-        """Copies first, then one Free a component and tier."""
-        name = self._forest.shape.name
-        freed = [Free(name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in self._freed.items()]
-        return Outcome((*self._copies, *freed))
+    def _outcome(self) -> ActionList:
+        """Copies first, then one FreePages a component and tier."""
+        name = self._forest.config.name
+        freed = [FreePages(name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in self._freed.items()]
+        return ActionList((*self._copies, *freed))

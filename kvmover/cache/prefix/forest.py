@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvmover.cache.prefix.config import DeviceOnly, Shape, WriteBack
+from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack
 from kvmover.cache.prefix.errors import StaleHandle
-from kvmover.cache.prefix.hashes import Namespace
+from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.journal import Journal
-from kvmover.cache.prefix.node import Held, Hold, Node
+from kvmover.cache.prefix.node import ComponentPages, LockedPath, Node
 from kvmover.cache.prefix.page_hashes import page_hashes
 from kvmover.cache.prefix.policy import Order, Recency
 from kvmover.cache.prefix.results import ROOT, Tier
@@ -18,7 +18,7 @@ ID_BYTES = 4
 
 
 @dataclass(slots=True)
-class Account:
+class EvictableSet:
     """Pages of one component on one tier, and those of its nodes that may be given up, in order."""
 
     order: Order
@@ -29,38 +29,38 @@ class Account:
 class Forest:
     """State of a tree. It holds to the invariants between two calls, but for those about what only callers can do."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        self.page_bytes = shape.page_bytes
-        self.hosted = not isinstance(shape.tiers, DeviceOnly)
+    def __init__(self, config: TreeConfig) -> None:
+        self.config = config
+        self.page_bytes = config.page_bytes
+        self.hosted = not isinstance(config.tiers, DeviceOnly)
         #: One tier and nothing but attention KV: most of what follows has nothing to do then.
-        self.plain = not self.hosted and not shape.components
-        self.writes_back = isinstance(shape.tiers, WriteBack)
+        self.plain = not self.hosted and not config.components
+        self.writes_back = isinstance(config.tiers, WriteBack)
         self.journal: Journal | None = None
         self.clock = 0
         self.next_id = ROOT + 1
-        self.holds: dict[int, Hold] = {}
+        self.locked_paths: dict[int, LockedPath] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all nodes. Ids go on counting, so that none is used twice."""
-        self.roots: dict[Namespace, Node] = {}
+        self.roots: dict[PrefixNamespace, Node] = {}
         self.nodes: dict[int, Node] = {ROOT: self._root(None)}
-        self.device = Account(self.shape.policy.order())
-        self.host = Account(self.shape.policy.order())
+        self.device = EvictableSet(self.config.policy.order())
+        self.host = EvictableSet(self.config.policy.order())
         #: Nodes with pages on both tiers, where the host's are made on eviction: those on the host are the first to go
         #: there.
         self.doubles = Recency()
-        self.held_device = [Account(Recency()) for _ in self.shape.components]
-        self.held_host = [Account(Recency()) for _ in self.shape.components]
+        self.held_device = [EvictableSet(Recency()) for _ in self.config.components]
+        self.held_host = [EvictableSet(Recency()) for _ in self.config.components]
 
-    def _root(self, namespace: Namespace | None) -> Node:
+    def _root(self, namespace: PrefixNamespace | None) -> Node:
         """A root: no pages, on every tier, and locked for ever, so that no walk upwards goes past it."""
         root = Node(ROOT, None, b"", 0, 0)
         root.pages, root.host, root.locks, root.host_locks, root.namespace = b"", b"", 1, 1, namespace
         return root
 
-    def root(self, namespace: Namespace) -> Node:
+    def root(self, namespace: PrefixNamespace) -> Node:
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = self._root(namespace)
@@ -92,8 +92,8 @@ class Forest:
         node = Node(self.next_id, parent, tokens, parent.end, parent.end + len(tokens) // self.page_bytes)
         self.next_id += 1
         node.used = node.created = self.clock
-        if self.shape.components:
-            node.held = tuple(Held() for _ in self.shape.components)
+        if self.config.components:
+            node.held = tuple(ComponentPages() for _ in self.config.components)
         self.nodes[node.id] = node
         parent.children[tokens[: self.page_bytes]] = node
         return node
@@ -129,10 +129,10 @@ class Forest:
         self.settle(front)
         return front
 
-    def _cut(self, index: int, held: Held, ids: int) -> Held:
-        if not self.shape.components[index].per_page:
-            return Held()
-        front = Held(locks=held.locks, host_locks=held.host_locks, busy=held.busy)
+    def _cut(self, index: int, held: ComponentPages, ids: int) -> ComponentPages:
+        if not self.config.components[index].per_page:
+            return ComponentPages()
+        front = ComponentPages(locks=held.locks, host_locks=held.host_locks, busy=held.busy)
         if held.pages is not None:
             front.pages, held.pages = held.pages[:ids], held.pages[ids:]
         if held.host is not None:
@@ -170,7 +170,7 @@ class Forest:
             else:
                 self.host.evictable += pages
         for i, held in enumerate(node.held):
-            count = pages if self.shape.components[i].per_page else sign
+            count = pages if self.config.components[i].per_page else sign
             if held.pages is not None:
                 account = self.held_device[i]
                 if held.locks:
@@ -238,7 +238,7 @@ class Forest:
                 if not parent.locks and parent.pages is not None:
                     self.device.order.add(parent)
             if self.journal is not None:
-                self.journal.removed(page_hashes(self.shape, node), tier)
+                self.journal.removed(page_hashes(self.config, node), tier)
         return ids
 
     def trim(self, node: Node, pages: int) -> bytes:
@@ -251,7 +251,7 @@ class Forest:
         assert node.pages is not None
         assert not node.locks
         if self.journal is not None:
-            self.journal.removed(page_hashes(self.shape, node)[keep:], Tier.DEVICE)
+            self.journal.removed(page_hashes(self.config, node)[keep:], Tier.DEVICE)
         if node.hashes is not None:
             node.hashes = node.hashes[:keep]
         del self.nodes[node.id]
@@ -279,7 +279,7 @@ class Forest:
         self.device.order.touch(path)
         if self.hosted:
             self.host.order.touch(path)
-        for i, component in enumerate(self.shape.components):
+        for i, component in enumerate(self.config.components):
             reached = path[: self.reach(path, component.reach_tokens)]
             self.held_device[i].order.touch(reached)
             self.held_host[i].order.touch(reached)
@@ -288,7 +288,7 @@ class Forest:
         """How many nodes of `path`, from its deep end on, it takes to hold `tokens` tokens."""
         count = 0
         while count < len(path) and tokens > 0:
-            tokens -= (path[count].end - path[count].start) * self.shape.page_tokens
+            tokens -= (path[count].end - path[count].start) * self.config.page_tokens
             count += 1
         return count
 

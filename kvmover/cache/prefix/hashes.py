@@ -23,7 +23,7 @@ _TAG = b"kvmover-namespace-v1"
 
 
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class PrefixNamespace:
     """Model, adapter, tenant salt and further keys (an image's digest, a session): what shares KV is equal in all.
 
     Fields are compared and hashed one by one, never joined: an adapter "ab" with salt "c" is not "a" with "bc". Engines
@@ -45,8 +45,8 @@ class Namespace:
 
 
 @lru_cache(maxsize=4096)
-def _digest(namespace: Namespace) -> bytes:
-    if namespace == Namespace():
+def _digest(namespace: PrefixNamespace) -> bytes:
+    if namespace == PrefixNamespace():
         return b""
     fields = (namespace.model, namespace.adapter, namespace.salt, *namespace.extra)
     whole = sha256(_TAG)
@@ -59,14 +59,14 @@ def _digest(namespace: Namespace) -> bytes:
 HASH_BYTES = 32
 
 #: An array, array.array or memoryview of integers, which is not copied where it holds 32-bit words, or plain integers.
-Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | memoryview
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | memoryview
 
 
 class HashError(KvmoverError, ValueError):
     """Tokens or a parent that no page hash can be made of: the message names the value."""
 
 
-def chain(parent: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]:
+def chain(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
     """Hashes of the whole pages of `tokens`, each chained from the one before; a tail shorter than a page has none.
 
     `parent` is the hash of the page before the first, or the namespace's digest (`b""` for none). One call over all
@@ -80,7 +80,7 @@ def chain(parent: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]:
     return _chain(parent, words, 4 * page_tokens)
 
 
-def chain_bigrams(parent: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]:
+def chain_bigrams(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
     """`chain` where a unit is a pair of neighbouring tokens: N tokens make N - 1 units, as in caches of draft heads.
 
     Both tokens of every pair are hashed, so a page of `page_tokens` units is 8 bytes a unit.
@@ -123,7 +123,7 @@ def _check(parent: bytes, page_tokens: int) -> None:
         raise HashError(f"a parent is {HASH_BYTES} bytes or none, got {len(parent)}")
 
 
-def _words(tokens: Tokens) -> npt.NDArray[np.uint32]:
+def _words(tokens: TokenIds) -> npt.NDArray[np.uint32]:
     """The tokens as contiguous little-endian words; without a copy where they are 32-bit integers already."""
     given = np.asarray(tokens)
     if given.size == 0:

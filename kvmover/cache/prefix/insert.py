@@ -14,10 +14,10 @@ from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import WriteThrough
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
-from kvmover.cache.prefix.keys import Key, PageIds, common_bytes, page_array, words
+from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.results import ROOT, Free, Inserted, PageArray, Receipt, Tier
+from kvmover.cache.prefix.results import ROOT, FreePages, Inserted, LockHandle, PageArray, Tier
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Trailing:
 class Offer(msgspec.Struct, frozen=True):
     """What one request wants kept: the whole pages of `key`, with the ids of those from `first_page` on."""
 
-    key: Key
+    key: RadixKey
     pages: int
     first_page: int
     ids: bytes
@@ -51,7 +51,7 @@ class Offer(msgspec.Struct, frozen=True):
     def of(
         cls,
         forest: Forest,
-        key: Key,
+        key: RadixKey,
         page_ids: PageIds,
         *,
         first_page: int,
@@ -63,22 +63,22 @@ class Offer(msgspec.Struct, frozen=True):
         pages = len(key.data) // forest.page_bytes
         ids = words(page_ids)
         if not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
-            page_tokens = forest.shape.page_tokens
+            page_tokens = forest.config.page_tokens
             raise PrefixError(
                 f"{key.tokens} tokens fill {pages} pages of {page_tokens}; for those from {first_page} on"
                 f" {pages - first_page} ids are due, got {len(ids) // ID_BYTES}"
             )
         trailing = tuple(_trailing(forest, name, brought, pages) for name, brought in held.items()) if held else ()
-        counted = counted_tokens // forest.shape.page_tokens
+        counted = counted_tokens // forest.config.page_tokens
         return cls(key, pages, first_page, ids, counted, priority, trailing)
 
 
 def _trailing(forest: Forest, name: str, page_ids: PageIds, pages: int) -> Trailing:
-    index, ids = forest.shape.index(name), words(page_ids)
+    index, ids = forest.config.index(name), words(page_ids)
     count = len(ids) // ID_BYTES
     if index < 0:
         raise PrefixError(f"{FULL} has its ids in page_ids, not among further components")
-    most = pages if forest.shape.components[index].per_page else min(pages, 1)
+    most = pages if forest.config.components[index].per_page else min(pages, 1)
     if count > most:
         raise PrefixError(f"{name} keeps at most {most} ids for {pages} pages, got {count}")
     return Trailing(index, pages - count, ids, np.zeros(count, np.bool_))
@@ -101,7 +101,7 @@ class Insertion:
         self._taken = offer.first_page
         self._double = list[bytes]()
         self._steps = self._run()
-        self._receipt: Receipt | None = None
+        self._handle: LockHandle | None = None
         self.open = True
 
     def step(self) -> bool:
@@ -130,7 +130,7 @@ class Insertion:
     def _lock_end(self) -> None:
         """Lock the node reached instead of the one before."""
         assert self._end is not None
-        before, self._receipt = self._receipt, self._locks.device(self._end)
+        before, self._handle = self._handle, self._locks.device(self._end)
         if before is not None:
             self._locks.release(before)
 
@@ -139,8 +139,8 @@ class Insertion:
         self.open = False
         self._path = self._end.path() if self._end is not None else []
         self._forest.touch(self._path)
-        if self._receipt is not None:
-            self._locks.release(self._receipt)
+        if self._handle is not None:
+            self._locks.release(self._handle)
 
     def _run(self) -> Generator[Node, None, None]:
         forest, offer = self._forest, self._offer
@@ -213,12 +213,12 @@ class Insertion:
         So a lock on the end of a long prompt pins one window of it, and not the node as far as it reaches.
         """
         forest, offer = self._forest, self._offer
-        if not forest.shape.components:
+        if not forest.config.components:
             return [start, offer.pages]
         cuts = {start, offer.pages, *(trailing.first for trailing in offer.trailing)}
-        for component in forest.shape.components:
+        for component in forest.config.components:
             if component.per_page:
-                cuts.add(offer.pages - -(-component.reach_tokens // forest.shape.page_tokens))
+                cuts.add(offer.pages - -(-component.reach_tokens // forest.config.page_tokens))
         return sorted(cut for cut in cuts if start <= cut <= offer.pages)
 
     def _split_where_brought(self, node: Node) -> Node:
@@ -231,7 +231,7 @@ class Insertion:
     def _pass_held(self, node: Node) -> None:
         """As `_pass`, of the further components."""
         for trailing in self._offer.trailing:
-            if self._forest.shape.components[trailing.index].per_page:
+            if self._forest.config.components[trailing.index].per_page:
                 low, high = max(0, node.start - trailing.first), node.end - trailing.first
             else:
                 low, high = 0, len(trailing.kept) if node.end == self._offer.pages else 0
@@ -245,19 +245,19 @@ class Insertion:
                 trailing.kept[low:high] = page_array(mine) == page_array(has[-len(mine) :])
 
     def _result(self) -> Inserted:
-        shape, ids = self._forest.shape, b"".join(self._double)
-        actions = [Free(FULL, Tier.DEVICE, page_array(ids))] if ids else []
+        config, ids = self._forest.config, b"".join(self._double)
+        actions = [FreePages(FULL, Tier.DEVICE, page_array(ids))] if ids else []
         for trailing in self._offer.trailing:
             rest = trailing.rest()
             if len(rest):
-                actions.append(Free(shape.name(trailing.index), Tier.DEVICE, rest))
+                actions.append(FreePages(config.name(trailing.index), Tier.DEVICE, rest))
         end, node_id = (self._end.end, self._end.id) if self._end is not None else (0, ROOT)
-        known = self._known * shape.page_tokens
-        return Inserted(tuple(actions), node_id, end * shape.page_tokens, known, self._due())
+        known = self._known * config.page_tokens
+        return Inserted(tuple(actions), node_id, end * config.page_tokens, known, self._due())
 
     def _due(self) -> tuple[int, ...]:
         """The deepest node that enough requests have inserted and that no copy on the host is made of."""
-        tiers = self._forest.shape.tiers
+        tiers = self._forest.config.tiers
         if isinstance(tiers, WriteThrough):
             for node in self._path:
                 if node.hits >= tiers.after_hits:

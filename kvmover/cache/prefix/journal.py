@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from kvmover.cache.prefix.config import Shape
+from kvmover.cache.prefix.config import TreeConfig
 from kvmover.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
-from kvmover.cache.prefix.hashes import Namespace, as_int64
+from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.page_hashes import page_hashes
 from kvmover.cache.prefix.results import Tier
@@ -20,22 +20,22 @@ MEDIA = {Tier.DEVICE: Medium.GPU, Tier.HOST: Medium.CPU_PINNED, Tier.STORAGE: Me
 class Journal:
     """Writes to one sink. Splits say nothing: a page's hash is that of the tokens up to its end."""
 
-    def __init__(self, shape: Shape, sink: Sink) -> None:
-        self._shape = shape
+    def __init__(self, config: TreeConfig, sink: Sink) -> None:
+        self._config = config
         self._sink = sink
 
     def stored(self, node: Node, tier: Tier) -> None:
-        hashes = page_hashes(self._shape, node)
+        hashes = page_hashes(self._config, node)
         parent = node.parent
-        above = page_hashes(self._shape, parent) if parent is not None else []
+        above = page_hashes(self._config, parent) if parent is not None else []
         namespace = _namespace(node)
         self._sink(
             BlockStored(
                 tuple(map(as_int64, hashes)),
                 as_int64(above[-1]) if above else None,
                 # Of a bigram the second token is the next one's first: the first of each are the tokens.
-                tuple(memoryview(node.tokens).cast("I")[:: int(self._shape.units)]),
-                self._shape.page_tokens,
+                tuple(memoryview(node.tokens).cast("I")[:: int(self._config.units)]),
+                self._config.page_tokens,
                 None,
                 MEDIA[tier],
                 namespace.adapter or None,
@@ -50,7 +50,7 @@ class Journal:
         self._sink(AllBlocksCleared())
 
 
-def _namespace(node: Node) -> Namespace:
+def _namespace(node: Node) -> PrefixNamespace:
     while node.parent is not None:
         node = node.parent
     assert node.namespace is not None

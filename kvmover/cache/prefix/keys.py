@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.hashes import Namespace, Tokens
+from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 
 #: Page ids as they are handed in: a buffer of int32 is taken as it lies, anything else is converted.
-PageIds: TypeAlias = Tokens
+PageIds: TypeAlias = TokenIds
 
-DEFAULT = Namespace()
+DEFAULT = PrefixNamespace()
 
 WORD_BYTES = 4
 
@@ -25,7 +25,7 @@ NO_IDS = np.empty(0, np.int32)
 _WORD_FORMATS = frozenset("iIlL") if sys.byteorder == "little" else frozenset[str]()
 
 
-class Units(IntEnum):
+class KeyUnits(IntEnum):
     """What one position of the tree stands for; the value is how many 32-bit words it takes.
 
     BIGRAM is for the caches of draft heads that see the next token too: N tokens make N - 1 units of two neighbours,
@@ -36,18 +36,18 @@ class Units(IntEnum):
     BIGRAM = 2
 
 
-class Key(msgspec.Struct, frozen=True):
+class RadixKey(msgspec.Struct, frozen=True):
     """A prompt, ready to be compared: little-endian 32-bit words, one or two a unit, and their namespace."""
 
     data: bytes
-    namespace: Namespace
-    units: Units
+    namespace: PrefixNamespace
+    units: KeyUnits
 
     @classmethod
-    def of(cls, tokens: Tokens, namespace: Namespace, units: Units) -> Key:
+    def of(cls, tokens: TokenIds, namespace: PrefixNamespace, units: KeyUnits) -> RadixKey:
         """Of any row of integers from 0 to 2**32 - 1. 32-bit buffers are copied as they lie, without a look at them."""
         data = words(tokens)
-        if units is Units.BIGRAM:
+        if units is KeyUnits.BIGRAM:
             row = np.frombuffer(data, np.uint32)
             data = np.stack([row[:-1], row[1:]], axis=1).tobytes()
         return cls(data, namespace, units)
@@ -57,7 +57,7 @@ class Key(msgspec.Struct, frozen=True):
         return len(self.data) // (WORD_BYTES * self.units)
 
 
-def words(tokens: Tokens) -> bytes:
+def words(tokens: TokenIds) -> bytes:
     """`tokens` as 32-bit little-endian words. Raises PrefixError for what 32 bits cannot hold."""
     try:
         view = memoryview(tokens)  # type: ignore[arg-type]  # a row without a buffer is told by the error
@@ -68,7 +68,7 @@ def words(tokens: Tokens) -> bytes:
     return _converted(view)
 
 
-def _converted(tokens: Tokens) -> bytes:
+def _converted(tokens: TokenIds) -> bytes:
     row = np.asarray(tokens)
     if not row.size:
         return b""

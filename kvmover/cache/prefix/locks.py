@@ -1,6 +1,6 @@
-"""Locks: receipts for what must stay, exact across splits.
+"""Locks: handles for what must stay, exact across splits.
 
-A node counts its own receipts and its locked children, so that a lock costs what it newly locks and not the whole path:
+A node counts its own handles and its locked children, so that a lock costs what it newly locks and not the whole path:
 in a chat whose last turn is locked already it is one step. A split needs no care but for the new front, which has one
 locked child. Other components are locked by page positions of the path, which no split moves.
 """
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 from kvmover.cache.prefix.errors import PrefixError, StaleHandle
 from kvmover.cache.prefix.forest import Forest
-from kvmover.cache.prefix.node import Hold, Node, Segment
-from kvmover.cache.prefix.results import Receipt, Tier
+from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
+from kvmover.cache.prefix.results import LockHandle, Tier
 
 
 class Locks:
-    """Gives out and takes back receipts. Their numbers are never used again."""
+    """Gives out and takes back handles. Their numbers are never used again."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._next = 1
 
-    def device(self, node: Node, segments: tuple[Segment, ...] = ()) -> Receipt:
+    def device(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
         """Keep `node` and all above it: their pages where they are, and the nodes themselves."""
         forest = self._forest
         account, at = forest.device, node
@@ -39,9 +39,9 @@ class Locks:
                 self._pin(at)
             assert at.parent is not None
             at = at.parent
-        return self._receipt(node, Tier.DEVICE, segments)
+        return self._handle(node, Tier.DEVICE, segments)
 
-    def host(self, node: Node, segments: tuple[Segment, ...] = ()) -> Receipt:
+    def host(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
         """Keep the pages on the host of `node` and all above it. Those on the device may go."""
         forest, at = self._forest, node
         while True:
@@ -54,55 +54,55 @@ class Locks:
                 forest.doubles.discard(at)
             assert at.parent is not None
             at = at.parent
-        return self._receipt(node, Tier.HOST, segments)
+        return self._handle(node, Tier.HOST, segments)
 
-    def release(self, receipt: Receipt) -> None:
-        """End a lock; what it kept was used until now. Raises StaleHandle for a receipt that is not out."""
-        hold = self.hold(receipt)
-        del self._forest.holds[receipt.number]
-        for segment in hold.segments:
-            self._shift(hold.node, segment, hold.tier, -1)
-        if hold.tier is Tier.DEVICE:
-            self._release_device(hold.node)
+    def release(self, handle: LockHandle) -> None:
+        """End a lock; what it kept was used until now. Raises StaleHandle for a handle that is not out."""
+        locked = self.locked(handle)
+        del self._forest.locked_paths[handle.number]
+        for segment in locked.segments:
+            self._shift(locked.node, segment, locked.tier, -1)
+        if locked.tier is Tier.DEVICE:
+            self._release_device(locked.node)
         else:
-            self._release_host(hold.node)
+            self._release_host(locked.node)
 
-    def release_component(self, receipt: Receipt, index: int) -> None:
+    def release_component(self, handle: LockHandle, index: int) -> None:
         """End the part of a lock that covers one component. Raises PrefixError when it does not, or not any more."""
-        hold = self.hold(receipt)
-        kept = tuple(segment for segment in hold.segments if segment.index != index)
-        if len(kept) == len(hold.segments):
-            raise PrefixError(f"receipt {receipt.number} does not cover {self._forest.shape.name(index)}")
-        self._forest.holds[receipt.number] = Hold(hold.node, hold.tier, kept)
-        for segment in hold.segments:
+        locked = self.locked(handle)
+        kept = tuple(segment for segment in locked.segments if segment.index != index)
+        if len(kept) == len(locked.segments):
+            raise PrefixError(f"handle {handle.number} does not cover {self._forest.config.name(index)}")
+        self._forest.locked_paths[handle.number] = LockedPath(locked.node, locked.tier, kept)
+        for segment in locked.segments:
             if segment.index == index:
-                self._shift(hold.node, segment, hold.tier, -1)
+                self._shift(locked.node, segment, locked.tier, -1)
 
-    def hold(self, receipt: Receipt) -> Hold:
-        hold = self._forest.holds.get(receipt.number)
-        if hold is None or hold.node.id != receipt.node or hold.tier is not receipt.tier:
-            raise StaleHandle(f"receipt {receipt.number} for node {receipt.node} is not out")
-        return hold
+    def locked(self, handle: LockHandle) -> LockedPath:
+        locked = self._forest.locked_paths.get(handle.number)
+        if locked is None or locked.node.id != handle.node or locked.tier is not handle.tier:
+            raise StaleHandle(f"handle {handle.number} for node {handle.node} is not out")
+        return locked
 
-    def segments(self, node: Node, skip: Sequence[str] = ()) -> tuple[Segment, ...]:
+    def segments(self, node: Node, skip: Sequence[str] = ()) -> tuple[LockedSegment, ...]:
         """What the end of `node` needs of each other component: the window, or the one state."""
         forest = self._forest
-        if not forest.shape.components or node.parent is None:
+        if not forest.config.components or node.parent is None:
             return ()
-        path, found = node.path(), list[Segment]()
-        for i, component in enumerate(forest.shape.components):
+        path, found = node.path(), list[LockedSegment]()
+        for i, component in enumerate(forest.config.components):
             if component.name not in skip:
                 last = path[forest.reach(path, component.reach_tokens) - 1]
-                found.append(Segment(i, last.start if component.per_page else node.end - 1, node.end))
+                found.append(LockedSegment(i, last.start if component.per_page else node.end - 1, node.end))
         return tuple(found)
 
-    def _receipt(self, node: Node, tier: Tier, segments: tuple[Segment, ...]) -> Receipt:
+    def _handle(self, node: Node, tier: Tier, segments: tuple[LockedSegment, ...]) -> LockHandle:
         for segment in segments:
             self._shift(node, segment, tier, 1)
         number = self._next
         self._next = number + 1
-        self._forest.holds[number] = Hold(node, tier, segments)
-        return Receipt(number, node.id, tier)
+        self._forest.locked_paths[number] = LockedPath(node, tier, segments)
+        return LockHandle(number, node.id, tier)
 
     def _release_device(self, node: Node) -> None:
         forest = self._forest
@@ -148,7 +148,7 @@ class Locks:
         account.protected -= pages
         account.order.add(node)
 
-    def _shift(self, node: Node, segment: Segment, tier: Tier, by: int) -> None:
+    def _shift(self, node: Node, segment: LockedSegment, tier: Tier, by: int) -> None:
         """Count one lock more or less on a segment of the path that ends at `node`."""
         forest, at = self._forest, node
         while at.end > segment.first:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvmover.cache.prefix.components import Judge
+from kvmover.cache.prefix.components import MatchValidator
 from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.forest import Forest
-from kvmover.cache.prefix.keys import NO_IDS, Key, common_bytes, page_array
+from kvmover.cache.prefix.keys import NO_IDS, RadixKey, common_bytes, page_array
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.results import ROOT, Load, Match, PageArray, Tier
+from kvmover.cache.prefix.results import ROOT, LoadBack, Match, PageArray, Tier
 
 
-def walk(forest: Forest, key: Key, stop: int) -> list[Node]:
+def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
     """Nodes from the root down that spell the first `stop` bytes of `key`, as far as they do. The last one may be split
     for it.
 
@@ -41,16 +41,16 @@ def walk(forest: Forest, key: Key, stop: int) -> list[Node]:
     return path
 
 
-def match(forest: Forest, key: Key, stop: int) -> Match:
+def match(forest: Forest, key: RadixKey, stop: int) -> Match:
     """See PrefixTree.match."""
     path = walk(forest, key, stop)
     if not path:
         return MISS
     forest.touch(path[::-1])
     pages = [node.pages for node in path]
-    if forest.shape.components or None in pages:
+    if forest.config.components or None in pages:
         return _anchors(forest, path)
-    end, node_id = path[-1].end * forest.shape.page_tokens, path[-1].id
+    end, node_id = path[-1].end * forest.config.page_tokens, path[-1].id
     data = b"".join(pages) if len(pages) > 1 else pages[0]  # type: ignore[arg-type]
     ids = page_array(data)  # type: ignore[arg-type]  # none is None
     return Match(end, ids, node_id, end, node_id, end, _backed(forest, path) if forest.hosted else node_id)
@@ -58,7 +58,7 @@ def match(forest: Forest, key: Key, stop: int) -> Match:
 
 def _backed(forest: Forest, path: list[Node]) -> int:
     """Where a fetch can go on: the deepest node on the host, or any where holes are allowed there."""
-    if isinstance(forest.shape.tiers, WriteBack):
+    if isinstance(forest.config.tiers, WriteBack):
         return path[-1].id if path else ROOT
     return next((node.id for node in reversed(path) if node.host is not None), ROOT)
 
@@ -69,7 +69,7 @@ MISS = Match(0, NO_IDS, ROOT, 0, ROOT, 0, ROOT)
 def _anchors(forest: Forest, path: list[Node]) -> Match:
     """The deepest ends at which all components are of use: on the device, and on either tier."""
     device, best = _usable(forest, path, (Tier.DEVICE,)), _usable(forest, path, (Tier.DEVICE, Tier.HOST))
-    page_tokens = forest.shape.page_tokens
+    page_tokens = forest.config.page_tokens
     ends = [0, *(node.end * page_tokens for node in path)]
     ids = [ROOT, *(node.id for node in path)]
     return Match(
@@ -88,35 +88,38 @@ def _anchors(forest: Forest, path: list[Node]) -> Match:
 
 
 def _usable(forest: Forest, path: list[Node], tiers: tuple[Tier, ...]) -> int:
-    """How many nodes of `path` can be used from `tiers`. Every judge sees every node: a window counts as it goes."""
-    judges: list[Judge] = [component.judge() for component in forest.shape.components]
+    """How many nodes of `path` can be used from `tiers`.
+
+    Every validator sees every node: a window counts as it goes.
+    """
+    validators: list[MatchValidator] = [component.match_validator() for component in forest.config.components]
     usable = 0
     for count, node in enumerate(path, 1):
         if all(forest.ids(node, tier, -1) is None for tier in tiers):
             break
-        tokens = len(node.tokens) // forest.page_bytes * forest.shape.page_tokens
+        tokens = len(node.tokens) // forest.page_bytes * forest.config.page_tokens
         verdicts = [
-            judge(tokens, any(forest.ids(node, tier, i) is not None for tier in tiers))
-            for i, judge in enumerate(judges)
+            match_validator(tokens, any(forest.ids(node, tier, i) is not None for tier in tiers))
+            for i, match_validator in enumerate(validators)
         ]
         if all(verdicts):
             usable = count
     return usable
 
 
-def loads(forest: Forest, path: list[Node]) -> tuple[Load, ...]:
+def loads(forest: Forest, path: list[Node]) -> tuple[LoadBack, ...]:
     """What the end of `path`, from the root down, has on the host alone: attention KV, and of others what it needs."""
-    found, deepest = list[Load](), path[::-1]
-    for i in range(-1, len(forest.shape.components)):
-        reach = len(path) if i < 0 else forest.reach(deepest, forest.shape.components[i].reach_tokens)
+    found, deepest = list[LoadBack](), path[::-1]
+    for i in range(-1, len(forest.config.components)):
+        reach = len(path) if i < 0 else forest.reach(deepest, forest.config.components[i].reach_tokens)
         nodes = [node for node in reversed(deepest[:reach]) if forest.ids(node, Tier.DEVICE, i) is None]
         nodes = [node for node in nodes if forest.ids(node, Tier.HOST, i) is not None]
         if nodes:
             ids = b"".join(forest.ids(node, Tier.HOST, i) or b"" for node in nodes)
-            found.append(Load(forest.shape.name(i), positions(forest, nodes, i), page_array(ids)))
+            found.append(LoadBack(forest.config.name(i), positions(forest, nodes, i), page_array(ids)))
             found += [
-                Load(sidecar.name, found[-1].positions, found[-1].host_page_ids)
-                for sidecar in forest.shape.sidecars
+                LoadBack(sidecar.name, found[-1].positions, found[-1].host_page_ids)
+                for sidecar in forest.config.sidecars
                 if sidecar.of == found[-1].component
             ]
     return tuple(found)
@@ -124,7 +127,7 @@ def loads(forest: Forest, path: list[Node]) -> tuple[Load, ...]:
 
 def positions(forest: Forest, nodes: Sequence[Node], index: int) -> PageArray:
     """Page positions, from the root, of what a component keeps at `nodes`: all pages, or the last of each."""
-    if index >= 0 and not forest.shape.components[index].per_page:
+    if index >= 0 and not forest.config.components[index].per_page:
         return np.array([node.end - 1 for node in nodes], np.int32)
     return np.concatenate([np.arange(node.start, node.end, dtype=np.int32) for node in nodes] or [NO_IDS])
 
@@ -133,7 +136,7 @@ def _branches(forest: Forest, full_tokens: int, best_tokens: int) -> tuple[tuple
     """Where to keep each component next: the last point of its grid that attention KV reaches and it does not."""
     points = [
         (component.name, full_tokens // component.grid_tokens * component.grid_tokens)
-        for component in forest.shape.components
+        for component in forest.config.components
     ]
     return tuple((name, tokens) for name, tokens in points if tokens > best_tokens)
 
@@ -148,7 +151,7 @@ def _waits(path: list[Node]) -> tuple[int, ...]:
 def _held(forest: Forest, path: list[Node]) -> tuple[tuple[str, PageArray], ...]:
     """Of each further component, the ids that a request starting at the end of `path` reads."""
     found, deepest = list[tuple[str, PageArray]](), path[::-1]
-    for i, component in enumerate(forest.shape.components):
+    for i, component in enumerate(forest.config.components):
         reached = deepest[: forest.reach(deepest, component.reach_tokens)]
         found.append((component.name, page_array(b"".join(node.held[i].pages or b"" for node in reversed(reached)))))
     return tuple(found)

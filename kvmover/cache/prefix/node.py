@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvmover.cache.prefix.hashes import Namespace
+from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.results import Tier
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class ComponentPages:
     """What one further component keeps at a node: page ids on each tier, or none, and how many locks count on them."""
 
     pages: bytes | None = None
@@ -65,7 +65,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.pages: bytes | None = None
         self.host: bytes | None = None
-        #: Receipts on this node, and one for each child that is locked.
+        #: Handles on this node, and one for each child that is locked.
         self.locks = 0
         self.host_locks = 0
         #: Children with pages on the device.
@@ -76,12 +76,12 @@ class Node:
         self.priority = 0
         #: Of each page; None until somebody asks.
         self.hashes: list[bytes] | None = None
-        self.held: tuple[Held, ...] = ()
+        self.held: tuple[ComponentPages, ...] = ()
         #: Operations that will give this node pages on the host or the device; 0 for none.
         self.backing = 0
         self.loading = 0
         #: Of a root; None elsewhere.
-        self.namespace: Namespace | None = None
+        self.namespace: PrefixNamespace | None = None
 
     def path(self) -> list[Node]:
         """This node and those above it but for the root, deepest first."""
@@ -93,7 +93,7 @@ class Node:
         return path
 
 
-class Segment(msgspec.Struct, frozen=True):
+class LockedSegment(msgspec.Struct, frozen=True):
     """Pages [first, stop) of a path, of the further component with this index."""
 
     index: int
@@ -101,9 +101,9 @@ class Segment(msgspec.Struct, frozen=True):
     stop: int
 
 
-class Hold(msgspec.Struct, frozen=True):
-    """What one receipt keeps: attention KV from the root to `node`, and segments of further components."""
+class LockedPath(msgspec.Struct, frozen=True):
+    """What one handle keeps: attention KV from the root to `node`, and segments of further components."""
 
     node: Node
     tier: Tier
-    segments: tuple[Segment, ...]
+    segments: tuple[LockedSegment, ...]

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol, TypeAlias
 from kvmover.cache.prefix.node import Node
 
 #: The smaller, the sooner it goes.
-Rank: TypeAlias = tuple[int, ...]
+EvictionRank: TypeAlias = tuple[int, ...]
 
 #: Of a node, and of how long ago the first in order was used: about how long a node stays, in uses of the tree.
-Ranking: TypeAlias = Callable[[Node, int], Rank]
+EvictionRanking: TypeAlias = Callable[[Node, int], EvictionRank]
 
 
 class Order(Protocol):
@@ -81,10 +81,10 @@ class Recency:
         return len(self._nodes)
 
 
-class Entry(NamedTuple):
+class HeapEntry(NamedTuple):
     """A node as it was ranked. It is good while it is the one noted for its node and that was not used since."""
 
-    rank: Rank
+    rank: EvictionRank
     node_id: int
     used: int
     node: Node
@@ -96,10 +96,10 @@ class Ranked:
     A use does not lower a rank, so an outdated entry comes up too early and never too late.
     """
 
-    def __init__(self, rank: Ranking) -> None:
+    def __init__(self, rank: EvictionRanking) -> None:
         self._rank = rank
-        self._entries: dict[Node, Entry] = {}
-        self._heap: list[Entry] = []
+        self._entries: dict[Node, HeapEntry] = {}
+        self._heap: list[HeapEntry] = []
         #: The last use that was seen.
         self._now = 0
 
@@ -119,7 +119,7 @@ class Ranked:
     def front(self, node: Node) -> None:
         """Ranked as the first is now."""
         if self._heap:
-            entry = self._entries[node] = Entry(self._heap[0].rank, node.id, node.used, node)
+            entry = self._entries[node] = HeapEntry(self._heap[0].rank, node.id, node.used, node)
             heappush(self._heap, entry)
         else:
             self._push(node)
@@ -141,7 +141,7 @@ class Ranked:
     def _push(self, node: Node) -> None:
         self._now = max(self._now, node.used)
         age = self._now - self._heap[0].used if self._heap else 0
-        entry = self._entries[node] = Entry(self._rank(node, age), node.id, node.used, node)
+        entry = self._entries[node] = HeapEntry(self._rank(node, age), node.id, node.used, node)
         heappush(self._heap, entry)
 
     def __contains__(self, node: Node) -> bool:
@@ -152,27 +152,27 @@ class Ranked:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class EvictionPolicy:
     """A name, and how to make the order that it keeps."""
 
     name: str
     order: Callable[[], Order]
 
     @classmethod
-    def ranked(cls, name: str, rank: Ranking) -> Policy:
+    def ranked(cls, name: str, rank: EvictionRanking) -> EvictionPolicy:
         return cls(name, lambda: Ranked(rank))
 
 
-LRU = Policy("lru", Recency)
-LFU = Policy.ranked("lfu", lambda node, _age: (node.hits, node.used))
+LRU = EvictionPolicy("lru", Recency)
+LFU = EvictionPolicy.ranked("lfu", lambda node, _age: (node.hits, node.used))
 #: Two classes, of which what was hit twice goes last; in each the least recently used.
-SLRU = Policy.ranked("slru", lambda node, _age: (node.hits >= 2, node.used))
-FIFO = Policy.ranked("fifo", lambda node, _age: (node.created,))
-PRIORITY = Policy.ranked("priority", lambda node, _age: (node.priority, node.used))
+SLRU = EvictionPolicy.ranked("slru", lambda node, _age: (node.hits >= 2, node.used))
+FIFO = EvictionPolicy.ranked("fifo", lambda node, _age: (node.created,))
+PRIORITY = EvictionPolicy.ranked("priority", lambda node, _age: (node.priority, node.used))
 #: Least recently used, but what was used twice stays about twice as long: it may go when it would have gone, had it
 #: been used that much later. Unlike SLRU's second class it does go. On the Mooncake conversation trace at page 64 the
 #: hit rate is 0.0573 instead of LRU's 0.0553 at 1M tokens, 0.1520 instead of 0.1421 at 3M, 0.3003 instead of 0.2940 at
 #: 10M, and 0.3644 instead of 0.3660 at 30M, where nearly everything fits; SLRU's are 0.0606, 0.0994, 0.2118 and 0.3609.
-EARNED = Policy.ranked("earned", lambda node, age: (node.used + age * (node.hits >= 2),))
+EARNED = EvictionPolicy.ranked("earned", lambda node, age: (node.used + age * (node.hits >= 2),))
 
 POLICIES = {policy.name: policy for policy in (LRU, LFU, SLRU, FIFO, PRIORITY, EARNED)}

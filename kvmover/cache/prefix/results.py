@@ -28,7 +28,7 @@ class Tier(IntEnum):
     STORAGE = 2
 
 
-class Free(msgspec.Struct, frozen=True, eq=False):
+class FreePages(msgspec.Struct, frozen=True, eq=False):
     """These page ids are the caller's again: nothing in the tree or in flight uses them."""
 
     component: str
@@ -36,7 +36,7 @@ class Free(msgspec.Struct, frozen=True, eq=False):
     page_ids: PageArray
 
 
-class Leg(msgspec.Struct, frozen=True, eq=False):
+class CopyLeg(msgspec.Struct, frozen=True, eq=False):
     """One component's part of a copy: page `positions`, from the root, and the ids to copy from and to, in that order.
 
     A tier without page ids, storage, has none.
@@ -51,13 +51,13 @@ class Leg(msgspec.Struct, frozen=True, eq=False):
 class CopyOut(msgspec.Struct, frozen=True, eq=False):
     """Copy from device to host before anything that follows: a victim that was not backed."""
 
-    legs: tuple[Leg, ...]
+    legs: tuple[CopyLeg, ...]
 
 
-Action: TypeAlias = Free | CopyOut
+Action: TypeAlias = FreePages | CopyOut
 
 
-class Outcome(msgspec.Struct, frozen=True, eq=False):
+class ActionList(msgspec.Struct, frozen=True, eq=False):
     """What is to be done, in order; copies come before the frees of what they read."""
 
     actions: tuple[Action, ...] = ()
@@ -66,12 +66,12 @@ class Outcome(msgspec.Struct, frozen=True, eq=False):
         """All that is freed of one component on one tier."""
         tier = member(Tier, tier, "tier", PrefixError)
         found = [
-            a.page_ids for a in self.actions if isinstance(a, Free) and a.component == component and a.tier == tier
+            a.page_ids for a in self.actions if isinstance(a, FreePages) and a.component == component and a.tier == tier
         ]
         return NO_IDS if not found else found[0] if len(found) == 1 else np.concatenate(found)
 
 
-class Inserted(Outcome, frozen=True, eq=False):
+class Inserted(ActionList, frozen=True, eq=False):
     """An insert, or the landing of pages on the host: `tokens` are kept now, of which `known_tokens` were before.
 
     `node` is the end of the path. `actions` free the duplicates. `backups` are nodes that are due to be written
@@ -84,7 +84,7 @@ class Inserted(Outcome, frozen=True, eq=False):
     backups: tuple[int, ...] = ()
 
 
-class Load(msgspec.Struct, frozen=True, eq=False):
+class LoadBack(msgspec.Struct, frozen=True, eq=False):
     """What one component must bring from the host for a match to be of use up to its best node."""
 
     component: str
@@ -110,13 +110,13 @@ class Match(msgspec.Struct, frozen=True, eq=False):
     best_node: int
     full_tokens: int
     host_node: int
-    loads: tuple[Load, ...] = ()
+    loads: tuple[LoadBack, ...] = ()
     branches: tuple[tuple[str, int], ...] = ()
     held: tuple[tuple[str, PageArray], ...] = ()
     waits: tuple[int, ...] = ()
 
 
-class Receipt(msgspec.Struct, frozen=True):
+class LockHandle(msgspec.Struct, frozen=True):
     """A lock. What it covers is noted in the tree, and follows splits."""
 
     number: int

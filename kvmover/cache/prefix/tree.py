@@ -1,7 +1,8 @@
 """PrefixTree: which pages hold the KV of a prompt's first tokens, on which tier, and which go next. Bookkeeping only.
 
 The tree decides, the caller executes. Pages belong to the caller's pools; while the tree or a record in flight has an
-id, nobody else may use it, and every id comes back exactly once: in a Free action, or as the remainder of an operation.
+id, nobody else may use it, and every id comes back exactly once: in a FreePages action, or as the remainder of an
+operation.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvmover.cache.prefix.check import check
-from kvmover.cache.prefix.components import FULL, Component, Sidecar
-from kvmover.cache.prefix.config import DeviceOnly, Grain, Shape, Tiers, WriteBack
-from kvmover.cache.prefix.copies import Fetch, Flights, Transfer, land, land_held, offered
+from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
+from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
+from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
-from kvmover.cache.prefix.hashes import Namespace, Tokens
+from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
 from kvmover.cache.prefix.journal import Journal, Sink
-from kvmover.cache.prefix.keys import DEFAULT, Key, PageIds, Units, page_array, words
+from kvmover.cache.prefix.keys import DEFAULT, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import match, walk
 from kvmover.cache.prefix.page_hashes import page_hashes
-from kvmover.cache.prefix.policy import LRU, Policy
-from kvmover.cache.prefix.results import ROOT, Free, Inserted, Match, Outcome, Receipt, Sizes, Tier
+from kvmover.cache.prefix.policy import LRU, EvictionPolicy
+from kvmover.cache.prefix.results import ROOT, ActionList, FreePages, Inserted, LockHandle, Match, Sizes, Tier
 from kvmover.enums import member
 
 
@@ -47,31 +48,33 @@ class PrefixTree:
         self,
         page_tokens: int,
         *,
-        components: Sequence[Component | Sidecar] = (),
-        policy: Policy = LRU,
-        grain: Grain = Grain.PAGE,
+        components: Sequence[TreeComponent | Sidecar] = (),
+        policy: EvictionPolicy = LRU,
+        grain: EvictionGranularity = EvictionGranularity.PAGE,
         tiers: Tiers | None = None,
-        units: Units = Units.PLAIN,
+        units: KeyUnits = KeyUnits.PLAIN,
         sink: Sink | None = None,
     ) -> None:
         own = tuple(each for each in components if not isinstance(each, Sidecar))
         sidecars = tuple(each for each in components if isinstance(each, Sidecar))
-        self.shape = Shape(page_tokens, own, sidecars, policy, grain, tiers or DeviceOnly(), units)
-        self._forest = Forest(self.shape)
+        self.config = TreeConfig(page_tokens, own, sidecars, policy, grain, tiers or DeviceOnly(), units)
+        self._forest = Forest(self.config)
         if sink is not None:
-            self._forest.journal = Journal(self.shape, sink)
+            self._forest.journal = Journal(self.config, sink)
         self._locks = Locks(self._forest)
-        self._flights = Flights(self._forest, self._locks)
-        self._fetches: dict[int, Fetch] = {}
+        self._copies = CopyRecords(self._forest, self._locks)
+        self._fetches: dict[int, FetchRecord] = {}
         self._insertion: Insertion | None = None
 
     # Asking
 
-    def key(self, tokens: Tokens, namespace: Namespace = DEFAULT) -> Key:
+    def key(self, tokens: TokenIds, namespace: PrefixNamespace = DEFAULT) -> RadixKey:
         """`tokens`, converted once for all calls about the same prompt."""
-        return Key.of(tokens, namespace, self.shape.units)
+        return RadixKey.of(tokens, namespace, self.config.units)
 
-    def match(self, tokens: Key | Tokens, *, namespace: Namespace = DEFAULT, limit_tokens: int | None = None) -> Match:
+    def match(
+        self, tokens: RadixKey | TokenIds, *, namespace: PrefixNamespace = DEFAULT, limit_tokens: int | None = None
+    ) -> Match:
         """What is cached of the prompt, of its first `limit_tokens` tokens at most; the path becomes the most recently
         used.
 
@@ -82,7 +85,7 @@ class PrefixTree:
         page_bytes = self._forest.page_bytes
         pages = len(key.data) // page_bytes
         if limit_tokens is not None:
-            pages = max(0, min(pages, limit_tokens // self.shape.page_tokens))
+            pages = max(0, min(pages, limit_tokens // self.config.page_tokens))
         return match(self._forest, key, pages * page_bytes)
 
     def page_hashes(self, node_id: int) -> list[bytes]:
@@ -90,14 +93,14 @@ class PrefixTree:
         then kept.
         """
         path = self._forest.node(node_id).path()
-        return [name for node in reversed(path) for name in page_hashes(self.shape, node)]
+        return [name for node in reversed(path) for name in page_hashes(self.config, node)]
 
     def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
         """Pages of a component on a tier. On the host, what is on the device too counts as protected."""
         tier = member(Tier, tier, "tier", PrefixError)
         if tier is Tier.STORAGE:
             raise PrefixError("tier = storage; the tree holds no pages there, a page store does")
-        index, forest = self.shape.index(component), self._forest
+        index, forest = self.config.index(component), self._forest
         accounts = forest.held_device if tier is Tier.DEVICE else forest.held_host
         account = accounts[index] if index >= 0 else forest.device if tier is Tier.DEVICE else forest.host
         return Sizes(account.evictable, account.protected)
@@ -108,16 +111,16 @@ class PrefixTree:
 
     # Locking
 
-    def lock(self, node_id: int, *, skip: Sequence[str] = ()) -> Receipt:
+    def lock(self, node_id: int, *, skip: Sequence[str] = ()) -> LockHandle:
         """Keep a prefix: its pages on the device, and of each component not skipped what its end needs (window or
         state).
 
-        Locks count. A receipt stays right whatever is split. ROOT can be locked, to no effect.
+        Locks count. A handle stays right whatever is split. ROOT can be locked, to no effect.
         """
         node = self._forest.node(node_id)
         return self._locks.device(node, self._locks.segments(node, skip))
 
-    def lock_host(self, node_id: int) -> Receipt:
+    def lock_host(self, node_id: int) -> LockHandle:
         """Keep the host copies of a prefix, while something reads them; the device's may go.
 
         Raises PrefixError for a node without one.
@@ -127,26 +130,26 @@ class PrefixTree:
             raise PrefixError(f"node {node_id} has no copy on the host to keep")
         return self._locks.host(node, self._locks.segments(node))
 
-    def unlock(self, receipt: Receipt) -> None:
+    def unlock(self, handle: LockHandle) -> None:
         """Give a lock back, once. Raises StaleHandle otherwise."""
-        self._locks.release(receipt)
+        self._locks.release(handle)
 
-    def unlock_component(self, receipt: Receipt, component: str) -> None:
+    def unlock_component(self, handle: LockHandle, component: str) -> None:
         """Give back the part that covers one component: decoding has left the window."""
-        self._locks.release_component(receipt, self.shape.index(component))
+        self._locks.release_component(handle, self.config.index(component))
 
     # Keeping
 
     def insert(
         self,
-        tokens: Key | Tokens,
+        tokens: RadixKey | TokenIds,
         page_ids: PageIds,
         *,
         first_page: int = 0,
         counted_tokens: int = 0,
         held: Mapping[str, PageIds] | None = None,
         priority: int = 0,
-        namespace: Namespace = DEFAULT,
+        namespace: PrefixNamespace = DEFAULT,
     ) -> Inserted:
         """Keep the whole pages of `tokens`, those from `first_page` on by `page_ids`; those before are the tree's and
         locked.
@@ -168,14 +171,14 @@ class PrefixTree:
 
     def begin_insert(
         self,
-        tokens: Key | Tokens,
+        tokens: RadixKey | TokenIds,
         page_ids: PageIds,
         *,
         first_page: int = 0,
         counted_tokens: int = 0,
         held: Mapping[str, PageIds] | None = None,
         priority: int = 0,
-        namespace: Namespace = DEFAULT,
+        namespace: PrefixNamespace = DEFAULT,
     ) -> Insertion:
         """The same, a step at a time, so that the caller can make room or stop in between. One at a time."""
         if self._insertion is not None and self._insertion.open:
@@ -193,50 +196,50 @@ class PrefixTree:
         self._insertion = Insertion(self._forest, self._locks, offer)
         return self._insertion
 
-    def insert_host(self, tokens: Key | Tokens, page_ids: PageIds, *, first_page: int = 0) -> Inserted:
+    def insert_host(self, tokens: RadixKey | TokenIds, page_ids: PageIds, *, first_page: int = 0) -> Inserted:
         """Keep host pages that came from storage, from `first_page` on: the path up to there must be on the host."""
         key = self._key(tokens, DEFAULT)
         return land(self._forest, key, first_page, offered(self._forest, key, page_ids, first_page))
 
     # Giving up
 
-    def evict(self, pages: int, component: str = FULL, *, room: PageIds = ()) -> Outcome:
+    def evict(self, pages: int, component: str = FULL, *, room: PageIds = ()) -> ActionList:
         """Give up at least `pages` device pages of a component, or all that nobody locked. What is backed stays on the
         host.
 
         Pages of attention KV go from the ends of leaves, no more than asked for; with further components, or
-        Grain.NODE, whole nodes. `room` are free host pages for a tree that writes back; those not named in a CopyOut
-        stay the caller's.
+        EvictionGranularity.NODE, whole nodes. `room` are free host pages for a tree that writes back; those not named
+        in a CopyOut stay the caller's.
         """
-        index, eviction = self.shape.index(component), Eviction(self._forest, room)
+        index, eviction = self.config.index(component), Eviction(self._forest, room)
         return eviction.device(pages) if index < 0 else eviction.held(index, pages)
 
-    def evict_host(self, pages: int, component: str = FULL) -> Outcome:
+    def evict_host(self, pages: int, component: str = FULL) -> ActionList:
         """Give up at least `pages` host pages of a component, or all that may go: from childless nodes of the host
         alone.
         """
-        index, eviction = self.shape.index(component), Eviction(self._forest)
+        index, eviction = self.config.index(component), Eviction(self._forest)
         return eviction.host(pages) if index < 0 else eviction.held_host(index, pages)
 
-    def reset(self) -> Outcome:
+    def reset(self) -> ActionList:
         """Forget everything. Raises PrefixError while a lock, an operation or an insertion is out, which would lose its
         pages.
         """
-        if self._forest.holds or (self._insertion is not None and self._insertion.open):
+        if self._forest.locked_paths or (self._insertion is not None and self._insertion.open):
             raise PrefixError(
-                f"{len(self._forest.holds)} locks and operations are out: a reset would free what they use"
+                f"{len(self._forest.locked_paths)} locks and operations are out: a reset would free what they use"
             )
         freed: dict[tuple[int, Tier], list[bytes]] = {}
         for node in self._forest:
-            for index in range(-1, len(self.shape.components)):
+            for index in range(-1, len(self.config.components)):
                 for tier in (Tier.DEVICE, Tier.HOST):
                     if ids := self._forest.ids(node, tier, index):
                         freed.setdefault((index, tier), []).append(ids)
         self._forest.clear()
         if self._forest.journal is not None:
             self._forest.journal.cleared()
-        return Outcome(
-            tuple(Free(self.shape.name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in freed.items())
+        return ActionList(
+            tuple(FreePages(self.config.name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in freed.items())
         )
 
     # Between tiers
@@ -252,31 +255,31 @@ class PrefixTree:
         """Host ids, by component, that `begin_backup` takes: of what the path has on the device alone and not on its
         way.
         """
-        return self._flights.needs(self._forest.node(node_id), Tier.HOST)
+        return self._copies.needs(self._forest.node(node_id), Tier.HOST)
 
     def load_needs(self, node_id: int) -> dict[str, int]:
         """Device ids, by component, that `begin_load` takes. Raises PrefixError for what is on its way already."""
-        return self._flights.needs(self._forest.node(node_id), Tier.DEVICE)
+        return self._copies.needs(self._forest.node(node_id), Tier.DEVICE)
 
-    def begin_backup(self, node_id: int, page_ids: Mapping[str, PageIds]) -> Transfer:
+    def begin_backup(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
         """Copy the path's device pages to the host, root first. They are locked until `end`, and backed after it."""
         self._needs_host()
-        if isinstance(self.shape.tiers, WriteBack):
+        if isinstance(self.config.tiers, WriteBack):
             raise PrefixError("a tree that writes back copies on eviction only")
-        return self._flights.begin(self._forest.node(node_id), Tier.HOST, page_ids)
+        return self._copies.begin(self._forest.node(node_id), Tier.HOST, page_ids)
 
-    def begin_load(self, node_id: int, page_ids: Mapping[str, PageIds]) -> Transfer:
+    def begin_load(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
         """Bring what `load_needs` counts to the device. It can be matched there after `end`, and not before."""
         self._needs_host()
-        return self._flights.begin(self._forest.node(node_id), Tier.DEVICE, page_ids)
+        return self._copies.begin(self._forest.node(node_id), Tier.DEVICE, page_ids)
 
-    def begin_store(self, node_id: int, first_page: int = 0) -> Transfer:
+    def begin_store(self, node_id: int, first_page: int = 0) -> TierCopy:
         """Copy the path's host pages from `first_page` on to storage, by hash. They are locked until `end`."""
         self._needs_host()
-        return self._flights.store(self._forest.node(node_id), first_page)
+        return self._copies.store(self._forest.node(node_id), first_page)
 
     def begin_fetch(
-        self, tokens: Key | Tokens, first_page: int, page_ids: PageIds, held: Mapping[str, PageIds] | None = None
+        self, tokens: RadixKey | TokenIds, first_page: int, page_ids: PageIds, held: Mapping[str, PageIds] | None = None
     ) -> int:
         """Read pages of the prompt from storage into host pages, from `first_page` on. The path up to there is locked.
 
@@ -288,16 +291,16 @@ class PrefixTree:
         path = walk(self._forest, key, first_page * self._forest.page_bytes)
         self._forest.touch(path[::-1])
         reached = path[-1].end if path else 0
-        backed = isinstance(self.shape.tiers, WriteBack) or all(node.host is not None for node in path)
+        backed = isinstance(self.config.tiers, WriteBack) or all(node.host is not None for node in path)
         if reached < first_page or not backed:
             raise PrefixError(f"a fetch from page {first_page} on needs the path up to there on the host")
         anchor = path[-1] if path else self._forest.node(ROOT)
-        op = self._flights.number()
-        others = tuple((self.shape.index(name), words(row)) for name, row in (held or {}).items())
-        self._fetches[op] = Fetch(key, first_page, ids, self._locks.host(anchor), others)
+        op = self._copies.number()
+        others = tuple((self.config.index(name), words(row)) for name, row in (held or {}).items())
+        self._fetches[op] = FetchRecord(key, first_page, ids, self._locks.host(anchor), others)
         return op
 
-    def end(self, op: int, pages_done: int | None = None) -> Outcome:
+    def end(self, op: int, pages_done: int | None = None) -> ActionList:
         """Report an operation: all of it done, or its first `pages_done` pages. What landed is kept, all other ids come
         back.
 
@@ -305,31 +308,31 @@ class PrefixTree:
         """
         fetch = self._fetches.pop(op, None)
         if fetch is None:
-            return self._flights.end(op, pages_done)
+            return self._copies.end(op, pages_done)
         count = len(fetch.ids) // ID_BYTES
         cut = (count if pages_done is None else min(count, max(0, pages_done))) * ID_BYTES
-        self._locks.release(fetch.receipt)
+        self._locks.release(fetch.handle)
         landed = land(self._forest, fetch.key, fetch.first, fetch.ids[:cut])
-        rest = (Free(FULL, Tier.HOST, page_array(fetch.ids[cut:])),) if fetch.ids[cut:] else ()
+        rest = (FreePages(FULL, Tier.HOST, page_array(fetch.ids[cut:])),) if fetch.ids[cut:] else ()
         if cut == len(fetch.ids):
             held = land_held(self._forest, fetch.key, fetch.held)
         else:
-            held = tuple(Free(self.shape.name(index), Tier.HOST, page_array(ids)) for index, ids in fetch.held)
-        return Outcome((*landed.actions, *rest, *held))
+            held = tuple(FreePages(self.config.name(index), Tier.HOST, page_array(ids)) for index, ids in fetch.held)
+        return ActionList((*landed.actions, *rest, *held))
 
     # Proof
 
     def check(self) -> None:
         """Assert the invariants, by recomputing all that is kept incrementally: O(pages). Raises InvariantBroken."""
-        check(self._forest, self._flights.records.values(), [fetch.ids for fetch in self._fetches.values()])
+        check(self._forest, self._copies.records.values(), [fetch.ids for fetch in self._fetches.values()])
 
     def _needs_host(self) -> None:
         if not self._forest.hosted:
             raise PrefixError("this tree has no host tier")
 
-    def _key(self, tokens: Key | Tokens, namespace: Namespace) -> Key:
-        if not isinstance(tokens, Key):
-            return Key.of(tokens, namespace, self.shape.units)
-        if tokens.units is not self.shape.units:
-            raise PrefixError(f"a key of {tokens.units.name} units is none of this tree's {self.shape.units.name}")
+    def _key(self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace) -> RadixKey:
+        if not isinstance(tokens, RadixKey):
+            return RadixKey.of(tokens, namespace, self.config.units)
+        if tokens.units is not self.config.units:
+            raise PrefixError(f"a key of {tokens.units.name} units is none of this tree's {self.config.units.name}")
         return tokens

@@ -12,16 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmover.cache.replay.config import Setup
+from kvmover.cache.replay.config import ReplayConfig
 from kvmover.cache.replay.report import Report, print_report
 from kvmover.cache.replay.simulator import replay
-from kvmover.cache.replay.trace import Request, read_trace
+from kvmover.cache.replay.trace import ReplayRequest, read_trace
 from kvmover.errors import KvmoverError
 
 POINTS = 10
 
 
-def capacities(requests: Sequence[Request], page_tokens: int) -> list[int]:
+def capacities(requests: Sequence[ReplayRequest], page_tokens: int) -> list[int]:
     """From twice the longest prompt to all blocks of the trace, by equal factors, in whole pages."""
     unique = len({block for request in requests for block in request.hash_ids}) * 512
     least = 2 * max(request.input_length for request in requests)
@@ -30,11 +30,11 @@ def capacities(requests: Sequence[Request], page_tokens: int) -> list[int]:
     return [max(1, round(size / page_tokens)) * page_tokens for size in sizes]
 
 
-def sweep(requests: Sequence[Request], setup: Setup, step: Callable[[int], object] = int) -> list[Report]:
-    """One replay a capacity, all else as in `setup`."""
+def sweep(requests: Sequence[ReplayRequest], config: ReplayConfig, step: Callable[[int], object] = int) -> list[Report]:
+    """One replay a capacity, all else as in `config`."""
     return [
-        replay(requests, replace(setup, device_tokens=tokens), step)
-        for tokens in capacities(requests, setup.page_tokens)
+        replay(requests, replace(config, device_tokens=tokens), step)
+        for tokens in capacities(requests, config.page_tokens)
     ]
 
 
@@ -57,7 +57,7 @@ def draw(reports: Sequence[Report], chosen: Report, path: Path) -> None:
 
     figure: Any = Figure(figsize=(7, 4), layout="constrained")
     axes: Any = figure.add_subplot()
-    millions = [(each.setup.device_tokens or 0) / 1e6 for each in reports]
+    millions = [(each.config.device_tokens or 0) / 1e6 for each in reports]
     axes.axhline(chosen.ideal_hit_rate, color="grey", linestyle="--", label="never forgets")
     bottom = [0.0] * len(reports)
     for name, color in (("device", "#4472a8"), ("host", "#7fa650"), ("storage", "#c08a3e")):
@@ -69,16 +69,16 @@ def draw(reports: Sequence[Report], chosen: Report, path: Path) -> None:
             axes.fill_between(millions, bottom, top, color=color, alpha=0.35, linewidth=0)
             axes.plot(millions, top, color=color, marker="o", markersize=3, label=f"hits up to the {name}")
         bottom = top
-    if chosen.setup.device_tokens is not None:
+    if chosen.config.device_tokens is not None:
         axes.plot(
-            [chosen.setup.device_tokens / 1e6], [chosen.totals.hit_rate], "k*", markersize=10, label="this replay"
+            [chosen.config.device_tokens / 1e6], [chosen.totals.hit_rate], "k*", markersize=10, label="this replay"
         )
     axes.set(
         xscale="log",
         xlabel="device capacity, million tokens",
         ylabel="hit rate",
         ylim=(0, None),
-        title=f"{chosen.requests:,} requests, pages of {chosen.setup.page_tokens}, policy {chosen.setup.policy.name}",
+        title=f"{chosen.requests:,} requests, pages of {chosen.config.page_tokens}, policy {chosen.config.policy.name}",
     )
     axes.legend(frameon=False)
     try:
@@ -92,7 +92,7 @@ class ReplayOptions:
     """What to replay against what, and how to answer."""
 
     trace: Path
-    setup: Setup
+    config: ReplayConfig
     plot: Path | None = None
     as_json: bool = False
 
@@ -117,9 +117,9 @@ def run_replay(options: ReplayOptions, out: Console) -> None:
         def step(count: int) -> None:
             progress.advance(task, count)
 
-        report = replay(requests, options.setup, step)
+        report = replay(requests, options.config, step)
         if options.plot:
-            draw(sweep(requests, options.setup, step), report, options.plot)
+            draw(sweep(requests, options.config, step), report, options.plot)
     if options.as_json:
         sys.stdout.write(json.dumps(report.as_data()) + "\n")
     else:

@@ -1,20 +1,20 @@
-"""Setup: the cache that a trace is replayed against."""
+"""ReplayConfig: the cache that a trace is replayed against."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from kvmover.cache.prefix import LRU, POLICIES, DeviceOnly, Policy, WriteThrough
+from kvmover.cache.prefix import LRU, POLICIES, DeviceOnly, EvictionPolicy, WriteThrough
 from kvmover.errors import KvmoverError
 
 
-class SetupError(KvmoverError, ValueError):
+class ReplayConfigError(KvmoverError, ValueError):
     """A cache that cannot be: the message names the option and the value."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ReplayConfig:
     """Page size, policy, and what each tier holds. A device of None is without end; a tier of 0 tokens is not there.
 
     Pages reach storage through the host, as engines have it, so storage without a host tier is refused.
@@ -24,7 +24,7 @@ class Setup:
     device_tokens: int | None = None
     host_tokens: int = 0
     storage_tokens: int = 0
-    policy: Policy = LRU
+    policy: EvictionPolicy = LRU
 
     def __post_init__(self) -> None:
         for name, tokens in (
@@ -33,9 +33,9 @@ class Setup:
             ("storage", self.storage_tokens),
         ):
             if tokens and tokens < self.page_tokens:
-                raise SetupError(f"a {name} of {tokens} tokens holds no page of {self.page_tokens}")
+                raise ReplayConfigError(f"a {name} of {tokens} tokens holds no page of {self.page_tokens}")
         if self.storage_tokens and not self.host_tokens:
-            raise SetupError(
+            raise ReplayConfigError(
                 f"storage of {self.storage_tokens} tokens is reached through a host tier: give it tokens too"
             )
 
@@ -56,8 +56,8 @@ class Setup:
         }
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str) -> EvictionPolicy:
     """By the name that the tree gives it. Raises SetupError with all names."""
     if name not in POLICIES:
-        raise SetupError(f"no policy {name}: there are {', '.join(POLICIES)}")
+        raise ReplayConfigError(f"no policy {name}: there are {', '.join(POLICIES)}")
     return POLICIES[name]

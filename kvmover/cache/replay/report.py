@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvmover.cache.ledger import Histogram, Loss, Residency, Totals
-from kvmover.cache.replay.config import Setup
+from kvmover.cache.ledger import DurationHistogram, Loss, Residency, Totals
+from kvmover.cache.replay.config import ReplayConfig
 
 #: What no cache in pages could have reused, however large.
 UNAVOIDABLE = (Loss.PARTIAL_PAGE, Loss.LAST_TOKEN)
@@ -26,7 +26,7 @@ _REASONS = {
 class Report:
     """Sums over all requests. `seconds` are what the replay took, not what the trace did."""
 
-    setup: Setup
+    config: ReplayConfig
     requests: int
     totals: Totals
     seconds: float
@@ -58,16 +58,16 @@ class Report:
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(totals.prompt_tokens / self.seconds),
             "requests_per_second": round(self.requests / self.seconds),
-            **self.setup.as_data(),
+            **self.config.as_data(),
         }
 
 
 def print_report(report: Report, out: Console) -> None:
     """Where the prompt tokens came from, where the rest of the ideal went, and how fast this was."""
-    totals, setup = report.totals, report.setup
-    capacity = "without end" if setup.device_tokens is None else f"of {setup.device_tokens:,} tokens"
+    totals, config = report.totals, report.config
+    capacity = "without end" if config.device_tokens is None else f"of {config.device_tokens:,} tokens"
     out.print(f"{report.requests:,} requests, {totals.prompt_tokens:,} prompt tokens")
-    out.print(f"device {capacity}, pages of {setup.page_tokens}, policy {setup.policy.name}")
+    out.print(f"device {capacity}, pages of {config.page_tokens}, policy {config.policy.name}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("", "tokens", "of prompt"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
@@ -77,10 +77,10 @@ def print_report(report: Report, out: Console) -> None:
         table.add_row(name, f"{tokens:,}", f"{tokens / totals.prompt_tokens:.2%}", why)
 
     row("device hits", totals.device_tokens)
-    if setup.host_tokens:
-        row("host hits", totals.host_tokens, f"a host of {setup.host_tokens:,} tokens")
-    if setup.storage_tokens:
-        row("storage hits", totals.storage_tokens, f"storage of {setup.storage_tokens:,} tokens")
+    if config.host_tokens:
+        row("host hits", totals.host_tokens, f"a host of {config.host_tokens:,} tokens")
+    if config.storage_tokens:
+        row("storage hits", totals.storage_tokens, f"storage of {config.storage_tokens:,} tokens")
     row("computed", totals.computed_tokens)
     for reason in Loss:
         if tokens := totals.lost.get(reason, 0):
@@ -96,5 +96,5 @@ def print_report(report: Report, out: Console) -> None:
     )
 
 
-def _mean(histogram: Histogram) -> float:
+def _mean(histogram: DurationHistogram) -> float:
     return round(histogram.sum_s / histogram.count, 3) if histogram.count else 0.0

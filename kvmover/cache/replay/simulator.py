@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
-from kvmover.cache.prefix import FULL, Key, Match, Outcome, PrefixTree, Tier
+from kvmover.cache.prefix import FULL, ActionList, Match, PrefixTree, RadixKey, Tier
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.replay.config import Setup, SetupError
+from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
-from kvmover.cache.replay.trace import BLOCK_TOKENS, Request
+from kvmover.cache.replay.trace import BLOCK_TOKENS, ReplayRequest
 from kvmover.errors import KvmoverError
 
 
@@ -34,7 +34,7 @@ class Ideal:
     def __init__(self) -> None:
         self._known = dict[int, int]()
 
-    def serve(self, request: Request) -> int:
+    def serve(self, request: ReplayRequest) -> int:
         """Tokens at the beginning of this prompt that an earlier one began with; then this prompt is known too."""
         known, reused, left = self._known, 0, request.input_length
         whole = True
@@ -62,7 +62,7 @@ class PagesExhausted(KvmoverError):
     """More pages were asked for than are free: the message has both numbers."""
 
 
-class Pages:
+class SimulatedPages:
     """Free page ids of a tier of `limit` pages, or of one without end. The last one given back is the next one out."""
 
     def __init__(self, limit: int | None = None) -> None:
@@ -99,7 +99,7 @@ class Pages:
         self._top = top
 
 
-class Storage:
+class SimulatedStorage:
     """Up to `limit` pages. Nothing takes time, and no page is ever bad."""
 
     def __init__(self, limit: int) -> None:
@@ -138,26 +138,26 @@ RESIDENCY_SAMPLE = 61
 class Server:
     """Raises SetupError for a prompt that the device cannot hold. `ledger` has the accounts, strict ones."""
 
-    def __init__(self, setup: Setup, ledger: Ledger | None = None) -> None:
-        self.setup = setup
+    def __init__(self, config: ReplayConfig, ledger: Ledger | None = None) -> None:
+        self.config = config
         self.ledger = ledger or Ledger()
-        self.tree = PrefixTree(setup.page_tokens, policy=setup.policy, tiers=setup.tiers)
-        self.device = Pages(None if setup.device_tokens is None else setup.pages(setup.device_tokens))
-        self.host = Pages(setup.pages(setup.host_tokens))
-        self.storage = Storage(setup.pages(setup.storage_tokens)) if setup.storage_tokens else None
+        self.tree = PrefixTree(config.page_tokens, policy=config.policy, tiers=config.tiers)
+        self.device = SimulatedPages(None if config.device_tokens is None else config.pages(config.device_tokens))
+        self.host = SimulatedPages(config.pages(config.host_tokens))
+        self.storage = SimulatedStorage(config.pages(config.storage_tokens)) if config.storage_tokens else None
         self.residency = Residency()
         self._ideal = Ideal()
         self._served = 0
 
-    def serve(self, request: Request) -> None:
+    def serve(self, request: ReplayRequest) -> None:
         """Match, fetch and load what slower tiers have, make room, compute, insert."""
         number, self._served = self._served, self._served + 1
-        page_tokens, now_s = self.setup.page_tokens, request.arrived_s
+        page_tokens, now_s = self.config.page_tokens, request.arrived_s
         tokens = request.tokens()
         needed = -(-request.input_length // page_tokens)
         if self.device.limit is not None and needed > self.device.limit:
-            raise SetupError(
-                f"a device of {self.setup.device_tokens} tokens cannot hold the prompt of {request.input_length}"
+            raise ReplayConfigError(
+                f"a device of {self.config.device_tokens} tokens cannot hold the prompt of {request.input_length}"
                 f" of request {number}"
             )
         key = self.tree.key(tokens)
@@ -165,17 +165,17 @@ class Server:
         reusable = self._ideal.serve(request)
         self.ledger.matched(number, request.input_length, reusable, now_s)
         credit, lost = Credit(match.tokens), dict[Loss, int]()
-        if self.setup.host_tokens:
+        if self.config.host_tokens:
             match, credit, lost = self._bring(key, match, request.input_length - 1, now_s)
         self.residency.used(_sample(match.page_ids), now_s)
         self.ledger.admitted(number, credit, self._losses(request, reusable, match.tokens, lost))
 
-        receipt = self.tree.lock(match.device_node)
+        handle = self.tree.lock(match.device_node)
         first_page = match.tokens // page_tokens
         ids = self._room(needed - first_page, now_s)
         whole = request.input_length // page_tokens - first_page
         inserted = self.tree.insert(key, ids[:whole], first_page=first_page)
-        self.tree.unlock(receipt)
+        self.tree.unlock(handle)
         self._free(inserted, now_s)
         self.device.give(ids[whole:])
         self.residency.stored(_sample(ids[:whole]), now_s)
@@ -184,10 +184,10 @@ class Server:
         for node in inserted.backups:
             self._back_up(node, now_s)
 
-    def _losses(self, request: Request, reusable: int, credited: int, lost: dict[Loss, int]) -> dict[Loss, int]:
+    def _losses(self, request: ReplayRequest, reusable: int, credited: int, lost: dict[Loss, int]) -> dict[Loss, int]:
         """Every reusable token that is not credited has a reason. What no other explains was evicted for room."""
-        whole = in_pages(reusable, self.setup.page_tokens)
-        usable = in_pages(min(reusable, request.input_length - 1), self.setup.page_tokens)
+        whole = in_pages(reusable, self.config.page_tokens)
+        usable = in_pages(min(reusable, request.input_length - 1), self.config.page_tokens)
         evicted = usable - credited - sum(lost.values())
         reasons = {
             Loss.PARTIAL_PAGE: reusable - whole,
@@ -209,14 +209,16 @@ class Server:
             self._free(self.tree.evict_host(short), now_s)
         return pages - self.host.short(pages)
 
-    def _free(self, outcome: Outcome, now_s: float) -> None:
+    def _free(self, outcome: ActionList, now_s: float) -> None:
         if len(freed := outcome.page_ids()):
             self.residency.removed(_sample(freed), now_s)
             self.device.give(freed)
-        if self.setup.host_tokens:
+        if self.config.host_tokens:
             self.host.give(outcome.page_ids(tier=Tier.HOST))
 
-    def _bring(self, key: Key, match: Match, limit_tokens: int, now_s: float) -> tuple[Match, Credit, dict[Loss, int]]:
+    def _bring(
+        self, key: RadixKey, match: Match, limit_tokens: int, now_s: float
+    ) -> tuple[Match, Credit, dict[Loss, int]]:
         """Bring to the device what slower tiers have. Returned is the match with it, and which tier gave how much."""
         before, lost = match, dict[Loss, int]()
         if self.storage is not None:
@@ -226,35 +228,35 @@ class Server:
         return match, Credit(before.tokens, host_tokens, match.tokens - before.best_tokens), lost
 
     def _fetch(
-        self, storage: Storage, key: Key, match: Match, limit_tokens: int, now_s: float
+        self, storage: SimulatedStorage, key: RadixKey, match: Match, limit_tokens: int, now_s: float
     ) -> tuple[Match, dict[Loss, int]]:
         """Read into host pages what storage has beyond the best match."""
-        page_tokens = self.setup.page_tokens
+        page_tokens = self.config.page_tokens
         words = memoryview(key.data).cast("I")
         first = match.best_tokens // page_tokens
         found = storage.leading(chain(b"", words[:limit_tokens], page_tokens))
         if found <= first:
             return match, {}
-        receipt = self.tree.lock_host(match.best_node)
+        handle = self.tree.lock_host(match.best_node)
         reached = self._back_up(match.best_node, now_s)
         able = self._host_room(found - first, now_s) if reached else 0
         if able:
             part = self.tree.key(words[: (first + able) * page_tokens])
             op = self.tree.begin_fetch(part, first, self.host.take(able))
             self._free(self.tree.end(op), now_s)
-        self.tree.unlock(receipt)
+        self.tree.unlock(handle)
         lost = (found - first - able) * page_tokens
         return self.tree.match(key, limit_tokens=limit_tokens), {Loss.HOST_CAPACITY: lost}
 
-    def _load(self, key: Key, match: Match, limit_tokens: int, now_s: float) -> Match:
+    def _load(self, key: RadixKey, match: Match, limit_tokens: int, now_s: float) -> Match:
         """Copy to the device what the host has of the best match."""
         if match.best_tokens == match.tokens:
             return match
-        receipts = self.tree.lock(match.device_node), self.tree.lock_host(match.best_node)
+        handles = self.tree.lock(match.device_node), self.tree.lock_host(match.best_node)
         ids = self._room(self.tree.load_needs(match.best_node)[FULL], now_s)
         self._free(self.tree.end(self.tree.begin_load(match.best_node, {FULL: ids}).op), now_s)
-        for receipt in receipts:
-            self.tree.unlock(receipt)
+        for handle in handles:
+            self.tree.unlock(handle)
         self.residency.stored(_sample(ids), now_s)
         return self.tree.match(key, limit_tokens=limit_tokens)
 
@@ -278,9 +280,9 @@ def _sample(ids: PageArray) -> list[int]:
     return ids[ids % RESIDENCY_SAMPLE == 0].tolist()
 
 
-def replay(requests: Sequence[Request], setup: Setup, step: Callable[[int], object] = int) -> Report:
+def replay(requests: Sequence[ReplayRequest], config: ReplayConfig, step: Callable[[int], object] = int) -> Report:
     """Serve `requests` in order; `step` is told how many more are done. Raises SetupError for one that cannot be."""
-    server = Server(setup)
+    server = Server(config)
     began = time.perf_counter()
     every = max(1, len(requests) // 200)
     for number, request in enumerate(requests, start=1):
@@ -289,4 +291,4 @@ def replay(requests: Sequence[Request], setup: Setup, step: Callable[[int], obje
             step(every)
     seconds = time.perf_counter() - began
     step(len(requests) % every)
-    return Report(setup, len(requests), server.ledger.total().first, seconds, server.residency)
+    return Report(config, len(requests), server.ledger.total().first, seconds, server.residency)

@@ -21,11 +21,11 @@ BLOCK_TOKENS = 512
 _IDS = 2**31 // BLOCK_TOKENS
 
 
-class TraceError(KvmoverError, ValueError):
+class ReplayTraceError(KvmoverError, ValueError):
     """A trace that cannot be read: the message names the line and the value."""
 
 
-class Request(msgspec.Struct, frozen=True, gc=False):
+class ReplayRequest(msgspec.Struct, frozen=True, gc=False):
     """One request of the trace; the prompt's tokens are made when asked for."""
 
     timestamp: int
@@ -46,14 +46,14 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 _BLOCK = np.arange(BLOCK_TOKENS, dtype=np.int32)
 
 
-def read_trace(path: Path) -> list[Request]:
+def read_trace(path: Path) -> list[ReplayRequest]:
     """The requests in the order of the file. Empty lines are skipped; TraceError for a line that is none."""
-    decoder = msgspec.json.Decoder(Request)
-    requests = list[Request]()
+    decoder = msgspec.json.Decoder(ReplayRequest)
+    requests = list[ReplayRequest]()
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}") from error
+        raise ReplayTraceError(f"cannot read {path}: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -61,24 +61,24 @@ def read_trace(path: Path) -> list[Request]:
         try:
             request = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TraceError(f"{where}: {error}: {line[:200]!r}") from error
+            raise ReplayTraceError(f"{where}: {error}: {line[:200]!r}") from error
         _check(request, where)
         requests.append(request)
     if not requests:
-        raise TraceError(f"{path.name} holds no request")
+        raise ReplayTraceError(f"{path.name} holds no request")
     return requests
 
 
-def _check(request: Request, where: str) -> None:
+def _check(request: ReplayRequest, where: str) -> None:
     if request.input_length < 1 or request.output_length < 0 or request.timestamp < 0:
-        raise TraceError(
+        raise ReplayTraceError(
             f"{where}: input_length {request.input_length} is below 1, or output_length {request.output_length}"
             f" or timestamp {request.timestamp} below 0"
         )
     blocks = -(-request.input_length // BLOCK_TOKENS)
     if len(request.hash_ids) != blocks:
-        raise TraceError(
+        raise ReplayTraceError(
             f"{where}: {len(request.hash_ids)} hash_ids for input_length {request.input_length}, so {blocks} blocks"
         )
     if min(request.hash_ids) < 0 or max(request.hash_ids) >= _IDS:
-        raise TraceError(f"{where}: hash_ids are from 0 to {_IDS - 1}, got {request.hash_ids[:20]}")
+        raise ReplayTraceError(f"{where}: hash_ids are from 0 to {_IDS - 1}, got {request.hash_ids[:20]}")

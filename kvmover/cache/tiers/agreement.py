@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-Row: TypeAlias = npt.NDArray[np.int64]
+VoteRow: TypeAlias = npt.NDArray[np.int64]
 
 
 class Consensus(Protocol):
     """Called by every rank that serves a request together, with rows of one length, in the same order."""
 
-    def minimum(self, values: Row) -> Row: ...
+    def minimum(self, values: VoteRow) -> VoteRow: ...
 
 
-class Alone:
+class LocalConsensus:
     """One rank, or ranks that are agreed for elsewhere."""
 
-    def minimum(self, values: Row) -> Row:
+    def minimum(self, values: VoteRow) -> VoteRow:
         return values
 
 
@@ -56,7 +56,7 @@ class Grouped:
         self._options: Any = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MIN
 
-    def minimum(self, values: Row) -> Row:
+    def minimum(self, values: VoteRow) -> VoteRow:
         import torch
 
         row = torch.tensor(values.tolist(), dtype=torch.int64)
@@ -70,7 +70,7 @@ _HEAD = 4
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class CollectiveOp:
     """One operation as this rank sees it. `width`: how many numbers its answer has. `ids`: a checksum.
 
     `ended` hears the answer of all. `stop` asks all ranks to leave off: at their next step they answer what they have.
@@ -79,8 +79,8 @@ class Ticket:
     serial: int
     width: int
     ids: int
-    ended: Callable[[Row], None]
-    answer: Row | None = None
+    ended: Callable[[VoteRow], None]
+    answer: VoteRow | None = None
     stop: bool = False
     #: That some rank wants it to stop, and all know.
     stopping: bool = False
@@ -93,46 +93,46 @@ class Ticket:
 
 
 @dataclass(slots=True)
-class Tickets:
+class CollectiveOps:
     """All that are open, in order. `same_ids`: ranks use the same page ids, and are to be held to it."""
 
     same_ids: Callable[[Sequence[int]], int] = lambda ids: 0
-    open: list[Ticket] = field(default_factory=list[Ticket])
+    open: list[CollectiveOp] = field(default_factory=list[CollectiveOp])
     serial: int = 0
 
-    def begin(self, ended: Callable[[Row], None], width: int = 1, ids: Sequence[int] = ()) -> Ticket:
+    def begin(self, ended: Callable[[VoteRow], None], width: int = 1, ids: Sequence[int] = ()) -> CollectiveOp:
         self.serial += 1
-        ticket = Ticket(self.serial, width, self.same_ids(ids), ended)
-        self.open.append(ticket)
-        return ticket
+        collective = CollectiveOp(self.serial, width, self.same_ids(ids), ended)
+        self.open.append(collective)
+        return collective
 
-    def votes(self) -> Row:
-        """For each open ticket: whether it is done, whether it may go on, and the answer."""
+    def votes(self) -> VoteRow:
+        """For each open operation: whether it is done, whether it may go on, and the answer."""
         check = zlib.crc32(np.array([[t.serial, t.width, t.ids] for t in self.open], np.int64).tobytes())
-        parts: list[Sequence[int] | Row] = [(self.serial, -self.serial, check, -check)]
-        for ticket in self.open:
-            parts.append((ticket.answer is not None, not ticket.stop))
-            parts.append(ticket.answer if ticket.answer is not None else np.zeros(ticket.width, np.int64))
+        parts: list[Sequence[int] | VoteRow] = [(self.serial, -self.serial, check, -check)]
+        for collective in self.open:
+            parts.append((collective.answer is not None, not collective.stop))
+            parts.append(collective.answer if collective.answer is not None else np.zeros(collective.width, np.int64))
         row = np.concatenate([np.asarray(part, np.int64) for part in parts])
         return np.concatenate([row, np.zeros(-len(row) % _STEP, np.int64)])
 
-    def settle(self, agreed: Row) -> list[tuple[Ticket, Row]]:
-        """Tickets that are over, with their answers, and not open any more. Raises ConsensusBroken."""
+    def settle(self, agreed: VoteRow) -> list[tuple[CollectiveOp, VoteRow]]:
+        """Operations that are over, with their answers, and not open any more. Raises ConsensusBroken."""
         low, high = agreed[0:_HEAD:2], -agreed[1:_HEAD:2]
         if not np.array_equal(low, high):
             raise ConsensusBroken(
                 f"ranks began {low[0]} to {high[0]} operations, and this one {self.serial} of which"
                 f" {len(self.open)} are open: they are not the same, or not with the same page ids"
             )
-        at, over, rest = _HEAD, list[tuple[Ticket, Row]](), list[Ticket]()
-        for ticket in self.open:
+        at, over, rest = _HEAD, list[tuple[CollectiveOp, VoteRow]](), list[CollectiveOp]()
+        for collective in self.open:
             done, go = agreed[at : at + 2].tolist()
-            answer, at = agreed[at + 2 : at + 2 + ticket.width], at + 2 + ticket.width
-            ticket.stopping = ticket.stopping or not go
+            answer, at = agreed[at + 2 : at + 2 + collective.width], at + 2 + collective.width
+            collective.stopping = collective.stopping or not go
             if done:
-                over.append((ticket, answer))
+                over.append((collective, answer))
             else:
-                rest.append(ticket)
+                rest.append(collective)
         self.open = rest
         return over
 
@@ -142,7 +142,7 @@ def counted(done: int, total: int) -> tuple[int, int, int]:
     return done, total, -total
 
 
-def agreed_count(answer: Row, *, parts: bool) -> int:
+def agreed_count(answer: VoteRow, *, parts: bool) -> int:
     """How many pages all ranks have done. Where only the whole is of use (`parts` is False), all of them or none.
 
     >>> row = np.minimum(counted(5, 8), counted(8, 8))
@@ -154,5 +154,5 @@ def agreed_count(answer: Row, *, parts: bool) -> int:
 
 
 def checksum(ids: Sequence[int]) -> int:
-    """For `Tickets.same_ids` where ranks share host memory: other ids on another rank would be other bytes."""
+    """For `CollectiveOps.same_ids` where ranks share host memory: other ids on another rank would be other bytes."""
     return zlib.crc32(np.asarray(ids, np.int64).tobytes())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from kvmover.cache.prefix import FULL, CopyOut, Free, Leg, Outcome, PrefixTree, Tier, WriteBack
-from kvmover.cache.tiers.copies import Batch, Copies
+from kvmover.cache.prefix import FULL, ActionList, CopyLeg, CopyOut, FreePages, PrefixTree, Tier, WriteBack
+from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
 from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.tiered_pool import Holding
+from kvmover.cache.tiers.tiered_pool import TieredPool
 
 
-class FreePages:
+class FreeList:
     """Of `pages` ids from 0."""
 
     def __init__(self, name: str, pages: int) -> None:
@@ -53,17 +53,17 @@ class FreePages:
 _ROOM_PAGES = 512
 
 
-class Stock:
+class PageAllocator:
     """Of one rank. Every id is free here, the tree's, a record's or the caller's; coming back twice is an error."""
 
-    def __init__(self, tree: PrefixTree, holdings: Sequence[Holding], copies: Copies) -> None:
-        self.tree, self.holdings, self.copies = tree, tuple(holdings), copies
+    def __init__(self, tree: PrefixTree, tiered_pools: Sequence[TieredPool], copies: LayerwiseCopier) -> None:
+        self.tree, self.tiered_pools, self.copies = tree, tuple(tiered_pools), copies
         #: Hears of what was evicted to the host, once it is there.
         self.copied_out: Callable[[CopyOut], None] = lambda action: None
-        names = [FULL, *(component.name for component in tree.shape.components)]
-        self.free: dict[tuple[str, Tier], FreePages] = {}
+        names = [FULL, *(component.name for component in tree.config.components)]
+        self.free: dict[tuple[str, Tier], FreeList] = {}
         for name in names:
-            mine = [holding for holding in holdings if holding.name == name]
+            mine = [tiered_pool for tiered_pool in tiered_pools if tiered_pool.name == name]
             if not mine:
                 raise TierError(f"no pool for the tree's component {name!r}")
             for tier, pools in ((Tier.DEVICE, [h.device for h in mine]), (Tier.HOST, [h.host for h in mine])):
@@ -72,8 +72,8 @@ class Stock:
                     raise TierError(
                         f"pools of {name!r} that share page ids have {sizes} pages on the {tier.name.lower()}"
                     )
-                self.free[name, tier] = FreePages(f"{name} on the {tier.name.lower()}", sizes[0])
-        if unknown := {holding.name for holding in holdings} - set(names):
+                self.free[name, tier] = FreeList(f"{name} on the {tier.name.lower()}", sizes[0])
+        if unknown := {tiered_pool.name for tiered_pool in tiered_pools} - set(names):
             raise TierError(f"pools for {sorted(unknown)}, and the tree has {names}")
 
     def take(self, name: str, tier: Tier, count: int) -> list[int] | None:
@@ -102,10 +102,10 @@ class Stock:
         """Ids that `take` could get."""
         return len(self.free[name, tier]) + self.tree.sizes(name, tier).evictable
 
-    def apply(self, outcome: Outcome) -> None:
+    def apply(self, outcome: ActionList) -> None:
         """Carry out, in order. Copies are over when this returns, so that what they read can be used again."""
         for action in outcome.actions:
-            if isinstance(action, Free):
+            if isinstance(action, FreePages):
                 self.give(action.component, action.tier, action.page_ids.tolist())
             else:
                 for leg in action.legs:
@@ -114,16 +114,16 @@ class Stock:
                 self.copies.at_once(self.batches(action.legs, Tier.HOST), Tier.HOST)
                 self.copied_out(action)
 
-    def batches(self, legs: Sequence[Leg], dst: Tier) -> list[Batch]:
+    def batches(self, legs: Sequence[CopyLeg], dst: Tier) -> list[Batch]:
         """What this rank copies: on the way to the host its share of what many hold together."""
         found: list[Batch] = []
         for leg in legs:
             src, to = leg.src_page_ids.tolist(), leg.dst_page_ids.tolist()
-            for holding in self.holdings:
-                if holding.name == leg.component:
+            for tiered_pool in self.tiered_pools:
+                if tiered_pool.name == leg.component:
                     host, device = (src, to) if dst is Tier.DEVICE else (to, src)
-                    places = holding.mine(host) if dst is Tier.HOST else list(range(len(host)))
-                    found.append(Batch(holding, [host[i] for i in places], [device[i] for i in places]))
+                    places = tiered_pool.mine(host) if dst is Tier.HOST else list(range(len(host)))
+                    found.append(Batch(tiered_pool, [host[i] for i in places], [device[i] for i in places]))
         return found
 
     def drop_second_copies(self) -> None:
@@ -140,7 +140,7 @@ class Stock:
             self.apply(self.tree.evict_host(pages, name))
             return
         room: list[int] = []
-        if isinstance(self.tree.shape.tiers, WriteBack):
+        if isinstance(self.tree.config.tiers, WriteBack):
             host = self.free[FULL, Tier.HOST]
             if pages > len(host):
                 self.apply(self.tree.evict_host(pages - len(host)))

@@ -1,4 +1,5 @@
-"""Copies: pages between device and host, layers by layers, so that a forward pass starts before the last has landed.
+"""LayerwiseCopier: pages between device and host, layers by layers, so that a forward pass starts before the last one
+has landed.
 
 On a GPU a stream of its own for each direction, and an event a group of layers. Without one, groups are copied one at a
 poll, or when somebody waits for their layers.
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvmover.cache.prefix import Tier
-from kvmover.cache.tiers.tiered_pool import Holding, region
+from kvmover.cache.tiers.tiered_pool import TieredPool, region
 from kvmover.kernels.region import Region
 from kvmover.layout import Span
 
@@ -22,24 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Host and device page ids of one holding, in the same order."""
+    """Host and device page ids of one tiered pool, in the same order."""
 
-    holding: Holding
+    tiered_pool: TieredPool
     host_ids: Sequence[int]
     device_ids: Sequence[int]
 
     def regions(self, dst: Tier, layers: Span) -> Region:
-        host, device = (self.holding.host, self.host_ids), (self.holding.device, self.device_ids)
+        host, device = (self.tiered_pool.host, self.host_ids), (self.tiered_pool.device, self.device_ids)
         (src, src_ids), (to, dst_ids) = (host, device) if dst is Tier.DEVICE else (device, host)
         return region(src, to, src_ids, dst_ids, layers)
 
     @property
     def nbytes(self) -> int:
-        return len(self.host_ids) * self.holding.part.nbytes
+        return len(self.host_ids) * self.tiered_pool.part.nbytes
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class LayerwiseCopy:
     """One transfer on its way, a list of regions for each group of layers. `done` is called when all are in place."""
 
     groups: deque[list[Region]]
@@ -50,14 +51,14 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Gate:
+class LayerGate:
     """For the forward pass: `wait(n)` before layer `n` of the rank reads what was loaded. Layers count within its part.
 
     On a GPU the current stream waits, the host does not.
     """
 
-    copies: Copies
-    copy: Copy
+    copies: LayerwiseCopier
+    copy: LayerwiseCopy
     group_layers: int
 
     def wait(self, layer: int) -> None:
@@ -69,30 +70,30 @@ class Gate:
 
 
 @dataclass(slots=True)
-class Copies:
+class LayerwiseCopier:
     """Of one rank. `group_layers`: how many layers make a group."""
 
     device: torch.device
     group_layers: int = 8
-    _under_way: list[Copy] = field(default_factory=list[Copy])
+    _under_way: list[LayerwiseCopy] = field(default_factory=list[LayerwiseCopy])
     _streams: dict[Tier, torch.cuda.Stream] = field(default_factory=dict["Tier", "torch.cuda.Stream"])
 
-    def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> Gate:
+    def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> LayerGate:
         """Copy the batches to `dst`, after all that the current stream has been given. Raises RegionError."""
-        most = max((batch.holding.part.box.layers.count for batch in batches), default=1)
+        most = max((batch.tiered_pool.part.box.layers.count for batch in batches), default=1)
         groups = deque(
             [
                 batch.regions(dst, Span(first, min(self.group_layers, count - first)))
                 for batch in batches
-                if (count := batch.holding.part.box.layers.count) > first and len(batch.host_ids)
+                if (count := batch.tiered_pool.part.box.layers.count) > first and len(batch.host_ids)
             ]
             for first in range(0, most, self.group_layers)
         )
-        copy = Copy(groups, [len(group) for group in groups], done)
+        copy = LayerwiseCopy(groups, [len(group) for group in groups], done)
         self._under_way.append(copy)
         if self.device.type != "cpu":
             self._launch(copy, dst)
-        return Gate(self, copy, self.group_layers)
+        return LayerGate(self, copy, self.group_layers)
 
     def at_once(self, batches: Sequence[Batch], dst: Tier) -> None:
         """Copy, and return when the bytes are there: what an eviction copies out is freed next."""
@@ -115,8 +116,8 @@ class Copies:
                 self._under_way.remove(copy)
                 copy.done()
 
-    def reach(self, copy: Copy, group: int) -> None:
-        """See Gate.wait."""
+    def reach(self, copy: LayerwiseCopy, group: int) -> None:
+        """See LayerGate.wait."""
         if self.device.type == "cpu":
             while copy.landed <= group and copy.groups:
                 self._step(copy)
@@ -130,14 +131,14 @@ class Copies:
     def busy(self) -> bool:
         return bool(self._under_way)
 
-    def _step(self, copy: Copy) -> None:
+    def _step(self, copy: LayerwiseCopy) -> None:
         from kvmover.kernels import reference
 
         if copy.groups:
             reference.move(copy.groups.popleft())
             copy.landed += 1
 
-    def _launch(self, copy: Copy, dst: Tier) -> None:
+    def _launch(self, copy: LayerwiseCopy, dst: Tier) -> None:
         import torch
 
         from kvmover.kernels import bulk

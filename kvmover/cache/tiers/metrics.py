@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 
-class Count(StrEnum):
+class TierCount(StrEnum):
     """Totals since the controller was made, of this rank. Bytes are payload."""
 
     BACKED_PAGES = "backed_pages"
@@ -30,7 +30,7 @@ class Count(StrEnum):
     FOUND_PAGES = "found_pages"
 
 
-class Stage(StrEnum):
+class TierStage(StrEnum):
     """What is timed, in seconds, from its beginning to the end on this rank; RESTORE: to that on all ranks."""
 
     BACKUP = "backup"
@@ -42,7 +42,7 @@ class Stage(StrEnum):
     AGREE = "agree"
 
 
-class Gauge(StrEnum):
+class TierGauge(StrEnum):
     """What there is at this moment."""
 
     OPEN_OPERATIONS = "open_operations"
@@ -55,62 +55,62 @@ class Gauge(StrEnum):
 
 
 @dataclass(slots=True)
-class Meter:
+class TierMeter:
     """`dropped`: pages by (verb, why) that were not backed up, stored, fetched or loaded."""
 
-    counts: Counter[Count] = field(default_factory=Counter[Count])
-    stages: dict[Stage, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in Stage})
+    counts: Counter[TierCount] = field(default_factory=Counter[TierCount])
+    stages: dict[TierStage, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in TierStage})
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
 
-    def copy(self) -> Meter:
+    def copy(self) -> TierMeter:
         stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
-        return Meter(self.counts.copy(), stages, self.dropped.copy())
+        return TierMeter(self.counts.copy(), stages, self.dropped.copy())
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class TierSnapshot:
     """The controller of one rank at one moment: nothing changes it any more, so any thread may read it."""
 
     engine: str
     rank: int
-    meter: Meter
-    gauges: Mapping[Gauge, int]
+    meter: TierMeter
+    gauges: Mapping[TierGauge, int]
 
 
 #: `kvmover_tier_<count>_total`. Bandwidths are bytes over the seconds of the stage.
-COUNTS: Mapping[Count, str] = {
-    Count.BACKED_PAGES: "Pages that this rank copied from the device to the host.",
-    Count.BACKED_BYTES: "Bytes that this rank copied from the device to the host.",
-    Count.LOADED_PAGES: "Pages copied from the host to the device.",
-    Count.LOADED_BYTES: "Bytes copied from the host to the device.",
-    Count.STORED_PAGES: "Pages that this rank wrote to storage, which did not have them.",
-    Count.STORED_BYTES: "Bytes that this rank wrote to storage.",
-    Count.FETCHED_PAGES: "Pages read from storage to the host.",
-    Count.FETCHED_BYTES: "Bytes read from storage to the host.",
-    Count.LOOKED_UP_PAGES: "Pages that storage was asked for.",
-    Count.FOUND_PAGES: "Pages that storage has and nearer tiers do not, as far as they make a prefix.",
+COUNTS: Mapping[TierCount, str] = {
+    TierCount.BACKED_PAGES: "Pages that this rank copied from the device to the host.",
+    TierCount.BACKED_BYTES: "Bytes that this rank copied from the device to the host.",
+    TierCount.LOADED_PAGES: "Pages copied from the host to the device.",
+    TierCount.LOADED_BYTES: "Bytes copied from the host to the device.",
+    TierCount.STORED_PAGES: "Pages that this rank wrote to storage, which did not have them.",
+    TierCount.STORED_BYTES: "Bytes that this rank wrote to storage.",
+    TierCount.FETCHED_PAGES: "Pages read from storage to the host.",
+    TierCount.FETCHED_BYTES: "Bytes read from storage to the host.",
+    TierCount.LOOKED_UP_PAGES: "Pages that storage was asked for.",
+    TierCount.FOUND_PAGES: "Pages that storage has and nearer tiers do not, as far as they make a prefix.",
 }
 
 #: `kvmover_tier_<stage>_seconds`.
-STAGES: Mapping[Stage, str] = {
-    Stage.BACKUP: "From the start of a copy to the host until it is there.",
-    Stage.LOAD: "From the start of a copy to the device until it is there.",
-    Stage.LOOK: "From a look-up's queueing until its answer.",
-    Stage.FETCH: "From a read's queueing until its end.",
-    Stage.STORE: "From a write's queueing until its end.",
-    Stage.RESTORE: "From a request's coming until its prefix is on the device, on all ranks.",
-    Stage.AGREE: "In the collective of a round.",
+STAGES: Mapping[TierStage, str] = {
+    TierStage.BACKUP: "From the start of a copy to the host until it is there.",
+    TierStage.LOAD: "From the start of a copy to the device until it is there.",
+    TierStage.LOOK: "From a look-up's queueing until its answer.",
+    TierStage.FETCH: "From a read's queueing until its end.",
+    TierStage.STORE: "From a write's queueing until its end.",
+    TierStage.RESTORE: "From a request's coming until its prefix is on the device, on all ranks.",
+    TierStage.AGREE: "In the collective of a round.",
 }
 
 #: `kvmover_tier_<gauge>`.
-GAUGES: Mapping[Gauge, str] = {
-    Gauge.OPEN_OPERATIONS: "Operations that have not ended on all ranks.",
-    Gauge.OPEN_RESTORES: "Requests whose prefix is on its way.",
-    Gauge.QUEUED_JOBS: "Jobs of the storage thread, the one under way included.",
-    Gauge.FREE_DEVICE_PAGES: "Pages of attention KV on the device that nobody uses.",
-    Gauge.FREE_HOST_PAGES: "Pages of attention KV on the host that nobody uses.",
-    Gauge.READING_PAGES: "Pages on the host that are being read into.",
-    Gauge.WRITING_PAGES: "Pages that wait to be written to storage, or are being written.",
+GAUGES: Mapping[TierGauge, str] = {
+    TierGauge.OPEN_OPERATIONS: "Operations that have not ended on all ranks.",
+    TierGauge.OPEN_RESTORES: "Requests whose prefix is on its way.",
+    TierGauge.QUEUED_JOBS: "Jobs of the storage thread, the one under way included.",
+    TierGauge.FREE_DEVICE_PAGES: "Pages of attention KV on the device that nobody uses.",
+    TierGauge.FREE_HOST_PAGES: "Pages of attention KV on the host that nobody uses.",
+    TierGauge.READING_PAGES: "Pages on the host that are being read into.",
+    TierGauge.WRITING_PAGES: "Pages that wait to be written to storage, or are being written.",
 }
 
 _RANK = ("engine", "rank")
@@ -122,7 +122,7 @@ class TierCollector:
     Scrape in the thread that polls, or hand in what returns the snapshot that it took last.
     """
 
-    def __init__(self, *snapshots: Callable[[], Snapshot]) -> None:
+    def __init__(self, *snapshots: Callable[[], TierSnapshot]) -> None:
         self._snapshots = snapshots
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
@@ -157,5 +157,5 @@ class TierCollector:
             yield times
 
 
-def _rank(at: Snapshot) -> tuple[str, str]:
+def _rank(at: TierSnapshot) -> tuple[str, str]:
     return at.engine, str(at.rank)

@@ -119,7 +119,7 @@ def patience_s(policy: Prefetch, tokens: int) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class TierPolicy:
     """`least_tokens`: fewer are not looked for in storage, nor fetched. `least_load_tokens`: nor loaded to the device.
 
     `reading_share`: of host pages, at most so many are being read into. `writing_pages`: more are not waiting to be
@@ -143,13 +143,13 @@ class Policy:
 
 
 @dataclass(slots=True)
-class Pace:
+class ThroughputEstimator:
     """Measures a Speed: a line through (bytes, seconds) by least squares, older batches weighing less.
 
-    >>> pace = Pace()
+    >>> reads = ThroughputEstimator()
     >>> for mib in (1, 2, 4, 8):
-    ...     pace.add(mib << 20, 0.002 + (mib << 20) / 2e9)
-    >>> speed = pace.speed()
+    ...     reads.add(mib << 20, 0.002 + (mib << 20) / 2e9)
+    >>> speed = reads.speed()
     >>> round(speed.latency_s, 6), round(speed.bytes_per_s / 1e9, 3)
     (0.002, 2.0)
     """

@@ -1,4 +1,4 @@
-"""Announced: what a router was told of storage, and is told when it is gone, whoever deleted it."""
+"""StorageEvents: what a router was told of storage, and is told when it is gone, whoever deleted it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvmover.cache.prefix.events import BlockRemoved, BlockStored, KVEvent, Medi
 from kvmover.cache.prefix.hashes import as_int64, as_int64s
 
 
-class Announced:
+class StorageEvents:
     """Of one rank. The store calls `lost`, from any thread; all else is the controller's.
 
     Events of storage come without tokens: those of the device had them.

@@ -1,4 +1,4 @@
-"""Worker: the one thread that reads and writes storage, a batch at a time. It sleeps while there is nothing to do.
+"""StorageWorker: the one thread that reads and writes storage, a batch at a time. It sleeps while there is no work.
 
 Jobs of the more urgent class go first, between two batches of another: a read does not wait for a long write. A class
 that has moved what its rate allows waits, and no other one with it.
@@ -26,7 +26,7 @@ class Urgency(IntEnum):
     WRITE = 2
 
 
-class Job(Protocol):
+class StorageJob(Protocol):
     """`step` does one batch and says whether that was the last. An exception ends the job, and is its outcome.
 
     `nbytes`: what all its steps have moved so far. `moves`: whether the next one will move any, if it is allowed to.
@@ -40,23 +40,23 @@ class Job(Protocol):
     def step(self) -> bool: ...
 
 
-#: Called by `Worker.poll`, in the caller's thread, with what a job raised, or None.
+#: Called by `StorageWorker.poll`, in the caller's thread, with what a job raised, or None.
 Ended = Callable[[Exception | None], None]
 
 
-class Worker:
+class StorageWorker:
     """Close it, or the thread outlives its owner (it is a daemon)."""
 
     def __init__(self, rates: Mapping[Urgency, Rate] = MappingProxyType({})) -> None:
         now_s = time.monotonic()
         self._buckets = {urgency: Bucket.full(rate, now_s) for urgency, rate in rates.items()}
-        self._queues: tuple[deque[tuple[Job, Ended]], ...] = tuple(deque() for _ in Urgency)
+        self._queues: tuple[deque[tuple[StorageJob, Ended]], ...] = tuple(deque() for _ in Urgency)
         self._over: deque[tuple[Ended, Exception | None]] = deque()
         self._work, self._news = threading.Condition(), threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, job: Job, urgency: Urgency, ended: Ended) -> None:
+    def begin(self, job: StorageJob, urgency: Urgency, ended: Ended) -> None:
         with self._work:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvmover-storage", daemon=True)

@@ -1,5 +1,5 @@
-"""Holding: one component as one rank holds it on all tiers: its pool on the device, its pool on the host, and its part
-of every page in storage.
+"""TieredPool: one component as one rank holds it on all tiers: its pool on the device, its pool on the host, and its
+part of every page in storage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def part_of(component: Component, fleet: Fleet, rank: int) -> Part:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class TieredPool:
     """`name`: the component of the tree whose page ids it goes by. Several may go by one: attention KV and the index
     keys of sparse attention both go by FULL, the temporal and convolution states by one state's.
 
@@ -80,7 +80,7 @@ class Holding:
         name: str = FULL,
         order: str = PACKED_ORDER,
         share: Share = SOLE,
-    ) -> Holding:
+    ) -> TieredPool:
         """With a host pool of its own, whose axes nest in `order`; only the packed order goes to storage as it lies.
 
         The rule is the component's: its window, its last state, or all pages.

@@ -11,17 +11,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvmover.cache.prefix import CopyOut, PrefixError, StaleHandle, Tier, Transfer, WriteBack
+from kvmover.cache.prefix import CopyOut, PrefixError, StaleHandle, Tier, TierCopy, WriteBack
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.keys import PageIds, page_array, words
 from kvmover.cache.prefix.results import PageArray
-from kvmover.cache.tiers.agreement import Row, Tickets, agreed_count, counted
-from kvmover.cache.tiers.allocator import Stock
-from kvmover.cache.tiers.metrics import Count, Meter, Stage
-from kvmover.cache.tiers.policy import Policy, Store
-from kvmover.cache.tiers.storage import Page, Storage, Write
-from kvmover.cache.tiers.storage_events import Announced
-from kvmover.cache.tiers.storage_worker import Stopwatch, Urgency, Worker
+from kvmover.cache.tiers.agreement import CollectiveOps, VoteRow, agreed_count, counted
+from kvmover.cache.tiers.allocator import PageAllocator
+from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
+from kvmover.cache.tiers.policy import Store, TierPolicy
+from kvmover.cache.tiers.storage import PageRef, Storage, StorageWrite
+from kvmover.cache.tiers.storage_events import StorageEvents
+from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,15 @@ class Due:
 
 @dataclass(slots=True)
 class Writing:
-    """Of one rank. `announced` tells routers what has come to storage."""
+    """Of one rank. `events` tells routers what has come to storage."""
 
-    stock: Stock
+    allocator: PageAllocator
     storage: Storage | None
-    worker: Worker
-    tickets: Tickets
-    policy: Policy
-    meter: Meter
-    announced: Announced | None = None
+    worker: StorageWorker
+    collectives: CollectiveOps
+    policy: TierPolicy
+    meter: TierMeter
+    events: StorageEvents | None = None
     writing_pages: int = 0
     #: What is to be stored once it is on the host.
     _due: deque[Due] = field(default_factory=deque[Due])
@@ -56,7 +56,7 @@ class Writing:
 
     @property
     def writes_back(self) -> bool:
-        return isinstance(self.stock.tree.shape.tiers, WriteBack)
+        return isinstance(self.allocator.tree.config.tiers, WriteBack)
 
     def kept(self, node: int, page_ids: PageIds) -> None:
         """Device pages are the tree's now, on the path to `node`."""
@@ -78,30 +78,30 @@ class Writing:
         self._due.extend(Due(node, first, stop) for node, (first, stop) in reach.items())
 
     def back_up(self, node: int) -> None:
-        """Copy what the path has on the device alone. One ticket on every rank, room or not."""
-        tree = self.stock.tree
+        """Copy what the path has on the device alone. One operation on every rank, room or not."""
+        tree = self.allocator.tree
         needs = tree.backup_needs(node)
         if not needs:
             return
-        ids = self.stock.take_all(needs, Tier.HOST)
+        ids = self.allocator.take_all(needs, Tier.HOST)
         if ids is None:
             self.meter.dropped["backup", "no room on the host"] += sum(needs.values())
-            self.tickets.begin(lambda agreed: None, 3).done(*counted(0, 0))
+            self.collectives.begin(lambda agreed: None, 3).done(*counted(0, 0))
             return
         transfer = tree.begin_backup(node, ids)
         total = max((int(leg.positions[-1]) + 1 for leg in transfer.legs), default=0) - transfer.first_page
-        ticket = self.tickets.begin(
+        collective = self.collectives.begin(
             lambda agreed: self._backed(node, transfer, agreed), 3, [i for row in ids.values() for i in row]
         )
-        batches, watch = self.stock.batches(transfer.legs, Tier.HOST), Stopwatch()
+        batches, watch = self.allocator.batches(transfer.legs, Tier.HOST), Stopwatch()
 
         def done() -> None:
-            self.meter.stages[Stage.BACKUP].add(watch.seconds)
-            self.meter.counts[Count.BACKED_PAGES] += sum(len(batch.host_ids) for batch in batches)
-            self.meter.counts[Count.BACKED_BYTES] += sum(batch.nbytes for batch in batches)
-            ticket.done(*counted(total, total))
+            self.meter.stages[TierStage.BACKUP].add(watch.seconds)
+            self.meter.counts[TierCount.BACKED_PAGES] += sum(len(batch.host_ids) for batch in batches)
+            self.meter.counts[TierCount.BACKED_BYTES] += sum(batch.nbytes for batch in batches)
+            collective.done(*counted(total, total))
 
-        self.stock.copies.begin(batches, Tier.HOST, done)
+        self.allocator.copies.begin(batches, Tier.HOST, done)
 
     def reused(self, node: int, first: int) -> None:
         """The path's pages from `first` on are loaded from the host: their copies there proved useful."""
@@ -113,25 +113,25 @@ class Writing:
         for _ in range(len(self._due)):
             due = self._due.popleft()
             try:
-                ready = self.writes_back or self.stock.tree.is_backed(due.node)
+                ready = self.writes_back or self.allocator.tree.is_backed(due.node)
                 if ready:
                     self._store(due)
-                elif self.tickets.open:
+                elif self.collectives.open:
                     self._due.append(due)
                 else:
                     self.meter.dropped["store", "never came to the host"] += 1
             except StaleHandle:
                 self.meter.dropped["store", "evicted before it was stored"] += 1
 
-    def _backed(self, node: int, transfer: Transfer, agreed: Row) -> None:
-        done = agreed_count(agreed, parts=not self.stock.tree.shape.components)
-        self.stock.apply(self.stock.tree.end(transfer.op, done))
+    def _backed(self, node: int, transfer: TierCopy, agreed: VoteRow) -> None:
+        done = agreed_count(agreed, parts=not self.allocator.tree.config.components)
+        self.allocator.apply(self.allocator.tree.end(transfer.op, done))
         if done and self.policy.store is Store.BACKED and self.storage is not None:
             self._due.append(Due(node, transfer.first_page))
 
     def _store(self, due: Due) -> None:
         """Raises StaleHandle for a node that is gone."""
-        tree, storage = self.stock.tree, self.storage
+        tree, storage = self.allocator.tree, self.storage
         assert storage is not None
         try:
             transfer = tree.begin_store(due.node, due.first)
@@ -143,41 +143,41 @@ class Writing:
         first_page = transfer.first_page
         hashes = transfer.hashes[: None if due.stop is None else max(0, due.stop - first_page)]
         pages = [
-            (shelf, Page(position - first_page, hashes[position - first_page], host_id))
+            (stored_pool, PageRef(position - first_page, hashes[position - first_page], host_id))
             for leg in transfer.legs
-            for shelf in storage.shelves
-            if shelf.holding.name == leg.component
+            for stored_pool in storage.stored_pools
+            if stored_pool.tiered_pool.name == leg.component
             for position, host_id in zip(_ints(leg.positions), _ints(leg.src_page_ids), strict=True)
             if position - first_page < len(hashes)
         ]
         count = len(hashes)
         if self.writing_pages + count > self.policy.writing_pages:
             self.meter.dropped["store", "too many pages wait to be written"] += count
-            self.stock.apply(tree.end(transfer.op))
+            self.allocator.apply(tree.end(transfer.op))
             return
         self.writing_pages += count
-        ticket = self.tickets.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
-        write, watch = Write(storage, pages), Stopwatch()
+        collective = self.collectives.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
+        write, watch = StorageWrite(storage, pages), Stopwatch()
 
         def ended(error: Exception | None) -> None:
-            self.meter.stages[Stage.STORE].add(watch.seconds)
-            self.meter.counts[Count.STORED_PAGES] += write.stored
-            self.meter.counts[Count.STORED_BYTES] += write.nbytes
+            self.meter.stages[TierStage.STORE].add(watch.seconds)
+            self.meter.counts[TierCount.STORED_PAGES] += write.stored
+            self.meter.counts[TierCount.STORED_BYTES] += write.nbytes
             for why, failed in write.failed.items():
                 self.meter.dropped["store", why] += failed
             if error is not None:
                 self.meter.dropped["store", type(error).__name__] += count
-            ticket.done(int(error is None and not write.failed.total()))
+            collective.done(int(error is None and not write.failed.total()))
 
         self.worker.begin(write, Urgency.WRITE, ended)
 
-    def _stored(self, node: int, transfer: Transfer, hashes: Sequence[bytes], agreed: Row) -> None:
+    def _stored(self, node: int, transfer: TierCopy, hashes: Sequence[bytes], agreed: VoteRow) -> None:
         self.writing_pages -= len(hashes)
-        tree, first = self.stock.tree, transfer.first_page
-        if agreed[0] and self.announced is not None and hashes:
+        tree, first = self.allocator.tree, transfer.first_page
+        if agreed[0] and self.events is not None and hashes:
             parent = tree.page_hashes(node)[first - 1] if first else None
-            self.announced.stored(hashes, parent, tree.shape.page_tokens)
-        self.stock.apply(tree.end(transfer.op))
+            self.events.stored(hashes, parent, tree.config.page_tokens)
+        self.allocator.apply(tree.end(transfer.op))
 
 
 def _ints(row: PageArray) -> list[int]:

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from kvmover.cache.ledger import Account, Book, Credit, Fault, Group, Ledger, LedgerError, Loss, Phase, Totals
+from kvmover.cache.ledger import (
+    Account,
+    AccountGroup,
+    AttemptPhase,
+    Book,
+    Credit,
+    FaultPolicy,
+    Ledger,
+    LedgerError,
+    Loss,
+    Totals,
+)
 
 
 @pytest.fixture
@@ -148,7 +159,7 @@ def test_an_abort_during_prefill_leaves_the_rest_abandoned(ledger: Ledger) -> No
     ledger.computed(1, 30)
     over = ledger.aborted(1, 1.0)
     assert over is not None
-    assert (over.phase, over.abandoned_tokens) == (Phase.ABORTED, 50)
+    assert (over.phase, over.abandoned_tokens) == (AttemptPhase.ABORTED, 50)
     assert sources(ledger.total().first) == (100, 20, 0, 0, 30)
     assert ledger.total().first.abandoned_tokens == 50
 
@@ -243,13 +254,13 @@ def test_more_chunks_than_prompt_are_refused(ledger: Ledger) -> None:
 
 def test_in_production_a_fault_is_counted_named_and_changes_nothing() -> None:
     seen: list[Account] = []
-    ledger = Ledger(fault=Fault.COUNT, sink=seen.append)
+    ledger = Ledger(fault=FaultPolicy.COUNT, sink=seen.append)
     ledger.matched(1, 100, 40, 0.0)
     ledger.admitted(1, Credit(30))
     ledger.computed(1, 10)
     assert ledger.faults == 2
     assert "request 1 is matched" in str(ledger.last_fault)
-    assert ledger.account(1).phase is Phase.MATCHED
+    assert ledger.account(1).phase is AttemptPhase.MATCHED
     ledger.admitted(1, Credit(40))
     ledger.computed(1, 60)
     assert ledger.finished(1, 1.0) == seen[0]
@@ -257,7 +268,7 @@ def test_in_production_a_fault_is_counted_named_and_changes_nothing() -> None:
 
 
 def test_in_production_an_attempt_that_does_not_balance_is_in_no_sum_and_not_kept() -> None:
-    ledger = Ledger(fault=Fault.COUNT)
+    ledger = Ledger(fault=FaultPolicy.COUNT)
     ledger.matched(1, 100, 40, 0.0)
     ledger.admitted(1, Credit(40))
     assert ledger.finished(1, 1.0) is None
@@ -274,7 +285,7 @@ def test_losses_handed_in_are_copied(ledger: Ledger) -> None:
 
 
 def test_a_group_is_the_one_of_the_first_match(ledger: Ledger) -> None:
-    group = Group("tenant", "model")
+    group = AccountGroup("tenant", "model")
     ledger.matched(1, 10, 0, 0.0, group)
     ledger.matched(1, 10, 0, 0.0)
     ledger.admitted(1, Credit())

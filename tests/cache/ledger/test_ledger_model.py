@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmover.cache.ledger import Credit, Group, Ledger, Loss, Totals
+from kvmover.cache.ledger import AccountGroup, Credit, Ledger, Loss, Totals
 
-GROUPS = [Group(), Group("a"), Group("a", "m"), Group("b", "m")]
+GROUPS = [AccountGroup(), AccountGroup("a"), AccountGroup("a", "m"), AccountGroup("b", "m")]
 REASONS = list(Loss)
 
 
@@ -24,12 +24,12 @@ class LedgerModel(RuleBasedStateMachine):
         self.serial = 0
         self.matched: dict[int, tuple[int, int]] = {}
         self.running: dict[int, Counter[str]] = {}
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, AccountGroup] = {}
         self.attempts: Counter[int] = Counter()
-        self.over: list[tuple[Group, int, Counter[str]]] = []
+        self.over: list[tuple[AccountGroup, int, Counter[str]]] = []
 
     @rule(prompt=st.integers(0, 500), share=st.floats(0, 1), group=st.sampled_from(GROUPS))
-    def a_new_request_is_matched(self, prompt: int, share: float, group: Group) -> None:
+    def a_new_request_is_matched(self, prompt: int, share: float, group: AccountGroup) -> None:
         self.serial += 1
         self.groups[self.serial] = group
         self._match(self.serial, prompt, int(prompt * share))

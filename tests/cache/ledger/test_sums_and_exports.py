@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from kvmover.cache.ledger import (
     Account,
+    AccountGroup,
+    AttemptPhase,
     Credit,
-    Fault,
-    Group,
-    Histogram,
+    DurationHistogram,
+    FaultPolicy,
     JsonLines,
     Ledger,
     LedgerCollector,
     Loss,
-    Phase,
     Residency,
     Totals,
     read_accounts,
@@ -30,10 +30,10 @@ from kvmover.cache.ledger.residency import BOUNDS_S
 from kvmover.errors import KvmoverError
 from tests.test_imports import modules_after
 
-LLAMA = Group("gold", "llama")
+LLAMA = AccountGroup("gold", "llama")
 
 
-def serve(ledger: Ledger, request: int | str, device: int, now_s: float, group: Group = LLAMA) -> None:
+def serve(ledger: Ledger, request: int | str, device: int, now_s: float, group: AccountGroup = LLAMA) -> None:
     """A prompt of 100, of which 90 are reusable: `device` of them are hits, the others came too late."""
     ledger.matched(request, 100, 90, now_s, group)
     ledger.admitted(request, Credit(device), {Loss.LATE: 90 - device})
@@ -75,9 +75,9 @@ def test_a_clock_that_goes_back_loses_nothing() -> None:
 def test_groups_are_apart_and_their_bytes_are_those_of_their_model() -> None:
     ledger = Ledger(token_bytes={"llama": 1000})
     serve(ledger, 1, 10, 0.0)
-    serve(ledger, 2, 20, 0.0, Group("silver", "llama"))
-    serve(ledger, 3, 40, 0.0, Group("gold", "unknown"))
-    assert ledger.groups() == (LLAMA, Group("gold", "unknown"), Group("silver", "llama"))
+    serve(ledger, 2, 20, 0.0, AccountGroup("silver", "llama"))
+    serve(ledger, 3, 40, 0.0, AccountGroup("gold", "unknown"))
+    assert ledger.groups() == (LLAMA, AccountGroup("gold", "unknown"), AccountGroup("silver", "llama"))
     assert [ledger.total(group).first.device_tokens for group in ledger.groups()] == [10, 40, 20]
     assert [ledger.saved_bytes(group) for group in ledger.groups()] == [10_000, 0, 20_000]
 
@@ -106,7 +106,7 @@ def test_no_prompt_is_a_hit_rate_of_zero() -> None:
 
 @given(st.lists(st.floats(0, 1e9), max_size=50))
 def test_a_histogram_counts_every_time_at_its_bound(times: list[float]) -> None:
-    histogram = Histogram()
+    histogram = DurationHistogram()
     for seconds in times:
         histogram.add(seconds)
     rows = histogram.cumulative()
@@ -147,7 +147,7 @@ def test_accounts_come_back_from_a_file_as_they_went_in(tmp_path: Path) -> None:
     assert len(seen) == 501
     assert list(read_accounts(path)) == seen
     first = msgspec.json.decode(path.read_bytes().splitlines()[0])
-    assert (first["request"], first["phase"], first["lost"]) == ("request-0", Phase.FINISHED, {"late": 90})
+    assert (first["request"], first["phase"], first["lost"]) == ("request-0", AttemptPhase.FINISHED, {"late": 90})
 
 
 def test_a_bad_line_of_accounts_and_a_file_that_cannot_be_are_named(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_bad_line_of_accounts_and_a_file_that_cannot_be_are_named(tmp_path: Pa
 
 def test_metrics_are_the_ledgers_sums_whenever_they_are_read() -> None:
     prometheus = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
-    ledger, residency = Ledger(fault=Fault.COUNT, token_bytes={"llama": 10}), Residency()
+    ledger, residency = Ledger(fault=FaultPolicy.COUNT, token_bytes={"llama": 10}), Residency()
     registry = prometheus.CollectorRegistry()
     registry.register(LedgerCollector(ledger, {"device": residency}))
     residency.stored([1], 0.0)

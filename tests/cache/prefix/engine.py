@@ -6,7 +6,18 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvmover.cache.prefix import FULL, CopyOut, Free, Inserted, Match, Outcome, PrefixTree, Receipt, Tier, Transfer
+from kvmover.cache.prefix import (
+    FULL,
+    ActionList,
+    CopyOut,
+    FreePages,
+    Inserted,
+    LockHandle,
+    Match,
+    PrefixTree,
+    Tier,
+    TierCopy,
+)
 
 Pool = tuple[str, Tier]
 
@@ -16,11 +27,11 @@ class Engine:
 
     def __init__(self, tree: PrefixTree, pages: int = 64) -> None:
         self.tree, self.pages = tree, pages
-        names = [FULL, *(component.name for component in tree.shape.components)]
+        names = [FULL, *(component.name for component in tree.config.components)]
         self.free = {(name, tier): list(range(pages)) for name in names for tier in (Tier.DEVICE, Tier.HOST)}
         #: Ids that the caller holds: requests that run, staging, copies under way.
         self.owned: dict[Pool, list[int]] = {pool: [] for pool in self.free}
-        self.transfers: dict[int, Transfer] = {}
+        self.transfers: dict[int, TierCopy] = {}
         self.fetches: dict[int, list[int]] = {}
 
     def take(self, count: int, component: str = FULL, tier: Tier = Tier.DEVICE) -> list[int]:
@@ -36,9 +47,9 @@ class Engine:
         for page in ids:
             self.owned[component, tier].remove(page)
 
-    def apply(self, outcome: Outcome) -> Outcome:
+    def apply(self, outcome: ActionList) -> ActionList:
         for action in outcome.actions:
-            if isinstance(action, Free):
+            if isinstance(action, FreePages):
                 pool = action.component, action.tier
                 for page in action.page_ids.tolist():
                     assert page not in self.free[pool], f"{pool}: page {page} is free already"
@@ -57,8 +68,8 @@ class Engine:
     def insert(self, tokens: Sequence[int], held: dict[str, int] | None = None, **more: object) -> Inserted:
         """Insert with fresh pages for all from `first_page` on; `held` says how many trailing ids to bring."""
         first = int(str(more.get("first_page", 0)))
-        units = len(tokens) - (int(self.tree.shape.units) - 1 if len(tokens) else 0)
-        ids = self.take(units // self.tree.shape.page_tokens - first)
+        units = len(tokens) - (int(self.tree.config.units) - 1 if len(tokens) else 0)
+        ids = self.take(units // self.tree.config.page_tokens - first)
         others = {name: self.take(count, name) for name, count in (held or {}).items()}
         # The tree's from here on, but for what it gives back.
         self.give(ids)
@@ -76,13 +87,13 @@ class Engine:
     def evict_host(self, pages: int, component: str = FULL) -> list[int]:
         return self.apply(self.tree.evict_host(pages, component)).page_ids(component, Tier.HOST).tolist()
 
-    def backup(self, node: int) -> Transfer:
+    def backup(self, node: int) -> TierCopy:
         return self._begin(Tier.HOST, node)
 
-    def load(self, node: int) -> Transfer:
+    def load(self, node: int) -> TierCopy:
         return self._begin(Tier.DEVICE, node)
 
-    def _begin(self, dst: Tier, node: int) -> Transfer:
+    def _begin(self, dst: Tier, node: int) -> TierCopy:
         tree = self.tree
         needs = tree.backup_needs(node) if dst is Tier.HOST else tree.load_needs(node)
         ids = {name: self.take(count, name, dst) for name, count in needs.items()}
@@ -91,12 +102,12 @@ class Engine:
         return transfer
 
     def fetch(self, tokens: Sequence[int], first_page: int) -> int:
-        ids = self.take(len(tokens) // self.tree.shape.page_tokens - first_page, FULL, Tier.HOST)
+        ids = self.take(len(tokens) // self.tree.config.page_tokens - first_page, FULL, Tier.HOST)
         op = self.tree.begin_fetch(tokens, first_page, ids)
         self.fetches[op] = ids
         return op
 
-    def end(self, op: int, pages_done: int | None = None) -> Outcome:
+    def end(self, op: int, pages_done: int | None = None) -> ActionList:
         """The record lets go of its ids: what comes back is freed, the rest is the tree's or waits with another."""
         if op in self.fetches:
             self.give(self.fetches.pop(op), FULL, Tier.HOST)
@@ -138,7 +149,7 @@ def needs(match: Match) -> dict[str, list[int]]:
     return {load.component: load.positions.tolist() for load in match.loads}
 
 
-def locked(tree: PrefixTree, tokens: Sequence[int]) -> Receipt:
+def locked(tree: PrefixTree, tokens: Sequence[int]) -> LockHandle:
     return tree.lock(tree.match(tokens).best_node)
 
 

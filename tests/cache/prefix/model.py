@@ -37,9 +37,9 @@ class Model:
     """`at[component, tier]` maps a prefix, up to a page's end, to the id of that page, or of the state there."""
 
     def __init__(self, tree: PrefixTree) -> None:
-        self.page = tree.shape.page_tokens
-        self.components = {component.name: component for component in tree.shape.components}
-        self.back = isinstance(tree.shape.tiers, WriteBack)
+        self.page = tree.config.page_tokens
+        self.components = {component.name: component for component in tree.config.components}
+        self.back = isinstance(tree.config.tiers, WriteBack)
         self.at: dict[tuple[str, Tier], dict[Prefix, int]] = {
             (name, tier): {} for name in (FULL, *self.components) for tier in (Tier.DEVICE, Tier.HOST)
         }

@@ -26,14 +26,14 @@ def busy() -> Engine:
     mine.insert(range(100, 108), {"swa": 4, "state": 1})
     gone = mine.insert(range(200, 204), {"swa": 2, "state": 1}).node
     mine.backed(gone)
-    receipt = locked(mine.tree, range(100, 108))
+    handle = locked(mine.tree, range(100, 108))
     for tokens in (range(8), [*range(8), 50, 51, 52, 53], [*range(4), 60, 61]):
         mine.tree.match(tokens)
     mine.evict(2)
     mine.tree.page_hashes(mine.tree.match([*range(8), 50, 51, 52, 53]).best_node)
     mine.backup(mine.tree.match([*range(4), 60, 61]).best_node)
     mine.conserved()
-    assert receipt.number in mine.tree._forest.holds
+    assert handle.number in mine.tree._forest.locked_paths
     return mine
 
 
@@ -125,7 +125,7 @@ DAMAGE: dict[str, tuple[int, Callable[[Forest], object]]] = {
     "a wrong hash": (16, lambda f: (find(f, lambda node: len(node.hashes or ()) > 1).hashes or []).reverse()),
     "a lock too many": (18, lambda f: setattr(leaf(f), "locks", 1)),
     "a window's lock too many": (18, lambda f: setattr(leaf(f).held[0], "locks", 1)),
-    "a lock lost": (18, lambda f: f.holds.popitem()),
+    "a lock lost": (18, lambda f: f.locked_paths.popitem()),
     "a namespace inside a path": (20, lambda f: setattr(leaf(f), "namespace", next(iter(f.roots)))),
     "pages that moved under a copy": (21, move_pages),
     "a page on its way by a copy of others": (22, extend_copy),

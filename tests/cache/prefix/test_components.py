@@ -27,9 +27,9 @@ def test_a_long_leaf_ends_in_one_window() -> None:
     assert (match.tokens, match.full_tokens, len(mine.tree)) == (10, 10, 2)
     assert mine.tree.sizes("swa").evictable == 10
     assert dict(match.held)["swa"].tolist() == [6, 7, 8, 9]
-    receipt = mine.tree.lock(match.device_node)
+    handle = mine.tree.lock(match.device_node)
     assert mine.tree.sizes("swa").protected == 4
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     mine.conserved()
 
 
@@ -75,11 +75,11 @@ def test_a_leaf_whose_window_goes_is_of_no_use_and_goes() -> None:
 def test_a_locked_leaf_loses_its_window_alone() -> None:
     mine = window()
     node = mine.insert(range(4), {"swa": 4}).node
-    receipt = mine.tree.lock(node, skip=("swa",))
+    handle = mine.tree.lock(node, skip=("swa",))
     outcome = mine.apply(mine.tree.evict(1, "swa"))
     assert (len(outcome.page_ids()), len(outcome.page_ids("swa"))) == (0, 4)
     mine.conserved()
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     mine.conserved()
 
 
@@ -168,7 +168,7 @@ def test_a_component_on_the_host_alone_is_what_a_load_back_brings() -> None:
     mine.insert([1, 2], {"state": 1})
     deep = mine.insert([1, 2, 3, 4], {"state": 1}, first_page=2).node
     mine.backed(deep)
-    receipt = mine.tree.lock(deep, skip=("state",))
+    handle = mine.tree.lock(deep, skip=("state",))
     mine.tree.match([1, 2])
     assert mine.evict(1, "state") == [1]
     match = mine.tree.match([1, 2, 3, 4])
@@ -179,7 +179,7 @@ def test_a_component_on_the_host_alone_is_what_a_load_back_brings() -> None:
     transfer = mine.load(deep)
     assert [(leg.component, leg.positions.tolist()) for leg in transfer.legs] == [("state", [3])]
     mine.end(transfer.op)
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     assert mine.tree.match([1, 2, 3, 4]).tokens == 4
     mine.conserved()
 
@@ -244,12 +244,12 @@ def test_what_nothing_can_end_at_stays_while_it_is_locked() -> None:
         front = mine.tree.match([1, 2, 9])
         assert front.full_tokens == 2
         node = next(node.id for node in mine.tree._forest if node.end == 2)
-        receipt = mine.tree.lock(node) if kind == "device" else mine.tree.lock_host(node)
+        handle = mine.tree.lock(node) if kind == "device" else mine.tree.lock_host(node)
         mine.evict(100)
         mine.evict_host(100)
         assert mine.tree.match([1, 2]).full_tokens == 2
         mine.conserved()
-        mine.tree.unlock(receipt)
+        mine.tree.unlock(handle)
         mine.evict(100)
         mine.evict_host(100)
         mine.conserved()
@@ -284,7 +284,7 @@ def test_a_component_of_ones_own_needs_no_change_of_the_tree() -> None:
 
         name, per_page, rank, reach_tokens, grid_tokens = "c4", True, 1, 4, 4
 
-        def judge(self):
+        def match_validator(self):
             return lambda _tokens, present: present
 
     mine = Engine(PrefixTree(4, components=(Compressed(),)))

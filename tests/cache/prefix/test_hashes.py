@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.cache.prefix.hashes import Namespace, as_int64, as_int64s, chain, chain_bigrams
+from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64, as_int64s, chain, chain_bigrams
 from kvmover.errors import KvmoverError
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 4294967295]
@@ -102,7 +102,7 @@ def test_no_cut_changes_a_hash_of_bigrams(tokens: list[int], page_tokens: int, d
 
 
 def test_equal_tokens_of_two_namespaces_share_no_hash() -> None:
-    tenants = [Namespace().digest, Namespace(salt="a").digest, Namespace(salt="b").digest]
+    tenants = [PrefixNamespace().digest, PrefixNamespace(salt="a").digest, PrefixNamespace(salt="b").digest]
     pages = [page for parent in tenants for page in chain(parent, range(32), 4)]
     assert len(set(pages)) == 3 * 8
 

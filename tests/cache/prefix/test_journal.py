@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine import Engine
 
-from kvmover.cache.prefix import Grain, Namespace, PrefixTree, Units, WriteThrough
+from kvmover.cache.prefix import EvictionGranularity, KeyUnits, PrefixNamespace, PrefixTree, WriteThrough
 from kvmover.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
 from kvmover.cache.prefix.hashes import as_int64, chain, chain_bigrams
 
@@ -41,7 +41,7 @@ def test_pages_cut_off_the_end_of_a_leaf_are_removed_by_name() -> None:
 
 
 def test_a_page_that_moves_between_tiers_is_removed_and_stored_by_medium_in_order() -> None:
-    mine, events = watched(tiers=WriteThrough(), grain=Grain.NODE)
+    mine, events = watched(tiers=WriteThrough(), grain=EvictionGranularity.NODE)
     node = mine.insert([1, 2]).node
     mine.backed(node)
     mine.evict(1)
@@ -71,7 +71,7 @@ def test_a_backup_split_under_way_is_told_whole() -> None:
 
 def test_an_event_names_adapter_and_salt_and_starts_from_the_namespace() -> None:
     mine, events = watched()
-    space = Namespace(adapter="lora-7", salt="tenant")
+    space = PrefixNamespace(adapter="lora-7", salt="tenant")
     mine.insert([1, 2], namespace=space)
     (event,) = events
     assert isinstance(event, BlockStored)
@@ -80,7 +80,7 @@ def test_an_event_names_adapter_and_salt_and_starts_from_the_namespace() -> None
 
 
 def test_of_bigrams_the_first_tokens_are_told() -> None:
-    mine, events = watched(units=Units.BIGRAM)
+    mine, events = watched(units=KeyUnits.BIGRAM)
     mine.insert([1, 2, 3, 4, 5])
     (event,) = events
     assert isinstance(event, BlockStored)

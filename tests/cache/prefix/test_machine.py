@@ -23,16 +23,16 @@ from model import Copy, Model
 from kvmover.cache.prefix import (
     FULL,
     LFU,
+    ActionList,
     CopyOut,
     DeviceOnly,
-    Free,
-    Outcome,
+    FreePages,
+    LockHandle,
     PrefixTree,
-    Receipt,
     SlidingWindow,
     State,
     Tier,
-    Transfer,
+    TierCopy,
     WriteBack,
     WriteThrough,
 )
@@ -61,13 +61,13 @@ class Machine(RuleBasedStateMachine):
         self.tree = PrefixTree(self.page_tokens, sink=lambda event: self.model.hear(event), **self.shape)
         self.model = Model(self.tree)
         self.engine = Engine(self.tree, PAGES)
-        self.receipts: list[Receipt] = []
-        self.components = [component.name for component in self.tree.shape.components]
-        self.hosted = not isinstance(self.tree.shape.tiers, DeviceOnly)
+        self.handles: list[LockHandle] = []
+        self.components = [component.name for component in self.tree.config.components]
+        self.hosted = not isinstance(self.tree.config.tiers, DeviceOnly)
 
     # What the caller does with an outcome
 
-    def gave_up(self, outcome: Outcome) -> None:
+    def gave_up(self, outcome: ActionList) -> None:
         """An eviction: the model forgets what was freed, and says whether it might be."""
         for action in outcome.actions:
             if isinstance(action, CopyOut):
@@ -75,8 +75,8 @@ class Machine(RuleBasedStateMachine):
                 device = {page: prefix for prefix, page in self.model.at[FULL, Tier.DEVICE].items()}
                 for src, dst in zip(leg.src_page_ids.tolist(), leg.dst_page_ids.tolist(), strict=True):
                     self.model.at[FULL, Tier.HOST][device[src]] = dst
-        for action in sorted(outcome.actions, key=lambda a: isinstance(a, Free) and a.component == FULL):
-            if isinstance(action, Free):
+        for action in sorted(outcome.actions, key=lambda a: isinstance(a, FreePages) and a.component == FULL):
+            if isinstance(action, FreePages):
                 self.model.freed(action.component, action.tier, action.page_ids.tolist())
         self.engine.apply(outcome)
 
@@ -115,8 +115,8 @@ class Machine(RuleBasedStateMachine):
     def insert(self, tokens: list[int], window: int, state: int, reuse: int) -> None:
         pages = len(tokens) // self.page_tokens
         match = self.tree.match(tokens)
-        receipt = self.tree.lock(match.device_node)
-        self.model.lock(receipt.number, tuple(tokens[: match.tokens]), Tier.DEVICE)
+        handle = self.tree.lock(match.device_node)
+        self.model.lock(handle.number, tuple(tokens[: match.tokens]), Tier.DEVICE)
         first = reuse * len(match.page_ids)
         taken = self.wanted(pages, first, window, state)
         if taken is not None:
@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
             kept = self.tree.insert(tokens, taken[FULL], first_page=first, held=held)
             self.came_back(kept, self.model.insert(tokens, first, taken, pages), taken)
             assert kept.tokens == pages * self.page_tokens
-        self.unlock_now(receipt)
+        self.unlock_now(handle)
 
     @rule(
         tokens=tokens_of, steps=st.integers(0, 4), window=st.integers(0, 7), between=tokens_of, want=st.integers(0, 5)
@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
             taken[name] = got
         return taken
 
-    def came_back(self, kept: Outcome, spare: dict[str, set[int]], taken: dict[str, list[int]]) -> None:
+    def came_back(self, kept: ActionList, spare: dict[str, set[int]], taken: dict[str, list[int]]) -> None:
         for name, ids in taken.items():
             assert set(kept.page_ids(name).tolist()) == spare.get(name, set())
             self.engine.give(ids, name)
@@ -184,18 +184,18 @@ class Machine(RuleBasedStateMachine):
         elif backed and len(backed[-1]) == match.best_tokens:
             self.keep(self.tree.lock_host(match.host_node), tokens[: match.best_tokens])
 
-    def keep(self, receipt: Receipt, tokens: list[int]) -> None:
-        self.receipts.append(receipt)
-        self.model.lock(receipt.number, tuple(tokens), receipt.tier)
+    def keep(self, handle: LockHandle, tokens: list[int]) -> None:
+        self.handles.append(handle)
+        self.model.lock(handle.number, tuple(tokens), handle.tier)
 
-    @precondition(lambda self: self.receipts)
+    @precondition(lambda self: self.handles)
     @rule(which=st.integers(0, 99))
     def unlock(self, which: int) -> None:
-        self.unlock_now(self.receipts.pop(which % len(self.receipts)))
+        self.unlock_now(self.handles.pop(which % len(self.handles)))
 
-    def unlock_now(self, receipt: Receipt) -> None:
-        self.tree.unlock(receipt)
-        del self.model.locks[receipt.number]
+    def unlock_now(self, handle: LockHandle) -> None:
+        self.tree.unlock(handle)
+        del self.model.locks[handle.number]
 
     @rule(pages=st.integers(1, 6), which=st.integers(0, 2), room=st.integers(0, 4))
     def evict(self, pages: int, which: int, room: int) -> None:
@@ -218,7 +218,7 @@ class Machine(RuleBasedStateMachine):
         self.gave_up(outcome)
         assert len(outcome.page_ids(name, Tier.HOST)) >= min(pages, before)
 
-    @precondition(lambda self: isinstance(self.tree.shape.tiers, WriteThrough))
+    @precondition(lambda self: isinstance(self.tree.config.tiers, WriteThrough))
     @rule(tokens=tokens_of)
     def backup(self, tokens: list[int]) -> None:
         self.copy(tokens, Tier.HOST)
@@ -233,12 +233,12 @@ class Machine(RuleBasedStateMachine):
         """Begin one, unless making room for it changed what it needs."""
         match, tree, model = self.tree.match(tokens), self.tree, self.model
         node, path = match.best_node, tuple(tokens[: match.best_tokens])
-        receipt = tree.lock(node)
-        model.lock(receipt.number, path, Tier.DEVICE)
+        handle = tree.lock(node)
+        model.lock(handle.number, path, Tier.DEVICE)
         ask, begin = (tree.backup_needs, tree.begin_backup) if dst is Tier.HOST else (tree.load_needs, tree.begin_load)
         needs = ask(node)
         if not needs:
-            self.unlock_now(receipt)
+            self.unlock_now(handle)
             return
         taken = {name: self.take(count, name, dst) for name, count in needs.items()}
         if needs == ask(node) and None not in taken.values():
@@ -248,9 +248,9 @@ class Machine(RuleBasedStateMachine):
         else:
             for name, ids in taken.items():
                 self.put_back(ids or [], name, dst)
-        self.unlock_now(receipt)
+        self.unlock_now(handle)
 
-    def copied(self, transfer: Transfer, path: tuple[int, ...]) -> Copy:
+    def copied(self, transfer: TierCopy, path: tuple[int, ...]) -> Copy:
         """The model's record: where every id of the copy belongs."""
         pages = {}
         for leg in transfer.legs:
@@ -276,12 +276,15 @@ class Machine(RuleBasedStateMachine):
         due = self.model.end(copy, landed)
         outcome = self.engine.end(op, done)
         got = {
-            (a.component, a.tier, page) for a in outcome.actions if isinstance(a, Free) for page in a.page_ids.tolist()
+            (a.component, a.tier, page)
+            for a in outcome.actions
+            if isinstance(a, FreePages)
+            for page in a.page_ids.tolist()
         }
         # Ids that waited belong to no list of the caller's any more.
         assert got == set(due)
 
-    @precondition(lambda self: isinstance(self.tree.shape.tiers, WriteThrough))
+    @precondition(lambda self: isinstance(self.tree.config.tiers, WriteThrough))
     @rule(tokens=tokens_of, done=st.none() | st.integers(0, 5), between=tokens_of, want=st.integers(0, 3))
     def fetch(self, tokens: list[int], done: int | None, between: list[int], want: int) -> None:
         host = self.model.at[FULL, Tier.HOST]
@@ -327,8 +330,8 @@ class Machine(RuleBasedStateMachine):
         for op in sorted(self.engine.transfers):
             self.model.end(self.model.copies[op], 0)
             self.engine.end(op, 0)
-        for receipt in self.receipts:
-            self.tree.unlock(receipt)
+        for handle in self.handles:
+            self.tree.unlock(handle)
         assert all(self.tree.sizes(name).protected == 0 for name in (FULL, *self.components))
         self.engine.apply(self.tree.reset())
         assert all(sorted(free) == list(range(PAGES)) for free in self.engine.free.values())
@@ -380,18 +383,18 @@ def test_a_long_history(kind: str, seed: int) -> None:
         "match": lambda: mine.match(tokens()),
         "insert": lambda: mine.insert(tokens(), rng.choice([3, 8]), rng.choice([0, 1, 1, 1]), rng.randrange(2)),
         "stop": lambda: mine.insert_and_stop(tokens(), rng.randrange(5), rng.randrange(8), tokens(), 0),
-        "lock": lambda: mine.lock(tokens()) if len(mine.receipts) < 3 else None,
-        "unlock": lambda: mine.unlock(rng.randrange(9)) if mine.receipts else None,
+        "lock": lambda: mine.lock(tokens()) if len(mine.handles) < 3 else None,
+        "unlock": lambda: mine.unlock(rng.randrange(9)) if mine.handles else None,
         "evict": lambda: mine.evict(rng.randrange(1, 4), rng.randrange(3), rng.choice([0, 4, 8])),
     }
     if mine.hosted:
         turns |= {
-            "lock_host": lambda: mine.lock_host(tokens()) if len(mine.receipts) < 3 else None,
+            "lock_host": lambda: mine.lock_host(tokens()) if len(mine.handles) < 3 else None,
             "evict_host": lambda: mine.evict_host(rng.randrange(1, 4), rng.randrange(3)),
             "load": lambda: mine.load(tokens()),
             "end": lambda: mine.end(rng.randrange(9), done()) if mine.engine.transfers else None,
         }
-    if isinstance(mine.tree.shape.tiers, WriteThrough):
+    if isinstance(mine.tree.config.tiers, WriteThrough):
         turns |= {
             "backup": lambda: mine.backup(tokens()),
             "backup more": lambda: mine.backup(tokens()),

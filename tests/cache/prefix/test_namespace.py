@@ -8,23 +8,23 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.cache.prefix.hashes import Namespace
+from kvmover.cache.prefix.hashes import PrefixNamespace
 
 TEXT = st.text(max_size=3)
-NAMESPACES = st.builds(Namespace, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple))
+NAMESPACES = st.builds(PrefixNamespace, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple))
 
 
 def test_the_namespace_of_all_defaults_has_no_digest() -> None:
-    assert Namespace().digest == b""
-    assert Namespace(extra=("",)).digest != b""
+    assert PrefixNamespace().digest == b""
+    assert PrefixNamespace(extra=("",)).digest != b""
 
 
 def test_a_digest_is_32_bytes_and_the_same_in_every_process() -> None:
-    namespace = Namespace("llama", "lora-7", "tenant", ("image", "a"))
+    namespace = PrefixNamespace("llama", "lora-7", "tenant", ("image", "a"))
     assert namespace.digest.hex() == "5a8b0fa360f8e44a7eab4a42e232916023b0af6da3fe9af767e3974006216de5"
     code = (
-        "from kvmover.cache.prefix.hashes import Namespace\n"
-        "print(Namespace('llama', 'lora-7', 'tenant', ('image', 'a')).digest.hex())"
+        "from kvmover.cache.prefix.hashes import PrefixNamespace\n"
+        "print(PrefixNamespace('llama', 'lora-7', 'tenant', ('image', 'a')).digest.hex())"
     )
     for seed in ("1", "2"):
         done = subprocess.run(
@@ -34,25 +34,25 @@ def test_a_digest_is_32_bytes_and_the_same_in_every_process() -> None:
 
 
 @given(NAMESPACES, NAMESPACES)
-def test_digests_are_equal_exactly_when_all_fields_are(left: Namespace, right: Namespace) -> None:
+def test_digests_are_equal_exactly_when_all_fields_are(left: PrefixNamespace, right: PrefixNamespace) -> None:
     assert (left.digest == right.digest) == (left == right)
 
 
 def test_text_moved_from_one_field_to_the_next_is_another_namespace() -> None:
     """An adapter that is appended to a key cannot be told from a longer key (fact sheet, open question 2)."""
     family = [
-        Namespace("ab", "c"),
-        Namespace("a", "bc"),
-        Namespace("abc"),
-        Namespace("", "abc"),
-        Namespace("", "", "abc"),
-        Namespace(extra=("abc",)),
-        Namespace(extra=("ab", "c")),
-        Namespace(extra=("a", "bc")),
-        Namespace(extra=("abc", "")),
+        PrefixNamespace("ab", "c"),
+        PrefixNamespace("a", "bc"),
+        PrefixNamespace("abc"),
+        PrefixNamespace("", "abc"),
+        PrefixNamespace("", "", "abc"),
+        PrefixNamespace(extra=("abc",)),
+        PrefixNamespace(extra=("ab", "c")),
+        PrefixNamespace(extra=("a", "bc")),
+        PrefixNamespace(extra=("abc", "")),
     ]
     assert len({each.digest for each in family}) == len(family)
 
 
 def test_a_salt_that_is_no_valid_unicode_has_a_digest_of_its_own() -> None:
-    assert len({Namespace(salt=salt).digest for salt in ("\ud800", "\ud801", "?")}) == 3
+    assert len({PrefixNamespace(salt=salt).digest for salt in ("\ud800", "\ud801", "?")}) == 3

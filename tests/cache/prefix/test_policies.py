@@ -8,12 +8,23 @@ from engine import Engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmover.cache.prefix import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, Grain, Policy, PrefixTree
+from kvmover.cache.prefix import (
+    EARNED,
+    FIFO,
+    LFU,
+    LRU,
+    POLICIES,
+    PRIORITY,
+    SLRU,
+    EvictionGranularity,
+    EvictionPolicy,
+    PrefixTree,
+)
 from kvmover.cache.prefix.policy import Ranked
 
 
-def engine(policy: Policy, **more) -> Engine:
-    return Engine(PrefixTree(1, policy=policy, grain=Grain.NODE, **more))
+def engine(policy: EvictionPolicy, **more) -> Engine:
+    return Engine(PrefixTree(1, policy=policy, grain=EvictionGranularity.NODE, **more))
 
 
 def order(mine: Engine) -> list[int]:
@@ -25,7 +36,7 @@ def order(mine: Engine) -> list[int]:
     return found
 
 
-def three(policy: Policy) -> Engine:
+def three(policy: EvictionPolicy) -> Engine:
     mine = engine(policy)
     for token in (1, 2, 3):
         mine.insert([token])
@@ -40,9 +51,9 @@ def test_the_least_recently_used_goes_first() -> None:
 
 def test_what_is_unlocked_was_used_until_now() -> None:
     mine = three(LRU)
-    receipt = mine.tree.lock(mine.tree.match([1]).best_node)
+    handle = mine.tree.lock(mine.tree.match([1]).best_node)
     mine.tree.match([2])
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     assert order(mine) == [2, 1, 0]
 
 
@@ -145,7 +156,7 @@ Steps = st.lists(
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(set(POLICIES) - {"earned"})), Steps)
 def test_the_order_kept_across_calls_names_the_victim_that_a_search_would(name: str, steps) -> None:
-    mine, receipts = Engine(PrefixTree(1, policy=POLICIES[name], grain=Grain.NODE), 400), []
+    mine, handles = Engine(PrefixTree(1, policy=POLICIES[name], grain=EvictionGranularity.NODE), 400), []
     for verb, number in steps:
         tokens = [number % 3, number, number % 2]
         if verb == "insert":
@@ -153,16 +164,16 @@ def test_the_order_kept_across_calls_names_the_victim_that_a_search_would(name: 
         elif verb == "match":
             mine.tree.match(tokens)
         elif verb == "lock":
-            receipts.append(mine.tree.lock(mine.tree.match(tokens).best_node))
-        elif verb == "unlock" and receipts:
-            mine.tree.unlock(receipts.pop())
+            handles.append(mine.tree.lock(mine.tree.match(tokens).best_node))
+        elif verb == "unlock" and handles:
+            mine.tree.unlock(handles.pop())
         elif verb == "evict":
             victim = searched(mine, POLICIES[name])
             assert mine.evict(1)[:1] == victim
         mine.conserved()
 
 
-def searched(mine: Engine, policy: Policy) -> list[int]:
+def searched(mine: Engine, policy: EvictionPolicy) -> list[int]:
     """The first page of the leaf that goes next, found by looking at all of them."""
     leaves = [node for node in mine.tree._forest if not node.children and not node.locks]
     rank = policy.order()
@@ -182,7 +193,7 @@ def test_an_outdated_heap_is_built_anew_before_it_grows_without_bound() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
-def test_evicting_one_of_many_leaves_looks_at_few(policy: Policy) -> None:
+def test_evicting_one_of_many_leaves_looks_at_few(policy: EvictionPolicy) -> None:
     mine = Engine(PrefixTree(1, policy=policy), 20_001)
     for token in range(20_000):
         mine.insert([token])

@@ -9,9 +9,9 @@ from kvmover.cache.prefix import (
     ROOT,
     CopyOut,
     DeviceOnly,
-    Grain,
-    Namespace,
+    EvictionGranularity,
     PrefixError,
+    PrefixNamespace,
     PrefixTree,
     Sidecar,
     StaleHandle,
@@ -24,7 +24,7 @@ THROUGH = WriteThrough()
 
 
 def engine(page_tokens: int = 1, tiers=THROUGH, **more) -> Engine:
-    return Engine(PrefixTree(page_tokens, tiers=tiers, grain=Grain.NODE, **more))
+    return Engine(PrefixTree(page_tokens, tiers=tiers, grain=EvictionGranularity.NODE, **more))
 
 
 def test_what_was_not_backed_is_gone_with_its_eviction() -> None:
@@ -407,7 +407,7 @@ def test_pages_without_a_way_to_the_root_are_dropped() -> None:
 
 def test_a_store_names_pages_by_hash_in_their_namespace() -> None:
     mine = engine(page_tokens=2)
-    space = Namespace(salt="tenant")
+    space = PrefixNamespace(salt="tenant")
     key = mine.tree.key(range(8), space)
     taken = mine.take(4)
     mine.give(taken)
@@ -513,7 +513,7 @@ def test_without_room_a_victim_goes_with_what_hangs_below_it() -> None:
 
 
 def test_the_tail_of_a_leaf_is_copied_out_where_there_is_no_room_for_all_of_it() -> None:
-    mine = Engine(PrefixTree(1, tiers=WriteBack(), grain=Grain.PAGE))
+    mine = Engine(PrefixTree(1, tiers=WriteBack(), grain=EvictionGranularity.PAGE))
     mine.insert([1, 2, 3, 4])
     for left in (3, 2, 1):
         evict(mine, 1, room=1)
@@ -526,11 +526,11 @@ def test_what_hangs_below_and_is_in_use_spares_a_victim() -> None:
     mine.insert([1, 2])
     deep = mine.insert([1, 2, 3, 4], first_page=2).node
     evict(mine, 2, room=2)
-    receipt = mine.tree.lock_host(deep)
+    handle = mine.tree.lock_host(deep)
     mine.insert([7, 8, 9])
     assert mine.evict(100) == [4, 5, 6]
     mine.conserved()
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     assert mine.evict(100) == [0, 1]
     mine.conserved()
 
@@ -556,8 +556,8 @@ def test_a_tree_that_writes_back_writes_nothing_through() -> None:
 def test_locked_pages_are_not_demoted() -> None:
     mine = engine()
     mine.backed(mine.insert([1, 2, 3]).node)
-    receipt = locked(mine.tree, [1, 2])
+    handle = locked(mine.tree, [1, 2])
     assert mine.evict(3) == [2]
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     assert hits(mine.tree, [1, 2, 3]) == (2, 1)
     mine.conserved()

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 from engine import Engine, hits, ids, locked
 
-from kvmover.cache.prefix import ROOT, Grain, Namespace, PrefixError, PrefixTree, StaleHandle, Tier, Units, keys, tree
+from kvmover.cache.prefix import (
+    ROOT,
+    EvictionGranularity,
+    KeyUnits,
+    PrefixError,
+    PrefixNamespace,
+    PrefixTree,
+    StaleHandle,
+    Tier,
+    keys,
+    tree,
+)
 
 
 @pytest.mark.parametrize("module", [tree, keys])
@@ -61,12 +72,12 @@ def test_less_than_a_page_and_nothing_at_all_are_no_errors() -> None:
 def test_namespaces_share_nothing() -> None:
     mine = engine()
     spaces = [
-        Namespace(),
-        Namespace(adapter="a"),
-        Namespace(adapter="a", salt="s"),
-        Namespace(salt="as"),
-        Namespace(extra=("a",)),
-        Namespace(extra=("", "a")),
+        PrefixNamespace(),
+        PrefixNamespace(adapter="a"),
+        PrefixNamespace(adapter="a", salt="s"),
+        PrefixNamespace(salt="as"),
+        PrefixNamespace(extra=("a",)),
+        PrefixNamespace(extra=("", "a")),
     ]
     mine.insert([1, 2, 3], namespace=spaces[1])
     assert [mine.tree.match([1, 2, 3], namespace=space).tokens for space in spaces] == [0, 3, 0, 0, 0, 0]
@@ -81,14 +92,14 @@ def test_namespaces_share_nothing() -> None:
 def test_a_namespace_that_holds_nothing_any_more_costs_nothing() -> None:
     mine = engine()
     for number in range(50):
-        mine.insert([1, 2], namespace=Namespace(salt=str(number)))
+        mine.insert([1, 2], namespace=PrefixNamespace(salt=str(number)))
         mine.evict(2)
     assert not mine.tree._forest.roots  # no public sight of it
     mine.conserved()
 
 
 def test_a_unit_of_a_bigram_tree_is_two_neighbours() -> None:
-    mine = engine(units=Units.BIGRAM)
+    mine = engine(units=KeyUnits.BIGRAM)
     assert mine.insert([1, 2, 3, 4, 5]).tokens == 4
     assert [mine.tree.match(tokens).tokens for tokens in ([1, 2, 3, 4, 5], [1, 2, 3, 9], [1], [])] == [4, 2, 0, 0]
     assert mine.tree.match([1, 9, 3]).tokens == 0
@@ -98,7 +109,7 @@ def test_a_unit_of_a_bigram_tree_is_two_neighbours() -> None:
 def test_hashes_of_bigrams_are_those_of_the_pairs() -> None:
     from kvmover.cache.prefix.hashes import chain_bigrams
 
-    mine = engine(2, units=Units.BIGRAM)
+    mine = engine(2, units=KeyUnits.BIGRAM)
     node = mine.insert([1, 2, 3, 4, 5]).node
     assert mine.tree.page_hashes(node) == chain_bigrams(b"", [1, 2, 3, 4, 5], 2)
 
@@ -145,7 +156,7 @@ def test_a_key_is_converted_once_and_is_of_one_kind_of_unit() -> None:
     prefixes.insert(key, range(4))
     assert prefixes.match(key).tokens == key.tokens == 8
     with pytest.raises(PrefixError, match="PLAIN units is none of this tree's BIGRAM"):
-        PrefixTree(2, units=Units.BIGRAM).match(key)
+        PrefixTree(2, units=KeyUnits.BIGRAM).match(key)
 
 
 def test_a_limit_cuts_a_match_without_a_copy() -> None:
@@ -217,18 +228,18 @@ def test_pages_said_to_be_the_trees_must_be_there() -> None:
     prefixes.check()
     assert ids(prefixes.match([1, 2, 3])) == [0, 1, 2]
     with pytest.raises(PrefixError, match="it knows none of this namespace"):
-        prefixes.insert([1, 2], [7], first_page=1, namespace=Namespace(salt="x"))
+        prefixes.insert([1, 2], [7], first_page=1, namespace=PrefixNamespace(salt="x"))
     assert len(prefixes._forest.roots) == 1
 
 
 def test_sizes_tell_what_is_locked() -> None:
-    mine = engine(grain=Grain.NODE)
+    mine = engine(grain=EvictionGranularity.NODE)
     mine.insert([1, 2, 3, 4])
     mine.insert([1, 2, 5, 6])
-    receipt = locked(mine.tree, [1, 2, 3, 4])
+    handle = locked(mine.tree, [1, 2, 3, 4])
     assert mine.tree.sizes() == mine.tree.sizes().__class__(evictable=2, protected=4)
     assert mine.evict(100) == [6, 7]
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     assert (mine.tree.sizes().evictable, mine.tree.sizes().protected) == (4, 0)
     assert len(mine.evict(100)) == 4
     assert len(mine.tree) == 0
@@ -259,7 +270,7 @@ def test_a_leaf_that_lost_its_tail_is_another_node() -> None:
 def test_reset_gives_everything_back_and_forgets() -> None:
     mine = engine()
     old = mine.insert([1, 2, 3]).node
-    mine.insert([1, 5], namespace=Namespace(salt="x"))
+    mine.insert([1, 5], namespace=PrefixNamespace(salt="x"))
     assert sorted(mine.apply(mine.tree.reset()).page_ids().tolist()) == [0, 1, 2, 3, 4]
     assert hits(mine.tree, [1, 2, 3]) == (0, 0)
     mine.conserved()
@@ -271,10 +282,10 @@ def test_reset_gives_everything_back_and_forgets() -> None:
 def test_reset_is_refused_while_anything_is_in_use() -> None:
     mine = engine()
     mine.insert([1, 2, 3])
-    receipt = locked(mine.tree, [1, 2])
+    handle = locked(mine.tree, [1, 2])
     with pytest.raises(PrefixError, match="1 locks and operations are out"):
         mine.tree.reset()
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     mine.apply(mine.tree.reset())
     mine.conserved()
 
@@ -283,7 +294,7 @@ def test_split_keeps_tokens_ids_hashes_sizes_and_matches() -> None:
     mine = engine(2)
     node = mine.insert(range(40)).node
     hashes, sizes, pages = mine.tree.page_hashes(node), mine.tree.sizes(), ids(mine.tree.match(range(40)))
-    receipt = mine.tree.lock(node)
+    handle = mine.tree.lock(node)
     locked_sizes = mine.tree.sizes()
     for cut in (20, 2, 38, 14, 6):
         mine.tree.match([*range(cut), 999, 999])
@@ -292,7 +303,7 @@ def test_split_keeps_tokens_ids_hashes_sizes_and_matches() -> None:
     assert mine.tree.page_hashes(node) == hashes
     assert mine.tree.sizes() == locked_sizes
     assert ids(mine.tree.match(range(40))) == pages
-    mine.tree.unlock(receipt)
+    mine.tree.unlock(handle)
     assert mine.tree.sizes() == sizes
 
 
@@ -311,7 +322,7 @@ def test_random_use_neither_loses_nor_doubles_a_page() -> None:
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 13))]
         match = mine.tree.match(tokens)
         assert match.tokens == max((len(text) for text in held.values() if tokens[: len(text)] == text), default=0)
-        receipt = mine.tree.lock(match.device_node)
+        handle = mine.tree.lock(match.device_node)
         needed = len(tokens) // 2 - len(match.page_ids)
         if needed > len(mine.free["full", Tier.DEVICE]):
             evicted = mine.evict(needed)
@@ -320,6 +331,6 @@ def test_random_use_neither_loses_nor_doubles_a_page() -> None:
         assert len(mine.insert(tokens, first_page=len(match.page_ids)).actions) == 0
         pages = ids(mine.tree.match(tokens))
         held |= {page: tokens[: 2 * place + 2] for place, page in enumerate(pages)}
-        mine.tree.unlock(receipt)
+        mine.tree.unlock(handle)
         mine.conserved()
         assert mine.tree.sizes().evictable == len(held)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-from kvmover.cache.replay import Request
+from kvmover.cache.replay import ReplayRequest
 
 
-def generated(seed: int, count: int = 60) -> list[Request]:
+def generated(seed: int, count: int = 60) -> list[ReplayRequest]:
     """Chats that branch off each other at any block: each prompt is some earlier one's first blocks and new ones."""
     chance = random.Random(seed)
     chats: list[tuple[int, ...]] = [()]
-    requests, fresh = list[Request](), 0
+    requests, fresh = list[ReplayRequest](), 0
     for number in range(count):
         before = chance.choice(chats)
         kept = before[: chance.randint(0, len(before))]
@@ -19,7 +19,7 @@ def generated(seed: int, count: int = 60) -> list[Request]:
         fresh += len(new)
         ids = kept + new
         cut = chance.choice([0, 0, 1, 63, 64, 100, 511])
-        requests.append(Request(number * 1000, len(ids) * 512 - cut, 10, ids))
+        requests.append(ReplayRequest(number * 1000, len(ids) * 512 - cut, 10, ids))
         # A block that was cut short comes back longer, or shorter still.
         chats.append(ids)
     return requests
@@ -29,7 +29,7 @@ def common(left: list[int], right: list[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def brute_force(requests: list[Request], page_tokens: int) -> int:
+def brute_force(requests: list[ReplayRequest], page_tokens: int) -> int:
     """Hit tokens of a cache without end, by comparing every prompt with all before it, token by token."""
     hits, earlier = 0, list[list[int]]()
     for request in requests:

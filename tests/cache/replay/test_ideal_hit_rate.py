@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmover.cache.replay import Report, Setup, read_trace, replay
+from kvmover.cache.replay import ReplayConfig, Report, read_trace, replay
 from kvmover.cache.replay.simulator import Ideal
 from tests.cache.replay.made import brute_force, common, generated
 
@@ -21,7 +21,7 @@ TRACES = Path(os.environ.get("KVMOVER_TRACES", "traces"))
 @pytest.mark.parametrize("page_tokens", [1, 16, 48, 64, 512, 700])
 def test_the_hits_of_a_generated_trace_are_those_of_brute_force(page_tokens: int) -> None:
     requests = generated(page_tokens, count=40)
-    report = replay(requests, Setup(page_tokens))
+    report = replay(requests, ReplayConfig(page_tokens))
     assert report.totals.device_tokens == brute_force(requests, page_tokens) > 0
     assert report.totals.hit_rate == pytest.approx(report.ideal_hit_rate)
 
@@ -48,7 +48,7 @@ def conversations() -> Path:
 
 @pytest.fixture(scope="module")
 def unlimited(conversations: Path) -> Report:
-    return replay(read_trace(conversations), Setup(64))
+    return replay(read_trace(conversations), ReplayConfig(64))
 
 
 def test_the_conversation_trace_comes_to_its_ideal_at_page_64(conversations: Path, unlimited: Report) -> None:
@@ -75,4 +75,4 @@ def test_at_equal_capacity_the_conversation_trace_hits_as_often_as_in_vllm(
     conversations: Path, capacity_tokens: int, vllm: float
 ) -> None:
     """vLLM 0.33 evicts single pages: 0.1421 and 0.2940. Trees that evict whole nodes: 0.1399 and 0.2917."""
-    assert replay(read_trace(conversations), Setup(64, capacity_tokens)).totals.hit_rate > vllm
+    assert replay(read_trace(conversations), ReplayConfig(64, capacity_tokens)).totals.hit_rate > vllm

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rig import EAGER, Rank
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
-from kvmover.cache.tiers import Grouped, Setup
+from kvmover.cache.tiers import ControllerConfig, Grouped
 from kvmover.layout import Fleet
 
 PROMPT = list(range(33))
@@ -25,7 +25,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = FileStore(str(folder / "meet"), size)
     group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=30))
-    setup = Setup(EAGER, consensus=Grouped(group))
+    setup = ControllerConfig(EAGER, consensus=Grouped(group))
     mine = Rank(folder / "store", fleet=Fleet(tp=size, page_tokens=8), rank=rank, setup=setup)
     mine.serve(PROMPT)
     mine.controller.wait()
@@ -35,7 +35,7 @@ def main(rank: int, size: int, folder: Path) -> None:
         with mine.store.lock:
             storage = mine.controller._writing.storage
             assert storage is not None
-            view = storage.shelves[0].view
+            view = storage.stored_pools[0].view
             entry = mine.store.catalog.index.get(mine.hashes(PROMPT)[3])
             plan = view._plan(entry)
             assert plan is not None
@@ -44,7 +44,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     mine.controller.wait()
     mine.conserved()
     lost = {str(reason): tokens for reason, tokens in restore.lost.items()}
-    words = restore.tokens, restore.credit.storage_tokens, mine.controller.tickets.serial, lost
+    words = restore.tokens, restore.credit.storage_tokens, mine.controller.collectives.serial, lost
     sys.stdout.write(json.dumps(words))
     sys.stdout.flush()
     mine.close()

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from rig import EAGER, Rank
 
-from kvmover.cache.tiers import Setup
+from kvmover.cache.tiers import ControllerConfig
 from kvmover.store import Policy
 
 #: Prompts that share beginnings, so that what one life has stored is what another one wants.
 TEXTS = [[0] * 33, [0] * 12 + [1] * 21, [0] * 12 + [1] * 8 + [0] * 13, [1] * 33]
 #: Fewer pages than the prompts have, so that they are evicted from storage too.
 KEEPS = Policy(quota_bytes=14 * 8192, segment_bytes=4 * 8192)
-SETUP = Setup(EAGER)
+SETUP = ControllerConfig(EAGER)
 
 
 def life(root: Path, seed: int, arm: Callable[[random.Random, int], None]) -> None:

@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvmover.cache.prefix import FULL, Free, PrefixTree, SlidingWindow, State, Tier, WriteThrough
+from kvmover.cache.prefix import FULL, FreePages, PrefixTree, SlidingWindow, State, Tier, WriteThrough
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.tiers import SOLE, Controller, Holding, Policy, Setup, Share, Storage, Wait, page_tokens
+from kvmover.cache.tiers import (
+    SOLE,
+    Controller,
+    ControllerConfig,
+    Share,
+    Storage,
+    TieredPool,
+    TierPolicy,
+    Wait,
+    page_tokens,
+)
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.layout.layout import PACKED_ORDER
 from kvmover.store import Namespace, PageStore
@@ -35,7 +45,7 @@ KINDS = {"swa": SlidingWindow(8), "state": State()}
 POISON = 0xA5
 SINGLE = Fleet(page_tokens=4)
 THROUGH = WriteThrough()
-EAGER = Policy(prefetch=Wait(), least_tokens=1, least_load_tokens=1, reading_share=1.0)
+EAGER = TierPolicy(prefetch=Wait(), least_tokens=1, least_load_tokens=1, reading_share=1.0)
 
 
 class Rank:
@@ -52,7 +62,7 @@ class Rank:
         order: str = PACKED_ORDER,
         shared: Path | None = None,
         tiers=THROUGH,
-        setup: Setup | None = None,
+        setup: ControllerConfig | None = None,
         files=None,
         sink=None,
         keeps: StorePolicy | None = None,
@@ -61,7 +71,7 @@ class Rank:
         self.fleet, self.rank, self.model = fleet, rank, model
         self.page = page_tokens(fleet)
         self.tree = PrefixTree(self.page, components=[KINDS[name] for name in model if name != FULL], tiers=tiers)
-        self.holdings: list[Holding] = []
+        self.tiered_pools: list[TieredPool] = []
         for name, components in model.items():
             for component in components:
                 shard = fleet.shard(component, rank, self.page)
@@ -70,21 +80,21 @@ class Rank:
                 )
                 device = Pool.zeros(spec, place)
                 share = Share.of(component, fleet, rank, shared) if shared else SOLE
-                self.holdings.append(
-                    Holding.of(component, fleet, rank, device, pages[1], name=name, order=order, share=share)
+                self.tiered_pools.append(
+                    TieredPool.of(component, fleet, rank, device, pages[1], name=name, order=order, share=share)
                 )
         self.space = Namespace("model", "rev-1", self.page)
         self.store: Any = PageStore.open(root, self.space, keeps, files or PlainFiles()) if root else None
-        storage = Storage(self.store, self.space, self.holdings, fleet, rank) if self.store else None
-        self.controller = Controller(self.tree, self.holdings, storage, setup or Setup(EAGER, sink=sink))
-        self.stock = self.controller.stock
+        storage = Storage(self.store, self.space, self.tiered_pools, fleet, rank) if self.store else None
+        self.controller = Controller(self.tree, self.tiered_pools, storage, setup or ControllerConfig(EAGER, sink=sink))
+        self.allocator = self.controller.allocator
 
     # Content
 
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
         return chain(b"", np.array(tokens, np.int32), self.page)
 
-    def rows(self, holding: Holding, pool: Pool, page: int) -> bytes:
+    def rows(self, tiered_pool: TieredPool, pool: Pool, page: int) -> bytes:
         """A page of a pool, packed `head layer kv token dim`."""
         layers, kv = pool.spec.layout.extent_of("layer"), pool.spec.layout.extent_of("kv")
         planes = [[pool.plane(layer, plane)[page] for plane in range(kv)] for layer in range(layers)]
@@ -93,31 +103,31 @@ class Rank:
 
     def fill(self, name: str, page: int, page_hash: bytes) -> None:
         """Compute a page of every pool that goes by `name`."""
-        for holding in self.holdings:
-            if holding.name != name:
+        for tiered_pool in self.tiered_pools:
+            if tiered_pool.name != name:
                 continue
-            spec, part = holding.device.spec, holding.part
+            spec, part = tiered_pool.device.spec, tiered_pool.part
             raw = torch.frombuffer(bytearray(part_content(page_hash, part, self.page)), dtype=torch.uint8)
             axes = [spec.layout.extent_of(axis) for axis in ("head", "layer", "kv", "token")]
             content = raw.view(getattr(torch, spec.component.dtype)).view(*axes, spec.component.dim)
             for layer, kv in itertools.product(range(axes[1]), range(axes[2])):
-                holding.device.plane(layer, kv)[page].copy_(content[:, layer, kv].permute(1, 0, 2))
+                tiered_pool.device.plane(layer, kv)[page].copy_(content[:, layer, kv].permute(1, 0, 2))
 
     def check(self, name: str, page: int, page_hash: bytes, tier: Tier = Tier.DEVICE) -> None:
-        for holding in self.holdings:
-            if holding.name == name:
-                pool = holding.device if tier is Tier.DEVICE else holding.host
-                expected = part_content(page_hash, holding.part, self.page)
-                assert self.rows(holding, pool, page) == expected, (holding.part.component.name, tier, page)
+        for tiered_pool in self.tiered_pools:
+            if tiered_pool.name == name:
+                pool = tiered_pool.device if tier is Tier.DEVICE else tiered_pool.host
+                expected = part_content(page_hash, tiered_pool.part, self.page)
+                assert self.rows(tiered_pool, pool, page) == expected, (tiered_pool.part.component.name, tier, page)
 
     def poison_free(self) -> None:
         """Garbage in every page that nobody uses: who reads one is found out."""
-        for holding in self.holdings:
-            for tier, pool in ((Tier.DEVICE, holding.device), (Tier.HOST, holding.host)):
-                if holding.share.count > 1 and tier is Tier.HOST:
+        for tiered_pool in self.tiered_pools:
+            for tier, pool in ((Tier.DEVICE, tiered_pool.device), (Tier.HOST, tiered_pool.host)):
+                if tiered_pool.share.count > 1 and tier is Tier.HOST:
                     continue
                 for page in range(pool.spec.pages):
-                    if page in self.stock.free[holding.name, tier]:
+                    if page in self.allocator.free[tiered_pool.name, tier]:
                         for layer in range(pool.spec.layout.extent_of("layer")):
                             for kv in range(pool.spec.layout.extent_of("kv")):
                                 pool.plane(layer, kv)[page].view(torch.uint8).fill_(POISON)
@@ -177,8 +187,8 @@ class Rank:
 
     def evict(self, pages: int, tier: Tier = Tier.DEVICE, name: str = FULL) -> None:
         outcome = self.tree.evict(pages, name) if tier is Tier.DEVICE else self.tree.evict_host(pages, name)
-        assert all(isinstance(action, Free) for action in outcome.actions)
-        self.stock.apply(outcome)
+        assert all(isinstance(action, FreePages) for action in outcome.actions)
+        self.allocator.apply(outcome)
 
     def forget(self) -> None:
         """Nothing stays on device and host."""
@@ -189,7 +199,7 @@ class Rank:
     def conserved(self) -> None:
         """Nothing is out but what the tree has, and every page is in one place."""
         self.tree.check()
-        for (name, tier), free in self.stock.free.items():
+        for (name, tier), free in self.allocator.free.items():
             sizes = self.tree.sizes(name, tier)
             assert len(free) + sizes.evictable + sizes.protected == free.pages, (name, tier, sizes, len(free))
 

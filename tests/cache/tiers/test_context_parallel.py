@@ -38,7 +38,7 @@ def test_a_component_that_forgets_a_coordinate_is_refused(monkeypatch, stack, na
         return part_of(component, less, rank % less.size)
 
     right = [Rank(None, fleet=fleet, rank=rank, model=STACKS[stack]) for rank in range(fleet.size)]
-    parts = {(h.part.component.name, rank.rank): h.part for rank in right for h in rank.holdings}
+    parts = {(h.part.component.name, rank.rank): h.part for rank in right for h in rank.tiered_pools}
     monkeypatch.setattr(tiered_pool, "part_of", careless)
     for rank in range(fleet.size):
         component = next(c for row in STACKS[stack].values() for c in row if c.name == name)

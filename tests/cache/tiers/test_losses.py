@@ -12,8 +12,8 @@ import pytest
 from rig import EAGER, Rank, idle, until
 
 import kvmover.cache.tiers
-from kvmover.cache.ledger import Account, Credit, Fault, Ledger, LedgerError, Loss
-from kvmover.cache.tiers import CostAware, Policy, Restore, Setup, Storage, Timeout, Wait
+from kvmover.cache.ledger import Account, Credit, FaultPolicy, Ledger, LedgerError, Loss
+from kvmover.cache.tiers import ControllerConfig, CostAware, Restore, Storage, TierPolicy, Timeout, Wait
 from kvmover.layout import Fleet
 
 PROMPT = list(range(33))
@@ -29,9 +29,9 @@ class Scene:
     lost: Sequence[dict[Loss, int]]
 
 
-def stored(folder: Path, policy: Policy = EAGER, fleet: Fleet | None = None, **more) -> list[Rank]:
+def stored(folder: Path, policy: TierPolicy = EAGER, fleet: Fleet | None = None, **more) -> list[Rank]:
     """Ranks that have the prompt in storage, and nowhere else."""
-    setup = Setup(policy, clock=lambda: 0.0)
+    setup = ControllerConfig(policy, clock=lambda: 0.0)
     fleet = fleet or Fleet(page_tokens=4)
     ranks = [Rank(folder, fleet=fleet, rank=rank, setup=setup, **more) for rank in range(fleet.size)]
     served(ranks)
@@ -87,18 +87,18 @@ def damage(rank: Rank, page: int) -> None:
 
 
 def it_does_not_pay(folder: Path, patch: pytest.MonkeyPatch) -> Scene:
-    ranks = stored(folder, Policy(prefetch=CostAware(1e12), least_tokens=1))
+    ranks = stored(folder, TierPolicy(prefetch=CostAware(1e12), least_tokens=1))
     storage_of(ranks[0]).reads.add(1 << 20, 1.0)
     return Scene(ranks, restored(ranks), [{Loss.THRESHOLD: 32}])
 
 
 def too_few_to_load(folder: Path, patch: pytest.MonkeyPatch) -> Scene:
-    ranks = stored(folder, Policy(prefetch=Wait(), least_tokens=1, least_load_tokens=33))
+    ranks = stored(folder, TierPolicy(prefetch=Wait(), least_tokens=1, least_load_tokens=33))
     return Scene(ranks, restored(ranks), [{Loss.THRESHOLD: 32}])
 
 
 def no_room_to_read_into(folder: Path, patch: pytest.MonkeyPatch) -> Scene:
-    ranks = stored(folder, Policy(prefetch=Wait(), least_tokens=1, reading_share=0.1))
+    ranks = stored(folder, TierPolicy(prefetch=Wait(), least_tokens=1, reading_share=0.1))
     return Scene(ranks, restored(ranks), [{Loss.HOST_CAPACITY: 32}])
 
 
@@ -114,7 +114,7 @@ def it_takes_too_long(folder: Path, patch: pytest.MonkeyPatch) -> Scene:
     from kvmover.cache.tiers import storage
 
     patch.setattr(storage, "BATCH_PAGES", 3)
-    ranks = stored(folder, Policy(prefetch=Timeout(0.0, 0.0), least_tokens=1, least_load_tokens=1))
+    ranks = stored(folder, TierPolicy(prefetch=Timeout(0.0, 0.0), least_tokens=1, least_load_tokens=1))
     jobs = step_by_step(ranks[0])
     restore = ranks[0].controller.restore(PROMPT)
     done(jobs)  # the look-up
@@ -132,7 +132,7 @@ def the_disk_fails(folder: Path, patch: pytest.MonkeyPatch) -> Scene:
     def fail(*arguments):
         raise OSError(5, "Input/output error")
 
-    storage_of(ranks[0]).shelves[0].view.get = fail
+    storage_of(ranks[0]).stored_pools[0].view.get = fail
     return Scene(ranks, restored(ranks), [{Loss.READ_FAILED: 32}])
 
 
@@ -156,7 +156,7 @@ def a_page_goes_between_look_and_read(folder: Path, patch: pytest.MonkeyPatch) -
 
 def another_rank_lacks_a_page(folder: Path, patch: pytest.MonkeyPatch) -> Scene:
     ranks = stored(folder, fleet=Fleet(tp=2, page_tokens=4))
-    view, bad = storage_of(ranks[1]).shelves[0].view, ranks[1].hashes(PROMPT)[5]
+    view, bad = storage_of(ranks[1]).stored_pools[0].view, ranks[1].hashes(PROMPT)[5]
     view.exists = lambda hashes, exists=view.exists: [
         there and page != bad for there, page in zip(exists(hashes), hashes, strict=True)
     ]
@@ -190,7 +190,7 @@ SCENES: list[Make] = [
 
 def accounts(scene: Scene) -> list[Account]:
     """Through a ledger that raises whatever does not balance, to the end of the request."""
-    ledger, ended = Ledger(Fault.RAISE), list[Account]()
+    ledger, ended = Ledger(FaultPolicy.RAISE), list[Account]()
     for number, restore in enumerate(scene.restores):
         ledger.matched(str(number), len(PROMPT), restore.reusable_tokens, 0.0)
         ledger.admitted(str(number), restore.credit, restore.lost)
@@ -233,32 +233,32 @@ def test_every_loss_that_tiers_know_has_a_scene(tmp_path_factory, monkeypatch):
     assert seen == known
 
 
-def credits_what_was_found(restore: Restore, match, receipt) -> None:
+def credits_what_was_found(restore: Restore, match, handle) -> None:
     """sglang#8533: credit at the match, whatever comes of it."""
-    READY(restore, match, receipt)
+    READY(restore, match, handle)
     restore.credit = Credit(0, 0, restore.reusable_tokens)
     restore.lost = {}
 
 
-def forgets_the_losses(restore: Restore, match, receipt) -> None:
-    READY(restore, match, receipt)
+def forgets_the_losses(restore: Restore, match, handle) -> None:
+    READY(restore, match, handle)
     restore.lost = {}
 
 
-def hides_what_was_not_brought(restore: Restore, match, receipt) -> None:
-    READY(restore, match, receipt)
+def hides_what_was_not_brought(restore: Restore, match, handle) -> None:
+    READY(restore, match, handle)
     restore.reusable_tokens, restore.lost = restore.tokens, {}
 
 
-def blames_everybody(restore: Restore, match, receipt) -> None:
+def blames_everybody(restore: Restore, match, handle) -> None:
     """Each reason with all that it explains: one token, two losses."""
-    READY(restore, match, receipt)
+    READY(restore, match, handle)
     restore.lost = {loss: tokens for loss, tokens in restore.reasons.items() if tokens} | {Loss.LATE: 32}
 
 
-def credits_the_host(restore: Restore, match, receipt) -> None:
+def credits_the_host(restore: Restore, match, handle) -> None:
     """What passed through the host was found in storage."""
-    READY(restore, match, receipt)
+    READY(restore, match, handle)
     restore.credit = Credit(0, restore.tokens, 0)
 
 

@@ -83,11 +83,11 @@ def test_a_latent_is_held_once_a_node_and_every_rank_copies_its_share(tmp_path):
     (tmp_path / "store").mkdir()
     fleet = Fleet(tp=4, page_tokens=8)
     ranks = fleet_of(tmp_path / "store", fleet, model=LATENT, shared=tmp_path, pages=(16, 32))
-    (name,) = {rank.holdings[0].share.path for rank in ranks}
+    (name,) = {rank.tiered_pools[0].share.path for rank in ranks}
     assert name is not None
-    assert name.stat().st_size == 32 * ranks[0].holdings[0].part.nbytes
+    assert name.stat().st_size == 32 * ranks[0].tiered_pools[0].part.nbytes
     for rank in ranks:
-        unlink(rank.holdings[0].share)
+        unlink(rank.tiered_pools[0].share)
     serve(ranks)
     backed = [rank.controller.meter.counts["backed_pages"] for rank in ranks]
     assert backed == [1, 1, 1, 1], "four pages, once in all"
@@ -106,7 +106,7 @@ def test_a_latent_is_held_once_a_node_and_every_rank_copies_its_share(tmp_path):
 
 def test_ranks_that_share_memory_under_other_ids_are_found_out(tmp_path):
     ranks = fleet_of(None, Fleet(tp=2, page_tokens=8), model=LATENT, shared=tmp_path)
-    ranks[1].stock.free[FULL, Tier.HOST].take(1)
+    ranks[1].allocator.free[FULL, Tier.HOST].take(1)
     for rank in ranks:
         rank.compute(PROMPT, rank.controller.restore(PROMPT))
     with pytest.raises(ConsensusBroken, match="not with the same page ids"):
@@ -170,7 +170,7 @@ def test_a_rank_whose_storage_fails_answers_as_often_as_the_others(tmp_path, bro
 
     storage = ranks[1].controller._writing.storage
     assert storage is not None
-    view = storage.shelves[0].view
+    view = storage.stored_pools[0].view
     if broken == "write":
         view.put = fail
     serve(ranks)
@@ -182,7 +182,7 @@ def test_a_rank_whose_storage_fails_answers_as_often_as_the_others(tmp_path, bro
         view.get = fail
     restores = serve(ranks)
     assert [restore.tokens for restore in restores] == [0, 0]
-    assert ranks[0].controller.tickets.serial == ranks[1].controller.tickets.serial
+    assert ranks[0].controller.collectives.serial == ranks[1].controller.collectives.serial
     reasons = {reason for restore in restores for reason in restore.lost}
     assert (
         reasons

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rig import EAGER, HYBRID, Rank
 
 from kvmover.cache.prefix import FULL, Tier, WriteBack, WriteThrough
-from kvmover.cache.tiers import Inclusion, Phase, Setup, Store
-from kvmover.cache.tiers.policy import Policy, Wait
+from kvmover.cache.tiers import ControllerConfig, Inclusion, RestorePhase, Store
+from kvmover.cache.tiers.policy import TierPolicy, Wait
 
 MORE = int(os.environ.get("KVMOVER_HISTORIES", "1"))
 TEXTS = [[0] * 33, [0] * 12 + [1] * 21, [0] * 12 + [1] * 8 + [0] * 13, [1] * 33]
@@ -25,14 +25,14 @@ class Machine(RuleBasedStateMachine):
     """`shape` and `policy` are those of one kind of controller. Garbage fills every free page before each restore."""
 
     shape: ClassVar[dict] = {}
-    policy: ClassVar[Policy] = EAGER
+    policy: ClassVar[TierPolicy] = EAGER
     storage: ClassVar[bool] = True
 
     @initialize()
     def begin(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         root = Path(self.folder.name) if self.storage else None
-        self.mine = Rank(root, pages=(12, 18), setup=Setup(self.policy, group_layers=2), **self.shape)
+        self.mine = Rank(root, pages=(12, 18), setup=ControllerConfig(self.policy, group_layers=2), **self.shape)
         self.open: list = []
 
     @rule(prompt=prompts)
@@ -45,7 +45,7 @@ class Machine(RuleBasedStateMachine):
     def finish(self, which) -> None:
         if which < len(self.open) and self.open[which][1].done:
             prompt, restore = self.open.pop(which)
-            if restore.phase is Phase.READY:
+            if restore.phase is RestorePhase.READY:
                 self.mine.look_at(prompt, restore)
                 assert sum(restore.lost.values()) == restore.reusable_tokens - restore.tokens
                 self.mine.compute(prompt, restore)
@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
     def evict(self, pages, tier, number) -> None:
         names = list(self.mine.model)
         tree, name = self.mine.tree, names[number % len(names)]
-        self.mine.stock.apply(tree.evict(pages, name) if tier is Tier.DEVICE else tree.evict_host(pages, name))
+        self.mine.allocator.apply(tree.evict(pages, name) if tier is Tier.DEVICE else tree.evict_host(pages, name))
 
     @rule(prompt=prompts, cut=st.integers(0, 33))
     def split(self, prompt, cut) -> None:
@@ -140,7 +140,7 @@ class Back(Machine):
 
 class Exclusive(Machine):
     shape: ClassVar[dict] = {"tiers": WriteBack()}
-    policy = Policy(Store.BACKED, Wait(), 1, 1, 1.0, inclusion=Inclusion.EXCLUSIVE)
+    policy = TierPolicy(Store.BACKED, Wait(), 1, 1, 1.0, inclusion=Inclusion.EXCLUSIVE)
 
     @invariant()
     def no_page_is_on_both_tiers(self) -> None:
@@ -153,7 +153,7 @@ class Exclusive(Machine):
 
 class Selective(Machine):
     shape: ClassVar[dict] = {"tiers": WriteThrough(after_hits=2)}
-    policy = Policy(Store.REUSED, Wait(), 1, 1, 0.5, 6)
+    policy = TierPolicy(Store.REUSED, Wait(), 1, 1, 0.5, 6)
 
 
 def test_a_model_with_attention_alone() -> None:

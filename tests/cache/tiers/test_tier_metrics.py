@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 from rig import Rank
 
-from kvmover.cache.tiers.metrics import COUNTS, GAUGES, STAGES, Count, Gauge, Stage, TierCollector
+from kvmover.cache.tiers.metrics import COUNTS, GAUGES, STAGES, TierCollector, TierCount, TierGauge, TierStage
 
 PROMPT = list(range(33))
 
@@ -25,7 +25,7 @@ def test_a_scrape_has_what_was_moved_in_pages_and_bytes(tmp_path):
         if not line.startswith("#")
     }
     at = '{engine="engine",rank="0"}'
-    nbytes = 8 * rank.holdings[0].part.nbytes
+    nbytes = 8 * rank.tiered_pools[0].part.nbytes
     for verb in ("backed", "loaded", "stored", "fetched"):
         assert said[f"kvmover_tier_{verb}_pages_total{at}"] == 8, verb
         assert said[f"kvmover_tier_{verb}_bytes_total{at}"] == nbytes, verb
@@ -35,4 +35,4 @@ def test_a_scrape_has_what_was_moved_in_pages_and_bytes(tmp_path):
 
 
 def test_everything_counted_has_a_text():
-    assert (set(COUNTS), set(STAGES), set(GAUGES)) == (set(Count), set(Stage), set(Gauge))
+    assert (set(COUNTS), set(STAGES), set(GAUGES)) == (set(TierCount), set(TierStage), set(TierGauge))

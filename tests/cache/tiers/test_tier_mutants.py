@@ -9,10 +9,10 @@ import pytest
 from rig import HYBRID, PLAIN, Rank, idle, together
 
 from kvmover.cache.prefix import Tier
-from kvmover.cache.tiers.agreement import Ticket, Tickets
-from kvmover.cache.tiers.allocator import Stock
-from kvmover.cache.tiers.copies import Copies
-from kvmover.cache.tiers.storage import Shelf
+from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps
+from kvmover.cache.tiers.allocator import PageAllocator
+from kvmover.cache.tiers.copies import LayerwiseCopier
+from kvmover.cache.tiers.storage import StoredPool
 from kvmover.errors import KvmoverError
 from kvmover.layout import Fleet
 
@@ -36,37 +36,37 @@ def round_trip(rank: Rank) -> None:
 
 def stores_under_the_neighbours_hash(patch: pytest.MonkeyPatch) -> None:
     """The digest is right, and the bytes are another page's."""
-    put = Shelf.put
+    put = StoredPool.put
 
     def wrong(self, pages):
         hashes = [page.page_hash for page in pages]
         return put(self, [replace(p, page_hash=h) for p, h in zip(pages, [*hashes[1:], hashes[0]], strict=True)])
 
-    patch.setattr(Shelf, "put", wrong)
+    patch.setattr(StoredPool, "put", wrong)
 
 
 def reads_to_the_neighbours_place(patch: pytest.MonkeyPatch) -> None:
-    get = Shelf.get
+    get = StoredPool.get
 
     def wrong(self, pages):
         ids = [page.host_id for page in pages]
         return get(self, [replace(p, host_id=i) for p, i in zip(pages, [*ids[1:], ids[0]], strict=True)])
 
-    patch.setattr(Shelf, "get", wrong)
+    patch.setattr(StoredPool, "get", wrong)
 
 
 def loads_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    batches = Stock.batches
+    batches = PageAllocator.batches
 
     def wrong(self, legs, dst):
         found = batches(self, legs, dst)
         return [replace(b, host_ids=b.host_ids[::-1]) for b in found] if dst is Tier.DEVICE else found
 
-    patch.setattr(Stock, "batches", wrong)
+    patch.setattr(PageAllocator, "batches", wrong)
 
 
 def forgets_the_last_layers(patch: pytest.MonkeyPatch) -> None:
-    begin = Copies.begin
+    begin = LayerwiseCopier.begin
 
     def wrong(self, batches, dst, done):
         gate = begin(self, batches, dst, done)
@@ -74,7 +74,7 @@ def forgets_the_last_layers(patch: pytest.MonkeyPatch) -> None:
             gate.copy.groups[-1].clear()
         return gate
 
-    patch.setattr(Copies, "begin", wrong)
+    patch.setattr(LayerwiseCopier, "begin", wrong)
 
 
 def says_done_before_it_is(patch: pytest.MonkeyPatch) -> None:
@@ -83,12 +83,12 @@ def says_done_before_it_is(patch: pytest.MonkeyPatch) -> None:
     def wrong(self, batches, dst, done):
         return BEGIN(self, [], dst, done)
 
-    patch.setattr(Copies, "begin", wrong)
+    patch.setattr(LayerwiseCopier, "begin", wrong)
 
 
 def frees_what_it_has_just_loaded(patch: pytest.MonkeyPatch) -> None:
     """A page that is used comes back to the free list."""
-    take = Stock.take
+    take = PageAllocator.take
 
     def wrong(self, name, tier, count):
         ids = take(self, name, tier, count)
@@ -96,10 +96,10 @@ def frees_what_it_has_just_loaded(patch: pytest.MonkeyPatch) -> None:
             self.free[name, tier].give(ids[:1])
         return ids
 
-    patch.setattr(Stock, "take", wrong)
+    patch.setattr(PageAllocator, "take", wrong)
 
 
-BEGIN = Copies.begin
+BEGIN = LayerwiseCopier.begin
 Mutant = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: list[Mutant] = [
     stores_under_the_neighbours_hash,
@@ -135,16 +135,18 @@ def test_a_rank_that_never_answers_ends_nothing_for_the_others(monkeypatch):
     ranks = [Rank(None, fleet=Fleet(tp=2, page_tokens=8), rank=rank) for rank in range(2)]
     restores = [rank.controller.restore(PROMPT) for rank in ranks]
     with monkeypatch.context() as patch:
-        silent = ranks[1].controller.tickets
-        done = Ticket.done
-        patch.setattr(Ticket, "done", lambda ticket, *answer: ticket in silent.open or done(ticket, *answer))
+        silent = ranks[1].controller.collectives
+        done = CollectiveOp.done
+        patch.setattr(
+            CollectiveOp, "done", lambda collective, *answer: collective in silent.open or done(collective, *answer)
+        )
         for rank, restore in zip(ranks, restores, strict=True):
             rank.compute(PROMPT, restore)
         for _ in range(50):
             together(ranks)
-        assert [len(rank.controller.tickets.open) for rank in ranks] == [1, 1]
-        (ticket,) = silent.open
-    ticket.done(4, 4, -4)
+        assert [len(rank.controller.collectives.open) for rank in ranks] == [1, 1]
+        (collective,) = silent.open
+    collective.done(4, 4, -4)
     idle(ranks)
     for rank in ranks:
         rank.conserved()
@@ -153,10 +155,10 @@ def test_a_rank_that_never_answers_ends_nothing_for_the_others(monkeypatch):
 
 def test_answers_are_no_more_than_all_ranks_gave():
     """Taking the first rank's answer, or the most, names pages that another one lacks."""
-    ranks = [Tickets(), Tickets(), Tickets()]
-    tickets = [each.begin(lambda agreed: None, 3) for each in ranks]
-    for ticket, answer in zip(tickets, [(8, 3, 0), (5, 9, 1), (7, 4, 1)], strict=True):
-        ticket.done(*answer)
+    ranks = [CollectiveOps(), CollectiveOps(), CollectiveOps()]
+    collectives = [each.begin(lambda agreed: None, 3) for each in ranks]
+    for collective, answer in zip(collectives, [(8, 3, 0), (5, 9, 1), (7, 4, 1)], strict=True):
+        collective.done(*answer)
     import numpy as np
 
     agreed = np.min([each.votes() for each in ranks], axis=0)

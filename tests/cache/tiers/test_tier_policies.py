@@ -8,19 +8,19 @@ from rig import Rank
 from kvmover.cache.ledger import Ledger, Loss
 from kvmover.cache.tiers import (
     BestEffort,
+    ControllerConfig,
     CostAware,
-    Policy,
     Rule,
-    Setup,
     Speed,
     Store,
     TierError,
+    TierPolicy,
     Timeout,
     Wait,
     worth,
 )
-from kvmover.cache.tiers.agreement import Tickets
-from kvmover.cache.tiers.policy import Pace, patience_s, pays
+from kvmover.cache.tiers.agreement import CollectiveOps
+from kvmover.cache.tiers.policy import ThroughputEstimator, patience_s, pays
 from kvmover.cache.tiers.rules import restorable
 
 PROMPT = list(range(33))
@@ -46,7 +46,7 @@ def test_patience_is_what_the_policy_says():
 
 
 def test_batches_of_one_size_have_a_rate_and_no_latency():
-    pace = Pace()
+    pace = ThroughputEstimator()
     for _ in range(5):
         pace.add(1 << 20, 0.001)
     speed = pace.speed()
@@ -73,7 +73,7 @@ def test_a_prefix_is_restorable_if_every_component_has_all_that_it_needs(seed):
 
 
 def serve_stored(tmp_path, policy, clock=lambda: 0.0):
-    rank = Rank(tmp_path, setup=Setup(policy, clock=clock))
+    rank = Rank(tmp_path, setup=ControllerConfig(policy, clock=clock))
     rank.serve(PROMPT)
     rank.controller.wait()
     rank.forget()
@@ -81,7 +81,7 @@ def serve_stored(tmp_path, policy, clock=lambda: 0.0):
 
 
 def test_fewer_tokens_than_the_threshold_are_not_looked_for(tmp_path):
-    rank = serve_stored(tmp_path, Policy(prefetch=Wait(), least_tokens=64))
+    rank = serve_stored(tmp_path, TierPolicy(prefetch=Wait(), least_tokens=64))
     looked = rank.controller.meter.counts["looked_up_pages"]
     restore = rank.serve(PROMPT)
     assert (restore.tokens, restore.lost) == (0, {})
@@ -90,7 +90,7 @@ def test_fewer_tokens_than_the_threshold_are_not_looked_for(tmp_path):
 
 
 def test_a_read_that_does_not_pay_is_not_begun_and_the_ledger_says_why(tmp_path):
-    rank = serve_stored(tmp_path, Policy(prefetch=CostAware(1e12), least_tokens=1))
+    rank = serve_stored(tmp_path, TierPolicy(prefetch=CostAware(1e12), least_tokens=1))
     storage = rank.controller._restoring.storage
     assert storage is not None
     storage.reads.add(1 << 20, 1.0)
@@ -108,7 +108,7 @@ def test_a_read_ends_when_its_time_is_over_and_what_was_not_read_is_late(tmp_pat
 
     monkeypatch.setattr(storage, "BATCH_PAGES", 2)
     now = [0.0]
-    rank = serve_stored(tmp_path, Policy(prefetch=policy, least_tokens=1, least_load_tokens=1), lambda: now[0])
+    rank = serve_stored(tmp_path, TierPolicy(prefetch=policy, least_tokens=1, least_load_tokens=1), lambda: now[0])
     begin, held = rank.controller.worker.begin, []
     rank.controller.worker.begin = lambda job, urgency, ended: held.append((job, ended))
     restore = rank.controller.restore(PROMPT)
@@ -140,7 +140,7 @@ def test_a_batch_is_what_a_disk_moves_in_some_milliseconds(tmp_path, monkeypatch
 
     monkeypatch.setattr(storage, "_BATCH_BYTES", nbytes)
     rank = Rank(tmp_path)
-    assert rank.holdings[0].part.nbytes == 8 << 10
+    assert rank.tiered_pools[0].part.nbytes == 8 << 10
     made = rank.controller._restoring.storage
     assert made is not None
     assert made.batch_pages == pages
@@ -148,14 +148,14 @@ def test_a_batch_is_what_a_disk_moves_in_some_milliseconds(tmp_path, monkeypatch
 
 
 def test_storage_gets_nothing_where_it_is_not_to(tmp_path):
-    rank = serve_stored(tmp_path, Policy(Store.NEVER, Wait(), 1))
+    rank = serve_stored(tmp_path, TierPolicy(Store.NEVER, Wait(), 1))
     assert rank.controller.meter.counts["stored_pages"] == 0
     assert rank.serve(PROMPT).tokens == 0
     rank.close()
 
 
 def test_storage_gets_what_proved_useful_on_the_host(tmp_path):
-    rank = Rank(tmp_path, setup=Setup(Policy(Store.REUSED, Wait(), 1, 1)))
+    rank = Rank(tmp_path, setup=ControllerConfig(TierPolicy(Store.REUSED, Wait(), 1, 1)))
     rank.serve(PROMPT)
     rank.controller.wait()
     assert rank.controller.meter.counts["stored_pages"] == 0
@@ -167,7 +167,7 @@ def test_storage_gets_what_proved_useful_on_the_host(tmp_path):
 
 
 def test_pages_beyond_what_may_wait_to_be_written_are_dropped_and_counted(tmp_path):
-    rank = Rank(tmp_path, setup=Setup(Policy(prefetch=Wait(), writing_pages=7)))
+    rank = Rank(tmp_path, setup=ControllerConfig(TierPolicy(prefetch=Wait(), writing_pages=7)))
     rank.serve(PROMPT)
     rank.controller.wait()
     assert rank.controller.meter.dropped["store", "too many pages wait to be written"] == 8
@@ -176,7 +176,7 @@ def test_pages_beyond_what_may_wait_to_be_written_are_dropped_and_counted(tmp_pa
 
 
 def test_an_aborted_read_lets_go_of_everything(tmp_path):
-    rank = serve_stored(tmp_path, Policy(prefetch=Wait(), least_tokens=1))
+    rank = serve_stored(tmp_path, TierPolicy(prefetch=Wait(), least_tokens=1))
     for polls in range(6):
         restore = rank.controller.restore(PROMPT)
         for _ in range(polls):
@@ -192,7 +192,7 @@ def test_an_aborted_read_lets_go_of_everything(tmp_path):
 
 
 def test_layers_can_be_used_before_the_last_has_landed(tmp_path):
-    rank = Rank(tmp_path, setup=Setup(Policy(least_load_tokens=1), group_layers=1))
+    rank = Rank(tmp_path, setup=ControllerConfig(TierPolicy(least_load_tokens=1), group_layers=1))
     rank.serve(PROMPT)
     rank.controller.wait()
     rank.evict(100)
@@ -222,7 +222,7 @@ def test_storage_is_announced(tmp_path):
     [
         (lambda: Timeout(-1.0), "timeout of -1"),
         (lambda: CostAware(0), "prefill of 0"),
-        (lambda: Policy(reading_share=1.5), "reading_share=1.5"),
+        (lambda: TierPolicy(reading_share=1.5), "reading_share=1.5"),
         (lambda: Rule(0), "reaches 0 tokens"),
     ],
 )
@@ -234,15 +234,15 @@ def test_policies_that_make_no_sense_are_refused(make, says):
 def test_an_answer_waits_for_all_ranks():
     import numpy as np
 
-    ranks = [Tickets(), Tickets()]
-    tickets = [tickets.begin(lambda agreed: None, 2) for tickets in ranks]
-    tickets[0].done(5, 7)
-    tickets[1].stop = True
+    ranks = [CollectiveOps(), CollectiveOps()]
+    collectives = [collectives.begin(lambda agreed: None, 2) for collectives in ranks]
+    collectives[0].done(5, 7)
+    collectives[1].stop = True
     for number in range(2):
         agreed = np.min([each.votes() for each in ranks], axis=0)
         over = [each.settle(agreed) for each in ranks]
         if not number:
             assert over == [[], []]
-            assert all(ticket.stopping for ticket in tickets)
-            tickets[1].done(6, 2)
+            assert all(collective.stopping for collective in collectives)
+            collectives[1].done(6, 2)
     assert [answer.tolist() for row in over for _, answer in row] == [[5, 2]] * 2

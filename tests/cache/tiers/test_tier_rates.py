@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rig import Rank
 
-from kvmover.cache.tiers import Policy, Rate, Setup, Speed, TierError, Wait
+from kvmover.cache.tiers import ControllerConfig, Rate, Speed, TierError, TierPolicy, Wait
 from kvmover.cache.tiers.rate import Bucket
-from kvmover.cache.tiers.storage_worker import Urgency, Worker
+from kvmover.cache.tiers.storage_worker import StorageWorker, Urgency
 
 PROMPT = list(range(33))
 #: A byte every three hours: whatever has been moved is not repaid within a test.
@@ -74,7 +74,7 @@ class Steps:
 
 
 def test_a_class_that_has_used_up_its_rate_lets_the_others_pass():
-    worker, over = Worker({Urgency.WRITE: NEVER}), list[str]()
+    worker, over = StorageWorker({Urgency.WRITE: NEVER}), list[str]()
     write, read = Steps(5), Steps(5)
     worker.begin(write, Urgency.WRITE, lambda error: over.append("write"))
     worker.begin(read, Urgency.READ, lambda error: over.append("read"))
@@ -88,7 +88,7 @@ def test_a_class_that_has_used_up_its_rate_lets_the_others_pass():
 
 
 def test_a_job_that_waits_for_its_rate_hears_that_it_is_to_stop():
-    worker, over = Worker({Urgency.READ: NEVER}), list[str]()
+    worker, over = StorageWorker({Urgency.READ: NEVER}), list[str]()
     first, second = Steps(1), Steps(2)
     worker.begin(first, Urgency.READ, lambda error: over.append("first"))
     worker.begin(second, Urgency.READ, lambda error: over.append("second"))
@@ -104,7 +104,7 @@ def test_a_job_that_waits_for_its_rate_hears_that_it_is_to_stop():
 
 
 def test_a_controller_keeps_storage_to_its_rates(tmp_path):
-    rank = Rank(tmp_path, setup=Setup(Policy(prefetch=Wait(), least_tokens=1, write_rate=NEVER)))
+    rank = Rank(tmp_path, setup=ControllerConfig(TierPolicy(prefetch=Wait(), least_tokens=1, write_rate=NEVER)))
     rank.serve(PROMPT)
     rank.serve([7] * 33)
     while not rank.controller.meter.counts["stored_pages"]:

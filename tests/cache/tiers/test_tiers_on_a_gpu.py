@@ -7,7 +7,7 @@ import torch
 from rig import HYBRID, PLAIN, SPARSE, Rank
 
 from kvmover.cache.prefix import WriteBack
-from kvmover.cache.tiers import Inclusion, Policy, Setup, Store, Wait
+from kvmover.cache.tiers import ControllerConfig, Inclusion, Store, TierPolicy, Wait
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,14 +15,14 @@ pytestmark = [
 ]
 
 PROMPT = list(range(33))
-EAGER = Policy(prefetch=Wait(), least_tokens=1, least_load_tokens=1, reading_share=1.0)
+EAGER = TierPolicy(prefetch=Wait(), least_tokens=1, least_load_tokens=1, reading_share=1.0)
 
 
 @pytest.mark.parametrize("model", [PLAIN, SPARSE, HYBRID], ids=["plain", "sparse", "hybrid"])
 @pytest.mark.parametrize("order", ["page head layer kv token dim", "layer kv page token head dim"])
 def test_pages_come_back_from_both_tiers_byte_for_byte(tmp_path, model, order):
-    rank = Rank(tmp_path, model=model, order=order, place="cuda", setup=Setup(EAGER, group_layers=1))
-    assert all(tensor.is_pinned() for holding in rank.holdings for tensor in holding.host.tensors)
+    rank = Rank(tmp_path, model=model, order=order, place="cuda", setup=ControllerConfig(EAGER, group_layers=1))
+    assert all(tensor.is_pinned() for tiered_pool in rank.tiered_pools for tensor in tiered_pool.host.tensors)
     rank.serve(PROMPT)
     rank.controller.wait()
     rank.evict(100)
@@ -40,7 +40,7 @@ def test_pages_come_back_from_both_tiers_byte_for_byte(tmp_path, model, order):
 
 def test_a_forward_pass_may_read_the_first_layer_before_the_last_has_landed(tmp_path):
     """Work that waits at the gate reads right bytes, layer by layer, with no wait of the host."""
-    rank = Rank(tmp_path, place="cuda", setup=Setup(EAGER, group_layers=1))
+    rank = Rank(tmp_path, place="cuda", setup=ControllerConfig(EAGER, group_layers=1))
     rank.serve(PROMPT)
     rank.controller.wait()
     rank.evict(100)
@@ -48,15 +48,15 @@ def test_a_forward_pass_may_read_the_first_layer_before_the_last_has_landed(tmp_
     restore = rank.controller.restore(PROMPT)
     gate, match = restore.gate, restore.found
     assert gate is not None
-    (holding,) = rank.holdings
+    (tiered_pool,) = rank.tiered_pools
     seen = []
     for layer in range(4):
         gate.wait(layer)
-        seen.append(holding.device.plane(layer, 0).clone())
+        seen.append(tiered_pool.device.plane(layer, 0).clone())
     rank.controller.wait(restore)
     for layer, plane in enumerate(seen):
         pages = restore.page_ids.tolist()
-        there = holding.device.plane(layer, 0)[pages]
+        there = tiered_pool.device.plane(layer, 0)[pages]
         assert torch.equal(plane[pages].view(torch.uint8), there.view(torch.uint8)), layer
     assert restore.tokens == match.best_tokens == 32
     rank.look_at(PROMPT, restore)
@@ -66,8 +66,8 @@ def test_a_forward_pass_may_read_the_first_layer_before_the_last_has_landed(tmp_
 
 @pytest.mark.parametrize("inclusion", Inclusion)
 def test_what_is_evicted_is_copied_out_before_its_page_is_used_again(tmp_path, inclusion):
-    policy = Policy(Store.BACKED, Wait(), 1, 1, 1.0, inclusion=inclusion)
-    rank = Rank(tmp_path, place="cuda", tiers=WriteBack(), setup=Setup(policy))
+    policy = TierPolicy(Store.BACKED, Wait(), 1, 1, 1.0, inclusion=inclusion)
+    rank = Rank(tmp_path, place="cuda", tiers=WriteBack(), setup=ControllerConfig(policy))
     for number in range(5):
         rank.serve([number] * 33)
         rank.controller.wait()

@@ -6,15 +6,15 @@ import pytest
 from rig import Rank, idle, until
 
 from kvmover.cache.prefix import FULL, Tier, WriteBack
-from kvmover.cache.tiers import Inclusion, Policy, Setup, Store, TierError, Wait
+from kvmover.cache.tiers import ControllerConfig, Inclusion, Store, TierError, TierPolicy, Wait
 from kvmover.layout import Fleet
 
 PROMPT = list(range(33))
 BACK = WriteBack()
 
 
-def policy(store: Store = Store.NEVER, inclusion: Inclusion = Inclusion.INCLUSIVE) -> Policy:
-    return Policy(store, Wait(), 1, 1, 1.0, inclusion=inclusion)
+def policy(store: Store = Store.NEVER, inclusion: Inclusion = Inclusion.INCLUSIVE) -> TierPolicy:
+    return TierPolicy(store, Wait(), 1, 1, 1.0, inclusion=inclusion)
 
 
 def crowd(rank: Rank, prompts: int) -> None:
@@ -31,7 +31,7 @@ def on_both(rank: Rank) -> int:
 
 @pytest.mark.parametrize("inclusion", Inclusion)
 def test_a_page_that_is_loaded_leaves_the_host_if_tiers_are_exclusive(inclusion):
-    rank = Rank(None, tiers=BACK, setup=Setup(policy(inclusion=inclusion)))
+    rank = Rank(None, tiers=BACK, setup=ControllerConfig(policy(inclusion=inclusion)))
     rank.serve(PROMPT)
     crowd(rank, 2)
     assert on_both(rank) == 0
@@ -48,7 +48,7 @@ def test_a_page_that_is_loaded_leaves_the_host_if_tiers_are_exclusive(inclusion)
 @pytest.mark.parametrize("inclusion", Inclusion)
 def test_tiers_that_write_back_hold_as_much_as_both_together(inclusion):
     """16 pages on the device and 32 on the host: five prompts of eight pages, and eight to move them by."""
-    rank = Rank(None, tiers=BACK, setup=Setup(policy(inclusion=inclusion)))
+    rank = Rank(None, tiers=BACK, setup=ControllerConfig(policy(inclusion=inclusion)))
     prompts = [[number] * 33 for number in range(5)]
     for prompt in prompts:
         rank.serve(prompt)
@@ -64,12 +64,12 @@ def test_tiers_that_write_back_hold_as_much_as_both_together(inclusion):
 
 def test_exclusive_tiers_take_a_tree_that_writes_back():
     with pytest.raises(TierError, match="exclusive tiers take a tree that writes back"):
-        Rank(None, setup=Setup(policy(inclusion=Inclusion.EXCLUSIVE)))
+        Rank(None, setup=ControllerConfig(policy(inclusion=Inclusion.EXCLUSIVE)))
 
 
 @pytest.mark.parametrize("inclusion", Inclusion)
 def test_what_is_evicted_to_the_host_is_stored_and_comes_back(tmp_path, inclusion):
-    rank = Rank(tmp_path, tiers=BACK, setup=Setup(policy(Store.BACKED, inclusion)))
+    rank = Rank(tmp_path, tiers=BACK, setup=ControllerConfig(policy(Store.BACKED, inclusion)))
     rank.serve(PROMPT)
     rank.controller.wait()
     assert rank.controller.meter.counts["stored_pages"] == 0, "it is on the device still"
@@ -86,7 +86,7 @@ def test_what_is_evicted_to_the_host_is_stored_and_comes_back(tmp_path, inclusio
 
 
 def test_pages_that_are_evicted_bit_by_bit_are_each_stored_once(tmp_path):
-    rank = Rank(tmp_path, tiers=BACK, setup=Setup(policy(Store.BACKED)))
+    rank = Rank(tmp_path, tiers=BACK, setup=ControllerConfig(policy(Store.BACKED)))
     rank.serve(PROMPT)
     rank.serve([*PROMPT[:16], *[7] * 17])  # shares four pages
     taken: list[int] = []
@@ -106,7 +106,7 @@ def test_pages_that_are_evicted_bit_by_bit_are_each_stored_once(tmp_path):
 
 
 def test_a_page_that_leaves_the_host_before_it_is_stored_is_counted(tmp_path):
-    rank = Rank(tmp_path, tiers=BACK, pages=(16, 8), setup=Setup(policy(Store.BACKED)))
+    rank = Rank(tmp_path, tiers=BACK, pages=(16, 8), setup=ControllerConfig(policy(Store.BACKED)))
     rank.serve(PROMPT)
     rank.controller.wait()
     given = rank.taken(8)
@@ -121,7 +121,7 @@ def test_a_page_that_leaves_the_host_before_it_is_stored_is_counted(tmp_path):
 
 
 def test_what_is_loaded_from_the_host_is_stored_where_reuse_is_asked_for(tmp_path):
-    rank = Rank(tmp_path, tiers=BACK, setup=Setup(policy(Store.REUSED)))
+    rank = Rank(tmp_path, tiers=BACK, setup=ControllerConfig(policy(Store.REUSED)))
     rank.serve(PROMPT)
     crowd(rank, 2)
     assert rank.controller.meter.counts["stored_pages"] == 0
@@ -133,7 +133,10 @@ def test_what_is_loaded_from_the_host_is_stored_where_reuse_is_asked_for(tmp_pat
 
 def test_ranks_that_write_back_store_alike(tmp_path):
     fleet = Fleet(tp=2, page_tokens=4)
-    ranks = [Rank(tmp_path, fleet=fleet, rank=rank, tiers=BACK, setup=Setup(policy(Store.BACKED))) for rank in range(2)]
+    ranks = [
+        Rank(tmp_path, fleet=fleet, rank=rank, tiers=BACK, setup=ControllerConfig(policy(Store.BACKED)))
+        for rank in range(2)
+    ]
     restores = [rank.controller.restore(PROMPT) for rank in ranks]
     until(ranks, lambda: all(restore.done for restore in restores))
     for rank, restore in zip(ranks, restores, strict=True):

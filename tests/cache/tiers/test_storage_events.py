@@ -56,9 +56,9 @@ def test_a_page_that_another_process_deleted_is_taken_back_when_this_one_learns_
 def test_a_page_that_others_cover_for_is_still_there(heard):
     """Two objects of one part, as when two fleets wrote it at once: the one that goes is no loss."""
     rank, events = heard
-    announced = rank.controller._announced
-    assert announced is not None
-    announced.lost(rank.hashes(PROMPT)[2])  # as the index says it of any object; the page is whole
+    storage_events = rank.controller._events
+    assert storage_events is not None
+    storage_events.lost(rank.hashes(PROMPT)[2])  # as the index says it of any object; the page is whole
     rank.controller.poll()
     assert not events
 
