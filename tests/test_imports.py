@@ -21,6 +21,7 @@ SERVING = MOVING | KEEPING | {"store", "cache.tiers"}
 
 #: What each part may import of the others.
 MAY_IMPORT = {
+    "deprecated": set(),
     "enums": {"errors"},
     "errors": set(),
     "ranges": set(),
