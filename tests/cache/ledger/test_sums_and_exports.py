@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 from pathlib import Path
 
 import msgspec
@@ -39,12 +37,6 @@ def serve(ledger: Ledger, request: int | str, device: int, now_s: float, group: 
     ledger.admitted(request, Credit(device), {Loss.LATE: 90 - device})
     ledger.computed(request, 100 - device)
     ledger.finished(request, now_s)
-
-
-@pytest.mark.parametrize("name", ["ledger.ledger", "ledger.residency", "prefix.hashes", "prefix.events"])
-def test_the_examples_of_a_module_hold(name: str) -> None:
-    ran = doctest.testmod(importlib.import_module(f"kvmover.cache.{name}"))
-    assert (ran.failed, ran.attempted > 0) == (0, True)
 
 
 @pytest.mark.parametrize(

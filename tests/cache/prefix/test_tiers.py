@@ -521,6 +521,22 @@ def test_the_tail_of_a_leaf_is_copied_out_where_there_is_no_room_for_all_of_it()
         mine.conserved()
 
 
+@pytest.mark.parametrize("granularity", EvictionGranularity)
+@pytest.mark.parametrize("pages", [1, 2])
+def test_a_leaf_that_a_read_from_storage_stands_on_is_spared(granularity: EvictionGranularity, pages: int) -> None:
+    """It is on the device alone and has no child yet: only the lock of the read says that a prefix needs it."""
+    mine = Engine(PrefixTree(1, tiers=WriteBack(), grain=granularity))
+    mine.insert([1, 2])
+    op = mine.fetch([1, 2, 3, 4], 2)
+    assert mine.evict(pages) == []
+    mine.conserved()
+    mine.end(op)
+    assert hits(mine.tree, [1, 2, 3, 4]) == (2, 2)
+    mine.conserved()
+    assert sorted(mine.evict(2)) == [0, 1], "when the read has ended it may go"
+    mine.conserved()
+
+
 def test_what_hangs_below_and_is_in_use_spares_a_victim() -> None:
     mine = write_back()
     mine.insert([1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 from array import array
 
@@ -19,14 +18,7 @@ from kvmover.cache.prefix import (
     PrefixTree,
     StaleHandle,
     Tier,
-    keys,
-    tree,
 )
-
-
-@pytest.mark.parametrize("module", [tree, keys])
-def test_examples_in_docstrings_hold(module) -> None:
-    assert doctest.testmod(module).failed == 0
 
 
 def engine(page_tokens: int = 1, pages: int = 64, **more) -> Engine:

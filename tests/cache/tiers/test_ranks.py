@@ -8,10 +8,11 @@ from rig import HYBRID, LATENT, PLAIN, SPARSE, Rank, idle, together, until
 
 from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import FULL, Tier
-from kvmover.cache.tiers import ConsensusBroken, TierError, unlink
+from kvmover.cache.tiers import ConsensusBroken, ControllerConfig, TierError, TierPolicy, Wait, unlink
 from kvmover.cache.tiers.restore import Restoring
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
+from kvmover.store import Got, GotResult
 
 PROMPT = list(range(33))
 
@@ -190,6 +191,32 @@ def test_a_rank_whose_storage_fails_answers_as_often_as_the_others(tmp_path, bro
             broken
         ]
     )
+    close(ranks)
+
+
+@pytest.mark.parametrize(("model", "kept_pages"), [(PLAIN, 2), (HYBRID, 0)], ids=["plain", "hybrid"])
+def test_a_read_that_one_rank_did_in_part_is_kept_in_part_only_where_parts_are_of_use(tmp_path, model, kept_pages):
+    """Pages of attention KV without the window and the state at their end would only take room on the host."""
+    policy = TierPolicy(prefetch=Wait(), least_tokens=1, least_load_tokens=1000, reading_share=1.0)  # leave it there
+    ranks = fleet_of(tmp_path, TP2, model=model, setup=ControllerConfig(policy))
+    serve(ranks)
+    for rank in ranks:
+        rank.forget()
+    (view,) = {each.view for each in ranks[1].controller._writing.storage.stored_pools if each.tiered_pool.name == FULL}
+    bad, get = ranks[1].hashes(PROMPT)[2], view.get
+
+    def third_is_bad(hashes, addresses):
+        results = get(hashes, addresses)
+        return [GotResult(Got.POISONED) if name == bad else got for name, got in zip(hashes, results, strict=True)]
+
+    view.get = third_is_bad
+    restores = [rank.controller.restore(PROMPT) for rank in ranks]
+    until(ranks, lambda: all(restore.done for restore in restores))
+    for rank in ranks:
+        assert rank.tree.match(PROMPT).best_tokens == kept_pages * 8
+        assert rank.tree.sizes(FULL, Tier.HOST).evictable + rank.tree.sizes(FULL, Tier.HOST).protected == kept_pages
+        rank.controller.release(restores[ranks.index(rank)])
+        rank.conserved()
     close(ranks)
 
 
