@@ -230,8 +230,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
-    from kvmover.cache.replay.command import ReplayOptions, run_replay
-    from kvmover.cache.replay.config import ReplayConfig, policy_named
+    from kvmover.cache.replay import ReplayConfig, ReplayOptions, policy_named, run_replay
     from kvmover.observe.console import console
 
     config = ReplayConfig(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))

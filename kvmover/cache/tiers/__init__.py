@@ -4,7 +4,7 @@ from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
 from kvmover.cache.tiers.errors import ConsensusBroken, TierError
 from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool, unlink
-from kvmover.cache.tiers.metrics import TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
+from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import (
     BestEffort,
     CostAware,
@@ -45,6 +45,7 @@ __all__ = [
     "Speed",
     "Storage",
     "Store",
+    "TierCollector",
     "TierCount",
     "TierError",
     "TierGauge",
