@@ -5,7 +5,6 @@ from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, WriteBa
 from kvmover.cache.prefix.copies import TierCopy
 from kvmover.cache.prefix.errors import InvariantBroken, PrefixError, StaleHandle
 from kvmover.cache.prefix.hashes import PrefixNamespace
-from kvmover.cache.prefix.insert import Insertion
 from kvmover.cache.prefix.keys import KeyUnits, RadixKey
 from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
 from kvmover.cache.prefix.results import (
@@ -41,7 +40,6 @@ __all__ = [
     "EvictionPolicy",
     "FreePages",
     "Inserted",
-    "Insertion",
     "InvariantBroken",
     "KeyUnits",
     "LoadBack",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,9 +15,8 @@ from kvmover.cache.prefix.config import WriteThrough
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
 from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, words
-from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.results import ROOT, FreePages, Inserted, LockHandle, PageArray, Tier
+from kvmover.cache.prefix.results import ROOT, FreePages, Inserted, PageArray, Tier
 
 
 @dataclass(slots=True)
@@ -85,64 +84,26 @@ def _trailing(forest: Forest, name: str, page_ids: PageIds, pages: int) -> Trail
 
 
 class Insertion:
-    """One insert, a node at a time. `abort` at any moment leaves the tree whole, and gives back all that it did not
-    keep.
+    """One insert: from the root along the nodes that spell the key, and a new leaf for what is left of it."""
 
-    Between two steps the node reached is locked, and other calls are free to change the tree, but for another insert.
-    """
-
-    def __init__(self, forest: Forest, locks: Locks, offer: Offer) -> None:
+    def __init__(self, forest: Forest, offer: Offer) -> None:
         self._forest = forest
-        self._locks = locks
         self._offer = offer
         self._end: Node | None = None
         self._path = list[Node]()
         self._known = 0
-        self._taken = offer.first_page
         self._double = list[bytes]()
-        self._steps = self._run()
-        self._handle: LockHandle | None = None
-        self.open = True
 
-    def step(self) -> bool:
-        """Pass or make one node. False when nothing is left to do."""
-        node = next(self._steps, None)
-        if node is not None:
-            self._lock_end()
-        return node is not None
-
-    def finish(self) -> Inserted:
-        """Do the rest, and say what came of it."""
+    def run(self) -> Inserted:
+        """Keep what is new, and say what came of it. The path becomes the most recently used."""
         try:
-            for _ in self._steps:
-                pass
+            self._walk()
         finally:
-            self._close()
+            self._path = self._end.path() if self._end is not None else []
+            self._forest.touch(self._path)
         return self._result()
 
-    def abort(self) -> Inserted:
-        """Keep what is kept already. The ids of all further pages come back with the duplicates."""
-        self._steps.close()
-        self._close()
-        self._double.append(self._offer.ids[(self._taken - self._offer.first_page) * ID_BYTES :])
-        return self._result()
-
-    def _lock_end(self) -> None:
-        """Lock the node reached instead of the one before."""
-        assert self._end is not None
-        before, self._handle = self._handle, self._locks.device(self._end)
-        if before is not None:
-            self._locks.release(before)
-
-    def _close(self) -> None:
-        """The path as it is now: others may have split it since it was passed."""
-        self.open = False
-        self._path = self._end.path() if self._end is not None else []
-        self._forest.touch(self._path)
-        if self._handle is not None:
-            self._locks.release(self._handle)
-
-    def _run(self) -> Generator[Node, None, None]:
+    def _walk(self) -> None:
         forest, offer = self._forest, self._offer
         data, page_bytes = offer.key.data, forest.page_bytes
         stop, offset, counted = offer.pages * page_bytes, 0, offer.counted_pages
@@ -169,9 +130,8 @@ class Insertion:
             offset += len(child.tokens)
             at = self._end = child
             self._known = child.end
-            yield child
         if offset < stop:
-            yield from self._grow(at)
+            self._grow(at)
 
     def _pass(self, node: Node) -> None:
         """The tree knows these tokens: it takes fresh pages where it has none on the device, else they come back."""
@@ -182,7 +142,6 @@ class Insertion:
             )
         if node.end > first:
             mine = self._offer.ids[max(0, node.start - first) * ID_BYTES : (node.end - first) * ID_BYTES]
-            self._taken = node.end
             if node.pages is None:
                 self._forest.give(node, Tier.DEVICE, -1, mine)
             elif not node.pages.endswith(mine):
@@ -190,7 +149,7 @@ class Insertion:
         if self._offer.trailing:
             self._pass_held(node)
 
-    def _grow(self, at: Node) -> Generator[Node, None, None]:
+    def _grow(self, at: Node) -> None:
         """The rest is new: one node, or several where a component needs a boundary."""
         forest, offer = self._forest, self._offer
         if at.end < offer.first_page:
@@ -201,11 +160,9 @@ class Insertion:
             node.hits, node.priority = 1, offer.priority
             ids = offer.ids[(low - offer.first_page) * ID_BYTES : (high - offer.first_page) * ID_BYTES]
             forest.give(node, Tier.DEVICE, -1, ids)
-            self._taken = high
             if offer.trailing:
                 self._pass_held(node)
             at = self._end = node
-            yield node
 
     def _boundaries(self, start: int) -> list[int]:
         """Pages at which new nodes begin and end: where brought ids begin, and one window before the end.

@@ -64,7 +64,6 @@ class PrefixTree:
         self._locks = Locks(self._forest)
         self._copies = CopyRecords(self._forest, self._locks)
         self._fetches: dict[int, FetchRecord] = {}
-        self._insertion: Insertion | None = None
 
     # Asking
 
@@ -159,47 +158,16 @@ class PrefixTree:
         last pages (a state: of the very last), in the same way. Requests that insert in chunks say in `counted_tokens`
         how far the last chunk went, so that each request counts once as a use. `priority` only raises.
         """
-        return self.begin_insert(
-            tokens,
-            page_ids,
-            first_page=first_page,
-            counted_tokens=counted_tokens,
-            held=held,
-            priority=priority,
-            namespace=namespace,
-        ).finish()
-
-    def begin_insert(
-        self,
-        tokens: RadixKey | TokenIds,
-        page_ids: PageIds,
-        *,
-        first_page: int = 0,
-        counted_tokens: int = 0,
-        held: Mapping[str, PageIds] | None = None,
-        priority: int = 0,
-        namespace: PrefixNamespace = DEFAULT,
-    ) -> Insertion:
-        """The same, a step at a time, so that the caller can make room or stop in between. One at a time."""
-        if self._insertion is not None and self._insertion.open:
-            raise PrefixError("an insertion is under way: finish or abort it first")
-        key = self._key(tokens, namespace)
         offer = Offer.of(
             self._forest,
-            key,
+            self._key(tokens, namespace),
             page_ids,
             first_page=first_page,
             counted_tokens=counted_tokens,
             held=held,
             priority=priority,
         )
-        self._insertion = Insertion(self._forest, self._locks, offer)
-        return self._insertion
-
-    def insert_host(self, tokens: RadixKey | TokenIds, page_ids: PageIds, *, first_page: int = 0) -> Inserted:
-        """Keep host pages that came from storage, from `first_page` on: the path up to there must be on the host."""
-        key = self._key(tokens, DEFAULT)
-        return land(self._forest, key, first_page, offered(self._forest, key, page_ids, first_page))
+        return Insertion(self._forest, offer).run()
 
     # Giving up
 
@@ -222,10 +190,8 @@ class PrefixTree:
         return eviction.host(pages) if index < 0 else eviction.held_host(index, pages)
 
     def reset(self) -> ActionList:
-        """Forget everything. Raises PrefixError while a lock, an operation or an insertion is out, which would lose its
-        pages.
-        """
-        if self._forest.locked_paths or (self._insertion is not None and self._insertion.open):
+        """Forget everything. Raises PrefixError while a lock or an operation is out, which would lose its pages."""
+        if self._forest.locked_paths:
             raise PrefixError(
                 f"{len(self._forest.locked_paths)} locks and operations are out: a reset would free what they use"
             )

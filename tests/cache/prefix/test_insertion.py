@@ -1,4 +1,4 @@
-"""An insertion can stop at any node: what it kept is kept, everything else comes back, and the next one works."""
+"""What an insertion keeps is the tree's, everything else comes back, and after a refusal the next one works."""
 
 from __future__ import annotations
 
@@ -21,41 +21,6 @@ def prepared() -> Engine:
     return mine
 
 
-@pytest.mark.parametrize("steps", range(6))
-def test_an_insertion_aborted_after_any_step_leaks_no_page(steps: int) -> None:
-    mine = prepared()
-    taken = mine.take(8)
-    insertion = mine.tree.begin_insert([1, 2, 3, 4, 5, 6, 7, 8], taken)
-    for _ in range(steps):
-        insertion.step()
-        mine.tree.check()
-    mine.give(taken)
-    kept = mine.applied(insertion.abort())
-    mine.conserved()
-    # Two nodes that were known, one that took fresh pages, one that is new.
-    assert kept.tokens == [0, 2, 4, 6, 8, 8][steps]
-    assert len(kept.page_ids()) == [8, 8, 8, 6, 4, 4][steps]
-    again = mine.insert([1, 2, 3, 4, 5, 6, 7, 8])
-    assert (again.tokens, mine.tree.match(range(1, 9)).tokens) == (8, 8)
-    mine.conserved()
-
-
-def test_one_insertion_at_a_time() -> None:
-    mine = prepared()
-    taken = mine.take(8)
-    insertion = mine.tree.begin_insert(range(1, 9), taken)
-    insertion.step()
-    for call in (mine.tree.insert, mine.tree.begin_insert):
-        with pytest.raises(PrefixError, match="an insertion is under way"):
-            call([9], [60])
-    with pytest.raises(PrefixError, match="locks and operations are out"):
-        mine.tree.reset()
-    mine.give(taken)
-    mine.applied(insertion.finish())
-    mine.insert([9])
-    mine.conserved()
-
-
 def test_an_insertion_refused_for_its_arguments_is_none() -> None:
     prefixes = PrefixTree(1, components=(State(),))
     for more in ({"held": {"state": [1, 2]}}, {"held": {"conv": [1]}}, {"held": {"full": [1]}}, {"first_page": 4}):
@@ -74,34 +39,17 @@ def test_an_insertion_that_fails_half_way_lets_the_next_one_begin() -> None:
     mine.conserved()
 
 
-def test_eviction_between_two_steps_spares_the_node_reached() -> None:
-    mine = prepared()
-    taken = mine.take(8)
-    insertion = mine.tree.begin_insert(range(1, 9), taken)
-    assert insertion.step()
-    assert mine.evict(100) == [2, 3]
-    mine.tree.match([1, 9])
-    mine.tree.check()
-    mine.give(taken)
-    mine.applied(insertion.finish())
-    assert mine.tree.match(range(1, 9)).tokens == 8
-    mine.conserved()
-
-
-@given(st.integers(0, 7), st.integers(0, 9), st.integers(1, 4))
-def test_held_ids_come_back_exactly_once_wherever_an_insertion_stops(steps: int, window: int, cut: int) -> None:
+@given(st.integers(0, 9), st.integers(1, 4))
+def test_held_ids_are_kept_or_come_back_exactly_once(window: int, cut: int) -> None:
     mine = Engine(PrefixTree(1, components=(SlidingWindow(3), State()), tiers=WriteThrough()))
     mine.insert(range(8), {"swa": cut, "state": 1})
     mine.insert([*range(cut), 50, 51], {"swa": 2})
     taken = {name: mine.take(count, name) for name, count in (("full", 10), ("swa", window), ("state", 1))}
     held = {"swa": taken["swa"], "state": taken["state"]}
-    insertion = mine.tree.begin_insert(range(10), taken["full"], held=held)
-    for _ in range(steps):
-        insertion.step()
-        mine.tree.check()
+    kept = mine.tree.insert(range(10), taken["full"], held=held)
     for name, given_ids in taken.items():
         mine.give(given_ids, name)
-    mine.applied(insertion.abort())
+    mine.applied(kept)
     mine.conserved()
     mine.insert(range(10), {"swa": 10, "state": 1})
     assert mine.tree.match(range(10)).tokens == 10

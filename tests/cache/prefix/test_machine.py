@@ -126,27 +126,6 @@ class Machine(RuleBasedStateMachine):
             assert kept.tokens == pages * self.page_tokens
         self.unlock_now(handle)
 
-    @rule(
-        tokens=tokens_of, steps=st.integers(0, 4), window=st.integers(0, 7), between=tokens_of, want=st.integers(0, 5)
-    )
-    def insert_and_stop(self, tokens: list[int], steps: int, window: int, between: list[int], want: int) -> None:
-        pages = len(tokens) // self.page_tokens
-        taken = self.wanted(pages, 0, window, 1)
-        if taken is None:
-            return
-        held = {name: ids for name, ids in taken.items() if name != FULL}
-        insertion = self.tree.begin_insert(tokens, taken[FULL], held=held)
-        for _ in range(steps):
-            insertion.step()
-            self.tree.check()
-        if steps == 2:
-            self.tree.match(between)
-            self.tree.check()
-        kept = insertion.abort()
-        # Where it stopped it knows; what it did up to there the model must agree with.
-        self.came_back(kept, self.model.insert(tokens, 0, taken, kept.tokens // self.page_tokens), taken)
-        self.gave_up(self.tree.evict(want))
-
     def wanted(self, pages: int, first: int, window: int, state: int) -> dict[str, list[int]] | None:
         """Ids of all components for an insert, or None where a pool has too few."""
         counts = {FULL: pages - first}
@@ -382,7 +361,6 @@ def test_a_long_history(kind: str, seed: int) -> None:
     turns = {
         "match": lambda: mine.match(tokens()),
         "insert": lambda: mine.insert(tokens(), rng.choice([3, 8]), rng.choice([0, 1, 1, 1]), rng.randrange(2)),
-        "stop": lambda: mine.insert_and_stop(tokens(), rng.randrange(5), rng.randrange(8), tokens(), 0),
         "lock": lambda: mine.lock(tokens()) if len(mine.handles) < 3 else None,
         "unlock": lambda: mine.unlock(rng.randrange(9)) if mine.handles else None,
         "evict": lambda: mine.evict(rng.randrange(1, 4), rng.randrange(3), rng.choice([0, 4, 8])),

@@ -19,6 +19,8 @@ from kvmover.cache.prefix import (
     WriteBack,
     WriteThrough,
 )
+from kvmover.cache.prefix.copies import land
+from kvmover.cache.prefix.keys import words
 
 THROUGH = WriteThrough()
 
@@ -180,11 +182,8 @@ def test_pages_from_storage_fill_what_is_missing_and_the_rest_comes_back() -> No
     mine = engine()
     known = []
     for tokens in ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2]):
-        taken = mine.take(len(tokens), tier=Tier.HOST)
-        mine.give(taken, tier=Tier.HOST)
-        landed = mine.applied(mine.tree.insert_host(tokens, taken))
-        known.append(landed.known_tokens)
-        assert len(landed.page_ids(tier=Tier.HOST)) == landed.known_tokens
+        outcome = mine.end(mine.fetch(tokens, 0))
+        known.append(len(outcome.page_ids(tier=Tier.HOST)))
         mine.conserved()
     assert known == [0, 3, 2]
     assert hits(mine.tree, [1, 2, 3, 4, 5]) == (0, 5)
@@ -400,7 +399,7 @@ def test_pages_without_a_way_to_the_root_are_dropped() -> None:
     mine.insert([1, 2])
     taken = mine.take(2, tier=Tier.HOST)
     mine.give(taken, tier=Tier.HOST)
-    outcome = mine.applied(mine.tree.insert_host([1, 2, 3, 4], taken, first_page=2))
+    outcome = mine.applied(land(mine.tree._forest, mine.tree.key([1, 2, 3, 4]), 2, words(taken)))
     assert outcome.page_ids(tier=Tier.HOST).tolist() == taken
     mine.conserved()
 
@@ -437,7 +436,6 @@ def test_a_tree_of_one_tier_refuses_the_other() -> None:
         lambda: prefixes.begin_load(node, {}),
         lambda: prefixes.begin_store(node),
         lambda: prefixes.begin_fetch([1], 0, [0]),
-        lambda: prefixes.insert_host([1], [0]),
     ):
         with pytest.raises(PrefixError, match="no host tier"):
             call()
