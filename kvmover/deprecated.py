@@ -72,17 +72,22 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 
 
+def package_of(path: str) -> str | None:
+    """The package that has moved and that a module of old belongs to; None for one that has not moved."""
+    package = ".".join(path.split(".")[:2]) if path.startswith("kvmover.") else ""
+    return package if package in MOVED else None
+
+
 def new_place(path: str) -> str | None:
     """Where a module is that was at `path`; None for one that has not moved."""
-    if not path.startswith("kvmover."):
-        return None
-    package = ".".join(path.split(".")[:2])
-    return MOVED[package][0] + path.removeprefix(package) if package in MOVED else None
+    package = package_of(path)
+    return MOVED[package][0] + path.removeprefix(package) if package else None
 
 
 def new_name(path: str, name: str) -> str:
     """What `name` of the module that was at `path` is called now."""
-    return MOVED[path][1].get(name, name) if path in MOVED else name
+    package = package_of(path)
+    return MOVED[package][1].get(name, name) if package else name
 
 
 class _Alias(ModuleType):

@@ -62,6 +62,11 @@ def test_a_module_below_an_old_path_has_the_classes_of_the_new_one() -> None:
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
+def test_a_name_of_old_is_found_in_a_module_below_an_old_path() -> None:
+    done = fresh("from kvmover.tiers.policy import Policy\nprint(Policy.__name__)", "-W", "ignore")
+    assert (done.stdout, done.stderr) == ("TierPolicy\n", "")
+
+
 def test_what_never_was_is_not_found_at_an_old_path() -> None:
     assert "ModuleNotFoundError" in fresh("import kvmover.prefix.nothing", "-W", "ignore").stderr
     unknown = fresh("from kvmover.prefix import Nothing", "-W", "ignore").stderr

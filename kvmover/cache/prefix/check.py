@@ -263,7 +263,7 @@ def _twice(places: Counter[int]) -> list[int]:
 
 
 def _hashes(forest: Forest, nodes: Sequence[Node]) -> None:
-    page = forest.config.page_tokens * forest.config.units
+    page = forest.config.page_words
     for node in nodes:
         if node.hashes is None:
             continue

@@ -78,7 +78,12 @@ class TreeConfig:
 
     @property
     def page_bytes(self) -> int:
-        return self.page_tokens * self.units * WORD_BYTES
+        return self.page_words * WORD_BYTES
+
+    @property
+    def page_words(self) -> int:
+        """32-bit words of a page's key."""
+        return self.page_tokens * self.units
 
     def index(self, component: str) -> int:
         """The place of a component in `components`; -1 is attention KV."""

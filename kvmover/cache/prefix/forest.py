@@ -10,7 +10,6 @@ from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.journal import Journal
 from kvmover.cache.prefix.node import ComponentPages, LockedPath, Node
-from kvmover.cache.prefix.page_hashes import page_hashes
 from kvmover.cache.prefix.policy import Order, Recency
 from kvmover.cache.prefix.results import ROOT, Tier
 
@@ -238,7 +237,7 @@ class Forest:
                 if not parent.locks and parent.pages is not None:
                     self.device.order.add(parent)
             if self.journal is not None:
-                self.journal.removed(page_hashes(self.config, node), tier)
+                self.journal.removed(node.page_hashes(self.config.page_words), tier)
         return ids
 
     def trim(self, node: Node, pages: int) -> bytes:
@@ -251,7 +250,7 @@ class Forest:
         assert node.pages is not None
         assert not node.locks
         if self.journal is not None:
-            self.journal.removed(page_hashes(self.config, node)[keep:], Tier.DEVICE)
+            self.journal.removed(node.page_hashes(self.config.page_words)[keep:], Tier.DEVICE)
         if node.hashes is not None:
             node.hashes = node.hashes[:keep]
         del self.nodes[node.id]

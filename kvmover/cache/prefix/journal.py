@@ -9,7 +9,6 @@ from kvmover.cache.prefix.config import TreeConfig
 from kvmover.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Medium
 from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.page_hashes import page_hashes
 from kvmover.cache.prefix.results import Tier
 
 Sink: TypeAlias = Callable[[KVEvent], None]
@@ -25,9 +24,9 @@ class Journal:
         self._sink = sink
 
     def stored(self, node: Node, tier: Tier) -> None:
-        hashes = page_hashes(self._config, node)
+        hashes = node.page_hashes(self._config.page_words)
         parent = node.parent
-        above = page_hashes(self._config, parent) if parent is not None else []
+        above = parent.page_hashes(self._config.page_words) if parent is not None else []
         namespace = _namespace(node)
         self._sink(
             BlockStored(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvmover.cache.prefix.hashes import PrefixNamespace
+from kvmover.cache.prefix.hashes import PrefixNamespace, chain
 from kvmover.cache.prefix.results import Tier
 
 
@@ -82,6 +82,21 @@ class Node:
         self.loading = 0
         #: Of a root; None elsewhere.
         self.namespace: PrefixNamespace | None = None
+
+    def page_hashes(self, page_words: int) -> list[bytes]:
+        """Hash of each of its pages, of `page_words` 32-bit words, chained from the namespace.
+
+        Computed when somebody asks, with those above that nobody asked for yet, and kept: no split changes them.
+        """
+        missing, above = list[Node](), self
+        while above.parent is not None and above.hashes is None:
+            missing.append(above)
+            above = above.parent
+        last = above.hashes[-1] if above.hashes else above.namespace.digest if above.namespace is not None else b""
+        for each in reversed(missing):
+            each.hashes = chain(last, memoryview(each.tokens).cast("I"), page_words)
+            last = each.hashes[-1]
+        return self.hashes or []
 
     def path(self) -> list[Node]:
         """This node and those above it but for the root, deepest first."""

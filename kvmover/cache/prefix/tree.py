@@ -22,7 +22,6 @@ from kvmover.cache.prefix.journal import Journal, Sink
 from kvmover.cache.prefix.keys import DEFAULT, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import match, walk
-from kvmover.cache.prefix.page_hashes import page_hashes
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.results import ROOT, ActionList, FreePages, Inserted, LockHandle, Match, Sizes, Tier
 from kvmover.enums import member
@@ -92,7 +91,7 @@ class PrefixTree:
         then kept.
         """
         path = self._forest.node(node_id).path()
-        return [name for node in reversed(path) for name in page_hashes(self.config, node)]
+        return [name for node in reversed(path) for name in node.page_hashes(self.config.page_words)]
 
     def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
         """Pages of a component on a tier. On the host, what is on the device too counts as protected."""

@@ -48,8 +48,8 @@ class FreeList:
             heappush(self._heap, page)
 
 
-#: Room on the host that an eviction is offered, whatever it asks for: a leaf of a model with further components goes
-#: whole, and what has no room is deleted.
+#: Host pages offered to each eviction of a tree that writes back, however few it asks for: a tree with further
+#: components evicts whole leaves, and drops one that finds no room.
 _ROOM_PAGES = 512
 
 

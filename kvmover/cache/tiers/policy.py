@@ -120,10 +120,11 @@ def patience_s(policy: Prefetch, tokens: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class TierPolicy:
-    """`least_tokens`: fewer are not looked for in storage, nor fetched. `least_load_tokens`: nor loaded to the device.
+    """`least_tokens`: storage is not asked for fewer missing tokens. `least_load_tokens`: fewer stay on the host.
 
-    `reading_share`: of host pages, at most so many are being read into. `writing_pages`: more are not waiting to be
-    written; what is beyond is dropped, and counted. `read_rate`, `write_rate`: of storage, in bytes a second of a rank.
+    `reading_share`: the fraction, above 0 and up to 1, of host pages that reads may hold at once. `writing_pages`: the
+    most pages that may wait to be written; those beyond are dropped and counted. `read_rate`, `write_rate`: of storage,
+    in bytes a second of this rank.
     """
 
     store: Store = Store.BACKED

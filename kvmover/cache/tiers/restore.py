@@ -17,7 +17,7 @@ import numpy as np
 from kvmover.cache.ledger import Credit, Loss
 from kvmover.cache.prefix import FULL, ROOT, LockHandle, Match, RadixKey, Tier
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.prefix.keys import NO_IDS, WORD_BYTES
+from kvmover.cache.prefix.keys import NO_IDS
 from kvmover.cache.prefix.results import PageArray
 from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps, VoteRow, agreed_count, counted
 from kvmover.cache.tiers.allocator import PageAllocator
@@ -173,7 +173,7 @@ class Restoring:
         config = self.allocator.tree.config
         pages = restore.limit_tokens // config.page_tokens
         words = np.frombuffer(restore.key.data, "<u4")
-        hashes = chain(restore.key.namespace.digest, words, config.page_tokens * config.units)[:pages]
+        hashes = chain(restore.key.namespace.digest, words, config.page_words)[:pages]
         node = restore.found.host_node
         anchor = (
             len(self.allocator.tree.page_hashes(node)) if node != ROOT and self.allocator.tree.is_backed(node) else 0
@@ -250,8 +250,7 @@ class Restoring:
             ids = allocator.take_all({name: len(where) for name, where in needs.items()}, Tier.HOST)
         op, total = 0, pages - anchor
         if ids is not None:
-            page_bytes = WORD_BYTES * config.units * config.page_tokens
-            key = RadixKey(restore.key.data[: pages * page_bytes], restore.key.namespace, restore.key.units)
+            key = RadixKey(restore.key.data[: pages * config.page_bytes], restore.key.namespace, restore.key.units)
             op = allocator.tree.begin_fetch(key, anchor, ids[FULL], {name: ids[name] for name in needs if name != FULL})
             self.reading_pages += total
         restore.collective = collective = self.collectives.begin(

@@ -202,7 +202,9 @@ def test_a_read_that_one_rank_did_in_part_is_kept_in_part_only_where_parts_are_o
     serve(ranks)
     for rank in ranks:
         rank.forget()
-    (view,) = {each.view for each in ranks[1].controller._writing.storage.stored_pools if each.tiered_pool.name == FULL}
+    storage = ranks[1].controller._writing.storage
+    assert storage is not None
+    (view,) = [each.view for each in storage.stored_pools if each.tiered_pool.name == FULL]
     bad, get = ranks[1].hashes(PROMPT)[2], view.get
 
     def third_is_bad(hashes, addresses):
