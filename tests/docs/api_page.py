@@ -52,6 +52,7 @@ TEXTS = {
     "kvmover.cache.prefix.EARNED": "Eviction: what was used twice stays about twice as long.",
     "kvmover.cache.prefix.FIFO": "Eviction: first in, first out.",
     "kvmover.cache.prefix.FULL": "The name of the component that every page has: attention KV.",
+    "kvmover.cache.prefix.KVEvent": "A BlockStored, a BlockRemoved or an AllBlocksCleared.",
     "kvmover.cache.prefix.LFU": "Eviction: least often used first.",
     "kvmover.cache.prefix.LRU": "Eviction: least recently used first.",
     "kvmover.cache.prefix.POLICIES": "The eviction policies by name.",

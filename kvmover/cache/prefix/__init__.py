@@ -4,9 +4,19 @@ from kvmover.cache.prefix.components import FULL, Sidecar, SlidingWindow, State,
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, WriteBack, WriteThrough
 from kvmover.cache.prefix.copies import TierCopy
 from kvmover.cache.prefix.errors import InvariantBroken, PrefixError, StaleHandle
+from kvmover.cache.prefix.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    Medium,
+    coalesce,
+)
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.keys import KeyUnits, RadixKey
 from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
+from kvmover.cache.prefix.publisher import EventPublisher
 from kvmover.cache.prefix.results import (
     ROOT,
     ActionList,
@@ -33,18 +43,25 @@ __all__ = [
     "ROOT",
     "SLRU",
     "ActionList",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
     "CopyLeg",
     "CopyOut",
     "DeviceOnly",
+    "EventPublisher",
     "EvictionGranularity",
     "EvictionPolicy",
     "FreePages",
     "Inserted",
     "InvariantBroken",
+    "KVEvent",
+    "KVEventBatch",
     "KeyUnits",
     "LoadBack",
     "LockHandle",
     "Match",
+    "Medium",
     "PrefixError",
     "PrefixNamespace",
     "PrefixTree",
@@ -59,4 +76,5 @@ __all__ = [
     "TreeComponent",
     "WriteBack",
     "WriteThrough",
+    "coalesce",
 ]
