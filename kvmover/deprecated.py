@@ -126,10 +126,22 @@ class _Finder:
 
 def _warn(old: str, new: str) -> None:
     """At the line of the caller's that uses the old one: the import system's frames are not counted."""
-    warnings.warn(f"{old} is {new} now; the old one goes with the next release", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} is {new} now; the old name goes with the next release", DeprecationWarning, stacklevel=3)
 
 
 def install() -> None:
     """Make the old paths importable, once."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def renamed(module: str, name: str, names: Mapping[str, str]) -> object:
+    """What `module` has under the new name of `name`, which warns; for its `__getattr__`. `names`: new by old names.
+
+    Raises AttributeError for a name that `module` never had.
+    """
+    if name not in names:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    text = f"{module}.{name} is {names[name]} now; the old name goes with the next release"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return getattr(import_module(module), names[name])

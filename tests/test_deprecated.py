@@ -78,5 +78,14 @@ def test_new_paths_warn_of_nothing() -> None:
     assert fresh(f"import {places}", "-W", "error").stderr == ""
 
 
+def test_a_module_that_stayed_has_its_old_names_by_its_getattr() -> None:
+    names = {"Receipt": "LockHandle"}
+    with pytest.warns(DeprecationWarning, match="kvmover.cache.prefix.Receipt is LockHandle now"):
+        found = deprecated.renamed("kvmover.cache.prefix", "Receipt", names)
+    assert found is import_module("kvmover.cache.prefix").LockHandle
+    with pytest.raises(AttributeError, match="module 'kvmover.cache.prefix' has no attribute 'Nothing'"):
+        deprecated.renamed("kvmover.cache.prefix", "Nothing", names)
+
+
 def test_the_examples_of_the_module_hold() -> None:
     assert doctest.testmod(deprecated).failed == 0
