@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvmover import deprecated
+
 if TYPE_CHECKING:
     from kvmover.layout import Component, CpOrder, Fleet, Layout, Pool, PoolSpec, Shard, Span, Stripe
     from kvmover.plan import Costs, Leg, Plan, Replicas, Route
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from kvmover.transport import LoopbackNetwork, LoopbackTransport, NixlTransport
 
 __version__ = "0.1.0"
+
+deprecated.install()
 
 #: Public names by the module that defines them, imported on first use: `import kvmover` needs neither torch nor nixl.
 _HOMES = {

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from kvmover.prefix import POLICIES
-from kvmover.prefix.hashes import chain
-from kvmover.replay import Request, Setup, read_trace, replay
+from kvmover.cache.prefix import POLICIES
+from kvmover.cache.prefix.hashes import chain
+from kvmover.cache.replay import ReplayConfig, ReplayRequest, read_trace, replay
 from perf.prefix_ours import UNLIMITED, Contender, Kvmover, KvmoverEvents, KvmoverInt64, Maker
 from perf.prefix_peers import load
 from perf.record import Spread, write
@@ -70,7 +70,7 @@ def main(parts: list[str]) -> None:
         print("wrote", write("prefix_policies", rows))
 
 
-def _trace(requests: list[Request], makers: dict[str, Maker]) -> Iterator[dict[str, object]]:
+def _trace(requests: list[ReplayRequest], makers: dict[str, Maker]) -> Iterator[dict[str, object]]:
     for page_tokens in (64, 16, 1):
         for label, capacity in CAPACITIES.items():
             chosen = {
@@ -121,7 +121,7 @@ def _row(
     return row
 
 
-def _serve(maker: Maker, requests: list[Request], page_tokens: int, capacity: int, split: bool) -> Pass:
+def _serve(maker: Maker, requests: list[ReplayRequest], page_tokens: int, capacity: int, split: bool) -> Pass:
     contender, clock = maker(page_tokens, capacity), time.thread_time_ns
     operations: Counter[str] = Counter()
     last = 0
@@ -283,9 +283,9 @@ def _pieces() -> Iterator[dict[str, object]]:
 
 
 def _accounts() -> None:
-    from kvmover.ledger import Credit, Fault, Ledger, Loss
+    from kvmover.cache.ledger import Credit, FaultPolicy, Ledger, Loss
 
-    ledger, credit, lost = Ledger(fault=Fault.COUNT), Credit(640), {Loss.CAPACITY_EVICTED: 64}
+    ledger, credit, lost = Ledger(fault=FaultPolicy.COUNT), Credit(640), {Loss.CAPACITY_EVICTED: 64}
     for number in range(2_000):
         ledger.matched(number, 12_000, 704, number * 0.01)
         ledger.admitted(number, credit, lost)
@@ -304,10 +304,10 @@ def _repeated(call: Callable[[], object], rounds: int, things: int) -> Spread:
     return Spread.of(samples)
 
 
-def _policies(requests: list[Request]) -> Iterator[dict[str, object]]:
+def _policies(requests: list[ReplayRequest]) -> Iterator[dict[str, object]]:
     for capacity in (1_000_000, 3_000_000, 10_000_000):
         for name, policy in POLICIES.items():
-            report = replay(requests, Setup(64, capacity, policy=policy))
+            report = replay(requests, ReplayConfig(64, capacity, policy=policy))
             row = {"policy": name, "capacity_tokens": capacity, "hit_rate": round(report.totals.hit_rate, 5)}
             row["ideal_hit_rate"] = round(report.ideal_hit_rate, 5)
             print(f"{capacity:>10,} tokens, {name:<10} {row['hit_rate']:.5f}", flush=True)

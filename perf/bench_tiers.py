@@ -22,15 +22,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from kvmover.cache.prefix import FULL, PrefixTree, Tier, WriteThrough
+from kvmover.cache.prefix.hashes import chain
+from kvmover.cache.tiers import Controller, ControllerConfig, Storage, TieredPool, TierPolicy, Wait
+from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
+from kvmover.cache.tiers.storage import PageRef, StorageRead, StorageWrite
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.layout.layout import PACKED_ORDER
-from kvmover.prefix import FULL, PrefixTree, Tier, WriteThrough
-from kvmover.prefix.hashes import chain
 from kvmover.store import Namespace, PageStore
 from kvmover.store import Policy as StorePolicy
-from kvmover.tiers import Controller, Holding, Policy, Setup, Storage, Wait
-from kvmover.tiers.copies import Batch, Copies
-from kvmover.tiers.storage import Page, Read, Write
 from kvmover.transport.nixl_files import files_for
 from perf.record import RESULTS, Spread, write
 
@@ -65,24 +65,28 @@ class Bench:
         spec = PoolSpec.dense(component, FLEET.shard(component, 0, TOKENS), pages, TOKENS, DEVICE_ORDER)
         pool = Pool(spec, (torch.randint(0, 255, (spec.allocation_bytes,), dtype=torch.uint8, device=device),))
         self.pages, self.page_bytes = pages, spec.allocation_bytes // pages
-        self.holding = Holding.of(component, FLEET, 0, pool, pages, order=order)
-        self.copies = Copies(device, GROUP_LAYERS)
+        self.tiered_pool = TieredPool.of(component, FLEET, 0, pool, pages, order=order)
+        self.copies = LayerwiseCopier(device, GROUP_LAYERS)
         self.store = PageStore.open(folder, SPACE, StorePolicy(segment_bytes=1 << 30), files_for(folder))
-        self.storage = Storage(self.store, SPACE, [self.holding], FLEET, 0)
+        self.storage = Storage(self.store, SPACE, [self.tiered_pool], FLEET, 0)
         self.tokens = np.arange(pages * TOKENS, dtype=np.int32)
         self.hashes = chain(b"", self.tokens, TOKENS)
         self.ids = [np.random.default_rng(seed).permutation(pages) for seed in (0, 1)]
         direct = 0 if "buffered" in self.store.files.name else os.O_DIRECT
         self.file = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | direct)
-        self.flat = self.holding.host.tensors[0].numpy()
+        self.flat = self.tiered_pool.host.tensors[0].numpy()
 
     def cases(self) -> Iterator[Case]:
-        host, device = self.holding.host.tensors[0], self.holding.device.tensors[0]
+        host, device = self.tiered_pool.host.tensors[0], self.tiered_pool.device.tensors[0]
         yield Case(TO_HOST, COPY, lambda: self._whole(host, device))
-        yield Case(TO_HOST, "torch, a plane at a time", lambda: self._planes(self.holding.device, self.holding.host))
+        yield Case(
+            TO_HOST, "torch, a plane at a time", lambda: self._planes(self.tiered_pool.device, self.tiered_pool.host)
+        )
         yield Case(TO_HOST, "kvmover", lambda: self.copy(Tier.HOST))
         yield Case(TO_DEVICE, COPY, lambda: self._whole(device, host))
-        yield Case(TO_DEVICE, "torch, a plane at a time", lambda: self._planes(self.holding.host, self.holding.device))
+        yield Case(
+            TO_DEVICE, "torch, a plane at a time", lambda: self._planes(self.tiered_pool.host, self.tiered_pool.device)
+        )
         yield Case(TO_DEVICE, "kvmover", lambda: self.copy(Tier.DEVICE))
         yield Case(TO_DEVICE, f"kvmover, the first {GROUP_LAYERS} layers", self.first_layers, self.settled)
         yield Case(TO_DISK, COPY, lambda: self._whole(host, device))
@@ -110,27 +114,27 @@ class Bench:
             self.copies.poll()
 
     def write(self) -> None:
-        job = Write(self.storage, self._wanted())
+        job = StorageWrite(self.storage, self._wanted())
         while not job.step():
             pass
         assert job.stored == self.pages, job.failed
 
     def read(self) -> None:
-        job = Read(self.storage, self._wanted(), self.pages, lambda: False)
+        job = StorageRead(self.storage, self._wanted(), self.pages, lambda: False)
         while not job.step():
             pass
         assert job.good == self.pages, job.why
 
     def check(self) -> None:
         """Device to host to storage to host to device: every byte is where it was."""
-        before = self.holding.device.tensors[0].clone()
+        before = self.tiered_pool.device.tensors[0].clone()
         self.copy(Tier.HOST)
         self.write()
-        self.holding.host.tensors[0].zero_()
+        self.tiered_pool.host.tensors[0].zero_()
         self.read()
-        self.holding.device.tensors[0].zero_()
+        self.tiered_pool.device.tensors[0].zero_()
         self.copy(Tier.DEVICE)
-        assert torch.equal(before, self.holding.device.tensors[0])
+        assert torch.equal(before, self.tiered_pool.device.tensors[0])
 
     def close(self) -> None:
         self.settled()
@@ -138,11 +142,11 @@ class Bench:
         self.store.close()
 
     def _batch(self) -> Batch:
-        return Batch(self.holding, self.ids[0].tolist(), self.ids[1].tolist())
+        return Batch(self.tiered_pool, self.ids[0].tolist(), self.ids[1].tolist())
 
     def _wanted(self) -> list[tuple]:
-        (shelf,) = self.storage.shelves
-        return [(shelf, Page(n, self.hashes[n], int(self.ids[0][n]))) for n in range(self.pages)]
+        (stored_pool,) = self.storage.stored_pools
+        return [(stored_pool, PageRef(n, self.hashes[n], int(self.ids[0][n]))) for n in range(self.pages)]
 
     def _whole(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src, non_blocking=True)
@@ -151,7 +155,7 @@ class Bench:
 
     def _planes(self, src: Pool, dst: Pool) -> None:
         host, device = (torch.from_numpy(ids) for ids in self.ids)
-        of_src, of_dst = (device, host) if src is self.holding.device else (host, device)
+        of_src, of_dst = (device, host) if src is self.tiered_pool.device else (host, device)
         for layer in range(src.spec.layout.extent_of("layer")):
             for kv in range(2):
                 there = dst.plane(layer, kv)
@@ -176,8 +180,8 @@ class Requests:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         tree = PrefixTree(TOKENS, tiers=WriteThrough())
-        setup = Setup(Policy(prefetch=Wait(), reading_share=1.0), group_layers=GROUP_LAYERS)
-        self.controller = Controller(tree, [bench.holding], bench.storage, setup)
+        config = ControllerConfig(TierPolicy(prefetch=Wait(), reading_share=1.0), group_layers=GROUP_LAYERS)
+        self.controller = Controller(tree, [bench.tiered_pool], bench.storage, config)
         taken = self.controller.take(bench.pages)
         assert taken is not None
         self.controller.keep(bench.tokens, taken)
@@ -195,11 +199,11 @@ class Requests:
 
     def off_device(self) -> None:
         self.controller.wait()
-        self.controller.stock.apply(self.controller.tree.evict(self.bench.pages, FULL))
+        self.controller.allocator.apply(self.controller.tree.evict(self.bench.pages, FULL))
 
     def off_host(self) -> None:
         self.off_device()
-        self.controller.stock.apply(self.controller.tree.evict_host(self.bench.pages, FULL))
+        self.controller.allocator.apply(self.controller.tree.evict_host(self.bench.pages, FULL))
 
 
 def main() -> None:

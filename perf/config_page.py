@@ -39,8 +39,7 @@ policy = settings.store  # for PageStore.open(..., policy=policy)
 `Observers` begins what `[logging]`, `[metrics]` and `[record]` ask for, and ends it:
 
 ```python
-from kvmover.ledger import Ledger
-from kvmover.ledger.metrics import LedgerCollector
+from kvmover.cache.ledger import Ledger, LedgerCollector
 from kvmover.observe.start import Observers
 
 with Observers(settings, engine="decode", rank=0) as observers:

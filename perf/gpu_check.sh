@@ -21,7 +21,7 @@ step() { # name, seconds, command...
 }
 
 nvidia-smi > "$OUT/nvidia-smi.log" 2>&1
-step tests 240 "$PYTHON" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu tests/gpu tests/tiers/test_tiers_on_a_gpu.py
+step tests 240 "$PYTHON" -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider -m gpu tests/gpu tests/cache/tiers/test_tiers_on_a_gpu.py
 LINES_SHOWN=200 step kernels 240 "$PYTHON" -W ignore -m perf.bench_kernels --rounds 20 --out "$OUT"
 LINES_SHOWN=60 step host 90 "$PYTHON" -W ignore -m perf.bench_host --out "$OUT"
 LINES_SHOWN=60 step roofline 90 "$PYTHON" -W ignore -m perf.roofline --out "$OUT"

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvmover.ledger import Ledger
-from kvmover.ledger.metrics import LedgerCollector
-from kvmover.ledger.residency import Residency
+from kvmover.cache.ledger import Ledger, LedgerCollector, Residency
 from kvmover.observe.metrics import MoverCollector
 from kvmover.transfer.meter import Gauge, Meter, Snapshot
 
@@ -22,7 +20,7 @@ For Prometheus, by prometheus-client, which the extra `metrics` brings. A scrape
 ```python
 from prometheus_client import REGISTRY, start_http_server
 
-from kvmover.ledger.metrics import LedgerCollector
+from kvmover.cache.ledger import LedgerCollector
 from kvmover.observe.metrics import MoverCollector
 
 REGISTRY.register(MoverCollector([mover]))  # a SharedMover, or several: one for each rank in this process

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvmover.ledger import Credit, Fault, Ledger
-from kvmover.prefix import PrefixTree
+from kvmover.cache.ledger import Credit, FaultPolicy, Ledger
+from kvmover.cache.prefix import PrefixTree
 
 #: Called after every operation with its name, and with "start" before the first: the benchmark's clock.
 Lap = Callable[[str], object]
@@ -43,7 +43,7 @@ class Kvmover:
         self.page_tokens = page_tokens
         self.tree = PrefixTree(page_tokens, sink=sink)
         self.row, self.free_pages = np.arange(200_000, dtype=np.int32), capacity_tokens // page_tokens
-        self.ledger = Ledger(fault=Fault.COUNT)
+        self.ledger = Ledger(fault=FaultPolicy.COUNT)
         self.serial = 0
 
     def prepare(self, tokens: np.ndarray) -> np.ndarray:

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import kvmover
+from kvmover.cache.ledger import FaultPolicy, Ledger
+from kvmover.cache.prefix import FULL, ActionList, FreePages, PrefixError, PrefixTree, Tier
+from kvmover.cache.prefix.config import TreeConfig
+from kvmover.cache.tiers.policy import TierPolicy
 from kvmover.config.settings import LoggingSettings
 from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet
-from kvmover.ledger import Fault, Ledger
 from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs
-from kvmover.prefix import FULL, Free, Outcome, PrefixError, PrefixTree, Tier
-from kvmover.prefix.shape import Shape
-from kvmover.tiers.policy import Policy
 from kvmover.transfer.result import MoverConfig
 from kvmover.transport.base import Descriptors, Memory, MemoryKind
 from kvmover.transport.files import Access, PlainFiles
@@ -36,23 +36,23 @@ GIVEN: dict[type, Any] = {
     Memory: Memory(MemoryKind.HOST, 4096, 256),
     MoverConfig: MoverConfig(),
     Plan: Plan(Component.attention(1, 1, 8, "uint8"), Fleet(), Fleet(), 0, 1),
-    Policy: Policy(),
-    Shape: Shape(16),
+    TierPolicy: TierPolicy(),
+    TreeConfig: TreeConfig(16),
 }
 
 #: What kvmover makes itself, for callers to read or for its own use.
 TOLD = {
+    "cache.prefix.copies.CopyRecord",
+    "cache.tiers.restore.Restore",
+    "cache.tiers.storage.StorageRead",
     "demo.scenarios.Scenario",
     "observe.checks.Finding",
     "plan.cost.Choice",
     "plan.measure._Design",
-    "prefix.flight.Flight",
     "store.fetch.Failure",
     "store.record.Record",
     "store.results.GotResult",
     "store.results.PutResult",
-    "tiers.restore.Restore",
-    "tiers.storage.Read",
     "transfer.offers.Request",
     "transfer.receiving.Source",
     "transfer.result.Result",
@@ -117,11 +117,11 @@ def test_a_field_refuses_every_other_value_and_names_it_and_all_words(
     assert all(word(each) in message for each in enum)
 
 
-FREEING = Outcome(tuple(Free(FULL, tier, np.array([int(tier)], np.int32)) for tier in Tier))
+FREEING = ActionList(tuple(FreePages(FULL, tier, np.array([int(tier)], np.int32)) for tier in Tier))
 FREED = list(Tier)
 
 CALLS: list[tuple[Callable[[Any], object], type[Enum], str]] = [
-    (lambda given: vars(Ledger(given))["_fault"], Fault, "fault"),
+    (lambda given: vars(Ledger(given))["_fault"], FaultPolicy, "fault"),
     (lambda given: vars(PlainFiles(given))["_access"], Access, "access"),
     (lambda given: FREED[int(FREEING.page_ids(tier=given)[0])], Tier, "tier"),
 ]

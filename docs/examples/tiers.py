@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from kvmover import Component, Fleet, Pool, PoolSpec
-from kvmover.ledger import Ledger
-from kvmover.prefix import PrefixTree, WriteThrough
+from kvmover.cache.ledger import Ledger
+from kvmover.cache.prefix import PrefixTree, WriteThrough
+from kvmover.cache.tiers import Controller, ControllerConfig, Storage, TieredPool, TierPolicy, Wait
 from kvmover.store import Namespace, PageStore
-from kvmover.tiers import Controller, Holding, Policy, Setup, Storage, Wait
 
 kv, fleet = Component.attention(layers=2, kv_heads=4, head_dim=64, dtype="bfloat16"), Fleet(page_tokens=16)
 space, prompt = Namespace("tiny", "revision-1", page_tokens=16), list(range(100))
@@ -21,11 +21,12 @@ def serve(root: str) -> str:
     """One process's life: restore what any tier has, compute the rest, keep it. Says where the prompt came from."""
     pool = Pool.zeros(PoolSpec.dense(kv, fleet.shard(kv, 0, 16), pages=8, page_tokens=16, order="NHD"))
     plane = pool.plane(layer=0, kv=0).view(torch.int16)
-    holding, ledger = Holding.of(kv, fleet, 0, pool, host_pages=16), Ledger()
+    tiered_pool, ledger = TieredPool.of(kv, fleet, 0, pool, host_pages=16), Ledger()
     with PageStore.open(Path(root), space) as store:
-        storage = Storage(store, space, [holding], fleet, 0)
-        setup = Setup(Policy(prefetch=Wait(), least_tokens=1))  # ranks of a fleet: Setup(..., Grouped(process_group))
-        controller = Controller(PrefixTree(16, tiers=WriteThrough()), [holding], storage, setup)
+        storage = Storage(store, space, [tiered_pool], fleet, 0)
+        policy = TierPolicy(prefetch=Wait(), least_tokens=1)
+        config = ControllerConfig(policy)  # ranks of a fleet: ControllerConfig(policy, Grouped(process_group))
+        controller = Controller(PrefixTree(16, tiers=WriteThrough()), [tiered_pool], storage, config)
         restore = controller.restore(prompt)
         controller.wait(restore)  # an engine calls poll() once a scheduler step instead, and looks at restore.done
         ledger.matched("request-1", len(prompt), restore.reusable_tokens, time.monotonic())

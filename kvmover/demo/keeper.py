@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvmover.cache.ledger import Ledger
+from kvmover.cache.prefix import PrefixTree, WriteThrough
+from kvmover.cache.tiers import Controller, ControllerConfig, Grouped, Storage, TierCount, TieredPool, TierPolicy, Wait
 from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
 from kvmover.demo.rank import Digests
 from kvmover.demo.scenarios import Scenario
 from kvmover.layout.pool import Pool, PoolSpec
-from kvmover.ledger import Ledger
 from kvmover.plan.text import FleetText
-from kvmover.prefix import PrefixTree, WriteThrough
 from kvmover.store import Namespace, PageStore
-from kvmover.tiers import Controller, Count, Grouped, Holding, Policy, Setup, Storage, Wait
 
 #: Host pages for each page of the device.
 _HOST_RATIO = 2
@@ -68,12 +68,14 @@ class Keeper:
         comm = Gloo.join(FileStore(seat.meet, fleet.size), seat.rank, fleet.tp, fleet.pp)
         share = ModelShard.of_rank(model, fleet.tp, fleet.pp, at.tp, at.pp)
         self._model = Transformer(model, share, comm)
-        holding = Holding.of(component, fleet, seat.rank, self._pool, seat.pages * _HOST_RATIO)
+        tiered_pool = TieredPool.of(component, fleet, seat.rank, self._pool, seat.pages * _HOST_RATIO)
         space = Namespace(model.name, f"seed {model.seed}", fleet.page_tokens)
         self._store = PageStore.open(Path(seat.root), space)
-        storage = Storage(self._store, space, [holding], fleet, seat.rank)
-        setup = Setup(Policy(prefetch=Wait(), least_tokens=1), Grouped(comm.group))
-        self._controller = Controller(PrefixTree(fleet.page_tokens, tiers=WriteThrough()), [holding], storage, setup)
+        storage = Storage(self._store, space, [tiered_pool], fleet, seat.rank)
+        config = ControllerConfig(TierPolicy(prefetch=Wait(), least_tokens=1), Grouped(comm.group))
+        self._controller = Controller(
+            PrefixTree(fleet.page_tokens, tiers=WriteThrough()), [tiered_pool], storage, config
+        )
         self._ledger = Ledger()
 
     def serve(self, request: str, prompt: tuple[int, ...], answer_tokens: int) -> Served:
@@ -109,8 +111,8 @@ class Keeper:
             list(self._model.gaps),
             hits,
             restore.tokens,
-            counts[Count.FETCHED_BYTES] - before[Count.FETCHED_BYTES],
-            counts[Count.FETCHED_PAGES] - before[Count.FETCHED_PAGES],
+            counts[TierCount.FETCHED_BYTES] - before[TierCount.FETCHED_BYTES],
+            counts[TierCount.FETCHED_PAGES] - before[TierCount.FETCHED_PAGES],
             restored_s,
             digests,
             whole * self._page,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvmover.cache.prefix import PrefixTree
 from kvmover.demo.crew import Crew, Member, ask, ask_all
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
 from kvmover.demo.rank import Seat
@@ -14,7 +15,6 @@ from kvmover.demo.report import RequestReport, Wire
 from kvmover.demo.scenarios import Scenario
 from kvmover.errors import KvmoverError
 from kvmover.plan.text import FleetText
-from kvmover.prefix import PrefixTree
 
 #: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
 POOL_TOKENS = 16384

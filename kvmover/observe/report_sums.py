@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor
 
-from kvmover.ledger import Loss
+from kvmover.cache.ledger import Loss
 from kvmover.observe.runlog import Accounted, Lines, Moved
 
 #: Where prompt tokens come from, nearest first; what is left was computed.

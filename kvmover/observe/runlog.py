@@ -19,8 +19,8 @@ from typing import IO, Literal
 import msgspec
 
 from kvmover import __version__
+from kvmover.cache.ledger import Account
 from kvmover.errors import KvmoverError
-from kvmover.ledger import Account
 from kvmover.plan.cost import Route
 from kvmover.transfer.result import Cause, Ending
 

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvmover.cache.ledger import Account
 from kvmover.config.settings import LogFormat, LoggingSettings, Settings
 from kvmover.errors import KvmoverError
-from kvmover.ledger import Account
 from kvmover.observe import logs
 from kvmover.observe.runlog import RunLog
 from kvmover.observe.spans import Spans

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmover.ledger import Loss
+from kvmover.cache.ledger import Loss
 from kvmover.store import Got, Put
 from kvmover.transfer.result import Cause
 from kvmover.transfer.seal import Refusal

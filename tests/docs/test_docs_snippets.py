@@ -32,7 +32,7 @@ def _a_mover_and_a_ledger() -> Iterator[dict[str, Any]]:
     """For the page of metrics, whose server is not to take its port on this machine, nor the process's registry."""
     import prometheus_client
 
-    from kvmover.ledger import Ledger
+    from kvmover.cache.ledger import Ledger
     from perf.metrics_page import Nothing
 
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from kvmover.ledger import Credit, Ledger, Loss
+from kvmover.cache.ledger import Credit, Ledger, Loss
 from kvmover.observe.runlog import RunLog
 from kvmover.plan.cost import Route
 from kvmover.transfer.result import Cause, Ending, Result

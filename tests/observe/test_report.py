@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover import cli
+from kvmover.cache.ledger import Account, AccountGroup, AttemptPhase, Loss
 from kvmover.errors import KvmoverError
-from kvmover.ledger import Account, Group, Loss, Phase
 from kvmover.observe import report_sums
 from kvmover.observe.charts import Bar, timeline
 from kvmover.observe.report import POLICY, page, write_report
@@ -222,7 +222,9 @@ def test_failures_and_long_transfers_are_drawn_before_others(monkeypatch: pytest
 
 def test_a_prompt_counts_once_however_often_it_was_retracted() -> None:
     def attempt(number: int) -> Accounted:
-        account = Account("r", Group(), number, Phase.RETRACTED, 0, 1, 100, 60, 40, 0, 0, 10, 50, {Loss.LATE: 20})
+        account = Account(
+            "r", AccountGroup(), number, AttemptPhase.RETRACTED, 0, 1, 100, 60, 40, 0, 0, 10, 50, {Loss.LATE: 20}
+        )
         return Accounted(1.0, account)
 
     total = tokens_of([attempt(1), attempt(2), attempt(3)])

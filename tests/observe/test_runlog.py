@@ -10,8 +10,8 @@ import pytest
 import rundata
 
 import kvmover
+from kvmover.cache.ledger import Credit, Ledger
 from kvmover.errors import KvmoverError
-from kvmover.ledger import Credit, Ledger
 from kvmover.observe.runlog import Lines, Moved, Run, RunLog, read_lines
 from kvmover.plan.cost import Route
 from kvmover.transfer.result import Cause, Ending, Result

@@ -14,15 +14,15 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from kvmover import cli
+from kvmover.cache.ledger import Credit, Ledger, Loss
+from kvmover.cache.ledger.metrics import LedgerCollector
+from kvmover.cache.tiers import metrics as tiers
+from kvmover.cache.tiers.metrics import TierCollector
 from kvmover.errors import KvmoverError
-from kvmover.ledger import Credit, Ledger, Loss
-from kvmover.ledger.metrics import LedgerCollector
 from kvmover.observe import top
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.scrape import Change, Scrape, fetch, quantile_s
 from kvmover.observe.top import MOST_RANKS, View, screen
-from kvmover.tiers import meter as tiers
-from kvmover.tiers.metrics import TierCollector
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot, Stage
 from kvmover.transfer.seal import Refusal
 
@@ -33,12 +33,12 @@ class Engine:
     def __init__(self, ranks: int = 1) -> None:
         self.meters = [Meter() for _ in range(ranks)]
         self.gauges = [dict.fromkeys(Gauge, 0) for _ in range(ranks)]
-        self.ledger, self.tiers = Ledger(), tiers.Meter()
+        self.ledger, self.tiers = Ledger(), tiers.TierMeter()
         self.registry = CollectorRegistry()
         self.registry.register(MoverCollector([Rank(self, rank) for rank in range(ranks)]))
         self.registry.register(LedgerCollector(self.ledger))
-        gauges = dict.fromkeys(tiers.Gauge, 0)
-        self.registry.register(TierCollector(lambda: tiers.Snapshot("decode", 0, self.tiers, gauges)))
+        gauges = dict.fromkeys(tiers.TierGauge, 0)
+        self.registry.register(TierCollector(lambda: tiers.TierSnapshot("decode", 0, self.tiers, gauges)))
 
     def text(self, _: str = "") -> str:
         return generate_latest(self.registry).decode()
@@ -134,8 +134,8 @@ def test_hits_are_shown_by_tier_and_losses_by_reason():
 def test_copies_between_tiers_show_their_pages_and_bandwidth():
     engine = Engine()
     before = engine.scrape(0.0)
-    engine.tiers.counts[tiers.Count.LOADED_BYTES] += 8 << 20
-    engine.tiers.counts[tiers.Count.LOADED_PAGES] += 16
+    engine.tiers.counts[tiers.TierCount.LOADED_BYTES] += 8 << 20
+    engine.tiers.counts[tiers.TierCount.LOADED_PAGES] += 16
     rows = shown(between(engine, before, 4.0))
     assert rows["host to device"] == ["16", "2 MiB/s", "8 MiB"]
     assert "storage to host" not in rows

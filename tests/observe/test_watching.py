@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import rundata
 
+from kvmover.cache.ledger import Credit, Ledger
+from kvmover.cache.ledger.metrics import LedgerCollector
 from kvmover.config import load
 from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.ledger import Credit, Ledger
-from kvmover.ledger.metrics import LedgerCollector
 from kvmover.observe import logs
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.runlog import read_lines

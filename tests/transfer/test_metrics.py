@@ -18,9 +18,9 @@ from progress_cases import Threads
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvmover.cache.ledger import Ledger
+from kvmover.cache.ledger.metrics import LedgerCollector
 from kvmover.layout import Fleet
-from kvmover.ledger import Ledger
-from kvmover.ledger.metrics import LedgerCollector
 from kvmover.observe.metrics import COUNTS, GAUGES, STAGES, Metered, MoverCollector, cumulative
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import BOUNDS_S, Count, Gauge, Histogram, Stage

@@ -1,0 +1,27 @@
+"""The accounts of every request's tokens: what was reused, from which tier, what was lost and why."""
+
+from kvmover.cache.ledger.account import Account, AccountGroup, AttemptPhase, Credit, LedgerError, Loss
+from kvmover.cache.ledger.export import JsonLines, read_accounts
+from kvmover.cache.ledger.ledger import EVERYBODY, Book, FaultPolicy, Ledger, TimeWindow, Totals
+from kvmover.cache.ledger.metrics import LedgerCollector
+from kvmover.cache.ledger.residency import DurationHistogram, Residency
+
+__all__ = [
+    "EVERYBODY",
+    "Account",
+    "AccountGroup",
+    "AttemptPhase",
+    "Book",
+    "Credit",
+    "DurationHistogram",
+    "FaultPolicy",
+    "JsonLines",
+    "Ledger",
+    "LedgerCollector",
+    "LedgerError",
+    "Loss",
+    "Residency",
+    "TimeWindow",
+    "Totals",
+    "read_accounts",
+]

@@ -1,0 +1,230 @@
+"""The account of one attempt of one request: frozen records, and the steps from one to the next.
+
+Two laws hold, and a step that would break one raises LedgerError and changes nothing:
+
+    reusable = device + host + storage + lost, over all reasons         from admission on
+    prompt   = device + host + storage + computed + abandoned           when the attempt has ended
+
+`abandoned` is what an attempt that was aborted or retracted never came to; it is 0 when the attempt finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from kvmover.errors import KvmoverError
+
+
+class Loss(StrEnum):
+    """Reasons, in the order in which a request meets them. A token is lost for the first that applies."""
+
+    #: Computed before, and no tier was asked to keep them: below a write threshold, or not cached by choice.
+    NEVER_WRITTEN = "never_written"
+    #: A tier held them and gave them up for room.
+    CAPACITY_EVICTED = "capacity_evicted"
+    #: Another request was computing the same tokens at the same time, or inserted them before this one could.
+    CONCURRENT = "concurrent"
+    #: Equal tokens in a page that is not equal as a whole.
+    PARTIAL_PAGE = "partial_page"
+    #: The last token of a prompt is always computed, for its logits, and the rest of its page with it.
+    LAST_TOKEN = "last_token"
+    #: Attention has them, and another component (sliding window, state) does not.
+    COMPONENT_MISSING = "component_missing"
+    #: Another rank that must load the same request holds fewer.
+    RANK_MINIMUM = "rank_minimum"
+    #: Too few to be worth a transfer.
+    THRESHOLD = "threshold"
+    #: Storage has them, and there was no room in host memory to read them into.
+    HOST_CAPACITY = "host_capacity"
+    #: A slower tier has them, and there was no room on the device to load them into.
+    DEVICE_CAPACITY = "device_capacity"
+    #: Their source was pinned by another transfer.
+    BUSY = "busy"
+    #: The read was not done when the request had to start.
+    LATE = "late"
+    #: Storage said that it has them, and could not read them.
+    READ_FAILED = "read_failed"
+    #: Read, and not what was written: their digest differs.
+    POISONED = "poisoned"
+    #: The copy to the device failed.
+    LOAD_FAILED = "load_failed"
+
+
+RequestId: TypeAlias = str | int
+Losses: TypeAlias = Mapping[Loss, int]
+
+NOTHING_LOST: Losses = MappingProxyType({})
+
+
+class LedgerError(KvmoverError, ValueError):
+    """An account that would not balance, or an event out of order: the message names the request and the numbers."""
+
+
+class AttemptPhase(StrEnum):
+    """Where an attempt is. The last three are ends."""
+
+    WAITING = "waiting"
+    MATCHED = "matched"
+    ADMITTED = "admitted"
+    FINISHED = "finished"
+    RETRACTED = "retracted"
+    ABORTED = "aborted"
+
+
+class AccountGroup(msgspec.Struct, frozen=True, gc=False):
+    """Whose accounts are added up together. Keep tenants few: each is a time series of every metric."""
+
+    tenant: str = ""
+    model: str = ""
+
+
+class Credit(msgspec.Struct, frozen=True, gc=False):
+    """Tokens whose KV is on the device, by the tier from which it came there: no token is credited to two."""
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+
+
+class Account(msgspec.Struct, frozen=True, gc=False):
+    """One attempt. Attempts count from 1 and are counted at admission: matching again and again makes none.
+
+    Who waits has the number of the attempts before it, so 0 at first.
+    """
+
+    request: RequestId
+    group: AccountGroup
+    attempt: int
+    phase: AttemptPhase
+    began_s: float
+    ended_s: float
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    computed_tokens: int = 0
+    abandoned_tokens: int = 0
+    lost: dict[Loss, int] = {}
+
+    @property
+    def credited_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens + self.storage_tokens
+
+    @property
+    def lost_tokens(self) -> int:
+        return sum(self.lost.values())
+
+
+def opened(request: RequestId, group: AccountGroup, attempt: int, now_s: float) -> Account:
+    """A request that waits, after `attempt` attempts."""
+    return Account(request, group, attempt, AttemptPhase.WAITING, now_s, now_s)
+
+
+def matched(account: Account, prompt_tokens: int, reusable_tokens: int) -> Account:
+    """What a lookup found, `reusable_tokens` over all tiers. Nothing is credited; a later lookup replaces this one."""
+    if account.phase is not AttemptPhase.WAITING and account.phase is not AttemptPhase.MATCHED:
+        raise _out_of_order(account, "matched")
+    if not 0 <= reusable_tokens <= prompt_tokens:
+        raise LedgerError(
+            f"request {account.request}: {reusable_tokens} reusable tokens of a prompt of {prompt_tokens}"
+        )
+    return replace(account, phase=AttemptPhase.MATCHED, prompt_tokens=prompt_tokens, reusable_tokens=reusable_tokens)
+
+
+def admitted(account: Account, credit: Credit, lost: Losses) -> Account:
+    """The attempt starts with `credit` on the device. What of the match is not credited is lost, each token once."""
+    if account.phase is not AttemptPhase.MATCHED:
+        raise _out_of_order(account, "admitted")
+    device, host, storage = credit.device_tokens, credit.host_tokens, credit.storage_tokens
+    missing = account.reusable_tokens - device - host - storage
+    if missing != (sum(lost.values()) if lost else 0) or device < 0 or host < 0 or storage < 0:
+        raise LedgerError(
+            f"request {account.request}: {account.reusable_tokens} reusable tokens are not device {device}"
+            f" + host {host} + storage {storage} + lost {_words(lost)}"
+        )
+    if lost and min(lost.values()) < 0:
+        raise LedgerError(f"request {account.request}: lost {_words(lost)}")
+    return replace(
+        account,
+        attempt=account.attempt + 1,
+        phase=AttemptPhase.ADMITTED,
+        device_tokens=device,
+        host_tokens=host,
+        storage_tokens=storage,
+        lost=dict(lost),
+    )
+
+
+def computed(account: Account, tokens: int) -> Account:
+    """A chunk of the prompt was computed. Never a hit: not even when a lookup finds the chunk before it in the tree."""
+    if account.phase is not AttemptPhase.ADMITTED:
+        raise _out_of_order(account, "computed")
+    done = account.computed_tokens + tokens
+    if tokens < 0 or account.credited_tokens + done > account.prompt_tokens:
+        raise LedgerError(
+            f"request {account.request}: {tokens} more tokens after {account.credited_tokens} credited and"
+            f" {account.computed_tokens} computed, of a prompt of {account.prompt_tokens}"
+        )
+    return replace(account, computed_tokens=done)
+
+
+def withdrawn(account: Account, credit: Credit, reason: Loss) -> Account:
+    """Credited tokens that turned out not to be there: a copy failed, or its digest did not match. They are lost."""
+    if account.phase is not AttemptPhase.ADMITTED:
+        raise _out_of_order(account, "withdrawn")
+    left = (
+        account.device_tokens - credit.device_tokens,
+        account.host_tokens - credit.host_tokens,
+        account.storage_tokens - credit.storage_tokens,
+    )
+    taken = credit.device_tokens + credit.host_tokens + credit.storage_tokens
+    if min(left) < 0 or min(credit.device_tokens, credit.host_tokens, credit.storage_tokens) < 0:
+        raise LedgerError(f"request {account.request}: withdrawing {credit} leaves {left} for device, host, storage")
+    return replace(
+        account,
+        device_tokens=left[0],
+        host_tokens=left[1],
+        storage_tokens=left[2],
+        lost={**account.lost, reason: account.lost.get(reason, 0) + taken},
+    )
+
+
+def ended(account: Account, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account:
+    """The attempt is over. Only one that finished must have its whole prompt credited or computed.
+
+    `concurrent_tokens` were computed here although another request had put them into the tree by now: reusable, and
+    lost, since nobody waited for them.
+    """
+    rest = account.prompt_tokens - account.credited_tokens - account.computed_tokens
+    if phase is not AttemptPhase.ABORTED and account.phase is not AttemptPhase.ADMITTED:
+        raise _out_of_order(account, phase)
+    if phase is AttemptPhase.FINISHED and rest:
+        raise LedgerError(
+            f"request {account.request}: a prompt of {account.prompt_tokens} is not {account.credited_tokens} credited"
+            f" + {account.computed_tokens} computed"
+        )
+    reusable, lost = account.reusable_tokens, account.lost
+    if concurrent_tokens:
+        reusable += concurrent_tokens
+        if concurrent_tokens < 0 or reusable > account.prompt_tokens:
+            raise LedgerError(
+                f"request {account.request}: {concurrent_tokens} concurrent tokens after {account.reusable_tokens}"
+                f" reusable ones, of a prompt of {account.prompt_tokens}"
+            )
+        lost = {**lost, Loss.CONCURRENT: lost.get(Loss.CONCURRENT, 0) + concurrent_tokens}
+    return replace(account, phase=phase, ended_s=now_s, reusable_tokens=reusable, abandoned_tokens=rest, lost=lost)
+
+
+def _out_of_order(account: Account, event: str) -> LedgerError:
+    return LedgerError(f"request {account.request} is {account.phase}: it cannot be {event}")
+
+
+def _words(lost: Losses) -> str:
+    return ", ".join(f"{reason} {tokens}" for reason, tokens in lost.items()) or "0"

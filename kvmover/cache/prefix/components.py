@@ -1,0 +1,124 @@
+"""Components beside attention KV: what they keep at a node, when it is of use, and what a lock must cover.
+
+Attention KV is the tree itself: a page id for every page. Any further component keeps, at some nodes, page ids of its
+own pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmover.cache.prefix.errors import PrefixError
+
+#: The name of attention KV, which every tree has.
+FULL = "full"
+
+
+class MatchValidator(Protocol):
+    """Says of each node in turn, root first, whether a match may end there. It has state: ask it of every node."""
+
+    def __call__(self, tokens: int, present: bool, /) -> bool: ...
+
+
+class TreeComponent(Protocol):
+    """What the tree must know of a further component. SlidingWindow and State are two; an engine may bring its own."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def per_page(self) -> bool:
+        """Whether a node keeps one id a page, to be cut with it, or one id at its end, which stays there."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Giving this component up inside the tree takes those of the same and lower rank along."""
+        ...
+
+    @property
+    def reach_tokens(self) -> int:
+        """How far back from its end a prefix needs it: what a lock covers and a match refreshes."""
+        ...
+
+    @property
+    def grid_tokens(self) -> int:
+        """A branching point lies on a multiple of this many tokens."""
+        ...
+
+    def match_validator(self) -> MatchValidator: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """KV of layers that see `window_tokens` back. Further back it may be given up: the node is then a tombstone.
+
+    A prefix is of use where its last `window_tokens` tokens, or all if it is shorter, have it.
+    """
+
+    window_tokens: int
+    name: str = "swa"
+    per_page: bool = True
+    rank: int = 1
+    grid_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.window_tokens < 1:
+            raise PrefixError(f"a window has at least one token, got {self.window_tokens}")
+
+    @property
+    def reach_tokens(self) -> int:
+        return self.window_tokens
+
+    def match_validator(self) -> MatchValidator:
+        return _Window(self.window_tokens)
+
+
+@dataclass(slots=True)
+class _Window:
+    """Tokens since the last tombstone; from the root on as many as one likes."""
+
+    window_tokens: int
+    run_tokens: float = float("inf")
+
+    def __call__(self, tokens: int, present: bool, /) -> bool:
+        self.run_tokens = self.run_tokens + tokens if present else 0
+        return self.run_tokens >= self.window_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of recurrent layers: one id, at the end of a node, of use there only.
+
+    It is shared, and a request writes to its own: copy it before the first step. `grid_tokens` is the recurrence's
+    chunk: states exist at its multiples, and so do branching points.
+    """
+
+    name: str = "state"
+    grid_tokens: int = 1
+    per_page: bool = False
+    rank: int = 0
+    reach_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.grid_tokens < 1:
+            raise PrefixError(f"states lie at multiples of at least one token, got {self.grid_tokens}")
+
+    def match_validator(self) -> MatchValidator:
+        return _present
+
+
+def _present(_tokens: int, present: bool, /) -> bool:
+    return present
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """A pool that is indexed by another component's page ids: index keys, draft KV. It moves and goes with them.
+
+    The tree keeps no ids for it, so it cannot free them a second time.
+    """
+
+    name: str
+    of: str = FULL

@@ -1,0 +1,205 @@
+"""Eviction: gives up what is used least, by component and tier, with all that is of no use without it."""
+
+from __future__ import annotations
+
+from kvmover.cache.prefix.components import FULL
+from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
+from kvmover.cache.prefix.errors import PrefixError
+from kvmover.cache.prefix.forest import ID_BYTES, EvictableSet, Forest
+from kvmover.cache.prefix.keys import PageIds, page_array, words
+from kvmover.cache.prefix.match import positions
+from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.results import ActionList, CopyLeg, CopyOut, FreePages, Tier
+
+
+class Eviction:
+    """One call's victims. What they held is gathered, so that a caller frees each component and tier once.
+
+    `room` are free host pages that a tree that writes back may copy victims into; what is not used stays the caller's.
+    """
+
+    def __init__(self, forest: Forest, room: PageIds = ()) -> None:
+        self._forest = forest
+        self._room = words(room) if len(room) else b""
+        if self._room and not isinstance(forest.config.tiers, WriteBack):
+            raise PrefixError("only a tree that writes back evicts into host pages")
+        # Of a tree with further components a leaf goes whole: without its window or state, what is left is of no use.
+        self._trims = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
+        self._copies = list[CopyOut]()
+        self._freed: dict[tuple[int, Tier], list[bytes]] = {}
+
+    def device(self, pages: int) -> ActionList:
+        """Give up `pages` pages of attention KV, or all that can be: leaves, from their ends."""
+        forest, account, spared = self._forest, self._forest.device, list[Node]()
+        aim = account.evictable - pages
+        while account.evictable > aim and (node := account.order.first()) is not None:
+            if node.device_children:
+                # It comes back with the end of its last child; where that is spared, it keeps its place.
+                account.order.discard(node)
+                if spared:
+                    spared.append(node)
+            elif not self._may_go(node, account.evictable - aim):
+                account.order.discard(node)
+                spared.append(node)
+            elif self._only_here(node) and node.end - node.start > account.evictable - aim:
+                self._note(-1, Tier.DEVICE, forest.trim(node, account.evictable - aim))
+            else:
+                self._give_up(self._trimmed(node, account.evictable - aim, account))
+        for node in reversed(spared):
+            account.order.front(node)
+        return self._outcome()
+
+    def _only_here(self, node: Node) -> bool:
+        """Whether a leaf would be deleted, and may be so page by page."""
+        return self._trims and node.host is None and not self._room
+
+    def _may_go(self, node: Node, need: int) -> bool:
+        """Whether a leaf, or `need` pages of its tail, can go. One to be deleted takes what hangs below it on the host,
+        if nobody needs that.
+        """
+        pages = node.end - node.start
+        if node.host is not None or self._room_for(min(need, pages) if self._trims else pages):
+            return True
+        return not node.host_locks and (not node.children or self._drop_below(node))
+
+    def held(self, index: int, pages: int) -> ActionList:
+        """Give up ids of a further component on the device: inside the tree these alone, at a leaf all of it."""
+        account = self._forest.held_device[index]
+        aim = account.evictable - pages
+        while account.evictable > aim:
+            node = account.order.first()
+            if node is None:
+                break
+            if node.device_children or node.locks or node.children:
+                self._bury(node, index)
+            else:
+                self._give_up(node)
+        return self._outcome()
+
+    def host(self, pages: int) -> ActionList:
+        """Give up host pages of attention KV: second copies first where they are made on eviction, then childless
+        nodes.
+        """
+        forest = self._forest
+        while pages > 0 and (node := forest.doubles.first()) is not None:
+            pages -= node.end - node.start
+            self._take(node, Tier.HOST, -1)
+            for index, held in enumerate(node.held):
+                if held.host is not None:
+                    self._take(node, Tier.HOST, index)
+        account = forest.host
+        aim = account.evictable - pages
+        while account.evictable > aim:
+            node = account.order.first()
+            if node is None:
+                break
+            if node.children:
+                account.order.discard(node)
+            else:
+                self._delete(self._trimmed(node, account.evictable - aim, account))
+        return self._outcome()
+
+    def held_host(self, index: int, pages: int) -> ActionList:
+        """Give up ids of a further component that stand on the host alone."""
+        account = self._forest.held_host[index]
+        aim = account.evictable - pages
+        while account.evictable > aim and (node := account.order.first()) is not None:
+            self._take(node, Tier.HOST, index)
+        return self._outcome()
+
+    def _trimmed(self, node: Node, need: int, account: EvictableSet) -> Node:
+        """The part of `node` that has to go: its tail. The front takes its place in the order, and is a new node."""
+        pages = node.end - node.start
+        if self._trims and need < pages:
+            front = self._forest.split(node, pages - need)
+            front.used = node.used
+            account.order.front(front)
+        return node
+
+    def _give_up(self, node: Node) -> None:
+        """A leaf on the device: it stays as a node of the host if it is backed, or can be now; else it is deleted."""
+        if node.host is None and self._room_for(node.end - node.start):
+            self._copy_out(node)
+        if node.host is None:
+            self._delete(node)
+            return
+        self._take(node, Tier.DEVICE, -1)
+        for index, held in enumerate(node.held):
+            if held.pages is not None:
+                self._take(node, Tier.DEVICE, index)
+
+    def _room_for(self, pages: int) -> bool:
+        return bool(self._room) and len(self._room) >= pages * ID_BYTES
+
+    def _copy_out(self, node: Node) -> None:
+        assert node.pages is not None
+        size = len(node.pages)
+        ids, self._room = self._room[:size], self._room[size:]
+        where = positions(self._forest, [node], -1)
+        names = [FULL, *(sidecar.name for sidecar in self._forest.config.sidecars if sidecar.of == FULL)]
+        legs = tuple(CopyLeg(name, where, page_array(node.pages), page_array(ids)) for name in names)
+        self._copies.append(CopyOut(legs))
+        self._forest.give(node, Tier.HOST, -1, ids)
+
+    def _bury(self, node: Node, index: int) -> None:
+        """Make `node` a tombstone of one component, and of those that are of no use without it."""
+        components = self._forest.config.components
+        for other, held in enumerate(node.held):
+            lower = components[other].rank < components[index].rank
+            if other == index or (lower and held.pages is not None and not held.locks):
+                self._take(node, Tier.DEVICE, other)
+
+    def _drop_below(self, node: Node) -> bool:
+        """Delete the children of a node that cannot be copied out, all on the host alone. False if one is in use."""
+        below, waiting = list[Node](), list(node.children.values())
+        while waiting:
+            below.append(waiting.pop())
+            waiting.extend(below[-1].children.values())
+        if any(each.locks or each.host_locks for each in below):
+            return False
+        for each in reversed(below):
+            self._uproot(each)
+        return True
+
+    def _delete(self, node: Node) -> None:
+        """Take out a childless node, and the nodes above that nothing can end at or follow any more."""
+        while True:
+            parent = node.parent
+            assert parent is not None
+            self._uproot(node)
+            if not self._of_no_use(parent):
+                return
+            node = parent
+
+    def _uproot(self, node: Node) -> None:
+        """Take out a childless node with all it holds."""
+        if node.pages is not None:
+            self._take(node, Tier.DEVICE, -1)
+        if node.host is not None:
+            self._take(node, Tier.HOST, -1)
+        for index, held in enumerate(node.held):
+            if held.pages is not None:
+                self._take(node, Tier.DEVICE, index)
+            if held.host is not None:
+                self._take(node, Tier.HOST, index)
+        self._forest.remove(node)
+
+    def _of_no_use(self, node: Node) -> bool:
+        """Whether a childless node lacks a component on either tier. One that is locked, either way, stays
+        (sglang#23696).
+        """
+        if node.children or node.locks or node.host_locks:
+            return False
+        return any(held.pages is None and held.host is None for held in node.held)
+
+    def _take(self, node: Node, tier: Tier, index: int) -> None:
+        self._note(index, tier, self._forest.take(node, tier, index))
+
+    def _note(self, index: int, tier: Tier, ids: bytes) -> None:
+        self._freed.setdefault((index, tier), []).append(ids)
+
+    def _outcome(self) -> ActionList:
+        """Copies first, then one FreePages a component and tier."""
+        name = self._forest.config.name
+        freed = [FreePages(name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in self._freed.items()]
+        return ActionList((*self._copies, *freed))

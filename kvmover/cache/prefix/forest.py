@@ -1,0 +1,307 @@
+"""Forest: the nodes of all namespaces, the accounts and orders that follow from them, and the steps that change all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack
+from kvmover.cache.prefix.errors import StaleHandle
+from kvmover.cache.prefix.hashes import PrefixNamespace
+from kvmover.cache.prefix.journal import Journal
+from kvmover.cache.prefix.node import ComponentPages, LockedPath, Node
+from kvmover.cache.prefix.policy import Order, Recency
+from kvmover.cache.prefix.results import ROOT, Tier
+
+ID_BYTES = 4
+
+
+@dataclass(slots=True)
+class EvictableSet:
+    """Pages of one component on one tier, and those of its nodes that may be given up, in order."""
+
+    order: Order
+    evictable: int = 0
+    protected: int = 0
+
+
+class Forest:
+    """State of a tree. It holds to the invariants between two calls, but for those about what only callers can do."""
+
+    def __init__(self, config: TreeConfig) -> None:
+        self.config = config
+        self.page_bytes = config.page_bytes
+        self.hosted = not isinstance(config.tiers, DeviceOnly)
+        #: One tier and nothing but attention KV: most of what follows has nothing to do then.
+        self.plain = not self.hosted and not config.components
+        self.writes_back = isinstance(config.tiers, WriteBack)
+        self.journal: Journal | None = None
+        self.clock = 0
+        self.next_id = ROOT + 1
+        self.locked_paths: dict[int, LockedPath] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all nodes. Ids go on counting, so that none is used twice."""
+        self.roots: dict[PrefixNamespace, Node] = {}
+        self.nodes: dict[int, Node] = {ROOT: self._root(None)}
+        self.device = EvictableSet(self.config.policy.order())
+        self.host = EvictableSet(self.config.policy.order())
+        #: Nodes with pages on both tiers, where the host's are made on eviction: those on the host are the first to go
+        #: there.
+        self.doubles = Recency()
+        self.held_device = [EvictableSet(Recency()) for _ in self.config.components]
+        self.held_host = [EvictableSet(Recency()) for _ in self.config.components]
+
+    def _root(self, namespace: PrefixNamespace | None) -> Node:
+        """A root: no pages, on every tier, and locked for ever, so that no walk upwards goes past it."""
+        root = Node(ROOT, None, b"", 0, 0)
+        root.pages, root.host, root.locks, root.host_locks, root.namespace = b"", b"", 1, 1, namespace
+        return root
+
+    def root(self, namespace: PrefixNamespace) -> Node:
+        root = self.roots.get(namespace)
+        if root is None:
+            root = self.roots[namespace] = self._root(namespace)
+        return root
+
+    def node(self, node_id: int) -> Node:
+        node = self.nodes.get(node_id)
+        if node is None:
+            raise StaleHandle(f"node {node_id} is gone, or never was")
+        return node
+
+    def __iter__(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        waiting = list(self.roots.values())
+        while waiting:
+            node = waiting.pop()
+            if node.parent is not None:
+                yield node
+            waiting.extend(node.children.values())
+
+    def key(self, node: Node) -> bytes:
+        """What its parent finds it by: its first page."""
+        return node.tokens[: self.page_bytes]
+
+    # Structure
+
+    def attach(self, parent: Node, tokens: bytes) -> Node:
+        """A new child. It has no pages yet: set them, then `weigh` and `settle`."""
+        node = Node(self.next_id, parent, tokens, parent.end, parent.end + len(tokens) // self.page_bytes)
+        self.next_id += 1
+        node.used = node.created = self.clock
+        if self.config.components:
+            node.held = tuple(ComponentPages() for _ in self.config.components)
+        self.nodes[node.id] = node
+        parent.children[tokens[: self.page_bytes]] = node
+        return node
+
+    def split(self, node: Node, pages: int) -> Node:
+        """Cut `node` after its first `pages` pages. The front becomes a new node and is returned; the id stays with the
+        end.
+
+        Everything is copied, so that a part does not keep the memory of the whole. An unlocked front counts as used
+        last of all: use its path, or put it in front.
+        """
+        assert node.parent is not None
+        cut = pages * self.page_bytes
+        front = Node(self.next_id, node.parent, node.tokens[:cut], node.start, node.start + pages)
+        self.next_id += 1
+        self.nodes[front.id] = front
+        node.parent.children[self.key(node)] = front
+        front.hits, front.used, front.created, front.priority = node.hits, self.clock, node.created, node.priority
+        front.locks, front.host_locks = int(node.locks > 0), int(node.host_locks > 0)
+        front.backing, front.loading = node.backing, node.loading
+        node.parent, node.tokens, node.start = front, node.tokens[cut:], front.end
+        front.children = {self.key(node): node}
+        ids = pages * ID_BYTES
+        if node.pages is not None:
+            front.pages, node.pages = node.pages[:ids], node.pages[ids:]
+            front.device_children = 1
+        if node.host is not None:
+            front.host, node.host = node.host[:ids], node.host[ids:]
+        if node.hashes is not None:
+            front.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
+        if node.held:
+            front.held = tuple(self._cut(i, held, ids) for i, held in enumerate(node.held))
+        self.settle(front)
+        return front
+
+    def _cut(self, index: int, held: ComponentPages, ids: int) -> ComponentPages:
+        if not self.config.components[index].per_page:
+            return ComponentPages()
+        front = ComponentPages(locks=held.locks, host_locks=held.host_locks, busy=held.busy)
+        if held.pages is not None:
+            front.pages, held.pages = held.pages[:ids], held.pages[ids:]
+        if held.host is not None:
+            front.host, held.host = held.host[:ids], held.host[ids:]
+        return front
+
+    def remove(self, node: Node) -> None:
+        """Take a childless node out. What it holds must have been taken off it before."""
+        parent = node.parent
+        assert parent is not None
+        assert not node.children
+        del parent.children[self.key(node)]
+        del self.nodes[node.id]
+        if parent.parent is not None:
+            if self.hosted:
+                self.settle(parent)
+        elif not parent.children and parent.namespace is not None:
+            del self.roots[parent.namespace]
+
+    # Accounts and orders
+
+    def weigh(self, node: Node, sign: int) -> None:
+        """Add or take off what `node` counts in the accounts: take it off, change the node, add it, settle it."""
+        pages = sign * (node.end - node.start)
+        if node.pages is not None:
+            if node.locks:
+                self.device.protected += pages
+            else:
+                self.device.evictable += pages
+        if self.plain:
+            return
+        if node.host is not None:
+            if node.pages is not None or node.locks or node.host_locks:
+                self.host.protected += pages
+            else:
+                self.host.evictable += pages
+        for i, held in enumerate(node.held):
+            count = pages if self.config.components[i].per_page else sign
+            if held.pages is not None:
+                account = self.held_device[i]
+                if held.locks:
+                    account.protected += count
+                else:
+                    account.evictable += count
+            if held.host is not None:
+                account = self.held_host[i]
+                if held.pages is not None or held.host_locks:
+                    account.protected += count
+                else:
+                    account.evictable += count
+
+    def settle(self, node: Node) -> None:
+        """Put `node` into the orders of what may be given up, or out of them. One that is there keeps its place."""
+        _place(self.device.order, node, node.pages is not None and not node.locks)
+        if self.plain:
+            return
+        if self.hosted:
+            alone = node.pages is None and node.host is not None
+            _place(self.host.order, node, alone and not node.locks and not node.host_locks)
+            if self.writes_back:
+                both = node.pages is not None and node.host is not None
+                _place(self.doubles, node, both and not node.host_locks)
+        for i, held in enumerate(node.held):
+            _place(self.held_device[i].order, node, held.pages is not None and not held.locks)
+            if self.hosted:
+                alone = held.pages is None and held.host is not None
+                _place(self.held_host[i].order, node, alone and not held.host_locks)
+
+    def give(self, node: Node, tier: Tier, index: int, ids: bytes) -> None:
+        """The node now has `ids` of a component on `tier`."""
+        if self.plain:
+            node.pages = ids
+            self.weigh(node, 1)
+            if not node.locks:
+                self.device.order.add(node)
+        else:
+            self.weigh(node, -1)
+            _set(node, tier, index, ids)
+            self.weigh(node, 1)
+            self.settle(node)
+        if index < 0:
+            if tier is Tier.DEVICE and node.parent is not None:
+                node.parent.device_children += 1
+            if self.journal is not None:
+                self.journal.stored(node, tier)
+
+    def take(self, node: Node, tier: Tier, index: int) -> bytes:
+        """The node has no ids of a component on `tier` any more; those it had are returned. The parent may go next."""
+        ids = self.ids(node, tier, index)
+        assert ids is not None
+        self.weigh(node, -1)
+        _set(node, tier, index, None)
+        if self.plain:
+            self.device.order.discard(node)
+        else:
+            self.weigh(node, 1)
+            self.settle(node)
+        if index < 0:
+            parent = node.parent
+            assert parent is not None
+            if tier is Tier.DEVICE:
+                parent.device_children -= 1
+                if not parent.locks and parent.pages is not None:
+                    self.device.order.add(parent)
+            if self.journal is not None:
+                self.journal.removed(node.page_hashes(self.config.page_words), tier)
+        return ids
+
+    def trim(self, node: Node, pages: int) -> bytes:
+        """Cut the last `pages` pages off an unlocked leaf that has nothing but device pages; their ids are returned.
+
+        As a split and a removal of the end, without a copy of what goes. What is left keeps its place in the order, and
+        is another node: whoever knew the old one knew of more pages.
+        """
+        keep = node.end - node.start - pages
+        assert node.pages is not None
+        assert not node.locks
+        if self.journal is not None:
+            self.journal.removed(node.page_hashes(self.config.page_words)[keep:], Tier.DEVICE)
+        if node.hashes is not None:
+            node.hashes = node.hashes[:keep]
+        del self.nodes[node.id]
+        node.id = self.next_id
+        self.next_id += 1
+        self.nodes[node.id] = node
+        ids = node.pages[keep * ID_BYTES :]
+        node.tokens, node.pages = node.tokens[: keep * self.page_bytes], node.pages[: keep * ID_BYTES]
+        node.end -= pages
+        self.device.evictable -= pages
+        return ids
+
+    def ids(self, node: Node, tier: Tier, index: int) -> bytes | None:
+        if index < 0:
+            return node.pages if tier is Tier.DEVICE else node.host
+        held = node.held[index]
+        return held.pages if tier is Tier.DEVICE else held.host
+
+    def touch(self, path: Sequence[Node]) -> None:
+        """A use of `path`, deepest first. Of other components only what the end of the path needs is used."""
+        self.clock += 1
+        clock = self.clock
+        for node in path:
+            node.used = clock
+        self.device.order.touch(path)
+        if self.hosted:
+            self.host.order.touch(path)
+        for i, component in enumerate(self.config.components):
+            reached = path[: self.reach(path, component.reach_tokens)]
+            self.held_device[i].order.touch(reached)
+            self.held_host[i].order.touch(reached)
+
+    def reach(self, path: Sequence[Node], tokens: int) -> int:
+        """How many nodes of `path`, from its deep end on, it takes to hold `tokens` tokens."""
+        count = 0
+        while count < len(path) and tokens > 0:
+            tokens -= (path[count].end - path[count].start) * self.config.page_tokens
+            count += 1
+        return count
+
+
+def _place(order: Order, node: Node, belongs: bool) -> None:
+    if belongs:
+        order.add(node)
+    else:
+        order.discard(node)
+
+
+def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:
+    at = node if index < 0 else node.held[index]
+    if tier is Tier.DEVICE:
+        at.pages = ids
+    else:
+        at.host = ids

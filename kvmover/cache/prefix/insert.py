@@ -1,0 +1,228 @@
+"""Insertion: a walk down the tree that keeps what is new, and gives back what the tree has already, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.cache.prefix.components import FULL
+from kvmover.cache.prefix.config import WriteThrough
+from kvmover.cache.prefix.errors import PrefixError
+from kvmover.cache.prefix.forest import ID_BYTES, Forest
+from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, words
+from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.results import ROOT, FreePages, Inserted, PageArray, Tier
+
+
+@dataclass(slots=True)
+class Trailing:
+    """Ids that a request brings for a further component, those of the last pages from page `first` on, and which are
+    kept.
+    """
+
+    index: int
+    first: int
+    ids: bytes
+    kept: npt.NDArray[np.bool_]
+
+    def rest(self) -> PageArray:
+        """What the tree did not keep, and does not own."""
+        return page_array(self.ids)[~self.kept]
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What one request wants kept: the whole pages of `key`, with the ids of those from `first_page` on."""
+
+    key: RadixKey
+    pages: int
+    first_page: int
+    ids: bytes
+    counted_pages: int
+    priority: int
+    trailing: tuple[Trailing, ...]
+
+    @classmethod
+    def of(
+        cls,
+        forest: Forest,
+        key: RadixKey,
+        page_ids: PageIds,
+        *,
+        first_page: int,
+        counted_tokens: int,
+        held: Mapping[str, PageIds] | None,
+        priority: int,
+    ) -> Offer:
+        """Checked before anything is touched. Raises PrefixError with the numbers."""
+        pages = len(key.data) // forest.page_bytes
+        ids = words(page_ids)
+        if not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
+            page_tokens = forest.config.page_tokens
+            raise PrefixError(
+                f"{key.tokens} tokens fill {pages} pages of {page_tokens}; for those from {first_page} on"
+                f" {pages - first_page} ids are due, got {len(ids) // ID_BYTES}"
+            )
+        trailing = tuple(_trailing(forest, name, brought, pages) for name, brought in held.items()) if held else ()
+        counted = counted_tokens // forest.config.page_tokens
+        return cls(key, pages, first_page, ids, counted, priority, trailing)
+
+
+def _trailing(forest: Forest, name: str, page_ids: PageIds, pages: int) -> Trailing:
+    index, ids = forest.config.index(name), words(page_ids)
+    count = len(ids) // ID_BYTES
+    if index < 0:
+        raise PrefixError(f"{FULL} has its ids in page_ids, not among further components")
+    most = pages if forest.config.components[index].per_page else min(pages, 1)
+    if count > most:
+        raise PrefixError(f"{name} keeps at most {most} ids for {pages} pages, got {count}")
+    return Trailing(index, pages - count, ids, np.zeros(count, np.bool_))
+
+
+class Insertion:
+    """One insert: from the root along the nodes that spell the key, and a new leaf for what is left of it."""
+
+    def __init__(self, forest: Forest, offer: Offer) -> None:
+        self._forest = forest
+        self._offer = offer
+        self._end: Node | None = None
+        self._path = list[Node]()
+        self._known = 0
+        self._double = list[bytes]()
+
+    def run(self) -> Inserted:
+        """Keep what is new, and say what came of it. The path becomes the most recently used."""
+        try:
+            self._walk()
+        finally:
+            self._path = self._end.path() if self._end is not None else []
+            self._forest.touch(self._path)
+        return self._result()
+
+    def _walk(self) -> None:
+        forest, offer = self._forest, self._offer
+        data, page_bytes = offer.key.data, forest.page_bytes
+        stop, offset, counted = offer.pages * page_bytes, 0, offer.counted_pages
+        if not stop:
+            return
+        if offer.first_page and offer.key.namespace not in forest.roots:
+            raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows none of this namespace")
+        at = forest.root(offer.key.namespace)
+        while offset < stop:
+            child = at.children.get(data[offset : offset + page_bytes])
+            if child is None:
+                break
+            tokens = child.tokens
+            if not data.startswith(tokens, offset, stop):
+                cut = common_bytes(data, offset, stop, tokens, page_bytes) // page_bytes
+                child = forest.split(child, cut)
+            if offer.trailing:
+                child = self._split_where_brought(child)
+            self._pass(child)
+            if child.end > counted:
+                child.hits += 1
+            if child.priority < offer.priority:
+                child.priority = offer.priority
+            offset += len(child.tokens)
+            at = self._end = child
+            self._known = child.end
+        if offset < stop:
+            self._grow(at)
+
+    def _pass(self, node: Node) -> None:
+        """The tree knows these tokens: it takes fresh pages where it has none on the device, else they come back."""
+        first = self._offer.first_page
+        if node.pages is None and node.start < first:
+            raise PrefixError(
+                f"pages below {first} are the tree's, but {node.start} to {node.end} are not on the device"
+            )
+        if node.end > first:
+            mine = self._offer.ids[max(0, node.start - first) * ID_BYTES : (node.end - first) * ID_BYTES]
+            if node.pages is None:
+                self._forest.give(node, Tier.DEVICE, -1, mine)
+            elif not node.pages.endswith(mine):
+                self._double.append(_unlike(mine, node.pages[-len(mine) :]))
+        if self._offer.trailing:
+            self._pass_held(node)
+
+    def _grow(self, at: Node) -> None:
+        """The rest is new: one node, or several where a component needs a boundary."""
+        forest, offer = self._forest, self._offer
+        if at.end < offer.first_page:
+            raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows {at.end}")
+        cuts = self._boundaries(at.end)
+        for low, high in pairwise(cuts):
+            node = forest.attach(at, offer.key.data[low * forest.page_bytes : high * forest.page_bytes])
+            node.hits, node.priority = 1, offer.priority
+            ids = offer.ids[(low - offer.first_page) * ID_BYTES : (high - offer.first_page) * ID_BYTES]
+            forest.give(node, Tier.DEVICE, -1, ids)
+            if offer.trailing:
+                self._pass_held(node)
+            at = self._end = node
+
+    def _boundaries(self, start: int) -> list[int]:
+        """Pages at which new nodes begin and end: where brought ids begin, and one window before the end.
+
+        So a lock on the end of a long prompt pins one window of it, and not the node as far as it reaches.
+        """
+        forest, offer = self._forest, self._offer
+        if not forest.config.components:
+            return [start, offer.pages]
+        cuts = {start, offer.pages, *(trailing.first for trailing in offer.trailing)}
+        for component in forest.config.components:
+            if component.per_page:
+                cuts.add(offer.pages - -(-component.reach_tokens // forest.config.page_tokens))
+        return sorted(cut for cut in cuts if start <= cut <= offer.pages)
+
+    def _split_where_brought(self, node: Node) -> Node:
+        """Cut a node where ids begin that it lacks, so that its end can take them."""
+        for trailing in self._offer.trailing:
+            if node.start < trailing.first < node.end and node.held[trailing.index].pages is None:
+                return self._forest.split(node, trailing.first - node.start)
+        return node
+
+    def _pass_held(self, node: Node) -> None:
+        """As `_pass`, of the further components."""
+        for trailing in self._offer.trailing:
+            if self._forest.config.components[trailing.index].per_page:
+                low, high = max(0, node.start - trailing.first), node.end - trailing.first
+            else:
+                low, high = 0, len(trailing.kept) if node.end == self._offer.pages else 0
+            if high <= low:
+                continue
+            mine, has = trailing.ids[low * ID_BYTES : high * ID_BYTES], node.held[trailing.index].pages
+            if has is None:
+                self._forest.give(node, Tier.DEVICE, trailing.index, mine)
+                trailing.kept[low:high] = True
+            else:
+                trailing.kept[low:high] = page_array(mine) == page_array(has[-len(mine) :])
+
+    def _result(self) -> Inserted:
+        config, ids = self._forest.config, b"".join(self._double)
+        actions = [FreePages(FULL, Tier.DEVICE, page_array(ids))] if ids else []
+        for trailing in self._offer.trailing:
+            rest = trailing.rest()
+            if len(rest):
+                actions.append(FreePages(config.name(trailing.index), Tier.DEVICE, rest))
+        end, node_id = (self._end.end, self._end.id) if self._end is not None else (0, ROOT)
+        known = self._known * config.page_tokens
+        return Inserted(tuple(actions), node_id, end * config.page_tokens, known, self._due())
+
+    def _due(self) -> tuple[int, ...]:
+        """The deepest node that enough requests have inserted and that no copy on the host is made of."""
+        tiers = self._forest.config.tiers
+        if isinstance(tiers, WriteThrough):
+            for node in self._path:
+                if node.hits >= tiers.after_hits:
+                    return (node.id,) if node.host is None and not node.backing else ()
+        return ()
+
+
+def _unlike(ids: bytes, others: bytes) -> bytes:
+    """Those of `ids` that are not at the same place in `others`."""
+    row = page_array(ids)
+    return row[row != page_array(others)].tobytes()

@@ -1,0 +1,165 @@
+"""Locks: handles for what must stay, exact across splits.
+
+A node counts its own handles and its locked children, so that a lock costs what it newly locks and not the whole path:
+in a chat whose last turn is locked already it is one step. A split needs no care but for the new front, which has one
+locked child. Other components are locked by page positions of the path, which no split moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmover.cache.prefix.errors import PrefixError, StaleHandle
+from kvmover.cache.prefix.forest import Forest
+from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
+from kvmover.cache.prefix.results import LockHandle, Tier
+
+
+class Locks:
+    """Gives out and takes back handles. Their numbers are never used again."""
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+        self._next = 1
+
+    def device(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
+        """Keep `node` and all above it: their pages where they are, and the nodes themselves."""
+        forest = self._forest
+        account, at = forest.device, node
+        while True:
+            at.locks += 1
+            if at.locks > 1:
+                break
+            pages = at.end - at.start
+            if at.pages is not None:
+                account.evictable -= pages
+                account.protected += pages
+                account.order.discard(at)
+            elif not at.host_locks:
+                self._pin(at)
+            assert at.parent is not None
+            at = at.parent
+        return self._handle(node, Tier.DEVICE, segments)
+
+    def host(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
+        """Keep the pages on the host of `node` and all above it. Those on the device may go."""
+        forest, at = self._forest, node
+        while True:
+            at.host_locks += 1
+            if at.host_locks > 1:
+                break
+            if at.pages is None and at.host is not None and not at.locks:
+                self._pin(at)
+            elif forest.writes_back:
+                forest.doubles.discard(at)
+            assert at.parent is not None
+            at = at.parent
+        return self._handle(node, Tier.HOST, segments)
+
+    def release(self, handle: LockHandle) -> None:
+        """End a lock; what it kept was used until now. Raises StaleHandle for a handle that is not out."""
+        locked = self.locked(handle)
+        del self._forest.locked_paths[handle.number]
+        for segment in locked.segments:
+            self._shift(locked.node, segment, locked.tier, -1)
+        if locked.tier is Tier.DEVICE:
+            self._release_device(locked.node)
+        else:
+            self._release_host(locked.node)
+
+    def release_component(self, handle: LockHandle, index: int) -> None:
+        """End the part of a lock that covers one component. Raises PrefixError when it does not, or not any more."""
+        locked = self.locked(handle)
+        kept = tuple(segment for segment in locked.segments if segment.index != index)
+        if len(kept) == len(locked.segments):
+            raise PrefixError(f"handle {handle.number} does not cover {self._forest.config.name(index)}")
+        self._forest.locked_paths[handle.number] = LockedPath(locked.node, locked.tier, kept)
+        for segment in locked.segments:
+            if segment.index == index:
+                self._shift(locked.node, segment, locked.tier, -1)
+
+    def locked(self, handle: LockHandle) -> LockedPath:
+        locked = self._forest.locked_paths.get(handle.number)
+        if locked is None or locked.node.id != handle.node or locked.tier is not handle.tier:
+            raise StaleHandle(f"handle {handle.number} for node {handle.node} is not out")
+        return locked
+
+    def segments(self, node: Node, skip: Sequence[str] = ()) -> tuple[LockedSegment, ...]:
+        """What the end of `node` needs of each other component: the window, or the one state."""
+        forest = self._forest
+        if not forest.config.components or node.parent is None:
+            return ()
+        path, found = node.path(), list[LockedSegment]()
+        for i, component in enumerate(forest.config.components):
+            if component.name not in skip:
+                last = path[forest.reach(path, component.reach_tokens) - 1]
+                found.append(LockedSegment(i, last.start if component.per_page else node.end - 1, node.end))
+        return tuple(found)
+
+    def _handle(self, node: Node, tier: Tier, segments: tuple[LockedSegment, ...]) -> LockHandle:
+        for segment in segments:
+            self._shift(node, segment, tier, 1)
+        number = self._next
+        self._next = number + 1
+        self._forest.locked_paths[number] = LockedPath(node, tier, segments)
+        return LockHandle(number, node.id, tier)
+
+    def _release_device(self, node: Node) -> None:
+        forest = self._forest
+        forest.clock += 1
+        account, at, clock = forest.device, node, forest.clock
+        at.locks -= 1
+        while not at.locks:
+            pages = at.end - at.start
+            at.used = clock
+            if at.pages is not None:
+                account.evictable += pages
+                account.protected -= pages
+                account.order.add(at)
+            elif not at.host_locks:
+                self._unpin(at)
+            assert at.parent is not None
+            at = at.parent
+            at.locks -= 1
+
+    def _release_host(self, node: Node) -> None:
+        forest, at = self._forest, node
+        forest.clock += 1
+        at.host_locks -= 1
+        while not at.host_locks:
+            if at.pages is None and at.host is not None and not at.locks:
+                at.used = forest.clock
+                self._unpin(at)
+            elif forest.writes_back:
+                forest.settle(at)
+            assert at.parent is not None
+            at = at.parent
+            at.host_locks -= 1
+
+    def _pin(self, node: Node) -> None:
+        account, pages = self._forest.host, node.end - node.start
+        account.evictable -= pages
+        account.protected += pages
+        account.order.discard(node)
+
+    def _unpin(self, node: Node) -> None:
+        account, pages = self._forest.host, node.end - node.start
+        account.evictable += pages
+        account.protected -= pages
+        account.order.add(node)
+
+    def _shift(self, node: Node, segment: LockedSegment, tier: Tier, by: int) -> None:
+        """Count one lock more or less on a segment of the path that ends at `node`."""
+        forest, at = self._forest, node
+        while at.end > segment.first:
+            if at.end <= segment.stop:
+                forest.weigh(at, -1)
+                held = at.held[segment.index]
+                if tier is Tier.DEVICE:
+                    held.locks += by
+                else:
+                    held.host_locks += by
+                forest.weigh(at, 1)
+                forest.settle(at)
+            assert at.parent is not None
+            at = at.parent

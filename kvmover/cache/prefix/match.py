@@ -1,0 +1,157 @@
+"""Walk: how far a prompt is known, and where it can be used: the two anchors of a match."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvmover.cache.prefix.components import MatchValidator
+from kvmover.cache.prefix.config import WriteBack
+from kvmover.cache.prefix.forest import Forest
+from kvmover.cache.prefix.keys import NO_IDS, RadixKey, common_bytes, page_array
+from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.results import ROOT, LoadBack, Match, PageArray, Tier
+
+
+def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
+    """Nodes from the root down that spell the first `stop` bytes of `key`, as far as they do. The last one may be split
+    for it.
+
+    O(bytes) + O(nodes): each node is one look-up of its first page and one comparison of memory.
+    """
+    path = list[Node]()
+    at = forest.roots.get(key.namespace)
+    if at is None:
+        return path
+    data, page_bytes, offset = key.data, forest.page_bytes, 0
+    compare = data.startswith
+    while offset < stop:
+        child = at.children.get(data[offset : offset + page_bytes])
+        if child is None:
+            break
+        tokens = child.tokens
+        if not compare(tokens, offset, stop):
+            cut = common_bytes(data, offset, stop, tokens, page_bytes)
+            path.append(forest.split(child, cut // page_bytes))
+            break
+        path.append(child)
+        offset += len(tokens)
+        at = child
+    return path
+
+
+def match(forest: Forest, key: RadixKey, stop: int) -> Match:
+    """See PrefixTree.match."""
+    path = walk(forest, key, stop)
+    if not path:
+        return MISS
+    forest.touch(path[::-1])
+    pages = [node.pages for node in path]
+    if forest.config.components or None in pages:
+        return _anchors(forest, path)
+    end, node_id = path[-1].end * forest.config.page_tokens, path[-1].id
+    data = b"".join(pages) if len(pages) > 1 else pages[0]  # type: ignore[arg-type]
+    ids = page_array(data)  # type: ignore[arg-type]  # none is None
+    return Match(end, ids, node_id, end, node_id, end, _backed(forest, path) if forest.hosted else node_id)
+
+
+def _backed(forest: Forest, path: list[Node]) -> int:
+    """Where a fetch can go on: the deepest node on the host, or any where holes are allowed there."""
+    if isinstance(forest.config.tiers, WriteBack):
+        return path[-1].id if path else ROOT
+    return next((node.id for node in reversed(path) if node.host is not None), ROOT)
+
+
+MISS = Match(0, NO_IDS, ROOT, 0, ROOT, 0, ROOT)
+
+
+def _anchors(forest: Forest, path: list[Node]) -> Match:
+    """The deepest ends at which all components are of use: on the device, and on either tier."""
+    device, best = _usable(forest, path, (Tier.DEVICE,)), _usable(forest, path, (Tier.DEVICE, Tier.HOST))
+    page_tokens = forest.config.page_tokens
+    ends = [0, *(node.end * page_tokens for node in path)]
+    ids = [ROOT, *(node.id for node in path)]
+    return Match(
+        ends[device],
+        page_array(b"".join(node.pages or b"" for node in path[:device])),
+        ids[device],
+        ends[best],
+        ids[best],
+        ends[-1],
+        _backed(forest, path[:best]) if forest.hosted else ids[device],
+        loads(forest, path[:best]) if best > device else (),
+        _branches(forest, ends[-1], ends[best]),
+        _held(forest, path[:device]),
+        _waits(path),
+    )
+
+
+def _usable(forest: Forest, path: list[Node], tiers: tuple[Tier, ...]) -> int:
+    """How many nodes of `path` can be used from `tiers`.
+
+    Every validator sees every node: a window counts as it goes.
+    """
+    validators: list[MatchValidator] = [component.match_validator() for component in forest.config.components]
+    usable = 0
+    for count, node in enumerate(path, 1):
+        if all(forest.ids(node, tier, -1) is None for tier in tiers):
+            break
+        tokens = len(node.tokens) // forest.page_bytes * forest.config.page_tokens
+        verdicts = [
+            match_validator(tokens, any(forest.ids(node, tier, i) is not None for tier in tiers))
+            for i, match_validator in enumerate(validators)
+        ]
+        if all(verdicts):
+            usable = count
+    return usable
+
+
+def loads(forest: Forest, path: list[Node]) -> tuple[LoadBack, ...]:
+    """What the end of `path`, from the root down, has on the host alone: attention KV, and of others what it needs."""
+    found, deepest = list[LoadBack](), path[::-1]
+    for i in range(-1, len(forest.config.components)):
+        reach = len(path) if i < 0 else forest.reach(deepest, forest.config.components[i].reach_tokens)
+        nodes = [node for node in reversed(deepest[:reach]) if forest.ids(node, Tier.DEVICE, i) is None]
+        nodes = [node for node in nodes if forest.ids(node, Tier.HOST, i) is not None]
+        if nodes:
+            ids = b"".join(forest.ids(node, Tier.HOST, i) or b"" for node in nodes)
+            found.append(LoadBack(forest.config.name(i), positions(forest, nodes, i), page_array(ids)))
+            found += [
+                LoadBack(sidecar.name, found[-1].positions, found[-1].host_page_ids)
+                for sidecar in forest.config.sidecars
+                if sidecar.of == found[-1].component
+            ]
+    return tuple(found)
+
+
+def positions(forest: Forest, nodes: Sequence[Node], index: int) -> PageArray:
+    """Page positions, from the root, of what a component keeps at `nodes`: all pages, or the last of each."""
+    if index >= 0 and not forest.config.components[index].per_page:
+        return np.array([node.end - 1 for node in nodes], np.int32)
+    return np.concatenate([np.arange(node.start, node.end, dtype=np.int32) for node in nodes] or [NO_IDS])
+
+
+def _branches(forest: Forest, full_tokens: int, best_tokens: int) -> tuple[tuple[str, int], ...]:
+    """Where to keep each component next: the last point of its grid that attention KV reaches and it does not."""
+    points = [
+        (component.name, full_tokens // component.grid_tokens * component.grid_tokens)
+        for component in forest.config.components
+    ]
+    return tuple((name, tokens) for name, tokens in points if tokens > best_tokens)
+
+
+def _waits(path: list[Node]) -> tuple[int, ...]:
+    """Operations that bring something to the device that is not there yet."""
+    loading = {node.loading for node in path}
+    loading |= {held.busy for node in path for held in node.held if held.pages is None}
+    return tuple(sorted(loading - {0}))
+
+
+def _held(forest: Forest, path: list[Node]) -> tuple[tuple[str, PageArray], ...]:
+    """Of each further component, the ids that a request starting at the end of `path` reads."""
+    found, deepest = list[tuple[str, PageArray]](), path[::-1]
+    for i, component in enumerate(forest.config.components):
+        reached = deepest[: forest.reach(deepest, component.reach_tokens)]
+        found.append((component.name, page_array(b"".join(node.held[i].pages or b"" for node in reversed(reached)))))
+    return tuple(found)

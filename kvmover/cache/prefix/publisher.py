@@ -1,0 +1,130 @@
+"""Publishing KV events over ZeroMQ: numbered batches to all who subscribed, and recent ones again to who missed some.
+
+The frames are those of vLLM's and SGLang's publishers, so that their subscribers, and Dynamo's, need no change:
+`topic`, eight bytes of sequence number (big-endian), the batch in msgpack. Who sees a gap sends the first number it
+misses to the replay endpoint, `b""` before it. The answer is those batches, each after `b""`; number -1 ends them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvmover.cache.prefix.events import KVEvent, KVEventBatch, coalesce
+from kvmover.errors import TransportError, TransportUnavailable
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import zmq
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_CLOSE_S = 1.0
+
+
+class EventPublisher:
+    """Publishes from any one thread without waiting for anybody. Close it, or use it as a context.
+
+    A subscriber that cannot keep up misses batches: it sees so by the numbers, and the last `keep_batches` can be had
+    again. A port of `*` lets the system choose: `endpoint` and `replay_endpoint` say which. Raises TransportUnavailable
+    without pyzmq and TransportError when an endpoint cannot be bound.
+    """
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str = "", topic: str = "", rank: int = 0, keep_batches: int = 10_000
+    ) -> None:
+        self._zmq = _zmq()
+        self._topic, self._rank = topic.encode(), rank
+        self._kept = deque[tuple[int, bytes]](maxlen=keep_batches)
+        self._keeping = threading.Lock()
+        self._next = 0
+        #: Requests for a replay that could not be read, and were not answered.
+        self.malformed_requests = 0
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = self._zmq.Context()
+        try:
+            self._subscribers, self.endpoint = self._bound(self._zmq.PUB, endpoint)
+            self._askers, self.replay_endpoint = self._bound(self._zmq.ROUTER, replay_endpoint or "inproc://replay")
+            self._stop, _ = self._bound(self._zmq.PAIR, "inproc://stop")
+        except TransportError:
+            self._context.destroy(linger=0)
+            raise
+        self._answers = threading.Thread(target=self._answer, name="kv-events-replay", daemon=True)
+        self._answers.start()
+
+    def publish(self, events: Iterable[KVEvent]) -> int:
+        """Send `events` as one batch, neighbours joined. Returned is its number; the first one is 0."""
+        number = self._next
+        batch = KVEventBatch(time.time(), tuple(coalesce(events)), self._rank)
+        payload = self._encoder.encode(batch)
+        # Kept before it is sent: who asks after missing it must find it.
+        with self._keeping:
+            self._kept.append((number, payload))
+        self._next += 1
+        self._subscribers.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        return number
+
+    def close(self) -> None:
+        """What was published still goes out, for up to a second."""
+        if self._context.closed:
+            return
+        stop = self._context.socket(self._zmq.PAIR)
+        stop.connect("inproc://stop")
+        stop.send(b"")
+        self._answers.join()
+        for socket in (stop, self._stop, self._askers):
+            socket.close(linger=0)
+        self._subscribers.close(linger=int(_CLOSE_S * 1000))
+        self._context.term()
+
+    def __enter__(self) -> EventPublisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _bound(self, kind: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        try:
+            socket.bind(endpoint)
+        except self._zmq.ZMQError as error:
+            raise TransportError(f"cannot publish KV events at {endpoint}: {error}") from error
+        return socket, socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
+
+    def _answer(self) -> None:
+        """Runs in a thread of its own, which alone uses the replay socket: no batch waits for an answer."""
+        waiting = self._zmq.Poller()
+        waiting.register(self._askers, self._zmq.POLLIN)
+        waiting.register(self._stop, self._zmq.POLLIN)
+        while True:
+            ready = dict(waiting.poll())
+            if self._stop in ready:
+                return
+            self._replay(self._askers.recv_multipart())
+
+    def _replay(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            self.malformed_requests += 1
+            return
+        asker, first = frames[0], int.from_bytes(frames[2], "big")
+        with self._keeping:
+            kept = tuple(self._kept)
+        for number, payload in kept:
+            if number >= first:
+                self._askers.send_multipart((asker, b"", self._topic, number.to_bytes(8, "big"), payload))
+        self._askers.send_multipart((asker, b"", b"", END_OF_REPLAY, b""))
+
+
+def _zmq() -> Any:
+    try:
+        import zmq
+    except ModuleNotFoundError as error:
+        raise TransportUnavailable("publishing KV events needs pyzmq, which is not installed") from error
+    return zmq

@@ -1,0 +1,303 @@
+"""PrefixTree: which pages hold the KV of a prompt's first tokens, on which tier, and which go next. Bookkeeping only.
+
+The tree decides, the caller executes. Pages belong to the caller's pools; while the tree or a record in flight has an
+id, nobody else may use it, and every id comes back exactly once: in a FreePages action, or as the remainder of an
+operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvmover.cache.prefix.check import check
+from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
+from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
+from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
+from kvmover.cache.prefix.errors import PrefixError
+from kvmover.cache.prefix.evict import Eviction
+from kvmover.cache.prefix.forest import ID_BYTES, Forest
+from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
+from kvmover.cache.prefix.insert import Insertion, Offer
+from kvmover.cache.prefix.journal import Journal, Sink
+from kvmover.cache.prefix.keys import DEFAULT, KeyUnits, PageIds, RadixKey, page_array, words
+from kvmover.cache.prefix.locks import Locks
+from kvmover.cache.prefix.match import match, walk
+from kvmover.cache.prefix.policy import LRU, EvictionPolicy
+from kvmover.cache.prefix.results import ROOT, ActionList, FreePages, Inserted, LockHandle, Match, Sizes, Tier
+from kvmover.enums import member
+
+
+class PrefixTree:
+    """Pages by the tokens they hold, after the pages before them. Only whole pages are kept.
+
+    >>> tree = PrefixTree(page_tokens=2)
+    >>> first = tree.insert([1, 2, 3, 4], [10, 11])
+    >>> match = tree.match([1, 2, 3, 4, 5])
+    >>> match.tokens, match.page_ids.tolist()
+    (4, [10, 11])
+    >>> tree.insert([1, 2, 9, 9], [20, 21]).page_ids().tolist()  # page 20 holds what page 10 does
+    [20]
+    >>> tree.match([1, 2, 3, 0]).page_ids.tolist()
+    [10]
+    >>> tree.evict(1).page_ids().tolist()  # of the leaves, [3, 4] was used least recently
+    [11]
+    """
+
+    def __init__(
+        self,
+        page_tokens: int,
+        *,
+        components: Sequence[TreeComponent | Sidecar] = (),
+        policy: EvictionPolicy = LRU,
+        grain: EvictionGranularity = EvictionGranularity.PAGE,
+        tiers: Tiers | None = None,
+        units: KeyUnits = KeyUnits.PLAIN,
+        sink: Sink | None = None,
+    ) -> None:
+        own = tuple(each for each in components if not isinstance(each, Sidecar))
+        sidecars = tuple(each for each in components if isinstance(each, Sidecar))
+        self.config = TreeConfig(page_tokens, own, sidecars, policy, grain, tiers or DeviceOnly(), units)
+        self._forest = Forest(self.config)
+        if sink is not None:
+            self._forest.journal = Journal(self.config, sink)
+        self._locks = Locks(self._forest)
+        self._copies = CopyRecords(self._forest, self._locks)
+        self._fetches: dict[int, FetchRecord] = {}
+
+    # Asking
+
+    def key(self, tokens: TokenIds, namespace: PrefixNamespace = DEFAULT) -> RadixKey:
+        """`tokens`, converted once for all calls about the same prompt."""
+        return RadixKey.of(tokens, namespace, self.config.units)
+
+    def match(
+        self, tokens: RadixKey | TokenIds, *, namespace: PrefixNamespace = DEFAULT, limit_tokens: int | None = None
+    ) -> Match:
+        """What is cached of the prompt, of its first `limit_tokens` tokens at most; the path becomes the most recently
+        used.
+
+        A request that must compute at least one token asks with a limit of one less than it has. A node that the prompt
+        leaves half way is split. Nothing is locked: lock before the next call that may evict, or the answer is stale.
+        """
+        key = self._key(tokens, namespace)
+        page_bytes = self._forest.page_bytes
+        pages = len(key.data) // page_bytes
+        if limit_tokens is not None:
+            pages = max(0, min(pages, limit_tokens // self.config.page_tokens))
+        return match(self._forest, key, pages * page_bytes)
+
+    def page_hashes(self, node_id: int) -> list[bytes]:
+        """Hashes of all pages from the root to the node's end: SHA-256, chained, as in `hashes`. Computed on demand,
+        then kept.
+        """
+        path = self._forest.node(node_id).path()
+        return [name for node in reversed(path) for name in node.page_hashes(self.config.page_words)]
+
+    def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
+        """Pages of a component on a tier. On the host, what is on the device too counts as protected."""
+        tier = member(Tier, tier, "tier", PrefixError)
+        if tier is Tier.STORAGE:
+            raise PrefixError("tier = storage; the tree holds no pages there, a page store does")
+        index, forest = self.config.index(component), self._forest
+        accounts = forest.held_device if tier is Tier.DEVICE else forest.held_host
+        account = accounts[index] if index >= 0 else forest.device if tier is Tier.DEVICE else forest.host
+        return Sizes(account.evictable, account.protected)
+
+    def __len__(self) -> int:
+        """Nodes, of all namespaces."""
+        return len(self._forest.nodes) - 1
+
+    # Locking
+
+    def lock(self, node_id: int, *, skip: Sequence[str] = ()) -> LockHandle:
+        """Keep a prefix: its pages on the device, and of each component not skipped what its end needs (window or
+        state).
+
+        Locks count. A handle stays right whatever is split. ROOT can be locked, to no effect.
+        """
+        node = self._forest.node(node_id)
+        return self._locks.device(node, self._locks.segments(node, skip))
+
+    def lock_host(self, node_id: int) -> LockHandle:
+        """Keep the host copies of a prefix, while something reads them; the device's may go.
+
+        Raises PrefixError for a node without one.
+        """
+        node = self._forest.node(node_id)
+        if node.host is None:
+            raise PrefixError(f"node {node_id} has no copy on the host to keep")
+        return self._locks.host(node, self._locks.segments(node))
+
+    def unlock(self, handle: LockHandle) -> None:
+        """Give a lock back, once. Raises StaleHandle otherwise."""
+        self._locks.release(handle)
+
+    def unlock_component(self, handle: LockHandle, component: str) -> None:
+        """Give back the part that covers one component: decoding has left the window."""
+        self._locks.release_component(handle, self.config.index(component))
+
+    # Keeping
+
+    def insert(
+        self,
+        tokens: RadixKey | TokenIds,
+        page_ids: PageIds,
+        *,
+        first_page: int = 0,
+        counted_tokens: int = 0,
+        held: Mapping[str, PageIds] | None = None,
+        priority: int = 0,
+        namespace: PrefixNamespace = DEFAULT,
+    ) -> Inserted:
+        """Keep the whole pages of `tokens`, those from `first_page` on by `page_ids`; those before are the tree's and
+        locked.
+
+        Where the tree has a page already, its own stays and the one given comes back as a duplicate, unless it is the
+        same. Where it has it on the host alone, it takes the one given. `held` are ids of further components, of the
+        last pages (a state: of the very last), in the same way. Requests that insert in chunks say in `counted_tokens`
+        how far the last chunk went, so that each request counts once as a use. `priority` only raises.
+        """
+        offer = Offer.of(
+            self._forest,
+            self._key(tokens, namespace),
+            page_ids,
+            first_page=first_page,
+            counted_tokens=counted_tokens,
+            held=held,
+            priority=priority,
+        )
+        return Insertion(self._forest, offer).run()
+
+    # Giving up
+
+    def evict(self, pages: int, component: str = FULL, *, room: PageIds = ()) -> ActionList:
+        """Give up at least `pages` device pages of a component, or all that nobody locked. What is backed stays on the
+        host.
+
+        Pages of attention KV go from the ends of leaves, no more than asked for; with further components, or
+        EvictionGranularity.NODE, whole nodes. `room` are free host pages for a tree that writes back; those not named
+        in a CopyOut stay the caller's.
+        """
+        index, eviction = self.config.index(component), Eviction(self._forest, room)
+        return eviction.device(pages) if index < 0 else eviction.held(index, pages)
+
+    def evict_host(self, pages: int, component: str = FULL) -> ActionList:
+        """Give up at least `pages` host pages of a component, or all that may go: from childless nodes of the host
+        alone.
+        """
+        index, eviction = self.config.index(component), Eviction(self._forest)
+        return eviction.host(pages) if index < 0 else eviction.held_host(index, pages)
+
+    def reset(self) -> ActionList:
+        """Forget everything. Raises PrefixError while a lock or an operation is out, which would lose its pages."""
+        if self._forest.locked_paths:
+            raise PrefixError(
+                f"{len(self._forest.locked_paths)} locks and operations are out: a reset would free what they use"
+            )
+        freed: dict[tuple[int, Tier], list[bytes]] = {}
+        for node in self._forest:
+            for index in range(-1, len(self.config.components)):
+                for tier in (Tier.DEVICE, Tier.HOST):
+                    if ids := self._forest.ids(node, tier, index):
+                        freed.setdefault((index, tier), []).append(ids)
+        self._forest.clear()
+        if self._forest.journal is not None:
+            self._forest.journal.cleared()
+        return ActionList(
+            tuple(FreePages(self.config.name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in freed.items())
+        )
+
+    # Between tiers
+
+    def is_backed(self, node_id: int) -> bool:
+        """Whether the attention KV of the whole path is on the host by now, so that it can be stored or fetched below.
+
+        Raises StaleHandle for a node that is gone.
+        """
+        return all(node.host is not None for node in self._forest.node(node_id).path())
+
+    def backup_needs(self, node_id: int) -> dict[str, int]:
+        """Host ids, by component, that `begin_backup` takes: of what the path has on the device alone and not on its
+        way.
+        """
+        return self._copies.needs(self._forest.node(node_id), Tier.HOST)
+
+    def load_needs(self, node_id: int) -> dict[str, int]:
+        """Device ids, by component, that `begin_load` takes. Raises PrefixError for what is on its way already."""
+        return self._copies.needs(self._forest.node(node_id), Tier.DEVICE)
+
+    def begin_backup(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
+        """Copy the path's device pages to the host, root first. They are locked until `end`, and backed after it."""
+        self._needs_host()
+        if isinstance(self.config.tiers, WriteBack):
+            raise PrefixError("a tree that writes back copies on eviction only")
+        return self._copies.begin(self._forest.node(node_id), Tier.HOST, page_ids)
+
+    def begin_load(self, node_id: int, page_ids: Mapping[str, PageIds]) -> TierCopy:
+        """Bring what `load_needs` counts to the device. It can be matched there after `end`, and not before."""
+        self._needs_host()
+        return self._copies.begin(self._forest.node(node_id), Tier.DEVICE, page_ids)
+
+    def begin_store(self, node_id: int, first_page: int = 0) -> TierCopy:
+        """Copy the path's host pages from `first_page` on to storage, by hash. They are locked until `end`."""
+        self._needs_host()
+        return self._copies.store(self._forest.node(node_id), first_page)
+
+    def begin_fetch(
+        self, tokens: RadixKey | TokenIds, first_page: int, page_ids: PageIds, held: Mapping[str, PageIds] | None = None
+    ) -> int:
+        """Read pages of the prompt from storage into host pages, from `first_page` on. The path up to there is locked.
+
+        `held` are host ids of further components, of the last pages (a state: of the very last): kept if all is done.
+        Returns the operation for `end`. Raises PrefixError when the path is not on the host up to `first_page`.
+        """
+        key = self._key(tokens, DEFAULT)
+        ids = offered(self._forest, key, page_ids, first_page)
+        path = walk(self._forest, key, first_page * self._forest.page_bytes)
+        self._forest.touch(path[::-1])
+        reached = path[-1].end if path else 0
+        backed = isinstance(self.config.tiers, WriteBack) or all(node.host is not None for node in path)
+        if reached < first_page or not backed:
+            raise PrefixError(f"a fetch from page {first_page} on needs the path up to there on the host")
+        anchor = path[-1] if path else self._forest.node(ROOT)
+        op = self._copies.number()
+        others = tuple((self.config.index(name), words(row)) for name, row in (held or {}).items())
+        self._fetches[op] = FetchRecord(key, first_page, ids, self._locks.host(anchor), others)
+        return op
+
+    def end(self, op: int, pages_done: int | None = None) -> ActionList:
+        """Report an operation: all of it done, or its first `pages_done` pages. What landed is kept, all other ids come
+        back.
+
+        Pages whose way to the root is still in flight wait for that: their ids are kept, or come back, with its end.
+        """
+        fetch = self._fetches.pop(op, None)
+        if fetch is None:
+            return self._copies.end(op, pages_done)
+        count = len(fetch.ids) // ID_BYTES
+        cut = (count if pages_done is None else min(count, max(0, pages_done))) * ID_BYTES
+        self._locks.release(fetch.handle)
+        landed = land(self._forest, fetch.key, fetch.first, fetch.ids[:cut])
+        rest = (FreePages(FULL, Tier.HOST, page_array(fetch.ids[cut:])),) if fetch.ids[cut:] else ()
+        if cut == len(fetch.ids):
+            held = land_held(self._forest, fetch.key, fetch.held)
+        else:
+            held = tuple(FreePages(self.config.name(index), Tier.HOST, page_array(ids)) for index, ids in fetch.held)
+        return ActionList((*landed.actions, *rest, *held))
+
+    # Proof
+
+    def check(self) -> None:
+        """Assert the invariants, by recomputing all that is kept incrementally: O(pages). Raises InvariantBroken."""
+        check(self._forest, self._copies.records.values(), [fetch.ids for fetch in self._fetches.values()])
+
+    def _needs_host(self) -> None:
+        if not self._forest.hosted:
+            raise PrefixError("this tree has no host tier")
+
+    def _key(self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace) -> RadixKey:
+        if not isinstance(tokens, RadixKey):
+            return RadixKey.of(tokens, namespace, self.config.units)
+        if tokens.units is not self.config.units:
+            raise PrefixError(f"a key of {tokens.units.name} units is none of this tree's {self.config.units.name}")
+        return tokens

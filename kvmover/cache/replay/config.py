@@ -1,0 +1,63 @@
+"""ReplayConfig: the cache that a trace is replayed against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvmover.cache.prefix import LRU, POLICIES, DeviceOnly, EvictionPolicy, WriteThrough
+from kvmover.errors import KvmoverError
+
+
+class ReplayConfigError(KvmoverError, ValueError):
+    """A cache that cannot be: the message names the option and the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    """Page size, policy, and what each tier holds. A device of None is without end; a tier of 0 tokens is not there.
+
+    Pages reach storage through the host, as engines have it, so storage without a host tier is refused.
+    """
+
+    page_tokens: int = 64
+    device_tokens: int | None = None
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    policy: EvictionPolicy = LRU
+
+    def __post_init__(self) -> None:
+        for name, tokens in (
+            ("device", self.device_tokens),
+            ("host", self.host_tokens),
+            ("storage", self.storage_tokens),
+        ):
+            if tokens and tokens < self.page_tokens:
+                raise ReplayConfigError(f"a {name} of {tokens} tokens holds no page of {self.page_tokens}")
+        if self.storage_tokens and not self.host_tokens:
+            raise ReplayConfigError(
+                f"storage of {self.storage_tokens} tokens is reached through a host tier: give it tokens too"
+            )
+
+    @property
+    def tiers(self) -> DeviceOnly | WriteThrough:
+        return WriteThrough() if self.host_tokens else DeviceOnly()
+
+    def pages(self, tokens: int) -> int:
+        return tokens // self.page_tokens
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "page_tokens": self.page_tokens,
+            "capacity_tokens": self.device_tokens,
+            "host_tokens": self.host_tokens,
+            "storage_tokens": self.storage_tokens,
+            "policy": self.policy.name,
+        }
+
+
+def policy_named(name: str) -> EvictionPolicy:
+    """By the name that the tree gives it. Raises SetupError with all names."""
+    if name not in POLICIES:
+        raise ReplayConfigError(f"no policy {name}: there are {', '.join(POLICIES)}")
+    return POLICIES[name]

@@ -1,0 +1,65 @@
+"""Tiers: KV on the device, on the host and in storage, moved between them as a prefix tree decides and ranks agree."""
+
+from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
+from kvmover.cache.tiers.controller import Controller, ControllerConfig
+from kvmover.cache.tiers.errors import ConsensusBroken, TierError
+from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool, unlink
+from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
+from kvmover.cache.tiers.policy import (
+    BestEffort,
+    CostAware,
+    Inclusion,
+    Prefetch,
+    Speed,
+    Store,
+    TierPolicy,
+    Timeout,
+    Wait,
+    worth,
+)
+from kvmover.cache.tiers.rate import Rate
+from kvmover.cache.tiers.restore import Restore, RestorePhase
+from kvmover.cache.tiers.rules import ALL_PAGES, LAST_PAGE, Rule, restorable
+from kvmover.cache.tiers.storage import Storage
+from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens, part_of
+
+__all__ = [
+    "ALL_PAGES",
+    "LAST_PAGE",
+    "SOLE",
+    "BestEffort",
+    "Consensus",
+    "ConsensusBroken",
+    "Controller",
+    "ControllerConfig",
+    "CostAware",
+    "Grouped",
+    "Inclusion",
+    "LocalConsensus",
+    "Prefetch",
+    "Rate",
+    "Restore",
+    "RestorePhase",
+    "Rule",
+    "Share",
+    "Speed",
+    "Storage",
+    "Store",
+    "TierCollector",
+    "TierCount",
+    "TierError",
+    "TierGauge",
+    "TierMeter",
+    "TierPolicy",
+    "TierSnapshot",
+    "TierStage",
+    "TieredPool",
+    "Timeout",
+    "Wait",
+    "host_pool",
+    "page_tokens",
+    "part_of",
+    "restorable",
+    "unlink",
+    "worth",
+]

@@ -1,0 +1,158 @@
+"""Agreement of ranks: operations that all begin in the same order, and end at the same moment with the same answer.
+
+What ranks tell each other is one thing, the elementwise minimum of a row of numbers. A minimum of counts is what all
+ranks have. A minimum of rows of 0 and 1 is the intersection of sets: of prefix lengths, where trailing components make
+some illegal, a minimum of the ranks' longest could name one that nobody has.
+
+A rank whose part failed, or never began for want of room, answers too: an operation has as many answers as ranks,
+whatever fails, so that no collective waits for one (SGLang's controller must emit equal numbers of acknowledgements).
+
+A round: every rank makes a row of `votes`, the rows' minimum is taken, and every rank `settle`s it. What is done on all
+ranks ends, with the minimum of the answers. One collective a round serves all operations under way.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.cache.tiers.errors import ConsensusBroken
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+VoteRow: TypeAlias = npt.NDArray[np.int64]
+
+
+class Consensus(Protocol):
+    """Called by every rank that serves a request together, with rows of one length, in the same order."""
+
+    def minimum(self, values: VoteRow) -> VoteRow: ...
+
+
+class LocalConsensus:
+    """One rank, or ranks that are agreed for elsewhere."""
+
+    def minimum(self, values: VoteRow) -> VoteRow:
+        return values
+
+
+class Grouped:
+    """Over a torch.distributed process group on CPU memory, Gloo's for one: all of TP x PP x CP, once.
+
+    The caller keeps the group, whose timeout is the deadline of a rank that died.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        import torch.distributed as dist
+
+        self._group: Any = group  # the stub of a process group leaves its verbs out
+        self._options: Any = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.MIN
+
+    def minimum(self, values: VoteRow) -> VoteRow:
+        import torch
+
+        row = torch.tensor(values.tolist(), dtype=torch.int64)
+        self._group.allreduce([row], self._options).wait()
+        return np.array(cast(list[int], row.tolist()), np.int64)  # pyright: ignore[reportUnknownMemberType]
+
+
+#: Rows have a multiple of this many numbers, so that ranks with different operations still meet, and find out.
+_STEP = 256
+_HEAD = 4
+
+
+@dataclass(slots=True, eq=False)
+class CollectiveOp:
+    """One operation as this rank sees it. `width`: how many numbers its answer has. `ids`: a checksum.
+
+    `ended` hears the answer of all. `stop` asks all ranks to leave off: at their next step they answer what they have.
+    """
+
+    serial: int
+    width: int
+    ids: int
+    ended: Callable[[VoteRow], None]
+    answer: VoteRow | None = None
+    stop: bool = False
+    #: That some rank wants it to stop, and all know.
+    stopping: bool = False
+
+    def done(self, *answer: int) -> None:
+        """This rank's answer."""
+        assert len(answer) == self.width
+        assert self.answer is None
+        self.answer = np.array(answer, np.int64)
+
+
+@dataclass(slots=True)
+class CollectiveOps:
+    """All that are open, in order. `same_ids`: ranks use the same page ids, and are to be held to it."""
+
+    same_ids: Callable[[Sequence[int]], int] = lambda ids: 0
+    open: list[CollectiveOp] = field(default_factory=list[CollectiveOp])
+    serial: int = 0
+
+    def begin(self, ended: Callable[[VoteRow], None], width: int = 1, ids: Sequence[int] = ()) -> CollectiveOp:
+        self.serial += 1
+        collective = CollectiveOp(self.serial, width, self.same_ids(ids), ended)
+        self.open.append(collective)
+        return collective
+
+    def votes(self) -> VoteRow:
+        """For each open operation: whether it is done, whether it may go on, and the answer."""
+        check = zlib.crc32(np.array([[t.serial, t.width, t.ids] for t in self.open], np.int64).tobytes())
+        parts: list[Sequence[int] | VoteRow] = [(self.serial, -self.serial, check, -check)]
+        for collective in self.open:
+            parts.append((collective.answer is not None, not collective.stop))
+            parts.append(collective.answer if collective.answer is not None else np.zeros(collective.width, np.int64))
+        row = np.concatenate([np.asarray(part, np.int64) for part in parts])
+        return np.concatenate([row, np.zeros(-len(row) % _STEP, np.int64)])
+
+    def settle(self, agreed: VoteRow) -> list[tuple[CollectiveOp, VoteRow]]:
+        """Operations that are over, with their answers, and not open any more. Raises ConsensusBroken."""
+        low, high = agreed[0:_HEAD:2], -agreed[1:_HEAD:2]
+        if not np.array_equal(low, high):
+            raise ConsensusBroken(
+                f"ranks began {low[0]} to {high[0]} operations, and this one {self.serial} of which"
+                f" {len(self.open)} are open: they are not the same, or not with the same page ids"
+            )
+        at, over, rest = _HEAD, list[tuple[CollectiveOp, VoteRow]](), list[CollectiveOp]()
+        for collective in self.open:
+            done, go = agreed[at : at + 2].tolist()
+            answer, at = agreed[at + 2 : at + 2 + collective.width], at + 2 + collective.width
+            collective.stopping = collective.stopping or not go
+            if done:
+                over.append((collective, answer))
+            else:
+                rest.append(collective)
+        self.open = rest
+        return over
+
+
+def counted(done: int, total: int) -> tuple[int, int, int]:
+    """The answer, of width 3, of a rank that has done the first `done` of `total` pages."""
+    return done, total, -total
+
+
+def agreed_count(answer: VoteRow, *, parts: bool) -> int:
+    """How many pages all ranks have done. Where only the whole is of use (`parts` is False), all of them or none.
+
+    >>> row = np.minimum(counted(5, 8), counted(8, 8))
+    >>> agreed_count(row, parts=True), agreed_count(row, parts=False)
+    (5, 0)
+    """
+    done, least, most = int(answer[0]), int(answer[1]), -int(answer[2])
+    return done if parts or done == least == most else 0
+
+
+def checksum(ids: Sequence[int]) -> int:
+    """For `CollectiveOps.same_ids` where ranks share host memory: other ids on another rank would be other bytes."""
+    return zlib.crc32(np.asarray(ids, np.int64).tobytes())

@@ -1,0 +1,149 @@
+"""The page ids of a rank's pools that nobody uses, and the carrying out of what the tree decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+
+from kvmover.cache.prefix import FULL, ActionList, CopyLeg, CopyOut, FreePages, PrefixTree, Tier, WriteBack
+from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
+from kvmover.cache.tiers.errors import TierError
+from kvmover.cache.tiers.tiered_pool import TieredPool
+
+
+class FreeList:
+    """Of `pages` ids from 0."""
+
+    def __init__(self, name: str, pages: int) -> None:
+        self._name, self.pages = name, pages
+        self._heap = list(range(pages))
+        self._ids = set(self._heap)
+        heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._ids
+
+    def take(self, count: int) -> list[int]:
+        """Raises TierError where there are fewer, and takes none."""
+        if count > len(self._ids):
+            raise TierError(f"{count} pages of {self._name}, of which {len(self._ids)} are free")
+        taken = [heappop(self._heap) for _ in range(count)]
+        self._ids.difference_update(taken)
+        return taken
+
+    def claim(self, ids: Iterable[int]) -> None:
+        """Take these, which are free."""
+        self._ids.difference_update(ids)
+        self._heap = sorted(self._ids)
+
+    def give(self, ids: Iterable[int]) -> None:
+        """Raises TierError for an id that is free already, or no page."""
+        for page in ids:
+            if page in self._ids or not 0 <= page < self.pages:
+                raise TierError(f"page {page} of {self._name} comes back, and is free already or outside {self.pages}")
+            self._ids.add(page)
+            heappush(self._heap, page)
+
+
+#: Host pages offered to each eviction of a tree that writes back, however few it asks for: a tree with further
+#: components evicts whole leaves, and drops one that finds no room.
+_ROOM_PAGES = 512
+
+
+class PageAllocator:
+    """Of one rank. Every id is free here, the tree's, a record's or the caller's; coming back twice is an error."""
+
+    def __init__(self, tree: PrefixTree, tiered_pools: Sequence[TieredPool], copies: LayerwiseCopier) -> None:
+        self.tree, self.tiered_pools, self.copies = tree, tuple(tiered_pools), copies
+        #: Hears of what was evicted to the host, once it is there.
+        self.copied_out: Callable[[CopyOut], None] = lambda action: None
+        names = [FULL, *(component.name for component in tree.config.components)]
+        self.free: dict[tuple[str, Tier], FreeList] = {}
+        for name in names:
+            mine = [tiered_pool for tiered_pool in tiered_pools if tiered_pool.name == name]
+            if not mine:
+                raise TierError(f"no pool for the tree's component {name!r}")
+            for tier, pools in ((Tier.DEVICE, [h.device for h in mine]), (Tier.HOST, [h.host for h in mine])):
+                sizes = sorted({pool.spec.pages for pool in pools})
+                if len(sizes) > 1:
+                    raise TierError(
+                        f"pools of {name!r} that share page ids have {sizes} pages on the {tier.name.lower()}"
+                    )
+                self.free[name, tier] = FreeList(f"{name} on the {tier.name.lower()}", sizes[0])
+        if unknown := {tiered_pool.name for tiered_pool in tiered_pools} - set(names):
+            raise TierError(f"pools for {sorted(unknown)}, and the tree has {names}")
+
+    def take(self, name: str, tier: Tier, count: int) -> list[int] | None:
+        """Ids, from what was used least recently where none are free; None where that does not do."""
+        pool = self.free[name, tier]
+        if count > len(pool):
+            self._evict(name, tier, count - len(pool))
+        return pool.take(count) if count <= len(pool) else None
+
+    def take_all(self, counts: Mapping[str, int], tier: Tier) -> dict[str, list[int]] | None:
+        """The same for several components: all or none."""
+        taken: dict[str, list[int]] = {}
+        for name, count in counts.items():
+            ids = self.take(name, tier, count)
+            if ids is None:
+                for other, given in taken.items():
+                    self.give(other, tier, given)
+                return None
+            taken[name] = ids
+        return taken
+
+    def give(self, name: str, tier: Tier, ids: Iterable[int]) -> None:
+        self.free[name, tier].give(ids)
+
+    def room(self, name: str, tier: Tier) -> int:
+        """Ids that `take` could get."""
+        return len(self.free[name, tier]) + self.tree.sizes(name, tier).evictable
+
+    def apply(self, outcome: ActionList) -> None:
+        """Carry out, in order. Copies are over when this returns, so that what they read can be used again."""
+        for action in outcome.actions:
+            if isinstance(action, FreePages):
+                self.give(action.component, action.tier, action.page_ids.tolist())
+            else:
+                for leg in action.legs:
+                    if (leg.component, Tier.HOST) in self.free:
+                        self.free[leg.component, Tier.HOST].claim(leg.dst_page_ids.tolist())
+                self.copies.at_once(self.batches(action.legs, Tier.HOST), Tier.HOST)
+                self.copied_out(action)
+
+    def batches(self, legs: Sequence[CopyLeg], dst: Tier) -> list[Batch]:
+        """What this rank copies: on the way to the host its share of what many hold together."""
+        found: list[Batch] = []
+        for leg in legs:
+            src, to = leg.src_page_ids.tolist(), leg.dst_page_ids.tolist()
+            for tiered_pool in self.tiered_pools:
+                if tiered_pool.name == leg.component:
+                    host, device = (src, to) if dst is Tier.DEVICE else (to, src)
+                    places = tiered_pool.mine(host) if dst is Tier.HOST else list(range(len(host)))
+                    found.append(Batch(tiered_pool, [host[i] for i in places], [device[i] for i in places]))
+        return found
+
+    def drop_second_copies(self) -> None:
+        """Of a tree that writes back, while nobody reads from the host: no page is on both tiers then.
+
+        What the host has of pages on the device is protected there, and goes first of all.
+        """
+        doubles = self.tree.sizes(FULL, Tier.HOST).protected
+        if doubles:
+            self.apply(self.tree.evict_host(doubles))
+
+    def _evict(self, name: str, tier: Tier, pages: int) -> None:
+        if tier is Tier.HOST:
+            self.apply(self.tree.evict_host(pages, name))
+            return
+        room: list[int] = []
+        if isinstance(self.tree.config.tiers, WriteBack):
+            host = self.free[FULL, Tier.HOST]
+            if pages > len(host):
+                self.apply(self.tree.evict_host(pages - len(host)))
+            room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
+            host.give(room)  # what a copy takes of it is claimed when it is carried out
+        self.apply(self.tree.evict(pages, name, room=room))

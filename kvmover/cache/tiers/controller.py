@@ -1,0 +1,204 @@
+"""Controller: what an engine's rank holds to keep KV on the device, on the host and in storage.
+
+Every rank that serves a request together has one, over a tree of its own, and calls the same methods in the same order,
+`poll` too: as schedulers of one engine do. Nothing here blocks but `poll`'s one collective, and none is made while no
+operation is open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvmover.cache.prefix import FULL, Inserted, LockHandle, PrefixNamespace, PrefixTree, RadixKey, Tier, WriteBack
+from kvmover.cache.prefix.events import KVEvent
+from kvmover.cache.prefix.hashes import TokenIds
+from kvmover.cache.prefix.keys import DEFAULT, PageIds
+from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
+from kvmover.cache.tiers.allocator import PageAllocator
+from kvmover.cache.tiers.copies import LayerwiseCopier
+from kvmover.cache.tiers.errors import TierError
+from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, TierStage
+from kvmover.cache.tiers.policy import Inclusion, TierPolicy
+from kvmover.cache.tiers.restore import Restore, Restoring
+from kvmover.cache.tiers.storage import Storage
+from kvmover.cache.tiers.storage_events import StorageEvents
+from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
+from kvmover.cache.tiers.tiered_pool import TieredPool
+from kvmover.cache.tiers.writing import Writing
+
+#: How long `wait` sleeps at most between two polls: a storage job that ends wakes it.
+_NAP_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """What a controller is made with beside its parts. `clock` is in seconds; `group_layers` see LayerwiseCopier."""
+
+    policy: TierPolicy = field(default_factory=TierPolicy)
+    consensus: Consensus = field(default_factory=LocalConsensus)
+    group_layers: int = 8
+    clock: Callable[[], float] = time.monotonic
+    sink: Callable[[KVEvent], None] | None = None
+    engine: str = "engine"
+    rank: int = 0
+
+
+class Controller:
+    """Of one rank. The tree is this controller's; the pools and the store stay the caller's, and outlive it.
+
+    A request: `restore` and `poll` until it is ready; `take` pages for the rest of its prompt; compute; `keep`; and
+    `release` what was restored.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        tiered_pools: Sequence[TieredPool],
+        storage: Storage | None = None,
+        config: ControllerConfig | None = None,
+    ) -> None:
+        self.config = config or ControllerConfig()
+        policy, clock, sink = self.config.policy, self.config.clock, self.config.sink
+        if policy.inclusion is Inclusion.EXCLUSIVE and not isinstance(tree.config.tiers, WriteBack):
+            raise TierError(f"exclusive tiers take a tree that writes back, and this one has {tree.config.tiers}")
+        rates = {Urgency.READ: policy.read_rate, Urgency.WRITE: policy.write_rate}
+        self.meter = TierMeter()
+        self.worker = StorageWorker({urgency: rate for urgency, rate in rates.items() if rate})
+        shared = any(tiered_pool.share.count > 1 for tiered_pool in tiered_pools)
+        self.collectives = CollectiveOps(checksum) if shared else CollectiveOps()
+        self.copies = LayerwiseCopier(tiered_pools[0].device.tensors[0].device, self.config.group_layers)
+        self.allocator = PageAllocator(tree, tiered_pools, self.copies)
+        hands = self.allocator, storage, self.worker, self.collectives, policy, self.meter
+        self._events = StorageEvents(sink, storage.whole) if storage is not None and sink is not None else None
+        if storage is not None and self._events is not None:
+            storage.store.watch(self._events)
+        self._writing = Writing(*hands, self._events)
+        self.allocator.copied_out = self._writing.copied_out
+        self._restoring = Restoring(*hands, clock, self._writing.reused)
+
+    @property
+    def tree(self) -> PrefixTree:
+        return self.allocator.tree
+
+    # Requests
+
+    def restore(
+        self, tokens: RadixKey | TokenIds, *, limit_tokens: int | None = None, namespace: PrefixNamespace = DEFAULT
+    ) -> Restore:
+        """Begin to bring the longest prefix of a prompt to the device: of all but its last token, if no limit is given.
+
+        The result changes in `poll`. It may be ready at once.
+        """
+        key = tokens if isinstance(tokens, RadixKey) else self.tree.key(tokens, namespace)
+        return self._restoring.begin(key, max(0, key.tokens - 1) if limit_tokens is None else limit_tokens)
+
+    def want(self, restore: Restore) -> None:
+        """The request is to start now: with BestEffort a read ends with what it has."""
+        restore.wanted = True
+
+    def abort(self, restore: Restore) -> None:
+        """Nobody wants it any more. What is on its way lands or comes back, by itself."""
+        self._restoring.abort(restore)
+
+    def release(self, restore: Restore) -> None:
+        """The request is over: its prefix may be evicted. Once, of a restore that is ready."""
+        assert restore.handle is not None
+        self.unlock(restore.handle)
+        restore.handle = None
+
+    def unlock(self, handle: LockHandle) -> None:
+        self.tree.unlock(handle)
+
+    def take(self, pages: int, component: str = FULL) -> list[int] | None:
+        """Device pages for what is computed, from what was used least recently if need be. None: there is no room."""
+        return self.allocator.take(component, Tier.DEVICE, pages)
+
+    def give(self, page_ids: Sequence[int], component: str = FULL) -> None:
+        """Device pages that were taken and are not kept."""
+        self.allocator.give(component, Tier.DEVICE, page_ids)
+
+    def keep(
+        self,
+        tokens: RadixKey | TokenIds,
+        page_ids: PageIds,
+        *,
+        first_page: int = 0,
+        held: Mapping[str, PageIds] | None = None,
+        counted_tokens: int = 0,
+        namespace: PrefixNamespace = DEFAULT,
+    ) -> Inserted:
+        """Keep computed pages, as `PrefixTree.insert` says, and begin to write through what is due. The ids are the
+        tree's from here on, and duplicates are free again.
+        """
+        kept = self.tree.insert(
+            tokens,
+            page_ids,
+            first_page=first_page,
+            held=held,
+            counted_tokens=counted_tokens,
+            namespace=namespace,
+        )
+        self._writing.kept(kept.node, page_ids)
+        self.allocator.apply(kept)
+        for node in kept.backups:
+            self._writing.back_up(node)
+        return kept
+
+    # Progress
+
+    def votes(self) -> VoteRow:
+        """This rank's row of the round. With `settle` the two halves of `poll`, for who agrees in another way."""
+        self.copies.poll()
+        self.worker.poll()
+        self._restoring.poll()
+        return self.collectives.votes()
+
+    def settle(self, agreed: VoteRow) -> None:
+        """End what is done on all ranks, in one order, and go on with what follows. Raises ConsensusBroken."""
+        for collective, answer in self.collectives.settle(agreed):
+            collective.ended(answer)
+        self._writing.poll()
+        if self._events is not None:
+            self._events.poll()
+        if self.config.policy.inclusion is Inclusion.EXCLUSIVE and self.idle:
+            self.allocator.drop_second_copies()
+
+    def poll(self) -> None:
+        """One round: with the other ranks, if any operation is open."""
+        votes = self.votes()
+        if self.collectives.open:
+            watch = Stopwatch()
+            votes = self.config.consensus.minimum(votes)
+            self.meter.stages[TierStage.AGREE].add(watch.seconds)
+        self.settle(votes)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no operation is open and none is due."""
+        return not (self.collectives.open or self._writing.due or self._restoring.open)
+
+    def wait(self, restore: Restore | None = None) -> None:
+        """Poll until `restore` is done, or until all is. Ranks that wait together stop waiting together."""
+        while not (self.idle if restore is None else restore.done):
+            self.poll()
+            if self.worker.queued:
+                self.worker.wait(_NAP_S)
+
+    def snapshot(self) -> TierSnapshot:
+        free = self.allocator.free
+        gauges = {
+            TierGauge.OPEN_OPERATIONS: len(self.collectives.open),
+            TierGauge.OPEN_RESTORES: len(self._restoring.open),
+            TierGauge.QUEUED_JOBS: self.worker.queued,
+            TierGauge.FREE_DEVICE_PAGES: len(free[FULL, Tier.DEVICE]),
+            TierGauge.FREE_HOST_PAGES: len(free[FULL, Tier.HOST]),
+            TierGauge.READING_PAGES: self._restoring.reading_pages,
+            TierGauge.WRITING_PAGES: self._writing.writing_pages,
+        }
+        return TierSnapshot(self.config.engine, self.config.rank, self.meter.copy(), gauges)
+
+    def close(self) -> None:
+        """Stop the thread. What is on its way to storage is dropped: `wait` before, to have it written."""
+        self.worker.close()

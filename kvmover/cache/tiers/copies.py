@@ -1,0 +1,154 @@
+"""LayerwiseCopier: pages between device and host, layers by layers, so that a forward pass starts before the last one
+has landed.
+
+On a GPU a stream of its own for each direction, and an event a group of layers. Without one, groups are copied one at a
+poll, or when somebody waits for their layers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvmover.cache.prefix import Tier
+from kvmover.cache.tiers.tiered_pool import TieredPool, region
+from kvmover.kernels.region import Region
+from kvmover.layout import Span
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Host and device page ids of one tiered pool, in the same order."""
+
+    tiered_pool: TieredPool
+    host_ids: Sequence[int]
+    device_ids: Sequence[int]
+
+    def regions(self, dst: Tier, layers: Span) -> Region:
+        host, device = (self.tiered_pool.host, self.host_ids), (self.tiered_pool.device, self.device_ids)
+        (src, src_ids), (to, dst_ids) = (host, device) if dst is Tier.DEVICE else (device, host)
+        return region(src, to, src_ids, dst_ids, layers)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.host_ids) * self.tiered_pool.part.nbytes
+
+
+@dataclass(slots=True, eq=False)
+class LayerwiseCopy:
+    """One transfer on its way, a list of regions for each group of layers. `done` is called when all are in place."""
+
+    groups: deque[list[Region]]
+    sizes: list[int]
+    done: Callable[[], None]
+    events: deque[torch.cuda.Event] = field(default_factory=deque["torch.cuda.Event"])
+    landed: int = 0
+
+
+@dataclass(slots=True)
+class LayerGate:
+    """For the forward pass: `wait(n)` before layer `n` of the rank reads what was loaded. Layers count within its part.
+
+    On a GPU the current stream waits, the host does not.
+    """
+
+    copies: LayerwiseCopier
+    copy: LayerwiseCopy
+    group_layers: int
+
+    def wait(self, layer: int) -> None:
+        self.copies.reach(self.copy, layer // self.group_layers)
+
+    def open(self, layer: int) -> bool:
+        """Whether the layer has landed."""
+        return self.copy.landed > layer // self.group_layers
+
+
+@dataclass(slots=True)
+class LayerwiseCopier:
+    """Of one rank. `group_layers`: how many layers make a group."""
+
+    device: torch.device
+    group_layers: int = 8
+    _under_way: list[LayerwiseCopy] = field(default_factory=list[LayerwiseCopy])
+    _streams: dict[Tier, torch.cuda.Stream] = field(default_factory=dict["Tier", "torch.cuda.Stream"])
+
+    def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> LayerGate:
+        """Copy the batches to `dst`, after all that the current stream has been given. Raises RegionError."""
+        most = max((batch.tiered_pool.part.box.layers.count for batch in batches), default=1)
+        groups = deque(
+            [
+                batch.regions(dst, Span(first, min(self.group_layers, count - first)))
+                for batch in batches
+                if (count := batch.tiered_pool.part.box.layers.count) > first and len(batch.host_ids)
+            ]
+            for first in range(0, most, self.group_layers)
+        )
+        copy = LayerwiseCopy(groups, [len(group) for group in groups], done)
+        self._under_way.append(copy)
+        if self.device.type != "cpu":
+            self._launch(copy, dst)
+        return LayerGate(self, copy, self.group_layers)
+
+    def at_once(self, batches: Sequence[Batch], dst: Tier) -> None:
+        """Copy, and return when the bytes are there: what an eviction copies out is freed next."""
+        gate = self.begin(batches, dst, lambda: None)
+        while gate.copy in self._under_way:
+            if gate.copy.events:
+                gate.copy.events[-1].synchronize()
+            self.poll()
+
+    def poll(self) -> None:
+        """Go on. `done` of finished copies is called in here, oldest first."""
+        for copy in list(self._under_way):
+            if self.device.type == "cpu":
+                self._step(copy)
+            else:
+                while copy.events and copy.events[0].query():
+                    copy.events.popleft()
+                    copy.landed += 1
+            if copy.landed == len(copy.sizes):
+                self._under_way.remove(copy)
+                copy.done()
+
+    def reach(self, copy: LayerwiseCopy, group: int) -> None:
+        """See LayerGate.wait."""
+        if self.device.type == "cpu":
+            while copy.landed <= group and copy.groups:
+                self._step(copy)
+            return
+        import torch
+
+        if copy.landed <= group:
+            torch.cuda.current_stream().wait_event(copy.events[min(group - copy.landed, len(copy.events) - 1)])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._under_way)
+
+    def _step(self, copy: LayerwiseCopy) -> None:
+        from kvmover.kernels import reference
+
+        if copy.groups:
+            reference.move(copy.groups.popleft())
+            copy.landed += 1
+
+    def _launch(self, copy: LayerwiseCopy, dst: Tier) -> None:
+        import torch
+
+        from kvmover.kernels import bulk
+
+        before = torch.cuda.current_stream(self.device).record_event()
+        stream = self._streams.setdefault(dst, torch.cuda.Stream(self.device))
+        with torch.cuda.stream(stream):
+            stream.wait_event(before)
+            while copy.groups:
+                bulk.move(copy.groups.popleft())
+                event = torch.cuda.Event()
+                stream.record_event(event)
+                copy.events.append(event)

@@ -1,0 +1,184 @@
+"""Policies: what is written to storage, what is read from it and how long a request waits for that. Pure.
+
+Which pages go to the host is the tree's to say: `prefix.WriteThrough(after_hits)` (through, or selective by hits) and
+`prefix.WriteBack` (on eviction).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+from kvmover.cache.tiers.errors import TierError
+from kvmover.cache.tiers.rate import Rate
+from kvmover.enums import settle
+
+
+class Store(Enum):
+    """When pages go from the host to storage: with their copy to the host, on eviction from the device where the tree
+    writes back; when the host's copy proved useful (storage is then no copy of all that the host ever had); or never.
+    """
+
+    BACKED = "backed"
+    REUSED = "reused"
+    NEVER = "never"
+
+
+class Inclusion(Enum):
+    """Whether a page that is loaded stays on the host too. Exclusive tiers hold as much as both together.
+
+    INCLUSIVE: in a tree that writes back, second copies are the first to go when the host needs room, and spare a copy
+    if the page is evicted again before. EXCLUSIVE, for such a tree alone: they go as soon as no operation is open.
+    """
+
+    INCLUSIVE = "inclusive"
+    EXCLUSIVE = "exclusive"
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of a tier: `latency_s` for a batch, and then `bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency_s + nbytes / self.bytes_per_s
+
+    def within(self, rate: Rate | None) -> Speed:
+        """What a rate leaves of it."""
+        return self if rate is None else replace(self, bytes_per_s=min(self.bytes_per_s, rate.bytes_per_s))
+
+
+def worth(tokens: int, token_bytes: int, prefill_tokens_per_s: float, *way: Speed) -> float:
+    """Seconds gained by fetching `tokens` over the tiers of `way`, one after the other, and not computing them.
+
+    Llama-3-70B, 327,680 bytes a token over four ranks, 81,920 each; prefill of 8,000 tokens/s. 4,096 tokens from a disk
+    of 2 GB/s and 2 ms, then over a link of 20 GB/s: 0.512 s of prefill against 0.170 + 0.017 s. On a disk of 0.5 GB/s
+    they cost 0.690 s: computing is faster.
+
+    >>> link = Speed(0.0, 20e9)
+    >>> [round(worth(4096, 81920, 8000, Speed(0.002, rate), link), 3) for rate in (2e9, 0.5e9)]
+    [0.325, -0.178]
+    """
+    return tokens / prefill_tokens_per_s - sum(speed.seconds(tokens * token_bytes) for speed in way)
+
+
+@dataclass(frozen=True, slots=True)
+class BestEffort:
+    """A read goes on until the request is wanted: whatever is there then counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A read goes on to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeout:
+    """A read has `base_s + tokens / 1024 * per_ki_token_s` from when it was asked for."""
+
+    base_s: float = 1.0
+    per_ki_token_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.base_s < 0 or self.per_ki_token_s < 0:
+            raise TierError(f"a timeout of {self.base_s} s and {self.per_ki_token_s} s for 1,024 tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class CostAware:
+    """A read is begun if it is expected to be faster than the prefill it spares, and has the time of that prefill.
+
+    `prefill_tokens_per_s` is the engine's measure; the tiers' are the controller's. Without measures a read is begun.
+    """
+
+    prefill_tokens_per_s: float
+
+    def __post_init__(self) -> None:
+        if not self.prefill_tokens_per_s > 0:
+            raise TierError(f"a prefill of {self.prefill_tokens_per_s} tokens a second")
+
+
+Prefetch: TypeAlias = BestEffort | Wait | Timeout | CostAware
+
+
+def pays(policy: Prefetch, tokens: int, token_bytes: int, way: tuple[Speed, ...]) -> bool:
+    """Whether to begin a read."""
+    if isinstance(policy, CostAware) and way:
+        return worth(tokens, token_bytes, policy.prefill_tokens_per_s, *way) > 0
+    return True
+
+
+def patience_s(policy: Prefetch, tokens: int) -> float | None:
+    """How long a read of `tokens` may take; None: until its end, or until the request is wanted."""
+    if isinstance(policy, Timeout):
+        return policy.base_s + tokens / 1024 * policy.per_ki_token_s
+    return tokens / policy.prefill_tokens_per_s if isinstance(policy, CostAware) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TierPolicy:
+    """`least_tokens`: storage is not asked for fewer missing tokens. `least_load_tokens`: fewer stay on the host.
+
+    `reading_share`: the fraction, above 0 and up to 1, of host pages that reads may hold at once. `writing_pages`: the
+    most pages that may wait to be written; those beyond are dropped and counted. `read_rate`, `write_rate`: of storage,
+    in bytes a second of this rank.
+    """
+
+    store: Store = Store.BACKED
+    prefetch: Prefetch = Timeout()
+    least_tokens: int = 256
+    least_load_tokens: int = 10
+    reading_share: float = 0.5
+    writing_pages: int = 65536
+    read_rate: Rate | None = None
+    write_rate: Rate | None = None
+    inclusion: Inclusion = Inclusion.INCLUSIVE
+
+    def __post_init__(self) -> None:
+        if min(self.least_tokens, self.least_load_tokens, self.writing_pages) < 0 or not 0 < self.reading_share <= 1:
+            raise TierError(f"thresholds below 0, or a share that is not within 0 and 1: {self}")
+        settle(self, "policy", TierError, store=Store, inclusion=Inclusion)
+
+
+@dataclass(slots=True)
+class ThroughputEstimator:
+    """Measures a Speed: a line through (bytes, seconds) by least squares, older batches weighing less.
+
+    >>> reads = ThroughputEstimator()
+    >>> for mib in (1, 2, 4, 8):
+    ...     reads.add(mib << 20, 0.002 + (mib << 20) / 2e9)
+    >>> speed = reads.speed()
+    >>> round(speed.latency_s, 6), round(speed.bytes_per_s / 1e9, 3)
+    (0.002, 2.0)
+    """
+
+    keep: float = 0.95
+    count: float = 0.0
+    nbytes: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        for name, value in (
+            ("count", 1.0),
+            ("nbytes", nbytes),
+            ("seconds", seconds),
+            ("squares", float(nbytes) ** 2),
+            ("products", nbytes * seconds),
+        ):
+            setattr(self, name, getattr(self, name) * self.keep + value)
+
+    def speed(self) -> Speed | None:
+        """None before the first batch. Batches of one size, or faster the larger they are, have no latency."""
+        if not self.nbytes or not self.seconds:
+            return None
+        spread = self.count * self.squares - self.nbytes**2
+        slope = (self.count * self.products - self.nbytes * self.seconds) / spread if spread > 0 else 0.0
+        latency = (self.seconds - slope * self.nbytes) / self.count
+        if slope <= 0 or latency <= 0 or spread <= 1e-9 * self.nbytes**2:
+            return Speed(0.0, self.nbytes / self.seconds)
+        return Speed(latency, 1 / slope)

@@ -1,0 +1,184 @@
+"""Writing: pages from the device to the host, and from there to storage, whatever is split or evicted meanwhile.
+
+A tree that writes through says what is due, and a node is stored when its whole path is on the host. One that writes
+back copies when it evicts, leaves first, and says page ids alone: who was given them is remembered, so that the pages
+are found again on the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmover.cache.prefix import CopyOut, PrefixError, StaleHandle, Tier, TierCopy, WriteBack
+from kvmover.cache.prefix.components import FULL
+from kvmover.cache.prefix.keys import PageIds, page_array, words
+from kvmover.cache.prefix.results import PageArray
+from kvmover.cache.tiers.agreement import CollectiveOps, VoteRow, agreed_count, counted
+from kvmover.cache.tiers.allocator import PageAllocator
+from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
+from kvmover.cache.tiers.policy import Store, TierPolicy
+from kvmover.cache.tiers.storage import PageRef, Storage, StorageWrite
+from kvmover.cache.tiers.storage_events import StorageEvents
+from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Pages [first, stop) of the path to `node` are to be stored; all from `first` on where `stop` is None."""
+
+    node: int
+    first: int = 0
+    stop: int | None = None
+
+
+@dataclass(slots=True)
+class Writing:
+    """Of one rank. `events` tells routers what has come to storage."""
+
+    allocator: PageAllocator
+    storage: Storage | None
+    worker: StorageWorker
+    collectives: CollectiveOps
+    policy: TierPolicy
+    meter: TierMeter
+    events: StorageEvents | None = None
+    writing_pages: int = 0
+    #: What is to be stored once it is on the host.
+    _due: deque[Due] = field(default_factory=deque[Due])
+    #: Where the tree writes back: by device page of attention KV, the node whose path it was kept in.
+    _kept: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def due(self) -> int:
+        return len(self._due)
+
+    @property
+    def writes_back(self) -> bool:
+        return isinstance(self.allocator.tree.config.tiers, WriteBack)
+
+    def kept(self, node: int, page_ids: PageIds) -> None:
+        """Device pages are the tree's now, on the path to `node`."""
+        if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
+            self._kept.update(dict.fromkeys(page_array(words(page_ids)).tolist(), node))
+
+    def copied_out(self, action: CopyOut) -> None:
+        """Pages came to the host as they were evicted."""
+        if not self._kept:
+            return
+        reach: dict[int, tuple[int, int]] = {}
+        for leg in action.legs:
+            if leg.component == FULL:
+                for page_id, position in zip(_ints(leg.src_page_ids), _ints(leg.positions), strict=True):
+                    node = self._kept.pop(page_id, None)
+                    if node is not None:
+                        first, stop = reach.get(node, (position, position))
+                        reach[node] = min(first, position), max(stop, position + 1)
+        self._due.extend(Due(node, first, stop) for node, (first, stop) in reach.items())
+
+    def back_up(self, node: int) -> None:
+        """Copy what the path has on the device alone. One operation on every rank, room or not."""
+        tree = self.allocator.tree
+        needs = tree.backup_needs(node)
+        if not needs:
+            return
+        ids = self.allocator.take_all(needs, Tier.HOST)
+        if ids is None:
+            self.meter.dropped["backup", "no room on the host"] += sum(needs.values())
+            self.collectives.begin(lambda agreed: None, 3).done(*counted(0, 0))
+            return
+        transfer = tree.begin_backup(node, ids)
+        total = max((int(leg.positions[-1]) + 1 for leg in transfer.legs), default=0) - transfer.first_page
+        collective = self.collectives.begin(
+            lambda agreed: self._backed(node, transfer, agreed), 3, [i for row in ids.values() for i in row]
+        )
+        batches, watch = self.allocator.batches(transfer.legs, Tier.HOST), Stopwatch()
+
+        def done() -> None:
+            self.meter.stages[TierStage.BACKUP].add(watch.seconds)
+            self.meter.counts[TierCount.BACKED_PAGES] += sum(len(batch.host_ids) for batch in batches)
+            self.meter.counts[TierCount.BACKED_BYTES] += sum(batch.nbytes for batch in batches)
+            collective.done(*counted(total, total))
+
+        self.allocator.copies.begin(batches, Tier.HOST, done)
+
+    def reused(self, node: int, first: int) -> None:
+        """The path's pages from `first` on are loaded from the host: their copies there proved useful."""
+        if self.policy.store is Store.REUSED and self.storage is not None:
+            self._due.append(Due(node, first if self.writes_back else 0))
+
+    def poll(self) -> None:
+        """Begin to store what has come to the host whole."""
+        for _ in range(len(self._due)):
+            due = self._due.popleft()
+            try:
+                ready = self.writes_back or self.allocator.tree.is_backed(due.node)
+                if ready:
+                    self._store(due)
+                elif self.collectives.open:
+                    self._due.append(due)
+                else:
+                    self.meter.dropped["store", "never came to the host"] += 1
+            except StaleHandle:
+                self.meter.dropped["store", "evicted before it was stored"] += 1
+
+    def _backed(self, node: int, transfer: TierCopy, agreed: VoteRow) -> None:
+        done = agreed_count(agreed, parts=not self.allocator.tree.config.components)
+        self.allocator.apply(self.allocator.tree.end(transfer.op, done))
+        if done and self.policy.store is Store.BACKED and self.storage is not None:
+            self._due.append(Due(node, transfer.first_page))
+
+    def _store(self, due: Due) -> None:
+        """Raises StaleHandle for a node that is gone."""
+        tree, storage = self.allocator.tree, self.storage
+        assert storage is not None
+        try:
+            transfer = tree.begin_store(due.node, due.first)
+        except StaleHandle:
+            raise
+        except PrefixError:  # a tree that writes back has holes on the host
+            self.meter.dropped["store", "left the host before it was stored"] += 1
+            return
+        first_page = transfer.first_page
+        hashes = transfer.hashes[: None if due.stop is None else max(0, due.stop - first_page)]
+        pages = [
+            (stored_pool, PageRef(position - first_page, hashes[position - first_page], host_id))
+            for leg in transfer.legs
+            for stored_pool in storage.stored_pools
+            if stored_pool.tiered_pool.name == leg.component
+            for position, host_id in zip(_ints(leg.positions), _ints(leg.src_page_ids), strict=True)
+            if position - first_page < len(hashes)
+        ]
+        count = len(hashes)
+        if self.writing_pages + count > self.policy.writing_pages:
+            self.meter.dropped["store", "too many pages wait to be written"] += count
+            self.allocator.apply(tree.end(transfer.op))
+            return
+        self.writing_pages += count
+        collective = self.collectives.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
+        write, watch = StorageWrite(storage, pages), Stopwatch()
+
+        def ended(error: Exception | None) -> None:
+            self.meter.stages[TierStage.STORE].add(watch.seconds)
+            self.meter.counts[TierCount.STORED_PAGES] += write.stored
+            self.meter.counts[TierCount.STORED_BYTES] += write.nbytes
+            for why, failed in write.failed.items():
+                self.meter.dropped["store", why] += failed
+            if error is not None:
+                self.meter.dropped["store", type(error).__name__] += count
+            collective.done(int(error is None and not write.failed.total()))
+
+        self.worker.begin(write, Urgency.WRITE, ended)
+
+    def _stored(self, node: int, transfer: TierCopy, hashes: Sequence[bytes], agreed: VoteRow) -> None:
+        self.writing_pages -= len(hashes)
+        tree, first = self.allocator.tree, transfer.first_page
+        if agreed[0] and self.events is not None and hashes:
+            parent = tree.page_hashes(node)[first - 1] if first else None
+            self.events.stored(hashes, parent, tree.config.page_tokens)
+        self.allocator.apply(tree.end(transfer.op))
+
+
+def _ints(row: PageArray) -> list[int]:
+    return row.tolist()

@@ -1,0 +1,312 @@
+"""KV events arrive at routers as vLLM's and SGLang's own would: decoded here by definitions written from theirs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmover.cache.prefix.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+    Medium,
+    coalesce,
+)
+from kvmover.cache.prefix.publisher import END_OF_REPLAY, EventPublisher
+from kvmover.errors import TransportError
+
+zmq = pytest.importorskip("zmq", reason="pyzmq is not installed: nothing can be published")
+
+
+class VllmEvent(msgspec.Struct, omit_defaults=True, tag=True):
+    """As vllm 0.33.0 `distributed/kv_events.py`: without these keys its decoder refuses an event."""
+
+
+class VllmStored(VllmEvent, tag="BlockStored"):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    session_id: str | None = None
+
+
+class VllmRemoved(VllmEvent, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class VllmCleared(VllmEvent, tag="AllBlocksCleared"):
+    pass
+
+
+class VllmBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[VllmStored | VllmRemoved | VllmCleared]
+    data_parallel_rank: int | None = None
+
+
+class SglangEvent(msgspec.Struct, omit_defaults=True, tag=True):
+    """As sglang 0.5.23 `srt/disaggregation/kv_events.py`."""
+
+
+class SglangStored(SglangEvent, tag="BlockStored"):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
+
+
+class SglangRemoved(SglangEvent, tag="BlockRemoved"):
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class SglangCleared(SglangEvent, tag="AllBlocksCleared"):
+    pass
+
+
+class SglangBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[SglangStored | SglangRemoved | SglangCleared]
+    attn_dp_rank: int | None = None
+
+
+def stored(
+    *hashes: int, parent: int | None = None, medium: Medium = Medium.GPU, salt: str | None = None
+) -> BlockStored:
+    """Pages of two tokens, which are made from the page's hash."""
+    tokens = tuple(token for name in hashes for token in (10 * abs(name) % 2**32, 10 * abs(name) % 2**32 + 1))
+    return BlockStored(hashes, parent, tokens, 2, None, medium, None, salt)
+
+
+HISTORY: tuple[KVEvent, ...] = (
+    stored(-5, 2**63 - 1, salt="tenant"),
+    BlockRemoved((-5,), Medium.CPU_PINNED),
+    AllBlocksCleared(),
+)
+
+
+@pytest.mark.parametrize("batch", [VllmBatch, SglangBatch], ids=["vllm", "sglang"])
+def test_a_batch_is_decoded_by_routers_definitions(batch: type[VllmBatch] | type[SglangBatch]) -> None:
+    got = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(1.5, HISTORY, 3)), type=batch)
+    store, remove, cleared = got.events
+    assert (got.ts, msgspec.structs.astuple(got)[2]) == (1.5, 3)
+    assert (store.block_hashes, store.parent_block_hash, store.block_size) == ([-5, 2**63 - 1], None, 2)
+    assert (store.token_ids, store.medium, store.lora_id) == ([50, 51, *stored(2**63 - 1).token_ids], "GPU", None)
+    assert (remove.block_hashes, remove.medium) == ([-5], "CPU_PINNED")
+    assert type(cleared).__name__.endswith("Cleared")
+    if isinstance(store, SglangStored):
+        assert store.cache_salt == "tenant"
+
+
+def test_an_event_is_a_map_tagged_by_its_name_and_leaves_out_what_says_nothing() -> None:
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(0.0, (stored(7), *HISTORY[1:]))))
+    assert sent == [
+        0.0,
+        [
+            {
+                "type": "BlockStored",
+                "block_hashes": [7],
+                "parent_block_hash": None,
+                "token_ids": [70, 71],
+                "block_size": 2,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+            },
+            {"type": "BlockRemoved", "block_hashes": [-5], "medium": "CPU_PINNED"},
+            {"type": "AllBlocksCleared"},
+        ],
+        None,
+    ]
+
+
+def test_a_chain_that_was_stored_page_by_page_becomes_one_event() -> None:
+    pages = [stored(1), stored(2, parent=1), stored(3, 4, parent=2)]
+    assert coalesce(pages) == [stored(1, 2, 3, 4)]
+
+
+def test_removals_from_one_medium_join_and_others_do_not() -> None:
+    events = [BlockRemoved((1,), Medium.GPU), BlockRemoved((2, 3), Medium.GPU), BlockRemoved((1,), Medium.DISK)]
+    assert coalesce(events) == [BlockRemoved((1, 2, 3), Medium.GPU), BlockRemoved((1,), Medium.DISK)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        stored(3, parent=1),
+        stored(3),
+        stored(3, parent=2, medium=Medium.DISK),
+        stored(3, parent=2, salt="tenant"),
+        msgspec.structs.replace(stored(3, parent=2), lora_name="adapter"),
+        msgspec.structs.replace(stored(3, parent=2), block_size=1),
+        msgspec.structs.replace(stored(3, parent=2), session_id="s"),
+    ],
+)
+def test_a_page_that_does_not_follow_in_the_same_place_stays_apart(second: BlockStored) -> None:
+    events = [stored(1, 2), second]
+    assert coalesce(events) == events
+
+
+def test_a_page_removed_and_stored_again_stays_two_events() -> None:
+    events: list[KVEvent] = [BlockRemoved((1,), Medium.GPU), stored(1), BlockRemoved((1,), Medium.GPU)]
+    assert coalesce(events) == events
+    assert coalesce([AllBlocksCleared(), AllBlocksCleared()]) == [AllBlocksCleared()] * 2
+
+
+EVENTS = st.one_of(
+    st.builds(
+        lambda name, parent, medium: stored(name, parent=parent, medium=medium),
+        st.integers(0, 5),
+        st.one_of(st.none(), st.integers(0, 5)),
+        st.sampled_from([Medium.GPU, Medium.DISK]),
+    ),
+    st.builds(lambda name, medium: BlockRemoved((name,), medium), st.integers(0, 5), st.sampled_from(list(Medium))),
+    st.just(AllBlocksCleared()),
+)
+
+
+def facts(events: list[KVEvent]) -> Iterator[tuple[object, ...]]:
+    """What each page was told to do, one by one: the meaning that joining must keep."""
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            yield ("cleared",)
+        elif isinstance(event, BlockRemoved):
+            yield from (("removed", name, event.medium) for name in event.block_hashes)
+        else:
+            parent = event.parent_block_hash
+            for at, name in enumerate(event.block_hashes):
+                tokens = event.token_ids[at * event.block_size : (at + 1) * event.block_size]
+                yield ("stored", name, parent, tokens, event.medium)
+                parent = name
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_joining_keeps_every_fact_and_its_place(events: list[KVEvent]) -> None:
+    joined = coalesce(events)
+    assert list(facts(joined)) == list(facts(events))
+    assert len(joined) <= len(events)
+    assert coalesce(joined) == joined
+
+
+class Router:
+    """A subscriber as a router has one, on real sockets."""
+
+    def __init__(self, publisher: EventPublisher, topic: str = "") -> None:
+        self.context = zmq.Context()
+        self.live, self.again = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
+        for socket in (self.live, self.again):
+            socket.setsockopt(zmq.RCVTIMEO, 20_000)
+            socket.setsockopt(zmq.LINGER, 0)
+        self.live.subscribe(topic)
+        self.live.connect(publisher.endpoint)
+        self.again.connect(publisher.replay_endpoint)
+
+    def await_subscription(self, publisher: EventPublisher) -> int:
+        """ZeroMQ drops what is sent before a subscription arrived: publish until one batch comes. Its number."""
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            publisher.publish([AllBlocksCleared()])
+            if self.live.poll(50):
+                number = publisher.publish([AllBlocksCleared()])
+                while self.next()[0] != number:
+                    pass
+                return number
+        raise AssertionError("no subscription within 20 s")
+
+    def next(self) -> tuple[int, VllmBatch]:
+        _, number, payload = self.live.recv_multipart()
+        return int.from_bytes(number, "big"), msgspec.msgpack.decode(payload, type=VllmBatch)
+
+    def replay(self, first: int) -> list[tuple[int, bytes, VllmBatch]]:
+        self.again.send_multipart((b"", first.to_bytes(8, "big")))
+        batches = []
+        while True:
+            _, topic, number, payload = self.again.recv_multipart()
+            if number == END_OF_REPLAY:
+                return batches
+            batches.append((int.from_bytes(number, "big"), topic, msgspec.msgpack.decode(payload, type=VllmBatch)))
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def publisher() -> Iterator[EventPublisher]:
+    with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv", rank=2, keep_batches=40) as running:
+        yield running
+
+
+@pytest.fixture
+def router(publisher: EventPublisher) -> Iterator[Router]:
+    subscriber = Router(publisher)
+    yield subscriber
+    subscriber.close()
+
+
+def test_a_subscriber_gets_numbered_batches_with_the_rank_in_order(publisher: EventPublisher, router: Router) -> None:
+    last = router.await_subscription(publisher)
+    numbers = [publisher.publish([stored(name), stored(name + 1, parent=name)]) for name in range(10)]
+    assert numbers == list(range(last + 1, last + 11))
+    for name, number in enumerate(numbers):
+        got, batch = router.next()
+        assert (got, batch.data_parallel_rank) == (number, 2)
+        assert [event.block_hashes for event in batch.events] == [[name, name + 1]]
+
+
+def test_who_missed_batches_gets_them_again_with_their_numbers(publisher: EventPublisher, router: Router) -> None:
+    for name in range(100):
+        publisher.publish([stored(name)])
+    again = router.replay(97)
+    assert [(number, topic, batch.events[0].block_hashes) for number, topic, batch in again] == [
+        (number, b"kv", [number]) for number in (97, 98, 99)
+    ]
+    assert [number for number, _, _ in router.replay(0)] == list(range(60, 100)), "the last 40 are kept"
+    assert router.replay(100) == []
+
+
+def test_a_topic_filters(publisher: EventPublisher) -> None:
+    other, mine = Router(publisher, topic="else"), Router(publisher, topic="kv")
+    mine.await_subscription(publisher)
+    assert not other.live.poll(0)
+    other.close()
+    mine.close()
+
+
+def test_a_malformed_request_is_counted_and_the_next_one_answered(publisher: EventPublisher, router: Router) -> None:
+    publisher.publish([stored(1)])
+    router.again.send_multipart((b"", b"short"))
+    router.again.send_multipart((b"one frame too many", b"", b"", bytes(8)))
+    assert len(router.replay(0)) == 1
+    assert publisher.malformed_requests == 2
+
+
+def test_an_endpoint_in_use_is_refused_with_its_name(publisher: EventPublisher) -> None:
+    with pytest.raises(TransportError, match=publisher.endpoint):
+        EventPublisher(publisher.endpoint)
+
+
+def test_closing_twice_is_no_error_and_frees_the_port() -> None:
+    first = EventPublisher("tcp://127.0.0.1:*")
+    first.close()
+    first.close()
+    EventPublisher(first.endpoint).close()

@@ -1,0 +1,78 @@
+"""A replay without limits reuses exactly what a brute-force comparison of all prompts says can be reused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmover.cache.replay import ReplayConfig, Report, read_trace, replay
+from kvmover.cache.replay.simulator import Ideal
+from tests.cache.replay.made import brute_force, common, generated
+
+#: A folder that holds `mooncake_conversation_trace.jsonl`.
+TRACES = Path(os.environ.get("KVMOVER_TRACES", "traces"))
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 48, 64, 512, 700])
+def test_the_hits_of_a_generated_trace_are_those_of_brute_force(page_tokens: int) -> None:
+    requests = generated(page_tokens, count=40)
+    report = replay(requests, ReplayConfig(page_tokens))
+    assert report.totals.device_tokens == brute_force(requests, page_tokens) > 0
+    assert report.totals.hit_rate == pytest.approx(report.ideal_hit_rate)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=15)
+def test_the_ideal_by_hash_ids_is_the_one_by_tokens(seed: int) -> None:
+    requests, ideal = generated(seed, count=12), Ideal()
+    reused = [ideal.serve(request) for request in requests]
+    earlier = list[list[int]]()
+    for request, found in zip(requests, reused, strict=True):
+        tokens = request.tokens().tolist()
+        assert found == max((common(tokens, prompt) for prompt in earlier), default=0)
+        earlier.append(tokens)
+
+
+@pytest.fixture(scope="module")
+def conversations() -> Path:
+    path = TRACES / "mooncake_conversation_trace.jsonl"
+    if not path.exists():
+        pytest.skip(f"the Mooncake conversation trace is not at {path}: KVMOVER_TRACES names its folder")
+    return path
+
+
+@pytest.fixture(scope="module")
+def unlimited(conversations: Path) -> Report:
+    return replay(read_trace(conversations), ReplayConfig(64))
+
+
+def test_the_conversation_trace_comes_to_its_ideal_at_page_64(conversations: Path, unlimited: Report) -> None:
+    """Counted here from the file alone: known tokens of each block, in whole pages."""
+    known, hits, prompts = dict[int, int](), 0, 0
+    for line in conversations.read_text().splitlines():
+        entry = json.loads(line)
+        length, reused = entry["input_length"], 0
+        for at, block in enumerate(entry["hash_ids"]):
+            wanted = min(512, length - at * 512)
+            reused += min(wanted, known.get(block, 0))
+            if known.get(block, 0) < wanted:
+                break
+        hits += min(reused, length - 1) // 64 * 64
+        prompts += length
+        for at, block in enumerate(entry["hash_ids"]):
+            known[block] = max(known.get(block, 0), min(512, length - at * 512))
+    assert round(hits / prompts, 4) == 0.3736
+    assert (unlimited.totals.prompt_tokens, unlimited.totals.device_tokens) == (prompts, hits)
+
+
+@pytest.mark.parametrize(("capacity_tokens", "vllm"), [(3_000_000, 0.1420), (10_000_000, 0.2939)])
+def test_at_equal_capacity_the_conversation_trace_hits_as_often_as_in_vllm(
+    conversations: Path, capacity_tokens: int, vllm: float
+) -> None:
+    """vLLM 0.33 evicts single pages: 0.1421 and 0.2940. Trees that evict whole nodes: 0.1399 and 0.2917."""
+    assert replay(read_trace(conversations), ReplayConfig(64, capacity_tokens)).totals.hit_rate > vllm
