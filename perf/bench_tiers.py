@@ -28,10 +28,10 @@ from kvmover.prefix import FULL, PrefixTree, Tier, WriteThrough
 from kvmover.prefix.hashes import chain
 from kvmover.store import Namespace, PageStore
 from kvmover.store import Policy as StorePolicy
+from kvmover.store.nixl_files import files_for
 from kvmover.tiers import Controller, Holding, Policy, Setup, Storage, Wait
 from kvmover.tiers.copies import Batch, Copies
 from kvmover.tiers.storage import Page, Read, Write
-from kvmover.transport.nixl_files import files_for
 from perf.record import RESULTS, Spread, write
 
 #: A page of 16 tokens of 4 heads of 64 bfloat16 is 16 KiB a layer.

@@ -24,8 +24,8 @@ from kvmover.layout import Component
 from kvmover.store import Namespace, PageStore, Part, Policy
 from kvmover.store import fetch as fetch_module
 from kvmover.store import view as view_module
+from kvmover.store.files import Files
 from kvmover.transport import Memory
-from kvmover.transport.files import Files
 
 #: Tokens of a page, and bytes of one head of one layer of it, which is what digests are taken of: at most 32 KiB, as K
 #: and V of a head of Llama are in 64 tokens.

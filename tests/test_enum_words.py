@@ -21,11 +21,11 @@ from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs
 from kvmover.prefix import FULL, Free, Outcome, PrefixError, PrefixTree, Tier
 from kvmover.prefix.shape import Shape
+from kvmover.store.files import Access, PlainFiles
+from kvmover.store.nixl_files import Plugin
 from kvmover.tiers.policy import Policy
 from kvmover.transfer.result import MoverConfig
 from kvmover.transport.base import Descriptors, Memory, MemoryKind
-from kvmover.transport.files import Access, PlainFiles
-from kvmover.transport.nixl_files import Plugin
 
 #: What callers make, by an example.
 GIVEN: dict[type, Any] = {

@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvmover.store.identity import HASH_BYTES, Namespace
     from kvmover.store.machine import Machine, this_machine
     from kvmover.store.manifest import Found, namespaces
+    from kvmover.store.namespace import HASH_BYTES, Namespace
     from kvmover.store.part import Box, Part, elected, replicas
     from kvmover.store.policy import Policy
     from kvmover.store.results import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
-    "identity": ("HASH_BYTES", "Namespace"),
+    "namespace": ("HASH_BYTES", "Namespace"),
     "machine": ("Machine", "this_machine"),
     "manifest": ("Found", "namespaces"),
     "part": ("Box", "Part", "elected", "replicas"),

@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import RLock
 
+from kvmover.store.deletions import News
 from kvmover.store.digest import holds
+from kvmover.store.fd_cache import Lending
+from kvmover.store.files import Files, OpenFile, reason_of
 from kvmover.store.index import Index, Page, StoredObject
-from kvmover.store.lending import Lending
 from kvmover.store.machine import Machine
-from kvmover.store.news import News
 from kvmover.store.record import LIVE, Kind, Record
 from kvmover.store.segment import DATA, Segment, punch, segments_in
-from kvmover.transport.files import Files, OpenFile, reason_of
 
 #: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last
 #: change is repeated. ext4 ticks every 4 ms.

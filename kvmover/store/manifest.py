@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from kvmover.errors import StoreError
-from kvmover.store.identity import Namespace
+from kvmover.store.namespace import Namespace
 
 _FILE = "namespace.json"
 _FORMAT = "kvmover.store/1"

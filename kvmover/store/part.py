@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, Fleet, Shard, Span, Stripe
-from kvmover.store.identity import Namespace
+from kvmover.store.namespace import Namespace
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from xxhash import xxh3_64_intdigest
 from kvmover.errors import LayoutError
 from kvmover.layout import Span, Stripe
 from kvmover.store.digest import DIGEST_BYTES
-from kvmover.store.identity import HASH_BYTES
+from kvmover.store.namespace import HASH_BYTES
 from kvmover.store.part import Box, PartKey, part_key
 
 MAGIC = int.from_bytes(b"KVRC", "little")

@@ -10,17 +10,17 @@ from types import TracebackType
 
 from kvmover.errors import StoreError
 from kvmover.store.catalog import Catalog
-from kvmover.store.identity import Namespace
+from kvmover.store.files import Files, PlainFiles
 from kvmover.store.index import Page, StoredObject, Watcher
 from kvmover.store.machine import Machine, this_machine
 from kvmover.store.manifest import write_manifest
+from kvmover.store.namespace import Namespace
 from kvmover.store.part import Part
 from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
 from kvmover.store.view import PartView
 from kvmover.store.writer import Writer
 from kvmover.transport.base import Memory
-from kvmover.transport.files import Files, PlainFiles
 
 #: Eviction frees this share of the quota beyond what is needed, so that not every put evicts.
 _SLACK = 1 / 64

@@ -12,12 +12,12 @@ from kvmover.errors import DescriptorError, StoreError
 from kvmover.store.cover import cell_runs, cover
 from kvmover.store.digest import table
 from kvmover.store.fetch import MISSING, Failure, Fault, Read, Source, fetch
-from kvmover.store.identity import check_page
+from kvmover.store.files import OpenFile, Run, reason_of
 from kvmover.store.index import Known, Page, padded
+from kvmover.store.namespace import check_page
 from kvmover.store.part import Part, PartKey
 from kvmover.store.results import Got, GotResult, Put, PutResult
 from kvmover.store.writer import Header, Place
-from kvmover.transport.files import OpenFile, Run, reason_of
 
 if TYPE_CHECKING:
     from kvmover.store.store import PageStore

@@ -9,11 +9,11 @@ from contextlib import suppress
 import msgspec
 
 from kvmover.store.catalog import Catalog
+from kvmover.store.files import reason_of
 from kvmover.store.index import StoredObject, padded
 from kvmover.store.part import PartKey
 from kvmover.store.record import FIXED_BYTES, Preamble, encode_object
 from kvmover.store.segment import Segment
-from kvmover.transport.files import reason_of
 
 
 class Place(msgspec.Struct, frozen=True, gc=False):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.store import replicas
+from kvmover.store.files import DIRECT_BYTES
 from kvmover.tiers.errors import TierError
 from kvmover.tiers.numa import node_of, pci_of, preferring
-from kvmover.transport.files import DIRECT_BYTES
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.layout import Component
 from kvmover.store import PageStore, Part, Policy
+from kvmover.store.files import PlainFiles
 from kvmover.store.segment import Segment
 from kvmover.store.view import PartView
-from kvmover.transport.files import PlainFiles
 
 PAGES = 24
 POLICY = Policy(segment_bytes=96 << 10)

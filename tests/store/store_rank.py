@@ -8,8 +8,8 @@ from functools import partial
 
 from kvmover.layout import Component, Fleet
 from kvmover.store import GotResult, Namespace, PageStore, Part, PutResult, elected
+from kvmover.store.files import memory_of_buffer
 from kvmover.testing.content import page_hash, part_content
-from kvmover.transport.files import memory_of_buffer
 
 PAGE = 16
 SPACE = Namespace("llama", "rev-1", PAGE)

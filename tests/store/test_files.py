@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvmover.errors import DescriptorError, TransportUnavailable
+from kvmover.store.files import Access, Files, PlainFiles, Run, memory_of_buffer
+from kvmover.store.nixl_files import NixlFiles, Plugin, files_for
 from kvmover.transport import Memory, MemoryKind
-from kvmover.transport.files import Access, Files, PlainFiles, Run, memory_of_buffer
-from kvmover.transport.nixl_files import NixlFiles, Plugin, files_for
 
 BLOCK = 4096
 BACKENDS = {

@@ -16,9 +16,9 @@ from kvmover.prefix import FULL, Free, PrefixTree, SlidingWindow, State, Tier, W
 from kvmover.prefix.hashes import chain
 from kvmover.store import Namespace, PageStore
 from kvmover.store import Policy as StorePolicy
+from kvmover.store.files import PlainFiles
 from kvmover.testing.content import part_content
 from kvmover.tiers import SOLE, Controller, Holding, Policy, Setup, Share, Storage, Wait, page_tokens
-from kvmover.transport.files import PlainFiles
 
 GQA = Component.attention(4, 8, 16, "bfloat16")
 MLA = Component.mla(6, 32, "bfloat16")

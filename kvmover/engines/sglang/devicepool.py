@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.release import EngineUnsupported
-from kvmover.engines.sglang.seat import Rows
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.sglang.page_parts import Rows
 from kvmover.layout import Component, Layout, PoolSpec
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvmover.engines.relay import Relay
+from kvmover.engines.common.pages import Bounce, Packed
+from kvmover.engines.common.repack import Relay
 from kvmover.engines.sglang.devicepool import Strand
-from kvmover.engines.sglang.shelves import Shelves
-from kvmover.engines.shelf import Bounce, Packed
+from kvmover.engines.sglang.store_adapter import Shelves
 from kvmover.layout import Layout, PoolSpec, Span
 from kvmover.store import Part
 

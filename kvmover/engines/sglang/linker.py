@@ -9,8 +9,10 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-from kvmover.engines.copies import Copies
-from kvmover.engines.relay import Numbers
+from kvmover.engines.common.copies import Copies
+from kvmover.engines.common.pages import Bounce, Packed, as_bytes
+from kvmover.engines.common.repack import Numbers
+from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine, engine_linker
 from kvmover.engines.sglang.devicepool import Strand, is_shared, strands_of
 from kvmover.engines.sglang.door import Door
@@ -18,11 +20,9 @@ from kvmover.engines.sglang.engine import Transfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.seat import Seat, part_of
-from kvmover.engines.sglang.shelves import MAIN, Rank, Shelves
+from kvmover.engines.sglang.page_parts import Seat, part_of
 from kvmover.engines.sglang.storage import page_of
-from kvmover.engines.sglang.upkeep import Upkeep
-from kvmover.engines.shelf import Bounce, Packed, as_bytes
+from kvmover.engines.sglang.store_adapter import MAIN, Rank, Shelves
 from kvmover.errors import StoreError
 from kvmover.store import Part
 

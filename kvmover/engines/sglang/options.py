@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvmover.config import Settings, load
-from kvmover.engines.options import STORE, read
+from kvmover.engines.common.options import STORE, read
 from kvmover.transfer.result import MoverConfig
 
 #: Keys of the same JSON that are SGLang's own.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.release import EngineUnsupported
 from kvmover.errors import PlanError
 from kvmover.layout import Component, Span
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.relay import Numbers
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.pages import Nothing, Shelf
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common.repack import Numbers
+from kvmover.engines.common.upkeep import Batches, Upkeep
 from kvmover.engines.sglang import engine
 from kvmover.engines.sglang.engine import Transfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.seat import Seat
-from kvmover.engines.sglang.shelves import MAIN, Rank, Shelves
-from kvmover.engines.sglang.upkeep import Batches, Upkeep
-from kvmover.engines.shelf import Nothing, Shelf
+from kvmover.engines.sglang.page_parts import Seat
+from kvmover.engines.sglang.store_adapter import MAIN, Rank, Shelves
 from kvmover.errors import StoreError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvmover.engines.vllm.sheet import Sheaf
+from kvmover.engines.vllm.caches import Sheaf
 from kvmover.layout import Pool
 from kvmover.transport import NixlTransport
 from kvmover.transport.base import Memory

@@ -7,20 +7,21 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.release import EngineUnsupported
-from kvmover.engines.vllm import cards, engine
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.vllm import engine
+from kvmover.engines.vllm import handshake_server as cards
 from kvmover.engines.vllm.backing import BackedTransport, pools_of
-from kvmover.engines.vllm.keeper import Event, Keeper, Lookout, Shelves, part_of
-from kvmover.engines.vllm.news import Introduction, News, StepNews
+from kvmover.engines.vllm.block_store import Event, Keeper, Lookout, Shelves, part_of
+from kvmover.engines.vllm.caches import Sheaf, refuse, sheaves
+from kvmover.engines.vllm.connector_metadata import Orders, Save
 from kvmover.engines.vllm.options import parse
-from kvmover.engines.vllm.orders import Orders, Save
 from kvmover.engines.vllm.params import Remote
-from kvmover.engines.vllm.planner import Home, Planner, Role
-from kvmover.engines.vllm.sheet import Sheaf, refuse, sheaves
+from kvmover.engines.vllm.scheduler import Home, Planner, Role
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
 from kvmover.engines.vllm.tally import Tally
-from kvmover.engines.vllm.traffic import Traffic
+from kvmover.engines.vllm.transfers import Traffic
 from kvmover.engines.vllm.worker import Ended, Worker, failed, unbegun
+from kvmover.engines.vllm.worker_metadata import Introduction, News, StepNews
 from kvmover.layout import Fleet, Span
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector

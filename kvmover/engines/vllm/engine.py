@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.release import EngineUnsupported
-from kvmover.engines.vllm.sheet import Group, Seat, Sheet, Whole
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.vllm.caches import Group, Seat, Sheet, Whole
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvmover.config import Settings
-from kvmover.engines.options import STORE, read
+from kvmover.engines.common.options import STORE, read
 from kvmover.transfer.result import MoverConfig
 from kvmover.transfer.wire import Verb
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvmover.engines.vllm.keeper import Event, Keeper
-from kvmover.engines.vllm.orders import Orders, Receive, Send, Tables
-from kvmover.engines.vllm.sheet import Sheaf
+from kvmover.engines.vllm.block_store import Event, Keeper
+from kvmover.engines.vllm.caches import Sheaf
+from kvmover.engines.vllm.connector_metadata import Orders, Receive, Send, Tables
 from kvmover.engines.vllm.tally import RankEnding
-from kvmover.engines.vllm.traffic import Over, Traffic
+from kvmover.engines.vllm.transfers import Over, Traffic
 from kvmover.transfer.result import ALL, Cause, Gate
 
 log = logging.getLogger(__name__)

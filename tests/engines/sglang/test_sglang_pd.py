@@ -14,15 +14,15 @@ import pytest
 import torch
 import zmq
 
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang import pd_wire
 from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.devicepool import is_shared, strands_of
-from kvmover.engines.sglang.haul import Haul, Wanted
 from kvmover.engines.sglang.model import Model
+from kvmover.engines.sglang.page_parts import Seat, part_of
 from kvmover.engines.sglang.pd_cache import Cache, Column, Whole, caches_of, layers_of, page_table, refuse
 from kvmover.engines.sglang.pd_pool import Rows, pool_of, tensor_at
-from kvmover.engines.sglang.seat import Seat, part_of
+from kvmover.engines.sglang.transfer_driver import Haul, Wanted
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer import Pace
 from tests.transfer.mover_fleets import Pair

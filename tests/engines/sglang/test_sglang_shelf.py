@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.pages import InPlace, Nothing, Packed, page_ids
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common.upkeep import Batches, Upkeep
 from kvmover.engines.sglang.model import Model
 from kvmover.engines.sglang.options import Options
-from kvmover.engines.sglang.seat import Seat
-from kvmover.engines.sglang.shelves import MAIN, Rank, Shelves
-from kvmover.engines.sglang.upkeep import Batches, Upkeep
-from kvmover.engines.shelf import InPlace, Nothing, Packed, page_ids
+from kvmover.engines.sglang.page_parts import Seat
+from kvmover.engines.sglang.store_adapter import MAIN, Rank, Shelves
 from kvmover.errors import StoreError
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 7, 3, 2, 8
@@ -95,7 +95,7 @@ def test_only_a_latent_page_first_direct_is_stored_from_where_it_lies(tmp_path: 
 
 
 def test_more_pages_than_the_bounce_holds_go_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmover.engines.shelf.GROUP_BYTES", 1)
+    monkeypatch.setattr("kvmover.engines.common.pages.GROUP_BYTES", 1)
     pool, opened = host_pool(*KINDS[0]), shelves(tmp_path)
     with opened.store:
         shelf = opened.shelf(pool, MAIN)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvmover.config import ConfigError
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import Model, said
 from kvmover.engines.sglang.options import Objects, Options, parse
-from kvmover.engines.sglang.seat import Rows, Seat, native_part, part_of
+from kvmover.engines.sglang.page_parts import Rows, Seat, native_part, part_of
 from kvmover.engines.sglang.version import SGLANG
 from kvmover.errors import KvmoverError, LayoutError
 from kvmover.layout import Fleet
@@ -22,7 +22,7 @@ from kvmover.store import Part
 ATTENTION = Rows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["hits", "seat"])
+@pytest.mark.parametrize("name", ["hits", "page_parts"])
 def test_the_examples_in_the_docstrings_hold(name: str) -> None:
     found = doctest.testmod(import_module(f"kvmover.engines.sglang.{name}"))
     assert found.attempted

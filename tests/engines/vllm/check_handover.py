@@ -337,7 +337,7 @@ def test_kvmover_speaks_in_vllms_log_and_says_why_a_prefill_was_not_fetched(engi
         [
             ("INFO", "connector.py", "serves 40 blocks of full_attention"),
             ("WARNING", "worker.py", "p-1 was not sent: deadline passed before every destination asked"),
-            ("WARNING", "planner.py", "kv_transfer_params of p-2 have no remote_engine_id"),
+            ("WARNING", "scheduler.py", "kv_transfer_params of p-2 have no remote_engine_id"),
         ],
         strict=True,
     ):

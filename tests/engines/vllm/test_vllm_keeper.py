@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.vllm.keeper import Keeper, Lookout, Shelves, page_of, part_of
-from kvmover.engines.vllm.orders import Load, Save
-from kvmover.engines.vllm.sheet import Group, Seat, Sheaf, Sheet, Whole, sheaves
+from kvmover.engines.vllm.block_store import Keeper, Lookout, Shelves, page_of, part_of
+from kvmover.engines.vllm.caches import Group, Seat, Sheaf, Sheet, Whole, sheaves
+from kvmover.engines.vllm.connector_metadata import Load, Save
 from kvmover.store import Namespace
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 4, 8, 10

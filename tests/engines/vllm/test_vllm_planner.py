@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvmover.engines.vllm.orders import Abort, Load, Orders, Receive, Refuse, Release, Save, Send
+from kvmover.engines.vllm.connector_metadata import Abort, Load, Orders, Receive, Refuse, Release, Save, Send
 from kvmover.engines.vllm.params import Remote, answer
-from kvmover.engines.vllm.planner import Home, Planner, Role
+from kvmover.engines.vllm.scheduler import Home, Planner, Role
 
 TOKENS = 16
 REMOTE = Remote("prefill", "p-1", "10.0.0.1", 5600)

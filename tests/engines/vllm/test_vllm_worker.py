@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvmover.engines.vllm.backing import BackedTransport, pools_of
-from kvmover.engines.vllm.orders import Abort, Orders, Receive, Refuse, Release, Send, Tables
+from kvmover.engines.vllm.caches import Group, Seat, Sheet, Whole, sheaves
+from kvmover.engines.vllm.connector_metadata import Abort, Orders, Receive, Refuse, Release, Send, Tables
 from kvmover.engines.vllm.params import Remote
-from kvmover.engines.vllm.sheet import Group, Seat, Sheet, Whole, sheaves
 from kvmover.engines.vllm.tally import RankEnding
-from kvmover.engines.vllm.traffic import Traffic
+from kvmover.engines.vllm.transfers import Traffic
 from kvmover.engines.vllm.worker import Ended, Worker, unbegun
 from kvmover.errors import TransportError
 from kvmover.plan.cost import RDMA

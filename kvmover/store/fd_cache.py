@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 
+from kvmover.store.files import Files, OpenFile
 from kvmover.store.segment import DATA
-from kvmover.transport.files import Files, OpenFile
 
 #: Files kept open for the next read; more are open while more are in use.
 _OPEN_FILES = 128

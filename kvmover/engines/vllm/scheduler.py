@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 from typing import Any, Protocol
 
-from kvmover.engines.vllm.orders import Abort, Load, Orders, Receive, Refuse, Release, Save, Send, Tables
+from kvmover.engines.vllm.connector_metadata import Abort, Load, Orders, Receive, Refuse, Release, Save, Send, Tables
 from kvmover.engines.vllm.params import Remote, Serve, answer, asked
 
 log = logging.getLogger(__name__)

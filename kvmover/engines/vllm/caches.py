@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.release import EngineUnsupported
 from kvmover.layout import DTYPE_BYTES, Component, Fleet, Layout, PoolSpec, Span
 
 _AXES = ("page", "head", "layer", "kv", "token", "dim")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvmover.engines.relay import Numbers, Relay
+from kvmover.engines.common.repack import Numbers, Relay
 from kvmover.errors import StoreError
 from kvmover.store import PageStore, PartView
-from kvmover.transport.files import DIRECT_BYTES
+from kvmover.store.files import DIRECT_BYTES
 from kvmover.transport.memory import memory_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.engines.vllm.orders import Receive, Release
+from kvmover.engines.vllm.connector_metadata import Receive, Release
 from kvmover.engines.vllm.params import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
 from kvmover.transfer import Mover, Progress, Result, Transfer

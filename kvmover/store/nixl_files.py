@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from kvmover.errors import TransportUnavailable
+from kvmover.store.files import Access, Files, OpenFile, PlainFiles, Run, ahead, is_aligned
 from kvmover.transport.base import Memory
-from kvmover.transport.files import Access, Files, OpenFile, PlainFiles, Run, ahead, is_aligned
 from kvmover.transport.nixl_agent import Agent, start
 
 #: Descriptors of one request. One more than the plugin's pool (64 to 65536) in flight breaks its queue for good.

@@ -8,17 +8,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.relay import Numbers, Relay
+from kvmover.engines.common.pages import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, page_ids
+from kvmover.engines.common.repack import Numbers, Relay
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.model import Model
 from kvmover.engines.sglang.options import Objects, Options
-from kvmover.engines.sglang.seat import Seat, native_part, part_of
-from kvmover.engines.shelf import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, page_ids
+from kvmover.engines.sglang.page_parts import Seat, native_part, part_of
 from kvmover.layout import Component
 from kvmover.store import Namespace, PageStore, Part, PartView, elected, replicas
+from kvmover.store.nixl_files import files_for
 from kvmover.transport.base import Memory
 from kvmover.transport.memory import memory_of
-from kvmover.transport.nixl_files import files_for
 
 if TYPE_CHECKING:
     import torch

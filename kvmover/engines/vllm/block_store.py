@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.copies import Copies
-from kvmover.engines.relay import Relay
-from kvmover.engines.shelf import Bounce, Packed
-from kvmover.engines.vllm.orders import Load, Save
-from kvmover.engines.vllm.sheet import Sheaf
+from kvmover.engines.common.copies import Copies
+from kvmover.engines.common.pages import Bounce, Packed
+from kvmover.engines.common.repack import Relay
+from kvmover.engines.vllm.caches import Sheaf
+from kvmover.engines.vllm.connector_metadata import Load, Save
 from kvmover.errors import KvmoverError, StoreError
 from kvmover.layout import Fleet
 from kvmover.store import Namespace, PageStore, Part, elected, replicas
-from kvmover.store.identity import HASH_BYTES
+from kvmover.store.namespace import HASH_BYTES
+from kvmover.store.nixl_files import files_for
 from kvmover.transport.memory import memory_of
-from kvmover.transport.nixl_files import files_for
 
 if TYPE_CHECKING:
     import torch
