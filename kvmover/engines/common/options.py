@@ -15,6 +15,14 @@ STORE: Mapping[str, str] = {name: f"store.{name}" for name in ("root", "quota_by
 T = TypeVar("T", bound=msgspec.Struct)
 
 
+class ContentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What must be equal for KV to be shared. `model` and `weights` default to what the engine calls its own."""
+
+    model: str = ""
+    weights: str = ""
+    tenant: str = ""
+
+
 def read(
     said: Mapping[str, Any], kind: type[T], keys: Mapping[str, str], where: str, defaults: Settings | None = None
 ) -> tuple[T, Settings]:

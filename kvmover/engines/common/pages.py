@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +13,8 @@ import numpy as np
 
 from kvmover.engines.common.repack import Numbers, Relay
 from kvmover.errors import StoreError
-from kvmover.store import PageStore, PartView
+from kvmover.layout import Component, Fleet
+from kvmover.store import PageStore, PartView, elected, replicas
 from kvmover.store.files import DIRECT_BYTES
 from kvmover.transport.memory import memory_of
 
@@ -24,7 +26,18 @@ if TYPE_CHECKING:
 #: Pages are packed in groups of about so many bytes, so that they are still in the cache when they are written.
 GROUP_BYTES = 8 << 20
 
+#: Whether a rank is the one that writes a page, of all that hold the same part of it.
 Election = Callable[[bytes], bool]
+
+
+def election(component: Component, fleet: Fleet, rank: int) -> Election | None:
+    """Who writes a page of which several ranks hold the same part; None where nobody else holds that of `rank`."""
+    return partial(elected, component, fleet, rank) if replicas(component, fleet, rank)[1] > 1 else None
+
+
+def of_all(answers: Sequence[Sequence[bool]]) -> list[bool]:
+    """For each page whether all of `answers`, which have one entry a page each, say so."""
+    return [all(of_page) for of_page in zip(*answers, strict=True)]
 
 
 def page_ids(tokens: Numbers, count: int, page_tokens: int) -> Numbers:
@@ -160,7 +173,7 @@ class InPlace:
         return sum(view.part.nbytes for view in self.views)
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
-        return _all([view.exists(pages) for view in self.views])
+        return of_all([view.exists(pages) for view in self.views])
 
     def put(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
         return self._put(pages, self.addresses(tokens, len(pages)))
@@ -180,10 +193,10 @@ class InPlace:
         return ok
 
     def _put(self, pages: Sequence[bytes], addresses: list[list[int]]) -> list[bool]:
-        return _all([[r.ok for r in view.put(pages, at)] for view, at in zip(self.views, addresses, strict=True)])
+        return of_all([[r.ok for r in view.put(pages, at)] for view, at in zip(self.views, addresses, strict=True)])
 
     def _get(self, pages: Sequence[bytes], addresses: list[list[int]]) -> list[bool]:
-        return _all([[r.ok for r in view.get(pages, at)] for view, at in zip(self.views, addresses, strict=True)])
+        return of_all([[r.ok for r in view.get(pages, at)] for view, at in zip(self.views, addresses, strict=True)])
 
     def _flat(
         self, scratch: torch.Tensor, move: Callable[[Sequence[bytes], list[list[int]]], list[bool]], page: bytes
@@ -228,7 +241,3 @@ def _groups(numbers: Iterable[int], size: int) -> Iterable[list[int]]:
     rest = iter(numbers)
     while group := list(islice(rest, size)):
         yield group
-
-
-def _all(answers: Sequence[Sequence[bool]]) -> list[bool]:
-    return [all(of_page) for of_page in zip(*answers, strict=True)]

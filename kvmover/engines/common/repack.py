@@ -1,4 +1,4 @@
-"""Relay: the strides of a copy between pages of a pool and pages in the order of objects, either way."""
+"""Repack: copies between pages of an engine's pool and pages in the order of objects, either way."""
 
 from __future__ import annotations
 
@@ -52,6 +52,31 @@ class Relay:
     def _region(self, src: Side, dst: Side) -> Region:
         layout = self.pool.layout
         return Region(src, dst, layout.extent_of("head"), layout.extent_of("token"), self.pool.component.row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies between a device and pinned memory from one thread, which waits for them; between hosts, plain copies."""
+
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def on(cls, device: torch.device) -> Copies:
+        import torch
+
+        return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    def __call__(self, regions: Sequence[Region]) -> None:
+        import torch
+
+        from kvmover.kernels import bulk
+
+        if self.stream is None:
+            bulk.move(regions)
+            return
+        with torch.cuda.stream(self.stream):
+            bulk.move(regions)
+        self.stream.synchronize()
 
 
 def _side(spec: PoolSpec, memory: Sequence[torch.Tensor], pages: Numbers) -> Side:

@@ -1,5 +1,7 @@
-"""What a store asks of its owner from time to time, done by whichever of the engine's threads comes by; and the figures
-of its batches."""
+"""A rank's page store: opened by its settings, and what it asks of its owner from time to time.
+
+The upkeep is done by whichever of the engine's threads comes by.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,16 @@ from threading import Lock
 
 from kvmover.config.settings import StoreSettings
 from kvmover.errors import StoreError
-from kvmover.store import PageStore
+from kvmover.store import Namespace, PageStore
+from kvmover.store.nixl_files import files_for
 
 log = logging.getLogger(__name__)
+
+
+def open_store(settings: StoreSettings, space: Namespace) -> PageStore:
+    """Past the page cache where the disk allows it. Raises ConfigError without a root, StoreError for a bad one."""
+    root = settings.directory()
+    return PageStore.open(root, space, settings, files_for(root) if root.is_dir() else None)
 
 
 @dataclass(slots=True)
@@ -46,25 +55,3 @@ class Upkeep:
             log.error("upkeep of the page store: %s", error)
         finally:
             self._lock.release()
-
-
-@dataclass(slots=True)
-class Batches:
-    """Pages and GB/s of each batch in one direction, since they were last taken."""
-
-    pages: list[int] = field(default_factory=list[int])
-    gb_s: list[float] = field(default_factory=list[float])
-    _lock: Lock = field(default_factory=Lock)
-
-    def add(self, pages: int, nbytes: int, seconds: float) -> None:
-        """A batch. Nothing was moved where all pages were stored already, and no bandwidth is told then."""
-        with self._lock:
-            if pages:
-                self.pages.append(pages)
-                self.gb_s.append(nbytes / max(seconds, 1e-9) / 1e9)
-
-    def take(self) -> tuple[list[int], list[float]]:
-        with self._lock:
-            taken = self.pages, self.gb_s
-            self.pages, self.gb_s = [], []
-            return taken

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang.page_parts import Rows
-from kvmover.layout import Component, Layout, PoolSpec
+from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +19,6 @@ _ATTENTION = "MHATokenToKVPool"
 
 #: Pools that are the same on every tensor-parallel rank.
 _SHARED = ("MLA", "DSA", "DeepSeekV4")
-
-_PACKED = ("page", "head", "layer", "kv", "token", "dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class Strand:
         row = self.rows.heads * self.rows.dim
         extents = (self.pages, self.rows.heads, self.rows.layers, self.rows.kv, self.page_tokens, self.rows.dim)
         strides = (self.page_tokens * row, self.rows.dim, 0, 0, row, 1)
-        return PoolSpec(component, Layout(_PACKED, extents, strides), ("layer", "kv"))
+        return PoolSpec(component, Layout(PACKED_AXES, extents, strides), ("layer", "kv"))
 
     def own(self, layers: range) -> list[range]:
         """The strand's own layers that layers `layers` of the model need, in runs."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from queue import Queue
-from threading import Thread
 from typing import Any
 
-from kvmover.engines.common.copies import Copies
-from kvmover.engines.common.pages import Bounce, Packed, as_bytes
-from kvmover.engines.common.repack import Numbers
+from kvmover.engines.common.pages import Bounce, Packed, as_bytes, of_all
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.repack import Copies, Numbers
+from kvmover.engines.common.store_worker import StoreWorker
 from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine, engine_linker
 from kvmover.engines.sglang.devicepool import Strand, is_shared, strands_of
@@ -20,7 +20,7 @@ from kvmover.engines.sglang.engine import Transfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.page_parts import Seat, part_of
+from kvmover.engines.sglang.page_parts import part_of
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import MAIN, Rank, Shelves
 from kvmover.errors import StoreError
@@ -70,9 +70,10 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self._group = engine_linker.device_pools(kvcache, params, components)
         self.pools = self._group.entry_map
         tp, tp_size = engine_linker.rank_in(params.attn_tp_cache_group or params.tp_cache_group)
-        (options, settings), seat = parse(extra_config), Seat(tp, tp_size, params.pp_rank, params.pp_size)
+        options, settings = parse(extra_config)
+        place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
         name = options.model or engine.served_name()
-        rank = Rank(name, said(options, served()), seat, self._group.rank_replicated)
+        rank = Rank(name, said(options, served()), place, self._group.rank_replicated)
         self._shelves = Shelves(options, settings.store, rank, params.page_size)
         self._upkeep = Upkeep(self._shelves.store, settings.store)
         self._out = self._doors(kvcache)
@@ -82,14 +83,11 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         if engine_linker.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._pending: dict[str, Sequence[Transfer]] = {}
-        self._loads, self._offloads = Queue[Job | None](), Queue[Job | None]()
         self._done = Queue[bool]()
-        self._threads = [
-            Thread(target=_work, args=(queue, work), daemon=True, name=f"kvmover-{word}")
-            for word, queue, work in (("load", self._loads, self._load), ("offload", self._offloads, self._offload))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._loads, self._offloads = (
+            StoreWorker("kvmover-load", self._load),
+            StoreWorker("kvmover-offload", self._offload),
+        )
 
     def lookup(self, rid: str, transfers: list[Transfer]) -> list[int]:
         """Every prefix of the pages that this rank can restore, in pages."""
@@ -101,7 +99,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         trailing: dict[str, int] = {}
         for transfer in expanded:
             answers = [shelf.exists(pages) for shelf in self._whole[str(transfer.name)]]
-            found[str(transfer.name)] = [all(of_page) for of_page in zip(*answers, strict=True)]
+            found[str(transfer.name)] = of_all(answers)
             last = transfer.hit_policy is not engine.ALL_PAGES
             trailing[str(transfer.name)] = max(1, len(transfer.keys or ())) if last else ALL_PAGES
         return list(hits(found, trailing).lengths)
@@ -147,18 +145,16 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
     def reset(self) -> None:
         """Wait until nothing is read or written, and forget what was done. What is stored stays."""
         self._pending.clear()
-        self._loads.join()
-        self._offloads.join()
+        self._loads.settle()
+        self._offloads.settle()
         while self._done.qsize():
             self._done.get_nowait()
         self.layer_done_counter.reset()
 
     def close(self) -> None:
         self.reset()
-        for queue in (self._loads, self._offloads):
-            queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        for worker in (self._loads, self._offloads):
+            worker.close()
         self._shelves.store.close()
 
     def _doors(self, kvcache: Any) -> dict[str, list[Door]]:
@@ -186,7 +182,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         model = rank.model if name == MAIN else replace(rank.model, kv_heads=None, layers=None)
         if strand.rows.layers != kvcache.end_layer - kvcache.start_layer:
             model = replace(model, layers=None)
-        return part_of(strand.rows, rank.seat, model, self._shelves.page_tokens)
+        return part_of(strand.rows, rank.place, model, self._shelves.page_tokens)
 
     def _load(self, job: Job) -> None:
         """Layers in order; one page that is not there ends the batch, which the engine then aborts."""
@@ -234,13 +230,6 @@ def _steps(doors: dict[str, list[Door]], layers: int) -> list[Step]:
         for cut in cuts
         if cut
     ]
-
-
-def _work(jobs: Queue[Job | None], work: Callable[[Job], None]) -> None:
-    while (job := jobs.get()) is not None:
-        work(job)
-        jobs.task_done()
-    jobs.task_done()
 
 
 def _wait(job: Job) -> None:

@@ -4,33 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.sglang.model import Model
 from kvmover.errors import LayoutError
-from kvmover.layout import Component, Fleet, Span, Stripe
-from kvmover.layout.fleet import Coordinate
+from kvmover.layout import Component, Span, Stripe
 from kvmover.store import Box, Part
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a rank stands: tensor parallel and pipeline parallel. It holds every position of a request.
-
-    Context-parallel ranks of SGLang hold copies of the whole cache, and groups of data-parallel attention serve
-    requests of their own, so neither is part of it; pools that are cut by position are refused (`hostpool`).
-    """
-
-    tp: int
-    tp_size: int
-    pp: int = 0
-    pp_size: int = 1
-
-    @property
-    def fleet(self) -> Fleet:
-        return Fleet(tp=self.tp_size, pp=self.pp_size)
-
-    @property
-    def rank(self) -> int:
-        return self.fleet.rank(Coordinate(self.tp, self.pp, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,48 +31,48 @@ class Rows:
     shared: bool = False
 
 
-def part_of(rows: Rows, seat: Seat, model: Model, page_tokens: int) -> Part:
+def part_of(rows: Rows, place: ParallelRank, model: Model, page_tokens: int) -> Part:
     """The whole-model component that `rows` belong to, and the box of a page that they are.
 
     What nobody says of the whole model stays the rank's own: 1 head on each of 8 ranks may be 8 heads, or 4 held twice.
     Then it is stored by rank, which is never wrong, and is shared by fleets of the same shape alone.
 
     >>> rows = Rows("kv", layers=80, kv=2, heads=1, dim=128, dtype="bfloat16")
-    >>> part = part_of(rows, Seat(tp=5, tp_size=8), Model(kv_heads=4), page_tokens=64)
+    >>> part = part_of(rows, ParallelRank(tp=5, tp_size=8), Model(kv_heads=4), page_tokens=64)
     >>> part.component.heads, part.box.heads.triple(), part.nbytes
     (4, [2, 1, 1], 2621440)
     """
-    total, heads = _heads(rows, seat, model)
+    total, heads = _heads(rows, place, model)
     name = rows.name + (f", {rows.drafts} of a draft model" if rows.drafts else "")
     if rows.dtype == "uint8" and model.kv_dtype:
         name += f", {model.kv_dtype}"
     layers, held = rows.layers, Span(0, rows.layers)
-    if seat.pp_size > 1:
+    if place.pp_size > 1:
         if model.layers is not None and not rows.drafts:
             layers, held = model.layers, Span(rows.first_layer, rows.layers)
         else:
-            name += f", stage {seat.pp} of {seat.pp_size} from layer {rows.first_layer}"
+            name += f", stage {place.pp} of {place.pp_size} from layer {rows.first_layer}"
     component = Component(name, layers, rows.kv, total, rows.dim, rows.dtype, states=rows.states)
     tokens = component.extent(page_tokens)
     return Part(component, Box(heads, held, Stripe(0, 1, tokens, tokens)))
 
 
-def _heads(rows: Rows, seat: Seat, model: Model) -> tuple[int, Span]:
-    if rows.shared or seat.tp_size == 1:
+def _heads(rows: Rows, place: ParallelRank, model: Model) -> tuple[int, Span]:
+    if rows.shared or place.tp_size == 1:
         return rows.heads, Span(0, rows.heads)
-    total = model.kv_heads if rows.heads == 1 and model.kv_heads else rows.heads * seat.tp_size
-    heads = Span.share(total, seat.tp_size, seat.tp)
+    total = model.kv_heads if rows.heads == 1 and model.kv_heads else rows.heads * place.tp_size
+    heads = place.heads(total)
     if heads.count != rows.heads:
         raise LayoutError(
-            f"{rows.name} has {rows.heads} heads on rank {seat.tp} of {seat.tp_size}; of {total} heads that is"
+            f"{rows.name} has {rows.heads} heads on rank {place.tp} of {place.tp_size}; of {total} heads that is"
             f" {heads.count}"
         )
     return total, heads
 
 
-def native_part(name: str, nbytes: int, seat: Seat, shared: bool) -> Part:
+def native_part(name: str, nbytes: int, place: ParallelRank, shared: bool) -> Part:
     """A run of a page that only ranks of the same shape understand: one row, whose component says whose it is."""
-    whose = [f"rank {seat.tp} of {seat.tp_size}"] * (not shared and seat.tp_size > 1)
-    whose += [f"stage {seat.pp} of {seat.pp_size}"] * (seat.pp_size > 1)
+    whose = [f"rank {place.tp} of {place.tp_size}"] * (not shared and place.tp_size > 1)
+    whose += [f"stage {place.pp} of {place.pp_size}"] * (place.pp_size > 1)
     component = Component.state(", ".join([name, *whose]), 1, 1, nbytes, "uint8")
     return Part.whole(component, 1)

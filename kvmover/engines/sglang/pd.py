@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
 from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
-from kvmover.engines.sglang.pd_cache import Column, caches_of, layers_of, page_table, refuse, whole_of
+from kvmover.engines.sglang.pd_cache import caches_of, layers_of, page_table, refuse, whole_of
 from kvmover.engines.sglang.pd_pool import Rows, pool_of
 from kvmover.engines.sglang.transfer_driver import Haul, Wanted
 from kvmover.errors import PeerRefused, PlanError, TransportError
@@ -57,13 +58,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         context = engine_pd.parallel()
         refuse(args, context)
         self._rows = Rows(args)
-        self._fleet = Fleet(tp=context.attn_tp_size, pp=context.pp_size, page_tokens=args.page_size)
-        self._rank = rank = self._fleet.rank(Coordinate(context.attn_tp_rank, args.pp_rank, 0))
+        place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
+        self._fleet, self._rank = place.fleet(args.page_size), place.rank
         config = engine.model_config()
         if config is None:
             raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
         whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
-        self._caches = caches_of(args, whole, Column(context.attn_tp_rank, self._fleet.tp))
+        self._caches = caches_of(args, whole, place)
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
         device = engine_pd.device(args.gpu_id)
@@ -73,17 +74,17 @@ class KvmoverManager(engine_pd.CommonKVManager):
         ]
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
-        transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{rank}")
+        transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
             transport,
             Model("sglang", components),
-            Place(self._name, self._fleet, rank),
+            Place(self._name, self._fleet, self._rank),
             pools,
             settings.mover_config(),
         )
         self._haul = Haul(mover, self._ended, settings.progress)
-        who = f"kvmover {disaggregation_mode.value} rank {rank} of TP{self._fleet.tp} PP{self._fleet.pp}"
-        self._observers = Observers(settings, self._name, rank, Guest(logging.getLogger(), who))
+        who = f"kvmover {disaggregation_mode.value} rank {self._rank} of TP{self._fleet.tp} PP{self._fleet.pp}"
+        self._observers = Observers(settings, self._name, self._rank, Guest(logging.getLogger(), who))
         self._observers.watch(mover)
         self._observers.serve(MoverCollector([self._haul]))
         self._outgoing: dict[int, Outgoing] = defaultdict(Outgoing)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.errors import PlanError
 from kvmover.layout import Component, Span
@@ -37,17 +38,6 @@ def whole_of(config: Any, latent: Any) -> Whole:
         return Whole(1, 1)
     window = config.sliding_window_size or config.attention_chunk_size
     return Whole(2, config.get_total_num_kv_heads(), config.get_swa_num_kv_heads(1), window)
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One tensor-parallel rank of `size`."""
-
-    rank: int
-    size: int
-
-    def heads(self, whole: int) -> int:
-        return Span.share(whole, self.size, self.rank).count
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,30 +100,30 @@ class Cache:
         return Component(self.name, layers, self.kv, self.heads, self.row_bytes, "uint8", self.window, self.states)
 
 
-def caches_of(args: Any, whole: Whole, column: Column) -> list[Cache]:
+def caches_of(args: Any, whole: Whole, place: ParallelRank) -> list[Cache]:
     """All caches that `KVArgs` names, in its order. Raises EngineUnsupported for what cannot be described."""
     every = Buffers.of(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     drafts, tokens, dtype = args.num_draft_entries, args.page_size, args.kv_cache_dtype_str
     target, draft = every.part(0, len(every.items) - drafts), every.part(len(every.items) - drafts, len(every.items))
-    found = list(_attention(f"kv {dtype}", target, whole.kv, whole.heads, column, tokens))
+    found = list(_attention(f"kv {dtype}", target, whole.kv, whole.heads, place, tokens))
     if drafts:
         if set(draft.items) != set(target.items):
             raise EngineUnsupported(
                 "kvmover's prefill/decode backend does not transfer the cache of a draft model whose layers are not"
                 f" like the model's: pages of {sorted(set(draft.items))} and {sorted(set(target.items))} bytes"
             )
-        found += _attention(f"draft {dtype}", draft, whole.kv, whole.heads, column, tokens)
+        found += _attention(f"draft {dtype}", draft, whole.kv, whole.heads, place, tokens)
     for number, kind in enumerate(kinds_of(args)):
         own = Buffers.of(args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number])
         if kind == "mamba":
-            held: Sequence[Cache] = list(_states(args, number, own, column))
+            held: Sequence[Cache] = list(_states(args, number, own, place))
         elif kind == "swa":
             if whole.window is None:
                 raise EngineUnsupported("the model's configuration does not tell the size of its sliding window")
             span, heads = (ceil(whole.window / tokens) + 1) * tokens, whole.window_heads
-            held = [replace(c, window=span) for c in _attention(f"window {dtype}", own, 2, heads, column, tokens)]
+            held = [replace(c, window=span) for c in _attention(f"window {dtype}", own, 2, heads, place, tokens)]
         else:
-            held = list(_attention("index keys", own, 1, 1, column, tokens))
+            held = list(_attention("index keys", own, 1, 1, place, tokens))
         found += [replace(cache, by=number) for cache in held]
     return found
 
@@ -195,15 +185,15 @@ def page_table(
     return np.concatenate([np.full(length - len(own), own[0] if len(own) else 0, np.int64), own])
 
 
-def _attention(name: str, own: Buffers, kv: int, heads: int, column: Column, tokens: int) -> Iterator[Cache]:
+def _attention(name: str, own: Buffers, kv: int, heads: int, place: ParallelRank, tokens: int) -> Iterator[Cache]:
     """Pages `token head dim`: K of every layer, then V. K and V of different dims are caches of their own."""
     layers = len(own.items) // kv
     halves = [own.part(n * layers, (n + 1) * layers) for n in range(kv)]
     if len({half.item_bytes for half in halves}) > 1:
         for half, word in zip(halves, ("k", "v"), strict=True):
-            yield from _attention(f"{name} {word}", half, 1, heads, column, tokens)
+            yield from _attention(f"{name} {word}", half, 1, heads, place, tokens)
         return
-    held = column.heads(heads)
+    held = place.heads(heads).count
     row, rest = divmod(own.item_bytes, tokens * held)
     if rest:
         raise EngineUnsupported(f"pages of {own.item_bytes} bytes are not {tokens} tokens x {held} heads")
@@ -211,7 +201,7 @@ def _attention(name: str, own: Buffers, kv: int, heads: int, column: Column, tok
     yield Cache(name, pointers, own.pages, own.item_bytes, row, kv, heads, held)
 
 
-def _states(args: Any, number: int, own: Buffers, column: Column) -> Iterator[Cache]:
+def _states(args: Any, number: int, own: Buffers, place: ParallelRank) -> Iterator[Cache]:
     """States of Mamba and its like: a run of buffers, one a layer, for each tensor of the state.
 
     The first is a convolution, whose channels are x, B and C or q, k and v side by side: it is cut over ranks in as
@@ -223,11 +213,11 @@ def _states(args: Any, number: int, own: Buffers, column: Column) -> Iterator[Ca
     for tensor, (start, stop) in enumerate(zip(heads, [*heads[1:], len(own.items)], strict=True)):
         runs = own.part(start, stop)
         whole = Cache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
-        known = groups[start] or [cuts[start] * column.size] * (tensor > 0)
-        yield from _cut(whole, cuts[start], outers[start], known, column)
+        known = groups[start] or [cuts[start] * place.tp_size] * (tensor > 0)
+        yield from _cut(whole, cuts[start], outers[start], known, place)
 
 
-def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], column: Column) -> Iterator[Cache]:
+def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], place: ParallelRank) -> Iterator[Cache]:
     """A state of `outer` planes of `dim` units; `groups`: units of the whole model, each group cut by itself.
 
     `dim` 0: every rank holds all of it. A state whose groups nobody tells, or of which ranks hold parts twice, is cut
@@ -236,17 +226,17 @@ def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], column: Colu
     if not dim:
         yield state
         return
-    units = [group // column.size for group in groups]
-    if sum(units) != dim or any(group % column.size for group in groups):
-        yield replace(state, name=f"{state.name}, one of {column.size} ranks", heads=column.size)
+    units = [group // place.tp_size for group in groups]
+    if sum(units) != dim or any(group % place.tp_size for group in groups):
+        yield replace(state, name=f"{state.name}, one of {place.tp_size} ranks", heads=place.tp_size)
         return
     unit_bytes, plane_bytes = state.item_bytes // (outer * dim), state.item_bytes // outer
     at = 0
     for part, held in enumerate(units):
-        heads = gcd(held * column.size, _MOST_HEADS)
-        own = column.heads(heads)
-        if heads % column.size:
-            raise EngineUnsupported(f"{held * column.size} rows of {state.name!r} on {column.size} ranks")
+        heads = gcd(held * place.tp_size, _MOST_HEADS)
+        own = place.heads(heads).count
+        if heads % place.tp_size:
+            raise EngineUnsupported(f"{held * place.tp_size} rows of {state.name!r} on {place.tp_size} ranks")
         yield replace(
             state,
             name=f"{state.name}.{part}",

@@ -6,12 +6,10 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.sglang.pd_cache import Cache
-from kvmover.layout import Component, Layout, Pool, PoolSpec
+from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec
 
 if TYPE_CHECKING:
     import torch
-
-_PACKED = ("page", "head", "layer", "kv", "token", "dim")
 
 
 def pool_of(cache: Cache, component: Component, page_tokens: int, device: torch.device) -> Pool:
@@ -20,7 +18,7 @@ def pool_of(cache: Cache, component: Component, page_tokens: int, device: torch.
     token_bytes = cache.own_heads * cache.row_bytes
     shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, cache.row_bytes)
     stride = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes, 1)
-    spec = PoolSpec(component, Layout(_PACKED, shape, stride), ("layer",) if cache.plane_bytes else ("layer", "kv"))
+    spec = PoolSpec(component, Layout(PACKED_AXES, shape, stride), ("layer",) if cache.plane_bytes else ("layer", "kv"))
     return Pool(spec, tuple(tensor_at(pointer, spec.allocation_bytes, device) for pointer in cache.pointers))
 
 

@@ -8,16 +8,16 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common.pages import Nothing, Shelf
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.common.repack import Numbers
-from kvmover.engines.common.upkeep import Batches, Upkeep
+from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine
 from kvmover.engines.sglang.engine import Transfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.page_parts import Seat
-from kvmover.engines.sglang.store_adapter import MAIN, Rank, Shelves
+from kvmover.engines.sglang.store_adapter import MAIN, Batches, Rank, Shelves
 from kvmover.errors import StoreError
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class KvmoverStore(engine.HiCacheStorage):
                 f"decode context parallelism of {config.dcp_size}: SGLang leaves that to its file and Mooncake backends"
             )
         self._options, self._settings = parse(config.extra_config)
-        seat = Seat(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
+        place = ParallelRank(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
         name = self._options.model or config.model_name or ""
-        self._rank = Rank(name, said(self._options, served()), seat, config.is_mla_model)
+        self._rank = Rank(name, said(self._options, served()), place, config.is_mla_model)
         self._metrics = config.enable_storage_metrics
         self._read, self._written = Batches(), Batches()
         self._shelf: dict[str, Shelf] = {}

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.pages import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, page_ids
+from kvmover.engines.common.pages import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, election, page_ids
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.repack import Numbers, Relay
+from kvmover.engines.common.upkeep import open_store
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.model import Model
 from kvmover.engines.sglang.options import Objects, Options
-from kvmover.engines.sglang.page_parts import Seat, native_part, part_of
+from kvmover.engines.sglang.page_parts import native_part, part_of
 from kvmover.layout import Component
-from kvmover.store import Namespace, PageStore, Part, PartView, elected, replicas
-from kvmover.store.nixl_files import files_for
+from kvmover.store import Namespace, PageStore, Part, PartView
 from kvmover.transport.base import Memory
 from kvmover.transport.memory import memory_of
 
@@ -36,7 +38,7 @@ class Rank:
 
     name: str
     model: Model
-    seat: Seat
+    place: ParallelRank
     replicated: bool
 
 
@@ -55,8 +57,7 @@ class Shelves:
     def __post_init__(self) -> None:
         """Raises ConfigError without a root, StoreError for one that is not there or a store that cannot be opened."""
         self.space = Namespace(self.rank.name, self.rank.model.weights, self.page_tokens, self.options.tenant)
-        root = self.settings.directory()
-        self.store = PageStore.open(root, self.space, self.settings, files_for(root) if root.is_dir() else None)
+        self.store = open_store(self.settings, self.space)
 
     def shelf(self, pool: Any, name: str) -> Shelf:
         """The shelf of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""
@@ -73,11 +74,11 @@ class Shelves:
         buffer = hostpool.buffer_of(pool, tensor)
         shared = self._shared_by_ranks(pool)
         rows = hostpool.rows_of(pool, name, buffer, str(tensor.dtype).removeprefix("torch."), shared)
-        part = part_of(rows, self.rank.seat, self._model_of(pool, name), self.page_tokens)
+        part = part_of(rows, self.rank.place, self._model_of(pool, name), self.page_tokens)
         writes = None if shared else self.election(part.component)
         view = self.view(part, writes)
         spec = buffer.spec(part.component)
-        if hostpool.is_packed(spec):
+        if spec.is_packed:
             self.register([tensor])
             stride, first = spec.stride_bytes("page"), tensor.data_ptr()
             return InPlace(
@@ -97,7 +98,7 @@ class Shelves:
         if self.rank.model.kv_dtype:
             called += f", {self.rank.model.kv_dtype}"
         views = tuple(
-            self.view(native_part(f"{called}, run {run}", nbytes, self.rank.seat, shared))
+            self.view(native_part(f"{called}, run {run}", nbytes, self.rank.place, shared))
             for run, nbytes in enumerate(sizes)
         )
         self.register(hostpool.memory_of_pool(pool))
@@ -117,8 +118,7 @@ class Shelves:
 
     def election(self, component: Component) -> Election | None:
         """Who writes a page whose heads several ranks hold. None where nobody else does."""
-        fleet, rank = self.rank.seat.fleet, self.rank.seat.rank
-        return partial(elected, component, fleet, rank) if replicas(component, fleet, rank)[1] > 1 else None
+        return election(component, self.rank.place.fleet(self.page_tokens), self.rank.place.rank)
 
     def register(self, tensors: list[torch.Tensor]) -> None:
         """Kept as long as the store may touch it. Pools that share an allocation are registered once."""
@@ -127,6 +127,28 @@ class Shelves:
             if memory not in self.registered:
                 self.store.register(memory)
                 self.registered[memory] = tensor
+
+
+@dataclass(slots=True)
+class Batches:
+    """Pages and GB/s of each batch in one direction, since they were last taken."""
+
+    pages: list[int] = field(default_factory=list[int])
+    gb_s: list[float] = field(default_factory=list[float])
+    _lock: Lock = field(default_factory=Lock)
+
+    def add(self, pages: int, nbytes: int, seconds: float) -> None:
+        """A batch. Nothing was moved where all pages were stored already, and no bandwidth is told then."""
+        with self._lock:
+            if pages:
+                self.pages.append(pages)
+                self.gb_s.append(nbytes / max(seconds, 1e-9) / 1e9)
+
+    def take(self) -> tuple[list[int], list[float]]:
+        with self._lock:
+            taken = self.pages, self.gb_s
+            self.pages, self.gb_s = [], []
+            return taken
 
 
 def _at(tokens: Numbers, count: int, page_tokens: int, first: int, stride: int) -> list[int]:

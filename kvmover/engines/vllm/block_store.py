@@ -7,26 +7,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Lock, Thread
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.copies import Copies
-from kvmover.engines.common.pages import Bounce, Packed
-from kvmover.engines.common.repack import Relay
+from kvmover.engines.common.pages import Bounce, Packed, election, of_all
+from kvmover.engines.common.repack import Copies, Relay
+from kvmover.engines.common.store_worker import StoreWorker
+from kvmover.engines.common.upkeep import Upkeep, open_store
 from kvmover.engines.vllm.caches import Sheaf
 from kvmover.engines.vllm.connector_metadata import Load, Save
 from kvmover.errors import KvmoverError, StoreError
 from kvmover.layout import Fleet
-from kvmover.store import Namespace, PageStore, Part, elected, replicas
+from kvmover.store import Namespace, PageStore, Part
 from kvmover.store.namespace import HASH_BYTES
-from kvmover.store.nixl_files import files_for
 from kvmover.transport.memory import memory_of
 
 if TYPE_CHECKING:
@@ -69,8 +67,7 @@ class Shelves:
         sheaves: Sequence[tuple[Sheaf, torch.Tensor]],
     ) -> Shelves:
         """`sheaves`: with the flat memory their starts lie in. Raises StoreError, or EngineUnsupported for a layout."""
-        root = settings.directory()
-        store = PageStore.open(root, space, settings, files_for(root) if root.is_dir() else None)
+        store = open_store(settings, space)
         whole_blocks = replace(fleet, page_tokens=space.page_tokens)
 
         def shelf(sheaf: Sheaf, memory: torch.Tensor) -> Packed:
@@ -78,8 +75,7 @@ class Shelves:
             component, part = sheaf.component, part_of(sheaf, whole_blocks, rank)
             bounce, spec = Bounce.of(part.nbytes), sheaf.blocks(sheaf.spec.pages // sheaf.ratio)
             store.register(memory_of(bounce.memory))
-            shared = replicas(component, whole_blocks, rank)[1] > 1
-            writes = partial(elected, component, whole_blocks, rank) if shared else None
+            writes = election(component, whole_blocks, rank)
             starts = [start - memory.data_ptr() for start in sheaf.starts]
             return Packed(
                 view=store.view(space, part, writes),
@@ -97,15 +93,11 @@ class Shelves:
 
     def put(self, order: Save) -> list[bool]:
         pages, ids = pages_of(order.hashes), np.asarray(order.blocks, np.int64)
-        return _all([shelf.put(pages, ids) for shelf in self.out])
+        return of_all([shelf.put(pages, ids) for shelf in self.out])
 
     def get(self, order: Load) -> list[bool]:
         pages, ids = pages_of(order.hashes), np.asarray(order.blocks, np.int64)
-        return _all([shelf.get(pages, ids) for shelf in self.into])
-
-
-def _all(answers: Sequence[Sequence[bool]]) -> list[bool]:
-    return [all(of_page) for of_page in zip(*answers, strict=True)]
+        return of_all([shelf.get(pages, ids) for shelf in self.into])
 
 
 def part_of(sheaf: Sheaf, fleet: Fleet, rank: int) -> Part:
@@ -124,28 +116,26 @@ class Keeper:
     settings: StoreSettings
     clock: Callable[[], float] = time.monotonic
     _counts: Counter[str] = field(default_factory=Counter[str])
-    _saves: Queue[tuple[Save, Event] | None] = field(default_factory=Queue["tuple[Save, Event] | None"])
-    _loads: Queue[Load | None] = field(default_factory=Queue["Load | None"])
     _lock: Lock = field(default_factory=Lock)
     _saving: Counter[str] = field(default_factory=Counter[str])
     _loaded: list[tuple[Load, list[bool]]] = field(default_factory=list[tuple[Load, list[bool]]])
     _stored: list[bytes] = field(default_factory=list[bytes])
-    _threads: list[Thread] = field(default_factory=list[Thread])
+    _saver: StoreWorker[tuple[Save, Event]] = field(init=False)
+    _loader: StoreWorker[Load] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, work in (("save", self._save_all), ("load", self._load_all)):
-            thread = Thread(target=work, daemon=True, name=f"kvmover-{name}")
-            self._threads.append(thread)
-            thread.start()
+        upkeep = Upkeep(self.shelves.store, self.settings, self.clock)
+        self._saver = StoreWorker("kvmover-save", self._save, upkeep.come_by, self.settings.upkeep_s)
+        self._loader = StoreWorker("kvmover-load", self._load)
 
     def save(self, order: Save, ready: Event) -> None:
         """Store blocks once `ready` has passed. They are read until the request is not `is_saving` any more."""
         with self._lock:
             self._saving[order.request] += 1
-        self._saves.put((order, ready))
+        self._saver.put((order, ready))
 
     def load(self, order: Load) -> None:
-        self._loads.put(order)
+        self._loader.put(order)
 
     def is_saving(self, request: str) -> bool:
         with self._lock:
@@ -171,40 +161,15 @@ class Keeper:
 
     def settle(self) -> None:
         """Wait until all that was ordered to be stored has been."""
-        self._saves.join()
+        self._saver.settle()
 
     def close(self) -> None:
-        for queue in (self._saves, self._loads):
-            queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        for worker in (self._saver, self._loader):
+            worker.close()
         self.shelves.store.close()
 
-    def _save_all(self) -> None:
-        collected = flushed = self.clock()
-        while True:
-            try:
-                job = self._saves.get(timeout=self.settings.upkeep_s)
-            except Empty:
-                job = ()
-            if job is None:
-                self._saves.task_done()
-                return
-            if job:
-                self._save(*job)
-                self._saves.task_done()
-            now = self.clock()
-            try:
-                if now >= collected + self.settings.upkeep_s:
-                    collected = now
-                    self.shelves.store.collect()
-                if now >= flushed + self.settings.flush_s:
-                    flushed = now
-                    self.shelves.store.flush()
-            except (OSError, StoreError) as error:
-                log.error("upkeep of the page store: %s", error)
-
-    def _save(self, order: Save, ready: Event) -> None:
+    def _save(self, job: tuple[Save, Event]) -> None:
+        order, ready = job
         done: list[bool] = []
         try:
             ready.synchronize()
@@ -219,17 +184,16 @@ class Keeper:
             if not self._saving[order.request]:
                 del self._saving[order.request]
 
-    def _load_all(self) -> None:
-        while (order := self._loads.get()) is not None:
-            done = [False] * len(order.blocks)
-            try:
-                done = self.shelves.get(order)
-            except (KvmoverError, OSError, RuntimeError):
-                log.exception("%d blocks of %s were not read", len(order.blocks), order.request)
-            with self._lock:
-                self._loaded.append((order, done))
-                self._counts["loaded_blocks"] += sum(done)
-                self._counts["failed_loads"] += len(order.blocks) - sum(done)
+    def _load(self, order: Load) -> None:
+        done = [False] * len(order.blocks)
+        try:
+            done = self.shelves.get(order)
+        except (KvmoverError, OSError, RuntimeError):
+            log.exception("%d blocks of %s were not read", len(order.blocks), order.request)
+        with self._lock:
+            self._loaded.append((order, done))
+            self._counts["loaded_blocks"] += sum(done)
+            self._counts["failed_loads"] += len(order.blocks) - sum(done)
 
 
 @dataclass(slots=True)

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
-from kvmover.layout import DTYPE_BYTES, Component, Fleet, Layout, PoolSpec, Span
-
-_AXES = ("page", "head", "layer", "kv", "token", "dim")
+from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, PoolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,31 +94,6 @@ class Whole:
     kv_dtype: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a rank stands, before its page size is known."""
-
-    tp: int
-    pp: int
-    rank: int
-
-    @property
-    def grid(self) -> str:
-        """`TP2 PP3`; stages are named where there are several."""
-        return f"TP{self.tp}" + f" PP{self.pp}" * (self.pp > 1)
-
-    def fleet(self, page_tokens: int) -> Fleet:
-        return Fleet(tp=self.tp, pp=self.pp, page_tokens=page_tokens)
-
-    @property
-    def stage(self) -> int:
-        return self.rank // self.tp
-
-    @property
-    def column(self) -> int:
-        return self.rank % self.tp
-
-
 #: Kinds of groups whose rows are a token's, and which of them hold the same on every tensor-parallel rank.
 _SPLIT, _SHARED = ("full_attention", "sliding_window"), ("mla_attention", "sliding_window_mla")
 
@@ -140,7 +114,9 @@ def refuse(groups: Sequence[Group]) -> None:
             raise EngineUnsupported(f"kvmover's vLLM connector does not move caches of kind {group.kind}")
 
 
-def sheaves(groups: Sequence[Group], sheets: Sequence[Sheet], blocks: int, whole: Whole, seat: Seat) -> list[Sheaf]:
+def sheaves(
+    groups: Sequence[Group], sheets: Sequence[Sheet], blocks: int, whole: Whole, place: ParallelRank
+) -> list[Sheaf]:
     """All components of a rank's cache, in the order of its groups. Raises EngineUnsupported for what is not rows."""
     refuse(groups)
     by_name = {sheet.layer: sheet for sheet in sheets}
@@ -152,14 +128,14 @@ def sheaves(groups: Sequence[Group], sheets: Sequence[Sheet], blocks: int, whole
         mine = sorted((by_name[layer] for layer in group.layers), key=lambda s: (number_of(s.layer), s.layer))
         for content in dict.fromkeys(sheet.content for sheet in mine):
             alike = [sheet for sheet in mine if sheet.content == content]
-            made.append(_sheaf(number, group, alike, blocks, whole, seat))
+            made.append(_sheaf(number, group, alike, blocks, whole, place))
     pages = sorted({sheaf.spec.page_tokens for sheaf in made})
     if len(pages) > 1:
         raise EngineUnsupported(f"groups whose pages have {pages} tokens; they must be equal")
     return made
 
 
-def _sheaf(number: int, group: Group, sheets: Sequence[Sheet], blocks: int, whole: Whole, seat: Seat) -> Sheaf:
+def _sheaf(number: int, group: Group, sheets: Sequence[Sheet], blocks: int, whole: Whole, place: ParallelRank) -> Sheaf:
     if len({(sheet.shape, sheet.stride) for sheet in sheets}) > 1:
         raise EngineUnsupported(f"caches of {sheets[0].layer} and others of {group.kind} {number} do not lie alike")
     pages, heads, tokens, content = sheets[0].shape
@@ -170,10 +146,10 @@ def _sheaf(number: int, group: Group, sheets: Sequence[Sheet], blocks: int, whol
             f" {group.block_tokens} tokens; a row must be a token"
         )
     of_model = 1 if group.kind in _SHARED else whole.kv_heads
-    held = Span.share(of_model, seat.tp, seat.column)
+    held = place.heads(of_model)
     if held.count != heads:
         raise EngineUnsupported(f"cache of {sheets[0].layer} has {heads} heads; of {of_model} this rank holds {held}")
-    layers = len(sheets) if seat.pp == 1 else _layers(sheets, whole, seat)
+    layers = len(sheets) if place.pp_size == 1 else _layers(sheets, whole, place)
     window = None if group.window is None else max(1, group.window - 1)
     quantised = f", {whole.kv_dtype}" * (sheets[0].element_bytes == 1)
     name = f"{group.kind} {number}, {content} {sheets[0].dtype}{quantised}"
@@ -181,7 +157,9 @@ def _sheaf(number: int, group: Group, sheets: Sequence[Sheet], blocks: int, whol
     starts = [sheet.address for sheet in sheets]
     stride = _even(starts, sheets[0].element_bytes)
     page, head, token, dim = sheets[0].stride
-    layout = Layout(_AXES, (pages, heads, len(sheets), 1, tokens, content), (page, head, stride or 0, 0, token, dim))
+    layout = Layout(
+        PACKED_AXES, (pages, heads, len(sheets), 1, tokens, content), (page, head, stride or 0, 0, token, dim)
+    )
     if stride is None:
         return Sheaf(number, component, PoolSpec(component, layout, ("layer",)), tuple(starts), _names(sheets), ratio)
     return Sheaf(number, component, PoolSpec(component, layout), (starts[0],), _names(sheets), ratio)
@@ -191,13 +169,13 @@ def _names(sheets: Sequence[Sheet]) -> tuple[str, ...]:
     return tuple(sheet.layer for sheet in sheets)
 
 
-def _layers(sheets: Sequence[Sheet], whole: Whole, seat: Seat) -> int:
+def _layers(sheets: Sequence[Sheet], whole: Whole, place: ParallelRank) -> int:
     """Of the whole model, where stages share it: they must have the shares that a Fleet gives them."""
-    share = Span.share(whole.layers, seat.pp, seat.stage)
+    share = place.layers(whole.layers)
     numbers = [number_of(sheet.layer)[:1] for sheet in sheets]
     if numbers != [(layer,) for layer in share]:
         raise EngineUnsupported(
-            f"pipeline stage {seat.stage} of {seat.pp} holds layers {sorted(n[0] for n in numbers if n)}, not"
+            f"pipeline stage {place.pp} of {place.pp_size} holds layers {sorted(n[0] for n in numbers if n)}, not"
             f" {share.start} to {share.stop - 1} of {whole.layers}: set VLLM_PP_LAYER_PARTITION to equal stages"
         )
     return whole.layers

@@ -22,7 +22,7 @@ from kvmover.engines.vllm.tally import Tally
 from kvmover.engines.vllm.transfers import Traffic
 from kvmover.engines.vllm.worker import Ended, Worker, failed, unbegun
 from kvmover.engines.vllm.worker_metadata import Introduction, News, StepNews
-from kvmover.layout import Fleet, Span
+from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.start import Observers, begin_logs
@@ -56,7 +56,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         engine.KVConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._config = vllm_config
         self._options, self._settings = parse(self._kv_transfer_config.kv_connector_extra_config)
-        self._seat = engine.seat_of(vllm_config)
+        self._place = engine.place_of(vllm_config)
         self._groups = engine.groups_of(kv_cache_config)
         refuse(self._groups)
         self._blocks: int = kv_cache_config.num_blocks
@@ -68,7 +68,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._ended = Ended()
         if role is engine.SCHEDULER:
             # Where a rank in this process has said who it is, it is heard already.
-            guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._seat.grid}")
+            guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._place.grid}")
             self._end_logs = begin_logs(self._settings.logging, guest)
             transfer = self._kv_transfer_config
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
@@ -76,8 +76,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._planner = Planner(self._groups[0].block_tokens, may, self._windowed)
             self._desk: cards.Desk | None = None
             self._lookout: Lookout | None = None
-            self._news = News(self._seat.tp * self._seat.pp)
-            self._tally = Tally(self._seat.tp * self._seat.pp)
+            self._news = News(self._place.tp_size * self._place.pp_size)
+            self._tally = Tally(self._place.tp_size * self._place.pp_size)
             events = getattr(vllm_config, "kv_events_config", None)
             self._tells = events is not None and events.enable_kv_cache_events
 
@@ -105,25 +105,25 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     # The worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        seat, settings = self._seat, self._settings
+        place, settings = self._place, self._settings
         backing = engine.backing_of(kv_caches)
-        made = sheaves(self._groups, engine.sheets_of(kv_caches), self._blocks, engine.whole_of(self._config), seat)
-        fleet = seat.fleet(made[0].spec.page_tokens)
+        made = sheaves(self._groups, engine.sheets_of(kv_caches), self._blocks, engine.whole_of(self._config), place)
+        fleet = place.fleet(made[0].spec.page_tokens)
         mover = Mover(
-            BackedTransport(f"vllm-{seat.rank}", backing),
+            BackedTransport(f"vllm-{place.rank}", backing),
             Model(f"{self._space.model} {self._space.weights}".strip(), tuple(sheaf.component for sheaf in made)),
-            Place(self._kv_transfer_config.engine_id, fleet, seat.rank),
+            Place(self._kv_transfer_config.engine_id, fleet, place.rank),
             pools_of(made, backing),
             settings.mover_config(),
         )
-        guest = Guest(engine.LOG, f"kvmover rank {seat.rank} of {seat.grid}")
-        self._observers = Observers(settings, self._kv_transfer_config.engine_id, seat.rank, guest)
+        guest = Guest(engine.LOG, f"kvmover rank {place.rank} of {place.grid}")
+        self._observers = Observers(settings, self._kv_transfer_config.engine_id, place.rank, guest)
         self._observers.watch(mover)
         progress = Progress(mover, settings.progress)
         self._observers.serve(MoverCollector([progress]))
         parts, keeper = self._keeper(made, fleet, backing)
         self._introduction = Introduction(mover.card, parts)
-        first = Span.share(made[0].component.layers, seat.pp, seat.stage).start
+        first = place.layers(made[0].component.layers).start
         self._worker = Worker(
             made,
             Traffic(progress, cards.call),
@@ -141,9 +141,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         if not store.root:
             return (), None
         space = self._space
-        shelves = Shelves.open(store, space, fleet, self._seat.rank, [(sheaf, backing) for sheaf in made])
-        whole_blocks = self._seat.fleet(space.page_tokens)
-        parts = tuple(part_of(sheaf, whole_blocks, self._seat.rank) for sheaf in made)
+        shelves = Shelves.open(store, space, fleet, self._place.rank, [(sheaf, backing) for sheaf in made])
+        whole_blocks = self._place.fleet(space.page_tokens)
+        parts = tuple(part_of(sheaf, whole_blocks, self._place.rank) for sheaf in made)
         return parts, Keeper(shelves, store)
 
     def get_handshake_metadata(self) -> Introduction | None:

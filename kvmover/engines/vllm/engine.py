@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.vllm.caches import Group, Seat, Sheet, Whole
+from kvmover.engines.vllm.caches import Group, Sheet, Whole
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,7 @@ def backing_of(caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
 
 
-def seat_of(config: Any) -> Seat:
+def place_of(config: Any) -> ParallelRank:
     """Where this process stands. Raises EngineUnsupported for ways to serve that the connector was not made for."""
     parallel = config.parallel_config
     for size, what in (
@@ -139,7 +140,7 @@ def seat_of(config: Any) -> Seat:
     if config.speculative_config is not None:
         raise EngineUnsupported("kvmover's vLLM connector does not serve speculative decoding")
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return Seat(tp, pp, parallel.rank % (tp * pp))
+    return ParallelRank.from_rank(parallel.rank % (tp * pp), tp, pp)
 
 
 def whole_of(config: Any) -> Whole:

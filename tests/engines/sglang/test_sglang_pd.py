@@ -14,13 +14,14 @@ import pytest
 import torch
 import zmq
 
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang import pd_wire
 from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.devicepool import is_shared, strands_of
 from kvmover.engines.sglang.model import Model
-from kvmover.engines.sglang.page_parts import Seat, part_of
-from kvmover.engines.sglang.pd_cache import Cache, Column, Whole, caches_of, layers_of, page_table, refuse
+from kvmover.engines.sglang.page_parts import part_of
+from kvmover.engines.sglang.pd_cache import Cache, Whole, caches_of, layers_of, page_table, refuse
 from kvmover.engines.sglang.pd_pool import Rows, pool_of, tensor_at
 from kvmover.engines.sglang.transfer_driver import Haul, Wanted
 from kvmover.errors import PeerUnknown, PlanError
@@ -74,7 +75,7 @@ def attention(dim: int = DIM, layers: int = LAYERS) -> list[torch.Tensor]:
 def test_the_planes_of_a_pool_are_the_engines_buffers() -> None:
     """K of every layer, then V, as SGLang lists them; a plane a layer and K/V, as kvmover asks for them."""
     buffers = attention() + attention()
-    (cache,) = caches_of(told(buffers), ATTENTION, Column(1, 2))
+    (cache,) = caches_of(told(buffers), ATTENTION, ParallelRank(1, 2))
     assert (cache.layers, cache.heads, cache.row_bytes) == (LAYERS, 2 * HEADS, 2 * DIM)
     pool = pool_of(cache, cache.component(LAYERS), PAGE, torch.device("cpu"))
     for layer in range(LAYERS):
@@ -85,7 +86,7 @@ def test_the_planes_of_a_pool_are_the_engines_buffers() -> None:
 
 def test_keys_and_values_of_different_dims_are_caches_of_their_own() -> None:
     buffers = attention(DIM) + attention(2 * DIM)
-    caches = caches_of(told(buffers), ATTENTION, Column(1, 2))
+    caches = caches_of(told(buffers), ATTENTION, ParallelRank(1, 2))
     assert [(cache.name, cache.kv, cache.row_bytes) for cache in caches] == [
         ("kv bfloat16 k", 1, 2 * DIM),
         ("kv bfloat16 v", 1, 4 * DIM),
@@ -98,10 +99,10 @@ def test_keys_and_values_of_different_dims_are_caches_of_their_own() -> None:
 def test_a_draft_model_with_layers_like_the_models_is_a_cache_beside_its_own() -> None:
     buffers = attention() + attention()
     drafts = attention(layers=2)
-    cache, draft = caches_of(told(buffers + drafts, num_draft_entries=2), ATTENTION, Column(0, 2))
+    cache, draft = caches_of(told(buffers + drafts, num_draft_entries=2), ATTENTION, ParallelRank(0, 2))
     assert (cache.layers, draft.layers, draft.name, draft.by) == (LAYERS, 1, "draft bfloat16", None)
     with pytest.raises(EngineUnsupported, match=r"draft model.*pages of \[256\] and \[128\] bytes"):
-        caches_of(told(buffers + attention(2 * DIM, 2), num_draft_entries=2), ATTENTION, Column(0, 2))
+        caches_of(told(buffers + attention(2 * DIM, 2), num_draft_entries=2), ATTENTION, ParallelRank(0, 2))
 
 
 def test_a_convolution_is_cut_along_each_projection_and_its_planes_are_the_engines_bytes() -> None:
@@ -115,7 +116,7 @@ def test_a_convolution_is_cut_along_each_projection_and_its_planes_are_the_engin
         "conv_shard_groups": [[4, 4, 8], [4, 4, 8], None, None],
     }
     args = with_states(told(attention() + attention()), "mamba", [*conv, *temporal], **cuts)
-    q, k, v, state = caches_of(args, ATTENTION, Column(1, 2))[1:]
+    q, k, v, state = caches_of(args, ATTENTION, ParallelRank(1, 2))[1:]
     assert [(cache.heads, cache.own_heads, cache.row_bytes) for cache in (q, k, v, state)] == [
         (4, 2, 6),
         (4, 2, 6),
@@ -134,7 +135,7 @@ def test_a_convolution_with_its_steps_outermost_has_them_as_planes() -> None:
     conv = torch.arange(5 * 3 * 8, dtype=torch.int16).reshape(5, 3, 8)
     cuts = {"layer_ids": [0], "dim_per_tensor": [8], "slice_outer_counts": [3], "conv_shard_groups": [[4, 4, 8]]}
     args = with_states(told(attention() + attention()), "mamba", [conv], **cuts)
-    caches = caches_of(args, ATTENTION, Column(0, 2))[1:]
+    caches = caches_of(args, ATTENTION, ParallelRank(0, 2))[1:]
     for cache, channels in zip(caches, (slice(0, 2), slice(2, 4), slice(4, 8)), strict=True):
         pool = pool_of(cache, cache.component(1), PAGE, torch.device("cpu"))
         for step in range(3):
@@ -151,7 +152,7 @@ def test_a_convolution_of_unknown_groups_is_cut_by_rank_and_a_replicated_state_n
         "conv_shard_groups": [None, None, None],
     }
     args = with_states(told(attention() + attention()), "mamba", [conv, own, shared], **cuts)
-    found = [(cache.name, cache.heads, cache.own_heads) for cache in caches_of(args, ATTENTION, Column(1, 2))[1:]]
+    found = [(cache.name, cache.heads, cache.own_heads) for cache in caches_of(args, ATTENTION, ParallelRank(1, 2))[1:]]
     assert found == [("state 0, one of 2 ranks", 2, 1), ("state 1.0", 8, 4), ("state 2", 1, 1)]
 
 
@@ -198,7 +199,7 @@ def test_indices_that_cannot_be_of_the_request_are_refused(cache: Cache, own: li
 
 def test_pages_that_are_no_whole_rows_are_refused() -> None:
     with pytest.raises(EngineUnsupported, match="60 bytes are not 4 tokens x 2 heads"):
-        caches_of(told([torch.zeros(8, 3, 5, dtype=torch.uint8)] * 2), Whole(2, 2), Column(0, 1))
+        caches_of(told([torch.zeros(8, 3, 5, dtype=torch.uint8)] * 2), Whole(2, 2), ParallelRank(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -221,9 +222,9 @@ def test_what_is_not_transferred_is_named(changed: dict[str, Any], context: dict
 
 def test_layers_of_different_sizes_and_windows_of_unknown_size_are_refused() -> None:
     with pytest.raises(EngineUnsupported, match=r"\[64, 128\] bytes"):
-        caches_of(told([*attention(layers=1), *attention(DIM // 2, 1)]), Whole(1, HEADS), Column(0, 1))
+        caches_of(told([*attention(layers=1), *attention(DIM // 2, 1)]), Whole(1, HEADS), ParallelRank(0, 1))
     with pytest.raises(EngineUnsupported, match="size of its sliding window"):
-        caches_of(with_states(told(attention() + attention()), "swa", attention()), ATTENTION, Column(0, 2))
+        caches_of(with_states(told(attention() + attention()), "swa", attention()), ATTENTION, ParallelRank(0, 2))
 
 
 def test_stages_add_up_to_the_model_if_they_hold_what_a_fleet_says() -> None:
@@ -487,7 +488,7 @@ def test_keys_and_values_are_two_planes_of_a_layer() -> None:
     (strand,) = strands_of(of, 0, False)
     assert strand.buffers == (0, 3, 1, 4, 2, 5)
     assert [strand.own(range(1, 3)), strand.own(range(3))] == [[range(1, 3)], [range(3)]]
-    part = part_of(strand.rows, Seat(0, 1), Model(), PAGE)
+    part = part_of(strand.rows, ParallelRank(0, 1), Model(), PAGE)
     assert strand.spec(part.component).allocation_bytes == buffers[0].nbytes
     assert part.nbytes == sum(buffer[:PAGE].nbytes for buffer in buffers)
 

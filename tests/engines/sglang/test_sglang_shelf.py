@@ -13,12 +13,12 @@ import torch
 
 from kvmover.config.settings import StoreSettings
 from kvmover.engines.common.pages import InPlace, Nothing, Packed, page_ids
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.common.upkeep import Batches, Upkeep
+from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang.model import Model
 from kvmover.engines.sglang.options import Options
-from kvmover.engines.sglang.page_parts import Seat
-from kvmover.engines.sglang.store_adapter import MAIN, Rank, Shelves
+from kvmover.engines.sglang.store_adapter import MAIN, Batches, Rank, Shelves
 from kvmover.errors import StoreError
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 7, 3, 2, 8
@@ -45,8 +45,8 @@ def host_pool(kind: str, layout: str, **more: Any) -> Any:
     return pool
 
 
-def shelves(root: Path, seat: Seat | None = None, **more: Any) -> Shelves:
-    rank = Rank("m", Model(**more), seat or Seat(0, 1), replicated=False)
+def shelves(root: Path, place: ParallelRank | None = None, **more: Any) -> Shelves:
+    rank = Rank("m", Model(**more), place or ParallelRank(0, 1), replicated=False)
     return Shelves(Options(), StoreSettings(root=root), rank, PAGE)
 
 
@@ -123,7 +123,7 @@ def test_ranks_that_repeat_a_head_share_the_pages_out(tmp_path: Path) -> None:
     """Two heads on four ranks: each page of each head is written by one of two."""
     written = 0
     for tp in range(4):
-        opened = shelves(tmp_path, Seat(tp, 4), kv_heads=2)
+        opened = shelves(tmp_path, ParallelRank(tp, 4), kv_heads=2)
         with opened.store as store:
             pool = host_pool("MHATokenToKVPoolHost", "page_first")
             pool.kv_buffer = pool.kv_buffer[:, :, :, :1].contiguous()

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvmover.config.settings import StoreSettings
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.vllm.block_store import Keeper, Lookout, Shelves, page_of, part_of
-from kvmover.engines.vllm.caches import Group, Seat, Sheaf, Sheet, Whole, sheaves
+from kvmover.engines.vllm.caches import Group, Sheaf, Sheet, Whole, sheaves
 from kvmover.engines.vllm.connector_metadata import Load, Save
 from kvmover.store import Namespace
 
@@ -54,13 +55,13 @@ class Rank:
             Sheet(NAMES[n], self.cache[n].data_ptr(), shape, tuple(self.cache[n].stride()), "int16")
             for n in range(LAYERS)
         ]
-        seat = Seat(tp, 1, rank)
+        place = ParallelRank.from_rank(rank, tp, 1)
         self.sheaf: Sheaf
-        (self.sheaf,) = sheaves([Group(NAMES, kind, TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), seat)
-        self.part = part_of(self.sheaf, seat.fleet(TOKENS), rank)
+        (self.sheaf,) = sheaves([Group(NAMES, kind, TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), place)
+        self.part = part_of(self.sheaf, place.fleet(TOKENS), rank)
         backing = self.whole.flatten().view(torch.uint8)
         settings = StoreSettings(root=root, upkeep_s=0.01, flush_s=0.01)
-        shelves = Shelves.open(settings, SPACE, seat.fleet(TOKENS), rank, [(self.sheaf, backing)])
+        shelves = Shelves.open(settings, SPACE, place.fleet(TOKENS), rank, [(self.sheaf, backing)])
         self.keeper = Keeper(shelves, settings)
 
     def fill(self, of_model: torch.Tensor) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from kvmover.config import ConfigError
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.vllm import handshake_server as cards
 from kvmover.engines.vllm.backing import lies_in, pools_of
 from kvmover.engines.vllm.block_store import page_of, part_of
-from kvmover.engines.vllm.caches import Group, Seat, Sheaf, Sheet, Whole, number_of, sheaves
+from kvmover.engines.vllm.caches import Group, Sheaf, Sheet, Whole, number_of, sheaves
 from kvmover.engines.vllm.options import Options, parse
 from kvmover.engines.vllm.params import Remote, Serve, answer, asked
 from kvmover.engines.vllm.version import VLLM
@@ -44,8 +45,8 @@ def caches(layout: str, heads: int, layers: int = LAYERS, kernel: int = TOKENS) 
     return whole.flatten(), sheets
 
 
-def one(sheets: list[Sheet], heads: int, seat: Seat, layers: int = LAYERS) -> Sheaf:
-    (sheaf,) = sheaves([FULL], sheets, BLOCKS, Whole(heads, layers), seat)
+def one(sheets: list[Sheet], heads: int, place: ParallelRank, layers: int = LAYERS) -> Sheaf:
+    (sheaf,) = sheaves([FULL], sheets, BLOCKS, Whole(heads, layers), place)
     return sheaf
 
 
@@ -54,7 +55,7 @@ def test_every_layout_puts_a_row_where_vllm_has_it(layout: str) -> None:
     whole, sheets = caches(layout, heads=2)
     for number, value in enumerate(whole):
         value.fill_(number)
-    sheaf = one(sheets, 2, Seat(1, 1, 0))
+    sheaf = one(sheets, 2, ParallelRank(0, 1))
     (pool,) = pools_of([sheaf], whole.view(torch.uint8))
     for layer, sheet in enumerate(sheets):
         theirs = whole.as_strided(sheet.shape, sheet.stride, (sheet.address - whole.data_ptr()) // 2)
@@ -64,17 +65,17 @@ def test_every_layout_puts_a_row_where_vllm_has_it(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_blocks_that_a_kernel_splits_are_pages_of_its_own(layout: str) -> None:
     _, sheets = caches(layout, heads=2, kernel=4)
-    sheaf = one(sheets, 2, Seat(1, 1, 0))
+    sheaf = one(sheets, 2, ParallelRank(0, 1))
     assert (sheaf.ratio, sheaf.spec.pages, sheaf.spec.page_tokens) == (2, 2 * BLOCKS, 4)
 
 
 def test_split_blocks_are_whole_again_for_the_store_where_their_tokens_lie_evenly() -> None:
     whole, sheets = caches("LBNHC", heads=2, kernel=4)
-    sheaf = one(sheets, 2, Seat(1, 1, 0))
+    sheaf = one(sheets, 2, ParallelRank(0, 1))
     spec = sheaf.blocks(BLOCKS)
     assert (spec.pages, spec.page_tokens, spec.layout.elements) == (BLOCKS, TOKENS, whole.numel())
     with pytest.raises(EngineUnsupported, match="heads outermost.*--block-size 4"):
-        one(caches("LBHNC", heads=2, kernel=4)[1], 2, Seat(1, 1, 0)).blocks(BLOCKS)
+        one(caches("LBHNC", heads=2, kernel=4)[1], 2, ParallelRank(0, 1)).blocks(BLOCKS)
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(8, 1), (8, 2), (8, 8), (2, 4), (1, 8)])
@@ -82,36 +83,36 @@ def test_ranks_hold_the_heads_that_vllm_gives_them(heads: int, tp: int) -> None:
     """vLLM: `max(1, heads // tp)` on each rank, a head on neighbours where there are more ranks."""
     for rank in range(tp):
         held = max(1, heads // tp)
-        sheaf = one(caches("LBNHC", held)[1], heads, Seat(tp, 1, rank))
+        sheaf = one(caches("LBNHC", held)[1], heads, ParallelRank.from_rank(rank, tp, 1))
         assert sheaf.spec.layout.extent_of("head") == held
-        part = part_of(sheaf, Seat(tp, 1, rank).fleet(TOKENS), rank)
+        part = part_of(sheaf, ParallelRank.from_rank(rank, tp, 1).fleet(TOKENS), rank)
         assert part.box.heads == Span(rank * heads // tp, held)
 
 
 def test_a_latent_is_a_head_that_all_ranks_hold() -> None:
     group = Group(NAMES, "mla_attention", TOKENS)
     for rank in range(4):
-        (sheaf,) = sheaves([group], caches("LBNHC", 1)[1], BLOCKS, Whole(8, LAYERS), Seat(4, 1, rank))
+        (sheaf,) = sheaves([group], caches("LBNHC", 1)[1], BLOCKS, Whole(8, LAYERS), ParallelRank.from_rank(rank, 4, 1))
         assert (sheaf.component.heads, sheaf.component.dim) == (1, CONTENT)
 
 
 def test_stages_hold_layers_of_the_whole_model() -> None:
     sheets = caches("LBNHC", 2)[1]
     group = Group(NAMES[2:], "full_attention", TOKENS)
-    (sheaf,) = sheaves([group], sheets[2:], BLOCKS, Whole(2, LAYERS), Seat(1, 2, 1))
+    (sheaf,) = sheaves([group], sheets[2:], BLOCKS, Whole(2, LAYERS), ParallelRank.from_rank(1, 1, 2))
     assert (sheaf.component.layers, sheaf.spec.layout.extent_of("layer"), sheaf.layers) == (4, 2, NAMES[2:])
     with pytest.raises(EngineUnsupported, match=r"stage 0 of 2 holds layers \[2, 3\], not 0 to 1 of 4"):
-        sheaves([group], sheets[2:], BLOCKS, Whole(2, LAYERS), Seat(1, 2, 0))
+        sheaves([group], sheets[2:], BLOCKS, Whole(2, LAYERS), ParallelRank.from_rank(0, 1, 2))
 
 
 def test_quantised_caches_of_different_kinds_are_different_components() -> None:
     sheets = [Sheet(s.layer, s.address, s.shape, s.stride, "uint8") for s in caches("LBNHC", 2)[1]]
     names = {
-        sheaves([FULL], sheets, BLOCKS, Whole(2, LAYERS, kv_dtype), Seat(1, 1, 0))[0].component.name
+        sheaves([FULL], sheets, BLOCKS, Whole(2, LAYERS, kv_dtype), ParallelRank(0, 1))[0].component.name
         for kv_dtype in ("fp8_e4m3", "fp8_e5m2")
     }
     assert len(names) == 2
-    wide = {one(caches("LBNHC", 2)[1], 2, Seat(1, 1, 0)).component.name}
+    wide = {one(caches("LBNHC", 2)[1], 2, ParallelRank(0, 1)).component.name}
     assert not names & wide
 
 
@@ -121,7 +122,7 @@ def test_groups_are_components_and_a_window_keeps_what_the_next_token_sees() -> 
         Group(NAMES[::2], "full_attention", TOKENS),
         Group(NAMES[1::2], "sliding_window", TOKENS, window=17),
     ]
-    full, sliding = sheaves(groups, sheets, BLOCKS, Whole(2, LAYERS), Seat(1, 1, 0))
+    full, sliding = sheaves(groups, sheets, BLOCKS, Whole(2, LAYERS), ParallelRank(0, 1))
     assert (full.group, full.component.window, full.component.layers) == (0, None, 2)
     assert (sliding.group, sliding.component.window, sliding.layers) == (1, 16, NAMES[1::2])
 
@@ -131,7 +132,7 @@ def test_layers_of_other_shapes_in_a_group_are_components_of_their_own() -> None
     wide, narrow = caches("LBNHC", 1)[1], caches("LBHNC", 1)[1]
     short = [Sheet(s.layer + ".k", s.address, (*s.shape[:3], 4), s.stride, s.dtype) for s in narrow]
     group = Group((*NAMES, *(s.layer for s in short)), "mla_attention", TOKENS)
-    made = sheaves([group], [*wide, *short], BLOCKS, Whole(8, LAYERS), Seat(2, 1, 1))
+    made = sheaves([group], [*wide, *short], BLOCKS, Whole(8, LAYERS), ParallelRank.from_rank(1, 2, 1))
     assert [(sheaf.group, sheaf.component.dim) for sheaf in made] == [(0, CONTENT), (0, 4)]
 
 
@@ -139,7 +140,7 @@ def test_layers_that_lie_unevenly_have_an_allocation_each() -> None:
     sheets = caches("LBNHC", 2)[1]
     uneven = [sheets[0], sheets[1], sheets[3]]
     group = Group(tuple(sheet.layer for sheet in uneven), "full_attention", TOKENS)
-    (sheaf,) = sheaves([group], uneven, BLOCKS, Whole(2, LAYERS), Seat(1, 1, 0))
+    (sheaf,) = sheaves([group], uneven, BLOCKS, Whole(2, LAYERS), ParallelRank(0, 1))
     assert sheaf.spec.separate == ("layer",)
     assert sheaf.starts == tuple(sheet.address for sheet in uneven)
 
@@ -159,7 +160,7 @@ def test_caches_that_are_not_rows_of_tokens_are_refused(
     group: Group, sheets: list[Sheet], heads: int, said: str
 ) -> None:
     with pytest.raises(EngineUnsupported, match=said):
-        sheaves([group], sheets, BLOCKS, Whole(heads, LAYERS), Seat(1, 1, 0))
+        sheaves([group], sheets, BLOCKS, Whole(heads, LAYERS), ParallelRank(0, 1))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from threading import Event
 import pytest
 import torch
 
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.vllm.backing import BackedTransport, pools_of
-from kvmover.engines.vllm.caches import Group, Seat, Sheet, Whole, sheaves
+from kvmover.engines.vllm.caches import Group, Sheet, Whole, sheaves
 from kvmover.engines.vllm.connector_metadata import Abort, Orders, Receive, Refuse, Release, Send, Tables
 from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.tally import RankEnding
@@ -111,13 +112,13 @@ def make() -> Iterator[Callable[..., Engine]]:
             Sheet(layer, cache[n].data_ptr(), (BLOCKS, HEADS, TOKENS, CONTENT), strides, "uint8")
             for n, layer in enumerate(NAMES)
         ]
-        seat = Seat(1, 1, 0)
-        made_of = sheaves([Group(NAMES, "full_attention", TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), seat)
+        place = ParallelRank(0, 1)
+        made_of = sheaves([Group(NAMES, "full_attention", TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), place)
         backing = cache.view(torch.uint8).flatten()
         mover = Mover(
             BackedTransport(name, backing),
             Model("test", tuple(sheaf.component for sheaf in made_of)),
-            Place(name, seat.fleet(TOKENS), 0),
+            Place(name, place.fleet(TOKENS), 0),
             pools_of(made_of, backing),
             MoverConfig(
                 arena_bytes=1 << 20,
