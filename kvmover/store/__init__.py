@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvmover.store.machine import Machine, this_machine
-    from kvmover.store.manifest import Found, namespaces
-    from kvmover.store.namespace import HASH_BYTES, Namespace
+    from kvmover.store.namespace import HASH_BYTES, Found, Namespace, namespaces
     from kvmover.store.part import Box, Part, elected, replicas
     from kvmover.store.policy import Policy
     from kvmover.store.results import (
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
-    "namespace": ("HASH_BYTES", "Namespace"),
+    "namespace": ("HASH_BYTES", "Found", "Namespace", "namespaces"),
     "machine": ("Machine", "this_machine"),
-    "manifest": ("Found", "namespaces"),
     "part": ("Box", "Part", "elected", "replicas"),
     "policy": ("Policy",),
     "results": (

@@ -15,12 +15,11 @@ from pathlib import Path
 from threading import RLock
 
 from kvmover.store.deletions import News
-from kvmover.store.digest import holds
 from kvmover.store.fd_cache import Lending
 from kvmover.store.files import Files, OpenFile, reason_of
 from kvmover.store.index import Index, Page, StoredObject
 from kvmover.store.machine import Machine
-from kvmover.store.record import LIVE, Kind, Record
+from kvmover.store.record import LIVE, Kind, Record, holds
 from kvmover.store.segment import DATA, Segment, punch, segments_in
 
 #: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last

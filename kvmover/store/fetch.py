@@ -12,10 +12,10 @@ import numpy as np
 
 from kvmover.store.catalog import Catalog
 from kvmover.store.cover import CellRun, Piece
-from kvmover.store.digest import holds
 from kvmover.store.files import SHORT, OpenFile, Run, reason_of
 from kvmover.store.index import StoredObject
 from kvmover.store.part import Part
+from kvmover.store.record import holds
 
 MISSING, DIGEST = "data file is missing", "digest"
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.store.cover import cell_runs, cover
-from kvmover.store.digest import table
 from kvmover.store.fetch import MISSING, Failure, Fault, Read, Source, fetch
 from kvmover.store.files import OpenFile, Run, reason_of
 from kvmover.store.index import Known, Page, padded
 from kvmover.store.namespace import check_page
 from kvmover.store.part import Part, PartKey
+from kvmover.store.record import table
 from kvmover.store.results import Got, GotResult, Put, PutResult
+from kvmover.store.retention import Retention
 from kvmover.store.writer import Header, Place
-
-if TYPE_CHECKING:
-    from kvmover.store.store import PageStore
 
 _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))
 _READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
@@ -42,7 +39,7 @@ class PartView:
     """
 
     def __init__(
-        self, store: PageStore, part: Part, key: PartKey, writes: Callable[[bytes], bool] | None = None
+        self, store: Retention, part: Part, key: PartKey, writes: Callable[[bytes], bool] | None = None
     ) -> None:
         self.part = part
         self._size = part.nbytes
@@ -50,7 +47,8 @@ class PartView:
         self._plans: dict[tuple[PartKey, ...], tuple[Source, ...] | None] = {}
         #: Pages that were found to be covered; the index takes out what it loses. Most lookups end here.
         self._known = Known()
-        store.watch(self._known)
+        with store.lock:
+            store.catalog.index.watch(self._known)
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
         """Whether every object that this part needs of a page is complete."""

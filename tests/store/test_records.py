@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.layout import Span, Stripe
-from kvmover.store.digest import holds, table
 from kvmover.store.part import Box, part_key
 from kvmover.store.record import (
     FIXED_BYTES,
@@ -21,7 +20,9 @@ from kvmover.store.record import (
     decode_all,
     encode_mark,
     encode_object,
+    holds,
     next_whole,
+    table,
 )
 
 numbers = st.integers(0, 2**31)

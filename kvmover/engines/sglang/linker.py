@@ -14,8 +14,7 @@ from kvmover.engines.common.repack import Copies, Numbers
 from kvmover.engines.common.store_worker import StoreWorker
 from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine, engine_linker
-from kvmover.engines.sglang.devicepool import Strand, is_shared, strands_of
-from kvmover.engines.sglang.door import Door
+from kvmover.engines.sglang.devicepool import Door, Strand, is_shared, strands_of
 from kvmover.engines.sglang.engine import Transfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served

@@ -16,12 +16,10 @@ import numpy as np
 from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
-from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
-from kvmover.engines.sglang.pd_cache import caches_of, layers_of, page_table, refuse, whole_of
-from kvmover.engines.sglang.pd_pool import Rows, pool_of
-from kvmover.engines.sglang.transfer_driver import Haul, Wanted
+from kvmover.engines.sglang.pd_cache import Rows, caches_of, layers_of, page_table, pool_of, refuse, whole_of
+from kvmover.engines.sglang.transfer_driver import Bell, Haul, Wanted
 from kvmover.errors import PeerRefused, PlanError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate

@@ -17,13 +17,21 @@ import zmq
 from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang import pd_wire
-from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.devicepool import is_shared, strands_of
 from kvmover.engines.sglang.model import Model
 from kvmover.engines.sglang.page_parts import part_of
-from kvmover.engines.sglang.pd_cache import Cache, Whole, caches_of, layers_of, page_table, refuse
-from kvmover.engines.sglang.pd_pool import Rows, pool_of, tensor_at
-from kvmover.engines.sglang.transfer_driver import Haul, Wanted
+from kvmover.engines.sglang.pd_cache import (
+    Cache,
+    Rows,
+    Whole,
+    caches_of,
+    layers_of,
+    page_table,
+    pool_of,
+    refuse,
+    tensor_at,
+)
+from kvmover.engines.sglang.transfer_driver import Bell, Haul, Wanted
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer import Pace
 from tests.transfer.mover_fleets import Pair

@@ -11,11 +11,11 @@ import pytest
 from kvmover.config import ConfigError
 from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.sglang import SGLANG
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import Model, said
 from kvmover.engines.sglang.options import Objects, Options, parse
 from kvmover.engines.sglang.page_parts import Rows, native_part, part_of
-from kvmover.engines.sglang.version import SGLANG
 from kvmover.errors import KvmoverError, LayoutError
 from kvmover.layout import Fleet
 from kvmover.store import Part
@@ -23,9 +23,9 @@ from kvmover.store import Part
 ATTENTION = Rows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["hits", "page_parts"])
+@pytest.mark.parametrize("name", ["sglang.hits", "sglang.page_parts", "common.parallel_rank"])
 def test_the_examples_in_the_docstrings_hold(name: str) -> None:
-    found = doctest.testmod(import_module(f"kvmover.engines.sglang.{name}"))
+    found = doctest.testmod(import_module(f"kvmover.engines.{name}"))
     assert found.attempted
     assert not found.failed
 

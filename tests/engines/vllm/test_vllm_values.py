@@ -14,13 +14,13 @@ import torch
 from kvmover.config import ConfigError
 from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.vllm import VLLM
 from kvmover.engines.vllm import handshake_server as cards
 from kvmover.engines.vllm.backing import lies_in, pools_of
 from kvmover.engines.vllm.block_store import page_of, part_of
 from kvmover.engines.vllm.caches import Group, Sheaf, Sheet, Whole, number_of, sheaves
 from kvmover.engines.vllm.options import Options, parse
 from kvmover.engines.vllm.params import Remote, Serve, answer, asked
-from kvmover.engines.vllm.version import VLLM
 from kvmover.errors import TransportError
 from kvmover.layout import Span
 from kvmover.transport.base import Memory, MemoryKind
