@@ -1,6 +1,6 @@
-"""News of deleted objects between processes: one small file of a namespace, appended by whoever deletes.
+"""DeletionLog: which objects were deleted, between processes: one small file of a namespace, that all append to.
 
-It only saves time. The truth is the state in each header, so lost, torn or repeated news do no harm: whatever looks odd
+It only saves time. The truth is the state in each header, so lost, torn or repeated rows do no harm: whatever looks odd
 sends the reader back to the headers.
 """
 
@@ -22,7 +22,7 @@ _ROW_BYTES = _ROW.size + 8
 _LONG_BYTES = 4 << 20
 
 
-class News:
+class DeletionLog:
     """What this process has read of the file, which is kept open: one `fstat` says that there is nothing new."""
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class News:
         size = os.fstat(self._fd).st_size
         self._read = size - size % _ROW_BYTES
 
-    def tell(self, gone: Iterable[tuple[str, int]]) -> None:
+    def append(self, gone: Iterable[tuple[str, int]]) -> None:
         """Objects, by segment and record, that were deleted. Failure to tell is no failure to delete."""
         rows = [_ROW.pack(segment.encode(), record) for segment, record in gone]
         with suppress(OSError):
@@ -48,7 +48,7 @@ class News:
                 self._open()
             os.write(self._fd, b"".join(row + _check(row) for row in rows))
 
-    def hear(self) -> list[tuple[str, int]] | None:
+    def poll(self) -> list[tuple[str, int]] | None:
         """What was deleted since the last call. None where only the headers can say: a new file, or a damaged one."""
         found = os.fstat(self._fd)
         if not found.st_nlink or found.st_size < self._read:

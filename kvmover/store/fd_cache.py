@@ -28,7 +28,7 @@ class _Lent:
     doomed: bool = False
 
 
-class Lending:
+class FdCache:
     """Data files of a folder by the name of their segment, the least recently used closed first."""
 
     def __init__(self, folder: Path, files: Files, lock: RLock) -> None:

@@ -67,7 +67,7 @@ class OpenFile:
         self.fd = self.direct = -1
 
 
-class Run(msgspec.Struct, frozen=True, gc=False):
+class FileRun(msgspec.Struct, frozen=True, gc=False):
     """`nbytes` bytes at `address` of registered memory, and at `offset` of a file.
 
     A struct: there are hundreds in a batch, and a frozen dataclass takes 0.36 us to make, this 0.05.
@@ -79,7 +79,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
 
 
-def is_aligned(run: Run) -> bool:
+def is_aligned(run: FileRun) -> bool:
     return not (run.offset | run.address | run.nbytes) % DIRECT_BYTES
 
 
@@ -104,7 +104,7 @@ class Files(Protocol):
         """Registered host memory. Raises DescriptorError for anything else."""
         ...
 
-    def views(self, runs: Sequence[Run]) -> list[memoryview]:
+    def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
         """The memory of each run, in a third of the time that as many calls of `view` take."""
         ...
 
@@ -114,17 +114,17 @@ class Files(Protocol):
 
     def close_file(self, file: OpenFile) -> None: ...
 
-    def read(self, runs: Sequence[Run]) -> list[str]: ...
+    def read(self, runs: Sequence[FileRun]) -> list[str]: ...
 
-    def write(self, runs: Sequence[Run]) -> list[str]:
+    def write(self, runs: Sequence[FileRun]) -> list[str]:
         """Gaps of less than 4 KiB between consecutive runs of a file are filled with zeros where that saves a call."""
         ...
 
-    def read_ahead(self, groups: Iterable[Sequence[Run]]) -> Iterator[list[str]]:
+    def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
         """As `read`, a group at a time: the next one is under way while the caller looks at what came."""
         ...
 
-    def write_ahead(self, groups: Iterable[Sequence[Run]]) -> Iterator[list[str]]:
+    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
         """As `write`, a group at a time: one is under way while the caller makes the next."""
         ...
 
@@ -161,7 +161,7 @@ class HostMemory:
         start = self._ranges[at][0]
         return self._views[start][address - start : address - start + nbytes]
 
-    def views(self, runs: Sequence[Run]) -> list[memoryview]:
+    def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
         """Most runs lie in the range of the one before."""
         found: list[memoryview] = []
         start, size, whole = 0, 0, memoryview(b"")
@@ -176,7 +176,7 @@ class HostMemory:
 
 
 def ahead(
-    groups: Iterable[Sequence[Run]], begin: Callable[[Sequence[Run]], Callable[[], list[str]]], depth: int = 1
+    groups: Iterable[Sequence[FileRun]], begin: Callable[[Sequence[FileRun]], Callable[[], list[str]]], depth: int = 1
 ) -> Iterator[list[str]]:
     """The answers of each group, the next `depth` having been begun.
 
@@ -223,7 +223,7 @@ class PlainFiles:
     def view(self, address: int, nbytes: int) -> memoryview:
         return self._memory.view(address, nbytes)
 
-    def views(self, runs: Sequence[Run]) -> list[memoryview]:
+    def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
         return self._memory.views(runs)
 
     def open(self, path: Path) -> OpenFile:
@@ -232,20 +232,20 @@ class PlainFiles:
     def close_file(self, file: OpenFile) -> None:
         file.close()
 
-    def read(self, runs: Sequence[Run]) -> list[str]:
+    def read(self, runs: Sequence[FileRun]) -> list[str]:
         return self._move(os.preadv, runs, 0)
 
-    def write(self, runs: Sequence[Run]) -> list[str]:
+    def write(self, runs: Sequence[FileRun]) -> list[str]:
         return self._move(os.pwritev, runs, DIRECT_BYTES - 1)
 
-    def read_ahead(self, groups: Iterable[Sequence[Run]]) -> Iterator[list[str]]:
+    def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
         return self._ahead(groups, self.read)
 
-    def write_ahead(self, groups: Iterable[Sequence[Run]]) -> Iterator[list[str]]:
+    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
         return self._ahead(groups, self.write)
 
     def _ahead(
-        self, groups: Iterable[Sequence[Run]], move: Callable[[Sequence[Run]], list[str]]
+        self, groups: Iterable[Sequence[FileRun]], move: Callable[[Sequence[FileRun]], list[str]]
     ) -> Iterator[list[str]]:
         """A copy out of the page cache costs the processor as much as a digest does: there a thread only costs more."""
         if self._access is Access.BUFFERED:
@@ -263,14 +263,14 @@ class PlainFiles:
             del self.pool
         self._memory = HostMemory()
 
-    def _move(self, call: Callable[..., int], runs: Sequence[Run], gap_bytes: int) -> list[str]:
+    def _move(self, call: Callable[..., int], runs: Sequence[FileRun], gap_bytes: int) -> list[str]:
         reasons: list[str] = []
         views = self._memory.views(runs)
         for first, stop, fd in self._calls(runs, gap_bytes):
             reasons += _vectored(call, fd, runs[first:stop], views[first:stop])
         return reasons
 
-    def _calls(self, runs: Sequence[Run], gap_bytes: int) -> Iterable[tuple[int, int, int]]:
+    def _calls(self, runs: Sequence[FileRun], gap_bytes: int) -> Iterable[tuple[int, int, int]]:
         """(first, stop, descriptor) of runs that go in one system call."""
         first = 0
         while first < len(runs):
@@ -292,7 +292,7 @@ class PlainFiles:
             first = stop
 
 
-def _vectored(call: Callable[..., int], fd: int, runs: Sequence[Run], views: Sequence[memoryview]) -> list[str]:
+def _vectored(call: Callable[..., int], fd: int, runs: Sequence[FileRun], views: Sequence[memoryview]) -> list[str]:
     """One call for all; what it leaves is moved run by run, so that each has an answer of its own."""
     vectors: list[memoryview] = []
     end = runs[0].offset
@@ -315,7 +315,7 @@ def _vectored(call: Callable[..., int], fd: int, runs: Sequence[Run], views: Seq
     ]
 
 
-def _alone(call: Callable[..., int], fd: int, run: Run, view: memoryview) -> str:
+def _alone(call: Callable[..., int], fd: int, run: FileRun, view: memoryview) -> str:
     done = 0
     while done < run.nbytes:
         try:

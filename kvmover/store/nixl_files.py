@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvmover.errors import TransportUnavailable
-from kvmover.store.files import Access, Files, OpenFile, PlainFiles, Run, ahead, is_aligned
+from kvmover.store.files import Access, FileRun, Files, OpenFile, PlainFiles, ahead, is_aligned
 from kvmover.transport.base import Memory
 from kvmover.transport.nixl_agent import Agent, start
 
@@ -41,7 +41,7 @@ _FILE_BYTES = 1 << 46
 _EAGER_POLLS, _PAUSE_S = 200, 20e-6
 
 
-class Plugin(StrEnum):
+class StoragePlugin(StrEnum):
     """NIXL's plugins that read and write files.
 
     `Plugin("OBJ")` raises TransportUnavailable, as does any name but these: what stores whole objects cannot append to
@@ -53,7 +53,7 @@ class Plugin(StrEnum):
     GDS_MT = "GDS_MT"
 
     @classmethod
-    def _missing_(cls, value: object) -> Plugin:
+    def _missing_(cls, value: object) -> StoragePlugin:
         raise TransportUnavailable(
             f"a page store cannot be kept by NIXL's plugin {value}: it appends to files, which"
             f" {', '.join(cls)} do; OBJ, AZURE_BLOB and INFINIA store whole objects"
@@ -61,7 +61,7 @@ class Plugin(StrEnum):
 
 
 #: libaio, and a pool and a queue that the cap above fits. `use_posix_aio` fails for good after one error (NIXL 1.5.1).
-_PARAMETERS = {Plugin.POSIX: {"use_aio": "true", "ios_pool_size": str(_POOL), "kernel_queue_size": "256"}}
+_PARAMETERS = {StoragePlugin.POSIX: {"use_aio": "true", "ios_pool_size": str(_POOL), "kernel_queue_size": "256"}}
 
 
 class NixlFiles:
@@ -70,9 +70,9 @@ class NixlFiles:
     Buffered files gain nothing from a queue, because libaio then copies inside the submitting call.
     """
 
-    def __init__(self, plugin: Plugin = Plugin.POSIX) -> None:
+    def __init__(self, plugin: StoragePlugin = StoragePlugin.POSIX) -> None:
         """Raises TransportUnavailable, naming the plugin that does not load; `kvmover doctor` names what it misses."""
-        self._plugin = plugin = Plugin(plugin)
+        self._plugin = plugin = StoragePlugin(plugin)
         self._agent: Agent = start("kvmover-store", [], 0)
         self._nixl: Any = self._agent.nixl
         try:
@@ -105,7 +105,7 @@ class NixlFiles:
     def view(self, address: int, nbytes: int) -> memoryview:
         return self._plain.view(address, nbytes)
 
-    def views(self, runs: Sequence[Run]) -> list[memoryview]:
+    def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
         return self._plain.views(runs)
 
     def open(self, path: Path) -> OpenFile:
@@ -120,16 +120,16 @@ class NixlFiles:
             self._nixl.deregister_memory(registered)
         file.close()
 
-    def read(self, runs: Sequence[Run]) -> list[str]:
+    def read(self, runs: Sequence[FileRun]) -> list[str]:
         return self._begin("READ", runs)()
 
-    def write(self, runs: Sequence[Run]) -> list[str]:
+    def write(self, runs: Sequence[FileRun]) -> list[str]:
         return self._begin("WRITE", runs)()
 
-    def read_ahead(self, groups: Iterable[Sequence[Run]]) -> Iterator[list[str]]:
+    def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
         return ahead(groups, lambda runs: self._begin("READ", runs), _AHEAD)
 
-    def write_ahead(self, groups: Iterable[Sequence[Run]]) -> Iterator[list[str]]:
+    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
         return ahead(groups, lambda runs: self._begin("WRITE", runs), _AHEAD)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class NixlFiles:
             self.deregister(memory)
         self._plain.close()
 
-    def _begin(self, verb: Literal["READ", "WRITE"], runs: Sequence[Run]) -> Callable[[], list[str]]:
+    def _begin(self, verb: Literal["READ", "WRITE"], runs: Sequence[FileRun]) -> Callable[[], list[str]]:
         """Set `runs` going; the answer waits for them."""
         plain = self._plain.read if verb == "READ" else self._plain.write
         if verb == "WRITE":
@@ -162,11 +162,13 @@ class NixlFiles:
 
         return answer
 
-    def _beside(self, plain: Callable[[Sequence[Run]], list[str]], runs: Sequence[Run]) -> Callable[[], list[str]]:
+    def _beside(
+        self, plain: Callable[[Sequence[FileRun]], list[str]], runs: Sequence[FileRun]
+    ) -> Callable[[], list[str]]:
         """Runs that go the plain way, in a thread that waits for the disk: one alone waits by itself."""
         return self._plain.pool.submit(plain, runs).result if len(runs) > 1 else lambda: plain(runs)
 
-    def _grow(self, runs: Sequence[Run]) -> None:
+    def _grow(self, runs: Sequence[FileRun]) -> None:
         """Writes past the end of a file wait for each other on ext4 (16 KiB requests: 0.26 GB/s, not 1.3)."""
         for file in {run.file for run in runs if run.file in self._files}:
             end = max(run.offset + run.nbytes for run in runs if run.file is file)
@@ -174,7 +176,7 @@ class NixlFiles:
                 if os.fstat(file.fd).st_size < end:
                     os.ftruncate(file.fd, end)
 
-    def _post(self, verb: str, runs: Sequence[Run]) -> Any:
+    def _post(self, verb: str, runs: Sequence[FileRun]) -> Any:
         """A request in flight; None where NIXL refuses it."""
         local = np.array([(run.address, run.nbytes, 0) for run in runs], np.uint64)
         remote = np.array([(run.offset, run.nbytes, run.file.direct) for run in runs], np.uint64)
@@ -206,7 +208,7 @@ class NixlFiles:
             handle.release()
 
 
-def _pieces(runs: Sequence[Run]) -> list[range]:
+def _pieces(runs: Sequence[FileRun]) -> list[range]:
     """Numbers of the runs that make a request together: neighbours in file and memory.
 
     Left out are small pieces beside small pieces in the file, whose memory is scattered: one vectored call serves them
@@ -233,17 +235,17 @@ def _pieces(runs: Sequence[Run]) -> list[range]:
     return [piece for piece, alone in zip(pieces, free, strict=False) if alone and is_aligned(runs[piece.start])]
 
 
-def _size(runs: Sequence[Run], piece: range) -> int:
+def _size(runs: Sequence[FileRun], piece: range) -> int:
     last = runs[piece.stop - 1]
     return last.offset + last.nbytes - runs[piece.start].offset
 
 
-def _joined(runs: Sequence[Run], piece: range) -> Run:
+def _joined(runs: Sequence[FileRun], piece: range) -> FileRun:
     first = runs[piece.start]
-    return first if len(piece) == 1 else Run(first.file, first.offset, first.address, _size(runs, piece))
+    return first if len(piece) == 1 else FileRun(first.file, first.offset, first.address, _size(runs, piece))
 
 
-def _follows(run: Run, other: Run) -> bool:
+def _follows(run: FileRun, other: FileRun) -> bool:
     return run.file is other.file and run.offset + run.nbytes == other.offset
 
 

@@ -32,7 +32,7 @@ from xxhash import xxh3_64_intdigest
 from kvmover.errors import LayoutError
 from kvmover.layout import Span, Stripe
 from kvmover.store.namespace import HASH_BYTES
-from kvmover.store.part import Box, PartKey, part_key
+from kvmover.store.part import PageBox, PartKey, part_key
 
 #: Bytes of one digest: XXH3 (64 bits) of a cell, so that who reads some heads and layers can check them.
 #:
@@ -117,7 +117,7 @@ def _part(raw: bytes) -> PartKey | None:
         component, *numbers = struct.unpack("<32s8I", raw)
         try:
             heads, layers = Span(*numbers[0:2]), Span(*numbers[2:4])
-            _BOXES[raw] = part_key(component, Box(heads, layers, Stripe(*numbers[4:8])))
+            _BOXES[raw] = part_key(component, PageBox(heads, layers, Stripe(*numbers[4:8])))
         except LayoutError:
             _BOXES[raw] = None
     return _BOXES[raw]

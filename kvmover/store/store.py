@@ -12,7 +12,7 @@ from kvmover.store.files import Files, PlainFiles
 from kvmover.store.index import StoredObject, Watcher
 from kvmover.store.machine import Machine, this_machine
 from kvmover.store.namespace import Namespace, write_manifest
-from kvmover.store.part import Part
+from kvmover.store.part import PagePart
 from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Recovered, Stat, Verified
 from kvmover.store.retention import Retention
@@ -72,7 +72,7 @@ class PageStore(Retention):
     def deregister(self, memory: Memory) -> None:
         self.files.deregister(memory)
 
-    def view(self, namespace: Namespace, part: Part, writes: Election | None = None) -> PartView:
+    def view(self, namespace: Namespace, part: PagePart, writes: Election | None = None) -> PartView:
         """One rank's door: pages as the `part` of them that it holds. `writes` says which of them it is elected for."""
         if namespace.folder != self.folder.name:
             raise StoreError(f"{namespace} is not what is stored in {self.folder.name}")
@@ -101,7 +101,7 @@ class PageStore(Retention):
             adopted = self.catalog.recover()
             expired = self.expire()
             self.make_room(0)
-            self.catalog.shorten_news()
+            self.catalog.shorten_deletions()
             freed = max(0, held - index.held_bytes)
             return Collected(expired, counters.evicted_pages - evicted, freed, adopted)
 

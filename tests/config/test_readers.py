@@ -24,7 +24,7 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe.checks import Status
 from kvmover.observe.host import configuration
 from kvmover.observe.start import Observers
-from kvmover.store import Namespace, PageStore, Part
+from kvmover.store import Namespace, PagePart, PageStore
 from kvmover.store.files import memory_of_buffer
 from kvmover.transfer import Model, Mover, Place, Progress
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
@@ -126,7 +126,7 @@ def use_movers(settings: Settings) -> None:
 
 def use_store(settings: Settings) -> None:
     """A page is stored and read, and looked after by whoever comes by."""
-    part = Part.whole(CACHE, TOKENS)
+    part = PagePart.whole(CACHE, TOKENS)
     page = bytearray(part.nbytes)
     memory = memory_of_buffer(page)
     with PageStore.open(settings.store.directory(), SPACE, settings.store) as store:

@@ -16,10 +16,10 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.layout import Component, Fleet
-from kvmover.store import Got, Machine, Namespace, PageStore, Part, Policy, Put, this_machine
+from kvmover.store import Got, Machine, Namespace, PagePart, PageStore, Policy, Put, this_machine
 from kvmover.store.files import Access, PlainFiles
 
-WHOLE = Part.whole(GQA, PAGE)
+WHOLE = PagePart.whole(GQA, PAGE)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_page_of_another_dtype_weights_page_size_or_tenant_is_absent(tmp_path:
         Namespace("llama", "rev-1", PAGE, "tenant"),
         Namespace("llama", "rev-1", 32),
     ]
-    parts = [WHOLE, Part.whole(Component.attention(4, 8, 32, "float8_e4m3fn"), PAGE)]  # equal in bytes
+    parts = [WHOLE, PagePart.whole(Component.attention(4, 8, 32, "float8_e4m3fn"), PAGE)]  # equal in bytes
     assert parts[0].nbytes == parts[1].nbytes
     with PageStore.open(tmp_path, SPACE) as store:
         Rank(store, WHOLE).put(pages)
@@ -152,7 +152,7 @@ def test_one_replica_writes_a_page_and_the_others_call_it_done(store: PageStore)
 
 def test_the_least_recently_read_page_goes_first_and_whole(tmp_path: Path) -> None:
     pages = pages_of(6)
-    part = Part.whole(MLA, PAGE)
+    part = PagePart.whole(MLA, PAGE)
     both = WHOLE.nbytes + -(-part.nbytes // 4096) * 4096
     with PageStore.open(tmp_path, SPACE, Policy(quota_bytes=6 * both)) as store:
         attention, latent = Rank(store, WHOLE), Rank(store, part)

@@ -1,4 +1,4 @@
-"""Shelves: pages between an engine's memory and the page store, from where they lie or through a packed copy."""
+"""PoolBackend: pages between an engine's pool and the page store, from where they lie or through a packed copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from kvmover.engines.common.repack import Numbers, Relay
+from kvmover.engines.common.repack import Numbers, Repack
 from kvmover.errors import StoreError
 from kvmover.layout import Component, Fleet
 from kvmover.store import PageStore, PartView, elected, replicas
@@ -51,7 +51,7 @@ def page_ids(tokens: Numbers, count: int, page_tokens: int) -> Numbers:
     return pages[:, 0] // page_tokens
 
 
-class Shelf(Protocol):
+class PoolBackend(Protocol):
     """The pages of one pool. Every answer has one entry a page; a page that failed is False and nothing is raised."""
 
     @property
@@ -75,14 +75,14 @@ class Shelf(Protocol):
 
 
 @dataclass(slots=True)
-class Bounce:
+class BounceBuffer:
     """Memory that pages are packed in on their way, one group at a time: pinned where there is a GPU."""
 
     memory: torch.Tensor
     lock: Lock = field(default_factory=Lock)
 
     @classmethod
-    def of(cls, page_bytes: int) -> Bounce:
+    def of(cls, page_bytes: int) -> BounceBuffer:
         """Room for at least one page, from an address on that disks take directly."""
         from kvmover.kernels.driver import pinned
 
@@ -96,7 +96,7 @@ class Bounce:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedBackend:
     """Pages that lie in the pool in an order of its own: copied into the order of objects and back.
 
     `memory`: the pool's, flat, an allocation each. Pages that are stored already, or that another rank writes, are not
@@ -104,17 +104,17 @@ class Packed:
     """
 
     view: PartView
-    relay: Relay
+    repack: Repack
     memory: tuple[torch.Tensor, ...]
     page_tokens: int
-    out: Bounce
-    into: Bounce
+    out: BounceBuffer
+    into: BounceBuffer
     move: Callable[[Sequence[Region]], None]
     writes: Election | None = None
 
     @property
     def page_bytes(self) -> int:
-        return self.relay.page_bytes
+        return self.repack.page_bytes
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
         return self.view.exists(pages)
@@ -127,7 +127,7 @@ class Packed:
         todo = [number for number, is_done in enumerate(done) if not is_done]
         with self.out.lock:
             for group in _groups(todo, self.out.memory.numel() // self.page_bytes):
-                self.move([self.relay.pack(self.memory, ids[group], self.out.memory)])
+                self.move([self.repack.pack(self.memory, ids[group], self.out.memory)])
                 results = self.view.put([pages[n] for n in group], self.out.addresses(len(group), self.page_bytes))
                 for number, result in zip(group, results, strict=True):
                     done[number] = result.ok
@@ -141,7 +141,7 @@ class Packed:
                 results = self.view.get([pages[n] for n in group], self.into.addresses(len(group), self.page_bytes))
                 good = [number for number, result in enumerate(results) if result.ok]
                 targets = [group[number] for number in good]
-                self.move([self.relay.unpack(self.into.memory, np.array(good, np.int64), self.memory, ids[targets])])
+                self.move([self.repack.unpack(self.into.memory, np.array(good, np.int64), self.memory, ids[targets])])
                 for target in targets:
                     done[target] = True
         return done
@@ -152,13 +152,13 @@ class Packed:
     def get_flat(self, page: bytes, flat: torch.Tensor) -> bool:
         return self._alone(flat).get([page], np.arange(self.page_tokens))[0]
 
-    def _alone(self, flat: torch.Tensor) -> Packed:
+    def _alone(self, flat: torch.Tensor) -> PackedBackend:
         """A page that the engine has taken out of the pool is a pool of one page."""
-        return replace(self, relay=self.relay.alone(), memory=(as_bytes(flat),))
+        return replace(self, repack=self.repack.alone(), memory=(as_bytes(flat),))
 
 
 @dataclass(frozen=True, slots=True)
-class InPlace:
+class InPlaceBackend:
     """Pages that are stored from where they lie, a run of the page through each of `views`.
 
     `addresses`: of the pages that the engine's token indices name, [view][page], in registered memory.
@@ -211,7 +211,7 @@ class InPlace:
             self.store.deregister(memory)
 
 
-class Nothing:
+class EmptyBackend:
     """A pool that only numbers the pages of others (DeepSeek V4): it has no bytes, so none can be missing."""
 
     page_bytes = 0

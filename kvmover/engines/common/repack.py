@@ -19,14 +19,14 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class Repack:
     """`pool`: an engine's. `packed`: the same pages in the order of objects; one is enough to know the strides."""
 
     pool: PoolSpec
     packed: PoolSpec
 
     @classmethod
-    def of(cls, pool: PoolSpec) -> Relay:
+    def of(cls, pool: PoolSpec) -> Repack:
         extents = dict(zip(pool.layout.axes, pool.layout.shape, strict=True)) | {"page": 1}
         return cls(pool, PoolSpec(pool.component, Layout.dense(PACKED_ORDER, **extents)))
 
@@ -34,12 +34,12 @@ class Relay:
     def page_bytes(self) -> int:
         return self.packed.stride_bytes("page")
 
-    def alone(self) -> Relay:
+    def alone(self) -> Repack:
         """The same for one page of the pool by itself, dense: how SGLang takes a page out of it and puts it back."""
         layout = self.pool.layout
         nested = sorted(layout.axes, key=lambda axis: (axis == "page", layout.stride_of(axis)), reverse=True)
         extents = dict(zip(layout.axes, layout.shape, strict=True)) | {"page": 1}
-        return Relay(PoolSpec(self.pool.component, Layout.dense(" ".join(nested), **extents)), self.packed)
+        return Repack(PoolSpec(self.pool.component, Layout.dense(" ".join(nested), **extents)), self.packed)
 
     def pack(self, memory: Sequence[torch.Tensor], pages: Numbers, packed: torch.Tensor) -> Region:
         """From the pool's pages `pages` to the beginning of `packed`. `memory`: flat uint8, an allocation each."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.pages import Bounce, Packed
+from kvmover.engines.common.pages import BounceBuffer, PackedBackend
 from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.common.repack import Relay
-from kvmover.engines.sglang.page_parts import Rows
-from kvmover.engines.sglang.store_adapter import Shelves
+from kvmover.engines.common.repack import Repack
+from kvmover.engines.sglang.page_parts import PoolRows
+from kvmover.engines.sglang.store_adapter import StoreAdapter
 from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec, Span
-from kvmover.store import Part
+from kvmover.store import PagePart
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Strand:
     a page.
     """
 
-    rows: Rows
+    rows: PoolRows
     buffers: tuple[int, ...]
     layers: dict[int, tuple[int, ...]]
     pages: int
@@ -85,7 +85,7 @@ def _attention(entry: Any, flat: Sequence[torch.Tensor], first_layer: int) -> St
     layers, (slots, heads, dim) = len(flat) // 2, flat[0].shape
     if any(buffer.shape != flat[0].shape for buffer in flat):
         raise EngineUnsupported(f"device pool {entry.name} has keys and values of different shapes")
-    rows = Rows(str(entry.name), layers, 2, heads, dim, _dtype(flat[0]), first_layer)
+    rows = PoolRows(str(entry.name), layers, 2, heads, dim, _dtype(flat[0]), first_layer)
     order = tuple(kv * layers + layer for layer in range(layers) for kv in range(2))
     mapping = {layer: tuple(sorted({number % layers for number in of})) for layer, of in _mapping(entry).items()}
     return Strand(rows, order, mapping, slots // entry.page_size, entry.page_size, entry.page_size)
@@ -101,7 +101,7 @@ def _alone(
     latent = not by_page
     dim = group[0][0].numel() if latent else group[0][0].numel() * group[0].element_size()
     dtype = _dtype(group[0]) if latent else "uint8"
-    rows = Rows(name, len(group), 1, 1, dim, dtype, first_layer, states=int(by_page), shared=shared)
+    rows = PoolRows(name, len(group), 1, 1, dim, dtype, first_layer, states=int(by_page), shared=shared)
     tokens = 1 if by_page else entry.page_size
     pages = min(buffer.shape[0] for buffer in group) // tokens
     return Strand(rows, tuple(numbers), _mapping(entry), pages, tokens, entry.page_size)
@@ -116,30 +116,30 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class DevicePoolPages:
     """`part`: what the rank holds of a page. `memory`: a flat tensor a layer and K/V, the engine's own.
 
     Objects lie `head layer kv token dim`, so a run of layers is one read for a latent, and one a head for attention.
     """
 
     strand: Strand
-    part: Part
+    part: PagePart
     memory: tuple[torch.Tensor, ...]
-    shelves: Shelves
-    bounce: Bounce
+    adapter: StoreAdapter
+    bounce: BounceBuffer
     move: Callable[[Sequence[Region]], None]
 
-    def whole(self) -> Packed:
+    def whole(self) -> PackedBackend:
         return self.layers(range(self.strand.rows.layers))
 
-    def layers(self, run: range) -> Packed:
+    def layers(self, run: range) -> PackedBackend:
         """The pages' layers `run`, by the strand's own numbers: as if the pool had no others."""
         box, kv = self.part.box, self.strand.rows.kv
-        part = Part(self.part.component, replace(box, layers=Span(box.layers.start + run.start, len(run))))
-        writes = self.shelves.election(part.component)
-        return Packed(
-            view=self.shelves.view(part, writes),
-            relay=Relay.of(_of_layers(self.strand.spec(part.component), len(run))),
+        part = PagePart(self.part.component, replace(box, layers=Span(box.layers.start + run.start, len(run))))
+        writes = self.adapter.election(part.component)
+        return PackedBackend(
+            view=self.adapter.view(part, writes),
+            repack=Repack.of(_of_layers(self.strand.spec(part.component), len(run))),
             memory=self.memory[run.start * kv : run.stop * kv],
             page_tokens=self.strand.index_tokens,
             out=self.bounce,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.sglang.page_parts import Rows
+from kvmover.engines.sglang.page_parts import PoolRows
 from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def buffer_of(pool: Any, tensor: torch.Tensor) -> Buffer:
     return Buffer(axes, tuple(tensor.shape), tuple(tensor.stride()), tokens)
 
 
-def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> Rows:
+def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> PoolRows:
     """What the rows of a buffer are. An index page is one row a layer: its keys come first, then their scales."""
     layers = buffer.extent("layer")
-    return Rows(
+    return PoolRows(
         name=name,
         layers=layers,
         kv=buffer.extent("kv"),

@@ -27,7 +27,7 @@ class Objects(StrEnum):
     NATIVE = "native"
 
 
-class Options(ContentOptions, frozen=True, forbid_unknown_fields=True):
+class StoreOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     """The store's own, all of which have a default; what else there is to say of it are settings (`STORE`).
 
     `model` and `weights` default to the engine's model name, and its revision and weight version. `kv_heads`, `layers`,
@@ -40,13 +40,13 @@ class Options(ContentOptions, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str = ""
 
 
-def parse(extra_config: Mapping[str, Any] | None) -> tuple[Options, Settings]:
+def parse(extra_config: Mapping[str, Any] | None) -> tuple[StoreOptions, Settings]:
     """The store's options, and the settings of this process with those of `STORE` over them.
 
     Raises ConfigError that names the key which is missing, unknown or out of range.
     """
     said = {key: value for key, value in (extra_config or {}).items() if key not in _ENGINE_KEYS}
-    options, settings = read(said, Options, STORE, "the options of kvmover's page store in SGLang")
+    options, settings = read(said, StoreOptions, STORE, "the options of kvmover's page store in SGLang")
     settings.store.directory()
     return options, settings
 

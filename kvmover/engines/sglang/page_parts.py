@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.sglang.model import Model
+from kvmover.engines.sglang.model import ModelFacts
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, Span, Stripe
-from kvmover.store import Box, Part
+from kvmover.store import PageBox, PagePart
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PoolRows:
     """The rows of a pool on one rank: `layers` of them from `first_layer`, `drafts` of which are a draft model's.
 
     `kv`: 2 for attention, 1 where one row is both. `states`: 0 is a row a token, 1 a row a page. `shared`: all
@@ -31,14 +31,14 @@ class Rows:
     shared: bool = False
 
 
-def part_of(rows: Rows, place: ParallelRank, model: Model, page_tokens: int) -> Part:
+def part_of(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
     """The whole-model component that `rows` belong to, and the box of a page that they are.
 
     What nobody says of the whole model stays the rank's own: 1 head on each of 8 ranks may be 8 heads, or 4 held twice.
     Then it is stored by rank, which is never wrong, and is shared by fleets of the same shape alone.
 
-    >>> rows = Rows("kv", layers=80, kv=2, heads=1, dim=128, dtype="bfloat16")
-    >>> part = part_of(rows, ParallelRank(tp=5, tp_size=8), Model(kv_heads=4), page_tokens=64)
+    >>> rows = PoolRows("kv", layers=80, kv=2, heads=1, dim=128, dtype="bfloat16")
+    >>> part = part_of(rows, ParallelRank(tp=5, tp_size=8), ModelFacts(kv_heads=4), page_tokens=64)
     >>> part.component.heads, part.box.heads.triple(), part.nbytes
     (4, [2, 1, 1], 2621440)
     """
@@ -54,10 +54,10 @@ def part_of(rows: Rows, place: ParallelRank, model: Model, page_tokens: int) -> 
             name += f", stage {place.pp} of {place.pp_size} from layer {rows.first_layer}"
     component = Component(name, layers, rows.kv, total, rows.dim, rows.dtype, states=rows.states)
     tokens = component.extent(page_tokens)
-    return Part(component, Box(heads, held, Stripe(0, 1, tokens, tokens)))
+    return PagePart(component, PageBox(heads, held, Stripe(0, 1, tokens, tokens)))
 
 
-def _heads(rows: Rows, place: ParallelRank, model: Model) -> tuple[int, Span]:
+def _heads(rows: PoolRows, place: ParallelRank, model: ModelFacts) -> tuple[int, Span]:
     if rows.shared or place.tp_size == 1:
         return rows.heads, Span(0, rows.heads)
     total = model.kv_heads if rows.heads == 1 and model.kv_heads else rows.heads * place.tp_size
@@ -70,9 +70,9 @@ def _heads(rows: Rows, place: ParallelRank, model: Model) -> tuple[int, Span]:
     return total, heads
 
 
-def native_part(name: str, nbytes: int, place: ParallelRank, shared: bool) -> Part:
+def native_part(name: str, nbytes: int, place: ParallelRank, shared: bool) -> PagePart:
     """A run of a page that only ranks of the same shape understand: one row, whose component says whose it is."""
     whose = [f"rank {place.tp} of {place.tp_size}"] * (not shared and place.tp_size > 1)
     whose += [f"stage {place.pp} of {place.pp_size}"] * (place.pp_size > 1)
     component = Component.state(", ".join([name, *whose]), 1, 1, nbytes, "uint8")
-    return Part.whole(component, 1)
+    return PagePart.whole(component, 1)

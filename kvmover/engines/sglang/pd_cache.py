@@ -1,6 +1,6 @@
 """What SGLang tells its transfer backends of a rank's caches, as values; and their memory as pools and payloads.
 
-All but the last two functions and `Rows` compute with integers alone.
+All but the last two functions and `AuxRows` compute with integers alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_HEADS = 192
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CacheTotals:
     """What the whole model has. `kv`: 2 for keys and values, 1 for a latent; `window` of `window_heads`, if any."""
 
     kv: int
@@ -39,12 +39,12 @@ class Whole:
     window: int | None = None
 
 
-def whole_of(config: Any, latent: Any) -> Whole:
+def whole_of(config: Any, latent: Any) -> CacheTotals:
     """`config`: SGLang's `ModelConfig`. A model whose window it does not know may have a chunk instead (Llama 4)."""
     if latent:
-        return Whole(1, 1)
+        return CacheTotals(1, 1)
     window = config.sliding_window_size or config.attention_chunk_size
-    return Whole(2, config.get_total_num_kv_heads(), config.get_swa_num_kv_heads(1), window)
+    return CacheTotals(2, config.get_total_num_kv_heads(), config.get_swa_num_kv_heads(1), window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Buffers:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class RankCache:
     """One component on one rank. Bytes are opaque: a row is `row_bytes` of them.
 
     `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
@@ -107,7 +107,7 @@ class Cache:
         return Component(self.name, layers, self.kv, self.heads, self.row_bytes, "uint8", self.window, self.states)
 
 
-def caches_of(args: Any, whole: Whole, place: ParallelRank) -> list[Cache]:
+def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCache]:
     """All caches that `KVArgs` names, in its order. Raises EngineUnsupported for what cannot be described."""
     every = Buffers.of(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     drafts, tokens, dtype = args.num_draft_entries, args.page_size, args.kv_cache_dtype_str
@@ -123,7 +123,7 @@ def caches_of(args: Any, whole: Whole, place: ParallelRank) -> list[Cache]:
     for number, kind in enumerate(kinds_of(args)):
         own = Buffers.of(args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number])
         if kind == "mamba":
-            held: Sequence[Cache] = list(_states(args, number, own, place))
+            held: Sequence[RankCache] = list(_states(args, number, own, place))
         elif kind == "swa":
             if whole.window is None:
                 raise EngineUnsupported("the model's configuration does not tell the size of its sliding window")
@@ -172,7 +172,7 @@ def layers_of(stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def page_table(
-    cache: Cache, prefix_pages: int, pages: npt.NDArray[np.int64], states: Sequence[Any], page_tokens: int
+    cache: RankCache, prefix_pages: int, pages: npt.NDArray[np.int64], states: Sequence[Any], page_tokens: int
 ) -> npt.NDArray[np.int64]:
     """The page table of a request from what SGLang tells of it: the pages after `prefix_pages`, and state indices.
 
@@ -192,7 +192,7 @@ def page_table(
     return np.concatenate([np.full(length - len(own), own[0] if len(own) else 0, np.int64), own])
 
 
-def _attention(name: str, own: Buffers, kv: int, heads: int, place: ParallelRank, tokens: int) -> Iterator[Cache]:
+def _attention(name: str, own: Buffers, kv: int, heads: int, place: ParallelRank, tokens: int) -> Iterator[RankCache]:
     """Pages `token head dim`: K of every layer, then V. K and V of different dims are caches of their own."""
     layers = len(own.items) // kv
     halves = [own.part(n * layers, (n + 1) * layers) for n in range(kv)]
@@ -205,10 +205,10 @@ def _attention(name: str, own: Buffers, kv: int, heads: int, place: ParallelRank
     if rest:
         raise EngineUnsupported(f"pages of {own.item_bytes} bytes are not {tokens} tokens x {held} heads")
     pointers = tuple(half.pointers[layer] for layer in range(layers) for half in halves)
-    yield Cache(name, pointers, own.pages, own.item_bytes, row, kv, heads, held)
+    yield RankCache(name, pointers, own.pages, own.item_bytes, row, kv, heads, held)
 
 
-def _states(args: Any, number: int, own: Buffers, place: ParallelRank) -> Iterator[Cache]:
+def _states(args: Any, number: int, own: Buffers, place: ParallelRank) -> Iterator[RankCache]:
     """States of Mamba and its like: a run of buffers, one a layer, for each tensor of the state.
 
     The first is a convolution, whose channels are x, B and C or q, k and v side by side: it is cut over ranks in as
@@ -219,12 +219,12 @@ def _states(args: Any, number: int, own: Buffers, place: ParallelRank) -> Iterat
     heads = [n for n in range(len(own.items)) if n == 0 or ids[n] <= ids[n - 1]]
     for tensor, (start, stop) in enumerate(zip(heads, [*heads[1:], len(own.items)], strict=True)):
         runs = own.part(start, stop)
-        whole = Cache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
+        whole = RankCache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
         known = groups[start] or [cuts[start] * place.tp_size] * (tensor > 0)
         yield from _cut(whole, cuts[start], outers[start], known, place)
 
 
-def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], place: ParallelRank) -> Iterator[Cache]:
+def _cut(state: RankCache, dim: int, outer: int, groups: Sequence[int], place: ParallelRank) -> Iterator[RankCache]:
     """A state of `outer` planes of `dim` units; `groups`: units of the whole model, each group cut by itself.
 
     `dim` 0: every rank holds all of it. A state whose groups nobody tells, or of which ranks hold parts twice, is cut
@@ -257,7 +257,7 @@ def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], place: Paral
         at += held
 
 
-def pool_of(cache: Cache, component: Component, page_tokens: int, device: torch.device) -> Pool:
+def pool_of(cache: RankCache, component: Component, page_tokens: int, device: torch.device) -> Pool:
     """The engine's memory as it lies: pages of `token head dim`, states of `kv head dim`. It stays the engine's."""
     tokens, layers = component.page_tokens(page_tokens), cache.layers
     token_bytes = cache.own_heads * cache.row_bytes
@@ -278,7 +278,7 @@ def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(held, device=device)
 
 
-class Rows:
+class AuxRows:
     """The rows of the buffers that go beside the cache (first token, log probabilities), as one payload."""
 
     def __init__(self, args: Any) -> None:

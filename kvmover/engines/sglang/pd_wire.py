@@ -26,7 +26,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     refused: str = ""
 
 
-class Asked(msgspec.Struct, frozen=True, tag=True):
+class PagesReady(msgspec.Struct, frozen=True, tag="Asked"):
     """A decode rank, one of `ranks` that will ask, has pages for a request, all but its first `prefix_tokens`."""
 
     room: int
@@ -35,7 +35,7 @@ class Asked(msgspec.Struct, frozen=True, tag=True):
     prefix_tokens: int
 
 
-Message = Call | Answer | Asked
+Message = Call | Answer | PagesReady
 
 _decode = msgspec.msgpack.Decoder(Message).decode
 

@@ -1,4 +1,4 @@
-"""Shelves of a rank: its store, opened when the page size is known, and one shelf for each pool of the engine."""
+"""StoreAdapter: a rank's store, opened when the page size is known, and one backend for each pool of the engine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.pages import Bounce, Election, InPlace, Nothing, Packed, Shelf, as_bytes, election, page_ids
+from kvmover.engines.common.pages import (
+    BounceBuffer,
+    Election,
+    EmptyBackend,
+    InPlaceBackend,
+    PackedBackend,
+    PoolBackend,
+    as_bytes,
+    election,
+    page_ids,
+)
 from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.repack import Numbers, Relay
+from kvmover.engines.common.repack import Numbers, Repack
 from kvmover.engines.common.upkeep import open_store
 from kvmover.engines.sglang import hostpool
-from kvmover.engines.sglang.model import Model
-from kvmover.engines.sglang.options import Objects, Options
+from kvmover.engines.sglang.model import ModelFacts
+from kvmover.engines.sglang.options import Objects, StoreOptions
 from kvmover.engines.sglang.page_parts import native_part, part_of
 from kvmover.layout import Component
-from kvmover.store import Namespace, PageStore, Part, PartView
+from kvmover.store import Namespace, PagePart, PageStore, PartView
 from kvmover.transport.base import Memory
 from kvmover.transport.memory import memory_of
 
@@ -32,23 +42,23 @@ MAIN = "kv"
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class ServedRank:
     """Who opens a store: a rank of an engine that serves `name`. `replicated`: every tensor-parallel rank holds the
     same main pool, and the engine asks one of them alone to write it."""
 
     name: str
-    model: Model
+    model: ModelFacts
     place: ParallelRank
     replicated: bool
 
 
 @dataclass(slots=True)
-class Shelves:
+class StoreAdapter:
     """A rank's door to its namespace. Pools belong to the engine, bounce memory and the store to this."""
 
-    options: Options
+    options: StoreOptions
     settings: StoreSettings
-    rank: Rank
+    rank: ServedRank
     page_tokens: int
     store: PageStore = field(init=False)
     space: Namespace = field(init=False)
@@ -59,17 +69,17 @@ class Shelves:
         self.space = Namespace(self.rank.name, self.rank.model.weights, self.page_tokens, self.options.tenant)
         self.store = open_store(self.settings, self.space)
 
-    def shelf(self, pool: Any, name: str) -> Shelf:
-        """The shelf of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""
+    def backend(self, pool: Any, name: str) -> PoolBackend:
+        """The backend of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""
         hostpool.refuse(pool, name)
         if not pool.size_per_token:
-            return Nothing()
+            return EmptyBackend()
         tensor = hostpool.tensor_of(pool) if self.options.objects is Objects.SHARED else None
         made = self._native(pool, name) if tensor is None else self._shared(pool, name, tensor)
         log.info("host pool %s in %s: %s, %d bytes a page", name, pool.layout, type(made).__name__, made.page_bytes)
         return made
 
-    def _shared(self, pool: Any, name: str, tensor: torch.Tensor) -> Shelf:
+    def _shared(self, pool: Any, name: str, tensor: torch.Tensor) -> PoolBackend:
         """A pool whose rows have a meaning to other ranks, layouts and fleets."""
         buffer = hostpool.buffer_of(pool, tensor)
         shared = self._shared_by_ranks(pool)
@@ -81,16 +91,18 @@ class Shelves:
         if spec.is_packed:
             self.register([tensor])
             stride, first = spec.stride_bytes("page"), tensor.data_ptr()
-            return InPlace(
+            return InPlaceBackend(
                 self.store, (view,), lambda tokens, count: [_at(tokens, count, pool.page_size, first, stride)]
             )
-        out, into = (Bounce.of(part.nbytes) for _ in range(2))
+        out, into = (BounceBuffer.of(part.nbytes) for _ in range(2))
         self.register([out.memory, into.memory])
         from kvmover.kernels import reference
 
-        return Packed(view, Relay.of(spec), (as_bytes(tensor),), pool.page_size, out, into, reference.move, writes)
+        return PackedBackend(
+            view, Repack.of(spec), (as_bytes(tensor),), pool.page_size, out, into, reference.move, writes
+        )
 
-    def _native(self, pool: Any, name: str) -> Shelf:
+    def _native(self, pool: Any, name: str) -> PoolBackend:
         """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""
         sizes = hostpool.native_runs(pool, name)
         shared = self._shared_by_ranks(pool)
@@ -102,12 +114,12 @@ class Shelves:
             for run, nbytes in enumerate(sizes)
         )
         self.register(hostpool.memory_of_pool(pool))
-        return InPlace(self.store, views, partial(_runs, pool, len(sizes)))
+        return InPlaceBackend(self.store, views, partial(_runs, pool, len(sizes)))
 
-    def view(self, part: Part, writes: Election | None = None) -> PartView:
+    def view(self, part: PagePart, writes: Election | None = None) -> PartView:
         return self.store.view(self.space, part, writes)
 
-    def _model_of(self, pool: Any, name: str) -> Model:
+    def _model_of(self, pool: Any, name: str) -> ModelFacts:
         """What is known of the model of which `pool` is a part: its figures are those of the main attention cache."""
         if name != MAIN:
             return replace(self.rank.model, kv_heads=None, layers=None)

@@ -1,4 +1,4 @@
-"""Haul: a mover that several threads may use, whose requests go by number, and that reports how each ended."""
+"""TransferDriver: a mover that several threads may use; requests go by number, and it reports how each ended."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Haul:
+class TransferDriver:
     """Every call may come from any thread; `ended` is called by `turn`, once a request, when nothing is written any
     more: with `held` memory not before it is the engine's again. `pace` says how long `turn` may be left alone, and
     `wake` ends that sooner, because there is a call to act upon."""
@@ -150,7 +150,7 @@ class Haul:
 
 
 class Bell:
-    """What the thread that turns a Haul sleeps on: SGLang's socket, and calls that other threads make meanwhile.
+    """What the thread that turns a TransferDriver sleeps on: SGLang's socket, and other threads' calls meanwhile.
 
     `nap` is for one thread, `ring` for all others. The ZeroMQ socket is the engine's, and outlives this."""
 

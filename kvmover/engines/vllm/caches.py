@@ -1,4 +1,4 @@
-"""vLLM's KV cache tensors as values: one sheet a layer, and the components and pools that they make.
+"""vLLM's KV cache tensors as values: one a layer, and the components and pools that they make.
 
 vLLM hands each layer over as a view [block, head, token, content] with strides of its own, whatever of its six physical
 layouts it runs; K and V of a token and head lie side by side in the content, and a latent is content alone. So a row
@@ -18,7 +18,7 @@ from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, PoolSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class CacheGroup:
     """Layers that share a block table. `kind`: vLLM's word. `window`: None where every token matters."""
 
     layers: tuple[str, ...]
@@ -28,7 +28,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class LayerCache:
     """The cache of one layer: `shape` and `stride` [page, head, token, content], in elements of `dtype`.
 
     Pages are the blocks that the attention kernel knows; vLLM's scheduler may know larger ones.
@@ -51,8 +51,8 @@ class Sheet:
 
 
 @dataclass(frozen=True, slots=True)
-class Sheaf:
-    """Sheets of equal rows in one group: a component of the model. `ratio`: pages of a block of the block table.
+class ComponentCache:
+    """Layers of equal rows in one group: a component of the model. `ratio`: pages of a block of the block table.
 
     `starts`: addresses of the pool's allocations. `layers`: names, in order.
     """
@@ -85,8 +85,8 @@ class Sheaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """What the sheets of a rank do not say of the model: its KV heads and hidden layers, over all ranks; and what bytes
+class ModelTotals:
+    """What the caches of a rank do not say of the model: its KV heads and hidden layers, over all ranks; and what bytes
     stand for in a quantised cache: e4m3 and e5m2 are stored alike."""
 
     kv_heads: int
@@ -107,72 +107,89 @@ def number_of(layer: str) -> tuple[int, ...]:
     return tuple(int(digits) for digits in re.findall(r"(?<![^.])\d+(?![^.])", layer))
 
 
-def refuse(groups: Sequence[Group]) -> None:
+def refuse(groups: Sequence[CacheGroup]) -> None:
     """Raise EngineUnsupported for caches whose rows are not a token's."""
     for group in groups:
         if group.kind not in _SPLIT + _SHARED:
             raise EngineUnsupported(f"kvmover's vLLM connector does not move caches of kind {group.kind}")
 
 
-def sheaves(
-    groups: Sequence[Group], sheets: Sequence[Sheet], blocks: int, whole: Whole, place: ParallelRank
-) -> list[Sheaf]:
+def component_caches(
+    groups: Sequence[CacheGroup],
+    layer_caches: Sequence[LayerCache],
+    blocks: int,
+    whole: ModelTotals,
+    place: ParallelRank,
+) -> list[ComponentCache]:
     """All components of a rank's cache, in the order of its groups. Raises EngineUnsupported for what is not rows."""
     refuse(groups)
-    by_name = {sheet.layer: sheet for sheet in sheets}
-    made: list[Sheaf] = []
+    by_name = {cache.layer: cache for cache in layer_caches}
+    made: list[ComponentCache] = []
     for number, group in enumerate(groups):
         missing = [layer for layer in group.layers if layer not in by_name]
         if missing:
             raise EngineUnsupported(f"no cache was registered for {', '.join(missing)}")
         mine = sorted((by_name[layer] for layer in group.layers), key=lambda s: (number_of(s.layer), s.layer))
-        for content in dict.fromkeys(sheet.content for sheet in mine):
-            alike = [sheet for sheet in mine if sheet.content == content]
-            made.append(_sheaf(number, group, alike, blocks, whole, place))
-    pages = sorted({sheaf.spec.page_tokens for sheaf in made})
+        for content in dict.fromkeys(cache.content for cache in mine):
+            alike = [cache for cache in mine if cache.content == content]
+            made.append(_component_cache(number, group, alike, blocks, whole, place))
+    pages = sorted({cache.spec.page_tokens for cache in made})
     if len(pages) > 1:
         raise EngineUnsupported(f"groups whose pages have {pages} tokens; they must be equal")
     return made
 
 
-def _sheaf(number: int, group: Group, sheets: Sequence[Sheet], blocks: int, whole: Whole, place: ParallelRank) -> Sheaf:
-    if len({(sheet.shape, sheet.stride) for sheet in sheets}) > 1:
-        raise EngineUnsupported(f"caches of {sheets[0].layer} and others of {group.kind} {number} do not lie alike")
-    pages, heads, tokens, content = sheets[0].shape
+def _component_cache(
+    number: int,
+    group: CacheGroup,
+    layer_caches: Sequence[LayerCache],
+    blocks: int,
+    whole: ModelTotals,
+    place: ParallelRank,
+) -> ComponentCache:
+    if len({(cache.shape, cache.stride) for cache in layer_caches}) > 1:
+        raise EngineUnsupported(
+            f"caches of {layer_caches[0].layer} and others of {group.kind} {number} do not lie alike"
+        )
+    pages, heads, tokens, content = layer_caches[0].shape
     ratio, rest = divmod(pages, blocks)
     if rest or tokens * ratio != group.block_tokens:
         raise EngineUnsupported(
-            f"cache of {sheets[0].layer} has {pages} pages of {tokens} rows for {blocks} blocks of"
+            f"cache of {layer_caches[0].layer} has {pages} pages of {tokens} rows for {blocks} blocks of"
             f" {group.block_tokens} tokens; a row must be a token"
         )
     of_model = 1 if group.kind in _SHARED else whole.kv_heads
     held = place.heads(of_model)
     if held.count != heads:
-        raise EngineUnsupported(f"cache of {sheets[0].layer} has {heads} heads; of {of_model} this rank holds {held}")
-    layers = len(sheets) if place.pp_size == 1 else _layers(sheets, whole, place)
+        raise EngineUnsupported(
+            f"cache of {layer_caches[0].layer} has {heads} heads; of {of_model} this rank holds {held}"
+        )
+    layers = len(layer_caches) if place.pp_size == 1 else _layers(layer_caches, whole, place)
     window = None if group.window is None else max(1, group.window - 1)
-    quantised = f", {whole.kv_dtype}" * (sheets[0].element_bytes == 1)
-    name = f"{group.kind} {number}, {content} {sheets[0].dtype}{quantised}"
-    component = Component(name, layers, 1, of_model, content, sheets[0].dtype, window)
-    starts = [sheet.address for sheet in sheets]
-    stride = _even(starts, sheets[0].element_bytes)
-    page, head, token, dim = sheets[0].stride
+    quantised = f", {whole.kv_dtype}" * (layer_caches[0].element_bytes == 1)
+    name = f"{group.kind} {number}, {content} {layer_caches[0].dtype}{quantised}"
+    component = Component(name, layers, 1, of_model, content, layer_caches[0].dtype, window)
+    starts = [cache.address for cache in layer_caches]
+    stride = _even(starts, layer_caches[0].element_bytes)
+    page, head, token, dim = layer_caches[0].stride
     layout = Layout(
-        PACKED_AXES, (pages, heads, len(sheets), 1, tokens, content), (page, head, stride or 0, 0, token, dim)
+        PACKED_AXES, (pages, heads, len(layer_caches), 1, tokens, content), (page, head, stride or 0, 0, token, dim)
     )
     if stride is None:
-        return Sheaf(number, component, PoolSpec(component, layout, ("layer",)), tuple(starts), _names(sheets), ratio)
-    return Sheaf(number, component, PoolSpec(component, layout), (starts[0],), _names(sheets), ratio)
+        return ComponentCache(
+            number, component, PoolSpec(component, layout, ("layer",)), tuple(starts), _names(layer_caches), ratio
+        )
+    return ComponentCache(number, component, PoolSpec(component, layout), (starts[0],), _names(layer_caches), ratio)
 
 
-def _names(sheets: Sequence[Sheet]) -> tuple[str, ...]:
-    return tuple(sheet.layer for sheet in sheets)
+def _names(layer_caches: Sequence[LayerCache]) -> tuple[str, ...]:
+    return tuple(cache.layer for cache in layer_caches)
 
 
-def _layers(sheets: Sequence[Sheet], whole: Whole, place: ParallelRank) -> int:
+def _layers(layer_caches: Sequence[LayerCache], whole: ModelTotals, place: ParallelRank) -> int:
     """Of the whole model, where stages share it: they must have the shares that a Fleet gives them."""
     share = place.layers(whole.layers)
-    numbers = [number_of(sheet.layer)[:1] for sheet in sheets]
+    numbers = [number_of(cache.layer)[:1] for cache in layer_caches]
     if numbers != [(layer,) for layer in share]:
         raise EngineUnsupported(
             f"pipeline stage {place.pp} of {place.pp_size} holds layers {sorted(n[0] for n in numbers if n)}, not"

@@ -1,4 +1,4 @@
-"""Orders: what the scheduler's half of the connector tells the workers' halves in a step. vLLM pickles them."""
+"""Connector metadata: what the scheduler's half asks of the workers' halves in a step. vLLM pickles it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tables = tuple[list[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendSpec:
     """Offer a request. `computed` positions are in its pages before this step, all of it after; None: all of it is."""
 
     request: str
@@ -21,7 +21,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class ReceiveSpec:
     """Fetch positions [start, stop) of a request into its pages."""
 
     request: str
@@ -32,7 +32,7 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseSpec:
     """Nothing of a request is wanted: its other half may let go of its pages."""
 
     remote: Remote
@@ -40,7 +40,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseSpec:
     """A request that will not be sent, to whoever asks for it."""
 
     transfer: str
@@ -48,7 +48,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortSpec:
     """Give a transfer of a request up, in whichever direction."""
 
     request: str
@@ -56,7 +56,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveSpec:
     """Store blocks that are whole once this step has been computed."""
 
     request: str
@@ -65,7 +65,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadSpec:
     """Read blocks from the store."""
 
     request: str
@@ -74,16 +74,16 @@ class Load:
 
 
 @dataclass(slots=True)
-class Orders:
+class KvmoverConnectorMetadata:
     """A step's. `preempted` requests lose their pages in this step: nothing may read them when the forward pass begins.
     `delayed` requests have finished and keep their pages until each rank reports them as sent."""
 
-    sends: list[Send] = field(default_factory=list[Send])
-    receives: list[Receive] = field(default_factory=list[Receive])
-    releases: list[Release] = field(default_factory=list[Release])
-    refusals: list[Refuse] = field(default_factory=list[Refuse])
-    aborts: list[Abort] = field(default_factory=list[Abort])
-    saves: list[Save] = field(default_factory=list[Save])
-    loads: list[Load] = field(default_factory=list[Load])
+    sends: list[SendSpec] = field(default_factory=list[SendSpec])
+    receives: list[ReceiveSpec] = field(default_factory=list[ReceiveSpec])
+    releases: list[ReleaseSpec] = field(default_factory=list[ReleaseSpec])
+    refusals: list[RefuseSpec] = field(default_factory=list[RefuseSpec])
+    aborts: list[AbortSpec] = field(default_factory=list[AbortSpec])
+    saves: list[SaveSpec] = field(default_factory=list[SaveSpec])
+    loads: list[LoadSpec] = field(default_factory=list[LoadSpec])
     preempted: set[str] = field(default_factory=set[str])
     delayed: set[str] = field(default_factory=set[str])

@@ -1,4 +1,4 @@
-"""Cards: how an engine's ranks are reached, served over HTTP by its scheduler, and asked for by others' workers."""
+"""HandshakeServer: the cards of an engine's ranks, served over HTTP by its scheduler, asked for by others' workers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Cards(msgspec.Struct, frozen=True):
 _decode = msgspec.msgpack.Decoder(Cards).decode
 
 
-class Desk:
+class HandshakeServer:
     """Answers every GET with the cards, until it is closed. Whoever can reach the port can read them."""
 
     def __init__(self, host: str, port: int) -> None:
         """Raises OSError for a port that is taken. Port 0: one that is free, see `port`."""
         self._body = b""
-        desk = self
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = desk._body
+                body = server._body
                 self.send_response(200 if body else 503)
                 self.send_header("Content-Type", "application/msgpack")
                 self.send_header("Content-Length", str(len(body)))
@@ -63,7 +63,7 @@ class Desk:
 
 
 def call(host: str, port: int) -> tuple[str, Sequence[bytes]]:
-    """The engine behind a desk, and its cards. Raises TransportError that names the address."""
+    """The engine behind a handshake server, and its cards. Raises TransportError that names the address."""
     where = f"no cards from {host}:{port}"
     connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:

@@ -31,7 +31,7 @@ KEYS: Mapping[str, str] = {
 DEFAULTS = Settings(mover=MoverConfig(deadline_s=120.0, verb=Verb.PULL))
 
 
-class Options(ContentOptions, frozen=True, forbid_unknown_fields=True):
+class ConnectorOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     """The connector's own, all of which have a default.
 
     `model` and `weights` default to vLLM's model name and revision. `host`, `port`: where decode engines find this
@@ -43,9 +43,9 @@ class Options(ContentOptions, frozen=True, forbid_unknown_fields=True):
     port: _Natural = 0
 
 
-def parse(extra_config: Mapping[str, Any] | None) -> tuple[Options, Settings]:
+def parse(extra_config: Mapping[str, Any] | None) -> tuple[ConnectorOptions, Settings]:
     """The connector's options, and the settings of this process with those of `KEYS` over them.
 
     Raises ConfigError that names the key which is unknown or out of range.
     """
-    return read(extra_config or {}, Options, KEYS, "the options of kvmover's vLLM connector", DEFAULTS)
+    return read(extra_config or {}, ConnectorOptions, KEYS, "the options of kvmover's vLLM connector", DEFAULTS)

@@ -1,4 +1,4 @@
-"""Planner: the scheduler's half of the connector. Requests of vLLM's scheduler in, orders for the workers out.
+"""ConnectorScheduler: the scheduler's half of the connector. Requests of vLLM's scheduler in, metadata for workers out.
 
 It touches no memory and waits for nothing. Requests and scheduler outputs are vLLM's, and are only read.
 """
@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 from typing import Any, Protocol
 
-from kvmover.engines.vllm.connector_metadata import Abort, Load, Orders, Receive, Refuse, Release, Save, Send, Tables
+from kvmover.engines.vllm.connector_metadata import (
+    AbortSpec,
+    KvmoverConnectorMetadata,
+    LoadSpec,
+    ReceiveSpec,
+    RefuseSpec,
+    ReleaseSpec,
+    SaveSpec,
+    SendSpec,
+    Tables,
+)
 from kvmover.engines.vllm.params import Remote, Serve, answer, asked
 
 log = logging.getLogger(__name__)
@@ -64,7 +74,7 @@ class Live:
 
 
 @dataclass(slots=True)
-class Planner:
+class ConnectorScheduler:
     """`block_tokens`: of the one group whose blocks are stored. `leading`: None without a store.
 
     `windowed`: some pages are given back before a request ends, so it is offered when it has ended, and its last token
@@ -77,7 +87,7 @@ class Planner:
     leading: Leading | None = None
     home: Home | None = None
     live: dict[str, Live] = field(default_factory=dict[str, Live])
-    orders: Orders = field(default_factory=Orders)
+    metadata: KvmoverConnectorMetadata = field(default_factory=KvmoverConnectorMetadata)
 
     def new(self, request: Any) -> None:
         """A request arrived. Where pages are given back early, a prefill for others stops one token short."""
@@ -109,19 +119,19 @@ class Planner:
             known.begun, known.fetching = True, external > 0
             stop = self._wanted(request)
             if external:
-                self.orders.receives.append(
-                    Receive(request.request_id, known.ask, stop - external, stop, _copied(tables))
+                self.metadata.receives.append(
+                    ReceiveSpec(request.request_id, known.ask, stop - external, stop, _copied(tables))
                 )
             else:
-                self.orders.releases.append(Release(known.ask, request.num_prompt_tokens))
+                self.metadata.releases.append(ReleaseSpec(known.ask, request.num_prompt_tokens))
         elif external:
             known.looked, known.fetching = request.num_preemptions, True
             blocks = slice(known.first, known.first + external // self.block_tokens)
             hashes, held = tuple(request.block_hashes[blocks]), tuple(tables[0][blocks])
-            self.orders.loads.append(Load(request.request_id, hashes, held))
+            self.metadata.loads.append(LoadSpec(request.request_id, hashes, held))
 
-    def build(self, output: Any) -> Orders:
-        """The orders of a step, which are handed out once."""
+    def build(self, output: Any) -> KvmoverConnectorMetadata:
+        """The metadata of a step, which is handed out once."""
         for name, known in self.live.items():
             if known.preemptions != known.request.num_preemptions:
                 self._preempted(name, known)
@@ -137,8 +147,8 @@ class Planner:
                 self._offer(known, before, tables)
             if tables is not None and saves:
                 self._save(known, saves, tables)
-        orders, self.orders = self.orders, Orders()
-        return orders
+        metadata, self.metadata = self.metadata, KvmoverConnectorMetadata()
+        return metadata
 
     def output(self, finished: Finished) -> None:
         for name in finished.finished_recving or ():
@@ -157,16 +167,16 @@ class Planner:
         if known.preemptions != request.num_preemptions:
             self._preempted(name, known)
         if isinstance(known.ask, Remote) and not known.begun:
-            self.orders.releases.append(Release(known.ask, request.num_prompt_tokens))
+            self.metadata.releases.append(ReleaseSpec(known.ask, request.num_prompt_tokens))
         keep = known.saved > 0
         if isinstance(known.ask, Serve):
             keep = self._served(known, known.ask, tables, delivered) or keep
         if known.fetching:  # the scheduler keeps the pages until every rank says that it has received
-            self.orders.aborts.append(Abort(name, "aborted by the scheduler"))
+            self.metadata.aborts.append(AbortSpec(name, "aborted by the scheduler"))
             return False, None
         del self.live[name]
         if keep:
-            self.orders.delayed.add(name)
+            self.metadata.delayed.add(name)
         return keep, self._answer(known.ask) if delivered else None
 
     def _answer(self, ask: Serve | Remote | None) -> dict[str, Any] | None:
@@ -205,7 +215,7 @@ class Planner:
     def _offer(self, known: Live, before: int, tables: Tables) -> None:
         assert isinstance(known.ask, Serve)
         known.sent = True
-        self.orders.sends.append(Send(known.request.request_id, known.ask.transfer, _copied(tables), before))
+        self.metadata.sends.append(SendSpec(known.request.request_id, known.ask.transfer, _copied(tables), before))
 
     def _saves(self, known: Live, after: int) -> range:
         """Blocks that are whole after this step and were not ordered to be stored."""
@@ -215,26 +225,28 @@ class Planner:
 
     def _save(self, known: Live, blocks: range, tables: Tables) -> None:
         request, new = known.request, slice(blocks.start, blocks.stop)
-        self.orders.saves.append(Save(request.request_id, tuple(request.block_hashes[new]), tuple(tables[0][new])))
+        self.metadata.saves.append(
+            SaveSpec(request.request_id, tuple(request.block_hashes[new]), tuple(tables[0][new]))
+        )
         known.saved = blocks.stop
 
     def _served(self, known: Live, ask: Serve, tables: Tables, delivered: bool) -> bool:
         """Whether the pages of a prefill for another engine are still needed."""
         name = known.request.request_id
         if delivered and not known.sent:
-            self.orders.sends.append(Send(name, ask.transfer, _copied(tables), None))
+            self.metadata.sends.append(SendSpec(name, ask.transfer, _copied(tables), None))
         elif not delivered and known.sent:
-            self.orders.aborts.append(Abort(name, "the prefill was aborted"))
+            self.metadata.aborts.append(AbortSpec(name, "the prefill was aborted"))
         elif not delivered:
-            self.orders.refusals.append(Refuse(ask.transfer, "the prefill was aborted"))
+            self.metadata.refusals.append(RefuseSpec(ask.transfer, "the prefill was aborted"))
         return delivered or known.sent
 
     def _preempted(self, name: str, known: Live) -> None:
         """Its pages are somebody else's. What was stored of it stays; what was offered is computed again."""
         if known.sent:
-            self.orders.aborts.append(Abort(name, "the prefill was preempted"))
+            self.metadata.aborts.append(AbortSpec(name, "the prefill was preempted"))
         if known.sent or known.saved:
-            self.orders.preempted.add(name)
+            self.metadata.preempted.add(name)
         known.preemptions, known.sent, known.saved = known.request.num_preemptions, False, 0
 
 

@@ -1,4 +1,4 @@
-"""Traffic: the transfers of a rank by vLLM's request ids, driven by the mover's own thread, and how each ended."""
+"""RequestTransfers: a rank's transfers by vLLM's request ids, driven by the mover's own thread, and how each ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.engines.vllm.connector_metadata import Receive, Release
+from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec
 from kvmover.engines.vllm.params import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
 from kvmover.transfer import Mover, Progress, Result, Transfer
@@ -45,7 +45,7 @@ class Over:
 
 
 @dataclass(slots=True)
-class Traffic:
+class RequestTransfers:
     """Methods are for the one thread of the engine's worker, and wait for nothing but `settle`.
 
     A transfer is over when it has ended and nothing holds its pages (`Transfer.held`).
@@ -75,14 +75,14 @@ class Traffic:
 
         self._sends[request].add_done_callback(produced)
 
-    def receive(self, order: Receive, pages: Pages) -> None:
+    def receive(self, spec: ReceiveSpec, pages: Pages) -> None:
         tables = [np.asarray(table, np.int64) for table in pages]
-        self._fetch(order.request, order.remote, range(order.start, order.stop), tables)
+        self._fetch(spec.request, spec.remote, range(spec.start, spec.stop), tables)
 
-    def release(self, order: Release, components: int, page_tokens: int) -> None:
+    def release(self, spec: ReleaseSpec, components: int, page_tokens: int) -> None:
         """Ask for nothing, which a source takes for served. Nobody is told how that ends."""
-        tables = [np.zeros(-(-order.tokens // page_tokens), np.int64)] * components
-        self._fetch(f"{order.remote.transfer} released", order.remote, range(order.tokens, order.tokens), tables)
+        tables = [np.zeros(-(-spec.tokens // page_tokens), np.int64)] * components
+        self._fetch(f"{spec.remote.transfer} released", spec.remote, range(spec.tokens, spec.tokens), tables)
 
     def refuse(self, transfer: str, reason: str) -> None:
         """Whoever asks for it, or has asked, hears why; of a mover that is closed they hear that."""

@@ -9,33 +9,33 @@ from typing import Any
 
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.tally import RankEnding
-from kvmover.store import Part
+from kvmover.store import PagePart
 
 #: Blocks that are being stored and not told of yet: the oldest are forgotten beyond so many.
 _MOST_AWAITED = 1 << 16
 
 
 @dataclass
-class Introduction(engine.HandshakeMetadata):
+class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
     """A rank: its card for other engines, and what it holds of a stored block."""
 
     card: bytes
-    parts: tuple[Part, ...]
+    parts: tuple[PagePart, ...]
 
 
 @dataclass
-class StepNews(engine.WorkerMetadata):
+class KvmoverWorkerMetadata(engine.WorkerMetadata):
     """Of a step. `stored`: how many ranks are done with storing a block, by its hash. `ended`: transfers, by rank."""
 
     stored: dict[bytes, int]
     ended: list[RankEnding]
 
-    def aggregate(self, other: StepNews) -> StepNews:
-        return StepNews(dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended)
+    def aggregate(self, other: KvmoverWorkerMetadata) -> KvmoverWorkerMetadata:
+        return KvmoverWorkerMetadata(dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended)
 
 
 @dataclass(slots=True)
-class News:
+class StoredBlockEvents:
     """Events of blocks that are being stored, told when all `ranks` are done with them."""
 
     ranks: int

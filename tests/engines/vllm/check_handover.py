@@ -275,7 +275,7 @@ def _die_once_blocks_landed(a: Engine, b: Engine) -> None:
 
 def _address(engine: Engine) -> dict[str, Any]:
     """What a proxy that starts both halves at once has to know of a prefill engine."""
-    home = engine.scheduler.get_kv_connector()._planner.home
+    home = engine.scheduler.get_kv_connector()._scheduler.home
     return {"remote_engine_id": home.engine, "remote_host": home.host, "remote_port": home.port}
 
 

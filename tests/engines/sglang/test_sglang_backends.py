@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.pages import InPlace, Nothing, Packed, page_ids
+from kvmover.engines.common.pages import EmptyBackend, InPlaceBackend, PackedBackend, page_ids
 from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.common.upkeep import Upkeep
-from kvmover.engines.sglang.model import Model
-from kvmover.engines.sglang.options import Options
-from kvmover.engines.sglang.store_adapter import MAIN, Batches, Rank, Shelves
+from kvmover.engines.sglang.model import ModelFacts
+from kvmover.engines.sglang.options import StoreOptions
+from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 7, 3, 2, 8
@@ -45,9 +45,9 @@ def host_pool(kind: str, layout: str, **more: Any) -> Any:
     return pool
 
 
-def shelves(root: Path, place: ParallelRank | None = None, **more: Any) -> Shelves:
-    rank = Rank("m", Model(**more), place or ParallelRank(0, 1), replicated=False)
-    return Shelves(Options(), StoreSettings(root=root), rank, PAGE)
+def adapter(root: Path, place: ParallelRank | None = None, **more: Any) -> StoreAdapter:
+    rank = ServedRank("m", ModelFacts(**more), place or ParallelRank(0, 1), replicated=False)
+    return StoreAdapter(StoreOptions(), StoreSettings(root=root), rank, PAGE)
 
 
 def tokens_of(pages: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -66,15 +66,15 @@ KINDS = [
 
 @pytest.mark.parametrize(("kind", "layout"), KINDS)
 def test_pages_come_back_into_other_places_and_touch_no_neighbour(kind: str, layout: str, tmp_path: Path) -> None:
-    pool, opened = host_pool(kind, layout), shelves(tmp_path)
+    pool, opened = host_pool(kind, layout), adapter(tmp_path)
     with opened.store:
-        shelf = opened.shelf(pool, MAIN)
+        backend = opened.backend(pool, MAIN)
         before = raw(pool).clone()
-        assert shelf.put(HASHES[:3], tokens_of([5, 0, 2])) == [True] * 3
-        assert shelf.exists(HASHES[:5]) == [True] * 3 + [False] * 2
+        assert backend.put(HASHES[:3], tokens_of([5, 0, 2])) == [True] * 3
+        assert backend.exists(HASHES[:5]) == [True] * 3 + [False] * 2
         assert torch.equal(raw(pool), before)
         raw(pool).fill_(POISON)
-        assert shelf.get([*HASHES[:3], HASHES[9]], tokens_of([1, 6, 3, 4])) == [True, True, True, False]
+        assert backend.get([*HASHES[:3], HASHES[9]], tokens_of([1, 6, 3, 4])) == [True, True, True, False]
         wanted = torch.full_like(before, POISON)
         axes = "slot" if layout in ("layer_first", "page_first") else "page"
         at = {"layer_first": 2, "page_first": 1, "page_first_direct": 1, "page_head": 1}[layout] - (kind[1] == "L")
@@ -86,36 +86,38 @@ def test_pages_come_back_into_other_places_and_touch_no_neighbour(kind: str, lay
 
 
 def test_only_a_latent_page_first_direct_is_stored_from_where_it_lies(tmp_path: Path) -> None:
-    opened = shelves(tmp_path)
+    opened = adapter(tmp_path)
     with opened.store:
         pools = {key: host_pool(*key) for key in KINDS}
-        made = {key: type(opened.shelf(pool, MAIN)) for key, pool in pools.items()}
-    assert [key for key, kind in made.items() if kind is InPlace] == [("MLATokenToKVPoolHost", "page_first_direct")]
-    assert set(made.values()) == {InPlace, Packed}
+        made = {key: type(opened.backend(pool, MAIN)) for key, pool in pools.items()}
+    assert [key for key, kind in made.items() if kind is InPlaceBackend] == [
+        ("MLATokenToKVPoolHost", "page_first_direct")
+    ]
+    assert set(made.values()) == {InPlaceBackend, PackedBackend}
 
 
 def test_more_pages_than_the_bounce_holds_go_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmover.engines.common.pages.GROUP_BYTES", 1)
-    pool, opened = host_pool(*KINDS[0]), shelves(tmp_path)
+    pool, opened = host_pool(*KINDS[0]), adapter(tmp_path)
     with opened.store:
-        shelf = opened.shelf(pool, MAIN)
-        assert shelf.put(HASHES[:PAGES], tokens_of(list(range(PAGES)))) == [True] * PAGES
+        backend = opened.backend(pool, MAIN)
+        assert backend.put(HASHES[:PAGES], tokens_of(list(range(PAGES)))) == [True] * PAGES
         before = raw(pool).clone()
         raw(pool).fill_(POISON)
-        assert shelf.get(HASHES[:PAGES], tokens_of(list(range(PAGES)))) == [True] * PAGES
+        assert backend.get(HASHES[:PAGES], tokens_of(list(range(PAGES)))) == [True] * PAGES
         assert torch.equal(raw(pool), before)
 
 
 def test_pages_that_are_stored_already_are_neither_packed_nor_written(tmp_path: Path) -> None:
-    pool, opened = host_pool(*KINDS[0]), shelves(tmp_path)
+    pool, opened = host_pool(*KINDS[0]), adapter(tmp_path)
     with opened.store as store:
-        shelf = opened.shelf(pool, MAIN)
-        shelf.put(HASHES[:2], tokens_of([0, 1]))
+        backend = opened.backend(pool, MAIN)
+        backend.put(HASHES[:2], tokens_of([0, 1]))
         raw(pool).fill_(POISON)
-        assert shelf.put(HASHES[:2], tokens_of([0, 1])) == [True] * 2
-        assert store.counters.written_bytes == 2 * shelf.page_bytes
+        assert backend.put(HASHES[:2], tokens_of([0, 1])) == [True] * 2
+        assert store.counters.written_bytes == 2 * backend.page_bytes
         raw(pool).zero_()
-        shelf.get(HASHES[:1], tokens_of([0]))
+        backend.get(HASHES[:1], tokens_of([0]))
         assert POISON not in raw(pool)[:4]
 
 
@@ -123,11 +125,11 @@ def test_ranks_that_repeat_a_head_share_the_pages_out(tmp_path: Path) -> None:
     """Two heads on four ranks: each page of each head is written by one of two."""
     written = 0
     for tp in range(4):
-        opened = shelves(tmp_path, ParallelRank(tp, 4), kv_heads=2)
+        opened = adapter(tmp_path, ParallelRank(tp, 4), kv_heads=2)
         with opened.store as store:
             pool = host_pool("MHATokenToKVPoolHost", "page_first")
             pool.kv_buffer = pool.kv_buffer[:, :, :, :1].contiguous()
-            assert all(opened.shelf(pool, MAIN).put(HASHES[:PAGES], tokens_of(list(range(PAGES)))))
+            assert all(opened.backend(pool, MAIN).put(HASHES[:PAGES], tokens_of(list(range(PAGES)))))
             written += store.counters.written_bytes
     assert written == 2 * PAGES * PAGE * LAYERS * 2 * DIM * 2
 
@@ -141,27 +143,27 @@ def test_indices_that_are_not_whole_pages_are_refused_before_anything_is_moved(t
 
 
 def test_a_pool_that_only_numbers_pages_has_nothing_to_store(tmp_path: Path) -> None:
-    opened = shelves(tmp_path)
+    opened = adapter(tmp_path)
     logical = SimpleNamespace(size_per_token=0, layout="layer_first")
     with opened.store as store:
-        shelf = opened.shelf(logical, MAIN)
-        assert isinstance(shelf, Nothing)
-        assert shelf.put(HASHES[:2], tokens_of([0, 1])) == shelf.exists(HASHES[:2]) == [True] * 2
+        backend = opened.backend(logical, MAIN)
+        assert isinstance(backend, EmptyBackend)
+        assert backend.put(HASHES[:2], tokens_of([0, 1])) == backend.exists(HASHES[:2]) == [True] * 2
         assert not store.stat().objects
 
 
 @pytest.mark.parametrize("cut", [{"_layer_shard_enabled": True}, {"_is_dummy": True}], ids=str)
 def test_a_pool_that_holds_no_whole_pages_is_refused(cut: dict[str, bool], tmp_path: Path) -> None:
-    opened = shelves(tmp_path)
+    opened = adapter(tmp_path)
     with opened.store, pytest.raises(EngineUnsupported, match="kvmover stores w"):
-        opened.shelf(host_pool(*KINDS[4], **cut), MAIN)
+        opened.backend(host_pool(*KINDS[4], **cut), MAIN)
 
 
 def test_an_unknown_pool_without_pages_to_point_at_is_refused(tmp_path: Path) -> None:
-    opened = shelves(tmp_path)
+    opened = adapter(tmp_path)
     pool = SimpleNamespace(size_per_token=1, layout="layer_first", page_size=PAGE)
     with opened.store, pytest.raises(EngineUnsupported, match="host pool odd of SimpleNamespace cannot be stored"):
-        opened.shelf(pool, "odd")
+        opened.backend(pool, "odd")
 
 
 def test_upkeep_is_done_when_due_by_whoever_comes_by(tmp_path: Path) -> None:

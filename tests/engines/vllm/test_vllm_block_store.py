@@ -12,9 +12,9 @@ import torch
 
 from kvmover.config.settings import StoreSettings
 from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.vllm.block_store import Keeper, Lookout, Shelves, page_of, part_of
-from kvmover.engines.vllm.caches import Group, Sheaf, Sheet, Whole, sheaves
-from kvmover.engines.vllm.connector_metadata import Load, Save
+from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoreLookup, page_of, part_of
+from kvmover.engines.vllm.caches import CacheGroup, ComponentCache, LayerCache, ModelTotals, component_caches
+from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
 from kvmover.store import Namespace
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 4, 8, 10
@@ -51,29 +51,31 @@ class Rank:
         self.cache = self.whole.permute([layout.index(axis) for axis in "LBHNC"])
         self.first = rank * HEADS // tp
         shape = tuple(self.cache[0].shape)
-        sheets = [
-            Sheet(NAMES[n], self.cache[n].data_ptr(), shape, tuple(self.cache[n].stride()), "int16")
+        layer_caches = [
+            LayerCache(NAMES[n], self.cache[n].data_ptr(), shape, tuple(self.cache[n].stride()), "int16")
             for n in range(LAYERS)
         ]
         place = ParallelRank.from_rank(rank, tp, 1)
-        self.sheaf: Sheaf
-        (self.sheaf,) = sheaves([Group(NAMES, kind, TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), place)
-        self.part = part_of(self.sheaf, place.fleet(TOKENS), rank)
+        self.component_cache: ComponentCache
+        (self.component_cache,) = component_caches(
+            [CacheGroup(NAMES, kind, TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS, LAYERS), place
+        )
+        self.part = part_of(self.component_cache, place.fleet(TOKENS), rank)
         backing = self.whole.flatten().view(torch.uint8)
         settings = StoreSettings(root=root, upkeep_s=0.01, flush_s=0.01)
-        shelves = Shelves.open(settings, SPACE, place.fleet(TOKENS), rank, [(self.sheaf, backing)])
-        self.keeper = Keeper(shelves, settings)
+        blocks = BlockStore.open(settings, SPACE, place.fleet(TOKENS), rank, [(self.component_cache, backing)])
+        self.offload = OffloadWorker(blocks, settings)
 
     def fill(self, of_model: torch.Tensor) -> None:
         """Blocks 0 to 3 of the rank are the model's; a latent is its first head."""
         heads = self.cache.shape[2]
-        first = 0 if heads == 1 and self.sheaf.component.heads == 1 else self.first
+        first = 0 if heads == 1 and self.component_cache.component.heads == 1 else self.first
         self.cache[:, :4] = of_model[:, :, first : first + heads]
 
-    def load(self, order: Load) -> list[bool]:
-        self.keeper.load(order)
+    def load(self, order: LoadSpec) -> list[bool]:
+        self.offload.load(order)
         deadline = time.monotonic() + 30
-        while not (loaded := self.keeper.loaded()):
+        while not (loaded := self.offload.loaded()):
             assert time.monotonic() < deadline, "waited 30 s"
             time.sleep(0.001)
         return loaded[0][1]
@@ -89,14 +91,14 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
 
     yield build
     for rank in made:
-        rank.keeper.close()
+        rank.offload.close()
 
 
 def of_model() -> torch.Tensor:
     return torch.randint(-(2**15), 2**15, (LAYERS, 4, HEADS, TOKENS, CONTENT), dtype=torch.int16)
 
 
-SAVE = Save("r", HASHES, (0, 1, 2, 3))
+SAVE = SaveSpec("r", HASHES, (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -108,43 +110,43 @@ def test_what_all_ranks_have_stored_every_other_fleet_loads(
 ) -> None:
     truth, ranks = of_model(), [make(layout, tp, rank, kind) for rank in range(tp)]
     reader = make("LBNHC", kind=kind)
-    with closing(Lookout.open(tmp_path, SPACE, [reader.part])) as lookout:
+    with closing(StoreLookup.open(tmp_path, SPACE, [reader.part])) as lookout:
         assert lookout.leading(HASHES) == 0
         for rank in ranks:
             rank.fill(truth)
-            rank.keeper.save(SAVE, Passed())
+            rank.offload.save(SAVE, Passed())
         for rank in ranks:
-            rank.keeper.settle()
-            assert not rank.keeper.is_saving("r")
-            assert rank.keeper.stored() == list(HASHES)
+            rank.offload.settle()
+            assert not rank.offload.is_saving("r")
+            assert rank.offload.stored() == list(HASHES)
         assert lookout.leading(HASHES) == 4
         assert lookout.leading((HASHES[0], page_of(b"another"), HASHES[2])) == 1
-    assert reader.load(Load("d", (HASHES[2], HASHES[0]), (5, 1))) == [True, True]
+    assert reader.load(LoadSpec("d", (HASHES[2], HASHES[0]), (5, 1))) == [True, True]
     wanted = torch.full_like(reader.cache, POISON)
     heads = reader.cache.shape[2]
     wanted[:, 5], wanted[:, 1] = truth[:, 2, :heads], truth[:, 0, :heads]
     assert torch.equal(reader.cache, wanted)
-    assert reader.keeper.take_counts()["loaded_blocks"] == 2
+    assert reader.offload.take_counts()["loaded_blocks"] == 2
 
 
 def test_of_ranks_that_hold_the_same_each_block_is_written_by_one(make: Callable[..., Rank]) -> None:
     truth, ranks = of_model(), [make("LBNHC", 2, rank, "mla_attention") for rank in range(2)]
     for rank in ranks:
         rank.fill(truth)
-        rank.keeper.save(SAVE, Passed())
-        rank.keeper.settle()
-    written = [rank.keeper.shelves.store.counters.written_bytes for rank in ranks]
+        rank.offload.save(SAVE, Passed())
+        rank.offload.settle()
+    written = [rank.offload.blocks.store.counters.written_bytes for rank in ranks]
     assert sum(written) == 4 * LAYERS * TOKENS * CONTENT * 2
 
 
 def test_a_block_that_is_not_there_is_told_and_the_others_loaded(make: Callable[..., Rank]) -> None:
     rank = make()
     rank.fill(of_model())
-    rank.keeper.save(Save("r", HASHES[:1], (0,)), Passed())
-    rank.keeper.settle()
-    assert rank.load(Load("d", HASHES[:2], (4, 5))) == [True, False]
+    rank.offload.save(SaveSpec("r", HASHES[:1], (0,)), Passed())
+    rank.offload.settle()
+    assert rank.load(LoadSpec("d", HASHES[:2], (4, 5))) == [True, False]
     assert torch.equal(rank.cache[:, 4], rank.cache[:, 0])
-    counts = rank.keeper.take_counts()
+    counts = rank.offload.take_counts()
     assert (counts["stored_blocks"], counts["loaded_blocks"], counts["failed_loads"]) == (1, 1, 1)
 
 
@@ -152,20 +154,20 @@ def test_blocks_that_could_not_be_computed_are_not_stored_and_the_thread_goes_on
     make: Callable[..., Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = make()
-    rank.keeper.save(SAVE, Never())
-    rank.keeper.save(Save("other", HASHES[:1], (0,)), Passed())
-    rank.keeper.settle()
-    assert (rank.keeper.stored(), rank.keeper.is_saving("r")) == ([HASHES[0]], False)
-    assert rank.keeper.take_counts()["failed_stores"] == 4
+    rank.offload.save(SAVE, Never())
+    rank.offload.save(SaveSpec("other", HASHES[:1], (0,)), Passed())
+    rank.offload.settle()
+    assert (rank.offload.stored(), rank.offload.is_saving("r")) == ([HASHES[0]], False)
+    assert rank.offload.take_counts()["failed_stores"] == 4
     assert "4 blocks of r were not stored" in caplog.text
 
 
 def test_a_scheduler_clears_what_its_ranks_have_stored(make: Callable[..., Rank], tmp_path: Path) -> None:
     rank = make()
-    rank.keeper.save(SAVE, Passed())
-    rank.keeper.settle()
-    with closing(Lookout.open(tmp_path, SPACE, [rank.part, rank.part])) as lookout:
+    rank.offload.save(SAVE, Passed())
+    rank.offload.settle()
+    with closing(StoreLookup.open(tmp_path, SPACE, [rank.part, rank.part])) as lookout:
         assert (len(lookout.views), lookout.leading(HASHES)) == (1, 4)
         lookout.clear()
         assert lookout.leading(HASHES) == 0
-    assert rank.load(Load("d", HASHES[:1], (4,))) == [False]
+    assert rank.load(LoadSpec("d", HASHES[:1], (4,))) == [False]
