@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from . import digest_reference as definition
-from .apart import check_apart
 from .config import RowConfig
 from .digest_reference import End, Logical
 from .digest_table import FIELDS, DigestLaunch, describe
+from .overlap import check_apart
 from .region import Region, RegionError
 from .rows import ONE_UNIT, TOKEN_UNITS, UNITS, WIDEST, find_region
 from .upload import Upload

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .apart import check_apart
 from .config import RowConfig, RowKind, choose
+from .overlap import check_apart
 from .region import Region, RegionError, even_distance
 from .upload import Upload
 
