@@ -27,7 +27,10 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class PagesReady(msgspec.Struct, frozen=True, tag="Asked"):
-    """A decode rank, one of `ranks` that will ask, has pages for a request, all but its first `prefix_tokens`."""
+    """A decode rank, one of `ranks` that will ask, has pages for a request, all but its first `prefix_tokens`.
+
+    The tag is the name that it had first: other releases know it by that.
+    """
 
     room: int
     rank: str

@@ -271,6 +271,12 @@ def test_messages_come_back_as_they_were(message: pd_wire.Message) -> None:
     assert pd_wire.read(pd_wire.frames(message)) == message
 
 
+def test_messages_have_the_tags_that_other_releases_know() -> None:
+    messages = pd_wire.Call(b"c", ("h", 1), "k"), pd_wire.Answer("k", "p"), pd_wire.PagesReady(1, "r", 2, 64)
+    tags = [msgspec.msgpack.decode(pd_wire.frames(message)[1])["type"] for message in messages]
+    assert tags == ["Call", "Answer", "Asked"]
+
+
 @pytest.mark.parametrize(
     "received",
     [[], [b"KVMOVER"], [b"KVMOVER", b"\xc1"], [b"ABORT", b"7"], [b"KVMOVER", msgspec.msgpack.encode({"type": "Call"})]],
