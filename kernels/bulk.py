@@ -39,7 +39,7 @@ LEGACY = (0, 1)
 DEFAULT_SMS = 4
 
 
-class Engine(Enum):
+class CopyEngine(Enum):
     """What can move a region. LOOP is one call a copy: what COPY falls back to."""
 
     BULK = "bulk kernel"
@@ -49,14 +49,14 @@ class Engine(Enum):
 
 
 #: What takes the place of an engine that a machine lacks.
-FALLBACK = {Engine.BULK: Engine.ROWS, Engine.COPY: Engine.LOOP}
+FALLBACK = {CopyEngine.BULK: CopyEngine.ROWS, CopyEngine.COPY: CopyEngine.LOOP}
 
 
 class EngineUnavailable(RuntimeError):
     """The engine that the caller named cannot run on this machine: the message says why."""
 
 
-def choose(region: Region, capability: tuple[int, int] = CAPABILITY) -> Engine:
+def choose(region: Region, capability: tuple[int, int] = CAPABILITY) -> CopyEngine:
     """The engine for `region` on a device of this compute capability.
 
     Between host and device: COPY from `COPY_BYTES` contiguous bytes on, of pages that follow each other too. Else BULK
@@ -65,27 +65,27 @@ def choose(region: Region, capability: tuple[int, int] = CAPABILITY) -> Engine:
     region = merged(region)
     host = "cpu" in (region.src.memory[0].device.type, region.dst.memory[0].device.type)
     if host and mean_copy(region) >= COPY_BYTES:
-        return Engine.COPY
+        return CopyEngine.COPY
     bulk = capability >= CAPABILITY and region.row_bytes >= BULK_BYTES
-    return Engine.BULK if bulk and region.alignment() == ALIGNMENT else Engine.ROWS
+    return CopyEngine.BULK if bulk and region.alignment() == ALIGNMENT else CopyEngine.ROWS
 
 
 @cache
-def unavailable(engine: Engine, device: torch.device) -> str | None:
+def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
     """Why `engine` cannot run on `device`, or None."""
-    if engine is Engine.BULK:
+    if engine is CopyEngine.BULK:
         capability = torch.cuda.get_device_capability(device)
         if capability < CAPABILITY:
             return f"{device} is sm_{capability[0]}{capability[1]}, bulk copies came with sm_90"
         if importlib.util.find_spec("cupy") is None:
             return "CuPy is not installed"
-    if engine is Engine.COPY and not driver.can_batch():
+    if engine is CopyEngine.COPY and not driver.can_batch():
         return "the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8"
     return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedBulk:
     """A move whose tables are on the device: what is left is to launch it, any number of times."""
 
     device: torch.device
@@ -111,7 +111,7 @@ def move(
     regions: Sequence[Region],
     after: torch.cuda.Event | None = None,
     sms: int | None = None,
-    engine: Engine | None = None,
+    engine: CopyEngine | None = None,
 ) -> None:
     """Copy every row of every region on the current stream, each by the engine that suits it, without a synchronise.
 
@@ -123,7 +123,7 @@ def move(
     prepare(regions, sms, engine).run(after)
 
 
-def prepare(regions: Sequence[Region], sms: int | None = None, engine: Engine | None = None) -> Prepared:
+def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngine | None = None) -> PreparedBulk:
     """All of `move` but the launch. Tables are uploaded on the current stream, before any producer is waited for."""
     devices = {_checked(region) for region in regions}
     if len(devices) > 1:
@@ -133,15 +133,15 @@ def prepare(regions: Sequence[Region], sms: int | None = None, engine: Engine | 
     work = [region for region in regions if region.nbytes]
     device = devices.pop() if work else torch.device("cpu")
     if device.type == "cpu":
-        return Prepared(device, (partial(reference.move, work),))
+        return PreparedBulk(device, (partial(reference.move, work),))
     if engine is not None and (reason := unavailable(engine, device)):
         raise EngineUnavailable(f"{engine.value}: {reason}")
     capability = torch.cuda.get_device_capability(device)
-    parts: dict[Engine, list[Region]] = {}
+    parts: dict[CopyEngine, list[Region]] = {}
     for region in work:
         parts.setdefault(engine or _runnable(choose(region, capability), device), []).append(region)
     with torch.cuda.device(device):
-        return Prepared(device, tuple(_PREPARE[each](part, sms or DEFAULT_SMS) for each, part in parts.items()))
+        return PreparedBulk(device, tuple(_PREPARE[each](part, sms or DEFAULT_SMS) for each, part in parts.items()))
 
 
 def _checked(region: Region) -> torch.device:
@@ -163,7 +163,7 @@ def _checked(region: Region) -> torch.device:
 
 
 @cache
-def _runnable(engine: Engine, device: torch.device) -> Engine:
+def _runnable(engine: CopyEngine, device: torch.device) -> CopyEngine:
     """`engine`, or what takes its place on `device`; said once."""
     reason = unavailable(engine, device)
     if reason is None:
@@ -194,7 +194,7 @@ def _rows(regions: Sequence[Region], sms: int) -> Callable[[], None]:
     device = torch.device("cuda", torch.cuda.current_device())
     shape = config.choose(rows.kind_of(max(regions, key=lambda region: region.nbytes)), sms, device)
     launch = rows.describe(regions, shape.block_bytes)
-    return rows.Prepared(_upload(launch.table), launch, shape, shape.programs(launch.tiles, sms, device)).run
+    return rows.PreparedRows(_upload(launch.table), launch, shape, shape.programs(launch.tiles, sms, device)).run
 
 
 @cache
@@ -228,4 +228,4 @@ def _lists(regions: Sequence[Region]) -> tuple[Offsets, Offsets, Offsets]:
     return np.concatenate(src), np.concatenate(dst), np.concatenate(sizes)
 
 
-_PREPARE = {Engine.BULK: _bulk, Engine.COPY: _copy, Engine.LOOP: _loop, Engine.ROWS: _rows}
+_PREPARE = {CopyEngine.BULK: _bulk, CopyEngine.COPY: _copy, CopyEngine.LOOP: _loop, CopyEngine.ROWS: _rows}

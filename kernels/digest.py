@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from . import digest_reference as definition
-from .apart import check_apart
 from .config import RowConfig
 from .digest_reference import End, Logical
-from .digest_table import FIELDS, Launch, describe
+from .digest_table import FIELDS, DigestLaunch, describe
+from .overlap import check_apart
 from .region import Region, RegionError
 from .rows import ONE_UNIT, TOKEN_UNITS, UNITS, WIDEST, find_region
 from .upload import Upload
@@ -197,10 +197,10 @@ _uploads: dict[torch.device, Upload] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedDigest:
     """A launch with its table on the device. `run` may be called again, as long as the regions' memory is there."""
 
-    launch: Launch
+    launch: DigestLaunch
     table: torch.Tensor
     out: torch.Tensor
     config: RowConfig
@@ -261,7 +261,7 @@ def prepare(
     out: torch.Tensor,
     config: RowConfig = CONFIG,
     sms: int | None = None,
-) -> Prepared | None:
+) -> PreparedDigest | None:
     """Check and describe the launch of `move_and_digest` and upload its table; None where there is nothing to do."""
     return _prepare(regions, logicals, out, config, sms, 1)
 
@@ -273,7 +273,7 @@ def _prepare(
     config: RowConfig,
     sms: int | None,
     copies: int,
-) -> Prepared | None:
+) -> PreparedDigest | None:
     definition.check(regions, logicals)
     if out.dtype != torch.int64 or out.dim() != 1 or len(out) not in (1, len(regions)) or not out.is_contiguous():
         raise RegionError(f"a result of {tuple(out.shape)} {out.dtype}, not int64 [1] or one for each region")
@@ -288,4 +288,4 @@ def _prepare(
     outs = [number if len(out) > 1 else 0 for number in work]
     launch = describe([regions[i] for i in work], [logicals[i] for i in work], outs, config.block_bytes)
     table = _uploads.setdefault(out.device, Upload(out.device)).to_device(launch.table)
-    return Prepared(launch, table, out, config, config.programs(launch.tiles, sms, out.device), copies)
+    return PreparedDigest(launch, table, out, config, config.programs(launch.tiles, sms, out.device), copies)

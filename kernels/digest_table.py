@@ -63,7 +63,7 @@ class DigestShape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Launch:
+class DigestLaunch:
     """One kernel call, worked out on the host: the table to upload, the tiles to run, the row shapes to compile for."""
 
     table: npt.NDArray[np.int64]
@@ -72,7 +72,9 @@ class Launch:
     shapes: tuple[DigestShape, ...]
 
 
-def describe(regions: Sequence[Region], logicals: Sequence[Logical], outs: Sequence[int], block_bytes: int) -> Launch:
+def describe(
+    regions: Sequence[Region], logicals: Sequence[Logical], outs: Sequence[int], block_bytes: int
+) -> DigestLaunch:
     """Lay regions and their coordinates out as the kernel reads them; region i adds to element `outs[i]` of the result.
 
     `table` int64: FIELDS words a region, then its plane addresses and keys, and listed offsets and positions.
@@ -103,7 +105,7 @@ def describe(regions: Sequence[Region], logicals: Sequence[Logical], outs: Seque
         tiles += pieces * cut.planes * cut.heads * (1 if shape.span else cut.units)
     if tiles >= 1 << 31:
         raise RegionError(f"{tiles} tiles in one launch; the kernel counts them in 32 bits")
-    return Launch(np.concatenate(parts), len(regions), tiles, tuple(shapes))
+    return DigestLaunch(np.concatenate(parts), len(regions), tiles, tuple(shapes))
 
 
 def _append(parts: list[Offsets], values: Offsets) -> int:

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from .config import RowConfig
 from .quant_reference import FP8_MAX_INVERSE, SCALE_FLOOR, QuantRegion
-from .quant_table import FIELDS, Launch, describe
+from .quant_table import FIELDS, QuantLaunch, describe
 from .region import RegionError
 from .rows import find_region
 from .upload import Upload
@@ -197,11 +197,11 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedQuant:
     """A launch whose table is on the device: either verb, any number of times, CUDA graphs included."""
 
     table: torch.Tensor
-    launch: Launch
+    launch: QuantLaunch
     config: RowConfig
     programs: int
 
@@ -227,7 +227,9 @@ class Prepared:
 _uploads: dict[torch.device, Upload] = {}
 
 
-def prepare(regions: Sequence[QuantRegion], config: RowConfig | None = None, sms: int | None = None) -> Prepared | None:
+def prepare(
+    regions: Sequence[QuantRegion], config: RowConfig | None = None, sms: int | None = None
+) -> PreparedQuant | None:
     """What `pack` and `unpack` do before they launch; None when there are no rows."""
     for region in regions:
         region.check()
@@ -241,7 +243,7 @@ def prepare(regions: Sequence[QuantRegion], config: RowConfig | None = None, sms
     config = config or (CONFIG if sms is None else BUDGET_CONFIG)
     launch = describe(work, config)
     table = _uploads.setdefault(device, Upload(device)).to_device(launch.table)
-    return Prepared(table, launch, config, config.programs(launch.tiles, sms, device))
+    return PreparedQuant(table, launch, config, config.programs(launch.tiles, sms, device))
 
 
 def pack(regions: Sequence[QuantRegion], config: RowConfig | None = None, sms: int | None = None) -> None:

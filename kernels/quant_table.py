@@ -57,7 +57,7 @@ class QuantShape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Launch:
+class QuantLaunch:
     """One kernel call, worked out on the host: the table to upload, the tiles to run, the row shapes to compile for."""
 
     table: npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ class Launch:
     shapes: tuple[QuantShape, ...]
 
 
-def describe(regions: Sequence[QuantRegion], config: RowConfig) -> Launch:
+def describe(regions: Sequence[QuantRegion], config: RowConfig) -> QuantLaunch:
     """Lay the regions out as the kernel reads them: FIELDS words a region, then its planes and listed units."""
     header = np.zeros((len(regions), FIELDS.value), np.int64)
     parts = [header.reshape(-1)]
@@ -85,7 +85,7 @@ def describe(regions: Sequence[QuantRegion], config: RowConfig) -> Launch:
         tiles += pieces * region.planes * region.heads
     if tiles >= 1 << 31:
         raise RegionError(f"{tiles} tiles in one launch; the kernel counts them in 32 bits")
-    return Launch(np.concatenate(parts), len(regions), tiles, tuple(shapes))
+    return QuantLaunch(np.concatenate(parts), len(regions), tiles, tuple(shapes))
 
 
 def _describe_side(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .apart import check_apart
+from .overlap import check_apart
 from .region import Offsets, Region, Side
 
 if TYPE_CHECKING:

@@ -60,14 +60,14 @@ RING = Ring()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Launch:
+class RingLaunch:
     """One call of the bulk kernel, worked out on the host: the table to upload, and the items to share among blocks."""
 
     table: npt.NDArray[np.int64]
     items: int
 
 
-def describe(regions: Sequence[Region], ring: Ring = RING) -> Launch:
+def describe(regions: Sequence[Region], ring: Ring = RING) -> RingLaunch:
     """Lay the regions out as bulk.cu reads them: FIELDS words a region, plane addresses, unit offsets in bytes.
 
     Raises RegionError where an address or a run is not a multiple of 16 bytes.
@@ -94,7 +94,7 @@ def describe(regions: Sequence[Region], ring: Ring = RING) -> Launch:
             parts += [side.addresses(), side.units]
             used += region.planes + region.units
         header[number] = *loops, *places
-    return Launch(np.concatenate([header.reshape(-1), *parts]), items)
+    return RingLaunch(np.concatenate([header.reshape(-1), *parts]), items)
 
 
 @cache
@@ -108,7 +108,7 @@ def kernel(device: int, ring: Ring) -> Any:
     return found
 
 
-def run(launch: Launch, table: torch.Tensor, sms: int, ring: Ring = RING) -> None:
+def run(launch: RingLaunch, table: torch.Tensor, sms: int, ring: Ring = RING) -> None:
     """Launch on the current device and stream, one block an SM. `table` is the launch's, uploaded."""
     device = torch.cuda.current_device()
     blocks = min(sms, launch.items, torch.cuda.get_device_properties(device).multi_processor_count)

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .apart import check_apart
 from .config import RowConfig, RowKind, choose
+from .overlap import check_apart
 from .region import Region, RegionError, even_distance
 from .upload import Upload
 
@@ -189,7 +189,7 @@ FULL_TILE = 0.75
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Launch:
+class RowLaunch:
     """One kernel call, worked out on the host: the table to upload, the tiles to run, the row shapes to compile for."""
 
     table: npt.NDArray[np.int64]
@@ -198,7 +198,7 @@ class Launch:
     shapes: tuple[RowShape, ...]
 
 
-def describe(regions: Sequence[Region], block_bytes: int) -> Launch:
+def describe(regions: Sequence[Region], block_bytes: int) -> RowLaunch:
     """Lay the regions out as the kernel reads them. `table` int64: FIELDS words a region, then planes, then units."""
     fields = FIELDS.value
     parts: list[npt.NDArray[np.int64]] = []
@@ -244,18 +244,18 @@ def describe(regions: Sequence[Region], block_bytes: int) -> Launch:
         tiles += pieces * region.planes * region.heads * (1 if shape.span else region.units)
     if tiles >= 1 << 31:
         raise RegionError(f"{tiles} tiles in one launch; the kernel counts them in 32 bits")
-    return Launch(np.concatenate([header.reshape(-1), *parts]), len(regions), tiles, tuple(shapes))
+    return RowLaunch(np.concatenate([header.reshape(-1), *parts]), len(regions), tiles, tuple(shapes))
 
 
 _uploads: dict[torch.device, Upload] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedRows:
     """A launch with its table on the device: may be run again, and captured in a CUDA graph."""
 
     table: torch.Tensor
-    launch: Launch
+    launch: RowLaunch
     config: RowConfig
     programs: int
 
@@ -271,7 +271,7 @@ class Prepared:
         )
 
 
-def prepare(regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None) -> Prepared | None:
+def prepare(regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None) -> PreparedRows | None:
     """What `move` does before it launches; None when there is nothing to move."""
     for region in regions:
         region.check()
@@ -286,7 +286,7 @@ def prepare(regions: Sequence[Region], config: RowConfig | None = None, sms: int
     config = config or choose(kind_of(max(work, key=lambda region: region.nbytes)), sms, device)
     launch = describe(work, config.block_bytes)
     table = _uploads.setdefault(device, Upload(device)).to_device(launch.table)
-    return Prepared(table, launch, config, config.programs(launch.tiles, sms, device))
+    return PreparedRows(table, launch, config, config.programs(launch.tiles, sms, device))
 
 
 def move(regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None) -> None:

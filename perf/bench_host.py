@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvmover.kernels import bulk, driver
-from kvmover.kernels.bulk import Engine
+from kvmover.kernels.bulk import CopyEngine
 from kvmover.kernels.region import Region, Side
 from perf.gpu_time import interleaved
 from perf.record import RESULTS, write
@@ -31,15 +31,15 @@ MOST_PAGES = 1 << 15
 
 #: No budget: more SMs than there are.
 ALL = 1 << 12
-HOST_ENGINES: tuple[tuple[Engine, int | None], ...] = (
-    (Engine.COPY, None),
-    (Engine.LOOP, None),
-    *((Engine.BULK, sms) for sms in (1, 2, 4, 8)),
-    *((Engine.ROWS, sms) for sms in (4, 16, ALL)),
+HOST_ENGINES: tuple[tuple[CopyEngine, int | None], ...] = (
+    (CopyEngine.COPY, None),
+    (CopyEngine.LOOP, None),
+    *((CopyEngine.BULK, sms) for sms in (1, 2, 4, 8)),
+    *((CopyEngine.ROWS, sms) for sms in (4, 16, ALL)),
 )
-DEVICE_ENGINES: tuple[tuple[Engine, int | None], ...] = (
-    *((Engine.BULK, sms) for sms in (1, 2, 4, 8, 16, ALL)),
-    *((Engine.ROWS, sms) for sms in (1, 2, 4, 8, 16, ALL)),
+DEVICE_ENGINES: tuple[tuple[CopyEngine, int | None], ...] = (
+    *((CopyEngine.BULK, sms) for sms in (1, 2, 4, 8, 16, ALL)),
+    *((CopyEngine.ROWS, sms) for sms in (1, 2, 4, 8, 16, ALL)),
 )
 
 
@@ -128,7 +128,9 @@ def _side(memory: torch.Tensor, ids: npt.NDArray[np.int64], page_bytes: int) -> 
     return Side((memory,), zero, zero, ids * page_bytes, page_bytes, page_bytes)
 
 
-def _prepared(region: Region, engines: tuple[tuple[Engine, int | None], ...]) -> Iterator[tuple[str, bulk.Prepared]]:
+def _prepared(
+    region: Region, engines: tuple[tuple[CopyEngine, int | None], ...]
+) -> Iterator[tuple[str, bulk.PreparedBulk]]:
     """By name; what this machine lacks is said and left out."""
     device = torch.device("cuda", torch.cuda.current_device())
     for engine, sms in engines:

@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvmover.errors import TransportUnavailable
-from kvmover.transport.files import Access, Files, PlainFiles, memory_of_buffer
-from kvmover.transport.nixl_files import NixlFiles
+from kvmover.store.files import Access, Files, PlainFiles, memory_of_buffer
+from kvmover.store.nixl_files import NixlFiles
 from perf.record import Spread, write
 from perf.store_peers import (
     BATCH,

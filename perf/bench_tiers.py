@@ -31,7 +31,7 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.layout.layout import PACKED_ORDER
 from kvmover.store import Namespace, PageStore
 from kvmover.store import Policy as StorePolicy
-from kvmover.transport.nixl_files import files_for
+from kvmover.store.nixl_files import files_for
 from perf.record import RESULTS, Spread, write
 
 #: A page of 16 tokens of 4 heads of 64 bfloat16 is 16 KiB a layer.

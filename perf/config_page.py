@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from kvmover.config import Key, keys
+from kvmover.config import SettingKey, keys
 from kvmover.config.text import toml
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -71,7 +71,7 @@ def page() -> str:
     return "\n".join(lines)
 
 
-def table(members: list[Key]) -> list[str]:
+def table(members: list[SettingKey]) -> list[str]:
     """Rows of a Markdown table, a setting each."""
     rows = ["| key | variable | type | default | what it says |", "|---|---|---|---|---|"]
     for key in members:

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvmover.layout import Component
-from kvmover.store import Namespace, PageStore, Part, Policy
+from kvmover.store import Namespace, PagePart, PageStore, Policy
 from kvmover.store import fetch as fetch_module
 from kvmover.store import view as view_module
+from kvmover.store.files import Files
 from kvmover.transport import Memory
-from kvmover.transport.files import Files
 
 #: Tokens of a page, and bytes of one head of one layer of it, which is what digests are taken of: at most 32 KiB, as K
 #: and V of a head of Llama are in 64 tokens.
@@ -124,7 +124,7 @@ class Ours:
         self.pages = pages
         self.store = PageStore.open(folder, space, Policy(segment_bytes=1 << 30), files)
         self.store.register(pages.memory)
-        self.view = self.store.view(space, Part.whole(component, TOKENS))
+        self.view = self.store.view(space, PagePart.whole(component, TOKENS))
         self.keys = [key(n) for n in range(pages.count + BATCH)]
 
     def set(self, numbers: Sequence[int]) -> None:

@@ -22,10 +22,10 @@ from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet
 from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs
+from kvmover.store.files import Access, PlainFiles
+from kvmover.store.nixl_files import StoragePlugin
 from kvmover.transfer.result import MoverConfig
 from kvmover.transport.base import Descriptors, Memory, MemoryKind
-from kvmover.transport.files import Access, PlainFiles
-from kvmover.transport.nixl_files import Plugin
 
 #: What callers make, by an example.
 GIVEN: dict[type, Any] = {
@@ -146,6 +146,6 @@ def test_the_sizes_of_a_tier_are_had_by_its_word_and_storage_has_none():
 
 
 def test_a_plugin_is_named_by_its_word():
-    assert [Plugin(word(each)) for each in Plugin] == list(Plugin)
+    assert [StoragePlugin(word(each)) for each in StoragePlugin] == list(StoragePlugin)
     with pytest.raises(KvmoverError, match="GDS, MT"):
-        Plugin("GDS, MT")
+        StoragePlugin("GDS, MT")

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"enums", "errors"}
+PURE = {"deprecated", "enums", "errors"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "ranges", "transfer", "transport"}
 KEEPING = PURE | {"cache.ledger", "cache.prefix"}

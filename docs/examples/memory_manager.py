@@ -8,7 +8,7 @@ import torch
 
 from kvmover import Component, Fleet, LoopbackNetwork, LoopbackTransport, Model, Mover, Place, Pool, PoolSpec, Transfer
 from kvmover.layout import PACKED_ORDER
-from kvmover.store import Namespace, PageStore, Part
+from kvmover.store import Namespace, PagePart, PageStore
 from kvmover.transport import memory_of
 
 kv = Component.attention(layers=2, kv_heads=4, head_dim=64, dtype="bfloat16")
@@ -63,7 +63,7 @@ packed = Pool.zeros(PoolSpec.dense(kv, narrow.shard(kv, 0, 64), 1, 64, PACKED_OR
 name, at = hashlib.sha256(b"these tokens and all before them").digest(), packed.tensors[0].data_ptr()
 with tempfile.TemporaryDirectory() as root, PageStore.open(Path(root), Namespace("tiny", "revision-1", 64)) as store:
     store.register(memory_of(packed.tensors[0]))
-    view = store.view(Namespace("tiny", "revision-1", 64), Part.whole(kv, 64))
+    view = store.view(Namespace("tiny", "revision-1", 64), PagePart.whole(kv, 64))
     [to.copy_(plane[[page]]) for to, plane in zip(planes(packed), planes(decode.pool), strict=True)]
     assert view.put([name], [at])[0].ok
     assert view.exists([name, bytes(32)]) == [True, False]

@@ -6,8 +6,13 @@
 """
 
 from kvmover.config.errors import ConfigError
-from kvmover.config.keys import Key, keys
+from kvmover.config.keys import SettingKey, keys
 from kvmover.config.load import Loaded, Option, load
 from kvmover.config.settings import Settings
+from kvmover.deprecated import renamed
 
-__all__ = ["ConfigError", "Key", "Loaded", "Option", "Settings", "keys", "load"]
+__all__ = ["ConfigError", "Loaded", "Option", "SettingKey", "Settings", "keys", "load"]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name, {"Key": "SettingKey"})

@@ -21,7 +21,7 @@ _ELSEWHERE = {("mover", "keys")}
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class SettingKey:
     """One setting. `path` is its sections and its name: ("mover", "backoff", "first_s")."""
 
     path: tuple[str, ...]
@@ -71,7 +71,7 @@ def _word(hint: Any) -> str:
 
 
 @cache
-def keys() -> tuple[Key, ...]:
+def keys() -> tuple[SettingKey, ...]:
     """All settings, in the order of their sections."""
     return tuple(_walk(Settings(), ()))
 
@@ -82,14 +82,14 @@ def sections() -> frozenset[str]:
     return frozenset(".".join(key.path[:depth]) for key in keys() for depth in range(1, len(key.path)))
 
 
-def value_of(settings: Settings, key: Key) -> object:
+def value_of(settings: Settings, key: SettingKey) -> object:
     found: object = settings
     for name in key.path:
         found = getattr(found, name)
     return found
 
 
-def _walk(section: Any, path: tuple[str, ...]) -> Iterator[Key]:
+def _walk(section: Any, path: tuple[str, ...]) -> Iterator[SettingKey]:
     """The values of a section first, so that they stand above its tables, as TOML wants them."""
     hints = get_type_hints(section.__class__)
     inner: list[tuple[str, object]] = []
@@ -98,6 +98,6 @@ def _walk(section: Any, path: tuple[str, ...]) -> Iterator[Key]:
         if is_dataclass(value):
             inner.append((each.name, value))
         elif (*path, each.name) not in _ELSEWHERE:
-            yield Key((*path, each.name), hints[each.name], value)
+            yield SettingKey((*path, each.name), hints[each.name], value)
     for name, value in inner:
         yield from _walk(value, (*path, name))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 import msgspec
 
 from kvmover.config.errors import ConfigError
-from kvmover.config.keys import PREFIX, Key, keys, sections
+from kvmover.config.keys import PREFIX, SettingKey, keys, sections
 from kvmover.config.settings import Settings
 from kvmover.errors import KvmoverError
 
@@ -78,8 +78,8 @@ def load(
     return Loaded(_overlaid(defaults or Settings(), "", values, origins), origins)
 
 
-_KEYS: Mapping[str, Key] = {key.name: key for key in keys()}
-_VARIABLES: Mapping[str, Key] = {key.variable: key for key in keys()}
+_KEYS: Mapping[str, SettingKey] = {key.name: key for key in keys()}
+_VARIABLES: Mapping[str, SettingKey] = {key.variable: key for key in keys()}
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, _Given]]:
@@ -121,7 +121,7 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {found[0]}?" if found else "; `kvmover config` prints all there are"
 
 
-def _converted(key: Key, given: _Given) -> object:
+def _converted(key: SettingKey, given: _Given) -> object:
     value = given.value
     if key.optional and value == _NONE:
         return None

@@ -17,6 +17,8 @@ ORDERS = {"NHD": "layer kv page token head dim", "HND": "layer kv page head toke
 
 #: A page is one contiguous object, and so is any head range of it, whoever wrote it and whoever reads it.
 PACKED_ORDER = "page head layer kv token dim"
+#: The same as axes, outermost first.
+PACKED_AXES = tuple(PACKED_ORDER.split())
 
 
 def axes_of(order: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
-from kvmover.layout.layout import Layout
+from kvmover.layout.layout import PACKED_AXES, Layout
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +100,19 @@ class PoolSpec:
 
     def stride_bytes(self, axis: str) -> int:
         return self.layout.stride_of(axis) * self.component.element_bytes
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether each page is one run in the packed order, as objects of a store are: stored from where it lies.
+
+        MLA whose layers lie inside a page is; attention with K and V in allocations of their own never.
+        """
+        run = 1
+        for axis in reversed(PACKED_AXES[1:]):
+            if self.layout.extent_of(axis) > 1 and self.layout.stride_of(axis) != run:
+                return False
+            run *= self.layout.extent_of(axis)
+        return not self.separate
 
     def planes(self) -> list[tuple[int, int]]:
         """(allocation, byte offset) of each (layer, kv), layer-major: where page 0, head 0, token 0 of it lies."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvmover.deprecated import renamed
+
 if TYPE_CHECKING:
-    from kvmover.store.identity import HASH_BYTES, Namespace
     from kvmover.store.machine import Machine, this_machine
-    from kvmover.store.manifest import Found, namespaces
-    from kvmover.store.part import Box, Part, elected, replicas
+    from kvmover.store.namespace import HASH_BYTES, Found, Namespace, namespaces
+    from kvmover.store.part import PageBox, PagePart, elected, replicas
     from kvmover.store.policy import Policy
     from kvmover.store.results import (
         Collected,
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
-    "identity": ("HASH_BYTES", "Namespace"),
+    "namespace": ("HASH_BYTES", "Found", "Namespace", "namespaces"),
     "machine": ("Machine", "this_machine"),
-    "manifest": ("Found", "namespaces"),
-    "part": ("Box", "Part", "elected", "replicas"),
+    "part": ("PageBox", "PagePart", "elected", "replicas"),
     "policy": ("Policy",),
     "results": (
         "Collected",
@@ -50,7 +50,6 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "HASH_BYTES",
-    "Box",
     "Collected",
     "Counters",
     "Found",
@@ -58,8 +57,9 @@ __all__ = [
     "GotResult",
     "Machine",
     "Namespace",
+    "PageBox",
+    "PagePart",
     "PageStore",
-    "Part",
     "PartView",
     "Policy",
     "Put",
@@ -76,5 +76,5 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return renamed(__name__, name, {"Box": "PageBox", "Part": "PagePart"})
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,7 +1,7 @@
 """Catalog: a namespace's directory as this process sees it, brought up to date before every question.
 
 One `stat` of the directory finds new and removed segments, one of each head file that is still written its new objects,
-one of the news what others deleted: 128 lookups then cost no system call each.
+one of the deletion log what others deleted: 128 lookups then cost no system call each.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import RLock
 
-from kvmover.store.digest import holds
+from kvmover.store.deletions import DeletionLog
+from kvmover.store.fd_cache import FdCache
+from kvmover.store.files import Files, OpenFile, reason_of
 from kvmover.store.index import Index, Page, StoredObject
-from kvmover.store.lending import Lending
 from kvmover.store.machine import Machine
-from kvmover.store.news import News
-from kvmover.store.record import LIVE, Kind, Record
+from kvmover.store.record import LIVE, Kind, Record, holds
 from kvmover.store.segment import DATA, Segment, punch, segments_in
-from kvmover.transport.files import Files, OpenFile, reason_of
 
 #: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last
 #: change is repeated. ext4 ticks every 4 ms.
@@ -42,13 +41,13 @@ class Catalog:
         self.dropped: Counter[str] = Counter()
         #: False once the file system has refused to free a part of a file.
         self.punches = True
-        self._news = News(folder / "deleted.news")
+        self._deletions = DeletionLog(folder / "deleted.news")
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._scanned_ns = -1
         self._refused: set[str] = set()
         #: Segments that others still write.
         self._growing: list[Segment] = []
-        self._lending = Lending(folder, files, self.lock)
+        self._data_files = FdCache(folder, files, self.lock)
 
     @property
     def held_bytes(self) -> int:
@@ -68,7 +67,7 @@ class Catalog:
             self._tail(segment)
             if segment.sealed:
                 self._growing = [each for each in self._growing if not each.sealed]
-        gone = self._news.hear()
+        gone = self._deletions.poll()
         if gone is None:
             self._reread()
             return
@@ -192,7 +191,7 @@ class Catalog:
 
     def lend(self, names: Iterable[str]) -> AbstractContextManager[dict[str, OpenFile]]:
         """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
-        return self._lending.lend(name for name in names if name in self.segments)
+        return self._data_files.lend(name for name in names if name in self.segments)
 
     def forget(self, name: str) -> None:
         """A segment that is gone from the directory. Reads that go on in it end well: its blocks stay until they do."""
@@ -202,17 +201,17 @@ class Catalog:
         if segment:
             self._growing = [each for each in self._growing if each is not segment]
             segment.close()
-        self._lending.end(name)
+        self._data_files.end(name)
 
     def delete(self, objects: Sequence[StoredObject]) -> int:
-        """Delete objects for every process; the bytes freed. In this order: headers, news, blocks.
+        """Delete objects for every process; the bytes freed. In this order: headers, log, blocks.
 
         An object whose header cannot be changed is deleted by the next cleaner; here it is forgotten.
         """
         for each in objects:
             with suppress(OSError):
                 self.segments[each.segment].kill(each.record)
-        self._news.tell((each.segment, each.record) for each in objects)
+        self._deletions.append((each.segment, each.record) for each in objects)
         freed = 0
         for each in objects:
             freed += each.held_bytes if self.index.remove(each) else 0
@@ -229,7 +228,7 @@ class Catalog:
 
     def reclaim(self, segment: Segment) -> None:
         """Remove a finished segment in which nothing lives and nobody is at work."""
-        done = (segment.sealed or segment.full) and not segment.waiting and not self._lending.busy(segment.name)
+        done = (segment.sealed or segment.full) and not segment.waiting and not self._data_files.busy(segment.name)
         if done and not self.index.objects(segment.name):
             segment.unlink()
             self.forget(segment.name)
@@ -250,13 +249,13 @@ class Catalog:
                 self.index.remove(each)
         return stamp
 
-    def shorten_news(self) -> None:
-        self._news.shorten()
+    def shorten_deletions(self) -> None:
+        self._deletions.shorten()
 
     def close(self) -> None:
         for name in list(self.segments):
             self.forget(name)
-        self._news.close()
+        self._deletions.close()
         if self._folder_fd >= 0:
             os.close(self._folder_fd)
         self._folder_fd = -1

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvmover.errors import StoreError
+from kvmover.store.files import PlainFiles
 from kvmover.store.machine import this_machine
-from kvmover.store.manifest import Found, namespaces
+from kvmover.store.namespace import Found, namespaces
 from kvmover.store.policy import Policy
 from kvmover.store.results import Recovered, Stat, Verified
 from kvmover.store.store import PageStore
-from kvmover.transport.files import PlainFiles
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvmover.layout import Span
-from kvmover.store.part import Box
+from kvmover.store.part import PageBox
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CoverPiece:
     """What is read of object number `source` of the candidates, whole cells only.
 
     `heads` and `layers` are of the model. `tokens` are pairs (place in the object's cell, place in the part's cell);
@@ -45,7 +45,7 @@ class _Rest:
     tokens: int
 
 
-def _bits(box: Box) -> int:
+def _bits(box: PageBox) -> int:
     return sum(1 << token for token in box.tokens)
 
 
@@ -58,22 +58,23 @@ def _both(left: range, right: range) -> range:
 
 
 @lru_cache(maxsize=4096)
-def cover(wanted: Box, held: tuple[Box, ...]) -> tuple[Piece, ...] | None:
+def cover(wanted: PageBox, held: tuple[PageBox, ...]) -> tuple[CoverPiece, ...] | None:
     """Pieces of the boxes `held` that together are `wanted`, each token of each cell once; None where one is missing.
 
     The largest share comes first, so that one object that holds it all is one piece.
 
     >>> from kvmover.layout import Stripe
     >>> page = Stripe(0, 1, 64, 64)
-    >>> quarters = tuple(Box(Span(first, 2), Span(0, 80), page) for first in (0, 2, 4, 6))
-    >>> [(p.source, p.heads.triple(), p.layers.triple()) for p in cover(Box(Span(0, 4), Span(40, 40), page), quarters)]
+    >>> quarters = tuple(PageBox(Span(first, 2), Span(0, 80), page) for first in (0, 2, 4, 6))
+    >>> half = PageBox(Span(0, 4), Span(40, 40), page)
+    >>> [(piece.source, piece.heads.triple(), piece.layers.triple()) for piece in cover(half, quarters)]
     [(0, [0, 2, 1], [40, 40, 1]), (1, [2, 2, 1], [40, 40, 1])]
-    >>> cover(Box(Span(0, 8), Span(0, 80), page), quarters[:3]) is None
+    >>> cover(PageBox(Span(0, 8), Span(0, 80), page), quarters[:3]) is None
     True
     """
     whole = _Rest(_range(wanted.heads), _range(wanted.layers), _bits(wanted))
     offers = [_Rest(_range(box.heads), _range(box.layers), _bits(box)) for box in held]
-    rest, pieces = [whole], list[Piece]()
+    rest, pieces = [whole], list[CoverPiece]()
     for source in sorted(range(len(held)), key=lambda number: (-_size(_common(whole, offers[number])), number)):
         left: list[_Rest] = []
         for part in rest:
@@ -108,17 +109,17 @@ def _without(part: _Rest, taken: _Rest) -> list[_Rest]:
     return [rest for rest in rests if _size(rest)]
 
 
-def _piece(source: int, taken: _Rest, held: Box, wanted: Box) -> Piece:
+def _piece(source: int, taken: _Rest, held: PageBox, wanted: PageBox) -> CoverPiece:
     heads = Span(taken.heads.start, len(taken.heads))
     layers = Span(taken.layers.start, len(taken.layers))
     if held.tokens == wanted.tokens:
-        return Piece(source, heads, layers)
+        return CoverPiece(source, heads, layers)
     tokens = [token for token in wanted.tokens if taken.tokens >> token & 1]
-    return Piece(source, heads, layers, tuple((held.tokens.index(t), wanted.tokens.index(t)) for t in tokens))
+    return CoverPiece(source, heads, layers, tuple((held.tokens.index(t), wanted.tokens.index(t)) for t in tokens))
 
 
 @lru_cache(maxsize=4096)
-def cell_runs(piece: Piece, held: Box, wanted: Box) -> tuple[CellRun, ...]:
+def cell_runs(piece: CoverPiece, held: PageBox, wanted: PageBox) -> tuple[CellRun, ...]:
     """The cells of `piece` as runs that are contiguous on both sides: one where all layers are held and wanted."""
     runs: list[CellRun] = []
     for head in piece.heads:

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 
 from kvmover.store.catalog import Catalog
-from kvmover.store.cover import CellRun, Piece
-from kvmover.store.digest import holds
+from kvmover.store.cover import CellRun, CoverPiece
+from kvmover.store.files import SHORT, FileRun, OpenFile, reason_of
 from kvmover.store.index import StoredObject
-from kvmover.store.part import Part
-from kvmover.transport.files import SHORT, OpenFile, Run, reason_of
+from kvmover.store.part import PagePart
+from kvmover.store.record import holds
 
 MISSING, DIGEST = "data file is missing", "digest"
 
@@ -32,33 +32,33 @@ class Fault(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ObjectShare:
     """What is read of object `number` of a page: whole cells to their places, or tokens of cells by way of a copy."""
 
     number: int
-    piece: Piece
+    piece: CoverPiece
     runs: tuple[CellRun, ...]
 
 
-class Read(msgspec.Struct, frozen=True, gc=False):
+class ObjectRead(msgspec.Struct, frozen=True, gc=False):
     """One object's share of page `item` of a batch, whose part begins at `address`."""
 
     item: int
     address: int
     each: StoredObject
-    source: Source
+    source: ObjectShare
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A read that did not give the right bytes."""
 
-    read: Read
+    read: ObjectRead
     fault: Fault
     reason: str
 
 
-def fetch(catalog: Catalog, part: Part, reads: Sequence[Read]) -> list[Failure]:
+def fetch(catalog: Catalog, part: PagePart, reads: Sequence[ObjectRead]) -> list[Failure]:
     """Read and check, a little at a time, so that the check finds it in the cache; what failed."""
     failures: list[Failure] = []
     size = max(1, catalog.files.group_bytes // part.nbytes)
@@ -79,12 +79,12 @@ def fetch(catalog: Catalog, part: Part, reads: Sequence[Read]) -> list[Failure]:
 class _Group:
     """Reads whose cells come in one call. `owners`: read, first cell in its object and number of cells, of each run."""
 
-    reads: Sequence[Read]
-    runs: list[Run]
+    reads: Sequence[ObjectRead]
+    runs: list[FileRun]
     owners: list[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, reads: Sequence[Read], part: Part, files: dict[str, OpenFile]) -> _Group:
+    def of(cls, reads: Sequence[ObjectRead], part: PagePart, files: dict[str, OpenFile]) -> _Group:
         cell = part.cell_bytes
         group = cls(reads, [], [])
         for number, read in enumerate(reads):
@@ -93,11 +93,13 @@ class _Group:
             file, offset, address = files[read.each.segment], read.each.offset, read.address
             for run in read.source.runs:
                 first, count = run.source_cell, run.count
-                group.runs.append(Run(file, offset + first * cell, address + run.part_cell * cell, count * cell))
+                group.runs.append(FileRun(file, offset + first * cell, address + run.part_cell * cell, count * cell))
                 group.owners.append((number, first, count))
         return group
 
-    def check(self, catalog: Catalog, part: Part, files: dict[str, OpenFile], reasons: Sequence[str]) -> list[Failure]:
+    def check(
+        self, catalog: Catalog, part: PagePart, files: dict[str, OpenFile], reasons: Sequence[str]
+    ) -> list[Failure]:
         """Compare what came with the digests, and fetch what must go by way of a copy."""
         bad, reads = [""] * len(self.reads), self.reads
         views = catalog.files.views(self.runs)
@@ -122,7 +124,7 @@ def _fault(reason: str) -> Fault:
     return Fault.BYTES if reason == DIGEST or reason.startswith(SHORT) else Fault.DEVICE
 
 
-def _tokens(file: OpenFile, read: Read, part: Part, memory: memoryview) -> str:
+def _tokens(file: OpenFile, read: ObjectRead, part: PagePart, memory: memoryview) -> str:
     """Tokens out of cells that hold others too: the page was written under another context parallelism.
 
     A cell cannot be checked but whole, so it is read aside, checked, and the tokens are copied out.

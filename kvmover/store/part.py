@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, Fleet, Shard, Span, Stripe
-from kvmover.store.identity import Namespace
+from kvmover.store.namespace import Namespace
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class PageBox:
     """Heads, layers and tokens of a page, in whole-model numbers; tokens count from the page's first.
 
     Cells are what digests are taken of and what is read: one head of one layer, `kv token dim` in it. They follow each
@@ -32,14 +32,14 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PagePart:
     """A box of a component's pages, packed `head layer kv token dim`: what one rank reads and writes of each page.
 
     A TP8 rank of Llama-3-70B, pages of 64 tokens: 1 head x 80 layers x 2 x 64 x 128 x 2 bytes are 2,621,440.
     """
 
     component: Component
-    box: Box
+    box: PageBox
 
     def __post_init__(self) -> None:
         for name, span, extent in (
@@ -50,7 +50,7 @@ class Part:
                 raise LayoutError(f"{name} {span.triple()} are outside the {extent} of {self.component.name}")
 
     @classmethod
-    def of(cls, component: Component, shard: Shard, page_tokens: int, page: int = 0) -> Part | None:
+    def of(cls, component: Component, shard: Shard, page_tokens: int, page: int = 0) -> PagePart | None:
         """What a rank with `shard` holds of page number `page` of a request, or None.
 
         `shard` is `fleet.shard(component, rank, tokens)`. Raises LayoutError where the rank's tokens of the page are no
@@ -66,13 +66,15 @@ class Part:
         if not held:
             return None
         start, count, step, width = held[0]
-        return cls(component, Box(shard.heads, shard.layers, Stripe(start - first, count, step, width)))
+        return cls(component, PageBox(shard.heads, shard.layers, Stripe(start - first, count, step, width)))
 
     @classmethod
-    def whole(cls, component: Component, page_tokens: int) -> Part:
+    def whole(cls, component: Component, page_tokens: int) -> PagePart:
         """All of every page."""
         tokens = component.extent(page_tokens)
-        return cls(component, Box(Span(0, component.heads), Span(0, component.layers), Stripe(0, 1, tokens, tokens)))
+        return cls(
+            component, PageBox(Span(0, component.heads), Span(0, component.layers), Stripe(0, 1, tokens, tokens))
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -101,13 +103,13 @@ class PartKey:
     """
 
     component: bytes
-    box: Box
+    box: PageBox
 
 
-_KEYS: dict[tuple[bytes, Box], PartKey] = {}
+_KEYS: dict[tuple[bytes, PageBox], PartKey] = {}
 
 
-def part_key(component: bytes, box: Box) -> PartKey:
+def part_key(component: bytes, box: PageBox) -> PartKey:
     """The key of `box` of the component whose digest is `component` (`Namespace.digest_for`)."""
     return _KEYS.setdefault((component, box), PartKey(component, box))
 

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import RLock
 from types import TracebackType
 
 from kvmover.errors import StoreError
-from kvmover.store.catalog import Catalog
-from kvmover.store.identity import Namespace
-from kvmover.store.index import Page, StoredObject, Watcher
+from kvmover.store.files import Files, PlainFiles
+from kvmover.store.index import StoredObject, Watcher
 from kvmover.store.machine import Machine, this_machine
-from kvmover.store.manifest import write_manifest
-from kvmover.store.part import Part
+from kvmover.store.namespace import Namespace, write_manifest
+from kvmover.store.part import PagePart
 from kvmover.store.policy import Policy
-from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
+from kvmover.store.results import Collected, Recovered, Stat, Verified
+from kvmover.store.retention import Retention
 from kvmover.store.view import PartView
-from kvmover.store.writer import Writer
 from kvmover.transport.base import Memory
-from kvmover.transport.files import Files, PlainFiles
-
-#: Eviction frees this share of the quota beyond what is needed, so that not every put evicts.
-_SLACK = 1 / 64
 
 Election = Callable[[bytes], bool]
 
 
-class PageStore:
+class PageStore(Retention):
     """Safe for one thread that asks, one that reads and one that writes; any number of processes share a root.
 
     Nothing here owns a thread: `collect` every few seconds keeps quota and TTL, and writes down what was read; `flush`
@@ -37,14 +31,7 @@ class PageStore:
 
     def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: Machine) -> None:
         """A namespace by its directory: for tools that know no model. `open` is for everybody else."""
-        self.folder = folder
-        self.policy = policy
-        self.counters = Counters()
-        self.files = files
-        self.catalog = Catalog(folder, namespace, files, machine)
-        self.lock, self.writing = self.catalog.lock, RLock()
-        self.writer = Writer(self.catalog, policy.segment_bytes)
-        self._read: set[bytes] = set()
+        super().__init__(folder, namespace, policy, files, machine)
         self.catalog.recover()
         self.catalog.index.sort()
         self.recovered = self._recovered()
@@ -85,7 +72,7 @@ class PageStore:
     def deregister(self, memory: Memory) -> None:
         self.files.deregister(memory)
 
-    def view(self, namespace: Namespace, part: Part, writes: Election | None = None) -> PartView:
+    def view(self, namespace: Namespace, part: PagePart, writes: Election | None = None) -> PartView:
         """One rank's door: pages as the `part` of them that it holds. `writes` says which of them it is elected for."""
         if namespace.folder != self.folder.name:
             raise StoreError(f"{namespace} is not what is stored in {self.folder.name}")
@@ -99,94 +86,30 @@ class PageStore:
         with self.lock:
             self.catalog.index.watch(watcher)
 
-    def used(self, pages: Collection[bytes]) -> None:
-        """Pages were read, in this order: under the lock."""
-        now, use = self.catalog.machine.now(), self.catalog.index.use
-        for page in pages:
-            use(page, now)
-        self._read.update(pages)
-
-    def make_room(self, nbytes: int) -> bool:
-        """Evict until `nbytes` more fit the quota; False where they never do. Under the lock."""
-        quota = self.policy.quota_bytes
-        if quota is None:
-            return True
-        if nbytes > quota:
-            return False
-        if self.catalog.held_bytes + nbytes > quota:
-            self._evict_to(quota - (max(nbytes, int(quota * _SLACK)) if nbytes else 0))
-        return True
-
     def evict(self, nbytes: int) -> int:
         """Evict the least recently read pages, whole, until `nbytes` bytes are free; the bytes freed."""
         with self.lock:
             self.catalog.refresh()
-            return self._evict_to(max(0, self.catalog.held_bytes - nbytes))
-
-    def _evict_to(self, held_bytes: int) -> int:
-        freed = 0
-        index = self.catalog.index
-        while self.catalog.held_bytes > held_bytes and (oldest := index.oldest()):
-            page, entry = oldest
-            if not self._used_elsewhere(page, entry):
-                freed += self._delete(entry)
-                self.counters.evicted_pages += 1
-        self.counters.evicted_bytes += freed
-        return freed
-
-    def _used_elsewhere(self, page: bytes, entry: Page) -> bool:
-        """Whether another process used the page since, which makes it the last to go, or has deleted it."""
-        known, written = entry.stamp, self.catalog.last_use(entry)
-        if page not in self.catalog.index:
-            return True
-        if written > known:
-            self.catalog.index.use(page, written)
-        return written > known
-
-    def _delete(self, entry: Page) -> int:
-        return self.catalog.delete(list(entry.objects))
-
-    def expire(self) -> int:
-        """Delete pages that nobody used for the policy's TTL: how many. Under the lock."""
-        if self.policy.ttl_s is None:
-            return 0
-        before, expired = self.catalog.machine.now() - self.policy.ttl_s, 0
-        while (oldest := self.catalog.index.oldest()) and oldest[1].stamp < before:
-            if not self._used_elsewhere(*oldest):
-                self._delete(oldest[1])
-                expired += 1
-        self.counters.expired_pages += expired
-        return expired
+            return self.evict_to(max(0, self.catalog.held_bytes - nbytes))
 
     def collect(self) -> Collected:
         """Upkeep: write down what was read, take over dead writers, delete what is too old or too much."""
         with self.writing, self.lock:
             index, counters = self.catalog.index, self.counters
             held, evicted = index.held_bytes, counters.evicted_pages
-            self._write_stamps()
+            self.write_stamps()
             adopted = self.catalog.recover()
             expired = self.expire()
             self.make_room(0)
-            self.catalog.shorten_news()
+            self.catalog.shorten_deletions()
             freed = max(0, held - index.held_bytes)
             return Collected(expired, counters.evicted_pages - evicted, freed, adopted)
-
-    def _write_stamps(self) -> None:
-        """Tell other processes' cleaners what was read here, in the headers, each at most once in `stamp_s` seconds."""
-        for page in self._read:
-            entry = self.catalog.index.get(page)
-            for each in entry.objects if entry else ():
-                if entry and entry.stamp >= each.stamp + self.policy.stamp_s:
-                    each.stamp = entry.stamp
-                    with suppress(OSError):
-                        self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
-        self._read.clear()
 
     def flush(self) -> None:
         """Make all pages written here safe from a power cut, and visible to other machines. Raises StoreError."""
         with self.writing:
             with self.lock:
-                self._write_stamps()
+                self.write_stamps()
             try:
                 self.writer.sync()
             except OSError as error:
@@ -239,21 +162,12 @@ class PageStore:
                 progress(each)
         return Verified(len(objects), nbytes, bad)
 
-    def poison(self, each: StoredObject, reason: str = "digest") -> bool:
-        """Delete a bad object, so that the next write goes through; False where it is gone already. Under the lock."""
-        if not self.catalog.alive(each):
-            self.catalog.index.remove(each)
-            return False
-        self.catalog.delete([each])
-        self.counters.poisoned[reason] += 1
-        return True
-
     def close(self) -> None:
         """Flush, and give everything back. Safe to call twice."""
         with self.writing, self.lock:
             if self.catalog.segments:
                 with suppress(OSError):
-                    self._write_stamps()
+                    self.write_stamps()
             self.writer.close()
             self.catalog.close()
             self.files.close()

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.store.cover import cell_runs, cover
-from kvmover.store.digest import table
-from kvmover.store.fetch import MISSING, Failure, Fault, Read, Source, fetch
-from kvmover.store.identity import check_page
+from kvmover.store.fetch import MISSING, Failure, Fault, ObjectRead, ObjectShare, fetch
+from kvmover.store.files import FileRun, OpenFile, reason_of
 from kvmover.store.index import Known, Page, padded
-from kvmover.store.part import Part, PartKey
+from kvmover.store.namespace import check_page
+from kvmover.store.part import PagePart, PartKey
+from kvmover.store.record import table
 from kvmover.store.results import Got, GotResult, Put, PutResult
-from kvmover.store.writer import Header, Place
-from kvmover.transport.files import OpenFile, Run, reason_of
-
-if TYPE_CHECKING:
-    from kvmover.store.store import PageStore
+from kvmover.store.retention import Retention
+from kvmover.store.writer import FileOffset, Header
 
 _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))
 _READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
@@ -32,7 +29,7 @@ class _Draft(msgspec.Struct, frozen=True, gc=False):
     item: int
     page: bytes
     address: int
-    place: Place
+    place: FileOffset
 
 
 class PartView:
@@ -42,15 +39,16 @@ class PartView:
     """
 
     def __init__(
-        self, store: PageStore, part: Part, key: PartKey, writes: Callable[[bytes], bool] | None = None
+        self, store: Retention, part: PagePart, key: PartKey, writes: Callable[[bytes], bool] | None = None
     ) -> None:
         self.part = part
         self._size = part.nbytes
         self._store, self._key, self._writes = store, key, writes
-        self._plans: dict[tuple[PartKey, ...], tuple[Source, ...] | None] = {}
+        self._plans: dict[tuple[PartKey, ...], tuple[ObjectShare, ...] | None] = {}
         #: Pages that were found to be covered; the index takes out what it loses. Most lookups end here.
         self._known = Known()
-        store.watch(self._known)
+        with store.lock:
+            store.catalog.index.watch(self._known)
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
         """Whether every object that this part needs of a page is complete."""
@@ -131,14 +129,14 @@ class PartView:
         self._store.catalog.refresh()
         self._store.expire()
 
-    def _plan(self, entry: Page) -> tuple[Source, ...] | None:
+    def _plan(self, entry: Page) -> tuple[ObjectShare, ...] | None:
         """How the part is made of the page's objects; None where some are missing. The same for most pages."""
         if entry.parts not in self._plans:
             numbers = [n for n, key in enumerate(entry.parts) if key.component == self._key.component]
             boxes = tuple(entry.parts[n].box for n in numbers)
             pieces = cover(self._key.box, boxes)
             sources = [
-                Source(numbers[piece.source], piece, cell_runs(piece, boxes[piece.source], self._key.box))
+                ObjectShare(numbers[piece.source], piece, cell_runs(piece, boxes[piece.source], self._key.box))
                 for piece in pieces or ()
             ]
             self._plans[entry.parts] = tuple(sources) or None
@@ -158,7 +156,7 @@ class PartView:
                 todo.setdefault(page, item)
         return list(todo.values())
 
-    def _reserve(self, todo: Sequence[int], results: dict[int, PutResult]) -> list[Place]:
+    def _reserve(self, todo: Sequence[int], results: dict[int, PutResult]) -> list[FileOffset]:
         """Places for the pages to write, or none and the reason."""
         store, size = self._store, self._size
         reason = ""
@@ -192,12 +190,12 @@ class PartView:
             for group in groups[done:]:
                 self._announce(group, [b""] * len(group), [reason_of(error)] * len(group), results)
 
-    def _runs(self, group: Sequence[_Draft], files: dict[str, OpenFile], tables: list[list[bytes]]) -> list[Run]:
+    def _runs(self, group: Sequence[_Draft], files: dict[str, OpenFile], tables: list[list[bytes]]) -> list[FileRun]:
         """What is written of a group, whose digests are taken now: while the group before is on its way."""
         size, view, cells = self._size, self._store.files.view, self.part.box.cells
         tables.append([table(view(draft.address, size), cells) for draft in group])
         return [
-            Run(files[draft.place.segment], draft.place.offset, draft.address, size)
+            FileRun(files[draft.place.segment], draft.place.offset, draft.address, size)
             for draft in group
             if draft.place.segment in files
         ]
@@ -229,8 +227,8 @@ class PartView:
                 results[item] = PutResult(Put.FAILED, reason)
                 store.catalog.free(draft.place.segment, draft.place.offset, padded(size))
 
-    def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[Read]:
-        reads: list[Read] = []
+    def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[ObjectRead]:
+        reads: list[ObjectRead] = []
         look_up, plans = self._store.catalog.index.get, self._plans
         for item in pending:
             entry = look_up(pages[item])
@@ -238,7 +236,7 @@ class PartView:
             if entry and plan:
                 self._known.pages.add(pages[item])
                 for each in plan:
-                    reads.append(Read(item, addresses[item], entry.objects[each.number], each))
+                    reads.append(ObjectRead(item, addresses[item], entry.objects[each.number], each))
         return reads
 
     def _judge(self, failure: Failure) -> GotResult:

@@ -9,14 +9,14 @@ from contextlib import suppress
 import msgspec
 
 from kvmover.store.catalog import Catalog
+from kvmover.store.files import reason_of
 from kvmover.store.index import StoredObject, padded
 from kvmover.store.part import PartKey
 from kvmover.store.record import FIXED_BYTES, Preamble, encode_object
 from kvmover.store.segment import Segment
-from kvmover.transport.files import reason_of
 
 
-class Place(msgspec.Struct, frozen=True, gc=False):
+class FileOffset(msgspec.Struct, frozen=True, gc=False):
     """Where a payload goes."""
 
     segment: str
@@ -28,7 +28,7 @@ class Header(msgspec.Struct, frozen=True, gc=False):
 
     page: bytes
     part: PartKey
-    place: Place
+    place: FileOffset
     nbytes: int
     digests: bytes
 
@@ -46,12 +46,12 @@ class Writer:
         #: Segments with payload that is not synced, and its end.
         self._unsynced: dict[str, int] = {}
 
-    def reserve(self, sizes: Sequence[int]) -> list[Place]:
+    def reserve(self, sizes: Sequence[int]) -> list[FileOffset]:
         """Places for payloads, neighbours as far as possible. Raises OSError where no segment can be made."""
-        places: list[Place] = []
+        places: list[FileOffset] = []
         for size in sizes:
             segment = self._segment_for(padded(size))
-            places.append(Place(segment.name, self._end))
+            places.append(FileOffset(segment.name, self._end))
             self._end += padded(size)
             self._unsynced[segment.name] = self._end
         return places

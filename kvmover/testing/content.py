@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.layout import Component
-from kvmover.store import Part
+from kvmover.store import PagePart
 
 
 def page_hash(number: int, salt: str = "") -> bytes:
@@ -32,7 +32,7 @@ def page_content(page: bytes, component: Component, page_tokens: int) -> npt.NDA
     return content
 
 
-def part_content(page: bytes, part: Part, page_tokens: int) -> bytes:
+def part_content(page: bytes, part: PagePart, page_tokens: int) -> bytes:
     """The bytes of `part` of a page, packed `head layer kv token dim`."""
     whole = page_content(page, part.component, page_tokens)
     box = part.box

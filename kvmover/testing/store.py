@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvmover.layout import Component, CpOrder, Fleet
-from kvmover.store import Part
+from kvmover.store import PagePart
 from kvmover.testing.content import page_hash, part_content
 
 GQA = Component.attention(4, 8, 16, "bfloat16")
@@ -39,10 +39,10 @@ class Identity:
     fleet: Fleet = ALONE
     rank: int = 0
 
-    def part(self, page: int = 0) -> Part | None:
+    def part(self, page: int = 0) -> PagePart | None:
         """What the rank holds of page number `page` of a request of eight, or None."""
         shard = self.fleet.shard(self.component, self.rank, 8 * self.page_tokens)
-        return Part.of(self.component, shard, self.page_tokens, page)
+        return PagePart.of(self.component, shard, self.page_tokens, page)
 
     def payload(self, page: bytes) -> bytes:
         """What this rank's part of `page` must hold: the same logical bytes in every fleet of the same namespace."""

@@ -1,6 +1,6 @@
 """When to try again to reach a peer that was lost: a policy and its steps. Pure: state, event and time in, actions out.
 
-The caller keeps one state a peer, asks `due` when to wake, and says what happened; it dials when told to.
+The caller keeps one state a peer that is lost, says what happened, and dials when told to.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """No tries are under way: the peer is connected, or was given up. `generation` is the newest known of its place."""
+    """No tries are under way: the peer was never lost, or was given up."""
 
     name: str
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,6 @@ class Waiting:
     """The peer is lost, and the next try is `due`. `failed` tries went before; the last said `reason`."""
 
     name: str
-    generation: int
     failed: int
     due: float
     reason: str
@@ -61,7 +59,6 @@ class Dialling:
     """A try is under way: the peer's answer, or its failure, decides."""
 
     name: str
-    generation: int
     failed: int
 
 
@@ -70,24 +67,9 @@ State = Idle | Waiting | Dialling
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The peer of this generation died, was cut off, or a try to reach it failed."""
+    """The peer died, was cut off, or a try to reach it failed."""
 
-    generation: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """The peer answered, as this generation: an old one resets the waits, a newer one takes its place."""
-
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """A newer generation of the same place is known, from a directory or its own hello: the old is dialled no more."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,54 +77,33 @@ class Tick:
     """Time has passed."""
 
 
-Event = Lost | Reached | Replaced | Tick
+Event = Lost | Tick
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Try to connect the peer of this generation, and say Reached or Lost."""
-
-    name: str
-    generation: int
+    """Try to connect the peer, and say Lost if that fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """No more tries: tell whoever waits for the peer `reason`."""
+    """No more tries; `reason` is for whoever reads the log."""
 
-    name: str
     reason: str
 
 
 Action = Dial | GiveUp
 
 
-def step(policy: Backoff, state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
-    """The next state, and what to do. Events of generations that are over change nothing."""
+def step(policy: Backoff, state: State, event: Event, now: float) -> tuple[State, Action | None]:
+    """The next state, and what to do."""
     if isinstance(event, Tick):
         if isinstance(state, Waiting) and now >= state.due:
-            return Dialling(state.name, state.generation, state.failed), (Dial(state.name, state.generation),)
-        return state, ()
-    if event.generation < state.generation:
-        return state, ()
-    if isinstance(event, Reached):
-        return Idle(state.name, event.generation), ()
-    if isinstance(event, Replaced):
-        return (Idle(state.name, event.generation) if event.generation > state.generation else state), ()
-    return _lost(policy, state, event, now)
-
-
-def _lost(policy: Backoff, state: State, event: Lost, now: float) -> tuple[State, tuple[Action, ...]]:
-    if isinstance(state, Waiting) and event.generation == state.generation:
-        return replace(state, reason=event.reason), ()
-    failed = state.failed + 1 if isinstance(state, Dialling) and event.generation == state.generation else 0
+            return Dialling(state.name, state.failed), Dial()
+        return state, None
+    if isinstance(state, Waiting):
+        return replace(state, reason=event.reason), None
+    failed = state.failed + 1 if isinstance(state, Dialling) else 0
     if failed >= policy.attempts:
-        reason = f"{state.name} was not reached in {failed} tries: {event.reason}"
-        return Idle(state.name, event.generation), (GiveUp(state.name, reason),)
-    due = now + policy.wait_s(state.name, failed)
-    return Waiting(state.name, event.generation, failed, due, event.reason), ()
-
-
-def due(state: State) -> float:
-    """When to send the next Tick; infinity while there is nothing to wait for."""
-    return state.due if isinstance(state, Waiting) else math.inf
+        return Idle(state.name), GiveUp(f"{state.name} was not reached in {failed} tries: {event.reason}")
+    return Waiting(state.name, failed, now + policy.wait_s(state.name, failed), event.reason), None

@@ -3,10 +3,13 @@ only settled by talking to them."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 
 from kvmover.transfer import backoff
 from kvmover.transfer.backoff import Backoff
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +32,8 @@ class Redial:
 
     def lost(self, name: str, card: bytes, seat: tuple[str, int], reason: str, now: float) -> None:
         """A peer was lost, or a try at it failed."""
-        line = self._lines.setdefault(name, _Line(card, seat, backoff.Idle(name, 0)))
-        self._step(name, line, backoff.Lost(0, reason), now)
+        line = self._lines.setdefault(name, _Line(card, seat, backoff.Idle(name)))
+        self._step(name, line, backoff.Lost(reason), now)
 
     def heard(self, name: str, now: float) -> bool:
         """Anything from a peer: whether it was being dialled, and so is back. One that speaks is dialled at once."""
@@ -64,7 +67,9 @@ class Redial:
         return len(self._lines)
 
     def _step(self, name: str, line: _Line, event: backoff.Event, now: float) -> bool:
-        line.state, actions = backoff.step(self.policy, line.state, event, now)
-        if isinstance(line.state, backoff.Idle):
+        """Whether to dial. A peer that is given up is dialled no more until it is lost again."""
+        line.state, action = backoff.step(self.policy, line.state, event, now)
+        if isinstance(action, backoff.GiveUp):
             del self._lines[name]
-        return any(isinstance(action, backoff.Dial) for action in actions)
+            log.warning("%s; it is dialled no more", action.reason)
+        return isinstance(action, backoff.Dial)

@@ -27,7 +27,7 @@ class Registration(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     serial: _Natural
 
 
-class Card(Struct, frozen=True, forbid_unknown_fields=True):
+class TransportCard(Struct, frozen=True, forbid_unknown_fields=True):
     """What one transport tells another about itself. `revision` grows with every change to its registrations."""
 
     backend: Literal["nixl", "loopback"]
@@ -38,7 +38,7 @@ class Card(Struct, frozen=True, forbid_unknown_fields=True):
     agent: bytes
 
     @classmethod
-    def of(cls, backend: Literal["nixl", "loopback"], name: str, ranges: Ranges, agent: bytes) -> Card:
+    def of(cls, backend: Literal["nixl", "loopback"], name: str, ranges: Ranges, agent: bytes) -> TransportCard:
         rows = tuple(Registration(m.kind, m.address, m.nbytes, m.device, serial) for m, serial in ranges.items())
         return cls(backend, name, name.rpartition(".")[2], ranges.revision, rows, agent)
 
@@ -53,12 +53,12 @@ class _Sealed(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     body: bytes
 
 
-def seal(card: Card) -> bytes:
+def seal(card: TransportCard) -> bytes:
     body = msgspec.msgpack.encode(card)
     return msgspec.msgpack.encode(_Sealed(_FORMAT, len(body), hashlib.sha256(body).digest(), body))
 
 
-def unseal(metadata: bytes, backend: Literal["nixl", "loopback"]) -> Card:
+def unseal(metadata: bytes, backend: Literal["nixl", "loopback"]) -> TransportCard:
     """Raises PeerRefused unless `metadata` is whole, of this format and of `backend`."""
     try:
         sealed = msgspec.msgpack.decode(metadata, type=_Sealed)
@@ -66,7 +66,7 @@ def unseal(metadata: bytes, backend: Literal["nixl", "loopback"]) -> Card:
             raise PeerRefused(f"peer metadata is {sealed.format!r}, this side speaks {_FORMAT!r}")
         if sealed.nbytes != len(sealed.body) or sealed.digest != hashlib.sha256(sealed.body).digest():
             raise PeerRefused(f"peer metadata is corrupt: {len(sealed.body)} bytes of {sealed.nbytes}, or other bytes")
-        card = msgspec.msgpack.decode(sealed.body, type=Card)
+        card = msgspec.msgpack.decode(sealed.body, type=TransportCard)
         card.ranges()
     except (msgspec.DecodeError, UnicodeDecodeError, DescriptorError) as error:
         raise PeerRefused(f"peer metadata of {len(metadata)} bytes is malformed: {error}") from error

@@ -26,7 +26,7 @@ from kvmover.transport.base import (
     Note,
 )
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
-from kvmover.transport.envelope import Card, seal, unseal
+from kvmover.transport.envelope import TransportCard, seal, unseal
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class LoopbackTransport:
 
     def metadata(self) -> bytes:
         self._ready()
-        return seal(Card.of("loopback", self._name, self.ranges, b""))
+        return seal(TransportCard.of("loopback", self._name, self.ranges, b""))
 
     def connect(self, metadata: bytes) -> str:
         self._ready()

@@ -22,7 +22,7 @@ from kvmover.errors import (
 )
 from kvmover.transport.base import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Timing
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
-from kvmover.transport.envelope import Card, seal, unseal
+from kvmover.transport.envelope import TransportCard, seal, unseal
 from kvmover.transport.nixl_agent import Agent, Handle, spare_forks, start
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Peer:
-    card: Card
+    card: TransportCard
     ranges: Ranges
 
 
@@ -109,7 +109,7 @@ class NixlTransport:
         agent.nixl.deregister_memory(self._registered.pop(memory))
 
     def metadata(self) -> bytes:
-        return seal(Card.of("nixl", self._name, self._ranges, self._ready().nixl.get_agent_metadata()))
+        return seal(TransportCard.of("nixl", self._name, self._ranges, self._ready().nixl.get_agent_metadata()))
 
     def connect(self, metadata: bytes) -> str:
         """Also takes newer metadata of a connected peer; older or the same changes nothing.
@@ -139,7 +139,7 @@ class NixlTransport:
         self._peers[card.name] = _Peer(card, ranges)
         return card.name
 
-    def _load_card(self, agent: Agent, card: Card) -> None:
+    def _load_card(self, agent: Agent, card: TransportCard) -> None:
         try:
             loaded = agent.nixl.add_remote_agent(card.agent).decode()
             if loaded != card.name:

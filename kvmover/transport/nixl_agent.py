@@ -83,33 +83,18 @@ class Agent:
 
 def start(name_hint: str, backends: Sequence[str], num_threads: int) -> Agent:
     """Raises TransportUnavailable. Sets the environment variables that UCX and NIXL read, where they are unset."""
-    # A generation in the name: NIXL takes metadata of a restarted agent for its predecessor's if the names agree.
-    return _create(f"{name_hint}.{uuid.uuid4().hex}", backends, {"num_threads": num_threads})
-
-
-def listen(name: str, port: int) -> Agent:
-    """An agent that hands its metadata to whoever asks at `port` (0: any free one), on every interface, over IPv4.
-
-    It has no progress thread: it answers and hears while it is polled. Raises TransportUnavailable, also for a port
-    that is in use.
-    """
-    listening = {"enable_listen_thread": True, "listen_port": port, "enable_prog_thread": False}
-    try:
-        return _create(name, ["UCX"], listening)
-    except RuntimeError as error:
-        raise TransportUnavailable(f"NIXL cannot listen at port {port}: {error}; is it in use?") from error
-
-
-def _create(name: str, backends: Sequence[str], options: dict[str, Any]) -> Agent:
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     api = _load()
     bindings: ModuleType = api.nixlBind
     errors = tuple(v for k, v in vars(bindings).items() if k.startswith("nixl") and k.endswith("Error"))
     sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    config = {"backends": list(backends), "sync_mode": sync, "num_threads": num_threads}
+    # A generation in the name: NIXL takes metadata of a restarted agent for its predecessor's if the names agree.
+    name = f"{name_hint}.{uuid.uuid4().hex}"
     try:
         with _sleeping(bindings):
-            nixl = api.nixl_agent(name, api.nixl_agent_config(backends=list(backends), sync_mode=sync, **options))
+            nixl = api.nixl_agent(name, api.nixl_agent_config(**config))
     except errors as error:
         tls = os.environ.get("UCX_TLS")
         raise TransportUnavailable(f"NIXL cannot start {list(backends)} with UCX_TLS={tls}: {error}") from error

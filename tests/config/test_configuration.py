@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover import cli
-from kvmover.config import ConfigError, Key, Loaded, Option, Settings, keys, load
+from kvmover.config import ConfigError, Loaded, Option, SettingKey, Settings, keys, load
 from kvmover.config.keys import sections, value_of
 from kvmover.config.text import as_data, as_toml, plain, toml
 from kvmover.config.texts import TEXTS
@@ -51,7 +51,7 @@ OTHERS = {
 }
 
 
-def other(key: Key) -> str:
+def other(key: SettingKey) -> str:
     return OTHERS.get(key.name) or OTHERS.get(key.name, "8")
 
 
@@ -76,7 +76,7 @@ def test_nothing_given_is_what_the_parts_do_without_a_configuration() -> None:
 
 
 @pytest.mark.parametrize("key", keys(), ids=lambda key: key.name)
-def test_every_setting_is_taken_from_its_variable_and_from_a_file(key: Key, tmp_path: Path) -> None:
+def test_every_setting_is_taken_from_its_variable_and_from_a_file(key: SettingKey, tmp_path: Path) -> None:
     default = value_of(Settings(), key)
     extra = {"KVMOVER_SECURITY_SHARED_KEY_FILE": "/k"} if key.name == "security.accepted_key_files" else {}
     found = load(environ={key.variable: other(key), **extra})

@@ -19,15 +19,15 @@ import pytest
 import kvmover
 from kvmover import cli, config
 from kvmover.config import Loaded, Settings, keys, load
-from kvmover.engines.sglang.upkeep import Upkeep
+from kvmover.engines.common.upkeep import Upkeep
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe.checks import Status
 from kvmover.observe.host import configuration
 from kvmover.observe.start import Observers
-from kvmover.store import Namespace, PageStore, Part
+from kvmover.store import Namespace, PagePart, PageStore
+from kvmover.store.files import memory_of_buffer
 from kvmover.transfer import Model, Mover, Place, Progress
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
-from kvmover.transport.files import memory_of_buffer
 
 PACKAGE = Path(kvmover.__file__).parent
 CACHE, TOKENS = Component.attention(2, kv_heads=2, head_dim=8, dtype="float32"), 16
@@ -126,7 +126,7 @@ def use_movers(settings: Settings) -> None:
 
 def use_store(settings: Settings) -> None:
     """A page is stored and read, and looked after by whoever comes by."""
-    part = Part.whole(CACHE, TOKENS)
+    part = PagePart.whole(CACHE, TOKENS)
     page = bytearray(part.nbytes)
     memory = memory_of_buffer(page)
     with PageStore.open(settings.store.directory(), SPACE, settings.store) as store:

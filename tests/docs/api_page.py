@@ -38,6 +38,7 @@ TEXTS = {
     "kvmover.layout.DTYPE_BYTES": "Bytes of an element, by torch's name of the dtype.",
     "kvmover.layout.EMPTY": "The span of nothing.",
     "kvmover.layout.ORDERS": "`NHD` and `HND` as strings of six words.",
+    "kvmover.layout.PACKED_AXES": "The words of `PACKED_ORDER` as a tuple, outermost first.",
     "kvmover.layout.PACKED_ORDER": "The order on the wire and in the store: `page head layer kv token dim`.",
     "kvmover.layout.Positions": "A tuple of Stripes: which tokens, in order.",
     "kvmover.plan.HOST": "Assumed costs between processes of one host.",

@@ -18,8 +18,8 @@ from kvmover.engines.vllm import options as vllm
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ADAPTERS = [
-    pytest.param("vllm.md", vllm.Options, vllm.KEYS, vllm.DEFAULTS, id="vllm"),
-    pytest.param("sglang.md", sglang.Options, sglang.STORE, Settings(), id="sglang"),
+    pytest.param("vllm.md", vllm.ConnectorOptions, vllm.KEYS, vllm.DEFAULTS, id="vllm"),
+    pytest.param("sglang.md", sglang.StoreOptions, sglang.STORE, Settings(), id="sglang"),
 ]
 
 

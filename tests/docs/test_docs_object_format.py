@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvmover import Component, Fleet
-from kvmover.store import Namespace, PageStore, Part, Policy
+from kvmover.store import Namespace, PagePart, PageStore, Policy
 from kvmover.store.index import BLOCK_BYTES
 from kvmover.store.record import FIXED_BYTES, PREAMBLE_BYTES
 from kvmover.transport import memory_of
@@ -27,9 +27,11 @@ SPACE = Namespace("org/model", "révision 7", page_tokens=16, salt="of a tenant"
 NAMES = [hashlib.sha256(bytes([n])).digest() for n in range(3)]
 
 
-def _write(root: Path, component: Component, fleet: Fleet, rank: int, pages: list[bytes]) -> tuple[Part, torch.Tensor]:
+def _write(
+    root: Path, component: Component, fleet: Fleet, rank: int, pages: list[bytes]
+) -> tuple[PagePart, torch.Tensor]:
     """Pages of one rank of a fleet, put and flushed; the rank's part and its bytes [page, byte]."""
-    part = Part.of(component, fleet.shard(component, rank, 16), 16)
+    part = PagePart.of(component, fleet.shard(component, rank, 16), 16)
     assert part is not None
     memory = torch.randint(256, (len(pages), part.nbytes), dtype=torch.uint8)
     with PageStore.open(root, SPACE, Policy(segment_bytes=1 << 20)) as store:

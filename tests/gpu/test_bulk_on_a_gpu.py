@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kvmover.kernels import bulk, driver, reference, ring  # noqa: E402
-from kvmover.kernels.bulk import Engine  # noqa: E402
+from kvmover.kernels.bulk import CopyEngine  # noqa: E402
 from kvmover.kernels.region import Region, RegionError, Side  # noqa: E402
 
 pytestmark = [
@@ -24,8 +24,8 @@ pytestmark = [
 SLEEP_CYCLES = 170_000_000
 
 
-@pytest.fixture(params=Engine, ids=lambda engine: engine.name.lower())
-def engine(request: pytest.FixtureRequest) -> Engine:
+@pytest.fixture(params=CopyEngine, ids=lambda engine: engine.name.lower())
+def engine(request: pytest.FixtureRequest) -> CopyEngine:
     return _available(request.param)
 
 
@@ -38,7 +38,7 @@ def stream(request: pytest.FixtureRequest):
     torch.cuda.synchronize()
 
 
-def _available(engine: Engine) -> Engine:
+def _available(engine: CopyEngine) -> CopyEngine:
     reason = bulk.unavailable(engine, torch.device("cuda", torch.cuda.current_device()))
     if reason is not None:
         pytest.skip(f"{engine.value}: {reason}")
@@ -91,7 +91,7 @@ def _pinned(content):
     return memory
 
 
-def _chain(pages: Pages, orders: tuple[tuple[str, str], ...], engine: Engine | None, sms: int | None) -> None:
+def _chain(pages: Pages, orders: tuple[tuple[str, str], ...], engine: CopyEngine | None, sms: int | None) -> None:
     """Pinned host to device to device to pinned host; after each, all bytes of all pools, untouched ones too."""
     contents = [_random(pages.nbytes, seed) for seed in range(4)]
     expected = [content.clone() for content in contents]
@@ -110,19 +110,19 @@ RELAYOUT = (("NHD", "HND"), ("HND", "NHD"), ("NHD", "HND"))
 #: Runs of the relayout. Of whole pages, all rows of a page are one run: from 128 B, through many stages, to 4 MiB.
 CASES = [Pages(row) for row in (16, 48, 256, 272, 2048, 2064, 4096, 4112, 16 << 10)]
 CASES += [Pages(row, tokens=2, pages=3, planes=2) for row in (40_000, 100_000, 1 << 20)]
-BUDGETS = [(Engine.BULK, 1), (Engine.BULK, 2), (Engine.BULK, 4), (Engine.ROWS, 1), (Engine.ROWS, 4)]
-BUDGETS += [(Engine.COPY, 1), (Engine.LOOP, 1)]
+BUDGETS = [(CopyEngine.BULK, 1), (CopyEngine.BULK, 2), (CopyEngine.BULK, 4), (CopyEngine.ROWS, 1), (CopyEngine.ROWS, 4)]
+BUDGETS += [(CopyEngine.COPY, 1), (CopyEngine.LOOP, 1)]
 
 
 @pytest.mark.parametrize("pages", CASES, ids=str)
 @pytest.mark.parametrize(("engine", "sms"), BUDGETS, ids=lambda value: str(getattr(value, "name", value)).lower())
-def test_whole_pages_go_round_by_every_engine(engine: Engine, sms: int, pages: Pages) -> None:
+def test_whole_pages_go_round_by_every_engine(engine: CopyEngine, sms: int, pages: Pages) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         _chain(pages, WHOLE, _available(engine), sms)
 
 
 @pytest.mark.parametrize("pages", CASES, ids=str)
-def test_rows_change_their_order_by_every_engine(engine: Engine, pages: Pages, stream) -> None:
+def test_rows_change_their_order_by_every_engine(engine: CopyEngine, pages: Pages, stream) -> None:
     _chain(pages, RELAYOUT, engine, 2)
 
 
@@ -136,7 +136,7 @@ def test_the_chosen_engine_moves_rows_of_any_width(row_bytes: int, orders, strea
     "shape", [ring.Ring(2, 1024, 1), ring.Ring(3, 16 << 10, 1), ring.Ring(7, 32 << 10, 3)], ids=str
 )
 def test_any_ring_moves_the_same_bytes(shape: ring.Ring) -> None:
-    _available(Engine.BULK)
+    _available(CopyEngine.BULK)
     for row_bytes in (48, 2064, 40_000):
         pages = Pages(row_bytes, pages=31)
         src, dst = _random(pages.nbytes, 1), _random(pages.nbytes, 2)
@@ -162,7 +162,7 @@ def test_regions_of_all_engines_share_a_move(stream) -> None:
 
 
 @pytest.mark.parametrize("way", ["to-host", "to-device", "on-device"])
-def test_nothing_is_read_before_its_producer_is_done(engine: Engine, way: str, stream) -> None:
+def test_nothing_is_read_before_its_producer_is_done(engine: CopyEngine, way: str, stream) -> None:
     """A long kernel on another stream writes the pages; the move is queued meanwhile, and work after it sees them."""
     pages = Pages(4096)
     new = _random(pages.nbytes, 3)
@@ -186,7 +186,7 @@ def test_nothing_is_read_before_its_producer_is_done(engine: Engine, way: str, s
     assert torch.equal(seen.cpu(), expected), "work queued after the move ran before it"
 
 
-def test_what_the_stream_did_before_is_read_without_an_event(engine: Engine, stream) -> None:
+def test_what_the_stream_did_before_is_read_without_an_event(engine: CopyEngine, stream) -> None:
     pages = Pages(4096)
     new = _random(pages.nbytes, 4)
     src, dst, on_gpu = torch.zeros_like(new).cuda(), _pinned(torch.zeros_like(new)), new.cuda()
@@ -200,7 +200,7 @@ def test_what_the_stream_did_before_is_read_without_an_event(engine: Engine, str
     assert torch.equal(dst, expected)
 
 
-def test_a_thread_that_never_used_the_gpu_can_move(engine: Engine) -> None:
+def test_a_thread_that_never_used_the_gpu_can_move(engine: CopyEngine) -> None:
     """Such a thread has no context until torch gives it one, and the driver's own calls ask for one."""
     pages = Pages(4096)
     content, expected = _random(pages.nbytes, 8), _random(pages.nbytes, 9)
@@ -221,7 +221,7 @@ def test_a_thread_that_never_used_the_gpu_can_move(engine: Engine) -> None:
     assert torch.equal(dst, expected)
 
 
-def test_a_prepared_move_runs_again(engine: Engine) -> None:
+def test_a_prepared_move_runs_again(engine: CopyEngine) -> None:
     pages = Pages(2048)
     contents = [_random(pages.nbytes, seed) for seed in (5, 6)]
     src, dst = torch.zeros_like(contents[0]).cuda(), _pinned(torch.zeros_like(contents[0]))
@@ -236,18 +236,18 @@ def test_a_prepared_move_runs_again(engine: Engine) -> None:
 
 
 def test_more_copies_than_one_call_takes() -> None:
-    _available(Engine.COPY)
+    _available(CopyEngine.COPY)
     pages = Pages(16, tokens=1, heads=1, pages=30_000, planes=1)
     src, dst = _random(pages.nbytes, 1), _random(pages.nbytes, 2)
     pinned, on_gpu = _pinned(src), dst.cuda()
     with torch.cuda.stream(torch.cuda.Stream()):
-        bulk.move([pages.region(pinned, on_gpu, WHOLE[0], 1)], engine=Engine.COPY)
+        bulk.move([pages.region(pinned, on_gpu, WHOLE[0], 1)], engine=CopyEngine.COPY)
     torch.cuda.synchronize()
     reference.move([pages.region(src, dst, WHOLE[0], 1)])
     assert torch.equal(on_gpu.cpu(), dst)
 
 
-def test_addresses_beyond_two_to_the_32_bytes_are_reached(engine: Engine) -> None:
+def test_addresses_beyond_two_to_the_32_bytes_are_reached(engine: CopyEngine) -> None:
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GiB of free device memory")
     pool = torch.zeros(9 << 30, dtype=torch.uint8, device="cuda")
@@ -261,7 +261,7 @@ def test_addresses_beyond_two_to_the_32_bytes_are_reached(engine: Engine) -> Non
     assert host.view(4, 4096).float().mean(dim=1).tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_many_moves_in_a_row_keep_their_tables(engine: Engine) -> None:
+def test_many_moves_in_a_row_keep_their_tables(engine: CopyEngine) -> None:
     """Twenty at once: the pinned ring of tables holds eight."""
     pool = _random(1 << 20, 1)
     on_gpu, zero = pool.cuda(), np.zeros(1, np.int64)
@@ -291,11 +291,11 @@ def test_memory_the_gpu_cannot_reach_is_refused() -> None:
 
 
 def test_bulk_copies_refuse_rows_off_a_16_byte_border() -> None:
-    _available(Engine.BULK)
+    _available(CopyEngine.BULK)
     pages = Pages(4104, tokens=1, heads=1)
     memory = torch.zeros(pages.nbytes, dtype=torch.uint8, device="cuda")
     with pytest.raises(RegionError, match="multiples of 16"):
-        bulk.move([pages.region(memory, memory.clone(), WHOLE[0], 1)], engine=Engine.BULK)
+        bulk.move([pages.region(memory, memory.clone(), WHOLE[0], 1)], engine=CopyEngine.BULK)
 
 
 def test_pinned_memory_is_what_was_asked_for() -> None:

@@ -1,15 +1,14 @@
-"""Triton, CUDA and torch give one digest on random data, on a real GPU."""
+"""Triton and torch give one digest on random data, on a real GPU."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from kvmover.kernels import digest, digest_cuda
+from kvmover.kernels import digest
 from kvmover.kernels.config import RowConfig
 from kvmover.kernels.digest_reference import Logical
 from kvmover.kernels.digest_reference import digest as defined
@@ -96,16 +95,6 @@ def test_triton_has_the_digest_of_the_definition_and_moves_the_bytes(name: str, 
     back = replace(on_cpu.dst, memory=tuple(tensor.cpu() for tensor in on_gpu.dst.memory))
     back = replace(back, memory=tuple(_on("cpu", tensor, case.misaligned) for tensor in back.memory))
     assert defined([replace(on_cpu, dst=back)], [case.logical], "dst") == wanted
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_cuda_has_the_digest_of_the_definition(name: str) -> None:
-    if importlib.util.find_spec("cupy") is None:
-        pytest.skip("CuPy is not installed")
-    on_cpu, on_gpu = CASES[name].regions()
-    out = torch.zeros(1, dtype=torch.int64, device="cuda")
-    digest_cuda.digest([on_gpu], [CASES[name].logical], "src", out)
-    assert int(out) % MODULUS == defined([on_cpu], [CASES[name].logical], "src")
 
 
 @pytest.mark.parametrize("config", [RowConfig(4096, 4), RowConfig(16384, 8), RowConfig(16384, 4)], ids=str)

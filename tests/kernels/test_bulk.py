@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
 from kvmover.kernels import bulk, driver, reference
-from kvmover.kernels.bulk import Engine
+from kvmover.kernels.bulk import CopyEngine
 from kvmover.kernels.region import Region, RegionError, Side
 from kvmover.kernels.ring import RING
 from kvmover.kernels.runs import copies, mean_copy, merged
@@ -76,50 +76,55 @@ def test_no_copy_spans_two_allocations_that_touch() -> None:
 @pytest.mark.parametrize(
     ("run_bytes", "engine"),
     [
-        (bulk.COPY_BYTES, Engine.COPY),
-        (1 << 20, Engine.COPY),
-        (bulk.COPY_BYTES - 16, Engine.BULK),
-        (bulk.BULK_BYTES, Engine.BULK),
-        (bulk.BULK_BYTES - 16, Engine.ROWS),
-        (4104, Engine.ROWS),
+        (bulk.COPY_BYTES, CopyEngine.COPY),
+        (1 << 20, CopyEngine.COPY),
+        (bulk.COPY_BYTES - 16, CopyEngine.BULK),
+        (bulk.BULK_BYTES, CopyEngine.BULK),
+        (bulk.BULK_BYTES - 16, CopyEngine.ROWS),
+        (4104, CopyEngine.ROWS),
     ],
 )
 def test_an_engine_is_chosen_by_size_between_host_and_device(
-    src: str, dst: str, run_bytes: int, engine: Engine
+    src: str, dst: str, run_bytes: int, engine: CopyEngine
 ) -> None:
     assert bulk.choose(between(src, dst, run_bytes)) is engine
 
 
 def test_an_engine_is_chosen_by_what_is_contiguous_on_both_sides() -> None:
-    assert bulk.choose(between("cpu", "meta", 2048, apart=1, units=64)) is Engine.COPY
-    assert bulk.choose(between("cpu", "meta", 64 << 10, offset=8)) is Engine.COPY
-    assert bulk.choose(between("cpu", "meta", 16 << 10, offset=8)) is Engine.ROWS
+    assert bulk.choose(between("cpu", "meta", 2048, apart=1, units=64)) is CopyEngine.COPY
+    assert bulk.choose(between("cpu", "meta", 64 << 10, offset=8)) is CopyEngine.COPY
+    assert bulk.choose(between("cpu", "meta", 16 << 10, offset=8)) is CopyEngine.ROWS
     starts = np.array([0, 1, 4, 5, 8, 9]) * (16 << 10)
     pairs = Region(line(16 << 10, starts), line(16 << 10, starts, "meta"), 1, 1, 16 << 10)
     assert mean_copy(pairs) == 32 << 10
-    assert bulk.choose(pairs) is Engine.COPY
-    assert bulk.choose(replace(pairs, src=line(16 << 10, starts[::-1]))) is Engine.BULK
+    assert bulk.choose(pairs) is CopyEngine.COPY
+    assert bulk.choose(replace(pairs, src=line(16 << 10, starts[::-1]))) is CopyEngine.BULK
 
 
 def test_within_a_device_the_copy_engine_is_not_chosen() -> None:
-    assert bulk.choose(between("meta", "meta", 1 << 20)) is Engine.BULK
-    assert bulk.choose(between("meta", "meta", 256)) is Engine.ROWS
-    assert bulk.choose(between("meta", "meta", 1 << 20), (8, 0)) is Engine.ROWS
+    assert bulk.choose(between("meta", "meta", 1 << 20)) is CopyEngine.BULK
+    assert bulk.choose(between("meta", "meta", 256)) is CopyEngine.ROWS
+    assert bulk.choose(between("meta", "meta", 1 << 20), (8, 0)) is CopyEngine.ROWS
 
 
 def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     device, reason = torch.device("cuda", 0), bulk.unavailable.__wrapped__
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    assert reason(Engine.BULK, device) == "cuda:0 is sm_89, bulk copies came with sm_90"
+    assert reason(CopyEngine.BULK, device) == "cuda:0 is sm_89, bulk copies came with sm_90"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert reason(Engine.BULK, device) == "CuPy is not installed"
+    assert reason(CopyEngine.BULK, device) == "CuPy is not installed"
     monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace())
-    assert "CUDA 12.8" in str(reason(Engine.COPY, device))
-    assert reason(Engine.ROWS, device) is reason(Engine.LOOP, device) is None
+    assert "CUDA 12.8" in str(reason(CopyEngine.COPY, device))
+    assert reason(CopyEngine.ROWS, device) is reason(CopyEngine.LOOP, device) is None
     monkeypatch.setattr(bulk, "unavailable", reason)
     runnable = bulk._runnable.__wrapped__
-    assert [runnable(engine, device) for engine in Engine] == [Engine.ROWS, Engine.LOOP, Engine.LOOP, Engine.ROWS]
+    assert [runnable(engine, device) for engine in CopyEngine] == [
+        CopyEngine.ROWS,
+        CopyEngine.LOOP,
+        CopyEngine.LOOP,
+        CopyEngine.ROWS,
+    ]
 
 
 def test_both_ends_on_the_host_are_copied_by_the_host() -> None:

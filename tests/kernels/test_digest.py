@@ -1,16 +1,13 @@
-"""The digest: its definition, what it is blind to and what it sees, and that Triton and CUDA have the same value."""
+"""The digest: its definition, what it is blind to and what it sees, and that Triton has the same value."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +21,6 @@ from row_moves import HND, NAMES, NHD, Move, PoolMemory, PoolShape
 from test_compiled import OLDEST, OLDEST_PATH, ROOT, Limited
 
 from kvmover.kernels import digest as triton_digest
-from kvmover.kernels import digest_cuda, sass
 from kvmover.kernels.digest_reference import Logical, digest
 from kvmover.kernels.region import Region, RegionError
 
@@ -307,103 +303,3 @@ def test_instructions_leave_the_memory_the_bottleneck(compiled: dict[str, dict])
         if "aligned" in name and "132B" not in name:
             useful = sum(count for opcode, count in case["opcodes"].items() if opcode.split(".")[0] != "NOP")
             assert useful / len(case["widths"]["LDG"]) <= 200, name
-
-
-# The CUDA source: compiled by NVRTC, which needs no GPU, and run on the host, for which it is plain C++.
-
-
-SHAPES = {
-    "256B": (256, 1, 4),
-    "two-heads-of-24B": (24, 2, 4),
-    "132B": (132, 1, 1),
-    "82B": (82, 1, 3),
-    "two-heads-of-3B": (3, 2, 2),
-}
-
-
-def case_of(name: str) -> tuple[Region, Logical]:
-    head_bytes, heads, tokens = SHAPES[name]
-    src, dst = PoolShape(NHD, 12, heads), PoolShape(NHD, 12, heads)
-    opened = Move(src, dst, head_bytes, tokens, heads, layers=2, units=4, seed=head_bytes).open()
-    pair = opened.region, coordinates(opened.move, opened.region)
-    return merged(*pair) if heads > 1 else pair
-
-
-def summed(library: ctypes.CDLL, launch: digest_cuda.Launch) -> int:
-    library.total.restype = ctypes.c_uint64
-    return library.total(ctypes.c_void_p(launch.table.ctypes.data), ctypes.c_uint32(launch.grid[1]))
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_cuda_source_has_the_digest_of_the_definition(name: str, tmp_path: Path) -> None:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on this machine")
-    region, logical = case_of(name)
-    launch = digest_cuda.describe(region, logical, "src")
-    (tmp_path / "host.cpp").write_text(f'#include "{digest_cuda.SOURCE}"\n' + HOST)
-    command = [compiler, *launch.shape.options, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
-    subprocess.run([*command, tmp_path / "host.so", tmp_path / "host.cpp"], check=True)
-    library = ctypes.CDLL(str(tmp_path / "host.so"))
-    assert library.fields() == digest_cuda.FIELDS
-    assert launch.grid[1] == region.planes * region.heads
-    assert summed(library, launch) == digest([region], [logical], "src")
-
-
-#: The loops of the grid, one thread after the other.
-HOST = """
-extern "C" u64 total(const i64* table, u32 rows)
-{
-    u64 sum = 0;
-    const u32 planes = (u32)table[PLANES];
-    for (u32 row = 0; row < rows; ++row)
-        for (u32 item = 0; item < (u32)table[ITEMS]; ++item)
-            sum += digest_item(table, row % planes, row / planes, item);
-    return sum;
-}
-extern "C" int fields() { return FIELDS; }
-"""
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_cuda_source_compiles_without_spills(name: str) -> None:
-    library = nvrtc()
-    if library is None:
-        pytest.skip("NVRTC is not installed (nvidia-cuda-nvrtc)")
-    shape = digest_cuda.describe(*case_of(name), "src").shape
-    for architecture in (80, 90, 100):
-        code = sass.read(cubin(library, architecture, shape.options))
-        assert (code.spills, code.local_bytes, code.stack_bytes) == (0, 0, 0)
-        assert 0 < code.registers <= 64
-        assert ("LDG.E.128" in code.opcodes) == (shape.item_bytes == 16)
-
-
-def nvrtc() -> ctypes.CDLL | None:
-    """The library of the nvidia-cuda-nvrtc wheel, or of torch's."""
-    spec = importlib.util.find_spec("nvidia")
-    places = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
-    found = [path for place in places for path in sorted(place.glob("*/lib/libnvrtc.so.*"))]
-    if not found:
-        return None
-    for builtins in found[-1].parent.glob("libnvrtc-builtins.so*"):
-        ctypes.CDLL(str(builtins))  # some versions look for it on the library path only
-    return ctypes.CDLL(str(found[-1]))
-
-
-def cubin(library: ctypes.CDLL, architecture: int, options: Sequence[str]) -> bytes:
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = digest_cuda.SOURCE.read_bytes()
-    assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"digest.cu", 0, None, None) == 0
-    words = [f"--gpu-architecture=sm_{architecture}", *options]
-    result = library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*map(str.encode, words)))
-    what = "CUBIN" if result == 0 else "ProgramLog"
-    assert getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)) == 0
-    buffer = ctypes.create_string_buffer(size.value)
-    assert getattr(library, f"nvrtcGet{what}")(program, buffer) == 0
-    assert result == 0, buffer.value.decode()
-    return buffer.raw
-
-
-def test_importing_needs_neither_cupy_nor_a_gpu() -> None:
-    code = "import sys; sys.modules['cupy'] = None; import kvmover.kernels.digest_cuda, kvmover.kernels.digest"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)

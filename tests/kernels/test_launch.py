@@ -115,7 +115,7 @@ def test_tiles_take_several_units_only_where_one_would_leave_them_empty(
     assert bool(rows.RowShape.of(region, 16384).span) == bool(several)
 
 
-def unit_words(launch: rows.Launch, fields: list[int], dst: bool) -> np.ndarray:
+def unit_words(launch: rows.RowLaunch, fields: list[int], dst: bool) -> np.ndarray:
     """The offsets of a region's units on one side, listed in the table or as a first one and a stride."""
     shape, first = launch.shapes[fields[14]], fields[7 + dst]
     if (shape.src_listed, shape.dst_listed)[dst]:

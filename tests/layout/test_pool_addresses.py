@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvmover.errors import LayoutError
 from kvmover.layout import (
     AXES,
+    PACKED_AXES,
     PACKED_ORDER,
     Component,
     Coordinate,
@@ -24,6 +25,7 @@ from kvmover.layout import (
     PoolSpec,
     Shard,
     Span,
+    axes_of,
 )
 
 SEPARATE = [(), ("layer",), ("layer", "kv"), ("kv",), ("kv", "layer")]
@@ -238,3 +240,24 @@ SPEC = PoolSpec.dense(
 def test_an_impossible_pool_is_refused_with_its_values(make, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         make()
+
+
+def test_a_pool_is_packed_if_a_page_of_it_is_the_object_that_a_store_has() -> None:
+    component = Component.attention(2, kv_heads=3, head_dim=4, dtype="float16")
+    shard = Fleet(page_tokens=5).shard(component, 0, 5)
+    orders = [" ".join([*axes, "dim"]) for axes in permutations(axis for axis in AXES if axis != "dim")]
+    packed = [order for order in orders if PoolSpec.dense(component, shard, 7, 5, order).is_packed]
+    assert packed == [PACKED_ORDER]
+    assert axes_of(PACKED_ORDER) == PACKED_AXES
+
+
+def test_axes_of_extent_one_may_lie_anywhere_in_a_packed_pool() -> None:
+    latent = Component("latent", 2, 1, 1, 12, "bfloat16")
+    shard = Fleet(page_tokens=5).shard(latent, 0, 5)
+    for order, is_packed in (
+        ("head page layer kv token dim", True),
+        ("page kv layer token head dim", True),
+        ("layer page kv token head dim", False),
+    ):
+        assert PoolSpec.dense(latent, shard, 7, 5, order).is_packed is is_packed, order
+    assert not PoolSpec.dense(latent, shard, 7, 5, PACKED_ORDER, ("layer",)).is_packed

@@ -15,10 +15,10 @@ from pathlib import Path
 from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.layout import Component
-from kvmover.store import PageStore, Part, Policy
+from kvmover.store import PagePart, PageStore, Policy
+from kvmover.store.files import PlainFiles
 from kvmover.store.segment import Segment
 from kvmover.store.view import PartView
-from kvmover.transport.files import PlainFiles
 
 PAGES = 24
 POLICY = Policy(segment_bytes=96 << 10)
@@ -72,7 +72,7 @@ def run(root: Path, seed: int, promise: int) -> None:
     pages = pages_of(PAGES)
     arm(chance, int(chance.expovariate(1 / 60)))
     store = PageStore.open(root, SPACE, POLICY, PlainFiles())
-    ranks = [Rank(store, Part.whole(component, PAGE), 8) for component in COMPONENTS]
+    ranks = [Rank(store, PagePart.whole(component, PAGE), 8) for component in COMPONENTS]
     while True:
         number = chance.randrange(len(ranks))
         some = chance.sample(range(PAGES), chance.randint(1, 8))

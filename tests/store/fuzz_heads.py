@@ -15,7 +15,7 @@ from types import FrameType
 
 from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
-from kvmover.store import PageStore, Part
+from kvmover.store import PagePart, PageStore
 from kvmover.store.record import PREAMBLE_BYTES, STATE_AT, decode_all, next_whole
 from kvmover.store.segment import DATA, HEAD
 
@@ -41,7 +41,7 @@ def written(root: Path) -> tuple[bytes, bytes]:
     """A head file with objects, marks and deletions in it, and its data."""
     with PageStore.open(root, SPACE) as store:
         for component in (GQA, MLA):
-            Rank(store, Part.whole(component, PAGE)).put(pages_of(4))
+            Rank(store, PagePart.whole(component, PAGE)).put(pages_of(4))
             store.flush()
         store.evict(20000)
     (head,), (data,) = ((list(root.glob(f"*/*{suffix}"))) for suffix in (HEAD, DATA))
@@ -100,7 +100,7 @@ def main(seconds: float, seed: int) -> None:
             store = PageStore.open(Path(scratch), SPACE)
             sys.settrace(None)
             for component in (GQA, MLA):
-                rank, pages = Rank(store, Part.whole(component, PAGE)), pages_of(4)
+                rank, pages = Rank(store, PagePart.whole(component, PAGE)), pages_of(4)
                 there = rank.exists(pages)
                 assert [answer.ok for answer in rank.get(pages)] == there, "a false hit"
             store.close()

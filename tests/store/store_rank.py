@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvmover.layout import Component, Fleet
-from kvmover.store import GotResult, Namespace, PageStore, Part, PutResult, elected
+from kvmover.store import GotResult, Namespace, PagePart, PageStore, PutResult, elected
+from kvmover.store.files import memory_of_buffer
 from kvmover.testing.content import page_hash, part_content
-from kvmover.transport.files import memory_of_buffer
 
 PAGE = 16
 SPACE = Namespace("llama", "rev-1", PAGE)
@@ -25,7 +25,7 @@ def pages_of(count: int, salt: str = "") -> list[bytes]:
 class Rank:
     """Puts what the pages must hold, and looks at every byte of what it gets, neighbours included."""
 
-    def __init__(self, store: PageStore, part: Part, slots: int = 16, namespace: Namespace = SPACE, writes=None):
+    def __init__(self, store: PageStore, part: PagePart, slots: int = 16, namespace: Namespace = SPACE, writes=None):
         self.store, self.part, self.tokens = store, part, namespace.page_tokens
         # A gap after every page: what lies there must stay.
         self.stride = -(-(part.nbytes + 64) // 4096) * 4096
@@ -38,7 +38,7 @@ class Rank:
 
     @classmethod
     def of(cls, store: PageStore, component: Component, fleet: Fleet, rank: int, slots: int = 16) -> Rank:
-        part = Part.of(component, fleet.shard(component, rank, 1 << 20), PAGE)
+        part = PagePart.of(component, fleet.shard(component, rank, 1 << 20), PAGE)
         assert part is not None
         return cls(store, part, slots, writes=partial(elected, component, fleet, rank))
 

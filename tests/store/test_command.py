@@ -11,9 +11,9 @@ import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover import cli
-from kvmover.store import Machine, Namespace, PageStore, Part
+from kvmover.store import Machine, Namespace, PagePart, PageStore
 
-WHOLE = Part.whole(GQA, PAGE)
+WHOLE = PagePart.whole(GQA, PAGE)
 OTHER = Namespace("mistral", "7", PAGE, salt="secret")
 
 Command = Callable[..., tuple[int, str, str]]

@@ -18,7 +18,7 @@ import crash_load
 import pytest
 from store_rank import PAGE, SPACE, Rank, pages_of
 
-from kvmover.store import PageStore, Part
+from kvmover.store import PagePart, PageStore
 from kvmover.store.segment import Segment
 
 KILLS = int(os.environ.get("KVMOVER_KILLS", "60"))
@@ -80,7 +80,7 @@ def survive(forks: subprocess.Popen[str], root: Path, first_seed: int, kills: in
         with PageStore.open(root, SPACE, crash_load.POLICY) as store:
             found: set[tuple[int, int]] = set()
             for index, component in enumerate(crash_load.COMPONENTS):
-                rank = Rank(store, Part.whole(component, PAGE), len(pages))
+                rank = Rank(store, PagePart.whole(component, PAGE), len(pages))
                 there = rank.exists(pages)
                 assert [answer.ok for answer in rank.get(pages)] == there, (seed, "a false hit")
                 found |= {(index, page) for page, is_there in enumerate(there) if is_there}

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvmover.errors import DescriptorError, TransportUnavailable
+from kvmover.store.files import Access, FileRun, Files, PlainFiles, memory_of_buffer
+from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
 from kvmover.transport import Memory, MemoryKind
-from kvmover.transport.files import Access, Files, PlainFiles, Run, memory_of_buffer
-from kvmover.transport.nixl_files import NixlFiles, Plugin, files_for
 
 BLOCK = 4096
 BACKENDS = {
@@ -35,8 +35,8 @@ class Bench:
         self.path.touch()
         self.file = files.open(self.path)
 
-    def run(self, offset: int, at: int, nbytes: int) -> Run:
-        return Run(self.file, offset, self.memory.address + at, nbytes)
+    def run(self, offset: int, at: int, nbytes: int) -> FileRun:
+        return FileRun(self.file, offset, self.memory.address + at, nbytes)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -141,13 +141,13 @@ def test_nixl_moves_what_is_aligned_and_only_that(tmp_path: Path, monkeypatch: p
 
 def test_a_plugin_that_is_missing_is_named() -> None:
     with pytest.raises(TransportUnavailable, match="kvmover doctor"):
-        NixlFiles(Plugin.GDS)
+        NixlFiles(StoragePlugin.GDS)
 
 
 @pytest.mark.parametrize("name", ["OBJ", "AZURE_BLOB", "posix"])
 def test_a_plugin_that_cannot_append_is_refused_by_name(name: str) -> None:
     with pytest.raises(TransportUnavailable, match=f"{name}.*appends to files, which POSIX, GDS, GDS_MT do"):
-        Plugin(name)
+        StoragePlugin(name)
 
 
 def test_memory_file_systems_are_read_the_plain_way(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvmover.errors import LayoutError, StoreError
 from kvmover.layout import Component, CpOrder, Fleet, Span, Stripe
-from kvmover.store import Box, Namespace, Part
+from kvmover.store import Namespace, PageBox, PagePart
 
 SPACE = Namespace("llama", "rev-1", 64)
 GQA = Component.attention(80, 8, 128, "bfloat16")
@@ -59,25 +59,25 @@ def test_only_the_packed_order_is_written() -> None:
 
 
 def test_a_part_has_the_bytes_that_its_box_says() -> None:
-    part = Part.of(GQA, Fleet(tp=8).shard(GQA, 3, 64), 64)
+    part = PagePart.of(GQA, Fleet(tp=8).shard(GQA, 3, 64), 64)
     assert part is not None
     assert (part.nbytes, part.cell_bytes, part.box.cells) == (2_621_440, 32_768, 80)
-    assert part.box == Box(Span(3, 1), Span(0, 80), Stripe(0, 1, 64, 64))
+    assert part.box == PageBox(Span(3, 1), Span(0, 80), Stripe(0, 1, 64, 64))
 
 
 def test_a_part_outside_its_component_is_refused() -> None:
     page = Stripe(0, 1, 64, 64)
     with pytest.raises(LayoutError, match="outside the 8"):
-        Part(GQA, Box(Span(7, 2), Span(0, 80), page))
+        PagePart(GQA, PageBox(Span(7, 2), Span(0, 80), page))
     with pytest.raises(LayoutError, match="not a range"):
-        Box(Span(0, 2, 2), Span(0, 80), page)
+        PageBox(Span(0, 2, 2), Span(0, 80), page)
     with pytest.raises(LayoutError, match="outside a page of 64"):
-        Part(GQA, Box(Span(0, 1), Span(0, 80), Stripe(0, 1, 65, 65))).key(SPACE)
+        PagePart(GQA, PageBox(Span(0, 1), Span(0, 80), Stripe(0, 1, 65, 65))).key(SPACE)
 
 
 def test_a_rank_without_tokens_of_a_page_has_no_part() -> None:
     fleet = Fleet(cp=2, page_tokens=64)
-    held = [[Part.of(GQA, fleet.shard(GQA, rank, 256), 64, page) for page in range(4)] for rank in range(2)]
+    held = [[PagePart.of(GQA, fleet.shard(GQA, rank, 256), 64, page) for page in range(4)] for rank in range(2)]
     assert [[part is not None for part in row] for row in held] == [
         [True, False, True, False],
         [False, True, False, True],
@@ -86,6 +86,6 @@ def test_a_rank_without_tokens_of_a_page_has_no_part() -> None:
 
 def test_a_context_parallel_rank_of_single_tokens_holds_a_stripe_of_each_page() -> None:
     fleet = Fleet(cp=2, page_tokens=64, cp_order=CpOrder.TOKEN)
-    part = Part.of(GQA, fleet.shard(GQA, 1, 256), 64, 2)
+    part = PagePart.of(GQA, fleet.shard(GQA, 1, 256), 64, 2)
     assert part is not None
     assert part.box.tokens == Stripe(1, 32, 2, 1)

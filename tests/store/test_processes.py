@@ -12,7 +12,7 @@ from typing import Any
 import race_peer
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
-from kvmover.store import Got, PageStore, Part
+from kvmover.store import Got, PagePart, PageStore
 
 TOP = Path(__file__).parent.parent.parent
 #: An answer that a race may give to a read. A page that was deleted under it is never called poisoned.
@@ -61,7 +61,7 @@ def test_writers_readers_and_cleaners_race_without_a_wrong_byte(tmp_path: Path) 
             assert count["deleted"] > 0
     with PageStore.open(tmp_path, SPACE) as store:
         pages = pages_of(race_peer.PAGES)
-        rank = Rank(store, Part.whole(GQA, PAGE), len(pages))
+        rank = Rank(store, PagePart.whole(GQA, PAGE), len(pages))
         assert [answer.ok for answer in rank.get(pages)] == rank.exists(pages)
         assert not store.verify().bad
         store.evict(1 << 40)

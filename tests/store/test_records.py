@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.layout import Span, Stripe
-from kvmover.store.digest import holds, table
-from kvmover.store.part import Box, part_key
+from kvmover.store.part import PageBox, part_key
 from kvmover.store.record import (
     FIXED_BYTES,
     PREAMBLE_BYTES,
@@ -21,13 +20,15 @@ from kvmover.store.record import (
     decode_all,
     encode_mark,
     encode_object,
+    holds,
     next_whole,
+    table,
 )
 
 numbers = st.integers(0, 2**31)
 spans = st.builds(Span, numbers, st.integers(1, 5))
 stripes = st.builds(Stripe, numbers, st.integers(1, 9), st.integers(8, 20), st.integers(1, 8))
-boxes = st.builds(Box, spans, spans, stripes)
+boxes = st.builds(PageBox, spans, spans, stripes)
 hashes = st.binary(min_size=32, max_size=32)
 
 
@@ -127,7 +128,7 @@ def test_a_preamble_is_whole_or_none(namespace: bytes, boot: bytes, flip: int) -
 
 
 def test_a_header_that_names_an_impossible_box_is_none() -> None:
-    box = Box(Span(0, 2), Span(0, 3), Stripe(0, 1, 16, 16))
+    box = PageBox(Span(0, 2), Span(0, 3), Stripe(0, 1, 16, 16))
     key = part_key(bytes(32), box)
     good = encode_object(80, 1, (0, 60), bytes(32), key, bytes(48))
     assert decode(good, 80, 80)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
-from kvmover.store import Got, Machine, PageStore, Part, Policy
+from kvmover.store import Got, Machine, PagePart, PageStore, Policy
 from kvmover.store.record import PREAMBLE_BYTES, Kind, decode_all
 from kvmover.store.segment import DATA, HEAD
 
-WHOLE = Part.whole(GQA, PAGE)
+WHOLE = PagePart.whole(GQA, PAGE)
 NEXT_BOOT = Machine(bytes(16))
 
 
@@ -200,7 +200,7 @@ def test_deletions_are_heard_and_if_not_heard_they_are_read(tmp_path: Path) -> N
         rank, other = Rank(one, WHOLE), Rank(two, WHOLE)
         rank.put(pages)
         assert other.exists(pages) == [True] * 3
-        two.catalog._news.tell = lambda gone: None  # a file system that lost the news
+        two.catalog._deletions.append = lambda gone: None  # a file system that lost the news
         two.evict(WHOLE.nbytes)
         assert rank.exists(pages) == [True] * 3, "without news there is nothing to go by"
         assert [r.outcome for r in rank.get(pages)] == [Got.EVICTED, Got.READ, Got.READ]

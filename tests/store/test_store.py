@@ -16,10 +16,10 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.layout import Component, Fleet
-from kvmover.store import Got, Machine, Namespace, PageStore, Part, Policy, Put, this_machine
-from kvmover.transport.files import Access, PlainFiles
+from kvmover.store import Got, Machine, Namespace, PagePart, PageStore, Policy, Put, this_machine
+from kvmover.store.files import Access, PlainFiles
 
-WHOLE = Part.whole(GQA, PAGE)
+WHOLE = PagePart.whole(GQA, PAGE)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_page_of_another_dtype_weights_page_size_or_tenant_is_absent(tmp_path:
         Namespace("llama", "rev-1", PAGE, "tenant"),
         Namespace("llama", "rev-1", 32),
     ]
-    parts = [WHOLE, Part.whole(Component.attention(4, 8, 32, "float8_e4m3fn"), PAGE)]  # equal in bytes
+    parts = [WHOLE, PagePart.whole(Component.attention(4, 8, 32, "float8_e4m3fn"), PAGE)]  # equal in bytes
     assert parts[0].nbytes == parts[1].nbytes
     with PageStore.open(tmp_path, SPACE) as store:
         Rank(store, WHOLE).put(pages)
@@ -152,7 +152,7 @@ def test_one_replica_writes_a_page_and_the_others_call_it_done(store: PageStore)
 
 def test_the_least_recently_read_page_goes_first_and_whole(tmp_path: Path) -> None:
     pages = pages_of(6)
-    part = Part.whole(MLA, PAGE)
+    part = PagePart.whole(MLA, PAGE)
     both = WHOLE.nbytes + -(-part.nbytes // 4096) * 4096
     with PageStore.open(tmp_path, SPACE, Policy(quota_bytes=6 * both)) as store:
         attention, latent = Rank(store, WHOLE), Rank(store, part)
@@ -475,14 +475,14 @@ def test_a_batch_of_many_groups_is_read_and_written_ahead(
 ) -> None:
     """Groups of two pages, the next under way while one is digested; one page is damaged and one is missing."""
     for name in ("_BUFFERED_BYTES", "_DIRECT_CALL_BYTES"):
-        monkeypatch.setattr(f"kvmover.transport.files.{name}", 2 * WHOLE.nbytes)
+        monkeypatch.setattr(f"kvmover.store.files.{name}", 2 * WHOLE.nbytes)
     if backend == "nixl":
         pytest.importorskip("nixl_cu13._api", reason="needs the nixl-cu13 wheel")
-        from kvmover.transport.nixl_files import NixlFiles
+        from kvmover.store.nixl_files import NixlFiles
 
-        monkeypatch.setattr("kvmover.transport.nixl_files._LARGE_BYTES", 1)
+        monkeypatch.setattr("kvmover.store.nixl_files._LARGE_BYTES", 1)
         for name in ("_GROUP_BYTES", "_REQUEST_BYTES"):
-            monkeypatch.setattr(f"kvmover.transport.nixl_files.{name}", 2 * WHOLE.nbytes)
+            monkeypatch.setattr(f"kvmover.store.nixl_files.{name}", 2 * WHOLE.nbytes)
         files = NixlFiles()
     else:
         files = PlainFiles(Access(backend))
@@ -501,7 +501,7 @@ def test_a_batch_of_many_groups_is_read_and_written_ahead(
 
 
 def test_a_disk_that_fills_between_groups_fails_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmover.transport.files._BUFFERED_BYTES", 2 * WHOLE.nbytes)
+    monkeypatch.setattr("kvmover.store.files._BUFFERED_BYTES", 2 * WHOLE.nbytes)
     files = FailingFiles()
     with PageStore.open(tmp_path, SPACE, files=files) as store:
         rank, pages = Rank(store, WHOLE), pages_of(9)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvmover.store import Namespace, PageStore, elected
+from kvmover.store.files import PlainFiles, memory_of_buffer
+from kvmover.store.nixl_files import NixlFiles
 from kvmover.testing.store import Identity, StoreConformance
-from kvmover.transport.files import PlainFiles, memory_of_buffer
-from kvmover.transport.nixl_files import NixlFiles
 
 
 class PageStoreSubject:

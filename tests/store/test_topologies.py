@@ -15,7 +15,7 @@ from store_rank import PAGE, SPACE, Rank, pages_of
 
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, CpOrder, Fleet, Span, Stripe
-from kvmover.store import Box, Got, PageStore, Part, Put, elected, replicas
+from kvmover.store import Got, PageBox, PagePart, PageStore, Put, elected, replicas
 from kvmover.store.cover import cell_runs, cover
 
 COMPONENTS = (
@@ -37,9 +37,9 @@ fleets = st.builds(
 )
 
 
-def parts_of(component: Component, fleet: Fleet, page: int) -> Iterator[tuple[int, Part]]:
+def parts_of(component: Component, fleet: Fleet, page: int) -> Iterator[tuple[int, PagePart]]:
     for rank in range(fleet.size):
-        part = Part.of(component, fleet.shard(component, rank, REQUEST), PAGE, page)
+        part = PagePart.of(component, fleet.shard(component, rank, REQUEST), PAGE, page)
         if part:
             yield rank, part
 
@@ -103,16 +103,16 @@ def test_fleets_that_both_wrote_are_no_special_case(tmp_path: Path) -> None:
 
 spans = st.builds(Span, st.integers(0, 3), st.integers(1, 4))
 boxes = st.builds(
-    Box, spans, spans, st.builds(Stripe, st.integers(0, 3), st.integers(1, 3), st.integers(4, 5), st.integers(1, 4))
+    PageBox, spans, spans, st.builds(Stripe, st.integers(0, 3), st.integers(1, 3), st.integers(4, 5), st.integers(1, 4))
 )
 
 
-def cells(box: Box) -> set[tuple[int, int, int]]:
+def cells(box: PageBox) -> set[tuple[int, int, int]]:
     return {(head, layer, token) for head in box.heads for layer in box.layers for token in box.tokens}
 
 
 @given(wanted=boxes, held=st.lists(boxes, max_size=6).map(tuple))
-def test_pieces_cover_a_box_once_each_or_it_is_not_covered(wanted: Box, held: tuple[Box, ...]) -> None:
+def test_pieces_cover_a_box_once_each_or_it_is_not_covered(wanted: PageBox, held: tuple[PageBox, ...]) -> None:
     pieces = cover(wanted, held)
     available = set().union(*map(cells, held))
     if pieces is None:
@@ -133,7 +133,7 @@ def test_pieces_cover_a_box_once_each_or_it_is_not_covered(wanted: Box, held: tu
 
 
 @given(wanted=boxes, held=boxes)
-def test_runs_of_cells_name_the_same_cell_on_both_sides(wanted: Box, held: Box) -> None:
+def test_runs_of_cells_name_the_same_cell_on_both_sides(wanted: PageBox, held: PageBox) -> None:
     for piece in cover(wanted, (held,)) or ():
         numbers = {side: np.arange(side.cells).reshape(side.heads.count, side.layers.count) for side in (held, wanted)}
         expected = [
@@ -147,7 +147,7 @@ def test_runs_of_cells_name_the_same_cell_on_both_sides(wanted: Box, held: Box) 
 
 def test_all_layers_of_neighbouring_heads_are_one_run() -> None:
     page = Stripe(0, 1, 64, 64)
-    held, wanted = Box(Span(0, 8), Span(0, 80), page), Box(Span(2, 2), Span(0, 80), page)
+    held, wanted = PageBox(Span(0, 8), Span(0, 80), page), PageBox(Span(2, 2), Span(0, 80), page)
     pieces = cover(wanted, (held,))
     assert pieces is not None
     (piece,) = pieces
@@ -172,4 +172,4 @@ def test_of_equal_parts_exactly_one_is_elected(component: Component, fleet: Flee
 def test_tokens_of_a_page_that_are_no_stripe_are_refused() -> None:
     component, fleet = COMPONENTS[0], Fleet(cp=2, page_tokens=3)
     with pytest.raises(LayoutError, match="not one stripe"):
-        Part.of(component, fleet.shard(component, 0, 100), PAGE, 1)
+        PagePart.of(component, fleet.shard(component, 0, 100), PAGE, 1)

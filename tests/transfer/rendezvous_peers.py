@@ -1,4 +1,4 @@
-"""What the tests of the rendezvous talk to: an etcd server, and processes that publish by etcd or at a port."""
+"""What the tests of the rendezvous talk to: an etcd server, and processes that publish by it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvmover.errors import TransportError
-from kvmover.transfer.rendezvous import Directory, Entry, EtcdDirectory, ListenerDirectory
+from kvmover.transfer.rendezvous import Directory, Entry, EtcdDirectory
 from kvmover.transfer.rendezvous.gateway import Gateway
 
 ETCD = shutil.which("etcd")
@@ -124,10 +124,6 @@ class Publisher:
 
 def etcd_directory(url: str) -> Directory:
     return EtcdDirectory([url], ttl_s=TTL_S, deadline_s=1.0)
-
-
-def listener_directory(port: int) -> Directory:
-    return ListenerDirectory(port, [])
 
 
 def _publish(pipe: Any, where: Callable[..., Directory], arguments: Sequence[Any], entries: Sequence[Entry]) -> None:

@@ -10,28 +10,23 @@ from hypothesis import strategies as st
 
 from kvmover.errors import LayoutError
 from kvmover.transfer import backoff
-from kvmover.transfer.backoff import Backoff, Dial, Dialling, GiveUp, Idle, Lost, Reached, Replaced, Tick, Waiting, step
+from kvmover.transfer.backoff import Backoff, Dial, Dialling, GiveUp, Idle, Lost, Tick, Waiting, step
 
 STEADY = Backoff(jitter=0)
-GENERATIONS = st.integers(0, 3)
-EVENTS = st.one_of(
-    st.builds(Lost, GENERATIONS, st.just("cut off")),
-    st.builds(Reached, GENERATIONS),
-    st.builds(Replaced, GENERATIONS),
-    st.just(Tick()),
-)
+EVENTS = st.one_of(st.just(Lost("cut off")), st.just(Tick()))
 
 
 def dial_times(policy: Backoff, name: str = "peer") -> list[float]:
-    """When a peer that never answers is dialled, by a caller that wakes when told to."""
-    state, now, times = Idle(name, 1), 0.0, list[float]()
-    state, actions = step(policy, state, Lost(1, "died"), now)
-    while not any(isinstance(action, GiveUp) for action in actions):
-        now = backoff.due(state)
-        state, actions = step(policy, state, Tick(), now)
-        assert actions == (Dial(name, 1),)
+    """When a peer that never answers is dialled, by a caller that wakes when it is due."""
+    now, times = 0.0, list[float]()
+    state, action = step(policy, Idle(name), Lost("died"), now)
+    while not isinstance(action, GiveUp):
+        assert isinstance(state, Waiting)
+        now = state.due
+        state, action = step(policy, state, Tick(), now)
+        assert action == Dial()
         times.append(now)
-        state, actions = step(policy, state, Lost(1, "refused"), now)
+        state, action = step(policy, state, Lost("refused"), now)
     return times
 
 
@@ -42,53 +37,24 @@ def test_the_waits_double_from_half_a_second_to_half_a_minute() -> None:
 
 
 def test_giving_up_says_after_how_many_tries_and_why_the_last_one_failed() -> None:
-    state, actions = step(Backoff(attempts=2), Dialling("d3", 7, 1), Lost(7, "connection refused"), 5.0)
-    assert actions == (GiveUp("d3", "d3 was not reached in 2 tries: connection refused"),)
-    assert state == Idle("d3", 7)
-    assert backoff.due(state) == math.inf
+    state, action = step(Backoff(attempts=2), Dialling("d3", 1), Lost("connection refused"), 5.0)
+    assert action == GiveUp("d3 was not reached in 2 tries: connection refused")
+    assert state == Idle("d3")
+    assert step(STEADY, state, Tick(), 1e9) == (state, None)
 
 
 def test_a_peer_that_was_given_up_is_tried_again_when_it_is_lost_again() -> None:
-    state, actions = step(STEADY, Idle("d3", 7), Lost(7, "cut off"), 100.0)
-    assert (state, actions) == (Waiting("d3", 7, 0, 100.5, "cut off"), ())
-
-
-def test_an_answer_ends_the_tries_and_the_next_loss_starts_from_half_a_second() -> None:
-    state, actions = step(STEADY, Dialling("d3", 7, 5), Reached(7), 40.0)
-    assert (state, actions) == (Idle("d3", 7), ())
-    state, _ = step(STEADY, state, Lost(7, "cut off"), 50.0)
-    assert backoff.due(state) == 50.5
-
-
-def test_an_answer_that_comes_while_waiting_ends_the_tries_too() -> None:
-    state, actions = step(STEADY, Waiting("d3", 7, 2, 9.0, "cut off"), Reached(7), 8.0)
-    assert (state, actions) == (Idle("d3", 7), ())
-    assert step(STEADY, state, Tick(), 9.0) == (state, ())
-
-
-@pytest.mark.parametrize("state", [Waiting("d3", 7, 2, 9.0, "died"), Dialling("d3", 7, 2)], ids=["waiting", "dialling"])
-def test_a_newer_generation_of_the_same_place_cancels_the_tries(state: backoff.State) -> None:
-    after, actions = step(STEADY, state, Replaced(8), 8.5)
-    assert (after, actions) == (Idle("d3", 8), ())
-    assert step(STEADY, after, Tick(), 1e9) == (after, ())
-    # What is still heard of the old one, from a dial that was under way, starts nothing.
-    assert step(STEADY, after, Lost(7, "refused"), 9.0) == (after, ())
-    assert step(STEADY, after, Reached(7), 9.0) == (after, ())
-
-
-def test_the_same_generation_announced_again_cancels_nothing() -> None:
-    waiting = Waiting("d3", 7, 2, 9.0, "cut off")
-    assert step(STEADY, waiting, Replaced(7), 8.0) == (waiting, ())
+    assert step(STEADY, Idle("d3"), Lost("cut off"), 100.0) == (Waiting("d3", 0, 100.5, "cut off"), None)
 
 
 def test_a_second_loss_while_waiting_neither_hastens_nor_delays_the_next_try() -> None:
-    state, actions = step(STEADY, Waiting("d3", 7, 2, 9.0, "cut off"), Lost(7, "no answer"), 8.9)
-    assert (state, actions) == (Waiting("d3", 7, 2, 9.0, "no answer"), ())
+    after = step(STEADY, Waiting("d3", 2, 9.0, "cut off"), Lost("no answer"), 8.9)
+    assert after == (Waiting("d3", 2, 9.0, "no answer"), None)
 
 
 def test_a_tick_before_its_time_does_nothing() -> None:
-    waiting = Waiting("d3", 7, 2, 9.0, "cut off")
-    assert step(STEADY, waiting, Tick(), 8.999) == (waiting, ())
+    waiting = Waiting("d3", 2, 9.0, "cut off")
+    assert step(STEADY, waiting, Tick(), 8.999) == (waiting, None)
 
 
 def test_jitter_is_the_same_for_a_name_and_spreads_many_over_a_quarter_of_the_wait() -> None:
@@ -115,26 +81,21 @@ def test_a_policy_that_cannot_be_waited_by_is_refused_with_its_values(wrong: dic
 
 
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 50))), st.integers(1, 4))
-def test_whatever_happens_no_more_dials_follow_a_loss_than_the_limit_and_none_is_for_an_old_generation(
+def test_whatever_happens_no_more_dials_follow_a_loss_than_the_limit_and_none_comes_early(
     history: list[tuple[backoff.Event, float]], attempts: int
 ) -> None:
     policy = Backoff(attempts=attempts)
-    state: backoff.State = Idle("peer", 0)
-    newest, in_a_row, now = 0, 0, 0.0
+    state: backoff.State = Idle("peer")
+    in_a_row, now = 0, 0.0
     for event, later in history:
         now += later
         before = state
-        state, actions = step(policy, state, event, now)
-        if not isinstance(event, Tick):
-            newest = max(newest, event.generation)
-        assert state.generation == newest
-        for action in actions:
-            if isinstance(action, Dial):
-                assert action.generation == newest
-                assert isinstance(before, Waiting)
-                assert now >= before.due
-                in_a_row += 1
-        if isinstance(state, Idle) or state.generation != before.generation:
+        state, action = step(policy, state, event, now)
+        if isinstance(action, Dial):
+            assert isinstance(before, Waiting)
+            assert now >= before.due
+            in_a_row += 1
+        assert isinstance(action, GiveUp) == (isinstance(state, Idle) and not isinstance(before, Idle))
+        if isinstance(state, Idle):
             in_a_row = 0
         assert in_a_row <= attempts
-        assert (backoff.due(state) < math.inf) == isinstance(state, Waiting)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from kvmover.transfer.backoff import Backoff
 from kvmover.transfer.redial import Redial
 
@@ -79,3 +81,15 @@ def test_a_successor_ends_the_tries_at_its_predecessor_and_at_nobody_else():
     redial.seated(SEAT, "prefill0.1")  # the same one
     redial.seated(SEAT, "prefill0.2")
     assert redial.due(math.inf)[0] == [("prefill1.1", b"other")]
+
+
+def test_a_peer_that_is_given_up_is_told_of_once_with_the_number_of_tries_and_the_last_reason(
+    caplog: pytest.LogCaptureFixture,
+):
+    redial = lost()
+    for attempt, now in enumerate((0.5, 1.5, 3.5)):
+        assert len(redial) == 1
+        assert redial.due(now)[0]
+        redial.lost("prefill0.1", b"card", SEAT, f"refused {attempt}", now)
+    assert len(redial) == 0
+    assert caplog.messages == ["prefill0.1 was not reached in 3 tries: refused 2; it is dialled no more"]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rendezvous_peers import ETCD, EtcdServer, free_port
+from rendezvous_peers import ETCD, EtcdServer
 
 pytest.importorskip("nixl_cu13._api", reason="needs the nixl-cu13 wheel")
 
 from mover_peer import Side
 
-from kvmover.transfer.rendezvous import Directory, Entry, EtcdDirectory, ListenerDirectory
+from kvmover.transfer.rendezvous import Directory, Entry, EtcdDirectory
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -24,30 +24,26 @@ TOKENS, PAGES = 300, list(range(20))
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[list[str]]:
-    """Endpoints of an etcd server, where there is one."""
+    """Endpoints of an etcd server."""
     if ETCD is None:
-        yield []
-        return
+        pytest.skip("needs an etcd server (Debian: etcd-server)")
     server = EtcdServer(tmp_path)
     yield [server.url]
     server.stop()
 
 
-def prefill(pipe: Any, etcd: list[str], port: int) -> None:
-    """A process that publishes its card in etcd and at a port, and sends whatever is asked for."""
+def prefill(pipe: Any, etcd: list[str]) -> None:
+    """A process that publishes its card in etcd, and sends what is asked for."""
     side = Side("prefill", 16, "NHD", None)
     digest = side.fill(7, PAGES, TOKENS)
     entry = Entry("prefill", 0, time.time_ns(), side.card())
-    directories: list[Directory] = [ListenerDirectory(port, []), *([EtcdDirectory(etcd)] if etcd else [])]
-    for directory in directories:
-        directory.publish(entry)
-    for request in ("through etcd", "through the listener"):
-        side.send(request, PAGES)
+    directory = EtcdDirectory(etcd)
+    directory.publish(entry)
+    side.send("through etcd", PAGES)
     pipe.send(digest)
     while not pipe.poll(0.001):
         side.poll()
-    for directory in directories:
-        directory.close()
+    directory.close()
     side.mover.close()
 
 
@@ -66,20 +62,15 @@ def fetch(directory: Directory, request: str) -> str:
     return found
 
 
-def test_a_request_moves_between_processes_that_know_only_an_address_or_an_etcd(etcd: list[str]) -> None:
-    port = free_port()
+def test_a_request_moves_between_processes_that_know_only_an_etcd(etcd: list[str]) -> None:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=prefill, args=(theirs, etcd, port), daemon=True)
+    process = context.Process(target=prefill, args=(theirs, etcd), daemon=True)
     process.start()
     assert pipe.poll(40), "the prefill process does not answer"
     digest = pipe.recv()
-    assert fetch(ListenerDirectory(0, [f"127.0.0.1:{port}"]), "through the listener") == digest
-    if etcd:
-        assert fetch(EtcdDirectory(etcd), "through etcd") == digest
+    assert fetch(EtcdDirectory(etcd), "through etcd") == digest
     pipe.send("leave")
     process.join(20)
     assert process.exitcode == 0
-    if not etcd:
-        pytest.skip("the other half needs an etcd server (Debian: etcd-server)")
     assert EtcdDirectory(etcd).ranks("prefill") == ()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvmover.errors import DescriptorError, PeerRefused, ProtocolError
 from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, memory_of, whole
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
-from kvmover.transport.envelope import Card, seal, unseal
+from kvmover.transport.envelope import TransportCard, seal, unseal
 from kvmover.transport.memory import union
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
@@ -170,8 +170,8 @@ def test_a_note_longer_than_the_limit_is_refused() -> None:
         check_note(bytes(MAX_NOTE_BYTES + 1))
 
 
-def card() -> Card:
-    return Card.of("loopback", "decode.1f", two_ranges(), b"agent bytes")
+def card() -> TransportCard:
+    return TransportCard.of("loopback", "decode.1f", two_ranges(), b"agent bytes")
 
 
 def test_metadata_survives_the_trip() -> None:

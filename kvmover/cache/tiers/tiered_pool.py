@@ -16,7 +16,7 @@ from kvmover.cache.tiers.rules import ALL_PAGES, LAST_PAGE, Rule
 from kvmover.kernels.region import Region, Side
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec, Span
 from kvmover.layout.fleet import CpOrder
-from kvmover.store import Part
+from kvmover.store import PagePart
 
 
 def page_tokens(fleet: Fleet) -> int:
@@ -26,7 +26,7 @@ def page_tokens(fleet: Fleet) -> int:
     return fleet.page_tokens * fleet.cp
 
 
-def part_of(component: Component, fleet: Fleet, rank: int) -> Part:
+def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
     """The part of every page that `rank` holds, by the fleet's coordinates, TP, PP and CP: there is no other source.
 
     Raises TierError for pages dealt in blocks, whose parts depend on the length of the request.
@@ -36,7 +36,7 @@ def part_of(component: Component, fleet: Fleet, rank: int) -> Part:
         raise TierError(f"{fleet.cp} ranks that share positions in blocks hold other tokens of a page in each request")
     if component.states > 1:
         raise TierError(f"{component.name} has {component.states} states a request: a page is one")
-    part = Part.of(component, fleet.shard(component, rank, whole), whole)
+    part = PagePart.of(component, fleet.shard(component, rank, whole), whole)
     if part is None:
         raise TierError(f"rank {rank} of {fleet} holds nothing of a page of {whole} tokens of {component.name}")
     return part
@@ -51,7 +51,7 @@ class TieredPool:
     """
 
     name: str
-    part: Part
+    part: PagePart
     device: Pool
     host: Pool
     rule: Rule = ALL_PAGES

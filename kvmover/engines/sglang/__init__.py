@@ -8,11 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvmover.engines.sglang.version import SGLANG
+from kvmover.engines.common.release import Tested
 
 if TYPE_CHECKING:
     from kvmover.engines.sglang.linker import KvmoverLinker
     from kvmover.engines.sglang.storage import KvmoverStore
+
+#: The releases of SGLang that these adapters were tested with.
+SGLANG = Tested("SGLang", "sglang", ("0.5.23",), "kvmover.engines.sglang")
 
 _HOME = {"KvmoverLinker": "linker", "KvmoverStore": "storage"}
 

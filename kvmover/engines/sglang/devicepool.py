@@ -1,26 +1,31 @@
-"""SGLang's device pools as values: what a pool's buffers hold, which of its layers a layer of the model waits for."""
+"""SGLang's device pools: what a pool's buffers hold, which of its layers a layer of the model waits for, as values; and
+their pages, whole for writing and by runs of layers for reading."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.release import EngineUnsupported
-from kvmover.engines.sglang.seat import Rows
-from kvmover.layout import Component, Layout, PoolSpec
+from kvmover.engines.common.pages import BounceBuffer, PackedBackend
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common.repack import Repack
+from kvmover.engines.sglang.page_parts import PoolRows
+from kvmover.engines.sglang.store_adapter import StoreAdapter
+from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec, Span
+from kvmover.store import PagePart
 
 if TYPE_CHECKING:
     import torch
+
+    from kvmover.kernels.region import Region
 
 #: Pools whose rows mean the same to every rank, whatever its shape: a row a token, K and V in buffers of their own.
 _ATTENTION = "MHATokenToKVPool"
 
 #: Pools that are the same on every tensor-parallel rank.
 _SHARED = ("MLA", "DSA", "DeepSeekV4")
-
-_PACKED = ("page", "head", "layer", "kv", "token", "dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Strand:
     a page.
     """
 
-    rows: Rows
+    rows: PoolRows
     buffers: tuple[int, ...]
     layers: dict[int, tuple[int, ...]]
     pages: int
@@ -44,7 +49,7 @@ class Strand:
         row = self.rows.heads * self.rows.dim
         extents = (self.pages, self.rows.heads, self.rows.layers, self.rows.kv, self.page_tokens, self.rows.dim)
         strides = (self.page_tokens * row, self.rows.dim, 0, 0, row, 1)
-        return PoolSpec(component, Layout(_PACKED, extents, strides), ("layer", "kv"))
+        return PoolSpec(component, Layout(PACKED_AXES, extents, strides), ("layer", "kv"))
 
     def own(self, layers: range) -> list[range]:
         """The strand's own layers that layers `layers` of the model need, in runs."""
@@ -80,7 +85,7 @@ def _attention(entry: Any, flat: Sequence[torch.Tensor], first_layer: int) -> St
     layers, (slots, heads, dim) = len(flat) // 2, flat[0].shape
     if any(buffer.shape != flat[0].shape for buffer in flat):
         raise EngineUnsupported(f"device pool {entry.name} has keys and values of different shapes")
-    rows = Rows(str(entry.name), layers, 2, heads, dim, _dtype(flat[0]), first_layer)
+    rows = PoolRows(str(entry.name), layers, 2, heads, dim, _dtype(flat[0]), first_layer)
     order = tuple(kv * layers + layer for layer in range(layers) for kv in range(2))
     mapping = {layer: tuple(sorted({number % layers for number in of})) for layer, of in _mapping(entry).items()}
     return Strand(rows, order, mapping, slots // entry.page_size, entry.page_size, entry.page_size)
@@ -96,7 +101,7 @@ def _alone(
     latent = not by_page
     dim = group[0][0].numel() if latent else group[0][0].numel() * group[0].element_size()
     dtype = _dtype(group[0]) if latent else "uint8"
-    rows = Rows(name, len(group), 1, 1, dim, dtype, first_layer, states=int(by_page), shared=shared)
+    rows = PoolRows(name, len(group), 1, 1, dim, dtype, first_layer, states=int(by_page), shared=shared)
     tokens = 1 if by_page else entry.page_size
     pages = min(buffer.shape[0] for buffer in group) // tokens
     return Strand(rows, tuple(numbers), _mapping(entry), pages, tokens, entry.page_size)
@@ -108,3 +113,43 @@ def _mapping(entry: Any) -> dict[int, tuple[int, ...]]:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePoolPages:
+    """`part`: what the rank holds of a page. `memory`: a flat tensor a layer and K/V, the engine's own.
+
+    Objects lie `head layer kv token dim`, so a run of layers is one read for a latent, and one a head for attention.
+    """
+
+    strand: Strand
+    part: PagePart
+    memory: tuple[torch.Tensor, ...]
+    adapter: StoreAdapter
+    bounce: BounceBuffer
+    move: Callable[[Sequence[Region]], None]
+
+    def whole(self) -> PackedBackend:
+        return self.layers(range(self.strand.rows.layers))
+
+    def layers(self, run: range) -> PackedBackend:
+        """The pages' layers `run`, by the strand's own numbers: as if the pool had no others."""
+        box, kv = self.part.box, self.strand.rows.kv
+        part = PagePart(self.part.component, replace(box, layers=Span(box.layers.start + run.start, len(run))))
+        writes = self.adapter.election(part.component)
+        return PackedBackend(
+            view=self.adapter.view(part, writes),
+            repack=Repack.of(_of_layers(self.strand.spec(part.component), len(run))),
+            memory=self.memory[run.start * kv : run.stop * kv],
+            page_tokens=self.strand.index_tokens,
+            out=self.bounce,
+            into=self.bounce,
+            move=self.move,
+            writes=writes,
+        )
+
+
+def _of_layers(spec: PoolSpec, layers: int) -> PoolSpec:
+    axes, shape, stride = spec.layout.axes, spec.layout.shape, spec.layout.stride
+    extents = tuple(layers if axis == "layer" else extent for axis, extent in zip(axes, shape, strict=True))
+    return PoolSpec(spec.component, Layout(axes, extents, stride), spec.separate)

@@ -1,7 +1,7 @@
 """All names of SGLang that the adapters use, in one place: what a new release has to be read for.
 
-It is absent where these files are checked, so everything of it is `Any`; `Transfer` says what is read of the structure
-that it passes around.
+It is absent where these files are checked, so everything of it is `Any`; `PoolTransfer` says what is read of the
+structure that it passes around.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ StorageMetrics: Any = _metrics.StorageMetrics
 ALL_PAGES, BLOCK_GROUPS = _storage.PoolHitPolicy.ALL_PAGES, _storage.PoolHitPolicy.BLOCK_GROUPS
 
 
-class Transfer(Protocol):
+class PoolTransfer(Protocol):
     """`PoolTransfer`: pages of one pool by key, and the indices of their tokens on the host and on the device."""
 
     name: str

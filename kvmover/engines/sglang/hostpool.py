@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.release import EngineUnsupported
-from kvmover.engines.sglang.seat import Rows
-from kvmover.layout import Component, Layout, PoolSpec
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.sglang.page_parts import PoolRows
+from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +36,6 @@ _AXES = {
 #: Pools of which a rank holds some positions or layers that no other rank's numbers tell.
 _CUT = "PageInterleaveHostPool"
 
-_PACKED = ("page", "head", "layer", "kv", "token", "dim")
-
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
@@ -53,29 +51,16 @@ class Buffer:
 
     def layout(self) -> Layout:
         """The six axes of a pool: slots taken apart, axes that the buffer lacks of extent 1."""
-        extents = {axis: self.extent(axis) for axis in _PACKED}
-        strides = {axis: self.stride[self.axes.index(axis)] if axis in self.axes else 0 for axis in _PACKED}
+        extents = {axis: self.extent(axis) for axis in PACKED_AXES}
+        strides = {axis: self.stride[self.axes.index(axis)] if axis in self.axes else 0 for axis in PACKED_AXES}
         if "slot" in self.axes:
             slot = self.stride[self.axes.index("slot")]
             extents |= {"page": self.extent("slot") // self.page_tokens, "token": self.page_tokens}
             strides |= {"page": slot * self.page_tokens, "token": slot}
-        return Layout(_PACKED, tuple(extents.values()), tuple(strides.values()))
+        return Layout(PACKED_AXES, tuple(extents.values()), tuple(strides.values()))
 
     def spec(self, component: Component) -> PoolSpec:
         return PoolSpec(component, self.layout())
-
-
-def is_packed(spec: PoolSpec) -> bool:
-    """Whether each page of the pool is one run, in the order of objects: then it is stored from where it lies.
-
-    MLA in `page_first_direct` is; attention never, because K and V of a page are megabytes apart.
-    """
-    run = 1
-    for axis in reversed(_PACKED[1:]):
-        if spec.layout.extent_of(axis) > 1 and spec.layout.stride_of(axis) != run:
-            return False
-        run *= spec.layout.extent_of(axis)
-    return True
 
 
 def is_split(pool: Any) -> bool:
@@ -105,10 +90,10 @@ def buffer_of(pool: Any, tensor: torch.Tensor) -> Buffer:
     return Buffer(axes, tuple(tensor.shape), tuple(tensor.stride()), tokens)
 
 
-def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> Rows:
+def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> PoolRows:
     """What the rows of a buffer are. An index page is one row a layer: its keys come first, then their scales."""
     layers = buffer.extent("layer")
-    return Rows(
+    return PoolRows(
         name=name,
         layers=layers,
         kv=buffer.extent("kv"),

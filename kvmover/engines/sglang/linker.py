@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from queue import Queue
-from threading import Thread
 from typing import Any
 
-from kvmover.engines.copies import Copies
-from kvmover.engines.relay import Numbers
+from kvmover.engines.common.pages import BounceBuffer, PackedBackend, as_bytes, of_all
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.repack import Copies, Numbers
+from kvmover.engines.common.store_worker import StoreWorker
+from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine, engine_linker
-from kvmover.engines.sglang.devicepool import Strand, is_shared, strands_of
-from kvmover.engines.sglang.door import Door
-from kvmover.engines.sglang.engine import Transfer
+from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, is_shared, strands_of
+from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.seat import Seat, part_of
-from kvmover.engines.sglang.shelves import MAIN, Rank, Shelves
+from kvmover.engines.sglang.page_parts import part_of
 from kvmover.engines.sglang.storage import page_of
-from kvmover.engines.sglang.upkeep import Upkeep
-from kvmover.engines.shelf import Bounce, Packed, as_bytes
+from kvmover.engines.sglang.store_adapter import MAIN, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
-from kvmover.store import Part
+from kvmover.store import PagePart
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +32,10 @@ STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LinkerJob:
     """Pages to move once all of `ready` has passed. `number`: under which the engine waits for a load."""
 
-    transfers: Sequence[Transfer]
+    transfers: Sequence[PoolTransfer]
     ready: Sequence[Any]
     number: int = 0
 
@@ -46,7 +45,7 @@ class Step:
     """Layers of the model that are read together, and what that takes of each pool."""
 
     layers: range
-    shelves: dict[str, tuple[Packed, ...]]
+    backends: dict[str, tuple[PackedBackend, ...]]
 
 
 class KvmoverLinker(engine_linker.UnifiedCacheLinker):
@@ -70,43 +69,41 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self._group = engine_linker.device_pools(kvcache, params, components)
         self.pools = self._group.entry_map
         tp, tp_size = engine_linker.rank_in(params.attn_tp_cache_group or params.tp_cache_group)
-        (options, settings), seat = parse(extra_config), Seat(tp, tp_size, params.pp_rank, params.pp_size)
+        options, settings = parse(extra_config)
+        place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
         name = options.model or engine.served_name()
-        rank = Rank(name, said(options, served()), seat, self._group.rank_replicated)
-        self._shelves = Shelves(options, settings.store, rank, params.page_size)
-        self._upkeep = Upkeep(self._shelves.store, settings.store)
-        self._out = self._doors(kvcache)
-        self._whole = {name: tuple(door.whole() for door in doors) for name, doors in self._out.items()}
-        self._steps = _steps(self._doors(kvcache), self._group.num_layers)
+        rank = ServedRank(name, said(options, served()), place, self._group.rank_replicated)
+        self._adapter = StoreAdapter(options, settings.store, rank, params.page_size)
+        self._upkeep = Upkeep(self._adapter.store, settings.store)
+        self._out = self._device_pools(kvcache)
+        self._whole = {name: tuple(pages.whole() for pages in of) for name, of in self._out.items()}
+        self._steps = _steps(self._device_pools(kvcache), self._group.num_layers)
         self.layer_done_counter = engine_linker.LayerWiseLoadCounter(self._group.num_layers)
         if engine_linker.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        self._pending: dict[str, Sequence[Transfer]] = {}
-        self._loads, self._offloads = Queue[Job | None](), Queue[Job | None]()
+        self._pending: dict[str, Sequence[PoolTransfer]] = {}
         self._done = Queue[bool]()
-        self._threads = [
-            Thread(target=_work, args=(queue, work), daemon=True, name=f"kvmover-{word}")
-            for word, queue, work in (("load", self._loads, self._load), ("offload", self._offloads, self._offload))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._loads, self._offloads = (
+            StoreWorker("kvmover-load", self._load),
+            StoreWorker("kvmover-offload", self._offload),
+        )
 
-    def lookup(self, rid: str, transfers: list[Transfer]) -> list[int]:
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Every prefix of the pages that this rank can restore, in pages."""
-        expanded: list[Transfer] = self._group.resolve_transfers(transfers)
+        expanded: list[PoolTransfer] = self._group.resolve_transfers(transfers)
         pages = [page_of(key) for transfer in transfers if str(transfer.name) == MAIN for key in transfer.keys or ()]
         if not expanded or not pages:
             return []
         found: dict[str, list[bool]] = {}
         trailing: dict[str, int] = {}
         for transfer in expanded:
-            answers = [shelf.exists(pages) for shelf in self._whole[str(transfer.name)]]
-            found[str(transfer.name)] = [all(of_page) for of_page in zip(*answers, strict=True)]
+            answers = [backend.exists(pages) for backend in self._whole[str(transfer.name)]]
+            found[str(transfer.name)] = of_all(answers)
             last = transfer.hit_policy is not engine.ALL_PAGES
             trailing[str(transfer.name)] = max(1, len(transfer.keys or ())) if last else ALL_PAGES
         return list(hits(found, trailing).lengths)
 
-    def load(self, rid: str, transfers: list[Transfer]) -> bool:
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load for the next `start_layer_wise_loading`. Pages that are on the device already are left out."""
         expanded = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         if not expanded:
@@ -125,17 +122,17 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         transfers = [transfer for of_request in self._pending.values() for transfer in of_request]
         self._pending.clear()
         number: int = self.layer_done_counter.update_producer()
-        self._loads.put(Job(transfers, [engine_linker.recorded()], number))
+        self._loads.put(LinkerJob(transfers, [engine_linker.recorded()], number))
         return number
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self.layer_done_counter.finish(counter_index)
 
-    def offload(self, transfers: list[Transfer], session_id: str | None = None) -> bool:
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Queue pages for storage, each by one of the ranks that hold it."""
         expanded = self._group.resolve_transfers(transfers, allow_partial=True)
         if expanded:
-            self._offloads.put(Job(expanded, self.record_offload_ready()))
+            self._offloads.put(LinkerJob(expanded, self.record_offload_ready()))
         return bool(expanded)
 
     def num_completed_offloads(self) -> int:
@@ -147,56 +144,54 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
     def reset(self) -> None:
         """Wait until nothing is read or written, and forget what was done. What is stored stays."""
         self._pending.clear()
-        self._loads.join()
-        self._offloads.join()
+        self._loads.settle()
+        self._offloads.settle()
         while self._done.qsize():
             self._done.get_nowait()
         self.layer_done_counter.reset()
 
     def close(self) -> None:
         self.reset()
-        for queue in (self._loads, self._offloads):
-            queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._shelves.store.close()
+        for worker in (self._loads, self._offloads):
+            worker.close()
+        self._adapter.store.close()
 
-    def _doors(self, kvcache: Any) -> dict[str, list[Door]]:
-        """Doors of every pool for one thread: bounce memory and a stream of its own."""
-        first, shelves = kvcache.start_layer, self._shelves
+    def _device_pools(self, kvcache: Any) -> dict[str, list[DevicePoolPages]]:
+        """Pages of every pool for one thread: bounce memory and a stream of its own."""
+        first, adapter = kvcache.start_layer, self._adapter
         strands = {
             str(name): strands_of(entry, first, self._group.rank_replicated or is_shared(entry.device_pool))
             for name, entry in self.pools.items()
         }
         parts = {name: [self._part(name, strand, kvcache) for strand in of] for name, of in strands.items()}
-        bounce = Bounce.of(max(part.nbytes for of in parts.values() for part in of))
-        shelves.register([bounce.memory])
+        bounce = BounceBuffer.of(max(part.nbytes for of in parts.values() for part in of))
+        adapter.register([bounce.memory])
         move = Copies.on(engine_linker.device_of(kvcache))
-        doors: dict[str, list[Door]] = {}
+        made: dict[str, list[DevicePoolPages]] = {}
         for name, entry in self.pools.items():
             flat = [as_bytes(buffer) for buffer in entry.kv_buffer]
-            doors[str(name)] = [
-                Door(strand, part, tuple(flat[number] for number in strand.buffers), shelves, bounce, move)
+            made[str(name)] = [
+                DevicePoolPages(strand, part, tuple(flat[number] for number in strand.buffers), adapter, bounce, move)
                 for strand, part in zip(strands[str(name)], parts[str(name)], strict=True)
             ]
-        return doors
+        return made
 
-    def _part(self, name: str, strand: Strand, kvcache: Any) -> Part:
-        rank = self._shelves.rank
+    def _part(self, name: str, strand: Strand, kvcache: Any) -> PagePart:
+        rank = self._adapter.rank
         model = rank.model if name == MAIN else replace(rank.model, kv_heads=None, layers=None)
         if strand.rows.layers != kvcache.end_layer - kvcache.start_layer:
             model = replace(model, layers=None)
-        return part_of(strand.rows, rank.seat, model, self._shelves.page_tokens)
+        return part_of(strand.rows, rank.place, model, self._adapter.page_tokens)
 
-    def _load(self, job: Job) -> None:
+    def _load(self, job: LinkerJob) -> None:
         """Layers in order; one page that is not there ends the batch, which the engine then aborts."""
         try:
             _wait(job)
             for step in self._steps:
                 for transfer in job.transfers:
                     pages, tokens = [page_of(key) for key in transfer.keys or ()], _tokens(transfer)
-                    for shelf in step.shelves[str(transfer.name)]:
-                        missing = shelf.get(pages, tokens).count(False)
+                    for backend in step.backends[str(transfer.name)]:
+                        missing = backend.get(pages, tokens).count(False)
                         if missing:
                             raise StoreError(f"{missing} of {len(pages)} pages of {transfer.name} could not be read")
                 for layer in step.layers:
@@ -206,7 +201,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
             self.layer_done_counter.fail(job.number, error)
         self._upkeep.come_by()
 
-    def _offload(self, job: Job) -> None:
+    def _offload(self, job: LinkerJob) -> None:
         done = False
         try:
             _wait(job)
@@ -216,19 +211,19 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self._done.put(done)
         self._upkeep.come_by()
 
-    def _put(self, transfer: Transfer) -> bool:
+    def _put(self, transfer: PoolTransfer) -> bool:
         pages, tokens = [page_of(key) for key in transfer.keys or ()], _tokens(transfer)
-        return all(all(shelf.put(pages, tokens)) for shelf in self._whole[str(transfer.name)])
+        return all(all(backend.put(pages, tokens)) for backend in self._whole[str(transfer.name)])
 
 
-def _steps(doors: dict[str, list[Door]], layers: int) -> list[Step]:
+def _steps(pools: dict[str, list[DevicePoolPages]], layers: int) -> list[Step]:
     cuts = [range(step * layers // STEPS, (step + 1) * layers // STEPS) for step in range(STEPS)]
     return [
         Step(
             cut,
             {
-                name: tuple(door.layers(run) for door in of for run in door.strand.own(cut))
-                for name, of in doors.items()
+                name: tuple(pages.layers(run) for pages in of for run in pages.strand.own(cut))
+                for name, of in pools.items()
             },
         )
         for cut in cuts
@@ -236,19 +231,12 @@ def _steps(doors: dict[str, list[Door]], layers: int) -> list[Step]:
     ]
 
 
-def _work(jobs: Queue[Job | None], work: Callable[[Job], None]) -> None:
-    while (job := jobs.get()) is not None:
-        work(job)
-        jobs.task_done()
-    jobs.task_done()
-
-
-def _wait(job: Job) -> None:
+def _wait(job: LinkerJob) -> None:
     for event in job.ready:
         event.synchronize()
 
 
-def _tokens(transfer: Transfer) -> Numbers:
+def _tokens(transfer: PoolTransfer) -> Numbers:
     """The device indices, which SGLang has put in this place."""
     if transfer.host_indices is None:
         raise StoreError(f"pages of {transfer.name} without indices")

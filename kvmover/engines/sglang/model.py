@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmover.engines.sglang.options import Options
+from kvmover.engines.sglang.options import StoreOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelFacts:
     """`kv_heads`, `layers`: of the main attention cache, None where nobody says. `kv_dtype`: what bytes that torch
     calls uint8 stand for: e4m3 and e5m2 are stored alike. `weights`: revision and version."""
 
@@ -18,9 +18,9 @@ class Model:
     weights: str = ""
 
 
-def said(options: Options, engine: Model) -> Model:
+def said(options: StoreOptions, engine: ModelFacts) -> ModelFacts:
     """The operator's word before the engine's."""
-    return Model(
+    return ModelFacts(
         options.kv_heads or engine.kv_heads,
         options.layers or engine.layers,
         options.kv_dtype or engine.kv_dtype,
@@ -28,11 +28,11 @@ def said(options: Options, engine: Model) -> Model:
     )
 
 
-def served() -> Model:
+def served() -> ModelFacts:
     """The model that this process serves; nothing is known outside a running engine."""
     from kvmover.engines.sglang import engine
 
     config = engine.model_config()
     if config is None:
-        return Model()
-    return Model(config.get_total_num_kv_heads(), config.num_attention_layers, engine.kv_dtype(), engine.weights())
+        return ModelFacts()
+    return ModelFacts(config.get_total_num_kv_heads(), config.num_attention_layers, engine.kv_dtype(), engine.weights())

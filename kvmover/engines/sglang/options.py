@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvmover.config import Settings, load
-from kvmover.engines.options import STORE, read
+from kvmover.engines.common.options import STORE, ContentOptions, read
 from kvmover.transfer.result import MoverConfig
 
 #: Keys of the same JSON that are SGLang's own.
@@ -27,30 +27,26 @@ class Objects(StrEnum):
     NATIVE = "native"
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoreOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     """The store's own, all of which have a default; what else there is to say of it are settings (`STORE`).
 
-    `model`, `weights`, `tenant`: what must be equal for pages to be shared; the first two default to the engine's model
-    name, and its revision and weight version. `kv_heads`, `layers`, `kv_dtype`: of the whole model, where the engine is
-    not to be asked.
+    `model` and `weights` default to the engine's model name, and its revision and weight version. `kv_heads`, `layers`,
+    `kv_dtype`: of the whole model, where the engine is not to be asked.
     """
 
-    model: str = ""
-    weights: str = ""
-    tenant: str = ""
     objects: Objects = Objects.SHARED
     kv_heads: _Positive | None = None
     layers: _Positive | None = None
     kv_dtype: str = ""
 
 
-def parse(extra_config: Mapping[str, Any] | None) -> tuple[Options, Settings]:
+def parse(extra_config: Mapping[str, Any] | None) -> tuple[StoreOptions, Settings]:
     """The store's options, and the settings of this process with those of `STORE` over them.
 
     Raises ConfigError that names the key which is missing, unknown or out of range.
     """
     said = {key: value for key, value in (extra_config or {}).items() if key not in _ENGINE_KEYS}
-    options, settings = read(said, Options, STORE, "the options of kvmover's page store in SGLang")
+    options, settings = read(said, StoreOptions, STORE, "the options of kvmover's page store in SGLang")
     settings.store.directory()
     return options, settings
 

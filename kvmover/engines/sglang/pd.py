@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
-from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
-from kvmover.engines.sglang.haul import Haul, Wanted
 from kvmover.engines.sglang.options import transfer_settings
-from kvmover.engines.sglang.pd_cache import Column, caches_of, layers_of, page_table, refuse, whole_of
-from kvmover.engines.sglang.pd_pool import Rows, pool_of
+from kvmover.engines.sglang.pd_cache import AuxRows, caches_of, layers_of, page_table, pool_of, refuse, whole_of
+from kvmover.engines.sglang.transfer_driver import Bell, TransferDriver, Wanted
 from kvmover.errors import PeerRefused, PlanError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
@@ -57,14 +56,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
         """Raises EngineUnsupported before anything is registered anywhere."""
         context = engine_pd.parallel()
         refuse(args, context)
-        self._rows = Rows(args)
-        self._fleet = Fleet(tp=context.attn_tp_size, pp=context.pp_size, page_tokens=args.page_size)
-        self._rank = rank = self._fleet.rank(Coordinate(context.attn_tp_rank, args.pp_rank, 0))
+        self._rows = AuxRows(args)
+        place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
+        self._fleet, self._rank = place.fleet(args.page_size), place.rank
         config = engine.model_config()
         if config is None:
             raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
         whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
-        self._caches = caches_of(args, whole, Column(context.attn_tp_rank, self._fleet.tp))
+        self._caches = caches_of(args, whole, place)
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
         device = engine_pd.device(args.gpu_id)
@@ -74,22 +73,22 @@ class KvmoverManager(engine_pd.CommonKVManager):
         ]
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
-        transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{rank}")
+        transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
             transport,
             Model("sglang", components),
-            Place(self._name, self._fleet, rank),
+            Place(self._name, self._fleet, self._rank),
             pools,
             settings.mover_config(),
         )
-        self._haul = Haul(mover, self._ended, settings.progress)
-        who = f"kvmover {disaggregation_mode.value} rank {rank} of TP{self._fleet.tp} PP{self._fleet.pp}"
-        self._observers = Observers(settings, self._name, rank, Guest(logging.getLogger(), who))
+        self._driver = TransferDriver(mover, self._ended, settings.progress)
+        who = f"kvmover {disaggregation_mode.value} rank {self._rank} of TP{self._fleet.tp} PP{self._fleet.pp}"
+        self._observers = Observers(settings, self._name, self._rank, Guest(logging.getLogger(), who))
         self._observers.watch(mover)
-        self._observers.serve(MoverCollector([self._haul]))
+        self._observers.serve(MoverCollector([self._driver]))
         self._outgoing: dict[int, Outgoing] = defaultdict(Outgoing)
-        self._asked: dict[int, dict[str, pd_wire.Asked]] = defaultdict(dict)
         self._given_up: dict[int, float] = {}
+        self._asked: dict[int, dict[str, pd_wire.PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         self._rows_of: dict[int, int] = {}
@@ -99,7 +98,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self.enable_all_cp_ranks_for_transfer = False
         self.is_dummy_cp_rank = context.attn_cp_rank > 0
         self._bell = Bell(self.server_socket)
-        self._haul.wake = self._bell.ring
+        self._driver.wake = self._bell.ring
         self._thread = Thread(target=self._loop, daemon=True, name="kvmover-transfer")
         self._thread.start()
         if disaggregation_mode is not engine_pd.PREFILL:
@@ -109,7 +108,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._closing.set()
         self._bell.ring()
         self._thread.join()
-        self._haul.close()
+        self._driver.close()
         self._bell.close()
         self._observers.close()
 
@@ -122,10 +121,10 @@ class KvmoverManager(engine_pd.CommonKVManager):
             try:
                 if self._bell.nap(nap_s):
                     self._hear(self.server_socket.recv_multipart())
-                nap_s = self._haul.turn()
+                nap_s = self._driver.turn()
             except Exception:
                 log.exception("kvmover's transfer loop")
-                nap_s = self._haul.pace.idle_s
+                nap_s = self._driver.pace.idle_s
 
     def _hear(self, received: list[bytes]) -> None:
         message = pd_wire.read(received)
@@ -135,7 +134,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             case pd_wire.Answer():
                 self._engines[message.key] = message.engine
                 self._refused[message.key] = message.refused
-            case pd_wire.Asked():
+            case pd_wire.PagesReady():
                 self._given_up.pop(message.room, None)
                 self._asked[message.room][message.rank] = message
                 _keep_the_last(self._asked)
@@ -163,12 +162,12 @@ class KvmoverManager(engine_pd.CommonKVManager):
         """The request fails at once where nothing moves, else when nothing does any more."""
         if room in self.request_status:
             self.failure_records.setdefault(room, reason)
-        self._haul.abort(room, reason)
-        if not self._haul.has(room):
+        self._driver.abort(room, reason)
+        if not self._driver.has(room):
             self.update_status(room, FAILED)
 
     def is_moving(self, room: int) -> bool:
-        return self._haul.has(room)
+        return self._driver.has(room)
 
     def enter(self, room: int) -> int:
         """The room of a request that begins: `room`; a negative number, which is nobody's, if another request is in it.
@@ -195,7 +194,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def _answer(self, call: pd_wire.Call) -> None:
         refused = ""
         try:
-            self._haul.connect(call.card)
+            self._driver.connect(call.card)
         except (PeerRefused, TransportError) as error:
             refused = str(error)
             log.error("refused a decode rank: %s", error)
@@ -230,13 +229,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
             try:
                 tables = self._tables(outgoing.prefix_tokens, np.concatenate(outgoing.pages), more["state_indices"])
                 self.update_status(room, TRANSFERRING)
-                self._haul.send(room, tables, outgoing.gates or None, self._rows.take(more["aux_index"]))
+                self._driver.send(room, tables, outgoing.gates or None, self._rows.take(more["aux_index"]))
             except PlanError as error:
                 self.give_up(room, str(error))
 
     def expect(self, room: int) -> None:
         """The scheduler has a request of this number, which is not the one that may have failed under it before."""
-        self._haul.expect(room)
+        self._driver.expect(room)
 
     def forget(self, room: int) -> None:
         self._outgoing.pop(room, None)
@@ -254,13 +253,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         info.required_prefill_response_num = 1
 
     def call(self, key: str) -> list[bytes]:
-        return pd_wire.frames(pd_wire.Call(self._haul.mover.card, (self.local_ip, self.rank_port), key))
+        return pd_wire.frames(pd_wire.Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
 
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
         rank = f"{self._name} {self._rank}"
-        return pd_wire.frames(pd_wire.Asked(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
+        return pd_wire.frames(pd_wire.PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
 
     def fetch(self, receiver: Any, pages: npt.NDArray[np.int32], row: int, states: Any, prefix_tokens: int) -> None:
         """Begin to receive a request's pages and states, and row `row` of what goes beside them.
@@ -273,7 +272,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
         self._rows_of[room] = row
         deadline = time.monotonic() + self._patience_s
-        self._haul.receive(room, Wanted(lambda: self._engine(room, key), positions, tables, last_stage, deadline))
+        self._driver.receive(room, Wanted(lambda: self._engine(room, key), positions, tables, last_stage, deadline))
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """SGLang fails the requests of a prefill that answers no heartbeat; they are over when nothing writes here."""
@@ -285,7 +284,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def _engine(self, room: int, key: str) -> str | None:
         if self._refused.get(key):
-            self._haul.abort(room, self._refused[key])
+            self._driver.abort(room, self._refused[key])
             return None
         return self._engines.get(key)
 

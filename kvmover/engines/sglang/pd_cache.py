@@ -1,18 +1,26 @@
-"""The caches of a rank as values: what SGLang tells its transfer backends about them, read but not yet reached into."""
+"""What SGLang tells its transfer backends of a rank's caches, as values; and their memory as pools and payloads.
+
+All but the last two functions and `AuxRows` compute with integers alone.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.release import EngineUnsupported
 from kvmover.errors import PlanError
-from kvmover.layout import Component, Span
+from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
+
+if TYPE_CHECKING:
+    import torch
 
 #: Kinds of `StateType` that are read here. SGLang hands over the others as well; nobody described their rows yet.
 KNOWN = ("dsa", "swa", "mamba")
@@ -22,7 +30,7 @@ _MOST_HEADS = 192
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class CacheTotals:
     """What the whole model has. `kv`: 2 for keys and values, 1 for a latent; `window` of `window_heads`, if any."""
 
     kv: int
@@ -31,23 +39,12 @@ class Whole:
     window: int | None = None
 
 
-def whole_of(config: Any, latent: Any) -> Whole:
+def whole_of(config: Any, latent: Any) -> CacheTotals:
     """`config`: SGLang's `ModelConfig`. A model whose window it does not know may have a chunk instead (Llama 4)."""
     if latent:
-        return Whole(1, 1)
+        return CacheTotals(1, 1)
     window = config.sliding_window_size or config.attention_chunk_size
-    return Whole(2, config.get_total_num_kv_heads(), config.get_swa_num_kv_heads(1), window)
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One tensor-parallel rank of `size`."""
-
-    rank: int
-    size: int
-
-    def heads(self, whole: int) -> int:
-        return Span.share(whole, self.size, self.rank).count
+    return CacheTotals(2, config.get_total_num_kv_heads(), config.get_swa_num_kv_heads(1), window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ class Buffers:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class RankCache:
     """One component on one rank. Bytes are opaque: a row is `row_bytes` of them.
 
     `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
@@ -110,30 +107,30 @@ class Cache:
         return Component(self.name, layers, self.kv, self.heads, self.row_bytes, "uint8", self.window, self.states)
 
 
-def caches_of(args: Any, whole: Whole, column: Column) -> list[Cache]:
+def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCache]:
     """All caches that `KVArgs` names, in its order. Raises EngineUnsupported for what cannot be described."""
     every = Buffers.of(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     drafts, tokens, dtype = args.num_draft_entries, args.page_size, args.kv_cache_dtype_str
     target, draft = every.part(0, len(every.items) - drafts), every.part(len(every.items) - drafts, len(every.items))
-    found = list(_attention(f"kv {dtype}", target, whole.kv, whole.heads, column, tokens))
+    found = list(_attention(f"kv {dtype}", target, whole.kv, whole.heads, place, tokens))
     if drafts:
         if set(draft.items) != set(target.items):
             raise EngineUnsupported(
                 "kvmover's prefill/decode backend does not transfer the cache of a draft model whose layers are not"
                 f" like the model's: pages of {sorted(set(draft.items))} and {sorted(set(target.items))} bytes"
             )
-        found += _attention(f"draft {dtype}", draft, whole.kv, whole.heads, column, tokens)
+        found += _attention(f"draft {dtype}", draft, whole.kv, whole.heads, place, tokens)
     for number, kind in enumerate(kinds_of(args)):
         own = Buffers.of(args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number])
         if kind == "mamba":
-            held: Sequence[Cache] = list(_states(args, number, own, column))
+            held: Sequence[RankCache] = list(_states(args, number, own, place))
         elif kind == "swa":
             if whole.window is None:
                 raise EngineUnsupported("the model's configuration does not tell the size of its sliding window")
             span, heads = (ceil(whole.window / tokens) + 1) * tokens, whole.window_heads
-            held = [replace(c, window=span) for c in _attention(f"window {dtype}", own, 2, heads, column, tokens)]
+            held = [replace(c, window=span) for c in _attention(f"window {dtype}", own, 2, heads, place, tokens)]
         else:
-            held = list(_attention("index keys", own, 1, 1, column, tokens))
+            held = list(_attention("index keys", own, 1, 1, place, tokens))
         found += [replace(cache, by=number) for cache in held]
     return found
 
@@ -175,7 +172,7 @@ def layers_of(stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def page_table(
-    cache: Cache, prefix_pages: int, pages: npt.NDArray[np.int64], states: Sequence[Any], page_tokens: int
+    cache: RankCache, prefix_pages: int, pages: npt.NDArray[np.int64], states: Sequence[Any], page_tokens: int
 ) -> npt.NDArray[np.int64]:
     """The page table of a request from what SGLang tells of it: the pages after `prefix_pages`, and state indices.
 
@@ -195,23 +192,23 @@ def page_table(
     return np.concatenate([np.full(length - len(own), own[0] if len(own) else 0, np.int64), own])
 
 
-def _attention(name: str, own: Buffers, kv: int, heads: int, column: Column, tokens: int) -> Iterator[Cache]:
+def _attention(name: str, own: Buffers, kv: int, heads: int, place: ParallelRank, tokens: int) -> Iterator[RankCache]:
     """Pages `token head dim`: K of every layer, then V. K and V of different dims are caches of their own."""
     layers = len(own.items) // kv
     halves = [own.part(n * layers, (n + 1) * layers) for n in range(kv)]
     if len({half.item_bytes for half in halves}) > 1:
         for half, word in zip(halves, ("k", "v"), strict=True):
-            yield from _attention(f"{name} {word}", half, 1, heads, column, tokens)
+            yield from _attention(f"{name} {word}", half, 1, heads, place, tokens)
         return
-    held = column.heads(heads)
+    held = place.heads(heads).count
     row, rest = divmod(own.item_bytes, tokens * held)
     if rest:
         raise EngineUnsupported(f"pages of {own.item_bytes} bytes are not {tokens} tokens x {held} heads")
     pointers = tuple(half.pointers[layer] for layer in range(layers) for half in halves)
-    yield Cache(name, pointers, own.pages, own.item_bytes, row, kv, heads, held)
+    yield RankCache(name, pointers, own.pages, own.item_bytes, row, kv, heads, held)
 
 
-def _states(args: Any, number: int, own: Buffers, column: Column) -> Iterator[Cache]:
+def _states(args: Any, number: int, own: Buffers, place: ParallelRank) -> Iterator[RankCache]:
     """States of Mamba and its like: a run of buffers, one a layer, for each tensor of the state.
 
     The first is a convolution, whose channels are x, B and C or q, k and v side by side: it is cut over ranks in as
@@ -222,12 +219,12 @@ def _states(args: Any, number: int, own: Buffers, column: Column) -> Iterator[Ca
     heads = [n for n in range(len(own.items)) if n == 0 or ids[n] <= ids[n - 1]]
     for tensor, (start, stop) in enumerate(zip(heads, [*heads[1:], len(own.items)], strict=True)):
         runs = own.part(start, stop)
-        whole = Cache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
-        known = groups[start] or [cuts[start] * column.size] * (tensor > 0)
-        yield from _cut(whole, cuts[start], outers[start], known, column)
+        whole = RankCache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
+        known = groups[start] or [cuts[start] * place.tp_size] * (tensor > 0)
+        yield from _cut(whole, cuts[start], outers[start], known, place)
 
 
-def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], column: Column) -> Iterator[Cache]:
+def _cut(state: RankCache, dim: int, outer: int, groups: Sequence[int], place: ParallelRank) -> Iterator[RankCache]:
     """A state of `outer` planes of `dim` units; `groups`: units of the whole model, each group cut by itself.
 
     `dim` 0: every rank holds all of it. A state whose groups nobody tells, or of which ranks hold parts twice, is cut
@@ -236,17 +233,17 @@ def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], column: Colu
     if not dim:
         yield state
         return
-    units = [group // column.size for group in groups]
-    if sum(units) != dim or any(group % column.size for group in groups):
-        yield replace(state, name=f"{state.name}, one of {column.size} ranks", heads=column.size)
+    units = [group // place.tp_size for group in groups]
+    if sum(units) != dim or any(group % place.tp_size for group in groups):
+        yield replace(state, name=f"{state.name}, one of {place.tp_size} ranks", heads=place.tp_size)
         return
     unit_bytes, plane_bytes = state.item_bytes // (outer * dim), state.item_bytes // outer
     at = 0
     for part, held in enumerate(units):
-        heads = gcd(held * column.size, _MOST_HEADS)
-        own = column.heads(heads)
-        if heads % column.size:
-            raise EngineUnsupported(f"{held * column.size} rows of {state.name!r} on {column.size} ranks")
+        heads = gcd(held * place.tp_size, _MOST_HEADS)
+        own = place.heads(heads).count
+        if heads % place.tp_size:
+            raise EngineUnsupported(f"{held * place.tp_size} rows of {state.name!r} on {place.tp_size} ranks")
         yield replace(
             state,
             name=f"{state.name}.{part}",
@@ -258,3 +255,47 @@ def _cut(state: Cache, dim: int, outer: int, groups: Sequence[int], column: Colu
             plane_bytes=plane_bytes,
         )
         at += held
+
+
+def pool_of(cache: RankCache, component: Component, page_tokens: int, device: torch.device) -> Pool:
+    """The engine's memory as it lies: pages of `token head dim`, states of `kv head dim`. It stays the engine's."""
+    tokens, layers = component.page_tokens(page_tokens), cache.layers
+    token_bytes = cache.own_heads * cache.row_bytes
+    shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, cache.row_bytes)
+    stride = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes, 1)
+    spec = PoolSpec(component, Layout(PACKED_AXES, shape, stride), ("layer",) if cache.plane_bytes else ("layer", "kv"))
+    return Pool(spec, tuple(tensor_at(pointer, spec.allocation_bytes, device) for pointer in cache.pointers))
+
+
+def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The bytes at an address of the engine's memory, uint8 [nbytes]. Nothing keeps them alive."""
+    import torch
+
+    if device.type == "cpu":
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), dtype=torch.uint8)
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+    held: Any = type("Borrowed", (), {"__cuda_array_interface__": interface})()
+    return torch.as_tensor(held, device=device)
+
+
+class AuxRows:
+    """The rows of the buffers that go beside the cache (first token, log probabilities), as one payload."""
+
+    def __init__(self, args: Any) -> None:
+        self._buffers = list(zip(args.aux_data_ptrs, args.aux_item_lens, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._buffers)
+
+    def take(self, index: int) -> bytes:
+        return b"".join(ctypes.string_at(pointer + index * nbytes, nbytes) for pointer, nbytes in self._buffers)
+
+    def put(self, index: int, payload: bytes) -> None:
+        """Raises ValueError where the payload is of other buffers."""
+        if len(payload) != self.nbytes:
+            raise ValueError(f"{len(payload)} bytes beside the cache; this side's buffers take {self.nbytes}")
+        at = 0
+        for pointer, nbytes in self._buffers:
+            ctypes.memmove(pointer + index * nbytes, payload[at : at + nbytes], nbytes)
+            at += nbytes

@@ -26,8 +26,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     refused: str = ""
 
 
-class Asked(msgspec.Struct, frozen=True, tag=True):
-    """A decode rank, one of `ranks` that will ask, has pages for a request, all but its first `prefix_tokens`."""
+class PagesReady(msgspec.Struct, frozen=True, tag="Asked"):
+    """A decode rank, one of `ranks` that will ask, has pages for a request, all but its first `prefix_tokens`.
+
+    The tag is the name that it had first: other releases know it by that.
+    """
 
     room: int
     rank: str
@@ -35,7 +38,7 @@ class Asked(msgspec.Struct, frozen=True, tag=True):
     prefix_tokens: int
 
 
-Message = Call | Answer | Asked
+Message = Call | Answer | PagesReady
 
 _decode = msgspec.msgpack.Decoder(Message).decode
 

@@ -11,7 +11,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any
 
-from kvmover.engines.sglang.version import SGLANG
+from kvmover.engines.sglang import SGLANG
 
 NAME = "kvmover"
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.relay import Numbers
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.pages import EmptyBackend, PoolBackend
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common.repack import Numbers
+from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine
-from kvmover.engines.sglang.engine import Transfer
+from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.seat import Seat
-from kvmover.engines.sglang.shelves import MAIN, Rank, Shelves
-from kvmover.engines.sglang.upkeep import Batches, Upkeep
-from kvmover.engines.shelf import Nothing, Shelf
+from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 
 if TYPE_CHECKING:
@@ -41,33 +41,33 @@ class KvmoverStore(engine.HiCacheStorage):
                 f"decode context parallelism of {config.dcp_size}: SGLang leaves that to its file and Mooncake backends"
             )
         self._options, self._settings = parse(config.extra_config)
-        seat = Seat(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
+        place = ParallelRank(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
         name = self._options.model or config.model_name or ""
-        self._rank = Rank(name, said(self._options, served()), seat, config.is_mla_model)
+        self._rank = ServedRank(name, said(self._options, served()), place, config.is_mla_model)
         self._metrics = config.enable_storage_metrics
         self._read, self._written = Batches(), Batches()
-        self._shelf: dict[str, Shelf] = {}
+        self._backends: dict[str, PoolBackend] = {}
 
     # Pools and life
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Opens the store: only now is the page size known. Raises StoreError, EngineUnsupported or LayoutError."""
         engine.HiCacheStorage.register_mem_pool_host(self, mem_pool_host)
-        self._shelves = Shelves(self._options, self._settings.store, self._rank, mem_pool_host.page_size)
-        self._upkeep = Upkeep(self._shelves.store, self._settings.store)
-        self._shelf[MAIN] = self._shelves.shelf(mem_pool_host, MAIN)
+        self._adapter = StoreAdapter(self._options, self._settings.store, self._rank, mem_pool_host.page_size)
+        self._upkeep = Upkeep(self._adapter.store, self._settings.store)
+        self._backends[MAIN] = self._adapter.backend(mem_pool_host, MAIN)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         engine.HiCacheStorage.register_mem_host_pool_v2(self, host_pool, host_pool_name)
-        if str(host_pool_name) not in self._shelf:
-            self._shelf[str(host_pool_name)] = self._shelves.shelf(host_pool, str(host_pool_name))
+        if str(host_pool_name) not in self._backends:
+            self._backends[str(host_pool_name)] = self._adapter.backend(host_pool, str(host_pool_name))
 
     def clear(self) -> None:
         """Delete the pages of this model, page size and tenant, and nothing else."""
-        self._shelves.store.clear()
+        self._adapter.store.clear()
 
     def close(self) -> None:
-        self._shelves.store.close()
+        self._adapter.store.close()
 
     def get_stats(self) -> Any:
         """Batches since the last call, where the engine was started with metrics."""
@@ -79,14 +79,14 @@ class KvmoverStore(engine.HiCacheStorage):
     # Version 1 and 2 of the interface: pages of host pools
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        if isinstance(self._shelf[MAIN], Nothing):
+        if isinstance(self._backends[MAIN], EmptyBackend):
             return 0  # a pool without bytes proves nothing by itself
         return hits({MAIN: self._found(MAIN, keys)}, {MAIN: ALL_PAGES}).pages
 
     def batch_exists_v2(
         self,
         keys: list[str],
-        pool_transfers: list[Transfer] | None = None,
+        pool_transfers: list[PoolTransfer] | None = None,
         extra_info: Any = None,
     ) -> Any:
         """Every restorable prefix. Block groups never gate one, so nothing is said of them."""
@@ -102,15 +102,15 @@ class KvmoverStore(engine.HiCacheStorage):
         return engine.PoolTransferResult(result.pages, result.reach, list(result.lengths))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        return self._move(self._read, MAIN, self._shelf[MAIN].get, keys, host_indices)
+        return self._move(self._read, MAIN, self._backends[MAIN].get, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        return self._move(self._written, MAIN, self._shelf[MAIN].put, keys, host_indices)
+        return self._move(self._written, MAIN, self._backends[MAIN].put, keys, host_indices)
 
-    def batch_get_v2(self, transfers: list[Transfer], extra_info: Any = None) -> dict[str, list[bool]]:
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
         return {t.name: self._move(self._read, t.name, self._of(t).get, t.keys, t.host_indices) for t in transfers}
 
-    def batch_set_v2(self, transfers: list[Transfer], extra_info: Any = None) -> dict[str, list[bool]]:
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
         return {t.name: self._move(self._written, t.name, self._of(t).put, t.keys, t.host_indices) for t in transfers}
 
     # The older interface: pages that the engine copied out of the pool. `"interface_v1": 1` spares it the copy.
@@ -127,9 +127,9 @@ class KvmoverStore(engine.HiCacheStorage):
         self, keys: list[str], target_locations: Sequence[torch.Tensor | None] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Into `target_locations`, flat pages in the layout of the pool."""
-        shelf, targets = self._shelf[MAIN], _tensors(target_locations)
+        backend, targets = self._backends[MAIN], _tensors(target_locations)
         pairs = zip(keys, targets, strict=True)
-        return [target if shelf.get_flat(page_of(key), target) else None for key, target in pairs]
+        return [target if backend.get_flat(page_of(key), target) else None for key, target in pairs]
 
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
@@ -143,18 +143,18 @@ class KvmoverStore(engine.HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        shelf, pages = self._shelf[MAIN], _tensors(values)
-        done = [shelf.put_flat(page_of(key), page) for key, page in zip(keys, pages, strict=True)]
+        backend, pages = self._backends[MAIN], _tensors(values)
+        done = [backend.put_flat(page_of(key), page) for key, page in zip(keys, pages, strict=True)]
         return all(done)
 
-    def _of(self, transfer: Transfer) -> Shelf:
+    def _of(self, transfer: PoolTransfer) -> PoolBackend:
         name = str(transfer.name)
-        if name not in self._shelf:
-            raise StoreError(f"host pool {name} was never registered; known are {', '.join(self._shelf)}")
-        return self._shelf[name]
+        if name not in self._backends:
+            raise StoreError(f"host pool {name} was never registered; known are {', '.join(self._backends)}")
+        return self._backends[name]
 
     def _found(self, name: str, keys: Sequence[str]) -> list[bool]:
-        return self._shelf[name].exists([page_of(key) for key in keys])
+        return self._backends[name].exists([page_of(key) for key in keys])
 
     def _move(
         self, batches: Batches, name: str, move: Move, keys: Sequence[str] | None, indices: torch.Tensor | None
@@ -162,10 +162,10 @@ class KvmoverStore(engine.HiCacheStorage):
         """An answer a page. A pool that got no memory for them has read and written none."""
         if indices is None:
             return [False] * len(keys or ())
-        pages, shelf = [page_of(key) for key in keys or ()], self._shelf[str(name)]
+        pages, backend = [page_of(key) for key in keys or ()], self._backends[str(name)]
         started = time.perf_counter()
         done = move(pages, indices.numpy())
-        batches.add(sum(done), sum(done) * shelf.page_bytes, time.perf_counter() - started)
+        batches.add(sum(done), sum(done) * backend.page_bytes, time.perf_counter() - started)
         self._upkeep.come_by()
         return done
 

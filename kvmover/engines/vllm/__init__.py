@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvmover.engines.vllm.version import VLLM
+from kvmover.engines.common.release import Tested
 
 if TYPE_CHECKING:
     from kvmover.engines.vllm.connector import KvmoverConnector
+
+#: The releases of vLLM that the connector was tested with: vLLM calls the interface experimental itself.
+VLLM = Tested("vLLM", "vllm", ("0.33.0",), "kvmover.engines.vllm")
 
 __all__ = ["KvmoverConnector"]
 

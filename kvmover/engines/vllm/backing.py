@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvmover.engines.vllm.sheet import Sheaf
+from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.layout import Pool
 from kvmover.transport import NixlTransport
 from kvmover.transport.base import Memory
@@ -36,11 +36,11 @@ def lies_in(memory: Memory, whole: Memory) -> bool:
     return inside and (memory.kind, memory.device) == (whole.kind, whole.device)
 
 
-def pools_of(sheaves: Sequence[Sheaf], backing: torch.Tensor) -> list[Pool]:
+def pools_of(caches: Sequence[ComponentCache], backing: torch.Tensor) -> list[Pool]:
     """A pool a component. The memory stays the engine's."""
     first = backing.data_ptr()
     pools: list[Pool] = []
-    for sheaf in sheaves:
-        nbytes = sheaf.spec.allocation_bytes
-        pools.append(Pool(sheaf.spec, tuple(backing[start - first :][:nbytes] for start in sheaf.starts)))
+    for cache in caches:
+        nbytes = cache.spec.allocation_bytes
+        pools.append(Pool(cache.spec, tuple(backing[start - first :][:nbytes] for start in cache.starts)))
     return pools

@@ -1,4 +1,4 @@
-"""KvmoverConnector: vLLM's connector interface over the two halves, the scheduler's Planner and each rank's Worker."""
+"""KvmoverConnector: vLLM's connector interface over its two halves, the scheduler's and each rank's worker."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.release import EngineUnsupported
-from kvmover.engines.vllm import cards, engine
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.vllm import engine, handshake_server
 from kvmover.engines.vllm.backing import BackedTransport, pools_of
-from kvmover.engines.vllm.keeper import Event, Keeper, Lookout, Shelves, part_of
-from kvmover.engines.vllm.news import Introduction, News, StepNews
+from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup, part_of
+from kvmover.engines.vllm.caches import ComponentCache, component_caches, refuse
+from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, SaveSpec
 from kvmover.engines.vllm.options import parse
-from kvmover.engines.vllm.orders import Orders, Save
 from kvmover.engines.vllm.params import Remote
-from kvmover.engines.vllm.planner import Home, Planner, Role
-from kvmover.engines.vllm.sheet import Sheaf, refuse, sheaves
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, Role
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
 from kvmover.engines.vllm.tally import Tally
-from kvmover.engines.vllm.traffic import Traffic
-from kvmover.engines.vllm.worker import Ended, Worker, failed, unbegun
-from kvmover.layout import Fleet, Span
+from kvmover.engines.vllm.transfers import RequestTransfers
+from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, unbegun
+from kvmover.engines.vllm.worker_metadata import KvmoverHandshakeMetadata, KvmoverWorkerMetadata, StoredBlockEvents
+from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.start import Observers, begin_logs
-from kvmover.store import Namespace, Part
+from kvmover.store import Namespace, PagePart
 from kvmover.transfer import Model, Mover, Place, Progress
 
 if TYPE_CHECKING:
@@ -55,28 +55,28 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         engine.KVConnectorBase.__init__(self, vllm_config, role, kv_cache_config)
         self._config = vllm_config
         self._options, self._settings = parse(self._kv_transfer_config.kv_connector_extra_config)
-        self._seat = engine.seat_of(vllm_config)
+        self._place = engine.place_of(vllm_config)
         self._groups = engine.groups_of(kv_cache_config)
         refuse(self._groups)
         self._blocks: int = kv_cache_config.num_blocks
         self._windowed = any(group.window is not None for group in self._groups)
         if self._settings.store.root:
             self._refuse_to_store(kv_cache_config)
-        self._worker: Worker | None = None
-        self._introduction: Introduction | None = None
+        self._worker: ConnectorWorker | None = None
+        self._introduction: KvmoverHandshakeMetadata | None = None
         self._ended = Ended()
         if role is engine.SCHEDULER:
             # Where a rank in this process has said who it is, it is heard already.
-            guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._seat.grid}")
+            guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._place.grid}")
             self._end_logs = begin_logs(self._settings.logging, guest)
             transfer = self._kv_transfer_config
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
-            self._planner = Planner(self._groups[0].block_tokens, may, self._windowed)
-            self._desk: cards.Desk | None = None
-            self._lookout: Lookout | None = None
-            self._news = News(self._seat.tp * self._seat.pp)
-            self._tally = Tally(self._seat.tp * self._seat.pp)
+            self._scheduler = ConnectorScheduler(self._groups[0].block_tokens, may, self._windowed)
+            self._server: handshake_server.HandshakeServer | None = None
+            self._lookup: StoreLookup | None = None
+            self._events = StoredBlockEvents(self._place.tp_size * self._place.pp_size)
+            self._tally = Tally(self._place.tp_size * self._place.pp_size)
             events = getattr(vllm_config, "kv_events_config", None)
             self._tells = events is not None and events.enable_kv_cache_events
 
@@ -104,61 +104,65 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     # The worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        seat, settings = self._seat, self._settings
+        place, settings = self._place, self._settings
         backing = engine.backing_of(kv_caches)
-        made = sheaves(self._groups, engine.sheets_of(kv_caches), self._blocks, engine.whole_of(self._config), seat)
-        fleet = seat.fleet(made[0].spec.page_tokens)
+        made = component_caches(
+            self._groups, engine.layer_caches_of(kv_caches), self._blocks, engine.whole_of(self._config), place
+        )
+        fleet = place.fleet(made[0].spec.page_tokens)
         mover = Mover(
-            BackedTransport(f"vllm-{seat.rank}", backing),
-            Model(f"{self._space.model} {self._space.weights}".strip(), tuple(sheaf.component for sheaf in made)),
-            Place(self._kv_transfer_config.engine_id, fleet, seat.rank),
+            BackedTransport(f"vllm-{place.rank}", backing),
+            Model(f"{self._space.model} {self._space.weights}".strip(), tuple(cache.component for cache in made)),
+            Place(self._kv_transfer_config.engine_id, fleet, place.rank),
             pools_of(made, backing),
             settings.mover_config(),
         )
-        guest = Guest(engine.LOG, f"kvmover rank {seat.rank} of {seat.grid}")
-        self._observers = Observers(settings, self._kv_transfer_config.engine_id, seat.rank, guest)
+        guest = Guest(engine.LOG, f"kvmover rank {place.rank} of {place.grid}")
+        self._observers = Observers(settings, self._kv_transfer_config.engine_id, place.rank, guest)
         self._observers.watch(mover)
         progress = Progress(mover, settings.progress)
         self._observers.serve(MoverCollector([progress]))
-        parts, keeper = self._keeper(made, fleet, backing)
-        self._introduction = Introduction(mover.card, parts)
-        first = Span.share(made[0].component.layers, seat.pp, seat.stage).start
-        self._worker = Worker(
+        parts, offload = self._offload_worker(made, fleet, backing)
+        self._introduction = KvmoverHandshakeMetadata(mover.card, parts)
+        first = place.layers(made[0].component.layers).start
+        self._worker = ConnectorWorker(
             made,
-            Traffic(progress, cards.call),
-            keeper,
+            RequestTransfers(progress, handshake_server.call),
+            offload,
             _marks(backing.device),
             made[0].layers if len(made) == 1 else None,
             first,
             settings.mover.chunk_layers,
             failed if settings.logging.level is None else unbegun,
         )
-        log.info("serves %d blocks of %s", self._blocks, "; ".join(sheaf.component.name for sheaf in made))
+        log.info("serves %d blocks of %s", self._blocks, "; ".join(cache.component.name for cache in made))
 
-    def _keeper(self, made: list[Sheaf], fleet: Fleet, backing: torch.Tensor) -> tuple[tuple[Part, ...], Keeper | None]:
+    def _offload_worker(
+        self, made: list[ComponentCache], fleet: Fleet, backing: torch.Tensor
+    ) -> tuple[tuple[PagePart, ...], OffloadWorker | None]:
         store = self._settings.store
         if not store.root:
             return (), None
         space = self._space
-        shelves = Shelves.open(store, space, fleet, self._seat.rank, [(sheaf, backing) for sheaf in made])
-        whole_blocks = self._seat.fleet(space.page_tokens)
-        parts = tuple(part_of(sheaf, whole_blocks, self._seat.rank) for sheaf in made)
-        return parts, Keeper(shelves, store)
+        blocks = BlockStore.open(store, space, fleet, self._place.rank, [(cache, backing) for cache in made])
+        whole_blocks = self._place.fleet(space.page_tokens)
+        parts = tuple(part_of(cache, whole_blocks, self._place.rank) for cache in made)
+        return parts, OffloadWorker(blocks, store)
 
-    def get_handshake_metadata(self) -> Introduction | None:
+    def get_handshake_metadata(self) -> KvmoverHandshakeMetadata | None:
         return self._introduction
 
-    def handle_preemptions(self, kv_connector_metadata: Orders) -> None:
+    def handle_preemptions(self, kv_connector_metadata: KvmoverConnectorMetadata) -> None:
         if self._worker:
             self._worker.before(kv_connector_metadata)
 
-    def bind_connector_metadata(self, connector_metadata: Orders) -> None:
+    def bind_connector_metadata(self, connector_metadata: KvmoverConnectorMetadata) -> None:
         engine.KVConnectorBase.bind_connector_metadata(self, connector_metadata)
         if self._worker:
             self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Everything is fetched between steps, and was begun when the orders came."""
+        """Everything is fetched between steps, and was begun when the metadata came."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """No request is scheduled before all its layers are there."""
@@ -186,37 +190,37 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         taken, self._ended = self._ended.blocks, Ended()
         return taken
 
-    def build_connector_worker_meta(self) -> StepNews | None:
+    def build_connector_worker_meta(self) -> KvmoverWorkerMetadata | None:
         if self._worker is None:
             return None
-        done = self._worker.keeper.stored() if self._worker.keeper else []
+        done = self._worker.offload.stored() if self._worker.offload else []
         ended = self._worker.take_endings()
-        return StepNews(dict(Counter(done)), ended) if done or ended else None
+        return KvmoverWorkerMetadata(dict(Counter(done)), ended) if done or ended else None
 
     # The scheduler's half
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Introduction]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KvmoverHandshakeMetadata]) -> None:
         """All ranks are ready: others may find them, and what all of them can load is known."""
         ranks = [metadata[place] for place in sorted(metadata)]
         host = self._options.host or engine.own_address()
-        if self._desk is None:
+        if self._server is None:
             replica = self._config.parallel_config.data_parallel_index
-            self._desk = cards.Desk(host, self._options.port and self._options.port + replica)
+            self._server = handshake_server.HandshakeServer(host, self._options.port and self._options.port + replica)
         engine_id = self._kv_transfer_config.engine_id
-        self._desk.lay_out(engine_id, [rank.card for rank in ranks])
-        self._planner.home = Home(engine_id, host, self._desk.port)
-        if (root := self._settings.store.root) and self._lookout is None:
-            self._lookout = Lookout.open(root, self._space, [part for rank in ranks for part in rank.parts])
-            self._planner.leading = self._lookout.leading
+        self._server.lay_out(engine_id, [rank.card for rank in ranks])
+        self._scheduler.home = Home(engine_id, host, self._server.port)
+        if (root := self._settings.store.root) and self._lookup is None:
+            self._lookup = StoreLookup.open(root, self._space, [part for rank in ranks for part in rank.parts])
+            self._scheduler.leading = self._lookup.leading
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Introduction]) -> None:
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KvmoverHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): said for rank, said in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
-        self._planner.new(request)
+        self._scheduler.new(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found = self._planner.matched(request, num_computed_tokens)
+        found = self._scheduler.matched(request, num_computed_tokens)
         return found, found > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
@@ -225,48 +229,48 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         if not num_external_tokens:
             return {}
-        known = self._planner.live.get(request.request_id)
+        known = self._scheduler.live.get(request.request_id)
         return {engine.P2P if known and isinstance(known.ask, Remote) else engine.DISK: num_external_tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Orders:
-        orders = self._planner.build(scheduler_output)
+    def build_connector_meta(self, scheduler_output: Any) -> KvmoverConnectorMetadata:
+        metadata = self._scheduler.build(scheduler_output)
         if self._tells:
-            for save in orders.saves:
+            for save in metadata.saves:
                 self._announce(save)
-        return orders
+        return metadata
 
-    def _announce(self, save: Save) -> None:
+    def _announce(self, save: SaveSpec) -> None:
         """Tell of blocks when they are stored: their tokens are known as long as the request is."""
-        known, group = self._planner.live[save.request], self._groups[0]
+        known, group = self._scheduler.live[save.request], self._groups[0]
         for number, block_hash in enumerate(save.hashes, known.saved - len(save.hashes)):
             event = engine.stored_event(known.request, number, group.block_tokens, 0, group.kind)
-            self._news.expect(block_hash, event)
+            self._events.expect(block_hash, event)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._planner.output(connector_output)
+        self._scheduler.output(connector_output)
         told = connector_output.kv_connector_worker_meta
-        if isinstance(told, StepNews):
-            self._news.heard(told.stored)
+        if isinstance(told, KvmoverWorkerMetadata):
+            self._events.heard(told.stored)
             self._tally.hear(told.ended)
 
     def take_events(self) -> Iterable[Any]:
-        return self._news.take()
+        return self._events.take()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._planner.finished(request, block_ids, engine.delivered(request))
+        return self._scheduler.finished(request, block_ids, engine.delivered(request))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
         """Delete this model's stored pages."""
-        if self._lookout:
-            self._lookout.clear()
+        if self._lookup:
+            self._lookup.clear()
         return True
 
     # Either half
@@ -285,10 +289,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._worker = None
             self._observers.close()
         if self._role is engine.SCHEDULER:
-            for held in (self._desk, self._lookout):
+            for held in (self._server, self._lookup):
                 if held is not None:
                     held.close()
-            self._desk = self._lookout = None
+            self._server = self._lookup = None
             self._end_logs()
 
     @classmethod

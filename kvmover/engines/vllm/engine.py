@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.release import EngineUnsupported
-from kvmover.engines.vllm.sheet import Group, Seat, Sheet, Whole
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals
 
 if TYPE_CHECKING:
     import torch
@@ -45,17 +46,17 @@ SCHEDULER, WORKER = _base.KVConnectorRole.SCHEDULER, _base.KVConnectorRole.WORKE
 P2P, DISK = _sources.CacheHitSource.P2P, _sources.CacheHitSource.DISK
 
 
-def groups_of(config: Any) -> list[Group]:
+def groups_of(config: Any) -> list[CacheGroup]:
     """Cache groups of `KVCacheConfig`. Raises EngineUnsupported for those that a transfer leaves out."""
     if len(config.transfer_group_ids) != len(config.kv_cache_groups):
         raise EngineUnsupported("kvmover's vLLM connector moves all cache groups or none; HiSparse keeps some back")
-    made: list[Group] = []
+    made: list[CacheGroup] = []
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
         for each in _cache.iter_layer_specs(spec):
             _refuse_packing(each)
         made.append(
-            Group(
+            CacheGroup(
                 tuple(group.layer_names),
                 _cache.get_kv_cache_spec_kind(spec).value,
                 spec.block_size,
@@ -98,13 +99,13 @@ def _is_for_cpu_attn(spec: Any) -> bool:
     return over_tokens and _platforms.current_platform.is_cpu() and not _backends.CPU_ATTN.is_overridden()
 
 
-def sheets_of(caches: Mapping[str, torch.Tensor]) -> list[Sheet]:
+def layer_caches_of(caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:
     """The registered tensors. Content of a dtype without a name of ours is bytes."""
     import torch
 
     from kvmover.layout import DTYPE_BYTES
 
-    made: list[Sheet] = []
+    made: list[LayerCache] = []
     for layer, cache in caches.items():
         view = cache if str(cache.dtype).removeprefix("torch.") in DTYPE_BYTES else cache.view(torch.uint8)
         if view.dim() != 4:
@@ -112,7 +113,7 @@ def sheets_of(caches: Mapping[str, torch.Tensor]) -> list[Sheet]:
             raise EngineUnsupported(f"cache of {layer} has the shape {shape}, not [block, head, token, content]")
         (a, b, c, d), (s, t, u, v) = view.shape, view.stride()
         dtype = str(view.dtype).removeprefix("torch.")
-        made.append(Sheet(layer, view.data_ptr(), (a, b, c, d), (s, t, u, v), dtype))
+        made.append(LayerCache(layer, view.data_ptr(), (a, b, c, d), (s, t, u, v), dtype))
     return made
 
 
@@ -127,7 +128,7 @@ def backing_of(caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
 
 
-def seat_of(config: Any) -> Seat:
+def place_of(config: Any) -> ParallelRank:
     """Where this process stands. Raises EngineUnsupported for ways to serve that the connector was not made for."""
     parallel = config.parallel_config
     for size, what in (
@@ -139,13 +140,13 @@ def seat_of(config: Any) -> Seat:
     if config.speculative_config is not None:
         raise EngineUnsupported("kvmover's vLLM connector does not serve speculative decoding")
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return Seat(tp, pp, parallel.rank % (tp * pp))
+    return ParallelRank.from_rank(parallel.rank % (tp * pp), tp, pp)
 
 
-def whole_of(config: Any) -> Whole:
+def whole_of(config: Any) -> ModelTotals:
     model, kv_dtype = config.model_config, config.cache_config.cache_dtype
     said = {"fp8": "fp8_e4m3"}.get(str(kv_dtype), str(kv_dtype))
-    return Whole(model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said)
+    return ModelTotals(model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said)
 
 
 def delivered(request: Any) -> bool:

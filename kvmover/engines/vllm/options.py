@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvmover.config import Settings
-from kvmover.engines.options import STORE, read
+from kvmover.engines.common.options import STORE, ContentOptions, read
 from kvmover.transfer.result import MoverConfig
 from kvmover.transfer.wire import Verb
 
@@ -31,24 +31,21 @@ KEYS: Mapping[str, str] = {
 DEFAULTS = Settings(mover=MoverConfig(deadline_s=120.0, verb=Verb.PULL))
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ConnectorOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     """The connector's own, all of which have a default.
 
-    `model`, `weights`, `tenant`: what must be equal for KV to be shared; the first two default to vLLM's model name and
-    revision. `host`, `port`: where decode engines find this one's cards; 0 lets the system choose a port, which every
-    answer to a prefill names, and data-parallel replicas take the ports behind it.
+    `model` and `weights` default to vLLM's model name and revision. `host`, `port`: where decode engines find this
+    one's cards; 0 lets the system choose a port, which every answer to a prefill names, and data-parallel replicas take
+    the ports behind it.
     """
 
-    model: str = ""
-    weights: str = ""
-    tenant: str = ""
     host: str = ""
     port: _Natural = 0
 
 
-def parse(extra_config: Mapping[str, Any] | None) -> tuple[Options, Settings]:
+def parse(extra_config: Mapping[str, Any] | None) -> tuple[ConnectorOptions, Settings]:
     """The connector's options, and the settings of this process with those of `KEYS` over them.
 
     Raises ConfigError that names the key which is unknown or out of range.
     """
-    return read(extra_config or {}, Options, KEYS, "the options of kvmover's vLLM connector", DEFAULTS)
+    return read(extra_config or {}, ConnectorOptions, KEYS, "the options of kvmover's vLLM connector", DEFAULTS)

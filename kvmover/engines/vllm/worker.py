@@ -1,4 +1,4 @@
-"""Worker: the connector's half beside the model. It carries the scheduler's orders out and tells how they ended."""
+"""ConnectorWorker: the half beside the model. It does what the scheduler's half asks, and tells how that ended."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvmover.engines.vllm.keeper import Event, Keeper
-from kvmover.engines.vllm.orders import Orders, Receive, Send, Tables
-from kvmover.engines.vllm.sheet import Sheaf
+from kvmover.engines.vllm.block_store import Event, OffloadWorker
+from kvmover.engines.vllm.caches import ComponentCache
+from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, SendSpec, Tables
 from kvmover.engines.vllm.tally import RankEnding
-from kvmover.engines.vllm.traffic import Over, Traffic
+from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.transfer.result import ALL, Cause, Gate
 
 log = logging.getLogger(__name__)
@@ -54,58 +54,58 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Worker:
+class ConnectorWorker:
     """A rank. `layers`: names of the model's layers whose caches it holds, in order, the first of which is number
     `first_layer` of the model; None where layers of several components make no one order."""
 
-    sheaves: Sequence[Sheaf]
-    traffic: Traffic
-    keeper: Keeper | None
+    caches: Sequence[ComponentCache]
+    transfers: RequestTransfers
+    offload: OffloadWorker | None
     mark: Mark
     layers: Sequence[str] | None
     first_layer: int = 0
     layer_wise: int = 0
     told: Tell = failed
     counts: Counter[str] = field(default_factory=Counter[str])
-    _settled: Orders | None = None
-    _computing: list[Send] = field(default_factory=list[Send])
-    _fetching: dict[str, Receive] = field(default_factory=dict[str, Receive])
+    _settled: KvmoverConnectorMetadata | None = None
+    _computing: list[SendSpec] = field(default_factory=list[SendSpec])
+    _fetching: dict[str, ReceiveSpec] = field(default_factory=dict[str, ReceiveSpec])
     _delayed: set[str] = field(default_factory=set[str])
     _endings: list[RankEnding] = field(default_factory=list[RankEnding])
 
-    def before(self, orders: Orders) -> None:
+    def before(self, metadata: KvmoverConnectorMetadata) -> None:
         """Before pages of preempted requests are overwritten: nothing reads them when this returns."""
-        self._settled = orders
-        for abort in orders.aborts:
-            if abort.request in orders.preempted:
-                self.traffic.abort(abort.request, abort.reason)
-        if orders.preempted:
-            for over in self.traffic.settle(sorted(orders.preempted)):
+        self._settled = metadata
+        for abort in metadata.aborts:
+            if abort.request in metadata.preempted:
+                self.transfers.abort(abort.request, abort.reason)
+        if metadata.preempted:
+            for over in self.transfers.settle(sorted(metadata.preempted)):
                 self._count("sent", over)
-            if self.keeper:
-                self.keeper.settle()
+            if self.offload:
+                self.offload.settle()
 
-    def begin(self, orders: Orders) -> None:
+    def begin(self, metadata: KvmoverConnectorMetadata) -> None:
         """A step begins: what does not wait for its forward pass."""
-        if self._settled is not orders:  # a model runner that does not tell of preemptions
-            self.before(orders)
+        if self._settled is not metadata:  # a model runner that does not tell of preemptions
+            self.before(metadata)
         self._settled = None
-        self._delayed |= orders.delayed
-        for abort in orders.aborts:
-            if abort.request not in orders.preempted:
-                self.traffic.abort(abort.request, abort.reason)
-        for refusal in orders.refusals:
-            self.traffic.refuse(refusal.transfer, refusal.reason)
-        for send in orders.sends:
+        self._delayed |= metadata.delayed
+        for abort in metadata.aborts:
+            if abort.request not in metadata.preempted:
+                self.transfers.abort(abort.request, abort.reason)
+        for refusal in metadata.refusals:
+            self.transfers.refuse(refusal.transfer, refusal.reason)
+        for send in metadata.sends:
             self._send(send)
-        for receive in orders.receives:
+        for receive in metadata.receives:
             self._fetching[receive.request] = receive
-            self.traffic.receive(receive, self._pages(receive.tables))
-        for release in orders.releases:
-            self.traffic.release(release, len(self.sheaves), self.sheaves[0].spec.page_tokens)
-        if self.keeper:
-            for load in orders.loads:
-                self.keeper.load(load)
+            self.transfers.receive(receive, self._pages(receive.tables))
+        for release in metadata.releases:
+            self.transfers.release(release, len(self.caches), self.caches[0].spec.page_tokens)
+        if self.offload:
+            for load in metadata.loads:
+                self.offload.load(load)
 
     def computed(self, layer: str) -> None:
         """The forward pass has come past a layer."""
@@ -115,32 +115,32 @@ class Worker:
         if done % self.layer_wise == 0 and done < len(self.layers):
             gate = Gate(self.mark(), self.first_layer + done)
             for send in self._computing:
-                self.traffic.produced(send.request, gate)
+                self.transfers.produced(send.request, gate)
 
-    def end(self, orders: Orders) -> None:
+    def end(self, metadata: KvmoverConnectorMetadata) -> None:
         """The forward pass of a step has been launched."""
         if self._computing:
             gate = Gate(self.mark())
             for send in self._computing:
-                self.traffic.produced(send.request, gate)
+                self.transfers.produced(send.request, gate)
             self._computing = []
-        if self.keeper and orders.saves:
+        if self.offload and metadata.saves:
             ready = self.mark()
-            for save in orders.saves:
-                self.keeper.save(save, ready)
+            for save in metadata.saves:
+                self.offload.save(save, ready)
 
     def ended(self) -> Ended:
         """What has ended since the last call."""
         ended = Ended()
-        for over in self.traffic.sent():
+        for over in self.transfers.sent():
             self._count("sent", over)
-        for over in self.traffic.received():
+        for over in self.transfers.received():
             self._received(over, ended)
-        for load, done in self.keeper.loaded() if self.keeper else ():
+        for load, done in self.offload.loaded() if self.offload else ():
             ended.received.add(load.request)
             self._failed(ended, load.request, {block for block, ok in zip(load.blocks, done, strict=True) if not ok})
         for request in list(self._delayed):
-            if not self.traffic.is_sending(request) and not (self.keeper and self.keeper.is_saving(request)):
+            if not self.transfers.is_sending(request) and not (self.offload and self.offload.is_saving(request)):
                 self._delayed.remove(request)
                 ended.sent.add(request)
         return ended
@@ -153,48 +153,48 @@ class Worker:
     def take_counts(self) -> Counter[str]:
         """What was counted since the last call: bytes and blocks."""
         taken, self.counts = self.counts, Counter[str]()
-        return taken + self.keeper.take_counts() if self.keeper else taken
+        return taken + self.offload.take_counts() if self.offload else taken
 
     def close(self) -> None:
-        self.traffic.close()
-        if self.keeper:
-            self.keeper.close()
+        self.transfers.close()
+        if self.offload:
+            self.offload.close()
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: SendSpec) -> None:
         gates = None
         if send.computed is not None:
             self._computing.append(send)
             gates = [Gate(self.mark(), ALL, send.computed)] if send.computed else []
-        self.traffic.send(send.request, send.transfer, self._pages(send.tables), gates)
+        self.transfers.send(send.request, send.transfer, self._pages(send.tables), gates)
 
     def _pages(self, tables: Tables) -> list[list[int]]:
         """A page table a component: pages of the kernels, of the blocks of its group."""
         return [
-            [block * sheaf.ratio + page for block in tables[sheaf.group] for page in range(sheaf.ratio)]
-            for sheaf in self.sheaves
+            [block * cache.ratio + page for block in tables[cache.group] for page in range(cache.ratio)]
+            for cache in self.caches
         ]
 
     def _received(self, over: Over, ended: Ended) -> None:
-        order = self._fetching.pop(over.request, None)
-        if order is None:  # a release
+        spec = self._fetching.pop(over.request, None)
+        if spec is None:  # a release
             return
         self._count("received", over)
-        ended.received.add(order.request)
+        ended.received.add(spec.request)
         if over.reason is None:
             return
         bad: set[int] = set()
-        for sheaf, indices in zip(self.sheaves, over.incomplete(self._wanted(order)), strict=True):
-            bad |= {order.tables[sheaf.group][index // sheaf.ratio] for index in indices}
-        self._failed(ended, order.request, bad)
+        for cache, indices in zip(self.caches, over.incomplete(self._wanted(spec)), strict=True):
+            bad |= {spec.tables[cache.group][index // cache.ratio] for index in indices}
+        self._failed(ended, spec.request, bad)
 
-    def _wanted(self, order: Receive) -> list[range]:
+    def _wanted(self, spec: ReceiveSpec) -> list[range]:
         """Indices into each page table of all that was asked for."""
-        tokens = self.sheaves[0].spec.page_tokens
-        return [range(order.start // tokens, -(-order.stop // tokens))] * len(self.sheaves)
+        tokens = self.caches[0].spec.page_tokens
+        return [range(spec.start // tokens, -(-spec.stop // tokens))] * len(self.caches)
 
     def _failed(self, ended: Ended, request: str, blocks: set[int]) -> None:
         """Blocks of several groups have the same numbers: then the request fails as a whole."""
-        if len({sheaf.group for sheaf in self.sheaves}) == 1:
+        if len({cache.group for cache in self.caches}) == 1:
             ended.blocks |= blocks
         elif blocks:
             ended.failed.add(request)

@@ -1,8 +1,7 @@
-"""How ranks find each other's cards: in etcd, or at each other's ports. Cards may as well come by any other road."""
+"""How ranks find each other's cards: in etcd. Cards may as well come by any other road."""
 
 from kvmover.transfer.rendezvous.directory import Appeared, Change, Directory, Entry, Vanished, changes, newest
 from kvmover.transfer.rendezvous.etcd import EtcdDirectory
-from kvmover.transfer.rendezvous.listener import ListenerDirectory
 
 __all__ = [
     "Appeared",
@@ -10,7 +9,6 @@ __all__ = [
     "Directory",
     "Entry",
     "EtcdDirectory",
-    "ListenerDirectory",
     "Vanished",
     "changes",
     "newest",

@@ -1,4 +1,4 @@
-"""A thread that does a small thing again and again, asleep in between: keeping a lease alive, answering a door."""
+"""A thread that does a small thing again and again, asleep in between: keeping a lease alive."""
 
 from __future__ import annotations
 

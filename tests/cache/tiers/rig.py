@@ -27,8 +27,8 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.layout.layout import PACKED_ORDER
 from kvmover.store import Namespace, PageStore
 from kvmover.store import Policy as StorePolicy
+from kvmover.store.files import PlainFiles
 from kvmover.testing.content import part_content
-from kvmover.transport.files import PlainFiles
 
 GQA = Component.attention(4, 8, 16, "bfloat16")
 MLA = Component.mla(6, 32, "bfloat16")

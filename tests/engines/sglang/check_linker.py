@@ -155,9 +155,9 @@ def offloaded(rank: Rank) -> int:
     served = Serving(rank, False)
     served.fill(0)
     served.serve(list(range(12 * PAGE)))
-    pages = served.linker._shelves.store.counters.puts["written"]
+    pages = served.linker._adapter.store.counters.puts["written"]
     torch.distributed.barrier()
-    assert served.linker._shelves.store.stat().objects == 12
+    assert served.linker._adapter.store.stat().objects == 12
     served.close()
     return pages
 
@@ -198,7 +198,7 @@ def vanished(rank: Rank) -> None:
     torch.distributed.barrier()
     fresh = Serving(rank, False)
     match = fresh.cache.linker.match
-    store = fresh.linker._shelves.store
+    store = fresh.linker._adapter.store
 
     def lost(key: Any, request: Any, result: Any) -> Any:
         found = match(key, request, result)

@@ -277,7 +277,7 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
         os._exit(0)
     if case.ending == "prefill stalls":
         time.sleep(8)  # it lives longer than decode waits, and sends nothing
-        return repr(side.manager._haul.pace)
+        return repr(side.manager._driver.pace)
     if case.ending == "abort":
         sender.abort()
         time.sleep(1)  # for decode to hear of it

@@ -136,7 +136,7 @@ def test_ranks_that_repeat_heads_write_each_page_once(tmp_path: Path) -> None:
 
 def objects(rank: Rank) -> int:
     controller = rank.controller()
-    stat = controller.storage_backend._shelves.store.stat()
+    stat = controller.storage_backend._adapter.store.stat()
     controller.storage_backend.close()
     return stat.objects
 
@@ -184,7 +184,7 @@ def read_without_third(rank: Rank, options: dict[str, Any]) -> list[torch.Tensor
 
     def damaged(keys: list[str], indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         if rank.tp == 1:
-            store = backend._shelves.store
+            store = backend._adapter.store
             page = store.catalog.index.get(bytes.fromhex(keys[2]))
             store.catalog.delete([each for each in page.objects if each.part.box.heads.start == 2])
         answers = get(keys, indices, extra_info)

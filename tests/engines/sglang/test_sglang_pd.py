@@ -14,22 +14,31 @@ import pytest
 import torch
 import zmq
 
-from kvmover.engines.release import EngineUnsupported
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang import pd_wire
-from kvmover.engines.sglang.bell import Bell
 from kvmover.engines.sglang.devicepool import is_shared, strands_of
-from kvmover.engines.sglang.haul import Haul, Wanted
-from kvmover.engines.sglang.model import Model
-from kvmover.engines.sglang.pd_cache import Cache, Column, Whole, caches_of, layers_of, page_table, refuse
-from kvmover.engines.sglang.pd_pool import Rows, pool_of, tensor_at
-from kvmover.engines.sglang.seat import Seat, part_of
+from kvmover.engines.sglang.model import ModelFacts
+from kvmover.engines.sglang.page_parts import part_of
+from kvmover.engines.sglang.pd_cache import (
+    AuxRows,
+    CacheTotals,
+    RankCache,
+    caches_of,
+    layers_of,
+    page_table,
+    pool_of,
+    refuse,
+    tensor_at,
+)
+from kvmover.engines.sglang.transfer_driver import Bell, TransferDriver, Wanted
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer import Pace
 from tests.transfer.mover_fleets import Pair
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
 CONTEXT = SimpleNamespace(attn_cp_size=1, enable_cp_tp_group_sharing=False)
-ATTENTION = Whole(2, 2 * HEADS)
+ATTENTION = CacheTotals(2, 2 * HEADS)
 
 
 def told(buffers: list[torch.Tensor], **more: Any) -> Any:
@@ -74,7 +83,7 @@ def attention(dim: int = DIM, layers: int = LAYERS) -> list[torch.Tensor]:
 def test_the_planes_of_a_pool_are_the_engines_buffers() -> None:
     """K of every layer, then V, as SGLang lists them; a plane a layer and K/V, as kvmover asks for them."""
     buffers = attention() + attention()
-    (cache,) = caches_of(told(buffers), ATTENTION, Column(1, 2))
+    (cache,) = caches_of(told(buffers), ATTENTION, ParallelRank(1, 2))
     assert (cache.layers, cache.heads, cache.row_bytes) == (LAYERS, 2 * HEADS, 2 * DIM)
     pool = pool_of(cache, cache.component(LAYERS), PAGE, torch.device("cpu"))
     for layer in range(LAYERS):
@@ -85,7 +94,7 @@ def test_the_planes_of_a_pool_are_the_engines_buffers() -> None:
 
 def test_keys_and_values_of_different_dims_are_caches_of_their_own() -> None:
     buffers = attention(DIM) + attention(2 * DIM)
-    caches = caches_of(told(buffers), ATTENTION, Column(1, 2))
+    caches = caches_of(told(buffers), ATTENTION, ParallelRank(1, 2))
     assert [(cache.name, cache.kv, cache.row_bytes) for cache in caches] == [
         ("kv bfloat16 k", 1, 2 * DIM),
         ("kv bfloat16 v", 1, 4 * DIM),
@@ -98,10 +107,10 @@ def test_keys_and_values_of_different_dims_are_caches_of_their_own() -> None:
 def test_a_draft_model_with_layers_like_the_models_is_a_cache_beside_its_own() -> None:
     buffers = attention() + attention()
     drafts = attention(layers=2)
-    cache, draft = caches_of(told(buffers + drafts, num_draft_entries=2), ATTENTION, Column(0, 2))
+    cache, draft = caches_of(told(buffers + drafts, num_draft_entries=2), ATTENTION, ParallelRank(0, 2))
     assert (cache.layers, draft.layers, draft.name, draft.by) == (LAYERS, 1, "draft bfloat16", None)
     with pytest.raises(EngineUnsupported, match=r"draft model.*pages of \[256\] and \[128\] bytes"):
-        caches_of(told(buffers + attention(2 * DIM, 2), num_draft_entries=2), ATTENTION, Column(0, 2))
+        caches_of(told(buffers + attention(2 * DIM, 2), num_draft_entries=2), ATTENTION, ParallelRank(0, 2))
 
 
 def test_a_convolution_is_cut_along_each_projection_and_its_planes_are_the_engines_bytes() -> None:
@@ -115,7 +124,7 @@ def test_a_convolution_is_cut_along_each_projection_and_its_planes_are_the_engin
         "conv_shard_groups": [[4, 4, 8], [4, 4, 8], None, None],
     }
     args = with_states(told(attention() + attention()), "mamba", [*conv, *temporal], **cuts)
-    q, k, v, state = caches_of(args, ATTENTION, Column(1, 2))[1:]
+    q, k, v, state = caches_of(args, ATTENTION, ParallelRank(1, 2))[1:]
     assert [(cache.heads, cache.own_heads, cache.row_bytes) for cache in (q, k, v, state)] == [
         (4, 2, 6),
         (4, 2, 6),
@@ -134,7 +143,7 @@ def test_a_convolution_with_its_steps_outermost_has_them_as_planes() -> None:
     conv = torch.arange(5 * 3 * 8, dtype=torch.int16).reshape(5, 3, 8)
     cuts = {"layer_ids": [0], "dim_per_tensor": [8], "slice_outer_counts": [3], "conv_shard_groups": [[4, 4, 8]]}
     args = with_states(told(attention() + attention()), "mamba", [conv], **cuts)
-    caches = caches_of(args, ATTENTION, Column(0, 2))[1:]
+    caches = caches_of(args, ATTENTION, ParallelRank(0, 2))[1:]
     for cache, channels in zip(caches, (slice(0, 2), slice(2, 4), slice(4, 8)), strict=True):
         pool = pool_of(cache, cache.component(1), PAGE, torch.device("cpu"))
         for step in range(3):
@@ -151,7 +160,7 @@ def test_a_convolution_of_unknown_groups_is_cut_by_rank_and_a_replicated_state_n
         "conv_shard_groups": [None, None, None],
     }
     args = with_states(told(attention() + attention()), "mamba", [conv, own, shared], **cuts)
-    found = [(cache.name, cache.heads, cache.own_heads) for cache in caches_of(args, ATTENTION, Column(1, 2))[1:]]
+    found = [(cache.name, cache.heads, cache.own_heads) for cache in caches_of(args, ATTENTION, ParallelRank(1, 2))[1:]]
     assert found == [("state 0, one of 2 ranks", 2, 1), ("state 1.0", 8, 4), ("state 2", 1, 1)]
 
 
@@ -159,7 +168,7 @@ def test_a_convolution_of_unknown_groups_is_cut_by_rank_and_a_replicated_state_n
 def test_whatever_the_length_a_windows_table_names_the_pages_that_sglang_tells(page_tokens: int, window: int) -> None:
     """For each length and prefix: the engine's own choice of pages; what the component wants lies in them."""
     width = (-(-window // page_tokens) + 1) * page_tokens
-    cache = Cache("window", (0,), 999, 1, 1, window=width, by=0)
+    cache = RankCache("window", (0,), 999, 1, 1, window=width, by=0)
     component = cache.component(1)
     for prefix in range(3):
         for tokens in range(prefix * page_tokens + 1, prefix * page_tokens + 2 * window + 2 * page_tokens):
@@ -175,7 +184,7 @@ def test_whatever_the_length_a_windows_table_names_the_pages_that_sglang_tells(p
 
 
 def test_a_state_has_a_page_table_of_its_own_and_index_keys_skip_the_prefix() -> None:
-    state, keys = Cache("s", (0,), 9, 1, 1, states=1, by=1), Cache("i", (0,), 9, 1, 1, by=0)
+    state, keys = RankCache("s", (0,), 9, 1, 1, states=1, by=1), RankCache("i", (0,), 9, 1, 1, by=0)
     pages, told_of = np.array([7, 8]), [np.array([5, 6], np.int32), [np.array(3)]]
     assert page_table(state, 1, pages, told_of, PAGE).tolist() == [3]
     assert page_table(keys, 1, pages, told_of, PAGE).tolist() == [5, 5, 6]
@@ -184,21 +193,21 @@ def test_a_state_has_a_page_table_of_its_own_and_index_keys_skip_the_prefix() ->
 @pytest.mark.parametrize(
     ("cache", "own"),
     [
-        (Cache("kv", (0,), 9, 1, 1, by=0), [1, 2, 3, 4]),
-        (Cache("state", (0,), 9, 1, 1, states=1, by=0), []),
-        (Cache("state", (0,), 9, 1, 1, states=1, by=0), [1, 2]),
-        (Cache("window", (0,), 9, 1, 1, window=2 * PAGE, by=0), [1, 2, 3]),
+        (RankCache("kv", (0,), 9, 1, 1, by=0), [1, 2, 3, 4]),
+        (RankCache("state", (0,), 9, 1, 1, states=1, by=0), []),
+        (RankCache("state", (0,), 9, 1, 1, states=1, by=0), [1, 2]),
+        (RankCache("window", (0,), 9, 1, 1, window=2 * PAGE, by=0), [1, 2, 3]),
     ],
     ids=str,
 )
-def test_indices_that_cannot_be_of_the_request_are_refused(cache: Cache, own: list[int]) -> None:
+def test_indices_that_cannot_be_of_the_request_are_refused(cache: RankCache, own: list[int]) -> None:
     with pytest.raises(PlanError, match=f"{len(own)} indices of '{cache.name}'"):
         page_table(cache, 0, np.arange(3), [np.array(own)], PAGE)
 
 
 def test_pages_that_are_no_whole_rows_are_refused() -> None:
     with pytest.raises(EngineUnsupported, match="60 bytes are not 4 tokens x 2 heads"):
-        caches_of(told([torch.zeros(8, 3, 5, dtype=torch.uint8)] * 2), Whole(2, 2), Column(0, 1))
+        caches_of(told([torch.zeros(8, 3, 5, dtype=torch.uint8)] * 2), CacheTotals(2, 2), ParallelRank(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -221,9 +230,9 @@ def test_what_is_not_transferred_is_named(changed: dict[str, Any], context: dict
 
 def test_layers_of_different_sizes_and_windows_of_unknown_size_are_refused() -> None:
     with pytest.raises(EngineUnsupported, match=r"\[64, 128\] bytes"):
-        caches_of(told([*attention(layers=1), *attention(DIM // 2, 1)]), Whole(1, HEADS), Column(0, 1))
+        caches_of(told([*attention(layers=1), *attention(DIM // 2, 1)]), CacheTotals(1, HEADS), ParallelRank(0, 1))
     with pytest.raises(EngineUnsupported, match="size of its sliding window"):
-        caches_of(with_states(told(attention() + attention()), "swa", attention()), ATTENTION, Column(0, 2))
+        caches_of(with_states(told(attention() + attention()), "swa", attention()), ATTENTION, ParallelRank(0, 2))
 
 
 def test_stages_add_up_to_the_model_if_they_hold_what_a_fleet_says() -> None:
@@ -244,7 +253,7 @@ def test_rows_beside_the_cache_travel_as_one_payload() -> None:
     buffers = [torch.arange(40, dtype=torch.uint8).reshape(5, 8), torch.arange(10.0).reshape(5, 2)]
     others = [torch.zeros_like(buffer) for buffer in buffers]
     ours, theirs = (
-        Rows(SimpleNamespace(aux_data_ptrs=[b.data_ptr() for b in of], aux_item_lens=[b[0].nbytes for b in of]))
+        AuxRows(SimpleNamespace(aux_data_ptrs=[b.data_ptr() for b in of], aux_item_lens=[b[0].nbytes for b in of]))
         for of in (buffers, others)
     )
     theirs.put(1, ours.take(3))
@@ -255,9 +264,17 @@ def test_rows_beside_the_cache_travel_as_one_payload() -> None:
         theirs.put(0, b"abc")
 
 
-@pytest.mark.parametrize("message", [pd_wire.Call(b"c", ("h", 1), "k"), pd_wire.Asked(1 << 62, "r", 2, 64)], ids=repr)
+@pytest.mark.parametrize(
+    "message", [pd_wire.Call(b"c", ("h", 1), "k"), pd_wire.PagesReady(1 << 62, "r", 2, 64)], ids=repr
+)
 def test_messages_come_back_as_they_were(message: pd_wire.Message) -> None:
     assert pd_wire.read(pd_wire.frames(message)) == message
+
+
+def test_messages_have_the_tags_that_other_releases_know() -> None:
+    messages = pd_wire.Call(b"c", ("h", 1), "k"), pd_wire.Answer("k", "p"), pd_wire.PagesReady(1, "r", 2, 64)
+    tags = [msgspec.msgpack.decode(pd_wire.frames(message)[1])["type"] for message in messages]
+    assert tags == ["Call", "Answer", "Asked"]
 
 
 @pytest.mark.parametrize(
@@ -300,21 +317,21 @@ class Stub:
 PACE = Pace(share=0.5, shortest_s=0.001, open_s=0.125, idle_s=4.0)
 
 
-def hauled(stub: Any, now: list[float]) -> tuple[Haul, list[tuple[int, str | None]]]:
+def driven(stub: Any, now: list[float]) -> tuple[TransferDriver, list[tuple[int, str | None]]]:
     over: list[tuple[int, str | None]] = []
-    return Haul(stub, lambda room, reason, _: over.append((room, reason)), PACE, lambda: now[0]), over
+    return TransferDriver(stub, lambda room, reason, _: over.append((room, reason)), PACE, lambda: now[0]), over
 
 
 def test_a_request_is_asked_for_once_its_engine_is_known_and_connected() -> None:
     stub, now, engine = Stub(), [0.0], [None, "p", "p"]
-    haul, over = hauled(stub, now)
-    haul.receive(7, Wanted(lambda: engine.pop(0), range(8), [torch.arange(2).numpy()], 0, 10.0))
-    haul.turn()
+    driver, over = driven(stub, now)
+    driver.receive(7, Wanted(lambda: engine.pop(0), range(8), [torch.arange(2).numpy()], 0, 10.0))
+    driver.turn()
     stub.error = PeerUnknown("rank 1 of p is not connected")
-    haul.turn()
+    driver.turn()
     stub.error = None
-    haul.turn()
-    assert (stub.said, over, haul.has(7)) == (["receive 7 of p"], [], True)
+    driver.turn()
+    assert (stub.said, over, driver.has(7)) == (["receive 7 of p"], [], True)
 
 
 @pytest.mark.parametrize(
@@ -330,57 +347,57 @@ def test_a_request_that_cannot_be_asked_for_ends_with_the_reason(
     engine: str | None, error: Exception | None, reason: str
 ) -> None:
     stub, now = Stub(), [0.0]
-    haul, over = hauled(stub, now)
+    driver, over = driven(stub, now)
     stub.error = error
-    haul.receive(7, Wanted(lambda: engine, range(8), [torch.arange(2).numpy()], 0, 10.0))
-    haul.turn()
+    driver.receive(7, Wanted(lambda: engine, range(8), [torch.arange(2).numpy()], 0, 10.0))
+    driver.turn()
     now[0] = 11.0
-    haul.turn()
+    driver.turn()
     assert over == [(7, reason)]
-    assert not haul.has(7)
+    assert not driver.has(7)
 
 
 def test_pages_are_not_given_back_while_they_may_still_be_written() -> None:
     stub, now = Stub(), [0.0]
-    haul, over = hauled(stub, now)
-    haul.receive(7, Wanted(lambda: "p", range(8), [torch.arange(2).numpy()], 0, 10.0))
-    haul.turn()
-    haul.abort(7, "enough")
+    driver, over = driven(stub, now)
+    driver.receive(7, Wanted(lambda: "p", range(8), [torch.arange(2).numpy()], 0, 10.0))
+    driver.turn()
+    driver.abort(7, "enough")
     stub.transfer.ended = stub.transfer.held = True
     stub.transfer.result = SimpleNamespace(reason="enough", aux={})
-    haul.turn()
-    assert (over, haul.has(7)) == ([], True)
+    driver.turn()
+    assert (over, driver.has(7)) == ([], True)
     stub.transfer.held = False
-    haul.turn()
-    assert (over, haul.has(7)) == ([(7, "enough")], False)
+    driver.turn()
+    assert (over, driver.has(7)) == ([(7, "enough")], False)
 
 
 def test_a_request_that_was_not_begun_is_refused_to_whoever_asks() -> None:
     stub = Stub()
-    haul, over = hauled(stub, [0.0])
-    haul.abort(9, "no")
+    driver, over = driven(stub, [0.0])
+    driver.abort(9, "no")
     assert (stub.said, over) == (["refuse 9: no"], [])
 
 
 def test_the_thread_of_a_haul_sleeps_as_the_pace_says_since_anything_happened_or_was_called() -> None:
     stub, now, rung = Stub(), [0.0], []
-    haul, _ = hauled(stub, now)
-    haul.wake = lambda: rung.append(now[0])
+    driver, _ = driven(stub, now)
+    driver.wake = lambda: rung.append(now[0])
     now[0] = 0.5
-    assert haul.turn() == 0.25  # half of the time since nothing happened
+    assert driver.turn() == 0.25  # half of the time since nothing happened
     now[0] = 9.0
-    assert haul.turn() == PACE.idle_s
+    assert driver.turn() == PACE.idle_s
     stub.moves = True
-    assert haul.turn() == 0.0
+    assert driver.turn() == 0.0
     stub.moves, now[0] = False, 18.0
-    haul.receive(7, Wanted(lambda: None, range(8), [torch.arange(2).numpy()], 0, 100.0))
-    assert haul.turn() == PACE.shortest_s
+    driver.receive(7, Wanted(lambda: None, range(8), [torch.arange(2).numpy()], 0, 100.0))
+    assert driver.turn() == PACE.shortest_s
     now[0] = 27.0
-    assert haul.turn() == PACE.open_s
-    for at, call in enumerate([lambda: haul.abort(7, "enough"), lambda: haul.connect(b"card")], 28):
+    assert driver.turn() == PACE.open_s
+    for at, call in enumerate([lambda: driver.abort(7, "enough"), lambda: driver.connect(b"card")], 28):
         now[0] = float(at)
         call()
-        assert haul.turn() == PACE.shortest_s
+        assert driver.turn() == PACE.shortest_s
     assert rung == [18.0, 28.0, 29.0]
 
 
@@ -439,7 +456,9 @@ def test_a_room_that_comes_again_is_waited_for_whoever_hears_of_it_first(before:
     """Rooms are the router's numbers. Decode asks while the prefill of the second request has not begun."""
     pair, over = Pair.of(), list[tuple[str, int, str | None]]()
     src, dst = (
-        Haul(engine.movers[0], lambda room, reason, _, name=engine.name: over.append((name, room, reason)), PACE)
+        TransferDriver(
+            engine.movers[0], lambda room, reason, _, name=engine.name: over.append((name, room, reason)), PACE
+        )
         for engine in (pair.src, pair.dst)
     )
 
@@ -487,7 +506,7 @@ def test_keys_and_values_are_two_planes_of_a_layer() -> None:
     (strand,) = strands_of(of, 0, False)
     assert strand.buffers == (0, 3, 1, 4, 2, 5)
     assert [strand.own(range(1, 3)), strand.own(range(3))] == [[range(1, 3)], [range(3)]]
-    part = part_of(strand.rows, Seat(0, 1), Model(), PAGE)
+    part = part_of(strand.rows, ParallelRank(0, 1), ModelFacts(), PAGE)
     assert strand.spec(part.component).allocation_bytes == buffers[0].nbytes
     assert part.nbytes == sum(buffer[:PAGE].nbytes for buffer in buffers)
 

@@ -275,7 +275,7 @@ def _die_once_blocks_landed(a: Engine, b: Engine) -> None:
 
 def _address(engine: Engine) -> dict[str, Any]:
     """What a proxy that starts both halves at once has to know of a prefill engine."""
-    home = engine.scheduler.get_kv_connector()._planner.home
+    home = engine.scheduler.get_kv_connector()._scheduler.home
     return {"remote_engine_id": home.engine, "remote_host": home.host, "remote_port": home.port}
 
 
@@ -337,7 +337,7 @@ def test_kvmover_speaks_in_vllms_log_and_says_why_a_prefill_was_not_fetched(engi
         [
             ("INFO", "connector.py", "serves 40 blocks of full_attention"),
             ("WARNING", "worker.py", "p-1 was not sent: deadline passed before every destination asked"),
-            ("WARNING", "planner.py", "kv_transfer_params of p-2 have no remote_engine_id"),
+            ("WARNING", "scheduler.py", "kv_transfer_params of p-2 have no remote_engine_id"),
         ],
         strict=True,
     ):

@@ -27,7 +27,7 @@ def stop(rank: Rank, number: int) -> None:
 
 engine = Engine(Shape(batch_tokens=64), Path(sys.argv[1]))
 engine.before_layer = stop
-home = engine.scheduler.get_kv_connector()._planner.home
+home = engine.scheduler.get_kv_connector()._scheduler.home
 say(json.dumps({"remote_engine_id": home.engine, "remote_host": home.host, "remote_port": home.port}))
 prompt = json.loads(sys.stdin.readline())
 engine.ask("p-1", prompt, params={"do_remote_decode": True, "transfer_id": sys.argv[2]})

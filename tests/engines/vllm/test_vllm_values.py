@@ -12,69 +12,71 @@ import pytest
 import torch
 
 from kvmover.config import ConfigError
-from kvmover.engines.release import EngineUnsupported
-from kvmover.engines.vllm import cards
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.vllm import VLLM, handshake_server
 from kvmover.engines.vllm.backing import lies_in, pools_of
-from kvmover.engines.vllm.keeper import page_of, part_of
-from kvmover.engines.vllm.options import Options, parse
+from kvmover.engines.vllm.block_store import page_of, part_of
+from kvmover.engines.vllm.caches import CacheGroup, ComponentCache, LayerCache, ModelTotals, component_caches, number_of
+from kvmover.engines.vllm.options import ConnectorOptions, parse
 from kvmover.engines.vllm.params import Remote, Serve, answer, asked
-from kvmover.engines.vllm.sheet import Group, Seat, Sheaf, Sheet, Whole, number_of, sheaves
-from kvmover.engines.vllm.version import VLLM
 from kvmover.errors import TransportError
 from kvmover.layout import Span
 from kvmover.transport.base import Memory, MemoryKind
 
 LAYERS, BLOCKS, TOKENS, CONTENT = 4, 6, 8, 10
 NAMES = tuple(f"model.layers.{n}.self_attn.attn" for n in range(LAYERS))
-FULL = Group(NAMES, "full_attention", TOKENS)
+FULL = CacheGroup(NAMES, "full_attention", TOKENS)
 
 #: vLLM's layouts, as axes of [layer, block, head, token, content] from the outermost on.
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 
 
-def caches(layout: str, heads: int, layers: int = LAYERS, kernel: int = TOKENS) -> tuple[torch.Tensor, list[Sheet]]:
-    """The allocation, flat, and the sheets of its layers; blocks are split for the kernel."""
+def caches(
+    layout: str, heads: int, layers: int = LAYERS, kernel: int = TOKENS
+) -> tuple[torch.Tensor, list[LayerCache]]:
+    """The allocation, flat, and the caches of its layers; blocks are split for the kernel."""
     extents = {"L": layers, "B": BLOCKS * (TOKENS // kernel), "H": heads, "N": kernel, "C": CONTENT}
     whole = torch.zeros([extents[axis] for axis in layout], dtype=torch.int16)
     view = whole.permute([layout.index(axis) for axis in "LBHNC"])
-    sheets = [
-        Sheet(NAMES[n], view[n].data_ptr(), tuple(view[n].shape), tuple(view[n].stride()), "int16")
+    layer_caches = [
+        LayerCache(NAMES[n], view[n].data_ptr(), tuple(view[n].shape), tuple(view[n].stride()), "int16")
         for n in range(layers)
     ]
-    return whole.flatten(), sheets
+    return whole.flatten(), layer_caches
 
 
-def one(sheets: list[Sheet], heads: int, seat: Seat, layers: int = LAYERS) -> Sheaf:
-    (sheaf,) = sheaves([FULL], sheets, BLOCKS, Whole(heads, layers), seat)
-    return sheaf
+def one(layer_caches: list[LayerCache], heads: int, place: ParallelRank, layers: int = LAYERS) -> ComponentCache:
+    (component_cache,) = component_caches([FULL], layer_caches, BLOCKS, ModelTotals(heads, layers), place)
+    return component_cache
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_puts_a_row_where_vllm_has_it(layout: str) -> None:
-    whole, sheets = caches(layout, heads=2)
+    whole, layer_caches = caches(layout, heads=2)
     for number, value in enumerate(whole):
         value.fill_(number)
-    sheaf = one(sheets, 2, Seat(1, 1, 0))
-    (pool,) = pools_of([sheaf], whole.view(torch.uint8))
-    for layer, sheet in enumerate(sheets):
-        theirs = whole.as_strided(sheet.shape, sheet.stride, (sheet.address - whole.data_ptr()) // 2)
+    component_cache = one(layer_caches, 2, ParallelRank(0, 1))
+    (pool,) = pools_of([component_cache], whole.view(torch.uint8))
+    for layer, layer_cache in enumerate(layer_caches):
+        theirs = whole.as_strided(layer_cache.shape, layer_cache.stride, (layer_cache.address - whole.data_ptr()) // 2)
         assert torch.equal(pool.plane(layer, 0), theirs.transpose(1, 2))
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_blocks_that_a_kernel_splits_are_pages_of_its_own(layout: str) -> None:
-    _, sheets = caches(layout, heads=2, kernel=4)
-    sheaf = one(sheets, 2, Seat(1, 1, 0))
-    assert (sheaf.ratio, sheaf.spec.pages, sheaf.spec.page_tokens) == (2, 2 * BLOCKS, 4)
+    _, layer_caches = caches(layout, heads=2, kernel=4)
+    component_cache = one(layer_caches, 2, ParallelRank(0, 1))
+    assert (component_cache.ratio, component_cache.spec.pages, component_cache.spec.page_tokens) == (2, 2 * BLOCKS, 4)
 
 
 def test_split_blocks_are_whole_again_for_the_store_where_their_tokens_lie_evenly() -> None:
-    whole, sheets = caches("LBNHC", heads=2, kernel=4)
-    sheaf = one(sheets, 2, Seat(1, 1, 0))
-    spec = sheaf.blocks(BLOCKS)
+    whole, layer_caches = caches("LBNHC", heads=2, kernel=4)
+    component_cache = one(layer_caches, 2, ParallelRank(0, 1))
+    spec = component_cache.blocks(BLOCKS)
     assert (spec.pages, spec.page_tokens, spec.layout.elements) == (BLOCKS, TOKENS, whole.numel())
     with pytest.raises(EngineUnsupported, match="heads outermost.*--block-size 4"):
-        one(caches("LBHNC", heads=2, kernel=4)[1], 2, Seat(1, 1, 0)).blocks(BLOCKS)
+        one(caches("LBHNC", heads=2, kernel=4)[1], 2, ParallelRank(0, 1)).blocks(BLOCKS)
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(8, 1), (8, 2), (8, 8), (2, 4), (1, 8)])
@@ -82,46 +84,56 @@ def test_ranks_hold_the_heads_that_vllm_gives_them(heads: int, tp: int) -> None:
     """vLLM: `max(1, heads // tp)` on each rank, a head on neighbours where there are more ranks."""
     for rank in range(tp):
         held = max(1, heads // tp)
-        sheaf = one(caches("LBNHC", held)[1], heads, Seat(tp, 1, rank))
-        assert sheaf.spec.layout.extent_of("head") == held
-        part = part_of(sheaf, Seat(tp, 1, rank).fleet(TOKENS), rank)
+        component_cache = one(caches("LBNHC", held)[1], heads, ParallelRank.from_rank(rank, tp, 1))
+        assert component_cache.spec.layout.extent_of("head") == held
+        part = part_of(component_cache, ParallelRank.from_rank(rank, tp, 1).fleet(TOKENS), rank)
         assert part.box.heads == Span(rank * heads // tp, held)
 
 
 def test_a_latent_is_a_head_that_all_ranks_hold() -> None:
-    group = Group(NAMES, "mla_attention", TOKENS)
+    group = CacheGroup(NAMES, "mla_attention", TOKENS)
     for rank in range(4):
-        (sheaf,) = sheaves([group], caches("LBNHC", 1)[1], BLOCKS, Whole(8, LAYERS), Seat(4, 1, rank))
-        assert (sheaf.component.heads, sheaf.component.dim) == (1, CONTENT)
+        (component_cache,) = component_caches(
+            [group], caches("LBNHC", 1)[1], BLOCKS, ModelTotals(8, LAYERS), ParallelRank.from_rank(rank, 4, 1)
+        )
+        assert (component_cache.component.heads, component_cache.component.dim) == (1, CONTENT)
 
 
 def test_stages_hold_layers_of_the_whole_model() -> None:
-    sheets = caches("LBNHC", 2)[1]
-    group = Group(NAMES[2:], "full_attention", TOKENS)
-    (sheaf,) = sheaves([group], sheets[2:], BLOCKS, Whole(2, LAYERS), Seat(1, 2, 1))
-    assert (sheaf.component.layers, sheaf.spec.layout.extent_of("layer"), sheaf.layers) == (4, 2, NAMES[2:])
+    layer_caches = caches("LBNHC", 2)[1]
+    group = CacheGroup(NAMES[2:], "full_attention", TOKENS)
+    (component_cache,) = component_caches(
+        [group], layer_caches[2:], BLOCKS, ModelTotals(2, LAYERS), ParallelRank.from_rank(1, 1, 2)
+    )
+    assert (
+        component_cache.component.layers,
+        component_cache.spec.layout.extent_of("layer"),
+        component_cache.layers,
+    ) == (4, 2, NAMES[2:])
     with pytest.raises(EngineUnsupported, match=r"stage 0 of 2 holds layers \[2, 3\], not 0 to 1 of 4"):
-        sheaves([group], sheets[2:], BLOCKS, Whole(2, LAYERS), Seat(1, 2, 0))
+        component_caches([group], layer_caches[2:], BLOCKS, ModelTotals(2, LAYERS), ParallelRank.from_rank(0, 1, 2))
 
 
 def test_quantised_caches_of_different_kinds_are_different_components() -> None:
-    sheets = [Sheet(s.layer, s.address, s.shape, s.stride, "uint8") for s in caches("LBNHC", 2)[1]]
+    layer_caches = [LayerCache(s.layer, s.address, s.shape, s.stride, "uint8") for s in caches("LBNHC", 2)[1]]
     names = {
-        sheaves([FULL], sheets, BLOCKS, Whole(2, LAYERS, kv_dtype), Seat(1, 1, 0))[0].component.name
+        component_caches([FULL], layer_caches, BLOCKS, ModelTotals(2, LAYERS, kv_dtype), ParallelRank(0, 1))[
+            0
+        ].component.name
         for kv_dtype in ("fp8_e4m3", "fp8_e5m2")
     }
     assert len(names) == 2
-    wide = {one(caches("LBNHC", 2)[1], 2, Seat(1, 1, 0)).component.name}
+    wide = {one(caches("LBNHC", 2)[1], 2, ParallelRank(0, 1)).component.name}
     assert not names & wide
 
 
 def test_groups_are_components_and_a_window_keeps_what_the_next_token_sees() -> None:
-    sheets = caches("LBNHC", 2)[1]
+    layer_caches = caches("LBNHC", 2)[1]
     groups = [
-        Group(NAMES[::2], "full_attention", TOKENS),
-        Group(NAMES[1::2], "sliding_window", TOKENS, window=17),
+        CacheGroup(NAMES[::2], "full_attention", TOKENS),
+        CacheGroup(NAMES[1::2], "sliding_window", TOKENS, window=17),
     ]
-    full, sliding = sheaves(groups, sheets, BLOCKS, Whole(2, LAYERS), Seat(1, 1, 0))
+    full, sliding = component_caches(groups, layer_caches, BLOCKS, ModelTotals(2, LAYERS), ParallelRank(0, 1))
     assert (full.group, full.component.window, full.component.layers) == (0, None, 2)
     assert (sliding.group, sliding.component.window, sliding.layers) == (1, 16, NAMES[1::2])
 
@@ -129,37 +141,45 @@ def test_groups_are_components_and_a_window_keeps_what_the_next_token_sees() -> 
 def test_layers_of_other_shapes_in_a_group_are_components_of_their_own() -> None:
     """As the index keys of sparse attention beside its latents."""
     wide, narrow = caches("LBNHC", 1)[1], caches("LBHNC", 1)[1]
-    short = [Sheet(s.layer + ".k", s.address, (*s.shape[:3], 4), s.stride, s.dtype) for s in narrow]
-    group = Group((*NAMES, *(s.layer for s in short)), "mla_attention", TOKENS)
-    made = sheaves([group], [*wide, *short], BLOCKS, Whole(8, LAYERS), Seat(2, 1, 1))
-    assert [(sheaf.group, sheaf.component.dim) for sheaf in made] == [(0, CONTENT), (0, 4)]
+    short = [LayerCache(s.layer + ".k", s.address, (*s.shape[:3], 4), s.stride, s.dtype) for s in narrow]
+    group = CacheGroup((*NAMES, *(s.layer for s in short)), "mla_attention", TOKENS)
+    made = component_caches([group], [*wide, *short], BLOCKS, ModelTotals(8, LAYERS), ParallelRank.from_rank(1, 2, 1))
+    assert [(component_cache.group, component_cache.component.dim) for component_cache in made] == [
+        (0, CONTENT),
+        (0, 4),
+    ]
 
 
 def test_layers_that_lie_unevenly_have_an_allocation_each() -> None:
-    sheets = caches("LBNHC", 2)[1]
-    uneven = [sheets[0], sheets[1], sheets[3]]
-    group = Group(tuple(sheet.layer for sheet in uneven), "full_attention", TOKENS)
-    (sheaf,) = sheaves([group], uneven, BLOCKS, Whole(2, LAYERS), Seat(1, 1, 0))
-    assert sheaf.spec.separate == ("layer",)
-    assert sheaf.starts == tuple(sheet.address for sheet in uneven)
+    layer_caches = caches("LBNHC", 2)[1]
+    uneven = [layer_caches[0], layer_caches[1], layer_caches[3]]
+    group = CacheGroup(tuple(layer_cache.layer for layer_cache in uneven), "full_attention", TOKENS)
+    (component_cache,) = component_caches([group], uneven, BLOCKS, ModelTotals(2, LAYERS), ParallelRank(0, 1))
+    assert component_cache.spec.separate == ("layer",)
+    assert component_cache.starts == tuple(layer_cache.address for layer_cache in uneven)
 
 
 @pytest.mark.parametrize(
-    ("group", "sheets", "heads", "said"),
+    ("group", "layer_caches", "heads", "said"),
     [
-        (Group(NAMES, "mamba", TOKENS), caches("LBNHC", 2)[1], 2, "does not move caches of kind mamba"),
-        (Group((*NAMES, "model.layers.4"), "full_attention", TOKENS), caches("LBNHC", 2)[1], 2, "for model.layers.4"),
-        (Group(NAMES, "full_attention", 4 * TOKENS), caches("LBNHC", 2)[1], 2, "a row must be a token"),
+        (CacheGroup(NAMES, "mamba", TOKENS), caches("LBNHC", 2)[1], 2, "does not move caches of kind mamba"),
+        (
+            CacheGroup((*NAMES, "model.layers.4"), "full_attention", TOKENS),
+            caches("LBNHC", 2)[1],
+            2,
+            "for model.layers.4",
+        ),
+        (CacheGroup(NAMES, "full_attention", 4 * TOKENS), caches("LBNHC", 2)[1], 2, "a row must be a token"),
         (FULL, caches("LBNHC", 2)[1], 4, "has 2 heads; of 4 this rank holds"),
         (FULL, caches("LBNHC", 2)[1][:2] + caches("LBHNC", 2)[1][2:], 2, "do not lie alike"),
     ],
     ids=["kind", "missing", "compressed", "heads", "strides"],
 )
 def test_caches_that_are_not_rows_of_tokens_are_refused(
-    group: Group, sheets: list[Sheet], heads: int, said: str
+    group: CacheGroup, layer_caches: list[LayerCache], heads: int, said: str
 ) -> None:
     with pytest.raises(EngineUnsupported, match=said):
-        sheaves([group], sheets, BLOCKS, Whole(heads, LAYERS), Seat(1, 1, 0))
+        component_caches([group], layer_caches, BLOCKS, ModelTotals(heads, LAYERS), ParallelRank(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +239,7 @@ def test_parameters_that_lack_something_say_what(key: str) -> None:
 
 
 def test_options_are_checked_by_name_and_range() -> None:
-    assert parse({"tenant": "t", "port": 0})[0] == Options(tenant="t")
+    assert parse({"tenant": "t", "port": 0})[0] == ConnectorOptions(tenant="t")
     for key, value in (("rooot", "/tmp"), ("port", -1), ("arena_bytes", 0), ("route", "scenic")):
         with pytest.raises(ConfigError, match=rf"vLLM connector: .*{key}|vLLM connector: .*{value}"):
             parse({key: value})
@@ -254,19 +274,19 @@ def test_hashes_of_any_length_name_pages() -> None:
     assert page_of(whole[:16]) != page_of(whole[:15])
 
 
-def test_cards_are_served_until_the_desk_closes() -> None:
-    desk = cards.Desk("127.0.0.1", 0)
+def test_cards_are_served_until_the_server_closes() -> None:
+    desk = handshake_server.HandshakeServer("127.0.0.1", 0)
     try:
         with pytest.raises(TransportError, match="HTTP 503"):
-            cards.call("127.0.0.1", desk.port)
+            handshake_server.call("127.0.0.1", desk.port)
         desk.lay_out("engine", [b"one", b"two"])
-        assert cards.call("127.0.0.1", desk.port) == ("engine", (b"one", b"two"))
+        assert handshake_server.call("127.0.0.1", desk.port) == ("engine", (b"one", b"two"))
         desk.lay_out("engine", [b"three"])
-        assert cards.call("127.0.0.1", desk.port)[1] == (b"three",)
+        assert handshake_server.call("127.0.0.1", desk.port)[1] == (b"three",)
     finally:
         desk.close()
     with pytest.raises(TransportError, match=f"no cards from 127.0.0.1:{desk.port}"):
-        cards.call("127.0.0.1", desk.port)
+        handshake_server.call("127.0.0.1", desk.port)
 
 
 def test_a_stranger_at_the_port_is_no_engine() -> None:
@@ -283,7 +303,7 @@ def test_a_stranger_at_the_port_is_no_engine() -> None:
         thread = Thread(target=talk)
         thread.start()
         with pytest.raises(TransportError, match=f"no cards from 127.0.0.1:{port}"):
-            cards.call("127.0.0.1", port)
+            handshake_server.call("127.0.0.1", port)
         thread.join()
 
 

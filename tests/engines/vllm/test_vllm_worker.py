@@ -10,13 +10,22 @@ from threading import Event
 import pytest
 import torch
 
+from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.vllm.backing import BackedTransport, pools_of
-from kvmover.engines.vllm.orders import Abort, Orders, Receive, Refuse, Release, Send, Tables
+from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals, component_caches
+from kvmover.engines.vllm.connector_metadata import (
+    AbortSpec,
+    KvmoverConnectorMetadata,
+    ReceiveSpec,
+    RefuseSpec,
+    ReleaseSpec,
+    SendSpec,
+    Tables,
+)
 from kvmover.engines.vllm.params import Remote
-from kvmover.engines.vllm.sheet import Group, Seat, Sheet, Whole, sheaves
 from kvmover.engines.vllm.tally import RankEnding
-from kvmover.engines.vllm.traffic import Traffic
-from kvmover.engines.vllm.worker import Ended, Worker, unbegun
+from kvmover.engines.vllm.transfers import RequestTransfers
+from kvmover.engines.vllm.worker import ConnectorWorker, Ended, unbegun
 from kvmover.errors import TransportError
 from kvmover.plan.cost import RDMA
 from kvmover.transfer import Model, Mover, MoverConfig, Place, Progress
@@ -57,18 +66,18 @@ class Mark:
 class Engine:
     """A rank: `cache` [layer, block, head, token, content], `marks` that were recorded, what was `told`, once each."""
 
-    worker: Worker
+    worker: ConnectorWorker
     cache: torch.Tensor
     marks: list[Mark]
     told: Ended = field(default_factory=Ended)
 
-    def step(self, orders: Orders | None = None) -> None:
-        orders = orders or Orders()
-        self.worker.before(orders)
-        self.worker.begin(orders)
+    def step(self, metadata: KvmoverConnectorMetadata | None = None) -> None:
+        metadata = metadata or KvmoverConnectorMetadata()
+        self.worker.before(metadata)
+        self.worker.begin(metadata)
         for layer in NAMES:
             self.worker.computed(layer)
-        self.worker.end(orders)
+        self.worker.end(metadata)
         ended = self.worker.ended()
         for name in ("sent", "received", "failed", "blocks"):
             before, new = getattr(self.told, name), getattr(ended, name)
@@ -107,17 +116,19 @@ def make() -> Iterator[Callable[..., Engine]]:
     def build(name: str, layer_wise: int = 0, verb: Verb = Verb.PULL, chunk_bytes: int = 1 << 16) -> Engine:
         cache = torch.full((LAYERS, BLOCKS, HEADS, TOKENS, CONTENT), POISON, dtype=torch.uint8)
         strides = cache.stride()[1:]
-        sheets = [
-            Sheet(layer, cache[n].data_ptr(), (BLOCKS, HEADS, TOKENS, CONTENT), strides, "uint8")
+        layer_caches = [
+            LayerCache(layer, cache[n].data_ptr(), (BLOCKS, HEADS, TOKENS, CONTENT), strides, "uint8")
             for n, layer in enumerate(NAMES)
         ]
-        seat = Seat(1, 1, 0)
-        made_of = sheaves([Group(NAMES, "full_attention", TOKENS)], sheets, BLOCKS, Whole(HEADS, LAYERS), seat)
+        place = ParallelRank(0, 1)
+        made_of = component_caches(
+            [CacheGroup(NAMES, "full_attention", TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS, LAYERS), place
+        )
         backing = cache.view(torch.uint8).flatten()
         mover = Mover(
             BackedTransport(name, backing),
-            Model("test", tuple(sheaf.component for sheaf in made_of)),
-            Place(name, seat.fleet(TOKENS), 0),
+            Model("test", tuple(component_cache.component for component_cache in made_of)),
+            Place(name, place.fleet(TOKENS), 0),
             pools_of(made_of, backing),
             MoverConfig(
                 arena_bytes=1 << 20,
@@ -135,7 +146,7 @@ def make() -> Iterator[Callable[..., Engine]]:
             marks.append(Mark())
             return marks[-1]
 
-        worker = Worker(made_of, Traffic(Progress(mover), call), None, mark, NAMES, 0, layer_wise)
+        worker = ConnectorWorker(made_of, RequestTransfers(Progress(mover), call), None, mark, NAMES, 0, layer_wise)
         made.append(Engine(worker, cache, marks))
         cards[len(made)] = (name, [mover.card])
         return made[-1]
@@ -149,8 +160,8 @@ def make() -> Iterator[Callable[..., Engine]]:
 REMOTE = Remote("src", "p-1", "here", 1)
 SRC: Tables = ([3, 1, 4],)
 DST: Tables = ([7, 2, 9],)
-SEND = Send("p", "p-1", SRC, None)
-RECEIVE = Receive("d", REMOTE, 0, 20, DST)
+SEND = SendSpec("p", "p-1", SRC, None)
+RECEIVE = ReceiveSpec("d", REMOTE, 0, 20, DST)
 
 
 def filled(engine: Engine) -> Engine:
@@ -169,9 +180,9 @@ def assert_landed(src: Engine, dst: Engine) -> None:
 @pytest.mark.parametrize("verb", list(Verb))
 def test_a_request_lands_and_both_sides_hear_of_it_once(make: Callable[..., Engine], verb: Verb) -> None:
     src, dst = filled(make("src")), make("dst", verb=verb)
-    src.step(Orders(sends=[SEND], delayed={"p"}))
+    src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
     assert src.told == Ended()
-    dst.step(Orders(receives=[RECEIVE]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     assert dst.take() == Ended(received={"d"})
     assert_landed(src, dst)
     src.until(lambda: src.told == Ended(sent={"p"}))
@@ -189,9 +200,9 @@ def test_a_request_lands_and_both_sides_hear_of_it_once(make: Callable[..., Engi
 
 def test_layers_are_fetched_when_the_forward_pass_has_passed_them(make: Callable[..., Engine]) -> None:
     src, dst = filled(make("src", layer_wise=1)), make("dst", layer_wise=1)
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)]))
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 0)]))
     assert len(src.marks) == LAYERS
-    dst.step(Orders(receives=[RECEIVE]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     src.marks[1].passed = True
     dst.until(lambda: torch.equal(dst.cache[:2, 9, :, :4], src.cache[:2, 4, :, :4]))
     assert (dst.cache[2:] == POISON).all()
@@ -204,9 +215,9 @@ def test_layers_are_fetched_when_the_forward_pass_has_passed_them(make: Callable
 def test_chunks_of_a_prompt_are_fetched_while_the_last_is_computed(make: Callable[..., Engine]) -> None:
     """A block is a chunk of the transfer here; the first was computed in the step before."""
     src, dst = filled(make("src")), make("dst", chunk_bytes=LAYERS * HEADS * TOKENS * CONTENT)
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 8)]))
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 8)]))
     before, last = src.marks
-    dst.step(Orders(receives=[RECEIVE]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     before.passed = True
     dst.until(lambda: torch.equal(dst.cache[:, 7], src.cache[:, 3]))
     src.cache[:, [1, 4]] = torch.randint(0, 256, src.cache[:, [1, 4]].shape, dtype=torch.uint8)
@@ -217,8 +228,8 @@ def test_chunks_of_a_prompt_are_fetched_while_the_last_is_computed(make: Callabl
 
 def test_a_release_serves_the_request_and_is_told_to_nobody(make: Callable[..., Engine]) -> None:
     src, dst = filled(make("src")), make("dst")
-    src.step(Orders(sends=[SEND], delayed={"p"}))
-    dst.step(Orders(releases=[Release(REMOTE, 20)]))
+    src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    dst.step(KvmoverConnectorMetadata(releases=[ReleaseSpec(REMOTE, 20)]))
     src.until(lambda: src.told == Ended(sent={"p"}))
     dst.step()
     assert dst.told == Ended()
@@ -228,7 +239,7 @@ def test_a_release_serves_the_request_and_is_told_to_nobody(make: Callable[..., 
 
 def test_an_engine_that_nobody_finds_fails_the_blocks_that_were_asked_for(make: Callable[..., Engine]) -> None:
     dst = make("dst")
-    dst.step(Orders(receives=[Receive("d", Remote("gone", "p-1", "nowhere", 99), 8, 20, DST)]))
+    dst.step(KvmoverConnectorMetadata(receives=[ReceiveSpec("d", Remote("gone", "p-1", "nowhere", 99), 8, 20, DST)]))
     assert dst.take() == Ended(received={"d"}, blocks={2, 9})
     assert dst.worker.take_endings() == [RankEnding("received", "d", False, 0)]
 
@@ -236,11 +247,16 @@ def test_an_engine_that_nobody_finds_fails_the_blocks_that_were_asked_for(make: 
 def test_requests_that_are_asked_for_at_once_meet_their_engine_once(make: Callable[..., Engine]) -> None:
     src, dst = filled(make("src")), make("dst")
     names = [f"r{n}" for n in range(4)]
-    src.step(Orders(sends=[Send(name, name, ([n],), None) for n, name in enumerate(names)], delayed=set(names)))
+    src.step(
+        KvmoverConnectorMetadata(
+            sends=[SendSpec(name, name, ([n],), None) for n, name in enumerate(names)], delayed=set(names)
+        )
+    )
     asked = [
-        Receive(name, Remote("src", name, "here", 1), 0, TOKENS, ([BLOCKS - 1 - n],)) for n, name in enumerate(names)
+        ReceiveSpec(name, Remote("src", name, "here", 1), 0, TOKENS, ([BLOCKS - 1 - n],))
+        for n, name in enumerate(names)
     ]
-    dst.step(Orders(receives=asked))
+    dst.step(KvmoverConnectorMetadata(receives=asked))
     dst.until(lambda: dst.told == Ended(received=set(names)))
     src.until(lambda: src.told == Ended(sent=set(names)))
     assert torch.equal(dst.cache[:, 8:].flip(1), src.cache[:, :4])
@@ -253,10 +269,12 @@ def test_an_engine_that_does_not_answer_keeps_no_other_waiting(make: Callable[..
     src, dst = filled(make("src")), make("dst")
     lost = [f"lost-{n}" for n in range(6)]
     gone = Remote("gone", "p-1", "nowhere", SILENT_PORT)
-    dst.step(Orders(receives=[Receive(name, gone, 0, TOKENS, ([n],)) for n, name in enumerate(lost)]))
+    dst.step(
+        KvmoverConnectorMetadata(receives=[ReceiveSpec(name, gone, 0, TOKENS, ([n],)) for n, name in enumerate(lost)])
+    )
     dst.until(lambda: SILENT_PORT in CALLS)
-    src.step(Orders(sends=[SEND], delayed={"p"}))
-    dst.step(Orders(receives=[replace(RECEIVE, tables=([7, 8, 9],))]))
+    src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    dst.step(KvmoverConnectorMetadata(receives=[replace(RECEIVE, tables=([7, 8, 9],))]))
     assert dst.take() == Ended(received={"d"})
     SILENT.set()
     dst.until(lambda: dst.told.received == set(lost))
@@ -265,12 +283,12 @@ def test_an_engine_that_does_not_answer_keeps_no_other_waiting(make: Callable[..
 
 
 def test_an_engine_that_is_there_later_is_called_again(make: Callable[..., Engine]) -> None:
-    dst, late = make("dst"), Receive("d", Remote("src", "p-1", "here", 2), 0, 20, DST)
-    dst.step(Orders(receives=[late]))
+    dst, late = make("dst"), ReceiveSpec("d", Remote("src", "p-1", "here", 2), 0, 20, DST)
+    dst.step(KvmoverConnectorMetadata(receives=[late]))
     assert dst.take().blocks == {7, 2, 9}
     src = filled(make("src"))
-    src.step(Orders(sends=[SEND], delayed={"p"}))
-    dst.step(Orders(receives=[late]))
+    src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    dst.step(KvmoverConnectorMetadata(receives=[late]))
     assert dst.take() == Ended(received={"d"})
     assert CALLS == [2, 2]
 
@@ -280,11 +298,13 @@ def test_a_rank_whose_mover_is_closed_fails_what_it_is_told_to_move(
 ) -> None:
     src, dst = make("src"), make("dst")
     for engine in (src, dst):
-        engine.worker.traffic.progress.close()
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 8)], delayed={"p"}, refusals=[Refuse("q", "no")]))
-    src.step(Orders(aborts=[Abort("p", "no")], preempted={"p"}))
+        engine.worker.transfers.progress.close()
+    src.step(
+        KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 8)], delayed={"p"}, refusals=[RefuseSpec("q", "no")])
+    )
+    src.step(KvmoverConnectorMetadata(aborts=[AbortSpec("p", "no")], preempted={"p"}))
     assert src.told == Ended(sent={"p"})
-    dst.step(Orders(receives=[RECEIVE]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     assert "q was not refused: the mover of src rank 0 is closed" in caplog.text
 
@@ -294,15 +314,15 @@ def test_another_engine_at_the_address_is_not_asked(
 ) -> None:
     filled(make("src"))
     dst = make("dst")
-    dst.step(Orders(receives=[Receive("d", Remote("another", "p-1", "here", 1), 0, 20, DST)]))
+    dst.step(KvmoverConnectorMetadata(receives=[ReceiveSpec("d", Remote("another", "p-1", "here", 1), 0, 20, DST)]))
     dst.take()
     assert "here:1 is engine src now, not another" in caplog.text
 
 
 def test_a_refusal_is_heard_with_its_reason(make: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
     src, dst = make("src"), make("dst")
-    src.step(Orders(refusals=[Refuse("p-1", "the prefill was aborted")]))
-    dst.step(Orders(receives=[RECEIVE]))
+    src.step(KvmoverConnectorMetadata(refusals=[RefuseSpec("p-1", "the prefill was aborted")]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     assert "the prefill was aborted" in caplog.text
 
@@ -310,9 +330,9 @@ def test_a_refusal_is_heard_with_its_reason(make: Callable[..., Engine], caplog:
 @pytest.mark.parametrize("name", ["d", "p"])
 def test_an_abort_of_either_side_ends_both(make: Callable[..., Engine], name: str) -> None:
     src, dst = filled(make("src")), make("dst")
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)], delayed={"p"}))
-    dst.step(Orders(receives=[RECEIVE]))
-    (src if name == "p" else dst).step(Orders(aborts=[Abort(name, "enough")]))
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 0)], delayed={"p"}))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
+    (src if name == "p" else dst).step(KvmoverConnectorMetadata(aborts=[AbortSpec(name, "enough")]))
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     src.until(lambda: src.told == Ended(sent={"p"}))
     assert (dst.cache == POISON).all()
@@ -320,11 +340,11 @@ def test_an_abort_of_either_side_ends_both(make: Callable[..., Engine], name: st
 
 def test_an_abort_before_the_source_was_found_is_told_to_it_when_it_is(make: Callable[..., Engine]) -> None:
     src, dst = filled(make("src")), make("dst")
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)], delayed={"p"}))
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 0)], delayed={"p"}))
     OPEN.clear()
     try:
-        dst.step(Orders(receives=[RECEIVE]))
-        dst.step(Orders(aborts=[Abort("d", "enough")]))
+        dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
+        dst.step(KvmoverConnectorMetadata(aborts=[AbortSpec("d", "enough")]))
         assert (dst.told, src.told) == (Ended(), Ended())
     finally:
         OPEN.set()
@@ -337,11 +357,11 @@ def test_an_answer_that_is_used_again_is_computed_at_once(
     make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     src, dst = filled(make("src")), make("dst")
-    src.step(Orders(sends=[SEND], delayed={"p"}))
-    dst.step(Orders(receives=[RECEIVE]))
+    src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     dst.take()
     src.until(lambda: src.told == Ended(sent={"p"}))
-    dst.step(Orders(receives=[RECEIVE]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     assert "it was served already" in caplog.text
 
@@ -350,13 +370,13 @@ def test_a_preempted_prefill_says_so_until_it_is_offered_again(
     make: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     src, dst = filled(make("src")), make("dst")
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)]))
-    src.step(Orders(aborts=[Abort("p", "the prefill was preempted")], preempted={"p"}))
-    dst.step(Orders(receives=[RECEIVE]))
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 0)]))
+    src.step(KvmoverConnectorMetadata(aborts=[AbortSpec("p", "the prefill was preempted")], preempted={"p"}))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     assert "the prefill was preempted" in caplog.text
-    src.step(Orders(sends=[SEND], delayed={"p"}))
-    dst.step(Orders(receives=[RECEIVE]))
+    src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     assert dst.take() == Ended(received={"d"})
     assert_landed(src, dst)
 
@@ -367,9 +387,9 @@ def said_of(caplog: pytest.LogCaptureFixture, request: str) -> list[tuple[str, s
 
 def test_a_send_that_fails_says_why_once(make: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
     src, dst = filled(make("src")), make("dst")
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)], delayed={"p"}))
-    dst.step(Orders(receives=[RECEIVE]))
-    dst.step(Orders(aborts=[Abort("d", "the client left")]))
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 0)], delayed={"p"}))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
+    dst.step(KvmoverConnectorMetadata(aborts=[AbortSpec("d", "the client left")]))
     src.until(lambda: src.told == Ended(sent={"p"}))
     src.step()
     assert said_of(caplog, "p") == [("WARNING", "p was not sent: the client left")]
@@ -380,10 +400,10 @@ def test_what_the_engine_gives_up_itself_is_no_warning(
 ) -> None:
     caplog.set_level("INFO")
     src, dst = filled(make("src")), make("dst")
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)], delayed={"p"}))
-    src.step(Orders(aborts=[Abort("p", "the client left")]))
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 0)], delayed={"p"}))
+    src.step(KvmoverConnectorMetadata(aborts=[AbortSpec("p", "the client left")]))
     src.until(lambda: src.told == Ended(sent={"p"}))
-    dst.step(Orders(receives=[RECEIVE]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     dst.take()
     assert said_of(caplog, "p") == [("INFO", "p was not sent: the client left")]
     assert said_of(caplog, "d") == [("WARNING", "d was not received: the client left")]
@@ -395,16 +415,16 @@ def test_where_the_mover_tells_of_transfers_the_worker_tells_of_those_that_never
     make("src")
     dst = make("dst")
     dst.worker.told = unbegun
-    dst.step(Orders(receives=[RECEIVE]))
-    dst.step(Orders(aborts=[Abort("d", "enough")]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
+    dst.step(KvmoverConnectorMetadata(aborts=[AbortSpec("d", "enough")]))
     dst.take()
     assert said_of(caplog, "d") == []
-    dst.step(Orders(receives=[Receive("d", Remote("gone", "p-1", "nowhere", 99), 8, 20, DST)]))
+    dst.step(KvmoverConnectorMetadata(receives=[ReceiveSpec("d", Remote("gone", "p-1", "nowhere", 99), 8, 20, DST)]))
     dst.take()
     assert said_of(caplog, "d") == [("WARNING", "d was not received: no cards from nowhere:99")]
 
 
-class Recorder(Traffic):
+class Recorder(RequestTransfers):
     """Traffic that goes nowhere: what was offered, and behind which gates."""
 
     def __init__(self) -> None:
@@ -418,39 +438,39 @@ class Recorder(Traffic):
 
 
 def test_gates_count_layers_of_the_whole_model_and_tokens_of_earlier_steps() -> None:
-    traffic = Recorder()
+    transfers = Recorder()
     names = tuple(f"layers.{n}" for n in range(8, 13))
-    worker = Worker((), traffic, None, Mark, names, first_layer=8, layer_wise=2)
-    sends = [Send("first", "a", (), 0), Send("last", "b", (), 48)]
-    orders = Orders(sends=sends)
-    worker.before(orders)
-    worker.begin(orders)
+    worker = ConnectorWorker((), transfers, None, Mark, names, first_layer=8, layer_wise=2)
+    sends = [SendSpec("first", "a", (), 0), SendSpec("last", "b", (), 48)]
+    metadata = KvmoverConnectorMetadata(sends=sends)
+    worker.before(metadata)
+    worker.begin(metadata)
     for layer in (*names, "draft.0"):
         worker.computed(layer)
-    worker.end(orders)
-    assert [(gate.layers, gate.tokens) for gate in traffic.gates["first"]] == [(10, ALL), (12, ALL), (ALL, ALL)]
-    assert [(gate.layers, gate.tokens) for gate in traffic.gates["last"]] == [
+    worker.end(metadata)
+    assert [(gate.layers, gate.tokens) for gate in transfers.gates["first"]] == [(10, ALL), (12, ALL), (ALL, ALL)]
+    assert [(gate.layers, gate.tokens) for gate in transfers.gates["last"]] == [
         (ALL, 48),
         (10, ALL),
         (12, ALL),
         (ALL, ALL),
     ]
-    worker.end(Orders())
-    assert len(traffic.gates["first"]) == 3
+    worker.end(KvmoverConnectorMetadata())
+    assert len(transfers.gates["first"]) == 3
 
 
 def test_pages_of_a_preempted_prefill_are_free_when_the_step_begins(make: Callable[..., Engine]) -> None:
     src, dst = filled(make("src")), make("dst")
-    src.step(Orders(sends=[Send("p", "p-1", SRC, 0)]))
-    dst.step(Orders(receives=[RECEIVE]))
-    preempted = Orders(aborts=[Abort("p", "the prefill was preempted")], preempted={"p"})
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 0)]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
+    preempted = KvmoverConnectorMetadata(aborts=[AbortSpec("p", "the prefill was preempted")], preempted={"p"})
     src.worker.before(preempted)
-    assert not src.worker.traffic.is_sending("p")
+    assert not src.worker.transfers.is_sending("p")
     src.cache.fill_(1)
     src.step(preempted)
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     assert (dst.cache == POISON).all()
-    filled(src).step(Orders(sends=[SEND], delayed={"p"}))
-    dst.step(Orders(receives=[Receive("d", REMOTE, 0, 20, DST)]))
+    filled(src).step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    dst.step(KvmoverConnectorMetadata(receives=[ReceiveSpec("d", REMOTE, 0, 20, DST)]))
     assert dst.take() == Ended(received={"d"})
     assert_landed(src, dst)

@@ -1,0 +1,1 @@
+"""What the adapters share: nothing in it is an engine's."""

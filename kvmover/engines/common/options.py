@@ -1,0 +1,43 @@
+"""What an operator says in an engine's own JSON: options of an adapter, and settings of kvmover as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvmover.config import ConfigError, Option, Settings, load
+
+#: Of both adapters: the settings of the page store, under their own names.
+STORE: Mapping[str, str] = {name: f"store.{name}" for name in ("root", "quota_bytes", "ttl_s", "upkeep_s", "flush_s")}
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ContentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What must be equal for KV to be shared. `model` and `weights` default to what the engine calls its own."""
+
+    model: str = ""
+    weights: str = ""
+    tenant: str = ""
+
+
+def read(
+    said: Mapping[str, Any], kind: type[T], keys: Mapping[str, str], where: str, defaults: Settings | None = None
+) -> tuple[T, Settings]:
+    """`said` as options of `kind`, and as settings: `keys` names the setting that an option stands for.
+
+    Such an option goes before the environment, and that before the file; one that is absent or null is as configured,
+    or else as in `defaults`. Raises ConfigError that names the option which is unknown or cannot be, and `where`.
+    """
+    try:
+        options = msgspec.convert({name: value for name, value in said.items() if name not in keys}, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    given = {
+        keys[name]: Option(value, f"{name} in {where}")
+        for name, value in said.items()
+        if name in keys and value is not None
+    }
+    return options, load(defaults=defaults, options=given).settings

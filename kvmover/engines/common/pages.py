@@ -1,0 +1,243 @@
+"""PoolBackend: pages between an engine's pool and the page store, from where they lie or through a packed copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvmover.engines.common.repack import Numbers, Repack
+from kvmover.errors import StoreError
+from kvmover.layout import Component, Fleet
+from kvmover.store import PageStore, PartView, elected, replicas
+from kvmover.store.files import DIRECT_BYTES
+from kvmover.transport.memory import memory_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvmover.kernels.region import Region
+
+#: Pages are packed in groups of about so many bytes, so that they are still in the cache when they are written.
+GROUP_BYTES = 8 << 20
+
+#: Whether a rank is the one that writes a page, of all that hold the same part of it.
+Election = Callable[[bytes], bool]
+
+
+def election(component: Component, fleet: Fleet, rank: int) -> Election | None:
+    """Who writes a page of which several ranks hold the same part; None where nobody else holds that of `rank`."""
+    return partial(elected, component, fleet, rank) if replicas(component, fleet, rank)[1] > 1 else None
+
+
+def of_all(answers: Sequence[Sequence[bool]]) -> list[bool]:
+    """For each page whether all of `answers`, which have one entry a page each, say so."""
+    return [all(of_page) for of_page in zip(*answers, strict=True)]
+
+
+def page_ids(tokens: Numbers, count: int, page_tokens: int) -> Numbers:
+    """Numbers of the pages that `tokens` are, `page_tokens` of each. Raises StoreError for anything but whole pages."""
+    pages = tokens.reshape(-1, page_tokens) if tokens.size == count * page_tokens else tokens.reshape(-1, 1)
+    whole = pages.shape == (count, page_tokens) and (pages == pages[:, :1] + np.arange(page_tokens)).all()
+    if not whole or (pages[:, 0] % page_tokens).any():
+        raise StoreError(
+            f"{tokens.size} indices for {count} pages of {page_tokens} tokens are not whole pages in order"
+        )
+    return pages[:, 0] // page_tokens
+
+
+class PoolBackend(Protocol):
+    """The pages of one pool. Every answer has one entry a page; a page that failed is False and nothing is raised."""
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    def exists(self, pages: Sequence[bytes]) -> list[bool]: ...
+
+    def put(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
+        """Store pages of the pool. `tokens`: the pool's indices of all their tokens, page by page."""
+        ...
+
+    def get(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
+        """Read pages into the pool. What lies at a page that is not True is undefined."""
+        ...
+
+    def put_flat(self, page: bytes, flat: torch.Tensor) -> bool:
+        """Store a page that the engine took out of the pool itself."""
+        ...
+
+    def get_flat(self, page: bytes, flat: torch.Tensor) -> bool: ...
+
+
+@dataclass(slots=True)
+class BounceBuffer:
+    """Memory that pages are packed in on their way, one group at a time: pinned where there is a GPU."""
+
+    memory: torch.Tensor
+    lock: Lock = field(default_factory=Lock)
+
+    @classmethod
+    def of(cls, page_bytes: int) -> BounceBuffer:
+        """Room for at least one page, from an address on that disks take directly."""
+        from kvmover.kernels.driver import pinned
+
+        nbytes = max(1, GROUP_BYTES // page_bytes) * page_bytes
+        whole = pinned(nbytes + DIRECT_BYTES)
+        return cls(whole[-whole.data_ptr() % DIRECT_BYTES :][:nbytes])
+
+    def addresses(self, count: int, page_bytes: int) -> list[int]:
+        first = self.memory.data_ptr()
+        return [first + number * page_bytes for number in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBackend:
+    """Pages that lie in the pool in an order of its own: copied into the order of objects and back.
+
+    `memory`: the pool's, flat, an allocation each. Pages that are stored already, or that another rank writes, are not
+    copied. Two bounces, because the engine reads and writes from a thread each. `move` returns when all is copied.
+    """
+
+    view: PartView
+    repack: Repack
+    memory: tuple[torch.Tensor, ...]
+    page_tokens: int
+    out: BounceBuffer
+    into: BounceBuffer
+    move: Callable[[Sequence[Region]], None]
+    writes: Election | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        return self.repack.page_bytes
+
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        return self.view.exists(pages)
+
+    def put(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
+        ids = page_ids(tokens, len(pages), self.page_tokens)
+        done = self.view.exists(pages)
+        if self.writes:
+            done = [found or not self.writes(page) for found, page in zip(done, pages, strict=True)]
+        todo = [number for number, is_done in enumerate(done) if not is_done]
+        with self.out.lock:
+            for group in _groups(todo, self.out.memory.numel() // self.page_bytes):
+                self.move([self.repack.pack(self.memory, ids[group], self.out.memory)])
+                results = self.view.put([pages[n] for n in group], self.out.addresses(len(group), self.page_bytes))
+                for number, result in zip(group, results, strict=True):
+                    done[number] = result.ok
+        return done
+
+    def get(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
+        ids = page_ids(tokens, len(pages), self.page_tokens)
+        done = [False] * len(pages)
+        with self.into.lock:
+            for group in _groups(range(len(pages)), self.into.memory.numel() // self.page_bytes):
+                results = self.view.get([pages[n] for n in group], self.into.addresses(len(group), self.page_bytes))
+                good = [number for number, result in enumerate(results) if result.ok]
+                targets = [group[number] for number in good]
+                self.move([self.repack.unpack(self.into.memory, np.array(good, np.int64), self.memory, ids[targets])])
+                for target in targets:
+                    done[target] = True
+        return done
+
+    def put_flat(self, page: bytes, flat: torch.Tensor) -> bool:
+        return self._alone(flat).put([page], np.arange(self.page_tokens))[0]
+
+    def get_flat(self, page: bytes, flat: torch.Tensor) -> bool:
+        return self._alone(flat).get([page], np.arange(self.page_tokens))[0]
+
+    def _alone(self, flat: torch.Tensor) -> PackedBackend:
+        """A page that the engine has taken out of the pool is a pool of one page."""
+        return replace(self, repack=self.repack.alone(), memory=(as_bytes(flat),))
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceBackend:
+    """Pages that are stored from where they lie, a run of the page through each of `views`.
+
+    `addresses`: of the pages that the engine's token indices name, [view][page], in registered memory.
+    """
+
+    store: PageStore
+    views: tuple[PartView, ...]
+    addresses: Callable[[Numbers, int], list[list[int]]]
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(view.part.nbytes for view in self.views)
+
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        return of_all([view.exists(pages) for view in self.views])
+
+    def put(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
+        return self._put(pages, self.addresses(tokens, len(pages)))
+
+    def get(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
+        return self._get(pages, self.addresses(tokens, len(pages)))
+
+    def put_flat(self, page: bytes, flat: torch.Tensor) -> bool:
+        scratch = as_bytes(flat).clone()
+        return self._flat(scratch, self._put, page)
+
+    def get_flat(self, page: bytes, flat: torch.Tensor) -> bool:
+        scratch = as_bytes(flat).clone()
+        ok = self._flat(scratch, self._get, page)
+        if ok:
+            as_bytes(flat).copy_(scratch)
+        return ok
+
+    def _put(self, pages: Sequence[bytes], addresses: list[list[int]]) -> list[bool]:
+        return of_all([[r.ok for r in view.put(pages, at)] for view, at in zip(self.views, addresses, strict=True)])
+
+    def _get(self, pages: Sequence[bytes], addresses: list[list[int]]) -> list[bool]:
+        return of_all([[r.ok for r in view.get(pages, at)] for view, at in zip(self.views, addresses, strict=True)])
+
+    def _flat(
+        self, scratch: torch.Tensor, move: Callable[[Sequence[bytes], list[list[int]]], list[bool]], page: bytes
+    ) -> bool:
+        """The runs of a page that stands by itself follow each other."""
+        starts = np.cumsum([0, *(view.part.nbytes for view in self.views)]) + scratch.data_ptr()
+        memory = memory_of(scratch)
+        self.store.register(memory)
+        try:
+            return move([page], [[start] for start in starts[:-1].tolist()])[0]
+        finally:
+            self.store.deregister(memory)
+
+
+class EmptyBackend:
+    """A pool that only numbers the pages of others (DeepSeek V4): it has no bytes, so none can be missing."""
+
+    page_bytes = 0
+
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        return [True] * len(pages)
+
+    def put(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
+        return [True] * len(pages)
+
+    get = put
+
+    def put_flat(self, page: bytes, flat: torch.Tensor) -> bool:
+        return True
+
+    get_flat = put_flat
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, flat."""
+    import torch
+
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _groups(numbers: Iterable[int], size: int) -> Iterable[list[int]]:
+    rest = iter(numbers)
+    while group := list(islice(rest, size)):
+        yield group

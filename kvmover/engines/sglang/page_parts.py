@@ -1,0 +1,78 @@
+"""What a rank of SGLang holds of every page, as kvmover's components and parts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.sglang.model import ModelFacts
+from kvmover.errors import LayoutError
+from kvmover.layout import Component, Span, Stripe
+from kvmover.store import PageBox, PagePart
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRows:
+    """The rows of a pool on one rank: `layers` of them from `first_layer`, `drafts` of which are a draft model's.
+
+    `kv`: 2 for attention, 1 where one row is both. `states`: 0 is a row a token, 1 a row a page. `shared`: all
+    tensor-parallel ranks hold the same rows.
+    """
+
+    name: str
+    layers: int
+    kv: int
+    heads: int
+    dim: int
+    dtype: str
+    first_layer: int = 0
+    drafts: int = 0
+    states: int = 0
+    shared: bool = False
+
+
+def part_of(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
+    """The whole-model component that `rows` belong to, and the box of a page that they are.
+
+    What nobody says of the whole model stays the rank's own: 1 head on each of 8 ranks may be 8 heads, or 4 held twice.
+    Then it is stored by rank, which is never wrong, and is shared by fleets of the same shape alone.
+
+    >>> rows = PoolRows("kv", layers=80, kv=2, heads=1, dim=128, dtype="bfloat16")
+    >>> part = part_of(rows, ParallelRank(tp=5, tp_size=8), ModelFacts(kv_heads=4), page_tokens=64)
+    >>> part.component.heads, part.box.heads.triple(), part.nbytes
+    (4, [2, 1, 1], 2621440)
+    """
+    total, heads = _heads(rows, place, model)
+    name = rows.name + (f", {rows.drafts} of a draft model" if rows.drafts else "")
+    if rows.dtype == "uint8" and model.kv_dtype:
+        name += f", {model.kv_dtype}"
+    layers, held = rows.layers, Span(0, rows.layers)
+    if place.pp_size > 1:
+        if model.layers is not None and not rows.drafts:
+            layers, held = model.layers, Span(rows.first_layer, rows.layers)
+        else:
+            name += f", stage {place.pp} of {place.pp_size} from layer {rows.first_layer}"
+    component = Component(name, layers, rows.kv, total, rows.dim, rows.dtype, states=rows.states)
+    tokens = component.extent(page_tokens)
+    return PagePart(component, PageBox(heads, held, Stripe(0, 1, tokens, tokens)))
+
+
+def _heads(rows: PoolRows, place: ParallelRank, model: ModelFacts) -> tuple[int, Span]:
+    if rows.shared or place.tp_size == 1:
+        return rows.heads, Span(0, rows.heads)
+    total = model.kv_heads if rows.heads == 1 and model.kv_heads else rows.heads * place.tp_size
+    heads = place.heads(total)
+    if heads.count != rows.heads:
+        raise LayoutError(
+            f"{rows.name} has {rows.heads} heads on rank {place.tp} of {place.tp_size}; of {total} heads that is"
+            f" {heads.count}"
+        )
+    return total, heads
+
+
+def native_part(name: str, nbytes: int, place: ParallelRank, shared: bool) -> PagePart:
+    """A run of a page that only ranks of the same shape understand: one row, whose component says whose it is."""
+    whose = [f"rank {place.tp} of {place.tp_size}"] * (not shared and place.tp_size > 1)
+    whose += [f"stage {place.pp} of {place.pp_size}"] * (place.pp_size > 1)
+    component = Component.state(", ".join([name, *whose]), 1, 1, nbytes, "uint8")
+    return PagePart.whole(component, 1)

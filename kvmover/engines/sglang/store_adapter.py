@@ -1,0 +1,176 @@
+"""StoreAdapter: a rank's store, opened when the page size is known, and one backend for each pool of the engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from kvmover.config.settings import StoreSettings
+from kvmover.engines.common.pages import (
+    BounceBuffer,
+    Election,
+    EmptyBackend,
+    InPlaceBackend,
+    PackedBackend,
+    PoolBackend,
+    as_bytes,
+    election,
+    page_ids,
+)
+from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common.repack import Numbers, Repack
+from kvmover.engines.common.upkeep import open_store
+from kvmover.engines.sglang import hostpool
+from kvmover.engines.sglang.model import ModelFacts
+from kvmover.engines.sglang.options import Objects, StoreOptions
+from kvmover.engines.sglang.page_parts import native_part, part_of
+from kvmover.layout import Component
+from kvmover.store import Namespace, PagePart, PageStore, PartView
+from kvmover.transport.base import Memory
+from kvmover.transport.memory import memory_of
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+#: The pool whose heads and layers the model's figures are of.
+MAIN = "kv"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRank:
+    """Who opens a store: a rank of an engine that serves `name`. `replicated`: every tensor-parallel rank holds the
+    same main pool, and the engine asks one of them alone to write it."""
+
+    name: str
+    model: ModelFacts
+    place: ParallelRank
+    replicated: bool
+
+
+@dataclass(slots=True)
+class StoreAdapter:
+    """A rank's door to its namespace. Pools belong to the engine, bounce memory and the store to this."""
+
+    options: StoreOptions
+    settings: StoreSettings
+    rank: ServedRank
+    page_tokens: int
+    store: PageStore = field(init=False)
+    space: Namespace = field(init=False)
+    registered: dict[Memory, torch.Tensor] = field(default_factory=dict["Memory", "torch.Tensor"])
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError without a root, StoreError for one that is not there or a store that cannot be opened."""
+        self.space = Namespace(self.rank.name, self.rank.model.weights, self.page_tokens, self.options.tenant)
+        self.store = open_store(self.settings, self.space)
+
+    def backend(self, pool: Any, name: str) -> PoolBackend:
+        """The backend of a host pool. Raises EngineUnsupported or LayoutError for one that cannot be stored."""
+        hostpool.refuse(pool, name)
+        if not pool.size_per_token:
+            return EmptyBackend()
+        tensor = hostpool.tensor_of(pool) if self.options.objects is Objects.SHARED else None
+        made = self._native(pool, name) if tensor is None else self._shared(pool, name, tensor)
+        log.info("host pool %s in %s: %s, %d bytes a page", name, pool.layout, type(made).__name__, made.page_bytes)
+        return made
+
+    def _shared(self, pool: Any, name: str, tensor: torch.Tensor) -> PoolBackend:
+        """A pool whose rows have a meaning to other ranks, layouts and fleets."""
+        buffer = hostpool.buffer_of(pool, tensor)
+        shared = self._shared_by_ranks(pool)
+        rows = hostpool.rows_of(pool, name, buffer, str(tensor.dtype).removeprefix("torch."), shared)
+        part = part_of(rows, self.rank.place, self._model_of(pool, name), self.page_tokens)
+        writes = None if shared else self.election(part.component)
+        view = self.view(part, writes)
+        spec = buffer.spec(part.component)
+        if spec.is_packed:
+            self.register([tensor])
+            stride, first = spec.stride_bytes("page"), tensor.data_ptr()
+            return InPlaceBackend(
+                self.store, (view,), lambda tokens, count: [_at(tokens, count, pool.page_size, first, stride)]
+            )
+        out, into = (BounceBuffer.of(part.nbytes) for _ in range(2))
+        self.register([out.memory, into.memory])
+        from kvmover.kernels import reference
+
+        return PackedBackend(
+            view, Repack.of(spec), (as_bytes(tensor),), pool.page_size, out, into, reference.move, writes
+        )
+
+    def _native(self, pool: Any, name: str) -> PoolBackend:
+        """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""
+        sizes = hostpool.native_runs(pool, name)
+        shared = self._shared_by_ranks(pool)
+        called = hostpool.own_name(pool, name, sizes)
+        if self.rank.model.kv_dtype:
+            called += f", {self.rank.model.kv_dtype}"
+        views = tuple(
+            self.view(native_part(f"{called}, run {run}", nbytes, self.rank.place, shared))
+            for run, nbytes in enumerate(sizes)
+        )
+        self.register(hostpool.memory_of_pool(pool))
+        return InPlaceBackend(self.store, views, partial(_runs, pool, len(sizes)))
+
+    def view(self, part: PagePart, writes: Election | None = None) -> PartView:
+        return self.store.view(self.space, part, writes)
+
+    def _model_of(self, pool: Any, name: str) -> ModelFacts:
+        """What is known of the model of which `pool` is a part: its figures are those of the main attention cache."""
+        if name != MAIN:
+            return replace(self.rank.model, kv_heads=None, layers=None)
+        return self.rank.model if hostpool.whole_layers(pool) else replace(self.rank.model, layers=None)
+
+    def _shared_by_ranks(self, pool: Any) -> bool:
+        return self.rank.replicated and not hostpool.is_split(pool)
+
+    def election(self, component: Component) -> Election | None:
+        """Who writes a page whose heads several ranks hold. None where nobody else does."""
+        return election(component, self.rank.place.fleet(self.page_tokens), self.rank.place.rank)
+
+    def register(self, tensors: list[torch.Tensor]) -> None:
+        """Kept as long as the store may touch it. Pools that share an allocation are registered once."""
+        for tensor in tensors:
+            memory = memory_of(tensor)
+            if memory not in self.registered:
+                self.store.register(memory)
+                self.registered[memory] = tensor
+
+
+@dataclass(slots=True)
+class Batches:
+    """Pages and GB/s of each batch in one direction, since they were last taken."""
+
+    pages: list[int] = field(default_factory=list[int])
+    gb_s: list[float] = field(default_factory=list[float])
+    _lock: Lock = field(default_factory=Lock)
+
+    def add(self, pages: int, nbytes: int, seconds: float) -> None:
+        """A batch. Nothing was moved where all pages were stored already, and no bandwidth is told then."""
+        with self._lock:
+            if pages:
+                self.pages.append(pages)
+                self.gb_s.append(nbytes / max(seconds, 1e-9) / 1e9)
+
+    def take(self) -> tuple[list[int], list[float]]:
+        with self._lock:
+            taken = self.pages, self.gb_s
+            self.pages, self.gb_s = [], []
+            return taken
+
+
+def _at(tokens: Numbers, count: int, page_tokens: int, first: int, stride: int) -> list[int]:
+    return (first + page_ids(tokens, count, page_tokens) * stride).tolist()
+
+
+def _runs(pool: Any, runs: int, tokens: Numbers, count: int) -> list[list[int]]:
+    """Where the engine says that the pages lie, run by run."""
+    import torch
+
+    page_ids(tokens, count, pool.page_size)
+    pointers = pool.get_page_buffer_meta(torch.tensor(tokens))[0]
+    return [pointers[run::runs] for run in range(runs)]

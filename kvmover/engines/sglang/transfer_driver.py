@@ -1,0 +1,186 @@
+"""TransferDriver: a mover that several threads may use; requests go by number, and it reports how each ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from socket import socketpair
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+from kvmover.errors import KvmoverError, PeerUnknown
+from kvmover.transfer.meter import Snapshot
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.pace import Pace
+from kvmover.transfer.result import Gate, Transfer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+#: Number of a request, why it failed or None, and the payloads that came with it by source rank.
+Ended = Callable[[int, str | None, dict[int, bytes]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request to fetch as soon as the engine it is asked of is known and connected.
+
+    `engine`: its name, or None while it has not said it. `positions` and `pages` as `Mover.receive` takes them.
+    """
+
+    engine: Callable[[], str | None]
+    positions: range
+    pages: Sequence[npt.NDArray[np.int64]]
+    aux_from: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class TransferDriver:
+    """Every call may come from any thread; `ended` is called by `turn`, once a request, when nothing is written any
+    more: with `held` memory not before it is the engine's again. `pace` says how long `turn` may be left alone, and
+    `wake` ends that sooner, because there is a call to act upon."""
+
+    mover: Mover
+    ended: Ended
+    pace: Pace = field(default_factory=Pace)
+    clock: Callable[[], float] = time.monotonic
+    wake: Callable[[], object] = lambda: None
+    _open: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
+    _wanted: dict[int, Wanted] = field(default_factory=dict[int, Wanted])
+    _lock: RLock = field(default_factory=RLock)
+    _busy: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._busy = self.clock()
+
+    def snapshot(self) -> Snapshot:
+        """What the mover did and has under way, between two turns."""
+        with self._lock:
+            return self.mover.snapshot()
+
+    def connect(self, card: bytes) -> None:
+        """Raises PeerRefused or TransportError."""
+        with self._lock:
+            self.mover.connect(card)
+            self._called()
+
+    def expect(self, room: int) -> None:
+        """A request of this number will be sent, whatever became of one before: who asks for it waits."""
+        with self._lock:
+            self.mover.reopen(str(room))
+
+    def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate] | None, aux: bytes) -> None:
+        with self._lock:
+            self._open[room] = self.mover.send(str(room), pages, gates, aux)
+            self._called()
+
+    def receive(self, room: int, wanted: Wanted) -> None:
+        with self._lock:
+            self._wanted[room] = wanted
+            self._called()
+
+    def abort(self, room: int, reason: str) -> None:
+        """The request ends with `reason`; one that was not begun is refused to whoever asks for it."""
+        with self._lock:
+            if self._wanted.pop(room, None):
+                self.ended(room, reason, {})
+            elif room in self._open:
+                self.mover.abort(self._open[room], reason)
+            else:
+                self.mover.refuse(str(room), reason)
+            self._called()
+
+    def has(self, room: int) -> bool:
+        """Whether the request's pages may still be read or written."""
+        with self._lock:
+            return room in self._open or room in self._wanted
+
+    def turn(self) -> float:
+        """Advance everything; seconds until the next turn, unless there is a call before."""
+        with self._lock:
+            moved = self.mover.poll()
+            for room, wanted in list(self._wanted.items()):
+                self._begin(room, wanted)
+            over = [(room, transfer) for room, transfer in self._open.items() if transfer.ended and not transfer.held]
+            for room, transfer in over:
+                del self._open[room]
+                assert transfer.result is not None
+                if transfer.result.reason is None:  # rooms are the router's: decode may hear of the next one first
+                    self.mover.reopen(str(room))
+                self.ended(room, transfer.result.reason, transfer.result.aux)
+            now = self.clock()
+            if moved or over:
+                self._busy = now
+                return 0.0
+            return self.pace.nap_s(now - self._busy, len(self._open) + len(self._wanted))
+
+    def close(self) -> None:
+        with self._lock:
+            self.mover.close()
+
+    def _called(self) -> None:
+        self._busy = self.clock()
+        self.wake()
+
+    def _begin(self, room: int, wanted: Wanted) -> None:
+        """Ask, unless the engine has not answered our call yet."""
+        engine, reason = wanted.engine(), ""
+        try:
+            if engine is not None:
+                self._open[room] = self.mover.receive(
+                    str(room), engine, wanted.positions, wanted.pages, [wanted.aux_from]
+                )
+                del self._wanted[room]
+                self._busy = self.clock()
+                return
+        except PeerUnknown as error:
+            reason = str(error)
+        except KvmoverError as error:
+            del self._wanted[room]
+            self.ended(room, str(error), {})
+            return
+        if self.clock() > wanted.deadline:
+            del self._wanted[room]
+            self.ended(room, reason or "the prefill engine has not answered", {})
+
+
+class Bell:
+    """What the thread that turns a TransferDriver sleeps on: SGLang's socket, and other threads' calls meanwhile.
+
+    `nap` is for one thread, `ring` for all others. The ZeroMQ socket is the engine's, and outlives this."""
+
+    def __init__(self, socket: Any) -> None:
+        zmq = import_module("zmq")
+        self._socket = socket
+        self._ear, self._hand = socketpair()
+        for end in (self._ear, self._hand):
+            end.setblocking(False)
+        self._poller: Any = zmq.Poller()
+        for source in (socket, self._ear):
+            self._poller.register(source, zmq.POLLIN)
+
+    def nap(self, seconds: float) -> bool:
+        """Sleep until there is a message or somebody has rung since the last nap, at most so long.
+
+        Whether there is a message. ZeroMQ counts in milliseconds: naps below one are not cut short.
+        """
+        whole_ms = int(seconds * 1000)
+        if not whole_ms:
+            time.sleep(seconds)
+        woken: dict[Any, int] = dict(self._poller.poll(whole_ms))
+        with suppress(OSError):  # nothing was rung
+            self._ear.recv(4096)
+        return self._socket in woken
+
+    def ring(self) -> None:
+        with suppress(OSError):  # it rings already, or nobody sleeps here any more
+            self._hand.send(b"!")
+
+    def close(self) -> None:
+        self._ear.close()
+        self._hand.close()

@@ -1,0 +1,226 @@
+"""A rank's blocks to and from the page store, a thread each way; and what stands there, for the scheduler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from kvmover.config.settings import StoreSettings
+from kvmover.engines.common.pages import BounceBuffer, PackedBackend, election, of_all
+from kvmover.engines.common.repack import Copies, Repack
+from kvmover.engines.common.store_worker import StoreWorker
+from kvmover.engines.common.upkeep import Upkeep, open_store
+from kvmover.engines.vllm.caches import ComponentCache
+from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
+from kvmover.errors import KvmoverError, StoreError
+from kvmover.layout import Fleet
+from kvmover.store import Namespace, PagePart, PageStore
+from kvmover.store.namespace import HASH_BYTES
+from kvmover.transport.memory import memory_of
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+
+class Event(Protocol):
+    """A CUDA event, or its like where everything computes at once."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+def page_of(block_hash: bytes) -> bytes:
+    """vLLM's hash of a block, and all before it, as a page's: 32 bytes whatever its algorithm."""
+    return block_hash if len(block_hash) == HASH_BYTES else sha256(block_hash).digest()
+
+
+def pages_of(hashes: Sequence[bytes]) -> list[bytes]:
+    return [page_of(block_hash) for block_hash in hashes]
+
+
+@dataclass(slots=True)
+class BlockStore:
+    """A rank's blocks of its one cache group, for one thread each way, and the store they are in."""
+
+    store: PageStore
+    out: tuple[PackedBackend, ...]
+    into: tuple[PackedBackend, ...]
+
+    @classmethod
+    def open(
+        cls,
+        settings: StoreSettings,
+        space: Namespace,
+        fleet: Fleet,
+        rank: int,
+        caches: Sequence[tuple[ComponentCache, torch.Tensor]],
+    ) -> BlockStore:
+        """`caches`: with the flat memory their starts lie in. Raises StoreError, or EngineUnsupported for a layout."""
+        store = open_store(settings, space)
+        whole_blocks = replace(fleet, page_tokens=space.page_tokens)
+
+        def backend(cache: ComponentCache, memory: torch.Tensor) -> PackedBackend:
+            """Bounce memory and a stream of its own."""
+            component, part = cache.component, part_of(cache, whole_blocks, rank)
+            bounce, spec = BounceBuffer.of(part.nbytes), cache.blocks(cache.spec.pages // cache.ratio)
+            store.register(memory_of(bounce.memory))
+            writes = election(component, whole_blocks, rank)
+            starts = [start - memory.data_ptr() for start in cache.starts]
+            return PackedBackend(
+                view=store.view(space, part, writes),
+                repack=Repack.of(spec),
+                memory=tuple(memory[start : start + spec.allocation_bytes] for start in starts),
+                page_tokens=1,
+                out=bounce,
+                into=bounce,
+                move=Copies.on(memory.device),
+                writes=writes,
+            )
+
+        out, into = (tuple(backend(cache, memory) for cache, memory in caches) for _ in range(2))
+        return cls(store, out, into)
+
+    def put(self, spec: SaveSpec) -> list[bool]:
+        pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
+        return of_all([backend.put(pages, ids) for backend in self.out])
+
+    def get(self, spec: LoadSpec) -> list[bool]:
+        pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
+        return of_all([backend.get(pages, ids) for backend in self.into])
+
+
+def part_of(cache: ComponentCache, fleet: Fleet, rank: int) -> PagePart:
+    """What a rank holds of every block; `fleet` has pages of a block."""
+    part = PagePart.of(cache.component, fleet.shard(cache.component, rank, fleet.page_tokens), fleet.page_tokens)
+    if part is None:
+        raise StoreError(f"rank {rank} of {fleet} holds nothing of {cache.component.name}")
+    return part
+
+
+@dataclass(slots=True)
+class OffloadWorker:
+    """Methods are for the engine's thread and wait for nothing but `settle`."""
+
+    blocks: BlockStore
+    settings: StoreSettings
+    clock: Callable[[], float] = time.monotonic
+    _counts: Counter[str] = field(default_factory=Counter[str])
+    _lock: Lock = field(default_factory=Lock)
+    _saving: Counter[str] = field(default_factory=Counter[str])
+    _loaded: list[tuple[LoadSpec, list[bool]]] = field(default_factory=list[tuple[LoadSpec, list[bool]]])
+    _stored: list[bytes] = field(default_factory=list[bytes])
+    _saver: StoreWorker[tuple[SaveSpec, Event]] = field(init=False)
+    _loader: StoreWorker[LoadSpec] = field(init=False)
+
+    def __post_init__(self) -> None:
+        upkeep = Upkeep(self.blocks.store, self.settings, self.clock)
+        self._saver = StoreWorker("kvmover-save", self._save, upkeep.come_by, self.settings.upkeep_s)
+        self._loader = StoreWorker("kvmover-load", self._load)
+
+    def save(self, spec: SaveSpec, ready: Event) -> None:
+        """Store blocks once `ready` has passed. They are read until the request is not `is_saving` any more."""
+        with self._lock:
+            self._saving[spec.request] += 1
+        self._saver.put((spec, ready))
+
+    def load(self, spec: LoadSpec) -> None:
+        self._loader.put(spec)
+
+    def is_saving(self, request: str) -> bool:
+        with self._lock:
+            return self._saving[request] > 0
+
+    def loaded(self) -> list[tuple[LoadSpec, list[bool]]]:
+        """Loads that have ended, each once, and which of their blocks are there."""
+        with self._lock:
+            taken, self._loaded = self._loaded, []
+            return taken
+
+    def stored(self) -> list[bytes]:
+        """Hashes of blocks that are in the store since the last call, as far as this rank has a part in them."""
+        with self._lock:
+            taken, self._stored = self._stored, []
+            return taken
+
+    def take_counts(self) -> Counter[str]:
+        """What was counted since the last call."""
+        with self._lock:
+            taken, self._counts = self._counts, Counter[str]()
+            return taken
+
+    def settle(self) -> None:
+        """Wait until all that was ordered to be stored has been."""
+        self._saver.settle()
+
+    def close(self) -> None:
+        for worker in (self._saver, self._loader):
+            worker.close()
+        self.blocks.store.close()
+
+    def _save(self, job: tuple[SaveSpec, Event]) -> None:
+        spec, ready = job
+        done: list[bool] = []
+        try:
+            ready.synchronize()
+            done = self.blocks.put(spec)
+        except (KvmoverError, OSError, RuntimeError):
+            log.exception("%d blocks of %s were not stored", len(spec.blocks), spec.request)
+        with self._lock:
+            self._stored += [block_hash for block_hash, is_done in zip(spec.hashes, done, strict=False) if is_done]
+            self._counts["stored_blocks"] += sum(done)
+            self._counts["failed_stores"] += len(spec.blocks) - sum(done)
+            self._saving[spec.request] -= 1
+            if not self._saving[spec.request]:
+                del self._saving[spec.request]
+
+    def _load(self, spec: LoadSpec) -> None:
+        done = [False] * len(spec.blocks)
+        try:
+            done = self.blocks.get(spec)
+        except (KvmoverError, OSError, RuntimeError):
+            log.exception("%d blocks of %s were not read", len(spec.blocks), spec.request)
+        with self._lock:
+            self._loaded.append((spec, done))
+            self._counts["loaded_blocks"] += sum(done)
+            self._counts["failed_loads"] += len(spec.blocks) - sum(done)
+
+
+@dataclass(slots=True)
+class StoreLookup:
+    """The scheduler's eye on the store: what all ranks could load. It writes nothing."""
+
+    store: PageStore
+    views: list[Callable[[Sequence[bytes]], int]]
+
+    @classmethod
+    def open(cls, root: Path, space: Namespace, parts: Sequence[PagePart]) -> StoreLookup:
+        """`parts`: of all ranks, as they told; ranks that hold the same are asked for once."""
+        store = PageStore.open(root, space)
+        unique: list[PagePart] = []
+        for part in parts:
+            if part not in unique:
+                unique.append(part)
+        return cls(store, [store.view(space, part).leading for part in unique])
+
+    def leading(self, hashes: Sequence[bytes]) -> int:
+        """Blocks at the beginning of `hashes` that every rank can load."""
+        pages = pages_of(hashes)
+        return min((view(pages) for view in self.views), default=0)
+
+    def clear(self) -> None:
+        """Delete this model's pages, and nobody else's."""
+        self.store.clear()
+
+    def close(self) -> None:
+        self.store.close()

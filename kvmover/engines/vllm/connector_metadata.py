@@ -1,0 +1,89 @@
+"""Connector metadata: what the scheduler's half asks of the workers' halves in a step. vLLM pickles it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmover.engines.vllm.params import Remote
+
+#: Block ids of a request, one table a cache group, from the request's beginning.
+Tables = tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendSpec:
+    """Offer a request. `computed` positions are in its pages before this step, all of it after; None: all of it is."""
+
+    request: str
+    transfer: str
+    tables: Tables
+    computed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveSpec:
+    """Fetch positions [start, stop) of a request into its pages."""
+
+    request: str
+    remote: Remote
+    start: int
+    stop: int
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSpec:
+    """Nothing of a request is wanted: its other half may let go of its pages."""
+
+    remote: Remote
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseSpec:
+    """A request that will not be sent, to whoever asks for it."""
+
+    transfer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortSpec:
+    """Give a transfer of a request up, in whichever direction."""
+
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSpec:
+    """Store blocks that are whole once this step has been computed."""
+
+    request: str
+    hashes: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Read blocks from the store."""
+
+    request: str
+    hashes: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class KvmoverConnectorMetadata:
+    """A step's. `preempted` requests lose their pages in this step: nothing may read them when the forward pass begins.
+    `delayed` requests have finished and keep their pages until each rank reports them as sent."""
+
+    sends: list[SendSpec] = field(default_factory=list[SendSpec])
+    receives: list[ReceiveSpec] = field(default_factory=list[ReceiveSpec])
+    releases: list[ReleaseSpec] = field(default_factory=list[ReleaseSpec])
+    refusals: list[RefuseSpec] = field(default_factory=list[RefuseSpec])
+    aborts: list[AbortSpec] = field(default_factory=list[AbortSpec])
+    saves: list[SaveSpec] = field(default_factory=list[SaveSpec])
+    loads: list[LoadSpec] = field(default_factory=list[LoadSpec])
+    preempted: set[str] = field(default_factory=set[str])
+    delayed: set[str] = field(default_factory=set[str])

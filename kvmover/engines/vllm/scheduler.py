@@ -1,0 +1,254 @@
+"""ConnectorScheduler: the scheduler's half of the connector. Requests of vLLM's scheduler in, metadata for workers out.
+
+It touches no memory and waits for nothing. Requests and scheduler outputs are vLLM's, and are only read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from typing import Any, Protocol
+
+from kvmover.engines.vllm.connector_metadata import (
+    AbortSpec,
+    KvmoverConnectorMetadata,
+    LoadSpec,
+    ReceiveSpec,
+    RefuseSpec,
+    ReleaseSpec,
+    SaveSpec,
+    SendSpec,
+    Tables,
+)
+from kvmover.engines.vllm.params import Remote, Serve, answer, asked
+
+log = logging.getLogger(__name__)
+
+#: Blocks that stand at the beginning of some hashes in the store, on every rank.
+Leading = Callable[[Sequence[bytes]], int]
+
+
+class Finished(Protocol):
+    """Requests that all ranks have reported, as vLLM collects them."""
+
+    finished_recving: set[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """This engine as others find it, once it serves its cards."""
+
+    engine: str
+    host: str
+    port: int
+
+
+class Role(Flag):
+    """What vLLM lets an engine do with KV: `kv_producer`, `kv_consumer`, or both. Where it says that an engine does not
+    load, it gives pages back while a step may still write them; where it does not give, a preempted request may end."""
+
+    GIVES = auto()
+    TAKES = auto()
+
+
+@dataclass(slots=True)
+class Live:
+    """A request that the scheduler knows. `preemptions`: how often it had been preempted when its pages were last seen.
+
+    `sent`: its transfer was ordered. `begun`: its fetch was, or needs none. `fetching`: pages are being written.
+    `saved`: blocks ordered to be stored. `first`: the block from which on the store was asked. `looked`: after which
+    preemption it was read, once: what could not be read then is computed.
+    """
+
+    request: Any
+    ask: Serve | Remote | None
+    preemptions: int
+    sent: bool = False
+    begun: bool = False
+    fetching: bool = False
+    saved: int = 0
+    first: int = 0
+    looked: int = -1
+
+
+@dataclass(slots=True)
+class ConnectorScheduler:
+    """`block_tokens`: of the one group whose blocks are stored. `leading`: None without a store.
+
+    `windowed`: some pages are given back before a request ends, so it is offered when it has ended, and its last token
+    is left to the decode engine: otherwise that would need one position more than a prefill keeps.
+    """
+
+    block_tokens: int
+    role: Role = Role.GIVES | Role.TAKES
+    windowed: bool = False
+    leading: Leading | None = None
+    home: Home | None = None
+    live: dict[str, Live] = field(default_factory=dict[str, Live])
+    metadata: KvmoverConnectorMetadata = field(default_factory=KvmoverConnectorMetadata)
+
+    def new(self, request: Any) -> None:
+        """A request arrived. Where pages are given back early, a prefill for others stops one token short."""
+        known = self._live(request)
+        if self.windowed and isinstance(known.ask, Serve) and request.num_prompt_tokens > 1:
+            if request.prompt_token_ids is None:
+                return
+            del request.prompt_token_ids[-1:]
+            del request._all_token_ids[-1:]
+            request.num_prompt_tokens -= 1
+            request.max_tokens = 1
+
+    def matched(self, request: Any, computed: int) -> int:
+        """How many tokens beyond the first `computed` come from elsewhere."""
+        known = self._live(request)
+        if isinstance(known.ask, Remote) and not known.begun:
+            return max(0, self._wanted(request) - computed)
+        if self.leading is None or Role.TAKES not in self.role or known.looked == request.num_preemptions:
+            return 0
+        hashes = request.block_hashes[: request.num_tokens // self.block_tokens]
+        known.first = computed // self.block_tokens
+        found = self.leading(hashes[known.first :]) if len(hashes) > known.first else 0
+        return found * self.block_tokens
+
+    def allocated(self, request: Any, tables: Tables, external: int) -> None:
+        """The request has pages, and the last `external` of its computed tokens are to come from elsewhere."""
+        known = self._live(request)
+        if isinstance(known.ask, Remote) and not known.begun:
+            known.begun, known.fetching = True, external > 0
+            stop = self._wanted(request)
+            if external:
+                self.metadata.receives.append(
+                    ReceiveSpec(request.request_id, known.ask, stop - external, stop, _copied(tables))
+                )
+            else:
+                self.metadata.releases.append(ReleaseSpec(known.ask, request.num_prompt_tokens))
+        elif external:
+            known.looked, known.fetching = request.num_preemptions, True
+            blocks = slice(known.first, known.first + external // self.block_tokens)
+            hashes, held = tuple(request.block_hashes[blocks]), tuple(tables[0][blocks])
+            self.metadata.loads.append(LoadSpec(request.request_id, hashes, held))
+
+    def build(self, output: Any) -> KvmoverConnectorMetadata:
+        """The metadata of a step, which is handed out once."""
+        for name, known in self.live.items():
+            if known.preemptions != known.request.num_preemptions:
+                self._preempted(name, known)
+        state = output.kv_connector_block_state
+        for name, count in output.num_scheduled_tokens.items():
+            known = self.live.get(name)
+            if known is None:
+                continue
+            before = known.request.num_computed_tokens
+            offers, saves = self._offers(known, before + count), self._saves(known, before + count)
+            tables = state.get_block_ids(name) if offers or saves else None  # a copy, as long as the request
+            if tables is not None and offers:
+                self._offer(known, before, tables)
+            if tables is not None and saves:
+                self._save(known, saves, tables)
+        metadata, self.metadata = self.metadata, KvmoverConnectorMetadata()
+        return metadata
+
+    def output(self, finished: Finished) -> None:
+        for name in finished.finished_recving or ():
+            if name in self.live:
+                self.live[name].fetching = False
+            if self.live.get(name) and self.live[name].request.is_finished():
+                del self.live[name]
+
+    def finished(self, request: Any, tables: Tables, delivered: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request keeps its pages until all ranks report it, and what its other half must know.
+
+        `delivered`: it ended as it should, so that others may have it.
+        """
+        name = request.request_id
+        known = self._live(request)
+        if known.preemptions != request.num_preemptions:
+            self._preempted(name, known)
+        if isinstance(known.ask, Remote) and not known.begun:
+            self.metadata.releases.append(ReleaseSpec(known.ask, request.num_prompt_tokens))
+        keep = known.saved > 0
+        if isinstance(known.ask, Serve):
+            keep = self._served(known, known.ask, tables, delivered) or keep
+        if known.fetching:  # the scheduler keeps the pages until every rank says that it has received
+            self.metadata.aborts.append(AbortSpec(name, "aborted by the scheduler"))
+            return False, None
+        del self.live[name]
+        if keep:
+            self.metadata.delayed.add(name)
+        return keep, self._answer(known.ask) if delivered else None
+
+    def _answer(self, ask: Serve | Remote | None) -> dict[str, Any] | None:
+        if not isinstance(ask, Serve) or self.home is None:
+            return None
+        return answer(Remote(self.home.engine, ask.transfer, self.home.host, self.home.port))
+
+    def _live(self, request: Any) -> Live:
+        name = request.request_id
+        if name not in self.live:
+            self.live[name] = Live(request, self._ask(request), request.num_preemptions)
+        return self.live[name]
+
+    def _ask(self, request: Any) -> Serve | Remote | None:
+        try:
+            ask = asked(request.kv_transfer_params, request.request_id)
+        except ValueError as error:
+            log.warning("%s; it is computed here", error)
+            return None
+        if (isinstance(ask, Serve) and Role.GIVES not in self.role) or (
+            isinstance(ask, Remote) and Role.TAKES not in self.role
+        ):
+            log.warning("%s is for an engine of another kv_role; it is computed here", request.request_id)
+            return None
+        return ask
+
+    def _wanted(self, request: Any) -> int:
+        """Positions that a decode engine fetches."""
+        return max(1, request.num_prompt_tokens - 1) if self.windowed else request.num_prompt_tokens
+
+    def _offers(self, known: Live, after: int) -> bool:
+        """Whether this step computes the last tokens of a prefill: it has all its pages, and may be fetched."""
+        is_due = isinstance(known.ask, Serve) and not known.sent and not self.windowed
+        return is_due and after >= known.request.num_prompt_tokens
+
+    def _offer(self, known: Live, before: int, tables: Tables) -> None:
+        assert isinstance(known.ask, Serve)
+        known.sent = True
+        self.metadata.sends.append(SendSpec(known.request.request_id, known.ask.transfer, _copied(tables), before))
+
+    def _saves(self, known: Live, after: int) -> range:
+        """Blocks that are whole after this step and were not ordered to be stored."""
+        if self.leading is None or Role.GIVES not in self.role:
+            return range(0)
+        return range(known.saved, min(after // self.block_tokens, len(known.request.block_hashes)))
+
+    def _save(self, known: Live, blocks: range, tables: Tables) -> None:
+        request, new = known.request, slice(blocks.start, blocks.stop)
+        self.metadata.saves.append(
+            SaveSpec(request.request_id, tuple(request.block_hashes[new]), tuple(tables[0][new]))
+        )
+        known.saved = blocks.stop
+
+    def _served(self, known: Live, ask: Serve, tables: Tables, delivered: bool) -> bool:
+        """Whether the pages of a prefill for another engine are still needed."""
+        name = known.request.request_id
+        if delivered and not known.sent:
+            self.metadata.sends.append(SendSpec(name, ask.transfer, _copied(tables), None))
+        elif not delivered and known.sent:
+            self.metadata.aborts.append(AbortSpec(name, "the prefill was aborted"))
+        elif not delivered:
+            self.metadata.refusals.append(RefuseSpec(ask.transfer, "the prefill was aborted"))
+        return delivered or known.sent
+
+    def _preempted(self, name: str, known: Live) -> None:
+        """Its pages are somebody else's. What was stored of it stays; what was offered is computed again."""
+        if known.sent:
+            self.metadata.aborts.append(AbortSpec(name, "the prefill was preempted"))
+        if known.sent or known.saved:
+            self.metadata.preempted.add(name)
+        known.preemptions, known.sent, known.saved = known.request.num_preemptions, False, 0
+
+
+def _copied(tables: Tables) -> Tables:
+    return tuple(list(table) for table in tables)

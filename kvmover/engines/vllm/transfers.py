@@ -1,0 +1,210 @@
+"""RequestTransfers: a rank's transfers by vLLM's request ids, driven by the mover's own thread, and how each ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec
+from kvmover.engines.vllm.params import Remote
+from kvmover.errors import KvmoverError, PeerUnknown, TransportError
+from kvmover.transfer import Mover, Progress, Result, Transfer
+from kvmover.transfer.result import Gate
+
+log = logging.getLogger(__name__)
+
+#: Engines that are called at the same time. Those that were met before wait for no call.
+_CALLERS = 4
+
+#: Page tables, one a component.
+Pages = Sequence[npt.ArrayLike]
+
+#: The engine's name and the cards of all its ranks, from a host and port. Raises KvmoverError.
+Call = Callable[[str, int], tuple[str, Sequence[bytes]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A transfer that touches the pages no more. `result` is None where it never began, for `reason`."""
+
+    request: str
+    reason: str | None
+    result: Result | None = None
+
+    def incomplete(self, wanted: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """Indices into the page tables that are not whole: `wanted` where nothing began."""
+        if self.reason is None:
+            return tuple(() for _ in wanted)
+        return self.result.incomplete if self.result and self.result.incomplete else tuple(map(tuple, wanted))
+
+
+@dataclass(slots=True)
+class RequestTransfers:
+    """Methods are for the one thread of the engine's worker, and wait for nothing but `settle`.
+
+    A transfer is over when it has ended and nothing holds its pages (`Transfer.held`).
+    """
+
+    progress: Progress
+    call: Call
+    _sends: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
+    _fetches: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
+    _meetings: dict[str, Future[None]] = field(default_factory=dict[str, "Future[None]"])
+    _lock: Lock = field(default_factory=Lock)
+    _callers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvmover-call")
+    )
+
+    def send(self, request: str, transfer: str, pages: Pages, gates: Sequence[Gate] | None) -> None:
+        """Offer a request, under the name by which the other engine asks for it."""
+        tables = [np.asarray(table, np.int64) for table in pages]
+        self._sends[request] = self._started(lambda mover: mover.send(transfer, tables, gates))
+
+    def produced(self, request: str, gate: Gate) -> None:
+        """One more event to wait for."""
+
+        def produced(done: Future[Transfer]) -> None:
+            if done.exception() is None:
+                self.progress.tell(done.result(), lambda mover: mover.produced(done.result(), gate))
+
+        self._sends[request].add_done_callback(produced)
+
+    def receive(self, spec: ReceiveSpec, pages: Pages) -> None:
+        tables = [np.asarray(table, np.int64) for table in pages]
+        self._fetch(spec.request, spec.remote, range(spec.start, spec.stop), tables)
+
+    def release(self, spec: ReleaseSpec, components: int, page_tokens: int) -> None:
+        """Ask for nothing, which a source takes for served. Nobody is told how that ends."""
+        tables = [np.zeros(-(-spec.tokens // page_tokens), np.int64)] * components
+        self._fetch(f"{spec.remote.transfer} released", spec.remote, range(spec.tokens, spec.tokens), tables)
+
+    def refuse(self, transfer: str, reason: str) -> None:
+        """Whoever asks for it, or has asked, hears why; of a mover that is closed they hear that."""
+        try:
+            self.progress.submit(lambda mover: mover.refuse(transfer, reason))
+        except TransportError as error:
+            log.warning("%s was not refused: %s", transfer, error)
+
+    def abort(self, request: str, reason: str) -> None:
+        """Give up whatever there is of a request. It is over when nothing touches its pages."""
+        for begun in (self._sends.get(request), self._fetches.get(request)):
+            if begun is not None:
+                self._abort(begun, reason)
+
+    def is_sending(self, request: str) -> bool:
+        """Whether the request's pages may still be read."""
+        return request in self._sends
+
+    def sent(self) -> list[Over]:
+        """Requests of which nothing is read any more, each once."""
+        return _over(self._sends)
+
+    def received(self) -> list[Over]:
+        """Requests of which nothing is written any more, each once."""
+        return _over(self._fetches)
+
+    def settle(self, requests: Sequence[str]) -> list[Over]:
+        """Wait until nothing reads these requests' pages; they have been aborted, so it is not long."""
+        over: list[Over] = []
+        for request in requests:
+            begun = self._sends.get(request)
+            if begun is not None and begun.exception() is None:
+                self.progress.ended(begun.result()).result()
+        over += self.sent()
+        return over
+
+    def close(self) -> None:
+        self._callers.shutdown(wait=False, cancel_futures=True)
+        self.progress.close()
+
+    def _fetch(self, request: str, remote: Remote, positions: range, tables: Pages) -> None:
+        """Ask an engine as soon as it is met; one that was restarted under its old name is met again, once."""
+        fetch = self._fetches[request] = Future[Transfer]()
+
+        def ask(met: Future[None], again: bool) -> None:
+            if (error := _error(met)) is not None:
+                fetch.set_exception(error)
+                return
+            begun = self._started(lambda mover: mover.receive(remote.transfer, remote.engine, positions, tables))
+            begun.add_done_callback(lambda begun: answered(begun, met, again))
+
+        def answered(begun: Future[Transfer], met: Future[None], again: bool) -> None:
+            error = begun.exception()
+            if isinstance(error, PeerUnknown) and not again:
+                self._meet(remote, met).add_done_callback(lambda met: ask(met, again=True))
+            elif error is not None:
+                fetch.set_exception(error)
+            else:
+                fetch.set_result(begun.result())
+
+        self._meet(remote, None).add_done_callback(lambda met: ask(met, again=False))
+
+    def _meet(self, remote: Remote, before: Future[None] | None) -> Future[None]:
+        """The engine's ranks are connected when this is done: by one call, which all its requests share.
+
+        It is called anew when the last call failed, or led to who is there no more: `before`.
+        """
+        with self._lock:
+            meeting = self._meetings.get(remote.engine)
+            if meeting is None or meeting is before or (meeting.done() and _error(meeting) is not None):
+                meeting = self._meetings[remote.engine] = self._called(remote)
+            return meeting
+
+    def _called(self, remote: Remote) -> Future[None]:
+        try:
+            return self._callers.submit(self._call, remote)
+        except RuntimeError as error:  # `close` was called
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _call(self, remote: Remote) -> None:
+        engine, cards = self.call(remote.host, remote.port)
+        if engine != remote.engine:
+            raise KvmoverError(f"{remote.host}:{remote.port} is engine {engine} now, not {remote.engine}")
+        for card in cards:
+            self.progress.submit(lambda mover, card=card: mover.connect(card)).result()
+
+    def _started(self, call: Callable[[Mover], Transfer]) -> Future[Transfer]:
+        """A transfer to come, or why it does not, a mover that is closed included."""
+        try:
+            return self.progress.begin(call)
+        except TransportError as error:
+            failed: Future[Transfer] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def _abort(self, begun: Future[Transfer], reason: str) -> None:
+        def abort(done: Future[Transfer]) -> None:
+            if done.exception() is None:
+                self.progress.tell(done.result(), lambda mover: mover.abort(done.result(), reason))
+
+        begun.add_done_callback(abort)
+
+
+def _error(done: Future[None]) -> BaseException | None:
+    """What a call ended with; one that `close` took back, with that."""
+    return TransportError("this side closed") if done.cancelled() else done.exception()
+
+
+def _over(begun: dict[str, Future[Transfer]]) -> list[Over]:
+    """Take out what is over."""
+    over: list[Over] = []
+    for request, future in list(begun.items()):
+        if not future.done():
+            continue
+        error = future.exception()
+        if error is not None:
+            over.append(Over(request, str(error)))
+        elif (transfer := future.result()).result is not None and not transfer.held:
+            over.append(Over(request, transfer.result.reason, transfer.result))
+        else:
+            continue
+        del begun[request]
+    return over

@@ -1,0 +1,337 @@
+"""Bytes between registered memory and open files: the interface, and its definition by os.preadv and os.pwritev.
+
+A call moves many runs and answers for each alone: "" where the run moved whole, else the reason. Nothing is raised for
+what befalls a run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvmover.enums import member
+from kvmover.errors import DescriptorError, StoreError
+from kvmover.transport.base import Memory, MemoryKind
+
+#: What O_DIRECT asks of addresses, offsets and lengths on every disk; 512 bytes would do on some.
+DIRECT_BYTES = 4096
+
+#: Runs of one system call (IOV_MAX), and their bytes: few enough to stay in the cache for the digest that follows,
+#: while a disk wants many requests at once.
+_RUNS = 1024
+_BUFFERED_BYTES, _DIRECT_CALL_BYTES = 2 << 20, 8 << 20
+
+#: How the reason begins where a file has fewer bytes than a run: the device is well, the file is not.
+SHORT = "ends after"
+
+_ZEROS = memoryview(bytes(DIRECT_BYTES))
+
+
+class Access(StrEnum):
+    """Through the page cache, or past it wherever the file system and the alignment of a run allow."""
+
+    BUFFERED = "buffered"
+    DIRECT = "direct"
+
+
+class OpenFile:
+    """A file open for both directions. `direct` is the descriptor that bypasses the page cache, or -1."""
+
+    __slots__ = ("direct", "fd", "path")
+
+    def __init__(self, path: Path, access: Access) -> None:
+        """Raises OSError. Links are not followed."""
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.direct = -1
+        if access is Access.DIRECT:
+            with suppress(OSError):  # a file system without it says EINVAL: the page cache serves there
+                self.direct = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECT)
+
+    def close(self) -> None:
+        for fd in (self.fd, self.direct):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self.direct = -1
+
+
+class FileRun(msgspec.Struct, frozen=True, gc=False):
+    """`nbytes` bytes at `address` of registered memory, and at `offset` of a file.
+
+    A struct: there are hundreds in a batch, and a frozen dataclass takes 0.36 us to make, this 0.05.
+    """
+
+    file: OpenFile
+    offset: int
+    address: int
+    nbytes: int
+
+
+def is_aligned(run: FileRun) -> bool:
+    return not (run.offset | run.address | run.nbytes) % DIRECT_BYTES
+
+
+class Files(Protocol):
+    """What a store needs of a storage backend."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def group_bytes(self) -> int:
+        """How much to move in one call for what follows, a digest, to find it in the cache."""
+        ...
+
+    def register(self, memory: Memory) -> None:
+        """Runs may lie in `memory` from now on. Raises DescriptorError for a kind that this backend cannot reach."""
+        ...
+
+    def deregister(self, memory: Memory) -> None: ...
+
+    def view(self, address: int, nbytes: int) -> memoryview:
+        """Registered host memory. Raises DescriptorError for anything else."""
+        ...
+
+    def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
+        """The memory of each run, in a third of the time that as many calls of `view` take."""
+        ...
+
+    def open(self, path: Path) -> OpenFile:
+        """Raises OSError. The file is there and does not grow past what `write` is told."""
+        ...
+
+    def close_file(self, file: OpenFile) -> None: ...
+
+    def read(self, runs: Sequence[FileRun]) -> list[str]: ...
+
+    def write(self, runs: Sequence[FileRun]) -> list[str]:
+        """Gaps of less than 4 KiB between consecutive runs of a file are filled with zeros where that saves a call."""
+        ...
+
+    def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
+        """As `read`, a group at a time: the next one is under way while the caller looks at what came."""
+        ...
+
+    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
+        """As `write`, a group at a time: one is under way while the caller makes the next."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostMemory:
+    """Registered ranges of host memory, as views."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        self._views: dict[int, memoryview] = {}
+
+    def add(self, memory: Memory) -> None:
+        start, stop = memory.address, memory.address + memory.nbytes
+        if memory.kind is not MemoryKind.HOST or memory.nbytes < 1 or start < 1:
+            raise DescriptorError(f"{memory} cannot be read from files or written to them: it is not host memory")
+        if any(low < stop and start < high for low, high in self._ranges):
+            raise DescriptorError(f"{memory} overlaps memory that is registered already")
+        insort(self._ranges, (start, stop))
+        self._views[start] = memoryview((ctypes.c_char * memory.nbytes).from_address(start)).cast("B")
+
+    def remove(self, memory: Memory) -> None:
+        entry = (memory.address, memory.address + memory.nbytes)
+        if entry not in self._ranges:
+            raise DescriptorError(f"{memory} is not registered")
+        self._ranges.remove(entry)
+        del self._views[memory.address]
+
+    def view(self, address: int, nbytes: int) -> memoryview:
+        at = bisect_right(self._ranges, (address, 1 << 64)) - 1
+        if at < 0 or nbytes < 0 or address + nbytes > self._ranges[at][1]:
+            raise DescriptorError(f"{nbytes} bytes at {address:#x} are outside the registered host memory")
+        start = self._ranges[at][0]
+        return self._views[start][address - start : address - start + nbytes]
+
+    def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
+        """Most runs lie in the range of the one before."""
+        found: list[memoryview] = []
+        start, size, whole = 0, 0, memoryview(b"")
+        for run in runs:
+            at, nbytes = run.address - start, run.nbytes
+            if not 0 <= at <= size - nbytes:
+                self.view(run.address, nbytes)
+                start, stop = self._ranges[bisect_right(self._ranges, (run.address, 1 << 64)) - 1]
+                at, size, whole = run.address - start, stop - start, self._views[start]
+            found.append(whole[at : at + nbytes])
+        return found
+
+
+def ahead(
+    groups: Iterable[Sequence[FileRun]], begin: Callable[[Sequence[FileRun]], Callable[[], list[str]]], depth: int = 1
+) -> Iterator[list[str]]:
+    """The answers of each group, the next `depth` having been begun.
+
+    All that was begun is waited for, whatever happens.
+    """
+    waiting: deque[Callable[[], list[str]]] = deque()
+    try:
+        for runs in groups:
+            waiting.append(begin(runs))
+            if len(waiting) > depth:
+                yield waiting.popleft()()
+        while waiting:
+            yield waiting.popleft()()
+    finally:
+        for ended in waiting:
+            ended()
+
+
+class PlainFiles:
+    """Vectored system calls: neighbouring runs of a file go in one.
+
+    128 pages of 16 KiB that lie next to each other are one call. On a disk with O_DIRECT that is as fast as NIXL's
+    POSIX plugin with 128 requests in flight (4.0 and 3.1 GB/s written, 2.2 and 2.1 read); scattered pages are not.
+    """
+
+    def __init__(self, access: Access = Access.BUFFERED) -> None:
+        self._access = member(Access, access, "access", StoreError)
+        self._memory = HostMemory()
+
+    @property
+    def name(self) -> str:
+        return f"plain, {self._access}"
+
+    @property
+    def group_bytes(self) -> int:
+        return _BUFFERED_BYTES if self._access is Access.BUFFERED else _DIRECT_CALL_BYTES
+
+    def register(self, memory: Memory) -> None:
+        self._memory.add(memory)
+
+    def deregister(self, memory: Memory) -> None:
+        self._memory.remove(memory)
+
+    def view(self, address: int, nbytes: int) -> memoryview:
+        return self._memory.view(address, nbytes)
+
+    def views(self, runs: Sequence[FileRun]) -> list[memoryview]:
+        return self._memory.views(runs)
+
+    def open(self, path: Path) -> OpenFile:
+        return OpenFile(path, self._access)
+
+    def close_file(self, file: OpenFile) -> None:
+        file.close()
+
+    def read(self, runs: Sequence[FileRun]) -> list[str]:
+        return self._move(os.preadv, runs, 0)
+
+    def write(self, runs: Sequence[FileRun]) -> list[str]:
+        return self._move(os.pwritev, runs, DIRECT_BYTES - 1)
+
+    def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
+        return self._ahead(groups, self.read)
+
+    def write_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:
+        return self._ahead(groups, self.write)
+
+    def _ahead(
+        self, groups: Iterable[Sequence[FileRun]], move: Callable[[Sequence[FileRun]], list[str]]
+    ) -> Iterator[list[str]]:
+        """A copy out of the page cache costs the processor as much as a digest does: there a thread only costs more."""
+        if self._access is Access.BUFFERED:
+            return (move(runs) for runs in groups)
+        return ahead(groups, lambda runs: self.pool.submit(move, runs).result)
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """One thread, which waits for the disk while the caller takes digests."""
+        return ThreadPoolExecutor(1, "kvmover-files")
+
+    def close(self) -> None:
+        if "pool" in vars(self):
+            self.pool.shutdown()
+            del self.pool
+        self._memory = HostMemory()
+
+    def _move(self, call: Callable[..., int], runs: Sequence[FileRun], gap_bytes: int) -> list[str]:
+        reasons: list[str] = []
+        views = self._memory.views(runs)
+        for first, stop, fd in self._calls(runs, gap_bytes):
+            reasons += _vectored(call, fd, runs[first:stop], views[first:stop])
+        return reasons
+
+    def _calls(self, runs: Sequence[FileRun], gap_bytes: int) -> Iterable[tuple[int, int, int]]:
+        """(first, stop, descriptor) of runs that go in one system call."""
+        first = 0
+        while first < len(runs):
+            run = runs[first]
+            direct = run.file.direct >= 0 and is_aligned(run)
+            room = _DIRECT_CALL_BYTES if direct else _BUFFERED_BYTES
+            stop, end = first + 1, run.offset + run.nbytes
+            room -= run.nbytes
+            while stop < len(runs) and stop - first < _RUNS // 2:
+                run = runs[stop]
+                if run.file is not runs[first].file or run.nbytes > room:
+                    break
+                if not 0 <= run.offset - end <= (0 if direct else gap_bytes) or (direct and not is_aligned(run)):
+                    break
+                room -= run.nbytes
+                end = run.offset + run.nbytes
+                stop += 1
+            yield first, stop, runs[first].file.direct if direct else runs[first].file.fd
+            first = stop
+
+
+def _vectored(call: Callable[..., int], fd: int, runs: Sequence[FileRun], views: Sequence[memoryview]) -> list[str]:
+    """One call for all; what it leaves is moved run by run, so that each has an answer of its own."""
+    vectors: list[memoryview] = []
+    end = runs[0].offset
+    for run, view in zip(runs, views, strict=True):
+        if run.offset > end:
+            vectors.append(_ZEROS[: run.offset - end])
+        vectors.append(view)
+        end = run.offset + run.nbytes
+    try:
+        moved = runs[0].offset + call(fd, vectors, runs[0].offset)
+    except OSError as error:
+        if len(runs) == 1:
+            return [reason_of(error)]
+        moved = runs[0].offset
+    if moved == end:
+        return [""] * len(runs)
+    return [
+        "" if run.offset + run.nbytes <= moved else _alone(call, fd, run, view)
+        for run, view in zip(runs, views, strict=True)
+    ]
+
+
+def _alone(call: Callable[..., int], fd: int, run: FileRun, view: memoryview) -> str:
+    done = 0
+    while done < run.nbytes:
+        try:
+            step = call(fd, [view[done:]], run.offset + done)
+        except OSError as error:
+            return reason_of(error)
+        if not step:
+            return f"{SHORT} {done} of {run.nbytes} bytes"
+        done += step
+    return ""
+
+
+def reason_of(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def memory_of_buffer(buffer: mmap.mmap | bytearray) -> Memory:
+    """The bytes of a writable buffer, which must outlive their registration and must not be resized."""
+    return Memory(MemoryKind.HOST, ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer))

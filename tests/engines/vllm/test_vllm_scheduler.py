@@ -1,0 +1,273 @@
+"""The scheduler's half of the vLLM connector, with requests that are not vLLM's: what comes of what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvmover.engines.vllm.connector_metadata import (
+    AbortSpec,
+    KvmoverConnectorMetadata,
+    LoadSpec,
+    ReceiveSpec,
+    RefuseSpec,
+    ReleaseSpec,
+    SaveSpec,
+    SendSpec,
+)
+from kvmover.engines.vllm.params import Remote, answer
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, Role
+
+TOKENS = 16
+REMOTE = Remote("prefill", "p-1", "10.0.0.1", 5600)
+
+
+@dataclass
+class Request:
+    """What the scheduler reads of a request."""
+
+    request_id: str = "r"
+    num_prompt_tokens: int = 100
+    kv_transfer_params: dict[str, Any] | None = None
+    num_preemptions: int = 0
+    num_computed_tokens: int = 0
+    over: bool = False
+    generated: int = 0
+    max_tokens: int = 9
+    prompt_token_ids: list[int] = field(init=False)
+    _all_token_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = list(range(self.num_prompt_tokens))
+        self._all_token_ids = list(range(self.num_prompt_tokens))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.generated
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return [hash_of(block) for block in range(self.num_tokens // TOKENS)]
+
+    def is_finished(self) -> bool:
+        return self.over
+
+
+def hash_of(block: int) -> bytes:
+    return block.to_bytes(32, "little")
+
+
+def tables(blocks: int = 7) -> tuple[list[int], ...]:
+    return (list(range(10, 10 + blocks)),)
+
+
+def step(scheduler: ConnectorScheduler, *scheduled: tuple[Request, int]) -> KvmoverConnectorMetadata:
+    """A step that computes so many tokens of some requests."""
+    state = SimpleNamespace(get_block_ids=lambda name: tables())
+    counts = {request.request_id: count for request, count in scheduled}
+    metadata = scheduler.build(SimpleNamespace(num_scheduled_tokens=counts, kv_connector_block_state=state))
+    for request, count in scheduled:
+        request.num_computed_tokens += count
+    return metadata
+
+
+def received(scheduler: ConnectorScheduler, *names: str) -> None:
+    scheduler.output(SimpleNamespace(finished_recving=set(names)))
+
+
+def served(scheduler: ConnectorScheduler | None = None) -> tuple[ConnectorScheduler, Request]:
+    """A prefill engine with a request for another."""
+    scheduler = scheduler or ConnectorScheduler(TOKENS, home=Home("prefill", "10.0.0.1", 5600))
+    request = Request("p-1", kv_transfer_params={"do_remote_decode": True})
+    scheduler.new(request)
+    assert scheduler.matched(request, 0) == 0
+    scheduler.allocated(request, tables(), 0)
+    return scheduler, request
+
+
+def fetched() -> tuple[ConnectorScheduler, Request]:
+    scheduler, request = ConnectorScheduler(TOKENS), Request("d-1", kv_transfer_params=answer(REMOTE))
+    scheduler.new(request)
+    return scheduler, request
+
+
+def test_a_prefill_is_offered_with_the_step_that_computes_its_last_token() -> None:
+    scheduler, request = served()
+    assert step(scheduler, (request, 64)) == KvmoverConnectorMetadata()
+    assert step(scheduler, (request, 36)).sends == [SendSpec("p-1", "p-1", tables(), 64)]
+    assert scheduler.finished(request, tables(), delivered=True) == (True, answer(REMOTE))
+    assert step(scheduler) == KvmoverConnectorMetadata(delayed={"p-1"})
+    assert (step(scheduler), scheduler.live) == (KvmoverConnectorMetadata(), {})
+
+
+def test_a_prefill_that_generates_more_is_offered_once() -> None:
+    scheduler, request = served()
+    assert len(step(scheduler, (request, 100)).sends) == 1
+    assert step(scheduler, (request, 1)) == KvmoverConnectorMetadata()
+
+
+def test_an_aborted_prefill_is_refused_or_withdrawn() -> None:
+    scheduler, request = served()
+    step(scheduler, (request, 64))
+    assert scheduler.finished(request, tables(), delivered=False) == (False, None)
+    assert step(scheduler).refusals == [RefuseSpec("p-1", "the prefill was aborted")]
+    scheduler, request = served()
+    step(scheduler, (request, 100))
+    assert scheduler.finished(request, tables(), delivered=False) == (True, None)
+    assert step(scheduler) == KvmoverConnectorMetadata(
+        aborts=[AbortSpec("p-1", "the prefill was aborted")], delayed={"p-1"}
+    )
+
+
+def test_a_preempted_prefill_is_withdrawn_and_offered_again_when_it_is_computed_again() -> None:
+    scheduler, request = served()
+    step(scheduler, (request, 100))
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    metadata = step(scheduler, (request, 64))
+    assert metadata == KvmoverConnectorMetadata(
+        aborts=[AbortSpec("p-1", "the prefill was preempted")], preempted={"p-1"}
+    )
+    assert [send.computed for send in step(scheduler, (request, 36)).sends] == [64]
+
+
+def test_a_prompt_is_fetched_behind_what_the_engine_has() -> None:
+    scheduler, request = fetched()
+    assert scheduler.matched(request, 32) == 68
+    scheduler.allocated(request, tables(), 68)
+    assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 32, 100, tables())]
+    scheduler.allocated(request, tables(), 0)
+    received(scheduler, "d-1")
+    assert step(scheduler, (request, 1)) == KvmoverConnectorMetadata()
+    assert scheduler.finished(request, tables(), delivered=True) == (False, None)
+    assert scheduler.live == {}
+
+
+def test_a_prompt_that_the_engine_has_is_released() -> None:
+    scheduler, request = fetched()
+    scheduler.allocated(request, tables(), 0)
+    assert step(scheduler).releases == [ReleaseSpec(REMOTE, 100)]
+
+
+def test_a_request_that_ends_before_it_has_pages_is_released() -> None:
+    scheduler, request = fetched()
+    assert scheduler.finished(request, (), delivered=False) == (False, None)
+    assert step(scheduler).releases == [ReleaseSpec(REMOTE, 100)]
+
+
+def test_a_request_that_ends_while_it_is_fetched_is_the_workers_to_report() -> None:
+    scheduler, request = fetched()
+    scheduler.matched(request, 0)
+    scheduler.allocated(request, tables(), 100)
+    step(scheduler)
+    request.over = True
+    assert scheduler.finished(request, tables(), delivered=False) == (False, None)
+    assert step(scheduler).aborts == [AbortSpec("d-1", "aborted by the scheduler")]
+    received(scheduler, "d-1")
+    assert scheduler.live == {}
+
+
+def test_what_could_not_be_fetched_is_not_fetched_again() -> None:
+    scheduler, request = fetched()
+    scheduler.allocated(request, tables(), 100)
+    received(scheduler, "d-1")
+    assert scheduler.matched(request, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "params"), [(Role.GIVES, answer(REMOTE)), (Role.TAKES, {"do_remote_decode": True})], ids=str
+)
+def test_an_engine_of_another_role_computes_for_itself(role: Role, params: dict[str, Any]) -> None:
+    scheduler, request = ConnectorScheduler(TOKENS, role), Request(kv_transfer_params=params)
+    assert scheduler.matched(request, 0) == 0
+    scheduler.allocated(request, tables(), 0)
+    assert step(scheduler, (request, 100)) == KvmoverConnectorMetadata()
+    assert scheduler.finished(request, tables(), delivered=True) == (False, None)
+
+
+def test_bad_parameters_are_logged_and_the_prompt_computed(caplog: pytest.LogCaptureFixture) -> None:
+    request = Request(kv_transfer_params={"do_remote_prefill": True})
+    assert ConnectorScheduler(TOKENS).matched(request, 0) == 0
+    assert "kv_transfer_params of r have no remote_engine_id" in caplog.text
+
+
+def test_where_pages_are_given_back_the_last_token_is_left_to_decode() -> None:
+    """A window of 17 at 64 tokens: the prefill keeps 48 to 63 where decode would look at 47."""
+    scheduler, request = served(ConnectorScheduler(TOKENS, windowed=True, home=Home("prefill", "10.0.0.1", 5600)))
+    assert (request.num_prompt_tokens, len(request.prompt_token_ids), request.max_tokens) == (99, 99, 1)
+    assert step(scheduler, (request, 99)) == KvmoverConnectorMetadata()
+    assert scheduler.finished(request, tables(), delivered=True)[0]
+    assert step(scheduler).sends == [SendSpec("p-1", "p-1", tables(), None)]
+    scheduler, request = fetched()
+    scheduler.windowed = True
+    assert scheduler.matched(request, 0) == 99
+    scheduler.allocated(request, tables(), 99)
+    assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 0, 99, tables())]
+
+
+class Stock:
+    """A store that has the first blocks of every prompt."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks, self.asked = blocks, list[int]()
+
+    def __call__(self, hashes: Sequence[bytes]) -> int:
+        self.asked.append(len(hashes))
+        return sum(int.from_bytes(each, "little") < self.blocks for each in hashes)
+
+
+def test_stored_blocks_are_loaded_once_behind_those_that_the_engine_has() -> None:
+    stock = Stock(5)
+    scheduler, request = ConnectorScheduler(TOKENS, leading=stock), Request()
+    assert (scheduler.matched(request, 32), stock.asked) == (48, [4])
+    scheduler.allocated(request, tables(), 48)
+    wanted = LoadSpec("r", (hash_of(2), hash_of(3), hash_of(4)), (12, 13, 14))
+    assert step(scheduler).loads == [wanted]
+    received(scheduler, "r")
+    assert scheduler.matched(request, 0) == 0
+    request.num_preemptions = 1
+    assert scheduler.matched(request, 0) == 80
+
+
+def test_whole_blocks_are_saved_as_they_are_computed_and_keep_the_request() -> None:
+    scheduler, request = ConnectorScheduler(TOKENS, leading=Stock(0)), Request()
+    assert step(scheduler) == KvmoverConnectorMetadata()
+    scheduler.matched(request, 0)
+    scheduler.allocated(request, tables(), 0)
+    assert step(scheduler, (request, 40)).saves == [SaveSpec("r", (hash_of(0), hash_of(1)), (10, 11))]
+    assert step(scheduler, (request, 1)).saves == []
+    assert step(scheduler, (request, 59)).saves == [SaveSpec("r", tuple(map(hash_of, range(2, 6))), (12, 13, 14, 15))]
+    assert scheduler.finished(request, tables(), delivered=True) == (True, None)
+    assert step(scheduler).delayed == {"r"}
+
+
+def test_a_preempted_request_has_its_saves_settled_and_is_not_kept_for_them() -> None:
+    scheduler, request = ConnectorScheduler(TOKENS, leading=Stock(0)), Request()
+    scheduler.matched(request, 0)
+    step(scheduler, (request, 40))
+    request.num_preemptions, request.num_computed_tokens = 1, 0
+    assert scheduler.finished(request, (), delivered=False) == (False, None)
+    assert step(scheduler).preempted == {"r"}
+
+
+@pytest.mark.parametrize("role", [Role.GIVES, Role.TAKES])
+def test_a_producer_only_writes_the_store_and_a_consumer_only_reads_it(role: Role) -> None:
+    scheduler, request = ConnectorScheduler(TOKENS, role, leading=Stock(5)), Request()
+    assert scheduler.matched(request, 0) == (80 if role is Role.TAKES else 0)
+    scheduler.allocated(request, tables(), 0)
+    assert bool(step(scheduler, (request, 100)).saves) == (role is Role.GIVES)
+
+
+def test_a_prefill_for_others_that_is_aborted_while_it_loads_is_refused_too() -> None:
+    scheduler = ConnectorScheduler(TOKENS, leading=Stock(5), home=Home("prefill", "10.0.0.1", 5600))
+    request = Request("p-1", kv_transfer_params={"do_remote_decode": True})
+    assert scheduler.matched(request, 0) == 80
+    scheduler.allocated(request, tables(), 80)
+    step(scheduler)
+    request.over = True
+    assert scheduler.finished(request, tables(), delivered=False) == (False, None)
+    metadata = step(scheduler)
+    assert (metadata.refusals, len(metadata.aborts)) == ([RefuseSpec("p-1", "the prefill was aborted")], 1)
