@@ -77,7 +77,7 @@ class Fleet:
         """What `rank` holds of `component` for a request of `tokens` tokens."""
         at = self.coordinate(rank)
         if tokens < 1:
-            raise LayoutError(f"a request of {tokens} tokens")
+            raise LayoutError(f"tokens = {tokens}; a request has at least 1")
         if self.pp > component.layers:
             raise LayoutError(f"{self.pp} pipeline stages for {component.layers} layers of {component.name}")
         return Shard(

@@ -34,8 +34,8 @@ class Posting(StrEnum):
 class Costs:
     """What the parts of a transfer take. Rates in bytes a microsecond (1,000 is 1 GB/s), times in microseconds.
 
-    Formulas: kernel facts, section 2. `descriptor_us` is software posting, which limits long before a NIC's message
-    rate: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
+    The formulas are in DESIGN.md, section 6, "Costs". `descriptor_us` is what software takes to post one; a NIC's
+    message rate is far higher: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
     """
 
     descriptor_us: float

@@ -40,7 +40,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def seat(self) -> tuple[str, int]:
-        """What one process at a time can have."""
+        """(engine, rank): at most one live process holds it; a restart takes it over under a new transport name."""
         return self.engine, self.rank
 
 
@@ -93,9 +93,10 @@ def _check(model: Model, rank: Rank) -> None:
     """What a decoded card must satisfy before anything is computed from it."""
     place = rank.place
     if not 0 <= place.rank < place.fleet.size:
-        raise PeerRefused(f"rank {place.rank} of a fleet of {place.fleet.size}")
+        raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
     if not len(rank.pools) == len(rank.allocations) == len(model.components):
-        raise PeerRefused(f"{len(rank.pools)} pools for {len(model.components)} components")
+        counts = f"{len(rank.pools)} pools, {len(rank.allocations)} lists of allocations"
+        raise PeerRefused(f"the card has {counts}; the model has {len(model.components)} components")
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
         if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):
@@ -109,6 +110,6 @@ def _check(model: Model, rank: Rank) -> None:
         for axis, extent in extents.items():
             held = spec.layout.extent_of(axis)
             if held != extent:
-                raise PeerRefused(f"pool of {component.name} has {held} {axis}s, its rank {extent}")
+                raise PeerRefused(f"pool of {component.name} has {axis} extent {held}; its rank holds {extent}")
         if len(memories) != spec.allocations or any(m.nbytes < spec.allocation_bytes for m in memories):
             raise PeerRefused(f"allocations of {component.name} are fewer or smaller than its pool")
