@@ -86,16 +86,16 @@ class Choice:
     packed_us: float
 
     def why(self) -> str:
-        """One line: `packed: 131072 runs of 512 B would take 131.1 ms to post, packing 1.5 ms`."""
+        """One line: `packed: 131072 runs of 512 B would take 131.1 ms to post, the packed route 1.5 ms`."""
         run = self.nbytes // self.runs
         if self.route is Route.DIRECT:
             return (
                 f"direct: {self.runs} runs of {run} B take {self.direct_us / 1e3:.1f} ms as they are,"
-                f" packing would take {self.packed_us / 1e3:.1f} ms"
+                f" the packed route would take {self.packed_us / 1e3:.1f} ms"
             )
         return (
             f"packed: {self.runs} runs of {run} B would take {self.direct_us / 1e3:.1f} ms to post,"
-            f" packing takes {self.packed_us / 1e3:.1f} ms"
+            f" the packed route takes {self.packed_us / 1e3:.1f} ms"
         )
 
 
