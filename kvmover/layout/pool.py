@@ -87,21 +87,26 @@ class PoolSpec:
 
     @property
     def page_tokens(self) -> int:
+        """Tokens of a page; 1 for states."""
         return self.layout.extent_of("token")
 
     @property
     def pages(self) -> int:
+        """Number of pages; page ids are below it."""
         return self.layout.extent_of("page")
 
     @property
     def allocations(self) -> int:
+        """Number of tensors that a Pool of this spec has: the product of the extents of `separate`."""
         return prod(self.layout.extent_of(axis) for axis in self.separate)
 
     @property
     def allocation_bytes(self) -> int:
+        """Bytes that each of the allocations must hold at least, gaps included."""
         return self.layout.elements * self.component.element_bytes
 
     def stride_bytes(self, axis: str) -> int:
+        """Distance in bytes between neighbours on an axis."""
         return self.layout.stride_of(axis) * self.component.element_bytes
 
     def planes(self) -> list[tuple[int, int]]:

@@ -54,6 +54,7 @@ class Span:
         return self.start + (self.count - 1) * self.step + 1 if self.count else 0
 
     def triple(self) -> list[int]:
+        """[start, count, step], for messages and JSON."""
         return [self.start, self.count, self.step]
 
     def index(self, value: int) -> int:

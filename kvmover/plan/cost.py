@@ -67,6 +67,7 @@ class Costs:
         return first / self.gather_rate + slowest + first / self.scatter_rate
 
     def chunks(self, nbytes: int) -> int:
+        """How many chunks `nbytes` bytes take: rounded up."""
         return -(-nbytes // self.chunk_bytes)
 
     def choose(self, nbytes: int, runs: int) -> Choice:

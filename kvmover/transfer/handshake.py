@@ -27,6 +27,7 @@ class Model(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode((VERSION, self), order="deterministic")).digest()
 
     def text(self) -> str:
+        """Name, components and protocol version, as PeerRefused shows them."""
         parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}" for c in self.components]
         return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
 
@@ -71,6 +72,9 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def write_card(model: Model, rank: Rank) -> bytes:
+    """The card of a rank: the model's digest, its text, and the rank's own data, which is read only if the digest is
+    equal.
+    """
     return msgspec.msgpack.encode(Card(model.digest(), model.text(), msgspec.msgpack.encode(rank)))
 
 

@@ -82,6 +82,7 @@ class Mover:
 
     @property
     def config(self) -> MoverConfig:
+        """The configuration that new requests get; `configure` changes it."""
         return self._config
 
     @property

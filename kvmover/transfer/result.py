@@ -92,7 +92,9 @@ class MoverConfig:
 class Passed(Protocol):
     """What a CUDA event can say of itself."""
 
-    def query(self) -> bool: ...
+    def query(self) -> bool:
+        """Whether the event has passed: everything queued before it is done. Must not block."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class Result:
 
     @property
     def landed(self) -> bool:
+        """Whether all bytes are in the pages (a receive), or all destinations have them (a send)."""
         return self.reason is None
 
 
@@ -162,6 +165,7 @@ class Transfer:
 
     @property
     def ended(self) -> bool:
+        """Whether `result` is there. Pages may still be held: see `held`."""
         return self.result is not None
 
     def landed(self) -> Result:

@@ -40,6 +40,10 @@ class ListenerDirectory:
             self._close = weakref.finalize(self, _leave, self._door, keeper)
 
     def publish(self, entry: Entry) -> None:
+        """Hand the entry out from now on, in the place of an older one of its rank.
+
+        Raises LayoutError without a port.
+        """
         with self._publishing:
             if self._door is None:
                 raise LayoutError(f"{entry.text()} cannot be published: this directory has no port")
@@ -48,6 +52,7 @@ class ListenerDirectory:
             self._entries = wanted
 
     def withdraw(self, entry: Entry) -> None:
+        """Hand it out no more; nothing happens where it is not there."""
         with self._publishing:
             if self._door is not None and self._entries.get((entry.engine, entry.rank)) == entry:
                 del self._entries[entry.engine, entry.rank]
@@ -74,6 +79,7 @@ class ListenerDirectory:
             return read_entries(caller.ask(host, port, self._deadline_s))
 
     def close(self) -> None:
+        """Stop listening. Entries of this process are found no more."""
         self._close()
         self._entries.clear()
 
