@@ -1,4 +1,4 @@
-"""Tables of the README, docs/measurements.md and docs/live.md, from perf/results: `python -m perf.readme` writes all."""
+"""Tables of README, docs/measurements.md and docs/live.md, from perf/results: `python -m perf.readme` writes them."""
 
 from __future__ import annotations
 
