@@ -13,10 +13,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-Every setting has a default, a key in a TOML file, and an environment variable. The environment goes over the file, and
-an engine's own options ([vLLM](vllm.md), [SGLang](sglang.md)) go over both. An adapter may have other defaults; the text
-of a setting names them. `kvmover config` prints all settings as TOML: defaults as comments, and behind each other value
-where it was given. The output can be used as a file again.
+Every setting has a default, a key in a TOML file, and an environment variable. The environment goes over the file,
+and an engine's own options ([vLLM](vllm.md), [SGLang](sglang.md)) go over both. An adapter may have other defaults;
+the text of a setting names them. `kvmover config` prints all settings as TOML: defaults as comments, and behind each
+other value where it was given. The output can be used as a file again.
 
 ```console
 $ kvmover config > kvmover.toml
@@ -25,9 +25,8 @@ $ KVMOVER_MOVER_DEADLINE_S=5 kvmover config --config kvmover.toml
 
 Without `--config` the file is the one that `$KVMOVER_CONFIG` names, if it is set. A key or a variable that does not
 exist is an error that names the nearest one; a value that its part of kvmover refuses is an error too. Sizes in bytes
-may have a unit (`"64MiB"`). `"none"` means no value, where the type allows it. In the environment, paths of
-a list are separated by `:`. Variables with a single word after `KVMOVER_` (`KVMOVER_CONFIG`, `KVMOVER_TRACES`) are no
-settings.
+may have a unit (`"64MiB"`). `"none"` means no value, where the type allows it. In the environment, paths of a list
+are separated by `:`. Variables with a single word after `KVMOVER_` (`KVMOVER_CONFIG`) are no settings.
 
 ```python
 from kvmover.config import load
@@ -37,7 +36,8 @@ config = settings.mover_config()  # for Mover(..., config=config): with the keys
 policy = settings.store  # for PageStore.open(..., policy=policy)
 ```
 
-`Observers` starts the logs, the metrics endpoint, the run log and the spans that the configuration asks for, and ends them:
+`Observers` starts the logs, the metrics endpoint, the run log and the spans that the configuration asks for, and ends
+them:
 
 ```python
 from kvmover.ledger import Ledger
@@ -50,18 +50,19 @@ with Observers(settings, engine="decode", rank=0) as observers:
     # observers.watch(mover), before it goes to a Progress
 ```
 
-`kvmover top URL` shows a metrics endpoint as it changes. Metrics listen on 127.0.0.1 by default: for a Prometheus or a
-`top` on another machine set `metrics.address` to an address of this one, or to an empty string for all. `kvmover report RUN.jsonl --html out.html` draws run logs, of
-one rank or of many: a page that needs no network. `kvmover doctor` reads the configuration, too.
+`kvmover top URL` shows a metrics endpoint as it changes. Metrics listen on 127.0.0.1 by default: for a Prometheus or
+a `top` on another machine set `metrics.address` to an address of this one, or to an empty string for all. `kvmover
+report RUN.jsonl --html out.html` draws run logs, of one rank or of many: a page that needs no network. `kvmover
+doctor` reads the configuration, too.
 
 ## A shared key
 
 With `security.shared_key_file`, control messages and cards are sealed with HMAC-SHA256, and what is not sealed is
-dropped and counted (`kvmover_unopened_messages_total`). A file of 16 bytes or more will do, for example from
-`openssl rand -hex 32`; white space at either end does not count. Keys are never printed. To change a key while
-requests run: name the new file in `accepted_key_files` everywhere; then make it `shared_key_file` everywhere, with the
-old one in `accepted_key_files`; then drop the old one. `Mover.configure` changes keys of a running mover. Memory itself
-is written and read by the network, which is not sealed.
+dropped and counted (`kvmover_unopened_messages_total`). A file of 16 bytes or more will do, for example from `openssl
+rand -hex 32`; white space at either end does not count. Keys are never printed. To change a key while requests run:
+name the new file in `accepted_key_files` everywhere; then make it `shared_key_file` everywhere, with the old one in
+`accepted_key_files`; then drop the old one. `Mover.configure` changes keys of a running mover. Memory itself is
+written and read by the network, which is not sealed.
 
 This page is written by `python -m perf.config_page`.
 """

@@ -174,7 +174,7 @@ def _load() -> ModuleType:
             raise TransportUnavailable(f"nixl-cu{major} {found} has no strided lists: at least {_OLDEST} is needed")
         return api
     raise TransportUnavailable(
-        "neither nixl-cu13 nor nixl-cu12 is installed: pip install nixl-cu13, or nixl-cu12 for CUDA 12"
+        "neither nixl-cu13 nor nixl-cu12 is installed: pip install nixl-cu13 (CUDA 12: nixl-cu12)"
     )
 
 
