@@ -51,16 +51,16 @@ with Observers(settings, engine="decode", rank=0) as observers:
 ```
 
 `kvmover top URL` shows a metrics endpoint as it changes. Metrics listen on 127.0.0.1 by default: for a Prometheus or
-a `top` on another machine set `metrics.address` to an address of this one, or to an empty string for all. `kvmover
-report RUN.jsonl --html out.html` draws run logs, of one rank or of many: a page that needs no network. `kvmover
-doctor` reads the configuration, too.
+a `top` on another machine set `metrics.address` to an address of this one, or to an empty string for all.
+`kvmover report RUN.jsonl --html out.html` draws run logs, of one rank or of many: a page that needs no network.
+`kvmover doctor` reads the configuration, too.
 
 ## A shared key
 
 With `security.shared_key_file`, control messages and cards are sealed with HMAC-SHA256, and what is not sealed is
-dropped and counted (`kvmover_unopened_messages_total`). A file of 16 bytes or more will do, for example from `openssl
-rand -hex 32`; white space at either end does not count. Keys are never printed. To change a key while requests run:
-name the new file in `accepted_key_files` everywhere; then make it `shared_key_file` everywhere, with the old one in
+dropped and counted (`kvmover_unopened_messages_total`). A file of 16 bytes or more will do, for example from
+`openssl rand -hex 32`; white space at either end does not count. Keys are never printed. To change a key while
+requests run: name the new file in `accepted_key_files` everywhere; then make it `shared_key_file` everywhere, with the old one in
 `accepted_key_files`; then drop the old one. `Mover.configure` changes keys of a running mover. Memory itself is
 written and read by the network, which is not sealed.
 
