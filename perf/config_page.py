@@ -61,8 +61,8 @@ With `security.shared_key_file`, control messages and cards are sealed with HMAC
 dropped and counted (`kvmover_unopened_messages_total`). A file of 16 bytes or more will do, for example from
 `openssl rand -hex 32`; white space at either end does not count. Keys are never printed. To change a key while
 requests run: name the new file in `accepted_key_files` everywhere; then make it `shared_key_file` everywhere, with the
-old one in `accepted_key_files`; then drop the old one. `Mover.configure` changes keys of a running mover. Memory itself is
-written and read by the network, which is not sealed.
+old one in `accepted_key_files`; then drop the old one. `Mover.configure` changes keys of a running mover. Memory itself
+is written and read by the network, which is not sealed.
 
 This page is written by `python -m perf.config_page`.
 """
