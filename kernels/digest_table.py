@@ -38,6 +38,7 @@ class DigestShape:
 
     @property
     def constexpr(self) -> tuple[object, ...]:
+        """The shape as Triton's compile-time arguments."""
         element = tl.int32 if self.element_bytes == 4 else tl.int8
         row = self.vec, self.grains, self.grain, self.head_bytes, self.heads, self.recut, self.span
         return element, *row, *self.listed

@@ -206,9 +206,11 @@ class PreparedQuant:
     programs: int
 
     def pack(self) -> None:
+        """Launch the packing on the current stream."""
         self._run(1)
 
     def unpack(self) -> None:
+        """Launch the unpacking on the current stream."""
         self._run(0)
 
     def _run(self, packs: int) -> None:

@@ -74,18 +74,22 @@ class QuantRegion:
 
     @property
     def planes(self) -> int:
+        """Number of planes (layer, kv)."""
         return len(self.wide.offset)
 
     @property
     def units(self) -> int:
+        """Number of units in a plane."""
         return len(self.wide.units)
 
     @property
     def rows(self) -> int:
+        """Number of rows: planes x units x heads x tokens."""
         return self.planes * self.units * self.heads * self.tokens
 
     @property
     def device(self) -> torch.device:
+        """Where all three sides lie."""
         return self.wide.memory[0].device
 
     def check(self) -> None:

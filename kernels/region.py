@@ -64,14 +64,17 @@ class Region:
 
     @property
     def planes(self) -> int:
+        """Number of planes (layer, kv), the same at both ends."""
         return len(self.src.offset)
 
     @property
     def units(self) -> int:
+        """Number of units in a plane, the same at both ends."""
         return len(self.src.units)
 
     @property
     def nbytes(self) -> int:
+        """Payload bytes: planes x units x heads x tokens x row_bytes."""
         return self.planes * self.units * self.heads * self.tokens * self.row_bytes
 
     def check(self) -> None:

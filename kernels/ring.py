@@ -48,6 +48,7 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
+        """Shared memory of one block, in bytes."""
         return self.stages * self.stage_bytes
 
     @property

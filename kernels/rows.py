@@ -139,6 +139,7 @@ class RowShape:
 
     @property
     def constexpr(self) -> tuple[tl.dtype, int, int, int, int, int, int]:
+        """The shape as Triton's compile-time arguments."""
         sides = self.src_listed, self.dst_listed
         return WORDS[self.word_bytes], self.grains, self.grain, self.vec, self.span, *sides
 

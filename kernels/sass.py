@@ -33,6 +33,7 @@ class MachineCode:
 
     @property
     def spills(self) -> int:
+        """Number of instructions that load or store spilled registers."""
         return sum(count for opcode, count in self.opcodes.items() if opcode.split(".")[0] in ("LDL", "STL"))
 
     def widths(self) -> dict[str, list[int]]:

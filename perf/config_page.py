@@ -13,10 +13,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-Every setting has a default, a key in a TOML file, and an environment variable, which wins. `kvmover config` prints all
-of them as TOML, defaults as comments, and behind every other where it was given; what it prints is a file that can be
-read again. An engine's own options go before all of it ([vLLM](vllm.md), [SGLang](sglang.md)), and an adapter may have
-other defaults, which the text of a setting names.
+Every setting has a default, a key in a TOML file, and an environment variable. The environment goes over the file,
+and an engine's own options ([vLLM](vllm.md), [SGLang](sglang.md)) go over both. An adapter may have other defaults;
+the text of a setting names them. `kvmover config` prints all settings as TOML: defaults as comments, and behind each
+other value where it was given. The output can be used as a file again.
 
 ```console
 $ kvmover config > kvmover.toml
@@ -25,8 +25,8 @@ $ KVMOVER_MOVER_DEADLINE_S=5 kvmover config --config kvmover.toml
 
 Without `--config` the file is the one that `$KVMOVER_CONFIG` names, if it is set. A key or a variable that does not
 exist is an error that names the nearest one; a value that its part of kvmover refuses is an error too. Sizes in bytes
-may have a unit (`"64MiB"`). `"none"` is the absence of a value, where the type allows it. In the environment, paths of
-a list are separated by `:`. Variables with a single word after `KVMOVER_` are no settings.
+may have a unit (`"64MiB"`). `"none"` means no value, where the type allows it. In the environment, paths of a list
+are separated by `:`. Variables with a single word after `KVMOVER_` (`KVMOVER_CONFIG`) are no settings.
 
 ```python
 from kvmover.config import load
@@ -36,7 +36,8 @@ config = settings.mover_config()  # for Mover(..., config=config): with the keys
 policy = settings.store  # for PageStore.open(..., policy=policy)
 ```
 
-`Observers` begins what `[logging]`, `[metrics]` and `[record]` ask for, and ends it:
+`Observers` starts the logs, the metrics endpoint, the run log and the spans that the configuration asks for, and ends
+them:
 
 ```python
 from kvmover.cache.ledger import Ledger, LedgerCollector
@@ -44,12 +45,14 @@ from kvmover.observe.start import Observers
 
 with Observers(settings, engine="decode", rank=0) as observers:
     ledger = Ledger(sink=observers.account)
-    observers.serve(LedgerCollector(ledger))  # and MoverCollector([mover]), TierCollector(controller.snapshot)
+    observers.serve(LedgerCollector(ledger))  # in one call with MoverCollector([mover]), if there is a mover
     # observers.watch(mover), before it goes to a Progress
 ```
 
-`kvmover top` shows the metrics endpoint as it changes. `kvmover report RUN.jsonl --html out.html` draws run logs, of
-one rank or of many: a page that needs no network. `kvmover doctor` reads the configuration, too.
+`kvmover top URL` shows a metrics endpoint as it changes. Metrics listen on 127.0.0.1 by default: for a Prometheus or
+a `top` on another machine set `metrics.address` to an address of this one, or to an empty string for all.
+`kvmover report RUN.jsonl --html out.html` draws run logs, of one rank or of many: a page that needs no network.
+`kvmover doctor` reads the configuration, too.
 
 ## A shared key
 

@@ -15,7 +15,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-For Prometheus, by prometheus-client, which the extra `metrics` brings. A scrape reads what is counted anyway.
+kvmover exports these metrics through prometheus-client, which the extra `metrics` installs. A scrape reads counters
+that are kept anyway. In vLLM and SGLang `KVMOVER_METRICS_PORT=9400` is enough: rank r serves port 9400 + r.
 
 ```python
 from prometheus_client import REGISTRY, start_http_server
@@ -28,8 +29,9 @@ REGISTRY.register(LedgerCollector(ledger))
 start_http_server(9400)
 ```
 
-Histograms have buckets from 10 us to 84 s in powers of two. Failures are `kvmover_transfers_total` whose `end` is not
-`landed`: `deadline` is what expired. This page is written by `python -m perf.metrics_page`.
+Histograms have buckets from 10 us to 84 s in powers of two. Failed transfers are those of `kvmover_transfers_total`
+whose `end` is not `landed`; `end="deadline"` counts the ones that ran out of time. This page is written by `python -m
+perf.metrics_page`.
 """
 
 

@@ -1,20 +1,80 @@
-"""Numbers of the README and docs/live.md, from the CSV files in perf/results: `python -m perf.readme` updates both."""
+"""Tables of README, docs/measurements.md and docs/live.md, from perf/results: `python -m perf.readme` writes them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from perf.record import RESULTS, read
 
 ROOT = Path(__file__).parent.parent
-README, LIVE = ROOT / "README.md", ROOT / "docs" / "live.md"
+README, LIVE, MEASUREMENTS = ROOT / "README.md", ROOT / "docs" / "live.md", ROOT / "docs" / "measurements.md"
 BLOCK = re.compile(r"(<!-- numbers -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 
 
+def headline() -> str:
+    """The block between the README's markers: a row for each question that a reader has first."""
+    lines = ["| Measured | kvmover | beside it |", "|---|---|---|"]
+    lines += [f"| {question} | {ours} | {theirs} |" for question, ours, theirs in _headlines()]
+    gpu, cpu = _one("bench_kernels", what="kvmover"), _one("transfer", of_contiguous="1.0")
+    return "\n".join([*lines, "", f"The first two rows: {gpu['hardware']}. The others: {cpu['hardware']}.", ""])
+
+
+def _headlines() -> Iterator[tuple[str, str, str]]:
+    case = {"case": "Llama-3-70B, TP2 to TP8, NHD, page 64, scattered", "way": "gather"}
+    ours, clone, peer = (
+        _one("bench_kernels", what=what, **case)["gb_per_s"]
+        for what in ("kvmover", "clone", "SGLang staging, released")
+    )
+    yield (
+        "gather of Llama-3-70B pages from TP2 for TP8, rows of 256 B",
+        f"{ours} GB/s",
+        f"a clone of the same bytes: {clone}; SGLang's staging kernel: {peer}",
+    )
+    budget = _one("roofline", what=case["case"], way="gather", sms="8")
+    yield (
+        "the same on 8 SMs, so that decode keeps the others",
+        f"{budget['gb_per_s']} GB/s",
+        "a 400 Gb/s network carries 50",
+    )
+    direct, whole = _one("transfer", what="direct", mib="64"), _one("transfer", what="one contiguous write", mib="64")
+    packed = _one("transfer", what="packed, 16 MiB chunks", mib="64")
+    yield (
+        "64 MiB in rows of 512 B between two processes over NIXL",
+        f"{packed['gb_per_s']} GB/s",
+        f"a descriptor a row: {direct['gb_per_s']}; one contiguous write: {whole['gb_per_s']}",
+    )
+    plan = _one("bench_plan", what="plan and lower, packed", layers="80", page_tokens="64")
+    every = _one("bench_plan", what="list every row, direct", layers="80", page_tokens="64")
+    yield (
+        "plan of 32,768 tokens, 80 layers, TP8 to TP2, a rank",
+        f"{float(plan['median_us']) / 1e3:.2f} ms",
+        f"listing every row: {float(every['median_us']) / 1e3:.0f} ms",
+    )
+    tree, core = (
+        _one("prefix_trace", contender=who, page_tokens="64", capacity="3M") for who in ("kvmover", "sglang rust core")
+    )
+    yield (
+        "prefix tree on Mooncake's conversation trace, 3M tokens",
+        f"{int(tree['requests_per_s']):,} requests/s",
+        f"SGLang's Rust core: {int(core['requests_per_s']):,}",
+    )
+    stored = {"medium": "disk, O_DIRECT", "page_kib": "64"}
+    for what, column, unit in (("set", "gb_s", "GB/s"), ("exists", "us_for_128", "us")):
+        mine, theirs = (_one("store", who=who, what=what, **stored)[column] for who in ("kvmover nixl", "sglang nixl"))
+        asked = "page store on a disk, writing pages of 64 KiB" if what == "set" else "page store, looking up 128 pages"
+        yield asked, f"{mine} {unit}", f"SGLang's NIXL store: {theirs} {unit}"
+
+
+def _one(name: str, **columns: str) -> dict[str, str]:
+    """The first row of a file whose columns have these values."""
+    return next(row for row in read(name) if columns.items() <= row.items())
+
+
 def numbers() -> str:
-    """The block between the README's markers."""
-    parts = (_live, _kernels, _budgets, _transfer, _plan, _reference, _prefix, _store)
+    """The block between the markers of docs/measurements.md."""
+    parts = (_live, _kernels, _budgets, _transfer, _plan, _reference, _prefix, _policies, _store)
     return "\n".join(line for lines in filter(None, (part() for part in parts)) for line in (*lines, ""))
 
 
@@ -46,7 +106,7 @@ def _live() -> list[str]:
     rows = read("live")
     lines = [
         "**Live servers without a GPU**, tokens and log probabilities beside a plain server's;"
-        f" [docs/live.md](docs/live.md) has every scenario ({_about(rows[0])}):",
+        f" [live.md](live.md) has every scenario ({_about(rows[0])}):",
         "",
         "| | scenarios | requests | same | wrong | failed |",
         "|---|---|---|---|---|---|",
@@ -197,6 +257,22 @@ def _prefix() -> list[str]:
     return lines
 
 
+def _policies() -> list[str]:
+    rows = read("prefix_policies")
+    capacities = list(dict.fromkeys(row["capacity_tokens"] for row in rows))
+    ideal = float(rows[0]["ideal_hit_rate"])
+    lines = [
+        f"**Eviction policies on the same trace**, hit rates of an ideal {ideal:.4f} ({_about(rows[0])}):",
+        "",
+        f"| | {' | '.join(f'{int(capacity):,} tokens' for capacity in capacities)} |",
+        f"|---|{'---|' * len(capacities)}",
+    ]
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        cells = [f"{float(row['hit_rate']):.4f}" for row in rows if row["policy"] == policy]
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    return lines
+
+
 def _store() -> list[str]:
     rows = [row for row in read("store") if row["medium"].startswith("disk")]
     columns = ("set", "get", "get scattered")
@@ -225,11 +301,15 @@ def _about(row: dict[str, str]) -> str:
     return f"{row['hardware']}; {row['versions']}"
 
 
+#: The pages with numbers, and the block that goes between the markers of each.
+PAGES = {README: headline, MEASUREMENTS: numbers, LIVE: scenarios}
+
+
 def updated(text: str, block: str) -> str:
     """A page with `block` between its markers."""
     return BLOCK.sub(lambda match: match[1] + block + match[2], text)
 
 
 if __name__ == "__main__":
-    README.write_text(updated(README.read_text(), numbers()))
-    LIVE.write_text(updated(LIVE.read_text(), scenarios()))
+    for path, block in PAGES.items():
+        path.write_text(updated(path.read_text(), block()))

@@ -16,9 +16,14 @@ TEXT = readme.README.read_text()
 
 
 def test_the_numbers_are_those_of_the_measured_files() -> None:
-    assert readme.updated(TEXT, readme.numbers()) == TEXT, "run: python -m perf.readme"
-    live = readme.LIVE.read_text()
-    assert readme.updated(live, readme.scenarios()) == live, "run: python -m perf.readme"
+    for path, block in readme.PAGES.items():
+        text = path.read_text()
+        assert readme.BLOCK.search(text), f"{path.name} has no markers"
+        assert readme.updated(text, block()) == text, "run: python -m perf.readme"
+
+
+def test_the_table_of_the_readme_has_at_most_ten_rows() -> None:
+    assert 5 <= len(re.findall(r"^\| [a-z0-9].* \|$", readme.headline(), re.MULTILINE)) <= 10
 
 
 def test_the_example_prints_what_its_comment_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,5 +49,5 @@ def test_every_picture_and_page_it_names_exists() -> None:
 def test_every_demo_scenario_is_on_the_first_screen() -> None:
     from kvmover.demo.scenarios import SCENARIOS
 
-    (shown,) = re.findall(r"\$ kvmover demo\n(.*?)```", TEXT, re.DOTALL)
-    assert [line.split()[0] for line in shown.splitlines()] == [scenario.name for scenario in SCENARIOS]
+    (shown,) = re.findall(r"\| Scenario \|.*?\n\n", TEXT, re.DOTALL)
+    assert re.findall(r"^\| `([a-z-]+)` \|", shown, re.MULTILINE) == [scenario.name for scenario in SCENARIOS]

@@ -40,6 +40,7 @@ class SettingKey:
 
     @property
     def text(self) -> str:
+        """What the setting says, in a sentence with its unit."""
         return TEXTS[self.name]
 
     @property
@@ -83,6 +84,7 @@ def sections() -> frozenset[str]:
 
 
 def value_of(settings: Settings, key: SettingKey) -> object:
+    """The value of a setting, by its key."""
     found: object = settings
     for name in key.path:
         found = getattr(found, name)

@@ -83,8 +83,13 @@ class Cache(Protocol):
     `write` keeps rows [kv, token, head, dim] of the tokens at `positions`, `read` gives those of the first `tokens`.
     """
 
-    def write(self, layer: int, positions: range, rows: Tensor) -> None: ...
-    def read(self, layer: int, tokens: int) -> Tensor: ...
+    def write(self, layer: int, positions: range, rows: Tensor) -> None:
+        """Store rows [kv, token, head, dim] of a layer at `positions`."""
+        ...
+
+    def read(self, layer: int, tokens: int) -> Tensor:
+        """Rows [kv, token, head, dim] of the first `tokens` tokens of a layer."""
+        ...
 
 
 @dataclass(slots=True)

@@ -105,6 +105,7 @@ class RunReport:
 
     @property
     def identical(self) -> bool:
+        """Whether all tokens and all bytes are those of the one-process model."""
         return self.tokens_identical and self.bytes_identical
 
     def sentence(self) -> str:

@@ -118,6 +118,7 @@ class Component:
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one element: 2 for bfloat16."""
         return DTYPE_BYTES[self.dtype]
 
     @property

@@ -61,9 +61,11 @@ class Fleet:
 
     @property
     def size(self) -> int:
+        """Number of ranks: tp * pp * cp."""
         return self.tp * self.pp * self.cp
 
     def coordinate(self, rank: int) -> Coordinate:
+        """Where a rank stands: rank 5 of TP2 x PP4 is tp 1, pp 2, cp 0. Raises LayoutError outside the fleet."""
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is outside a fleet of {self.size}")
         rest, tp = divmod(rank, self.tp)
@@ -71,13 +73,14 @@ class Fleet:
         return Coordinate(tp, pp, cp)
 
     def rank(self, at: Coordinate) -> int:
+        """The rank at a coordinate: the reverse of `coordinate`."""
         return (at.pp * self.cp + at.cp) * self.tp + at.tp
 
     def shard(self, component: Component, rank: int, tokens: int) -> Shard:
         """What `rank` holds of `component` for a request of `tokens` tokens."""
         at = self.coordinate(rank)
         if tokens < 1:
-            raise LayoutError(f"a request of {tokens} tokens")
+            raise LayoutError(f"tokens = {tokens}; a request has at least 1")
         if self.pp > component.layers:
             raise LayoutError(f"{self.pp} pipeline stages for {component.layers} layers of {component.name}")
         return Shard(

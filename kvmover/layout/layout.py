@@ -64,9 +64,11 @@ class Layout:
         return cls(axes, shape, tuple(prod(shape[i + 1 :]) for i in range(len(shape))))
 
     def extent_of(self, axis: str) -> int:
+        """Extent of an axis, by its word: `extent_of("token")` is the page size. Raises ValueError for another word."""
         return self.shape[self.axes.index(axis)]
 
     def stride_of(self, axis: str) -> int:
+        """Distance in elements between neighbours on an axis; 0 where the axis has allocations of its own."""
         return self.stride[self.axes.index(axis)]
 
     @property

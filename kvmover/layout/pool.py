@@ -43,8 +43,11 @@ class PoolSpec:
         if self.layout.stride_of("dim") != 1 and self.layout.extent_of("dim") != 1:
             raise LayoutError(f"axis dim has stride {self.layout.stride_of('dim')}; rows must be contiguous")
         if self.layout.extent_of("kv") != self.component.kv or self.layout.extent_of("dim") != self.component.dim:
-            held = self.layout.extent_of("kv"), self.layout.extent_of("dim")
-            raise LayoutError(f"pool of {held} kv and dim for {self.component.name}, {self.component.kv} and its dim")
+            kv, dim = self.layout.extent_of("kv"), self.layout.extent_of("dim")
+            raise LayoutError(
+                f"pool layout has kv = {kv}, dim = {dim}; component {self.component.name} has kv = {self.component.kv},"
+                f" dim = {self.component.dim}"
+            )
         if self.page_tokens != self.component.page_tokens(self.page_tokens):
             raise LayoutError(f"pool of {self.page_tokens}-token pages for {self.component.name}: a page is one state")
         for axis in self.separate:
@@ -84,21 +87,26 @@ class PoolSpec:
 
     @property
     def page_tokens(self) -> int:
+        """Tokens of a page; 1 for states."""
         return self.layout.extent_of("token")
 
     @property
     def pages(self) -> int:
+        """Number of pages; page ids are below it."""
         return self.layout.extent_of("page")
 
     @property
     def allocations(self) -> int:
+        """Number of tensors that a Pool of this spec has: the product of the extents of `separate`."""
         return prod(self.layout.extent_of(axis) for axis in self.separate)
 
     @property
     def allocation_bytes(self) -> int:
+        """Bytes that each of the allocations must hold at least, gaps included."""
         return self.layout.elements * self.component.element_bytes
 
     def stride_bytes(self, axis: str) -> int:
+        """Distance in bytes between neighbours on an axis."""
         return self.layout.stride_of(axis) * self.component.element_bytes
 
     @property

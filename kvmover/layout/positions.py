@@ -37,18 +37,22 @@ class Stripe:
             object.__setattr__(self, "step", self.width)
 
     def quad(self) -> list[int]:
+        """[start, count, step, width], for messages and JSON."""
         return [self.start, self.count, self.step, self.width]
 
     @property
     def stop(self) -> int:
+        """One past the last token."""
         return self.start + (self.count - 1) * self.step + self.width
 
     @property
     def tokens(self) -> int:
+        """How many tokens: count * width."""
         return self.count * self.width
 
     @property
     def starts(self) -> Span:
+        """The first tokens of the runs."""
         return Span(self.start, self.count, self.step)
 
     def __iter__(self) -> Iterator[int]:

@@ -36,7 +36,7 @@ class Span:
         """The part `index` of `extent` things dealt to `parts` owners in consecutive, balanced blocks.
 
         With more owners than things each thing is held by several neighbours: grouped-query heads under a larger tensor
-        parallel size. `first = index * extent // parts` is the closed form of both cases (transfer facts, section 1.1).
+        parallel size. `first = index * extent // parts` is the closed form of both cases (DESIGN.md, section 4).
 
         >>> [Span.share(8, 4, r) for r in (0, 3)]
         [Span(start=0, count=2, step=1), Span(start=6, count=2, step=1)]
@@ -54,6 +54,7 @@ class Span:
         return self.start + (self.count - 1) * self.step + 1 if self.count else 0
 
     def triple(self) -> list[int]:
+        """[start, count, step], for messages and JSON."""
         return [self.start, self.count, self.step]
 
     def index(self, value: int) -> int:

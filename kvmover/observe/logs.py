@@ -100,6 +100,7 @@ def release() -> None:
 
 
 def text_formatter() -> logging.Formatter:
+    """`time level logger: message`, one line a record."""
     return logging.Formatter(_TEXT)
 
 

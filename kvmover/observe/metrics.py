@@ -74,7 +74,9 @@ _ENDS = ("landed", *(cause for cause in Cause if cause is not Cause.FAULT))
 class Metered(Protocol):
     """A mover, by whatever class it is held."""
 
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> Snapshot:
+        """Counts, times and gauges as a copy; called for each scrape, from the exporter's thread."""
+        ...
 
 
 class MoverCollector:
@@ -88,6 +90,7 @@ class MoverCollector:
         self._movers = tuple(movers)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        """The metric families of docs/metrics.md, from one snapshot of each mover. For prometheus_client."""
         taken = [mover.snapshot() for mover in self._movers]
         yield from _counters(taken)
         yield from _gauges(taken)

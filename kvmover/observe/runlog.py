@@ -99,6 +99,7 @@ class RunLog:
         self._write(Run(clock(), engine, rank, __version__))
 
     def transfer(self, ending: Ending) -> None:
+        """For `Mover.watch`: append a line for a transfer that ended."""
         result = ending.result
         self._write(
             Moved(
@@ -121,6 +122,7 @@ class RunLog:
         )
 
     def account(self, account: Account) -> None:
+        """For `Ledger(sink=...)`: append a line for a request that ended."""
         self._write(Accounted(self._clock(), account))
 
     def _write(self, line: AnyLine) -> None:
@@ -138,11 +140,13 @@ class RunLog:
         self._flushed = now_s
 
     def flush(self) -> None:
+        """Write out what is buffered."""
         with self._lock:
             if not self._file.closed:
                 self._flush(self._clock())
 
     def close(self) -> None:
+        """Flush and close the file. Safe to call twice."""
         self.flush()
         with self._lock:
             self._file.close()

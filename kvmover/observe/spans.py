@@ -33,6 +33,7 @@ class Spans:
         self._parent, self._clock = parent, clock
 
     def transfer(self, ending: Ending) -> None:
+        """For `Mover.watch`: record a span from the transfer's start to its end."""
         result, now_ns = ending.result, self._clock()
         attributes: dict[str, str | int | bool | tuple[str, ...]] = {
             "kvmover.request": ending.request,

@@ -100,6 +100,7 @@ class Observers:
         return server.server_port
 
     def close(self) -> None:
+        """End the endpoint, flush and close the run log, and give the loggers back. Safe to call twice."""
         self._open.close()
 
     def __enter__(self) -> Observers:

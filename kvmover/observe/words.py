@@ -48,6 +48,7 @@ def cache_in_words(component: Component) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Ranks with commas: `0, 1, 6`."""
     return ", ".join(str(rank) for rank in ranks)
 
 

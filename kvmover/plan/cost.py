@@ -34,8 +34,8 @@ class Posting(StrEnum):
 class Costs:
     """What the parts of a transfer take. Rates in bytes a microsecond (1,000 is 1 GB/s), times in microseconds.
 
-    Formulas: kernel facts, section 2. `descriptor_us` is software posting, which limits long before a NIC's message
-    rate: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
+    The formulas are in DESIGN.md, section 6, "Costs". `descriptor_us` is what software takes to post one; a NIC's
+    message rate is far higher: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
     """
 
     descriptor_us: float
@@ -67,6 +67,7 @@ class Costs:
         return first / self.gather_rate + slowest + first / self.scatter_rate
 
     def chunks(self, nbytes: int) -> int:
+        """How many chunks `nbytes` bytes take: rounded up."""
         return -(-nbytes // self.chunk_bytes)
 
     def choose(self, nbytes: int, runs: int) -> Choice:
@@ -86,16 +87,16 @@ class Choice:
     packed_us: float
 
     def why(self) -> str:
-        """One line: `packed: 131072 runs of 512 B would take 131.1 ms to post, packing 1.5 ms`."""
+        """One line: `packed: 131072 runs of 512 B would take 131.1 ms to post, the packed route 1.5 ms`."""
         run = self.nbytes // self.runs
         if self.route is Route.DIRECT:
             return (
                 f"direct: {self.runs} runs of {run} B take {self.direct_us / 1e3:.1f} ms as they are,"
-                f" packing would take {self.packed_us / 1e3:.1f} ms"
+                f" the packed route would take {self.packed_us / 1e3:.1f} ms"
             )
         return (
             f"packed: {self.runs} runs of {run} B would take {self.direct_us / 1e3:.1f} ms to post,"
-            f" packing takes {self.packed_us / 1e3:.1f} ms"
+            f" the packed route takes {self.packed_us / 1e3:.1f} ms"
         )
 
 

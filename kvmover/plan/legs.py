@@ -35,6 +35,7 @@ class Leg:
 
     @property
     def tokens(self) -> int:
+        """Number of positions that move; each has all layers and heads of the leg."""
         return tokens_of(self.positions)
 
     def nbytes(self, component: Component) -> int:
@@ -73,9 +74,11 @@ class Plan:
             fleet.shard(self.component, 0, self.stop)
 
     def src_shard(self, rank: int) -> Shard:
+        """What a rank of the source fleet holds of this request."""
         return self._src_shards[rank]
 
     def dst_shard(self, rank: int) -> Shard:
+        """What a rank of the destination fleet holds of this request."""
         return self._dst_shards[rank]
 
     @cached_property
@@ -91,6 +94,7 @@ class Plan:
         return (leg for rank in range(self.dst.size) for leg in self.legs_into(rank))
 
     def legs_into(self, dst_rank: int) -> Iterator[Leg]:
+        """The legs that end at one destination rank, by source rank."""
         return (leg for rank in self.sources_of(dst_rank) if (leg := self.leg(rank, dst_rank)))
 
     def sources_of(self, dst_rank: int) -> list[int]:

@@ -59,10 +59,12 @@ class Box:
 
     @property
     def unit_bytes(self) -> int:
+        """Payload bytes of one unit: all planes, heads and tokens of it."""
         return len(self.src.offset) * self.heads * self.tokens * self.row_bytes
 
     @property
     def nbytes(self) -> int:
+        """Payload bytes of the box."""
         return len(self.src.units) * self.unit_bytes
 
 
@@ -160,6 +162,7 @@ class Strided:
 
     @property
     def runs(self) -> int:
+        """Number of contiguous runs in all rows together."""
         return len(self.src) * self.count
 
 

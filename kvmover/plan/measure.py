@@ -61,15 +61,18 @@ class Measurements:
     _chunks: deque[float] = field(default_factory=lambda: deque[float](maxlen=_KEPT))
 
     def wrote(self, sample: Sample) -> None:
+        """Take in a write that was timed."""
         if _timed(sample.total_us):
             run_bytes = sample.nbytes // sample.runs
             self._writes[min(_CLASSES - 1, max(0, run_bytes.bit_length() - 9) // 2)].append(sample)
 
     def gathered(self, nbytes: int, us: float) -> None:
+        """Take in a gather of `nbytes` bytes that took `us` microseconds."""
         if _timed(us):
             self._gathers.append((nbytes, us))
 
     def scattered(self, nbytes: int, us: float) -> None:
+        """Take in a scatter of `nbytes` bytes that took `us` microseconds."""
         if _timed(us):
             self._scatters.append((nbytes, us))
 
@@ -80,6 +83,7 @@ class Measurements:
 
     @property
     def writes(self) -> int:
+        """How many samples of writes are kept: at most 64 for each class of run length."""
         return sum(map(len, self._writes))
 
     def calibrate(self, host: str, transport: str, base: Costs) -> Calibration:
@@ -159,10 +163,12 @@ class Probe:
 
     @property
     def stride_bytes(self) -> int:
+        """Distance in bytes between the starts of two runs."""
         return 2 * self.run_bytes
 
     @property
     def span_bytes(self) -> int:
+        """Bytes of the sandbox that the probe needs, gaps included."""
         return (self.runs - 1) * self.stride_bytes + self.run_bytes
 
 

@@ -29,6 +29,7 @@ class Units:
         return len(self.src)
 
     def slice(self, start: int, stop: int) -> Units:
+        """Units [start, stop), as a view."""
         return Units(self.tokens, self.src[start:stop], self.dst[start:stop])
 
 

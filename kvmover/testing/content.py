@@ -13,6 +13,7 @@ from kvmover.store import PagePart
 
 
 def page_hash(number: int, salt: str = "") -> bytes:
+    """32 bytes that name page `number`; another `salt` names another page."""
     return hashlib.sha256(f"{salt}/{number}".encode()).digest()
 
 

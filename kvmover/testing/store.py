@@ -61,21 +61,28 @@ class Subject(Protocol):
         """Whether nobody has to write the page again: also true where another rank is to write it."""
         ...
 
-    def get(self, pages: Sequence[bytes]) -> Sequence[bytes | None]: ...
+    def get(self, pages: Sequence[bytes]) -> Sequence[bytes | None]:
+        """What `put` was given for each page, or None where it cannot be had. Wrong bytes are never returned."""
+        ...
 
-    def exists(self, pages: Sequence[bytes]) -> Sequence[bool]: ...
+    def exists(self, pages: Sequence[bytes]) -> Sequence[bool]:
+        """For each page whether a `get` would find it now."""
+        ...
 
     def clean(self) -> None:
         """Evict about half of what there is, as a cleaner of your store does."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give everything back. What was put stays in the folder."""
+        ...
 
 
 PAGES = [page_hash(number) for number in range(12)]
 
 
 def put(subject: Subject, identity: Identity, pages: Sequence[bytes]) -> Sequence[bool]:
+    """Put this rank's payloads of the pages; whether each need not be written again."""
     answers = subject.put(pages, [identity.payload(page) for page in pages])
     assert len(answers) == len(pages), "a batch has as many answers as pages"
     return answers
@@ -95,6 +102,7 @@ class StoreConformance:
     """The checks. `tmp_path` is pytest's."""
 
     def open(self, folder: Path, identity: Identity) -> Subject:
+        """Open your store in `folder` as the rank that `identity` says. The kit calls it many times for one folder."""
         raise NotImplementedError
 
     def files(self, folder: Path) -> list[Path]:
@@ -102,6 +110,7 @@ class StoreConformance:
         return sorted(path for path in folder.rglob("*") if path.is_file())
 
     def filled(self, folder: Path, identity: Identity) -> None:
+        """Open a store, put the kit's pages into it, and close it."""
         subject = self.open(folder, identity)
         assert all(put(subject, identity, PAGES))
         subject.close()

@@ -42,12 +42,15 @@ class AsyncTransfer:
         return self._begun.result() if self._begun.done() and self._begun.exception() is None else None
 
     def produced(self, gate: Gate) -> None:
+        """As Mover.produced; it takes effect once the transfer has begun. Returns at once."""
         self._tell(lambda mover, transfer: mover.produced(transfer, gate))
 
     def attach(self, payload: bytes) -> None:
+        """As Mover.attach, at most 64 KiB. Returns at once."""
         self._tell(lambda mover, transfer: mover.attach(transfer, payload))
 
     def abort(self, reason: str) -> None:
+        """As Mover.abort. Returns at once; await the transfer for its end."""
         self._tell(lambda mover, transfer: mover.abort(transfer, reason))
 
     def _tell(self, call: Callable[[Mover, Transfer], None]) -> None:
@@ -86,6 +89,7 @@ class AsyncMover:
 
     @property
     def card(self) -> bytes:
+        """The bytes that a peer needs to connect; see Mover.card."""
         return self._progress.card
 
     def send(
@@ -95,6 +99,11 @@ class AsyncMover:
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
     ) -> AsyncTransfer:
+        """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
+
+        Returns at once, before the offer is made: `await` the result for its Result. What Mover.send raises is raised
+        there. The pages belong to the transfer until it has ended and is not held.
+        """
         begun = self._progress.begin(lambda mover: mover.send(request, pages, gates, aux))
         return AsyncTransfer(self._progress, begun)
 
@@ -106,22 +115,35 @@ class AsyncMover:
         pages: Sequence[npt.ArrayLike],
         aux_from: Sequence[int] = (),
     ) -> AsyncTransfer:
+        """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
+
+        Returns at once: `await` the result for its Result. PlanError and PeerUnknown are raised there. A cancelled task
+        aborts the transfer.
+        """
         begun = self._progress.begin(lambda mover: mover.receive(request, engine, positions, pages, aux_from))
         return AsyncTransfer(self._progress, begun)
 
     async def connect(self, card: bytes) -> str:
+        """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
         return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.connect(card)))
 
     async def configure(self, config: MoverConfig) -> None:
+        """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.configure(config)))
 
     async def refuse(self, request: str, reason: str) -> None:
+        """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.refuse(request, reason)))
 
     async def reopen(self, request: str) -> None:
+        """As Mover.reopen: a request of this name will be sent again."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
 
     async def close(self) -> None:
+        """Fail what is open, end the thread and close the mover.
+
+        Waits in a thread of its own, not in the event loop.
+        """
         await asyncio.to_thread(self._progress.close)
 
     async def __aenter__(self) -> AsyncMover:

@@ -14,7 +14,9 @@ from kvmover.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Waits of `first_s`, doubling up to `most_s`, each shortened by up to the share `jitter`; `attempts` of them.
+    """When to dial a lost peer: after `first_s` seconds, then twice as long each time, at most `most_s`.
+
+    Each wait is shortened by up to the fraction `jitter` of it. After `attempts` failures the peer is given up.
 
     The defaults wait 0.5, 1, 2, 4, 8, 16, 30, 30, ... s and give up after some 3 minutes.
     """
@@ -25,8 +27,15 @@ class Backoff:
     attempts: int = 12
 
     def __post_init__(self) -> None:
-        if not 0 < self.first_s <= self.most_s < math.inf or not 0 <= self.jitter < 1 or self.attempts < 1:
-            raise LayoutError(f"{self} cannot be waited by")
+        rules = (
+            ("first_s", 0 < self.first_s <= self.most_s, f"must be in (0, most_s], and most_s is {self.most_s}"),
+            ("most_s", self.most_s < math.inf, "must be finite"),
+            ("jitter", 0 <= self.jitter < 1, "must be in [0, 1)"),
+            ("attempts", self.attempts >= 1, "must be at least 1"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise LayoutError(f"backoff.{name} = {getattr(self, name)}: {rule}")
 
     def wait_s(self, name: str, attempt: int) -> float:
         """Before the `attempt`-th try (from 0) at `name`: the same everywhere and always, and spread over names.

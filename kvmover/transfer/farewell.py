@@ -1,7 +1,8 @@
-"""Farewells: sources that owed a request nothing, until they are known to know that it is over.
+"""Sources with no chunks for a request. Want and Done are the only messages they get and both may be lost, so both are
+resent until the source replies or `until` passes.
 
-A source whose chunks have landed has heard what it was asked. One that had none may have missed both the Want and the
-Done, and would wait for a destination that is long content: both are said again until it answers.
+A source whose chunks have landed must have received the Want. One without chunks may have missed both messages, and
+would then hold its pages until its deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Key = tuple[str, str, int]
 
 @dataclass(slots=True, eq=False)
 class _Farewell:
-    """`want`: what the source was asked, encoded. Said again at `due`, and for the last time before `until`."""
+    """`want`: the encoded Want. It is resent at `due`, and no more after `until`."""
 
     want: bytes
     due: float
@@ -23,7 +24,7 @@ class _Farewell:
 
 @dataclass(slots=True, eq=False)
 class Farewells:
-    """Those that have not been answered, by (peer, request, generation). Times in seconds."""
+    """Sources that have not replied, by (peer, request, generation). Times in seconds."""
 
     _open: dict[Key, _Farewell] = field(default_factory=dict[Key, _Farewell])
 
@@ -31,16 +32,16 @@ class Farewells:
         self._open[key] = _Farewell(want, due, until)
 
     def heard(self, key: Key) -> None:
-        """The source knows of the attempt: from now on it asks itself, if it must."""
+        """The source has replied, so it knows the attempt. From now on it asks again itself if it has to."""
         self._open.pop(key, None)
 
     def lost(self, peer: str) -> None:
-        """Nobody is there to be told."""
+        """The peer is gone: nothing is resent to it."""
         for key in [key for key in self._open if key[0] == peer]:
             del self._open[key]
 
     def again(self, now: float, resend_s: float) -> list[tuple[Key, bytes]]:
-        """What to say once more."""
+        """Wants to resend now, by key; each is due again `resend_s` later. Those past `until` are dropped."""
         for key in [key for key, farewell in self._open.items() if now >= farewell.until]:
             del self._open[key]
         due = [(key, farewell) for key, farewell in self._open.items() if now >= farewell.due]

@@ -27,6 +27,7 @@ class Model(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode((VERSION, self), order="deterministic")).digest()
 
     def text(self) -> str:
+        """Name, components and protocol version, as PeerRefused shows them."""
         parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}" for c in self.components]
         return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
 
@@ -40,7 +41,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def seat(self) -> tuple[str, int]:
-        """What one process at a time can have."""
+        """(engine, rank): at most one live process holds it; a restart takes it over under a new transport name."""
         return self.engine, self.rank
 
 
@@ -71,6 +72,9 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def write_card(model: Model, rank: Rank) -> bytes:
+    """The card of a rank: the model's digest, its text, and the rank's own data, which is read only if the digest is
+    equal.
+    """
     return msgspec.msgpack.encode(Card(model.digest(), model.text(), msgspec.msgpack.encode(rank)))
 
 
@@ -93,9 +97,10 @@ def _check(model: Model, rank: Rank) -> None:
     """What a decoded card must satisfy before anything is computed from it."""
     place = rank.place
     if not 0 <= place.rank < place.fleet.size:
-        raise PeerRefused(f"rank {place.rank} of a fleet of {place.fleet.size}")
+        raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
     if not len(rank.pools) == len(rank.allocations) == len(model.components):
-        raise PeerRefused(f"{len(rank.pools)} pools for {len(model.components)} components")
+        counts = f"{len(rank.pools)} pools, {len(rank.allocations)} lists of allocations"
+        raise PeerRefused(f"the card has {counts}; the model has {len(model.components)} components")
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
         if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):
@@ -109,6 +114,6 @@ def _check(model: Model, rank: Rank) -> None:
         for axis, extent in extents.items():
             held = spec.layout.extent_of(axis)
             if held != extent:
-                raise PeerRefused(f"pool of {component.name} has {held} {axis}s, its rank {extent}")
+                raise PeerRefused(f"pool of {component.name} has {axis} extent {held}; its rank holds {extent}")
         if len(memories) != spec.allocations or any(m.nbytes < spec.allocation_bytes for m in memories):
             raise PeerRefused(f"allocations of {component.name} are fewer or smaller than its pool")

@@ -75,10 +75,12 @@ class Histogram:
     sum_s: float = 0.0
 
     def add(self, seconds: float) -> None:
+        """Count a time of so many seconds."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
     def copy(self) -> Histogram:
+        """A copy that does not change."""
         return Histogram(self.counts.copy(), self.sum_s)
 
 
@@ -98,18 +100,22 @@ class Meter:
     beats: int = 0
 
     def add(self, count: Count, by: int = 1) -> None:
+        """Count something, once or `by` times."""
         self.counts[count] += by
         self.beats += 1
 
     def took(self, stage: Stage, seconds: float) -> None:
+        """Count a time of a stage, in seconds."""
         self.stages[stage].add(seconds)
         self.beats += 1
 
     def refused(self, refusal: str) -> None:
+        """Count a message that was dropped unread, by a Refusal."""
         self.unopened[refusal] += 1
         self.beats += 1
 
     def copy(self) -> Meter:
+        """A copy that does not change, for exporters in other threads."""
         stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
         return Meter(
             self.counts.copy(), stages, self.ended.copy(), self.routes.copy(), self.unopened.copy(), self.beats

@@ -82,6 +82,7 @@ class Mover:
 
     @property
     def config(self) -> MoverConfig:
+        """The configuration that new requests get; `configure` changes it."""
         return self._config
 
     @property
@@ -107,7 +108,7 @@ class Mover:
 
     @property
     def card(self) -> bytes:
-        """What a peer needs to connect, for the engine to carry there by whatever road it has."""
+        """The bytes that a peer needs to connect. The engine carries them there by its own means."""
         return self._core.seal.close_card(self._card)
 
     def configure(self, config: MoverConfig) -> None:
@@ -206,12 +207,12 @@ class Mover:
         return transfer
 
     def abort(self, transfer: Transfer, reason: str) -> None:
-        """Give a transfer up. It ends, with `reason` on both sides, when no write can touch its pages any more."""
+        """Give a transfer up: it ends, with `reason` on both sides, when no write can touch its pages any more."""
         self._outbound.abort(transfer, reason)
         self._inbound.abort(transfer, reason)
 
     def poll(self) -> bool:
-        """Advance everything that can advance. Never blocks for longer than copies on the CPU take.
+        """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
 
         Returns whether anything came in, went out or was done: if so, the next poll should not be long in coming.
         """
@@ -244,7 +245,7 @@ class Mover:
                     time.sleep(POLL_SLEEP_S)
 
     def close(self, reason: str = "this side closed") -> None:
-        """Close the transport: registrations, peers and handles. Transfers still open fail for `reason`."""
+        """Fail what is open with `reason`, and close the transport: registrations, peers and handles."""
         self._inbound.close(reason)
         self._outbound.close(reason)
         for name in self._inbound.waits_on() | self._outbound.waits_on():

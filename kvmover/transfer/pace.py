@@ -13,11 +13,12 @@ from kvmover.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A share of the time since anything happened, within bounds: what took long to come may be seen a little later.
+    """The polling thread sleeps `share` of the time since the last event, within bounds. Times in seconds.
 
-    By default what comes after 2 ms of nothing is seen at most 0.5 ms late. No nap is shorter than `shortest_s`, to
-    which Linux adds 60 us, or longer than `open_s` while a transfer is open and `idle_s` while none is. A poll that did
-    something is followed by another at once.
+    By default an event that comes after 2 ms without one is seen at most 0.5 ms late. No sleep is shorter than
+    `shortest_s`, to which Linux adds 60 us, nor longer than `open_s` while a transfer is open, or `idle_s` while none
+    is. After a poll that did something the next one follows at once. Raises LayoutError unless all are positive and
+    `shortest_s <= open_s <= idle_s`.
     """
 
     share: float = 0.25
@@ -28,10 +29,13 @@ class Pace:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) <= 0:
-                raise LayoutError(f"pace has {field.name} = {getattr(self, field.name)}; it must be positive")
+                raise LayoutError(f"progress has {field.name} = {getattr(self, field.name)}; it must be positive")
         if not self.shortest_s <= self.open_s <= self.idle_s:
-            raise LayoutError(f"{self} has naps that do not grow from shortest_s over open_s to idle_s")
+            raise LayoutError(
+                f"progress has shortest_s = {self.shortest_s}, open_s = {self.open_s}, idle_s = {self.idle_s};"
+                " they must not shrink in this order"
+            )
 
     def nap_s(self, quiet_s: float, open_transfers: int) -> float:
-        """The next nap, `quiet_s` after anything happened."""
+        """Seconds to sleep, `quiet_s` seconds after the last event, with so many transfers open."""
         return min(max(self.share * quiet_s, self.shortest_s), self.open_s if open_transfers else self.idle_s)

@@ -67,6 +67,7 @@ class Progress:
 
     @property
     def card(self) -> bytes:
+        """The bytes that a peer needs to connect; see Mover.card."""
         return self._mover.card
 
     def poll(self) -> None:

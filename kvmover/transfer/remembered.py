@@ -1,4 +1,4 @@
-"""Remembered: a table that forgets. What is asked of it at every poll costs what is forgotten, not what is kept."""
+"""A bounded map with expiry. `expire(now)` is O(entries expired); at `most` entries the oldest goes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class Remembered(Generic[Key, Value]):
-    """At most `most` entries, the latest ones. Times in seconds.
+    """A map of at most `most` entries, each with a time `until` in seconds at which it expires.
 
-    They are kept in the order of their ends; one that ends before an earlier one did waits for it.
+    Entries expire in the order in which they were kept: one whose time comes before an earlier entry's waits for that.
     """
 
     most: int
@@ -24,7 +24,7 @@ class Remembered(Generic[Key, Value]):
     )
 
     def keep(self, key: Key, value: Value, until: float) -> None:
-        """Remember an entry, instead of what was remembered by its key."""
+        """Set the entry of `key`, which expires at `until`."""
         self._entries.pop(key, None)
         if len(self._entries) >= self.most:
             self._entries.popitem(last=False)
@@ -38,7 +38,7 @@ class Remembered(Generic[Key, Value]):
         self._entries.pop(key, None)
 
     def expire(self, now: float) -> None:
-        """Forget what has ended."""
+        """Delete the entries whose time has come."""
         while self._entries:
             key, (_, until) = next(iter(self._entries.items()))
             if now < until:

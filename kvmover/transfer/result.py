@@ -41,18 +41,28 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MoverConfig:
-    """How a mover behaves. Sizes in bytes, times in seconds.
+    """How a mover behaves. Sizes in bytes, times in seconds. Raises LayoutError for a value out of range.
 
-    `arena_bytes` is taken twice, for what is sent and for what arrives. `route` None lets `costs` choose a route for
-    each pair of ranks. `verb`, `route`, `replicas`, `chunk_layers` and `integrity` are the destination's to choose.
-    `chunk_layers`: layers of a chunk, for sending while a prefill computes (0: all). `sms`: multiprocessors a copy may
-    take (None: all); 8 of an H200 pack three times as fast as a 400 Gb/s wire carries.
-
-    `resend_s`: what is not answered is said again. `silence_s`: a peer that answers no ping for so long is lost; longer
-    than an engine may go without a poll. `linger_s`: memory that a dead process may have been writing is used again so
-    long after its successor was seen: longer than a NIC retries. `backoff`: when lost peers are tried again.
-    `sandbox_bytes`: memory for measuring the way to a peer when it is connected, at least 128 KiB, or 0: no probes.
-    `keys`: every message and card is sealed with them, and only sealed ones are read; None: no message is.
+    `arena_bytes`: staging memory on the pools' device, allocated twice: for sending and for receiving.
+    `deadline_s`: a transfer that has not ended by then fails.
+    `drain_s`: how long a failed transfer waits for its sources to stop, before its memory is quarantined.
+    `ping_s`: time between pings of a peer that owes an answer.
+    `resend_s`: time before an unanswered message is resent.
+    `silence_s`: a peer that answers nothing for so long is lost. Longer than an engine may go without a poll.
+    `linger_s`: time from a peer's restart until memory that its dead process may write is reused. Longer than a NIC
+    retries.
+    `sandbox_bytes`: memory that peers may write to when they measure the link; at least 128 KiB, or 0: no probes.
+    `backoff`: when lost peers are dialled again.
+    `costs`: assumed costs, replaced by measured ones.
+    `route`: the route of every chunk. None: costs choose, for each pair of ranks. The destination's to choose.
+    `verb`: whether the source writes or the destination reads. The destination's to choose.
+    `replicas`: whether ranks with equal shards each send a part, or one sends all. The destination's to choose.
+    `chunk_layers`: layers in a chunk, so that chunks leave while a prefill computes; 0: all. The destination's to
+    choose.
+    `integrity`: whether what landed is compared by a digest a chunk. The destination's to choose.
+    `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
+    network carries.
+    `keys`: seal every message and card, and read only sealed ones. None: nothing is sealed.
     """
 
     arena_bytes: int = 64 << 20
@@ -92,7 +102,9 @@ class MoverConfig:
 class Passed(Protocol):
     """What a CUDA event can say of itself."""
 
-    def query(self) -> bool: ...
+    def query(self) -> bool:
+        """Whether the event has passed: everything queued before it is done. Must not block."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +122,21 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a request ended on this rank. `reason` is None when it landed, else what went wrong, the same on both sides.
+    """How a request ended on this rank.
 
+    `reason`: None when it landed, else what went wrong, the same sentence on both sides.
+    `seconds`: from `send` or `receive` to the end.
+    `nbytes`: payload bytes of this rank's legs, whether or not they landed.
+    `runs`: descriptors that the direct route takes for them.
+    `writes`: chunks, each of them one write or read.
+    `routes`: the route of each rank on the other side that has chunks of the request.
+    `peers`: how many such ranks there are.
     `held`: a one-sided operation may still touch the pages, so they must not be reused; see `Transfer.held`.
-    `runs` is what going direct costs, `writes` what was posted. `nbytes` is payload, `resent` chunks that did not match
-    their digest at first. `incomplete`: one tuple a component, indices into the page table of the pages that this rank
-    asked for and that are not whole; empty where all landed. `aux`: payloads by source rank.
+    `cause`: why it failed, in a word for a metric; None when it landed.
+    `resent`: chunks that did not match their digest at first.
+    `incomplete`: one tuple a component, indices into the page table of the pages that this rank asked for and that are
+    not whole; empty where all landed.
+    `aux`: payloads by source rank.
     """
 
     reason: str | None
@@ -133,6 +154,7 @@ class Result:
 
     @property
     def landed(self) -> bool:
+        """Whether all bytes are in the pages (a receive), or all destinations have them (a send)."""
         return self.reason is None
 
 
@@ -162,6 +184,7 @@ class Transfer:
 
     @property
     def ended(self) -> bool:
+        """Whether `result` is there. Pages may still be held: see `held`."""
         return self.result is not None
 
     def landed(self) -> Result:

@@ -26,12 +26,15 @@ class SharedMover:
 
     @property
     def card(self) -> bytes:
+        """The bytes that a peer needs to connect; see Mover.card."""
         return self._progress.card
 
     def connect(self, card: bytes) -> str:
+        """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
         return self._progress.submit(lambda mover: mover.connect(card)).result()
 
     def configure(self, config: MoverConfig) -> None:
+        """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
         self._progress.submit(lambda mover: mover.configure(config)).result()
 
     def send(
@@ -41,6 +44,11 @@ class SharedMover:
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
     ) -> Transfer:
+        """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
+
+        Returns once the offer is made. The pages belong to the transfer until it has ended and is not held. Raises
+        PlanError for page tables that do not fit.
+        """
         return self._progress.begin(lambda mover: mover.send(request, pages, gates, aux)).result()
 
     def receive(
@@ -51,24 +59,35 @@ class SharedMover:
         pages: Sequence[npt.ArrayLike],
         aux_from: Sequence[int] = (),
     ) -> Transfer:
+        """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
+
+        Returns once the sources are asked; `wait` or `ended` say when it is over. Raises PlanError and PeerUnknown
+        before anything is asked.
+        """
         return self._progress.begin(lambda mover: mover.receive(request, engine, positions, pages, aux_from)).result()
 
     def refuse(self, request: str, reason: str) -> None:
+        """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""
         self._progress.submit(lambda mover: mover.refuse(request, reason)).result()
 
     def reopen(self, request: str) -> None:
+        """As Mover.reopen: a request of this name will be sent again."""
         self._progress.submit(lambda mover: mover.reopen(request)).result()
 
     def produced(self, transfer: Transfer, gate: Gate) -> None:
+        """As Mover.produced. Returns at once, also in a signal handler or a callback."""
         self._progress.tell(transfer, lambda mover: mover.produced(transfer, gate))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
+        """As Mover.attach, at most 64 KiB. Returns at once."""
         self._progress.tell(transfer, lambda mover: mover.attach(transfer, payload))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
+        """As Mover.abort. Returns at once; the transfer ends when nothing can touch its pages."""
         self._progress.tell(transfer, lambda mover: mover.abort(transfer, reason))
 
     def poll(self) -> None:
+        """Have the thread poll now: something happened that it cannot see, for example the event of a gate."""
         self._progress.poll()
 
     def ended(self, transfer: Transfer) -> futures.Future[Result]:
@@ -92,6 +111,7 @@ class SharedMover:
         return self._progress.snapshot()
 
     def close(self) -> None:
+        """Fail what is open with its reason, end the thread and close the mover. Safe to call twice."""
         self._progress.close()
 
     def __enter__(self) -> SharedMover:

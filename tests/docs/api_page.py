@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import MISSING, is_dataclass
+from enum import Enum
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "api.md"
 
@@ -28,8 +35,37 @@ PACKAGES = (
     "kvmover.config",
 )
 
-#: Modules without an `__all__`, of which every class is promised.
-WHOLE = ("kvmover.errors",)
+#: Modules without an `__all__`, of which every public class and function is promised.
+WHOLE = (
+    "kvmover.errors",
+    "kvmover.observe.start",
+    "kvmover.observe.metrics",
+    "kvmover.plan.calibration",
+)
+
+#: Whose methods have the docstrings of a protocol's.
+IMPLEMENTS = {
+    "LoopbackTransport": "Transport",
+    "NixlTransport": "Transport",
+    "PlainFiles": "Files",
+    "NixlFiles": "Files",
+}
+
+#: Names of modules that have others too. The kernels take tensors and integers and know no type of other packages.
+CHOSEN = {
+    "kvmover.store.files": ("Files", "PlainFiles", "OpenFile", "FileRun", "Access", "memory_of_buffer"),
+    "kvmover.store.nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
+    "kvmover.testing.store": ("StoreConformance", "Subject", "Identity"),
+    "kvmover.kernels.region": ("Side", "Region", "RegionError"),
+    "kvmover.kernels.reference": ("move",),
+    "kvmover.kernels.rows": ("move", "prepare", "Prepared"),
+    "kvmover.kernels.config": ("RowConfig",),
+    "kvmover.kernels.digest_reference": ("Logical", "digest"),
+    "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "Prepared"),
+    "kvmover.kernels.quant_reference": ("QuantRegion", "quantize", "dequantize", "pack", "unpack"),
+    "kvmover.kernels.quant": ("pack", "unpack", "prepare", "Prepared"),
+    "kvmover.kernels.bulk": ("move", "prepare", "choose", "unavailable", "Engine", "EngineUnavailable", "Prepared"),
+}
 
 #: Values and aliases have no docstring.
 TEXTS = {
@@ -71,23 +107,32 @@ TEXTS = {
 HEAD = """\
 # API
 
-Every public name, by the package that exports it, with the first sentence of what its docstring says; the docstring
-says the rest. [Your engine](your-engine.md) shows the ones that an engine needs. `kvmover` itself exports the names of
-its first table lazily: importing it loads neither torch nor NIXL. The adapters have pages of their own:
-[SGLang](sglang.md), [vLLM](vllm.md). This page is written by `python -m tests.docs.api_page`.
+Every public name, by the package that exports it. A row has the signature, the first sentence of the docstring, and
+what is raised; below a class are its fields, properties and methods. `help()` shows the whole docstring.
+[Your engine](your-engine.md) shows the names that an engine needs. `kvmover` itself exports the names of its first
+table lazily: importing it loads neither torch nor NIXL. The adapters have pages of their own: [SGLang](sglang.md),
+[vLLM](vllm.md). This page is written by `python -m tests.docs.api_page`.
 """
 
 
 def names(package: str) -> list[str]:
     """What a package promises."""
     module = import_module(package)
+    if package in CHOSEN:
+        return list(CHOSEN[package])
     if package in WHOLE:
-        return [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == package]
+        own = (inspect.isclass, inspect.isfunction)
+        return [
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_") and any(is_(value) for is_ in own) and value.__module__ == package
+        ]
     return list(module.__all__)
 
 
 def page() -> str:
-    return "\n".join([HEAD, *(line for package in (*PACKAGES, *WHOLE) for line in section(package))])
+    packages = (*PACKAGES, *WHOLE, *CHOSEN)
+    return "\n".join([HEAD, *(line for package in packages for line in section(package))])
 
 
 def section(package: str) -> Iterator[str]:
@@ -95,42 +140,155 @@ def section(package: str) -> Iterator[str]:
     yield from (f"## `{package}`", "", sentence(module.__doc__), "", "| name | what it is |", "|---|---|")
     for name in names(package):
         for call, text in rows(package, module, name):
-            yield f"| `{call}` | {text} |"
+            yield f"| `{safe(call)}` | {safe(text)} |"
     yield ""
 
 
 def rows(package: str, module: ModuleType, name: str) -> Iterator[tuple[str, str]]:
-    """A row of the name; where this is its home, and not `kvmover` itself, rows of its methods."""
+    """A row of the name; where this is its home, and not `kvmover` itself, rows of its fields and methods."""
     value = getattr(module, name)
+    value = getattr(value, "__wrapped__", value)  # of a function whose answers are kept
     own = TEXTS.get(f"{package}.{name}")
-    yield name + parameters(value), own or sentence(documentation(value))
-    if not inspect.isclass(value) or package == "kvmover":
+    if package == "kvmover":
+        yield name, own or sentence(documentation(value))
         return
+    yield name + signature(value), own or whole(value)
+    if not inspect.isclass(value):
+        return
+    yield from fields(name, value)
     for attribute, member in vars(value).items():
-        text = sentence(documentation(member))
-        if not attribute.startswith("_") and text:
-            yield f"{name}.{attribute}{parameters(member)}", text
+        if not attribute.startswith("_") and is_call(member):
+            text = told(documentation(member))
+            if not text and name in IMPLEMENTS:
+                text = f"As {IMPLEMENTS[name]}.{attribute}."
+            if not text and attribute.startswith("test_"):
+                text = attribute.removeprefix("test_").replace("_", " ").capitalize() + "."
+            yield f"{name}.{attribute}{signature(member)}", text
+
+
+def is_call(member: Any) -> bool:
+    return inspect.isfunction(member) or isinstance(member, (property, cached_property, classmethod, staticmethod))
+
+
+def fields(name: str, kind: type) -> Iterator[tuple[str, str]]:
+    """`Result.held: bool = False`, with the sentences of the class's docstring that are about `held`."""
+    said = inspect.cleandoc(kind.__doc__ or "")
+    if is_dataclass(kind):
+        found = [
+            (field.name, words(field.type), None if field.default is MISSING else repr(field.default))
+            for field in dataclasses.fields(kind)
+        ]
+    elif issubclass(kind, msgspec.Struct):
+        found = [
+            (
+                field.name,
+                words(kind.__annotations__.get(field.name, "")),
+                None if field.required else repr(field.default),
+            )
+            for field in msgspec.structs.fields(kind)
+        ]
+    else:
+        return
+    for field, type_, default in found:
+        if not field.startswith("_"):
+            yield f"{name}.{field}: {type_}" + (f" = {_short(default)}" if default else ""), about(field, said)
+
+
+def _short(default: str) -> str:
+    """`<Verb.PUSH: 'push'>` as `'push'`; a value of many fields as `...`."""
+    member = re.fullmatch(r"<\w+\.\w+: (.*)>", default)
+    return member[1] if member else default if len(default) < 30 else "..."
+
+
+def about(field: str, said: str) -> str:
+    """What a docstring says after "`field`:", up to the next such name; else its sentences that hold the name."""
+    texts = _sentences(said.split(">>>")[0])
+    for at, text in enumerate(texts):
+        if text.startswith(f"`{field}`: "):
+            own = [text.partition(": ")[2], *itertools.takewhile(lambda other: other[0] != "`", texts[at + 1 :])]
+            return " ".join(own)
+    return " ".join(text for text in texts if f"`{field}`" in text)
 
 
 def documentation(member: Any) -> str | None:
     said = inspect.isclass(member) or inspect.isfunction(member)
-    return member.__doc__ if said or isinstance(member, (property, classmethod, staticmethod)) else None
+    wrapped = isinstance(member, (property, cached_property, classmethod, staticmethod))
+    return member.__doc__ if said or wrapped else None
 
 
-def parameters(member: Any) -> str:
-    """Names without types: `(request, pages, gates)`. Nothing for a property."""
+def whole(value: Any) -> str:
+    """The first sentence, what is raised, and the members of an enum."""
+    text = told(documentation(value))
+    if inspect.isclass(value) and issubclass(value, Enum):
+        return f"{text} One of {', '.join(f'`{member.value}`' for member in value)}."
+    if inspect.isclass(value) and (made := vars(value).get("__init__")) is not None and not is_dataclass(value):
+        return " ".join(filter(None, (text, *_raised(made.__doc__))))
+    return text
+
+
+def told(text: str | None) -> str:
+    """The first sentence, and those about what is raised."""
+    first = sentence(text)
+    return " ".join(dict.fromkeys((first, *_raised(text)))) if first else ""
+
+
+def _raised(text: str | None) -> list[str]:
+    prose = inspect.cleandoc(text or "").split(">>>")[0]
+    return [said for said in _sentences(prose) if re.match(r"Raises? \w", said)]
+
+
+def _sentences(text: str) -> list[str]:
+    flat = " ".join(text.replace("``", "`").split())
+    return re.split(r"(?<=\.)\s+(?=[A-Z`])", flat)
+
+
+def signature(member: Any) -> str:
+    """`(request: str, pages: Sequence[ArrayLike]) -> Transfer`. Of a property, its type."""
+    if isinstance(member, (property, cached_property)):
+        function = member.fget if isinstance(member, property) else member.func
+        return f": {words(inspect.signature(function).return_annotation)}"
+    if inspect.isclass(member):
+        made = vars(member).get("__init__")
+        plain = is_dataclass(member) or issubclass(member, (msgspec.Struct, Enum, BaseException)) or made is None
+        return "" if plain else parameters(made)
     function = getattr(member, "__func__", member)
     if not inspect.isfunction(function):
         return ""
-    shown = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
+    back = inspect.signature(function).return_annotation
+    return parameters(function) + ("" if back is inspect.Signature.empty else f" -> {words(back)}")
+
+
+def parameters(function: Any) -> str:
+    shown: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        text = f"{stars}{parameter.name}"
+        if parameter.annotation is not parameter.empty:
+            text += f": {words(parameter.annotation)}"
+        if parameter.default is not parameter.empty:
+            text += f" = {_short(repr(parameter.default))}"
+        shown.append(text)
     return f"({', '.join(shown)})"
 
 
+def words(annotation: Any) -> str:
+    """A type as it is written, without the modules before its names."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", text.strip("\"'"))
+
+
+def safe(text: str) -> str:
+    """In a cell of a table."""
+    return re.sub(r"(?<!\\)\|", "\\\\|", text)
+
+
 def sentence(text: str | None) -> str:
-    """The first sentence, on one line, safe in a table."""
+    """The first sentence, on one line."""
     first = inspect.cleandoc(text or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
     found = re.match(r".*?\.(?=\s+[A-Z`(]|$)", first)
-    return (found[0] if found else first).replace("|", "\\|")
+    return found[0] if found else first
 
 
 if __name__ == "__main__":

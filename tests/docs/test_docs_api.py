@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvmover
-from tests.docs.api_page import PACKAGES, PAGE, WHOLE, names
+from tests.docs.api_page import CHOSEN, PACKAGES, PAGE, WHOLE, names, page
 
 DOCS = PAGE.parent
 EXAMPLES = sorted(DOCS.glob("examples/*.py"))
@@ -31,13 +31,24 @@ def test_the_example_of_a_memory_manager_stays_short_and_does_it_all() -> None:
 def _sections() -> dict[str, set[str]]:
     """Names by package, as the page has them; methods are not names."""
     parts = re.split(r"^## `([\w.]+)`$", PAGE.read_text(), flags=re.M)[1:]
-    rows = [set(re.findall(r"^\| `(\w+)(?:\([^`]*\))?` \| \S", text, flags=re.M)) for text in parts[1::2]]
+    rows = [set(re.findall(r"^\| `(\w+)(?:\([^`]*)?` \| \S", text, flags=re.M)) for text in parts[1::2]]
     return dict(zip(parts[::2], rows, strict=True))
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, *WHOLE])
+@pytest.mark.parametrize("package", [*PACKAGES, *WHOLE, *CHOSEN])
 def test_every_public_name_has_a_line(package: str) -> None:
     assert _sections()[package] == set(names(package)), "run: python -m tests.docs.api_page"
+
+
+def test_the_page_is_what_the_docstrings_say() -> None:
+    assert PAGE.read_text() == page(), "run: python -m tests.docs.api_page"
+
+
+def test_a_row_has_types_defaults_and_what_is_raised() -> None:
+    text = PAGE.read_text()
+    assert "`Mover.connect(card: bytes) -> str`" in text
+    assert "`Result.held: bool = False` | a one-sided operation may still touch the pages" in text
+    assert re.search(r"`Mover\.receive\(request: str, .*\) -> Transfer` \| .*Raises PlanError or PeerUnknown", text)
 
 
 def test_no_package_with_public_names_is_left_out() -> None:

@@ -74,9 +74,9 @@ def test_no_wait_is_longer_than_the_longest_whatever_the_attempt() -> None:
     [{"first_s": 0}, {"first_s": 31}, {"most_s": math.inf}, {"jitter": 1}, {"jitter": -0.1}, {"attempts": 0}],
     ids=str,
 )
-def test_a_policy_that_cannot_be_waited_by_is_refused_with_its_values(wrong: dict[str, float]) -> None:
+def test_a_wait_that_is_no_time_is_refused_by_its_name_and_value(wrong: dict[str, float]) -> None:
     (name,) = wrong
-    with pytest.raises(LayoutError, match=f"{name}={wrong[name]}"):
+    with pytest.raises(LayoutError, match=rf"^backoff\.{name} = {wrong[name]}: must be "):
         Backoff(**wrong)
 
 

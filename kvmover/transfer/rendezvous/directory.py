@@ -27,6 +27,7 @@ class Entry(msgspec.Struct, frozen=True):
     card: bytes
 
     def text(self) -> str:
+        """Engine, rank and generation in words, for messages."""
         return f"rank {self.rank} of {self.engine}, generation {self.generation}"
 
 
@@ -97,6 +98,7 @@ class _Entries(msgspec.Struct, frozen=True):
 
 
 def write_entries(entries: Iterable[Entry]) -> bytes:
+    """Entries as bytes; `read_entries` is the reverse."""
     return msgspec.msgpack.encode(_Entries(_FORMAT, tuple(entries)))
 
 

@@ -72,6 +72,10 @@ class EtcdDirectory:
         self._keeper: Keeper | None = None
 
     def publish(self, entry: Entry) -> None:
+        """Put an entry under this process's lease, which a thread renews from now on.
+
+        Raises PeerLost where a newer generation holds the rank, TransportUnavailable where etcd cannot be reached.
+        """
         with self._lock:
             self._check(entry)
             if not self._lease:
@@ -87,11 +91,16 @@ class EtcdDirectory:
                 self._keeper = Keeper(f"lease in etcd at {self._prefix}", self._ttl_s / 3, self._keep)
 
     def withdraw(self, entry: Entry) -> None:
+        """Delete the entry; nothing happens where it is not there. Raises TransportUnavailable."""
         with self._lock:
             self._gateway.call("/v3/kv/deleterange", {"key": self._key(entry)}, _Any)
             self._entries.pop(_place(entry), None)
 
     def ranks(self, engine: str) -> tuple[Entry, ...]:
+        """An engine's entries with a living lease: of each rank the one of the highest generation.
+
+        Raises TransportUnavailable where etcd cannot be reached.
+        """
         return newest(self._find(self._engine(engine)))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Every prompt token is counted once, in each of the ways in which others counted it twice or not at all.
 
-The numbers are of section 6 of the prefix-tree facts: issues of SGLang, and one of Megatron-LM.
+The numbers are those of issues of SGLang, and of one of Megatron-LM.
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""CONTRIBUTING.md and DESIGN.md: the files that they send a reader to are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = ("CONTRIBUTING.md", "DESIGN.md", "README.md")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_path_of_a_page_exists(name: str) -> None:
+    text = (ROOT / name).read_text()
+    linked = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    named = re.findall(r"`((?:kvmover|kernels|tests|docs|perf|\.ci)/[\w./-]*\w/?)`", text)
+    assert linked or named
+    for path in {*linked, *named}:
+        assert "ENGINE" in path or (ROOT / path).exists(), f"{name} names {path}"
+
+
+def test_the_recipes_name_what_the_code_has() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name, path in (
+        ("HYBRID", "tests/transfer/test_mover_models.py"),
+        ("BACKENDS", "tests/store/test_files.py"),
+        ("StoreConformance", "kvmover/testing/store.py"),
+        ("Tested", "kvmover/engines/common/release.py"),
+        ("files_for", "kvmover/transport/nixl_files.py"),
+        ("ToDestination", "kvmover/transfer/wire.py"),
+        ("kinds_of_messages", "tests/transfer/mover_cases.py"),
+        ("_LAZY", "kvmover/transport/__init__.py"),
+    ):
+        assert f"`{name}`" in text
+        assert re.search(rf"\b{name}\b", (ROOT / path).read_text()), (name, path)
