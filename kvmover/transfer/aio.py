@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy.typing as npt
 
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.progress import Progress
+from kvmover.transfer.progress import Progress, driven
 from kvmover.transfer.result import Gate, MoverConfig, Result, Transfer
 
 
@@ -78,11 +78,11 @@ class AsyncMover:
     """The methods of Mover for tasks. None blocks an event loop; `send` and `receive` return at once.
 
     `result = await mover.receive("r1", "prefill", range(4096), [pages])`. One serves all event loops of the process.
-    `close` is the end of `progress` too.
+    `progress`: a Progress, or a Mover, which gets one of the default pace; `close` is its end too.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress | Mover) -> None:
+        self._progress = driven(progress)
 
     @property
     def card(self) -> bytes:

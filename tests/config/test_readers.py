@@ -40,7 +40,7 @@ _OWN = {"__post_init__", "__eq__", "__hash__", "__repr__"}
 
 
 #: Modules that a dataclass has its own fields checked by.
-_CHECKS = ("kvmover.enums", "kvmover.layout.extents")
+_CHECKS = ("kvmover.enums", "kvmover.numbers")
 
 
 class Noted:
