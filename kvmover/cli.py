@@ -260,17 +260,19 @@ def _directory(given: Path | None) -> Path:
 @store_app.command("stat")
 def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
     """Show what is stored, and what a crash cost."""
+    from kvmover.observe.store_table import print_rows
     from kvmover.store import command
 
-    return command.print_rows(command.stat(_directory(root), namespace), as_json)
+    return print_rows(command.stat(_directory(root), namespace), as_json)
 
 
 @store_app.command("verify")
 def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
     """Read every object and delete the bad ones. Exit status 1 if there were any."""
+    from kvmover.observe.store_table import print_rows
     from kvmover.store import command
 
-    return command.print_rows(command.verify(_directory(root), namespace), as_json)
+    return print_rows(command.verify(_directory(root), namespace), as_json)
 
 
 @store_app.command("gc")
@@ -295,11 +297,12 @@ def store_gc(
 ) -> int:
     """Take over what dead writers left, and keep to a quota or an age."""
     from kvmover.config import load
+    from kvmover.observe.store_table import print_rows
     from kvmover.store import command
 
     configured = load().settings.store
     policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
-    return command.print_rows(command.collect(root or configured.directory(), namespace, policy), as_json)
+    return print_rows(command.collect(root or configured.directory(), namespace, policy), as_json)
 
 
 @store_app.command("clear")
@@ -309,6 +312,7 @@ def store_clear(
     as_json: Json = False,
 ) -> int:
     """Delete all pages of a namespace, and nothing else."""
+    from kvmover.observe.store_table import print_rows
     from kvmover.store import command
 
-    return command.print_rows(command.clear(_directory(root), namespace), as_json)
+    return print_rows(command.clear(_directory(root), namespace), as_json)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from kvmover.demo.scenarios import Scenario
+from kvmover.observe.tables import Column, Sheet
 from kvmover.transport.nixl_agent import nixl_version
 
 
@@ -159,31 +160,22 @@ def _request_data(request: RequestReport) -> dict[str, Any]:
     }
 
 
-COLUMNS: dict[str, Literal["left", "right"]] = {
-    "#": "right",
-    "prompt": "right",
-    "hits": "right",
-    "bytes": "right",
-    "legs": "right",
-    "direct": "right",
-    "packed": "right",
-    "route": "left",
-    "ms": "right",
-    "GB/s": "right",
-    "tokens": "left",
-}
+_COLUMNS = (
+    *(Column(heading) for heading in ("#", "prompt", "hits", "bytes", "legs", "direct", "packed")),
+    Column("route", "left"),
+    *(Column(heading) for heading in ("ms", "GB/s")),
+    Column("tokens", "left"),
+)
 
 
 def show(report: RunReport, console: Console) -> None:
     """One table a scenario, then the sentence."""
     for scenario in report.scenarios:
         console.print(f"{scenario.name}: {scenario.title}", style="bold")
-        table = Table(box=None, padding=(0, 1, 0, 0))  # 80 columns hold it
-        for column, justify in COLUMNS.items():
-            table.add_column(column, justify=justify, no_wrap=True)
+        table = Sheet(_COLUMNS)
         for number, r in enumerate(scenario.requests):
             same = r.tokens_identical and r.bytes_identical
-            table.add_row(
+            table.add(
                 str(number),
                 str(r.prompt_tokens),
                 str(r.hit_tokens),
@@ -194,7 +186,7 @@ def show(report: RunReport, console: Console) -> None:
                 "+".join(r.wire.routes) or "none",
                 f"{r.wire.seconds * 1e3:.1f}",
                 f"{r.wire.gb_per_s:.3f}",
-                f"[green]{len(r.answer)} same[/]" if same else f"[red]{len(r.answer)} DIFFER[/]",
+                Text(f"{len(r.answer)} same", "green") if same else Text(f"{len(r.answer)} DIFFER", "red"),
             )
         console.print(table, "")
     console.print(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from kvmover.observe.console import console
+from kvmover.observe.tables import Column, Sheet
 from kvmover.observe.words import (
     bytes_in_words,
     cache_in_words,
@@ -38,18 +37,21 @@ def print_plan(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explai
         out.print(f"source ranks that send nothing: {ranks_in_words(idle)}", soft_wrap=True)
 
 
-def _table(legs: Sequence[Explained]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("from", "to", "layers", "heads"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("positions")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("route")
-    table.add_column("descriptors: direct", justify="right")
-    table.add_column("packed", justify="right")
+_COLUMNS = (
+    *(Column(heading) for heading in ("from", "to", "layers", "heads")),
+    Column("positions", "left", folds_at=36),
+    Column("bytes"),
+    Column("route", "left"),
+    Column("descriptors: direct"),
+    Column("packed"),
+)
+
+
+def _table(legs: Sequence[Explained]) -> Sheet:
+    table = Sheet(_COLUMNS, keys=2)
     for each in legs:
         leg = each.leg
-        table.add_row(
+        table.add(
             str(leg.src_rank),
             str(leg.dst_rank),
             span_in_words(leg.layers),

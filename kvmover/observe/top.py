@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from kvmover.errors import KvmoverError
 from kvmover.observe.scrape import Change, Scrape, fetch, quantile_s
+from kvmover.observe.tables import Column, Sheet
 from kvmover.observe.words import bytes_in_words
 
 #: Ranks that are shown one by one; the sums above are of all. And the greatest losses.
@@ -64,31 +64,27 @@ def screen(view: View) -> RenderableType:
     parts = [Text(f"kvmover top  {view.address}  {over}", "bold"), Text()]
     parts += [_transfers(view), Text()]
     for table in (_hits(view), _copies(view), _failures(view)):
-        if table.row_count:
+        if table.rows:
             parts += [table, Text()]
     return Group(*parts)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+def _table(*columns: str) -> Sheet:
+    return Sheet([Column(columns[0], "left"), *map(Column, columns[1:])], heading_style="dim")
 
 
-def _transfers(view: View) -> Table:
+def _transfers(view: View) -> Sheet:
     """A row of sums, and one a rank."""
     numbers = ("open", "landed", "failed", "sent", "received", "p50", "p99", "out", "in", "held", "peers")
     table = _table("transfers", *numbers)
     found = (dict(labels) for labels in view.now.samples.get("kvmover_open_sends", {}))
     ranks = sorted({(each.get("engine", ""), each.get("rank", "")) for each in found}, key=_by_number)
     if len(ranks) != 1:
-        table.add_row(Text("all"), *_row(view))
+        table.add(Text("all"), *_row(view))
     for engine, rank in ranks[:MOST_RANKS]:
-        table.add_row(Text(f"{engine} {rank}"), *_row(view, engine=engine, rank=rank))
+        table.add(Text(f"{engine} {rank}"), *_row(view, engine=engine, rank=rank))
     if len(ranks) > MOST_RANKS:
-        table.add_row(Text(f"and {len(ranks) - MOST_RANKS} more", "dim"))
+        table.add(Text(f"and {len(ranks) - MOST_RANKS} more", "dim"))
     return table
 
 
@@ -119,7 +115,7 @@ def _row(view: View, **of: str) -> Iterator[Text]:
     yield Text(f"{now.total('kvmover_peers', **of):,.0f}")
 
 
-def _hits(view: View) -> Table:
+def _hits(view: View) -> Sheet:
     """First attempts only: those of retries would count a prompt twice."""
     table = _table("prompt tokens", "now", "share", "in all", "share")
     new = view.new.by("kvmover_prompt_tokens_total", "source", attempt="first")
@@ -131,26 +127,26 @@ def _hits(view: View) -> Table:
         for counts in (new, whole):
             count, total = counts.get(source, 0.0), sum(counts.values())
             cells += [f"{count:,.0f}", f"{count / total:.1%}" if total else "-"]
-        table.add_row(Text(source), *cells)
+        table.add(Text(source), *cells)
     lost = view.now.by("kvmover_lost_tokens_total", "reason", attempt="first")
     for reason, tokens in sorted(lost.items(), key=lambda item: -item[1])[:MOST_REASONS]:
         if tokens:
             added = view.new.total("kvmover_lost_tokens_total", attempt="first", reason=reason)
-            table.add_row(Text(f"lost: {reason}", "dim"), f"{added:,.0f}", "", f"{tokens:,.0f}", "")
+            table.add(Text(f"lost: {reason}", "dim"), f"{added:,.0f}", "", f"{tokens:,.0f}", "")
     return table
 
 
-def _copies(view: View) -> Table:
+def _copies(view: View) -> Sheet:
     table = _table("tiers", "pages", "bandwidth", "in all")
     for word, name in _COPIES.items():
         if whole := view.now.total(f"kvmover_tier_{word}_bytes_total"):
             pages = view.new.total(f"kvmover_tier_{word}_pages_total")
             rate = _bandwidth(view, view.new.total(f"kvmover_tier_{word}_bytes_total"))
-            table.add_row(Text(name), f"{pages:,.0f}", rate, bytes_in_words(int(whole)))
+            table.add(Text(name), f"{pages:,.0f}", rate, bytes_in_words(int(whole)))
     return table
 
 
-def _failures(view: View) -> Table:
+def _failures(view: View) -> Sheet:
     """What has ever gone wrong, so that nothing scrolls away."""
     table = _table("failures", "now", "in all")
     found: list[tuple[str, float, float]] = []
@@ -161,7 +157,7 @@ def _failures(view: View) -> Table:
     for words, added, count in found:
         if count:
             style = "bold red" if added and view.seconds is not None else ""
-            table.add_row(Text(words, style), Text(f"{added:,.0f}", style), f"{count:,.0f}")
+            table.add(Text(words, style), Text(f"{added:,.0f}", style), f"{count:,.0f}")
     return table
 
 
