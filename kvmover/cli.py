@@ -190,11 +190,16 @@ def demo(
     trace: Annotated[
         Path | None, typer.Option(help="Take requests from a Mooncake JSONL trace.", metavar="FILE")
     ] = None,
-    scale: Annotated[float, typer.Option(help="Lengths of the trace are multiplied by this.")] = 0.02,
+    scale: Annotated[
+        float | None, typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights and conversations.")] = 0,
     as_json: Json = False,
 ) -> int:
     """Move KV between two fleets of real processes of different shape, and compare the tokens they generate."""
+    from kvmover.needs import need
+
+    need("torch", "the demo", "torch")
     from kvmover.demo.run import DemoOptions, run_demo
 
     return run_demo(

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"enums", "errors", "numbers"}
+PURE = {"enums", "errors", "needs", "numbers"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "ranges", "transfer", "transport"}
 KEEPING = PURE | {"ledger", "prefix"}
@@ -23,6 +23,7 @@ SERVING = MOVING | KEEPING | {"store", "tiers"}
 MAY_IMPORT = {
     "enums": {"errors"},
     "errors": set(),
+    "needs": {"errors"},
     "numbers": {"errors"},
     "ranges": set(),
     "kernels": set(),

@@ -98,11 +98,12 @@ class RunReport:
 
     @property
     def tokens_identical(self) -> bool:
-        return all(request.tokens_identical for request in self.requests)
+        """False of no requests at all: nothing was shown."""
+        return bool(self.requests) and all(request.tokens_identical for request in self.requests)
 
     @property
     def bytes_identical(self) -> bool:
-        return all(request.bytes_identical for request in self.requests)
+        return bool(self.requests) and all(request.bytes_identical for request in self.requests)
 
     @property
     def identical(self) -> bool:
@@ -117,13 +118,19 @@ class RunReport:
         stored = sum(request.hits.get("storage", 0) for request in self.requests)
         read = f" Fleets that started empty read {stored} prompt tokens from the page store." if stored else ""
         wrong = [r.name for r in self.requests if not (r.tokens_identical and r.bytes_identical)]
+        if not self.requests:
+            return "FAILED: there was no request to serve"
         if wrong:
             return f"FAILED: {len(wrong)} of {len(self.requests)} requests differ from the one-process model: {wrong}"
-        return (
-            f"All {answers} tokens of {len(self.requests)} requests in {len(self.scenarios)} scenarios are those of the"
-            f" one-process model: {moved / 1e6:.1f} MB of KV moved bit for bit between fleets of different shape over"
+        plural = "" if len(self.scenarios) == 1 else "s"
+        sent = (
+            f": {moved / 1e6:.1f} MB of KV moved bit for bit between fleets of different shape over"
             f" NIXL {self.nixl_version} ({self.nixl_backend}), {hits} prompt tokens were there already and not sent"
-            f" again, in {self.seconds:.0f} s.{read}"
+            " again"
+        )
+        return (
+            f"All {answers} tokens of {len(self.requests)} requests in {len(self.scenarios)} scenario{plural} are those"
+            f" of the one-process model{sent if wired else ''}, in {self.seconds:.0f} s.{read}"
         )
 
     def as_data(self) -> dict[str, Any]:
@@ -192,4 +199,4 @@ def show(report: RunReport, console: Console) -> None:
     console.print(
         "direct, packed: descriptors that either route posts. ms: from asking to landed, on the slowest rank."
     )
-    console.print(report.sentence(), style="bold green" if report.identical else "bold red")
+    console.print(report.sentence(), style="bold green" if report.identical else "bold red", soft_wrap=True)

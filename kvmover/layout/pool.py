@@ -11,6 +11,7 @@ from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import Layout
+from kvmover.needs import need
 from kvmover.numbers import whole
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ class Pool:
 
     @classmethod
     def zeros(cls, spec: PoolSpec, device: str = "cpu") -> Pool:
-        """A pool of its own memory, zeroed."""
+        """A pool of its own memory, zeroed. Raises MissingLibrary without torch."""
+        need("torch", "a pool", "torch")
         import torch
 
         size = spec.allocation_bytes

@@ -1,4 +1,4 @@
-"""Page stores as people and scripts read them: a table, a sentence for each of which there is something to say, or JSON."""
+"""Page stores as people and scripts read them: a table and a sentence where there is something to say, or JSON."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _load() -> ModuleType:
         if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < _OLDEST:
             raise TransportUnavailable(f"nixl-cu{major} {found} has no strided lists: at least {_OLDEST} is needed")
         return api
-    raise TransportUnavailable("neither nixl-cu13 nor nixl-cu12 is installed: pip install nixl[cu13]")
+    raise TransportUnavailable("neither nixl-cu13 nor nixl-cu12 is installed: pip install 'kvmover[nixl]'")
 
 
 def nixl_version() -> str:

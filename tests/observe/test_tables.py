@@ -149,11 +149,8 @@ def test_a_page_store_is_shown_with_every_number_and_the_verdict(
 def engine() -> Engine:
     found = Engine(8)
     for rank in range(8):
-        found.gauges[rank] |= {
-            Gauge.OPEN_SENDS: 1234 + rank,
-            Gauge.PEERS: 64,
-            Gauge.INCOMING_QUARANTINED_BYTES: 5 << 20,
-        }
+        found.gauges[rank] |= {Gauge.OPEN_SENDS: 1234 + rank, Gauge.PEERS: 64}
+        found.gauges[rank][Gauge.INCOMING_QUARANTINED_BYTES] = 5 << 20
         for _ in range(3):
             found.receive((1 << 33) + rank * 123456789, 0.5 + rank, rank=rank)
         found.receive(0, 30.0, "deadline", rank=rank)
