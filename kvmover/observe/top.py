@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,6 +19,9 @@ from kvmover.observe.words import bytes_in_words
 
 #: Ranks that are shown one by one; the sums above are of all. And the greatest losses.
 MOST_RANKS, MOST_REASONS = 32, 5
+
+#: Endpoints that are asked at a time.
+_MOST_ASKED = 64
 
 _SOURCES = ("device", "host", "storage", "computed", "abandoned")
 _COPIES = {
@@ -75,7 +80,7 @@ def _table(*columns: str) -> Sheet:
 
 def _transfers(view: View) -> Sheet:
     """A row of sums, and one a rank."""
-    numbers = ("open", "landed", "failed", "sent", "received", "p50", "p99", "out", "in", "held", "peers")
+    numbers = ("open", "landed", "failed", "sent", "received", "receive p50", "p99", "arena out", "in", "held", "peers")
     table = _table("transfers", *numbers)
     found = (dict(labels) for labels in view.now.samples.get("kvmover_open_sends", {}))
     ranks = sorted({(each.get("engine", ""), each.get("rank", "")) for each in found}, key=_by_number)
@@ -176,30 +181,75 @@ def _seconds(seconds: float | None) -> str:
         return "-"
     if seconds == float("inf"):
         return "> 84 s"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"<={seconds * 1e3:.3g} ms" if seconds < 1 else f"<={seconds:.3g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What endpoints said, by address, and the errors of those that said nothing."""
+
+    said: Mapping[str, Scrape]
+    silent: Sequence[str]
+
+    def whole(self) -> Scrape | None:
+        """All of it together."""
+        return reduce(Scrape.and_of, self.said.values()) if self.said else None
+
+
+def ask(addresses: Sequence[str], get: Callable[[str], str], clock: Callable[[], float]) -> Found:
+    """Ask all at once: a host that does not answer keeps nobody waiting but itself."""
+
+    def one(address: str) -> Scrape | str:
+        try:
+            return Scrape.of(get(address), clock())
+        except KvmoverError as error:
+            return str(error) if address in str(error) else f"{address}: {error}"
+
+    with ThreadPoolExecutor(min(len(addresses), _MOST_ASKED)) as pool:
+        answers = dict(zip(addresses, pool.map(one, addresses), strict=True))
+    said = {address: each for address, each in answers.items() if isinstance(each, Scrape)}
+    return Found(said, [each for each in answers.values() if isinstance(each, str)])
+
+
+def _name(addresses: Sequence[str]) -> str:
+    return addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
 
 
 def watch(
-    address: str,
+    addresses: Sequence[str],
     interval_s: float,
     out: Console,
     get: Callable[[str], str] = fetch,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show frames until the caller interrupts. An endpoint that goes away is waited for; its error is the frame."""
-    before: Scrape | None = None
-    now = Scrape.of(get(address), clock())  # one that was never there is an error
-    with Live(screen(View.of(address, before, now)), console=out, auto_refresh=False) as live:
+    """Show frames until the caller interrupts. An endpoint that goes away is waited for; its error is in the frame, and
+    what it said last still counts: others' rates do not jump.
+
+    Raises KvmoverError where none of them answers at first.
+    """
+    name = _name(addresses)
+    found = _some(ask(addresses, get, clock))
+    with Live(_frame(name, None, found), console=out, auto_refresh=False) as live:
         while True:
             sleep(interval_s)
-            try:
-                before, now = now, Scrape.of(get(address), clock())
-                live.update(screen(View.of(address, before, now)), refresh=True)
-            except KvmoverError as error:
-                live.update(Text(f"kvmover top: {error}", "bold red"), refresh=True)
+            before, new = found, ask(addresses, get, clock)
+            found = Found({**before.said, **new.said}, new.silent)
+            live.update(_frame(name, before.whole() if new.said else None, found), refresh=True)
 
 
-def show(address: str, out: Console, get: Callable[[str], str] = fetch) -> None:
-    """One frame, of sums since the processes began."""
-    out.print(screen(View.of(address, None, Scrape.of(get(address), 0.0))))
+def show(addresses: Sequence[str], out: Console, get: Callable[[str], str] = fetch) -> None:
+    """One frame, of sums since the processes began. Raises KvmoverError where none of them answers."""
+    out.print(_frame(_name(addresses), None, _some(ask(addresses, get, lambda: 0.0))))
+
+
+def _some(found: Found) -> Found:
+    if not found.said:
+        raise KvmoverError("; ".join(found.silent))
+    return found
+
+
+def _frame(name: str, before: Scrape | None, found: Found) -> RenderableType:
+    errors = [Text(f"kvmover top: {each}", "bold red") for each in found.silent]
+    now = found.whole()
+    return Group(*([screen(View.of(name, before, now))] if now else []), *errors)

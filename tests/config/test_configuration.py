@@ -186,7 +186,7 @@ def test_a_path_given_goes_before_the_one_in_the_environment(tmp_path: Path) -> 
         ("[mover]\ndeadline_s = {a = 1}", "mover.deadline_s = {'a': 1}: number is wanted"),
         ("[mover]\ndeadline_s = 0", "mover config has deadline_s = 0.0; it must be positive"),
         ("[mover]\narena_bytes = 1.5", "mover.arena_bytes = 1.5: integer is wanted"),
-        ("[mover]\narena_bytes = '64MB'", "'64MB': a whole number of bytes is wanted, in B, KiB, MiB, GiB or TiB"),
+        ("[mover]\narena_bytes = '64mb'", "'64mb': a whole number of bytes is wanted, in B, KiB, MiB, GiB, TiB, or kB"),
         ("[mover]\narena_bytes = '1.0001KiB'", "a whole number of bytes is wanted"),
         ("[mover]\nverb = 'shove'", "mover.verb = 'shove': push or pull is wanted"),
         ("[mover]\nsms = true", "mover.sms = True: integer or none is wanted"),
