@@ -132,11 +132,20 @@ def version() -> None:
 
 @app.command()
 def plan(
-    src: Annotated[str, typer.Option(help="The fleet that holds the KV.", metavar=_FLEET)],
+    src: Annotated[
+        str,
+        typer.Option(help="The fleet that holds the KV; or as engines are told: 'vllm -tp 8'.", metavar=_FLEET),
+    ],
     dst: Annotated[str, typer.Option(help="The fleet that wants it.", metavar=_FLEET)],
-    layers: Annotated[int, typer.Option(parser=_count, metavar="N", help="Layers of the model.")],
     tokens: Annotated[int, typer.Option(parser=_count, metavar="N", help="Tokens of the request.")],
-    component: Annotated[Literal["attention", "mla"], typer.Option(help="Kind of cache.")] = "attention",
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face config.json, or its folder: sizes that are not given.", metavar="FILE"),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(parser=_count, metavar="N", help="Layers of the model.")] = None,
+    component: Annotated[
+        Literal["attention", "mla"] | None, typer.Option(help="Kind of cache; attention if not given.")
+    ] = None,
     kv_heads: Annotated[
         int | None, typer.Option(parser=_count, metavar="N", help="KV heads of the model (attention).")
     ] = None,
@@ -147,8 +156,9 @@ def plan(
         int | None, typer.Option(parser=_count, metavar="N", help="Elements of a token's latent (mla).")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Element type, by torch's name: bfloat16, float8_e4m3fn, ...", metavar="DTYPE")
-    ] = "bfloat16",
+        str | None,
+        typer.Option(help="Element type, by torch's name: float8_e4m3fn; bfloat16 if not given.", metavar="DTYPE"),
+    ] = None,
     replicas: Annotated[
         Literal["stripe", "elect"],
         typer.Option(help="Sources that hold the same bytes share the pages out, or one sends them all."),
@@ -160,16 +170,18 @@ def plan(
         str | None, typer.Option(help="Which link of the calibration, if it has several.", metavar="HOST[/TRANSPORT]")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Also draw it.", metavar="FILE")] = None,
+    every_leg: Annotated[bool, typer.Option("--every-leg", help="Do not fold equal legs of large fleets.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show who sends what to whom, by which route, and why."""
     from kvmover.plan import RDMA, Plan, Replicas
     from kvmover.plan.text import explain, link_as_data, plan_as_data
 
-    model = _component(component, layers, dtype, kv_heads=kv_heads, head_dim=head_dim, latent_dim=latent_dim)
+    given = {"kv_heads": kv_heads, "head_dim": head_dim, "latent_dim": latent_dim}
+    cache, note = _cache(model, component, layers, dtype, given)
     source, target = _fleet("--src", src), _fleet("--dst", dst)
     _check_size(tokens, source, target)
-    answer = Plan(model, source.fleet, target.fleet, 0, tokens, Replicas(replicas))
+    answer = Plan(cache, source.fleet, target.fleet, 0, tokens, Replicas(replicas))
     measured = _link(calibration, link)
     legs = list(explain(answer, source.order, target.order, measured.costs(RDMA) if measured else RDMA))
     if svg:
@@ -179,11 +191,31 @@ def plan(
     if as_json:
         print(json.dumps(plan_as_data(answer, legs) | (link_as_data(measured, RDMA) if measured else {})))
         return
-    from kvmover.observe.plan_table import print_plan
+    from kvmover.observe.plan_table import MOST_LEGS, print_plan
 
-    print_plan(answer, source, target, legs)
+    print_plan(answer, source, target, legs, len(legs) if every_leg else MOST_LEGS)
+    if note:
+        print(note)
     if measured:
         print(f"calibrated: {measured.why(RDMA)}")
+
+
+def _cache(
+    model: Path | None, kind: str | None, layers: int | None, dtype: str | None, sizes: dict[str, int | None]
+) -> tuple[Component, str]:
+    """The component from the options, and from the model's own configuration where they say nothing; and a note."""
+    note = ""
+    if model is not None:
+        from kvmover.plan.model_config import read_sizes
+
+        found = read_sizes(model)
+        if kind not in (None, found.kind):
+            raise LayoutError(f"--component {kind}, and {model} is of {found.kind}")
+        kind, layers, dtype, note = found.kind, layers or found.layers, dtype or found.dtype, found.note
+        sizes = {name: value or found.sizes.get(name) for name, value in sizes.items()}
+    if layers is None:
+        raise LayoutError("--layers or --model is needed: nothing says how many layers there are")
+    return _component(kind or "attention", layers, dtype or "bfloat16", **sizes), note
 
 
 def _component(kind: str, layers: int, dtype: str, **sizes: int | None) -> Component:
@@ -202,10 +234,11 @@ def _component(kind: str, layers: int, dtype: str, **sizes: int | None) -> Compo
 
 
 def _fleet(option: str, text: str) -> FleetText:
+    from kvmover.plan.engine_words import in_our_words
     from kvmover.plan.text import FleetText
 
     try:
-        return FleetText.parse(text)
+        return FleetText.parse(in_our_words(text))
     except LayoutError as error:
         raise LayoutError(f"{option} {text}: {error}") from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from kvmover.observe.console import console
@@ -18,9 +18,14 @@ from kvmover.observe.words import (
 from kvmover.plan.legs import Plan
 from kvmover.plan.text import Explained, FleetText
 
+#: More legs than this nobody reads one by one.
+MOST_LEGS = 32
 
-def print_plan(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> None:
-    """Print the plan on stdout."""
+
+def print_plan(
+    plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained], most_legs: int = MOST_LEGS
+) -> None:
+    """Print the plan on stdout. Of more than `most_legs` legs, equal ones are one line."""
     out = console()
     model = plan.component
     total = sum(each.nbytes for each in legs)
@@ -29,7 +34,7 @@ def print_plan(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explai
         f" {plan.stop:,} tokens, {bytes_in_words(total)} in {len(legs)} leg{'s' if len(legs) > 1 else ''}"
     )
     out.print(f"from  {fleet_in_words(src)}\nto    {fleet_in_words(dst)}")
-    out.print(_table(legs))
+    out.print(_table(legs) if len(legs) <= most_legs else _folded(legs))
     for line in reasons(legs):
         out.print(line, soft_wrap=True)
     senders = {each.leg.src_rank for each in legs}
@@ -61,6 +66,36 @@ def _table(legs: Sequence[Explained]) -> Sheet:
             each.choice.route.value,
             f"{each.choice.runs:,}",
             f"{each.chunks:,}",
+        )
+    return table
+
+
+_FOLDED = (
+    Column("legs"),
+    Column("from", "left", folds_at=24),
+    Column("to", "left", folds_at=24),
+    Column("bytes each"),
+    Column("route", "left"),
+    Column("descriptors: direct"),
+    Column("packed"),
+)
+
+
+def _folded(legs: Sequence[Explained]) -> Sheet:
+    """A line for legs of one size and one route, the most bytes first: in large fleets thousands are alike."""
+    groups: defaultdict[tuple[int, str, int, int], list[Explained]] = defaultdict(list)
+    for each in legs:
+        groups[each.nbytes, each.choice.route.value, each.choice.runs, each.chunks].append(each)
+    table = Sheet(_FOLDED)
+    for (nbytes, route, runs, chunks), held in sorted(groups.items(), key=lambda item: -item[0][0] * len(item[1])):
+        table.add(
+            f"{len(held):,}",
+            ranks_in_words(sorted({each.leg.src_rank for each in held})),
+            ranks_in_words(sorted({each.leg.dst_rank for each in held})),
+            bytes_in_words(nbytes),
+            route,
+            f"{runs:,}",
+            f"{chunks:,}",
         )
     return table
 
