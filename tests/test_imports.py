@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "observe": SERVING | {"config"},
     "engines": SERVING | {"config", "observe"},
     "demo": SERVING | {"config", "observe"},
+    "__main__": {"cli"},
     "cli": SERVING | {"config", "observe", "engines", "demo", "replay"},
 }
 
