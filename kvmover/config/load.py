@@ -24,9 +24,13 @@ from kvmover.errors import KvmoverError
 FILE_VARIABLE = "KVMOVER_CONFIG"
 
 _NONE = "none"
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)}
-_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)} | {"KB": 1000}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 1000,
+    **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)},
+}
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ class Model(msgspec.Struct, frozen=True):
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"a model is named by text, got {self.name!r}")
         given: object = self.components
-        if not isinstance(given, (tuple, list)):
+        if not isinstance(given, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"model {self.name} has components = {given!r}; give a tuple of them, as (attention,)")
         for each in self.components:
             if not isinstance(each, Component):  # pyright: ignore[reportUnnecessaryIsInstance]
