@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             _hang_up()
         raise
     except typer.TyperException as error:
-        _leave(error.format_message(), _REFUSED)
+        _leave(error.format_message().replace("Value error, ", ""), _REFUSED)
     except KvmoverError as error:
         _leave(str(error), _FAILED if isinstance(error, _HAPPENED) else _REFUSED)
     except typer.Abort:

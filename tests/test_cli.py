@@ -353,3 +353,8 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
         done = subprocess.run([*command, *more], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
         os.close(writer)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_word_that_is_none_of_a_choice_is_told_the_choice_and_no_python(command: Command) -> None:
+    answer = command.plan(GQA | TP4_TP2 | {"component": "foo"})
+    assert answer.err == "kvmover: Invalid value for '--component': 'foo' is not one of 'attention', 'mla'.\n"

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import numpy.typing as npt
 
+from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.progress import Progress, driven
 from kvmover.transfer.result import Gate, MoverConfig, Result, Transfer
@@ -120,6 +121,10 @@ class AsyncMover:
 
     async def reopen(self, request: str) -> None:
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
+
+    def snapshot(self) -> Snapshot:
+        """Counts, times and gauges, for a MoverCollector; after `close` the last ones. For any thread but a loop's."""
+        return self._progress.snapshot()
 
     async def close(self) -> None:
         await asyncio.to_thread(self._progress.close)

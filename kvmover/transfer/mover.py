@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy.typing as npt
@@ -282,6 +283,12 @@ class Mover:
         self._transport.close()
         self._outbound.drop()
         self._inbound.limbo.clear()
+
+    def __enter__(self) -> Mover:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
     def _hear(self, note: Note) -> None:
         """No message, whatever its bytes, ends the loop."""

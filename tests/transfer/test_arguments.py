@@ -236,3 +236,19 @@ def test_a_mover_with_a_thread_of_its_own_is_driven_by_nobody_else():
             with pytest.raises(KvmoverError, match="the mover of prefill rank 0"):
                 call()
         first.close()
+
+
+def test_a_mover_is_a_context_and_is_closed_behind_it():
+    pair = Pair.of()
+    with pair.src.movers[0] as mover:
+        assert mover is pair.src.movers[0]
+        sent = mover.send("request", pair.src_tables[0])
+    assert sent.result is not None
+    assert sent.result.reason == "this side closed"
+
+
+def test_an_async_mover_has_what_a_collector_reads():
+    with Threads.of() as threads:
+        mover = AsyncMover(Progress(threads.pair.bench.movers[0]))
+        assert (mover.snapshot().engine, mover.snapshot().rank) == ("prefill", 0)
+        vars(mover)["_progress"].close()
