@@ -178,4 +178,6 @@ def _sglang(move: Move, way: str, module: ModuleType) -> Callable[[], object] | 
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("perf.bench_kernels measures a GPU, and torch sees none here")
     main()

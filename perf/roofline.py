@@ -119,4 +119,6 @@ def _line(what: str, way: str, sms: str, nbytes: int, seconds: float, beside: fl
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("perf.roofline measures a GPU, and torch sees none here")
     main()

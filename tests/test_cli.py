@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -309,3 +312,49 @@ def test_the_demo_gets_its_options_and_gives_its_exit_status(command: Command, m
         run.DemoOptions(scenarios=("gqa", "mla"), requests=3, trace=Path("t.jsonl"), scale=0.5, seed=7, as_json=True),
         run.DemoOptions(),
     ]
+
+
+def test_h_is_help_and_version_a_command(command: Command) -> None:
+    assert command.run("version").out == "kvmover 0.1.0\n"
+    assert command.run("-h").out == command.run("--help").out
+    assert "--kv-heads" in command.run("plan", "-h").out
+    assert "--quota" in command.run("store", "gc", "-h").out
+
+
+def test_the_help_says_of_every_command_what_it_does_to_the_end(command: Command) -> None:
+    text = command.run("--help").out
+    assert not [line for line in text.splitlines()[1:] if line.endswith("...")]
+    assert "by which route, and why." in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokens": 10**26}, "the most that there may be of anything"),
+        ({"tokens": 10**11}, "6,250,000,000 pages of 16; at most 10,000,000"),
+        ({"src": f"tp=4,page={10**21}"}, f"page = {10**21} in"),
+        ({"src": "tp=1000000"}, "a fleet of 1,000,000 ranks; at most 131,072"),
+        ({"layers": 10**30}, "the most that there may be"),
+    ],
+)
+def test_numbers_that_nothing_has_get_a_sentence(command: Command, change: dict[str, Any], named: str) -> None:
+    answer = command.plan(GQA | TP4_TP2 | change)
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.count("\n") == 1
+    assert named in answer.err
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    options = [word for name, value in (MLA | TP4_TP2).items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "kvmover", "plan", *options]
+    for more in ([], ["--json"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([*command, *more], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_word_that_is_none_of_a_choice_is_told_the_choice_and_no_python(command: Command) -> None:
+    answer = command.plan(GQA | TP4_TP2 | {"component": "foo"})
+    assert answer.err == "kvmover: Invalid value for '--component': 'foo' is not one of 'attention', 'mla'.\n"

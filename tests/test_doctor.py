@@ -155,3 +155,21 @@ def test_what_has_no_driver_library_is_found_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(checks, "_loads", lambda library: library != "libnvidia-ml.so.1")
     (finding,) = checks.cuda_ipc()
     assert (finding.status, finding.detail) == (Status.PROBLEM, "misses libnvidia-ml.so.1")
+
+
+def test_the_last_line_is_a_verdict() -> None:
+    fine, gone = Finding("python", Status.OK, "3.11"), Finding("gpu", Status.MISSING, "none")
+    broken = Finding("ucx cma", Status.PROBLEM, "ptrace_scope is 2")
+    assert doctor.verdict([fine]) == "everything that is here works"
+    assert doctor.verdict([fine, gone]) == "everything that is here works; not here: gpu"
+    assert doctor.verdict([fine, gone, broken]) == "1 problem: ucx cma; not here: gpu"
+
+
+def test_plugins_that_nobody_needs_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    wheel = Finding("nixl-cu13", Status.OK, "1.5.1")
+    plugins = [Finding(f"nixl-cu13 {name}", Status.MISSING, "does not load") for name in ("GDS", "OBJ", "INFINIA")]
+    doctor.print_findings([wheel, Finding("nixl-cu13 UCX", Status.OK, "loads"), *plugins])
+    out = capsys.readouterr().out
+    assert "GDS, OBJ, INFINIA do not load, and moving KV needs none of them" in out
+    assert out.count("missing") == 1
+    assert out.splitlines()[-1] == "everything that is here works"

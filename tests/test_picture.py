@@ -135,3 +135,15 @@ def test_a_rank_without_a_part_of_the_request_says_so() -> None:
 
 def test_the_examples_in_words_hold() -> None:
     assert doctest.testmod(words).failed == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_line_below_the_ranks_ends_inside_of_the_picture(case: str) -> None:
+    """Letters of 11 pixels are 5.5 wide on average in the fonts that browsers take."""
+    component, src, dst = CASES[case]
+    root = parsed(draw(component, src, dst, 8192))
+    bottom = float(root.attrib["height"]) - 44
+    for text in root.iter(f"{SVG}text"):
+        if float(text.attrib["y"]) > bottom:
+            wide, x = 5.5 * len(text.text or ""), float(text.attrib["x"])
+            assert x - wide >= 0 if text.attrib["text-anchor"] == "end" else x + wide <= picture.WIDTH

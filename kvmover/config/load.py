@@ -24,7 +24,13 @@ from kvmover.errors import KvmoverError
 FILE_VARIABLE = "KVMOVER_CONFIG"
 
 _NONE = "none"
-_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 1000,
+    **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)},
+}
 
 T = TypeVar("T")
 
@@ -127,7 +133,7 @@ def _converted(key: SettingKey, given: _Given) -> object:
         return None
     try:
         if isinstance(value, str) and key.path[-1].endswith("_bytes"):
-            value = _bytes(value)
+            value = bytes_in(value)
         elif get_origin(key.hint) is tuple and isinstance(value, str):
             value = [part for part in value.split(os.pathsep) if part]
         found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=_path)
@@ -152,16 +158,19 @@ def _path(kind: type, value: object) -> Path:
     return Path(value).expanduser()
 
 
-def _bytes(text: str) -> int:
+def bytes_in(text: str) -> int:
+    """Raises ValueError for what is no whole number of bytes.
+
+    >>> bytes_in("64MiB"), bytes_in("1.5 KiB"), bytes_in("512"), bytes_in("10GB")
+    (67108864, 1536, 512, 10000000000)
     """
-    >>> _bytes("64MiB"), _bytes("1.5 KiB"), _bytes("512")
-    (67108864, 1536, 512)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB|B|)", text, re.ASCII)
-    size = float(found[1]) * _UNITS[found[2]] if found else 0.5
-    if not size.is_integer():
-        raise ValueError("a whole number of bytes is wanted, in B, KiB, MiB, GiB or TiB")
-    return int(size)
+    found = re.fullmatch(r"(\d+)(?:\.(\d+))? ?([A-Za-z]*)", text, re.ASCII)
+    if found and found[3] in _UNITS:
+        part = found[2] or ""
+        size, rest = divmod(int(found[1] + part) * _UNITS[found[3]], 10 ** len(part))
+        if not rest:
+            return size
+    raise ValueError("a whole number of bytes is wanted, in B, KiB, MiB, GiB, TiB, or kB, MB, GB, TB")
 
 
 def _overlaid(section: T, name: str, values: Mapping[str, object], origins: Mapping[str, str]) -> T:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Sequence
+import signal
+import threading
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from kvmover.demo import rank
-from kvmover.errors import KvmoverError
+from kvmover.errors import TransferFailed
+
+#: What ends a program that does not catch it.
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+
+#: Processes that have nothing left to do end so soon.
+END_S = 5.0
 
 #: Longer than any wait inside a rank, each of which has its own deadline.
 ANSWER_S = 90.0
 
 
-class CrewError(KvmoverError):
+class CrewError(TransferFailed):
     """A rank that failed, died or did not answer: the message has its traceback or exit code."""
 
 
@@ -45,29 +56,68 @@ class Member:
 
 
 class Crew:
-    """`size` spawned processes (a forked child hangs in NIXL). Use as a context manager: it ends them all."""
+    """`size` spawned processes (a forked child hangs in NIXL). Use as a context manager: it ends them all.
+
+    They end by themselves when all is done, and are killed when anything is raised: nobody waits for their work then.
+    """
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self.members: list[Member] = []
-        for _ in range(size):
-            near, far = context.Pipe()
-            process = context.Process(target=rank.main, args=(far,), daemon=True)
-            process.start()
-            far.close()
-            self.members.append(Member(process, near))
+        try:
+            resource_tracker.ensure_running()  # with the first process it would unblock signals
+            with _undisturbed():
+                for _ in range(size):
+                    self._spawn()
+        except BaseException:
+            self._kill()
+            raise
+
+    def _spawn(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        near, far = context.Pipe()
+        process = context.Process(target=rank.main, args=(far,), daemon=True)
+        process.start()
+        far.close()
+        self.members.append(Member(process, near))
 
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for member in self.members:
             member.pipe.close()
+        if kind is None:
+            deadline = time.monotonic() + END_S
+            for member in self.members:
+                member.process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _kill(self) -> None:
         for member in self.members:
-            member.process.join(5)
-            if member.process.is_alive():
-                member.process.kill()
-                member.process.join()
+            member.process.kill()
+        for member in self.members:
+            member.process.join()
+
+
+@contextmanager
+def _undisturbed() -> Generator[None]:
+    """Signals wait, so that nothing is left half spawned; and are blocked in what is spawned, until it says otherwise.
+
+    Blocking them in this thread alone would not do: others take them, and Python runs the handler here all the same.
+    """
+    waiting: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {each: signal.signal(each, lambda number, frame: waiting.append(number)) for each in _ENDING}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in dict.fromkeys(waiting):
+            signal.raise_signal(number)
 
 
 def ask(members: Sequence[Member], verb: str, arguments: Iterable[tuple[object, ...]]) -> list[Any]:

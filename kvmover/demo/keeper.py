@@ -9,12 +9,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvmover.cache.ledger import Ledger
+from kvmover.cache.ledger import Account, Ledger, LedgerCollector
 from kvmover.cache.prefix import PrefixTree, WriteThrough
-from kvmover.cache.tiers import Controller, ControllerConfig, Grouped, Storage, TierCount, TieredPool, TierPolicy, Wait
+from kvmover.cache.tiers import (
+    Controller,
+    ControllerConfig,
+    Grouped,
+    Storage,
+    TierCollector,
+    TierCount,
+    TieredPool,
+    TierPolicy,
+    Wait,
+)
+from kvmover.config.settings import Settings
 from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
 from kvmover.demo.rank import Digests
 from kvmover.demo.scenarios import Scenario
+from kvmover.demo.watched import Watched
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.plan.text import FleetText
 from kvmover.store import Namespace, PageStore
@@ -49,6 +61,7 @@ class KeeperSeat:
     pages: int
     meet: str
     root: str
+    settings: Settings
 
     def sit(self) -> Keeper:
         return Keeper(self)
@@ -76,7 +89,15 @@ class Keeper:
         self._controller = Controller(
             PrefixTree(fleet.page_tokens, tiers=WriteThrough()), [tiered_pool], storage, config
         )
-        self._ledger = Ledger()
+        self._watched = Watched(seat.settings, "keeper", seat.rank)
+        self._keeps_accounts = seat.rank == 0  # all ranks see the same requests
+        self._ledger = Ledger(sink=self._account)
+        ledgers = [LedgerCollector(self._ledger)] if self._keeps_accounts else []
+        self._watched.serve(TierCollector(self._controller.snapshot), *ledgers)
+
+    def _account(self, account: Account) -> None:
+        if self._keeps_accounts:
+            self._watched.account(account)
 
     def serve(self, request: str, prompt: tuple[int, ...], answer_tokens: int) -> Served:
         """Restore what any tier has, compute the rest, answer, and keep all of it on every tier."""
@@ -104,6 +125,7 @@ class Keeper:
         controller.give(pages[whole:])
         controller.release(restore)
         controller.wait()
+        self._watched.look()
         counts = controller.meter.counts
         hits = {tier: getattr(account, f"{tier}_tokens") for tier in ("device", "host", "storage")}
         return Served(
@@ -123,6 +145,7 @@ class Keeper:
         """The ledger's sums of this fleet's life."""
         self._controller.close()
         self._store.close()
+        self._watched.close()
         return asdict(self._ledger.total().first)
 
     def _cache(self, pages: list[int]) -> PagedCache:

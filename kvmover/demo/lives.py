@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvmover.config.settings import Settings
 from kvmover.demo.crew import Crew, Member, ask, ask_all
 from kvmover.demo.keeper import KeeperSeat, Served
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
@@ -24,8 +25,8 @@ Truth = dict[tuple[tuple[int, ...], int, int, int], str]
 class Lives:
     """A stage whose requests are dealt to its fleets in their order: each is gone before the next begins."""
 
-    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, requests: int) -> None:
-        self.scenario, self._folder, self._requests = scenario, folder, requests
+    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, requests: int, settings: Settings) -> None:
+        self.scenario, self._folder, self._requests, self._settings = scenario, folder, requests, settings
         self._waiting = list(crew.members)
         (folder / "store").mkdir()
         self._life = -1
@@ -65,7 +66,7 @@ class Lives:
             self._life, self._members, self._waiting = life, self._waiting[:size], self._waiting[size:]
             meet, root = str(self._folder / f"life-{life}"), str(self._folder / "store")
             pages = POOL_TOKENS // fleet.fleet.page_tokens
-            seats = [KeeperSeat(self.scenario, fleet, rank, pages, meet, root) for rank in range(size)]
+            seats = [KeeperSeat(self.scenario, fleet, rank, pages, meet, root, self._settings) for rank in range(size)]
             ask(self._members, "seat", [(seat,) for seat in seats])
         return fleet
 

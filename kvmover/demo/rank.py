@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
+import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvmover.cache.ledger import Credit, Ledger, LedgerCollector
+from kvmover.config.settings import Settings
 from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
 from kvmover.demo.scenarios import Scenario
+from kvmover.demo.watched import Watched
 from kvmover.layout.fleet import Shard
 from kvmover.layout.pool import Pool, PoolSpec
-from kvmover.plan.cost import HOST
+from kvmover.observe.metrics import MoverCollector
 from kvmover.plan.text import FleetText
 from kvmover.transfer.handshake import Model, Place
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import MoverConfig, Result, Transfer
+from kvmover.transfer.result import Result, Transfer
 from kvmover.transport.nixl import NixlTransport
 
 #: Digests of cached rows by (layer, kv, head), in whole-model numbers: equal wherever the same rows are held.
@@ -26,7 +31,10 @@ Digests = dict[tuple[int, int, int], str]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which rank of which fleet of a scenario a process is to be. `store`: a file in which the fleet meets."""
+    """Which rank of which fleet of a scenario a process is to be. `store`: a file in which the fleet meets.
+
+    `first_port`: how many ports behind the configured one belong to ranks of fleets before this one.
+    """
 
     scenario: Scenario
     engine: str
@@ -34,6 +42,8 @@ class Seat:
     rank: int
     pages: int
     store: str
+    settings: Settings
+    first_port: int = 0
 
     def sit(self) -> Rank:
         return Rank(self)
@@ -53,11 +63,18 @@ class Rank:
         comm = Gloo.join(FileStore(seat.store, fleet.size), seat.rank, fleet.tp, fleet.pp)
         share = ModelShard.of_rank(seat.scenario.model, fleet.tp, fleet.pp, at.tp, at.pp)
         self._model = Transformer(seat.scenario.model, share, comm)
-        config = MoverConfig(costs=HOST, arena_bytes=8 << 20, route=seat.scenario.route)
+        config = seat.settings.mover_config()
+        config = replace(config, route=config.route or seat.scenario.route)
         model = Model(seat.scenario.name, (component,))
         place = Place(seat.engine, fleet, seat.rank)
         self._mover = Mover(NixlTransport(f"{seat.engine}-{seat.rank}"), model, place, [self._pool], config)
         self._offered: dict[str, Transfer] = {}
+        self._watched = Watched(seat.settings, seat.engine, seat.rank, seat.first_port)
+        self._watched.mover(self._mover)
+        self._keeps_accounts = seat.engine == "decode" and seat.rank == 0  # all ranks see the same requests
+        self._ledger = Ledger(sink=self._watched.account)
+        ledgers = [LedgerCollector(self._ledger)] if self._keeps_accounts else []
+        self._watched.serve(MoverCollector([self._mover]), *ledgers)
 
     def card(self) -> bytes:
         return self._mover.card
@@ -75,12 +92,16 @@ class Rank:
         """Serve every destination rank, and say what the moved rows were."""
         transfer = self._mover.send(request, [pages])
         self._mover.wait([transfer])
+        self._watched.look()
         return transfer.landed(), self._digests(pages, moved)
 
     def receive(self, request: str, engine: str, moved: range, pages: list[int]) -> tuple[Result, Digests]:
         """Land the rows of `moved`, and say what they are."""
         transfer = self._mover.receive(request, engine, moved, [pages])
         self._mover.wait([transfer])
+        if self._keeps_accounts:
+            self._account(request, moved)
+        self._watched.look()
         return transfer.landed(), self._digests(pages, moved)
 
     def decode(self, first: int, position: int, count: int, pages: list[int]) -> tuple[list[int], list[float]]:
@@ -92,6 +113,15 @@ class Rank:
 
     def close(self) -> None:
         self._mover.close()
+        self._watched.close()
+
+    def _account(self, request: str, moved: range) -> None:
+        """A prompt of `moved.stop` tokens: what was here is a hit, the rest the prefill computed."""
+        ledger = self._ledger
+        ledger.matched(request, moved.stop, moved.start, time.monotonic())
+        ledger.admitted(request, Credit(device_tokens=moved.start))
+        ledger.computed(request, len(moved))
+        ledger.finished(request, time.monotonic())
 
     def _cache(self, pages: list[int]) -> PagedCache:
         kv = self._pool.spec.component.kv
@@ -119,7 +149,11 @@ class Rank:
 def main(pipe: Connection) -> None:
     """Answer (verb, arguments) with (value, None) or (None, traceback) until the pipe closes. `seat` takes who can sit:
     a Seat here, or that of another kind of process.
+
+    Ctrl-C goes to all processes of a terminal, and is for the parent alone.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
 
@@ -128,7 +162,7 @@ def main(pipe: Connection) -> None:
     while True:
         try:
             verb, arguments = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             os._exit(0)  # NIXL's and Gloo's threads are not waited for: nothing is left to save
         try:
             value: Any = None
@@ -137,6 +171,10 @@ def main(pipe: Connection) -> None:
                 rank = seat.sit()
             else:
                 value = getattr(rank, verb)(*arguments)
-            pipe.send((value, None))
+            said: tuple[Any, str | None] = (value, None)
         except Exception:
-            pipe.send((None, traceback.format_exc()))
+            said = (None, traceback.format_exc())
+        try:
+            pipe.send(said)
+        except OSError:
+            os._exit(0)  # nobody is there to hear it

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from kvmover.demo.scenarios import Scenario
+from kvmover.observe.tables import Column, Sheet
 from kvmover.transport.nixl_agent import nixl_version
 
 
@@ -97,11 +98,12 @@ class RunReport:
 
     @property
     def tokens_identical(self) -> bool:
-        return all(request.tokens_identical for request in self.requests)
+        """False of no requests at all: nothing was shown."""
+        return bool(self.requests) and all(request.tokens_identical for request in self.requests)
 
     @property
     def bytes_identical(self) -> bool:
-        return all(request.bytes_identical for request in self.requests)
+        return bool(self.requests) and all(request.bytes_identical for request in self.requests)
 
     @property
     def identical(self) -> bool:
@@ -117,13 +119,19 @@ class RunReport:
         stored = sum(request.hits.get("storage", 0) for request in self.requests)
         read = f" Fleets that started empty read {stored} prompt tokens from the page store." if stored else ""
         wrong = [r.name for r in self.requests if not (r.tokens_identical and r.bytes_identical)]
+        if not self.requests:
+            return "FAILED: there was no request to serve"
         if wrong:
             return f"FAILED: {len(wrong)} of {len(self.requests)} requests differ from the one-process model: {wrong}"
-        return (
-            f"All {answers} tokens of {len(self.requests)} requests in {len(self.scenarios)} scenarios are those of the"
-            f" one-process model: {moved / 1e6:.1f} MB of KV moved bit for bit between fleets of different shape over"
+        plural = "" if len(self.scenarios) == 1 else "s"
+        sent = (
+            f": {moved / 1e6:.1f} MB of KV moved bit for bit between fleets of different shape over"
             f" NIXL {self.nixl_version} ({self.nixl_backend}), {hits} prompt tokens were there already and not sent"
-            f" again, in {self.seconds:.0f} s.{read}"
+            " again"
+        )
+        return (
+            f"All {answers} tokens of {len(self.requests)} requests in {len(self.scenarios)} scenario{plural} are those"
+            f" of the one-process model{sent if wired else ''}, in {self.seconds:.0f} s.{read}"
         )
 
     def as_data(self) -> dict[str, Any]:
@@ -160,31 +168,22 @@ def _request_data(request: RequestReport) -> dict[str, Any]:
     }
 
 
-COLUMNS: dict[str, Literal["left", "right"]] = {
-    "#": "right",
-    "prompt": "right",
-    "hits": "right",
-    "bytes": "right",
-    "legs": "right",
-    "direct": "right",
-    "packed": "right",
-    "route": "left",
-    "ms": "right",
-    "GB/s": "right",
-    "tokens": "left",
-}
+_COLUMNS = (
+    *(Column(heading) for heading in ("#", "prompt", "hits", "bytes", "legs", "direct", "packed")),
+    Column("route", "left"),
+    *(Column(heading) for heading in ("ms", "GB/s")),
+    Column("tokens", "left"),
+)
 
 
 def show(report: RunReport, console: Console) -> None:
     """One table a scenario, then the sentence."""
     for scenario in report.scenarios:
         console.print(f"{scenario.name}: {scenario.title}", style="bold")
-        table = Table(box=None, padding=(0, 1, 0, 0))  # 80 columns hold it
-        for column, justify in COLUMNS.items():
-            table.add_column(column, justify=justify, no_wrap=True)
+        table = Sheet(_COLUMNS)
         for number, r in enumerate(scenario.requests):
             same = r.tokens_identical and r.bytes_identical
-            table.add_row(
+            table.add(
                 str(number),
                 str(r.prompt_tokens),
                 str(r.hit_tokens),
@@ -195,10 +194,10 @@ def show(report: RunReport, console: Console) -> None:
                 "+".join(r.wire.routes) or "none",
                 f"{r.wire.seconds * 1e3:.1f}",
                 f"{r.wire.gb_per_s:.3f}",
-                f"[green]{len(r.answer)} same[/]" if same else f"[red]{len(r.answer)} DIFFER[/]",
+                Text(f"{len(r.answer)} same", "green") if same else Text(f"{len(r.answer)} DIFFER", "red"),
             )
         console.print(table, "")
     console.print(
         "direct, packed: descriptors that either route posts. ms: from asking to landed, on the slowest rank."
     )
-    console.print(report.sentence(), style="bold green" if report.identical else "bold red")
+    console.print(report.sentence(), style="bold green" if report.identical else "bold red", soft_wrap=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from kvmover.demo.conversations import Conversation, Turn, conversations
 from kvmover.demo.model import GQA, LATENT, ModelConfig
-from kvmover.demo.trace import Scale, read_trace
+from kvmover.demo.trace import Scale, TraceError, TraceRequest, read_trace
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.plan.cost import Route
@@ -151,14 +152,25 @@ class Chats:
 class Traced:
     """Requests from a Mooncake trace, scaled down to what a small model reads in a second."""
 
-    path: Path
-    scale: Scale
-    requests: int
+    requests: tuple[TraceRequest, ...]
+
+    @classmethod
+    def read(cls, path: Path, scale: Scale, requests: int, most_tokens: int) -> Traced:
+        """The first `requests` of the file. Raises TraceError for a file that cannot be read or has none, and for a
+        prompt that is longer than `most_tokens` when it is scaled."""
+        found = tuple(islice(read_trace(path, scale), requests))
+        if not found:
+            raise TraceError(f"{path} has no requests")
+        for number, request in enumerate(found):
+            if len(request.tokens) + MOST_ANSWER_TOKENS > most_tokens:
+                raise TraceError(
+                    f"{path.name} request {number}: {len(request.tokens):,} tokens at --scale {scale.factor}, and the"
+                    f" demo's pools hold {most_tokens - MOST_ANSWER_TOKENS:,}"
+                )
+        return cls(found)
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        for number, request in enumerate(read_trace(self.path, self.scale)):
-            if number == self.requests:
-                return
+        for request in self.requests:
             yield request.tokens, min(max(request.output_tokens, 1), MOST_ANSWER_TOKENS)
 
     def answered(self, tokens: list[int]) -> None:

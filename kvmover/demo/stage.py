@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmover.cache.prefix import PrefixTree
+from kvmover.config.settings import Settings
 from kvmover.demo.crew import Crew, Member, ask, ask_all
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
 from kvmover.demo.rank import Seat
@@ -48,14 +49,14 @@ class Engine:
 class Stage:
     """One scenario on its two fleets, with the one-process model that says what the answers must be."""
 
-    def __init__(self, scenario: Scenario, crew: Crew, folder: Path) -> None:
+    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, settings: Settings) -> None:
         sizes = scenario.src.fleet.size, scenario.dst.fleet.size
         self.src = Engine("prefill", crew.members[: sizes[0]], scenario.src)
         self.dst = Engine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
         self.scenario = scenario
         seats = [
-            Seat(scenario, engine.name, engine.fleet, rank, engine.pages, str(folder / engine.name))
-            for engine in (self.src, self.dst)
+            Seat(scenario, engine.name, engine.fleet, rank, engine.pages, str(folder / engine.name), settings, ports)
+            for engine, ports in ((self.src, 0), (self.dst, sizes[0]))
             for rank in range(len(engine.members))
         ]
         everyone = [*self.src.members, *self.dst.members]

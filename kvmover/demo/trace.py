@@ -66,16 +66,23 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def read_trace(path: Path, scale: Scale) -> Iterator[TraceRequest]:
-    """The requests of a trace in file order, read as they are asked for. Empty lines are skipped."""
+    """The requests of a trace in file order, read as they are asked for. Empty lines are skipped.
+
+    Raises TraceError for a file that cannot be read and for a line that is no request.
+    """
     decoder = msgspec.json.Decoder(_Line, strict=True)
-    with path.open("rb") as lines:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+    with file as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 entry = decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise TraceError(f"{path.name} line {number}: {error}: {line[:200]!r}") from error
+                raise TraceError(f"{path.name} line {number}: {error}: {line[:40]!r}") from error
             _check(entry, f"{path.name} line {number}")
             yield TraceRequest(entry.timestamp, _tokens(entry, scale), scale.of(entry.output_length))
 

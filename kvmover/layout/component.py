@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmover.errors import LayoutError
+from kvmover.numbers import settle_whole, whole
 
 #: Bytes of an element, by torch's name of the dtype. Moves never look inside an element.
 DTYPE_BYTES = {
@@ -22,6 +23,14 @@ DTYPE_BYTES = {
 }
 
 
+def _dtype(given: object) -> str:
+    """torch's name of a dtype, given by name or as torch's or NumPy's own. Raises LayoutError."""
+    name = str(getattr(given, "name", given)).removeprefix("torch.")
+    if name not in DTYPE_BYTES or not (isinstance(given, str) or type(given).__name__.lower().endswith("dtype")):
+        raise LayoutError(f"unknown dtype {given!r}; known are {', '.join(DTYPE_BYTES)}")
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
     """Whole-model extents of one family of cache rows: `layer x kv x head x position x dim`.
@@ -33,6 +42,8 @@ class Component:
 
     `states`: 0 is a row a token; n is n rows a request, however long it is. They are the component's positions then, in
     pages of one, and every context-parallel rank holds them all.
+
+    `dtype`: torch's name of it; torch's own and NumPy's dtypes are taken for theirs.
     """
 
     name: str
@@ -45,15 +56,11 @@ class Component:
     states: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("layers", "kv", "heads", "dim"):
-            if getattr(self, field) < 1:
-                raise LayoutError(f"component {self.name} has {field} = {getattr(self, field)}; it must be at least 1")
-        if self.dtype not in DTYPE_BYTES:
-            raise LayoutError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
-        if self.window is not None and self.window < 1:
-            raise LayoutError(f"component {self.name} has window = {self.window}; it must be at least 1, or None")
-        if self.states < 0:
-            raise LayoutError(f"component {self.name} has states = {self.states}; it must not be negative")
+        what = f"component {self.name}"
+        settle_whole(self, what, LayoutError, layers=1, kv=1, heads=1, dim=1, states=0)
+        object.__setattr__(self, "dtype", _dtype(self.dtype))
+        if self.window is not None:
+            object.__setattr__(self, "window", whole(self.window, f"{what} has window", LayoutError, 1))
         if self.window is not None and self.states:
             raise LayoutError(f"component {self.name} has a window of {self.window} and {self.states} states; not both")
 

@@ -10,6 +10,7 @@ from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.layout.positions import Stripe
 from kvmover.layout.span import Span
+from kvmover.numbers import settle_whole
 
 
 class CpOrder(StrEnum):
@@ -54,9 +55,7 @@ class Fleet:
     cp_order: CpOrder = CpOrder.PAGE
 
     def __post_init__(self) -> None:
-        for field in ("tp", "pp", "cp", "page_tokens"):
-            if getattr(self, field) < 1:
-                raise LayoutError(f"fleet has {field} = {getattr(self, field)}; it must be at least 1")
+        settle_whole(self, "fleet", LayoutError, tp=1, pp=1, cp=1, page_tokens=1)
         settle(self, "fleet", LayoutError, cp_order=CpOrder)
 
     @property

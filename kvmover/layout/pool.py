@@ -11,6 +11,8 @@ from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import PACKED_AXES, Layout
+from kvmover.needs import need
+from kvmover.numbers import whole
 
 if TYPE_CHECKING:
     import torch
@@ -160,17 +162,25 @@ class Pool:
 
     @classmethod
     def zeros(cls, spec: PoolSpec, device: str = "cpu") -> Pool:
-        """A pool of its own memory, zeroed."""
+        """A pool of its own memory, zeroed. Raises MissingLibrary without torch."""
+        need("torch", "a pool", "torch")
         import torch
 
         size = spec.allocation_bytes
         return cls(spec, tuple(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(spec.allocations)))
 
     def plane(self, layer: int, kv: int) -> torch.Tensor:
-        """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is."""
+        """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is.
+
+        `layer` and `kv` count from 0 among those that this rank holds. Raises LayoutError for one that it does not.
+        """
         import torch
 
         layout = self.spec.layout
+        for axis, given in (("layer", layer), ("kv", kv)):
+            if whole(given, f"{axis} of a pool of {self.spec.component.name}", LayoutError) >= layout.extent_of(axis):
+                held = f"of {self.spec.component.name} with {layout.extent_of(axis)}"
+                raise LayoutError(f"{axis} {given} is outside a pool {held}, which are counted from 0")
         allocation, offset = self.spec.planes()[layer * layout.extent_of("kv") + kv]
         flat = self.tensors[allocation].view(getattr(torch, self.spec.component.dtype))
         axes = ("page", "token", "head", "dim")

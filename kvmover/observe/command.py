@@ -29,21 +29,28 @@ def show_config(
 
 @app.command("top")
 def show_top(
-    address: Annotated[
-        str, typer.Argument(help="Where the engine serves its metrics.", metavar="URL")
-    ] = "http://127.0.0.1:9400/metrics",
+    addresses: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Where ranks serve their metrics: http://decode-0:9400/metrics, or decode-0:9400-9407 for eight ranks;"
+            " http://127.0.0.1:9400/metrics if not given.",
+            metavar="[URL]...",
+        ),
+    ] = None,
     interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two frames.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, of all since the start.")] = False,
 ) -> None:
-    """Watch transfers, hits by tier, bandwidth, arenas and failures, from a metrics endpoint. Ctrl-C ends it."""
+    """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints. Ctrl-C ends it."""
     from kvmover.observe import top
     from kvmover.observe.console import console
+    from kvmover.observe.scrape import endpoints
 
+    found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
     if once:
-        top.show(address, console())
+        top.show(found, console())
         return
     with contextlib.suppress(KeyboardInterrupt):
-        top.watch(address, interval, console())
+        top.watch(found, interval, console())
 
 
 @app.command("report")

@@ -266,11 +266,11 @@ def _legend(scale: _Scale, tokens: int, height: float) -> Iterator[str]:
     y = height - 40
     lines = ["A card is the whole model: heads across" + (", layers down" if scale.indent else "") + "."]
     lines.append("Filled: held by the rank, in the colour of the source that sends it; pale: left to a replica.")
-    if scale.window:
-        part = f"tokens 0-{scale.window - 1:,} of {tokens:,}" if scale.window < tokens else f"all {tokens:,} tokens"
-        lines.append(f"Bars: {part}.")
     yield svg.text(_MARGIN, y, " ".join(lines), "soft")
     y += 20
+    if scale.window:
+        part = f"tokens 0-{scale.window - 1:,} of {tokens:,}" if scale.window < tokens else f"all {tokens:,} tokens"
+        yield svg.text(WIDTH - _MARGIN, y, f"Bars: {part}.", "soft", "end")
     for x, threads, words in (
         (_MARGIN, 1, "packed: gathered, one write a chunk, scattered"),
         (_MARGIN + 330, 3, "direct: written from pool to pool, run by run"),

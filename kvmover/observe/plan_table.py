@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from kvmover.observe.console import console
+from kvmover.observe.tables import Column, Sheet
 from kvmover.observe.words import (
     bytes_in_words,
     cache_in_words,
@@ -19,9 +18,14 @@ from kvmover.observe.words import (
 from kvmover.plan.legs import Plan
 from kvmover.plan.text import Explained, FleetText
 
+#: More legs than this nobody reads one by one.
+MOST_LEGS = 32
 
-def print_plan(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> None:
-    """Print the plan on stdout."""
+
+def print_plan(
+    plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained], most_legs: int = MOST_LEGS
+) -> None:
+    """Print the plan on stdout. Of more than `most_legs` legs, equal ones are one line."""
     out = console()
     model = plan.component
     total = sum(each.nbytes for each in legs)
@@ -30,7 +34,7 @@ def print_plan(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explai
         f" {plan.stop:,} tokens, {bytes_in_words(total)} in {len(legs)} leg{'s' if len(legs) > 1 else ''}"
     )
     out.print(f"from  {fleet_in_words(src)}\nto    {fleet_in_words(dst)}")
-    out.print(_table(legs))
+    out.print(_table(legs) if len(legs) <= most_legs else _folded(legs))
     for line in reasons(legs):
         out.print(line, soft_wrap=True)
     senders = {each.leg.src_rank for each in legs}
@@ -38,18 +42,21 @@ def print_plan(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explai
         out.print(f"source ranks that send nothing: {ranks_in_words(idle)}", soft_wrap=True)
 
 
-def _table(legs: Sequence[Explained]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("from", "to", "layers", "heads"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("positions")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("route")
-    table.add_column("descriptors: direct", justify="right")
-    table.add_column("packed", justify="right")
+_COLUMNS = (
+    *(Column(heading) for heading in ("from", "to", "layers", "heads")),
+    Column("positions", "left", folds_at=36),
+    Column("bytes"),
+    Column("route", "left"),
+    Column("descriptors: direct"),
+    Column("packed"),
+)
+
+
+def _table(legs: Sequence[Explained]) -> Sheet:
+    table = Sheet(_COLUMNS, keys=2)
     for each in legs:
         leg = each.leg
-        table.add_row(
+        table.add(
             str(leg.src_rank),
             str(leg.dst_rank),
             span_in_words(leg.layers),
@@ -59,6 +66,36 @@ def _table(legs: Sequence[Explained]) -> Table:
             each.choice.route.value,
             f"{each.choice.runs:,}",
             f"{each.chunks:,}",
+        )
+    return table
+
+
+_FOLDED = (
+    Column("legs"),
+    Column("from", "left", folds_at=24),
+    Column("to", "left", folds_at=24),
+    Column("bytes each"),
+    Column("route", "left"),
+    Column("descriptors: direct"),
+    Column("packed"),
+)
+
+
+def _folded(legs: Sequence[Explained]) -> Sheet:
+    """A line for legs of one size and one route, the most bytes first: in large fleets thousands are alike."""
+    groups: defaultdict[tuple[int, str, int, int], list[Explained]] = defaultdict(list)
+    for each in legs:
+        groups[each.nbytes, each.choice.route.value, each.choice.runs, each.chunks].append(each)
+    table = Sheet(_FOLDED)
+    for (nbytes, route, runs, chunks), held in sorted(groups.items(), key=lambda item: -item[0][0] * len(item[1])):
+        table.add(
+            f"{len(held):,}",
+            ranks_in_words(sorted({each.leg.src_rank for each in held})),
+            ranks_in_words(sorted({each.leg.dst_rank for each in held})),
+            bytes_in_words(nbytes),
+            route,
+            f"{runs:,}",
+            f"{chunks:,}",
         )
     return table
 

@@ -19,9 +19,13 @@ from kvmover.observe.report_sums import (
     bytes_by_bin,
     failures_of,
     lanes_of,
+    last_failed,
     quantile,
     route_of,
     routes_by_run,
+    seconds_by_bin,
+    seconds_by_way,
+    slowest,
     tokens_by_bin,
     tokens_of,
 )
@@ -30,6 +34,9 @@ from kvmover.observe.words import bytes_in_words
 
 #: Nothing is fetched and no script runs, whatever a request is named.
 POLICY = """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
+
+#: Requests that are named one by one.
+_MOST_NAMED = 20
 
 _VERBS = {"send": "sent", "receive": "received"}
 _ROUTES = ("direct", "packed", "both")
@@ -59,7 +66,8 @@ def page(lines: Lines) -> str:
     if lines.cut:
         about += f"; {lines.cut} unfinished lines left out"
     body = [*_tiles(lines), *_hits(lines, bins), *_losses(lines), *_bandwidth(lines, bins)]
-    body += [*_timeline(lines, bins), *_routes(lines), *_failures(lines)]
+    body += [*_latency(lines, bins), *_slowest(lines, bins), *_ways(lines)]
+    body += [*_timeline(lines, bins), *_routes(lines), *_failures(lines, bins)]
     return "\n".join(
         [
             "<!doctype html>",
@@ -157,6 +165,71 @@ def _bandwidth(lines: Lines, bins: Bins) -> Iterator[str]:
     )
 
 
+def _latency(lines: Lines, bins: Bins) -> Iterator[str]:
+    by_bin = seconds_by_bin(lines.transfers, bins)
+    series = [
+        Series(name, name, [quantile(seconds, share) for seconds in by_bin])
+        for name, share in (("p50", 0.5), ("p99", 0.99))
+    ]
+    most = max(series[1].values)
+    rows = [
+        [at, len(seconds), *(_seconds(each.values[i]) for each in series)]
+        for i, (at, seconds) in enumerate(zip(_labels(bins), by_bin, strict=True))
+        if seconds
+    ]
+    hints = [
+        f"{at}: {len(seconds):,} landed, p50 {_seconds(series[0].values[i])}, p99 {_seconds(series[1].values[i])}"
+        for i, (at, seconds) in enumerate(zip(_labels(bins), by_bin, strict=True))
+    ]
+    title = "Latency"
+    yield from _figure(
+        title,
+        "From asking until landed, of what was received in each part of the run; 0 where nothing was.",
+        charts.lines(title, Ground(_labels(bins), hints, Scale.of(most, _seconds)), series) if most else None,
+        [(each.name, each.paint) for each in series],
+        (["from", "landed", "p50", "p99"], rows),
+    )
+
+
+def _slowest(lines: Lines, bins: Bins) -> Iterator[str]:
+    found = slowest(lines.transfers, _MOST_NAMED)
+    if not found:
+        return
+    yield "<section><h2>Slowest requests</h2><p>Of those that were received.</p>"
+    yield from _table(
+        ["request", "rank", "asked at", "took", "bytes", "a second", "route", "descriptors", "resent chunks"],
+        [
+            [
+                line.request,
+                f"{line.engine} {line.rank}",
+                _seconds(line.began_s - bins.first_s),
+                _seconds(line.seconds),
+                bytes_in_words(line.nbytes),
+                _rate(line.nbytes / line.seconds) if line.seconds else "",
+                route_of(line),
+                line.writes,
+                line.resent,
+            ]
+            for line in found
+        ],
+    )
+    yield "</section>"
+
+
+def _ways(lines: Lines) -> Iterator[str]:
+    found = seconds_by_way(lines.transfers)
+    whole = sum(seconds for _, seconds in found) or 1.0
+    rows = [(way, seconds, f"{_seconds(seconds)} ({seconds / whole:.1%})") for way, seconds in found]
+    title = "Where the time went"
+    yield from _figure(
+        title,
+        "Seconds of all that were received together, by route, and by cause of those that failed.",
+        charts.bars(title, rows, "receive") if rows else None,
+        [],
+        (["way", "seconds"], [[way, f"{seconds:.3f}"] for way, seconds in found]),
+    )
+
+
 def _timeline(lines: Lines, bins: Bins) -> Iterator[str]:
     lanes, left_out = lanes_of(lines.transfers)
     whole_s = bins.last_s - bins.first_s
@@ -206,12 +279,30 @@ def _routes(lines: Lines) -> Iterator[str]:
     )
 
 
-def _failures(lines: Lines) -> Iterator[str]:
+def _failures(lines: Lines, bins: Bins) -> Iterator[str]:
     failures = failures_of(lines.transfers)
     if not failures:
         return
     yield "<section><h2>Failures</h2>"
     yield from _table(["cause", "transfers", "the last reason"], [[f.cause, f.count, f.reason] for f in failures])
+    yield "</section>"
+    latest = last_failed(lines.transfers, _MOST_NAMED)
+    yield f"<section><h2>Failed requests</h2><p>The last {len(latest)}, the latest first.</p>"
+    yield from _table(
+        ["request", "rank", "verb", "ended at", "after", "cause", "reason"],
+        [
+            [
+                line.request,
+                f"{line.engine} {line.rank}",
+                line.verb,
+                _seconds(line.time_s - bins.first_s),
+                _seconds(line.seconds),
+                str(line.cause or "unknown"),
+                line.reason or "",
+            ]
+            for line in latest
+        ],
+    )
     yield "</section>"
 
 

@@ -159,6 +159,39 @@ def lanes_of(transfers: Sequence[Moved]) -> tuple[list[Lane], int]:
     return lanes, len(transfers) - len(kept)
 
 
+def seconds_by_bin(transfers: Iterable[Moved], bins: Bins) -> list[list[float]]:
+    """How long those received took that landed in each bin."""
+    found: list[list[float]] = [[] for _ in range(bins.count)]
+    for line in transfers:
+        if line.landed and line.verb == "receive":
+            found[bins.of(line.time_s)].append(line.seconds)
+    return found
+
+
+def seconds_by_way(transfers: Iterable[Moved]) -> list[tuple[str, float]]:
+    """Seconds of all that were received together, by route, and by cause of those that failed; the most first.
+
+    >>> seconds_by_way([Moved(10.0, 4.0, "decode", 0, "receive", "r")])
+    [('none', 4.0)]
+    """
+    found = defaultdict[str, float](float)
+    for line in transfers:
+        if line.verb == "receive":
+            found[route_of(line) if line.landed else f"failed: {line.cause or 'unknown'}"] += line.seconds
+    return sorted(((way, seconds) for way, seconds in found.items() if seconds), key=lambda each: -each[1])
+
+
+def slowest(transfers: Iterable[Moved], most: int) -> list[Moved]:
+    """Those received that took longest to land."""
+    landed = (line for line in transfers if line.landed and line.verb == "receive")
+    return sorted(landed, key=lambda line: -line.seconds)[:most]
+
+
+def last_failed(transfers: Iterable[Moved], most: int) -> list[Moved]:
+    """The last that failed, the latest first."""
+    return sorted((line for line in transfers if not line.landed), key=lambda line: -line.time_s)[:most]
+
+
 @dataclass(frozen=True, slots=True)
 class Failures:
     """Transfers that failed for one cause, with the words of the last of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import urllib.error
 import urllib.request
 from collections import defaultdict
@@ -54,6 +55,15 @@ class Scrape:
     def total(self, name: str, **fixed: str) -> float:
         return sum(value for labels, value in self.samples.get(name, {}).items() if fixed.items() <= labels)
 
+    def and_of(self, other: Scrape) -> Scrape:
+        """Both: samples with the same labels, which two processes may have, are added."""
+        samples = {name: dict(each) for name, each in self.samples.items()}
+        for name, each in other.samples.items():
+            mine = samples.setdefault(name, {})
+            for labels, value in each.items():
+                mine[labels] = mine.get(labels, 0.0) + value
+        return Scrape(max(self.time_s, other.time_s), samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -88,6 +98,26 @@ def quantile_s(buckets: Mapping[str, float], share: float) -> float | None:
     if not bounds or not bounds[-1][1]:
         return None
     return next(bound for bound, count in bounds if count >= share * bounds[-1][1])
+
+
+def endpoints(text: str) -> list[str]:
+    """The address that is meant, or those of a range of ports, as ranks of one host have. Raises KvmoverError.
+
+    >>> endpoints("decode-0:9400-9402"), endpoints("http://decode-0:9400/metrics")
+    (['http://decode-0:9400/metrics', 'http://decode-0:9401/metrics', 'http://decode-0:9402/metrics'], \
+['http://decode-0:9400/metrics'])
+    """
+    scheme, _, rest = text.rpartition("://")
+    where, slash, path = rest.partition("/")
+    host, _, ports = where.rpartition(":")
+    path = f"/{path}" if slash else "/metrics"
+    found = re.fullmatch(r"(\d+)-(\d+)", ports)
+    if not found:
+        return [text]
+    first, last = int(found[1]), int(found[2])
+    if not 0 < first <= last < 1 << 16:
+        raise KvmoverError(f"{text} has no ports {ports}: a range goes from a port up to another, at most 65535")
+    return [f"{scheme or 'http'}://{host}:{port}{path}" for port in range(first, last + 1)]
 
 
 def fetch(url: str, timeout_s: float = 5.0) -> str:

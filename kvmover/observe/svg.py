@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-#: Told apart by hue, and of middling lightness, so that they stand out from white and from near black.
-_PALETTE = ("#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#06b6d4", "#ec4899", "#84cc16")
+#: Told apart by readers who do not see red, green or blue as others do: the colours of Okabe and Ito, and a dark red.
+_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#882255")
 
 #: The paper is painted, so ink and paper always agree, whatever page the picture is put on.
 _STYLE = """

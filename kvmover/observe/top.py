@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from kvmover.errors import KvmoverError
 from kvmover.observe.scrape import Change, Scrape, fetch, quantile_s
+from kvmover.observe.tables import Column, Sheet
 from kvmover.observe.words import bytes_in_words
 
 #: Ranks that are shown one by one; the sums above are of all. And the greatest losses.
 MOST_RANKS, MOST_REASONS = 32, 5
+
+#: Endpoints that are asked at a time.
+_MOST_ASKED = 64
 
 _SOURCES = ("device", "host", "storage", "computed", "abandoned")
 _COPIES = {
@@ -64,31 +69,27 @@ def screen(view: View) -> RenderableType:
     parts = [Text(f"kvmover top  {view.address}  {over}", "bold"), Text()]
     parts += [_transfers(view), Text()]
     for table in (_hits(view), _copies(view), _failures(view)):
-        if table.row_count:
+        if table.rows:
             parts += [table, Text()]
     return Group(*parts)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+def _table(*columns: str) -> Sheet:
+    return Sheet([Column(columns[0], "left"), *map(Column, columns[1:])], heading_style="dim")
 
 
-def _transfers(view: View) -> Table:
+def _transfers(view: View) -> Sheet:
     """A row of sums, and one a rank."""
-    numbers = ("open", "landed", "failed", "sent", "received", "p50", "p99", "out", "in", "held", "peers")
+    numbers = ("open", "landed", "failed", "sent", "received", "receive p50", "p99", "arena out", "in", "held", "peers")
     table = _table("transfers", *numbers)
     found = (dict(labels) for labels in view.now.samples.get("kvmover_open_sends", {}))
     ranks = sorted({(each.get("engine", ""), each.get("rank", "")) for each in found}, key=_by_number)
     if len(ranks) != 1:
-        table.add_row(Text("all"), *_row(view))
+        table.add(Text("all"), *_row(view))
     for engine, rank in ranks[:MOST_RANKS]:
-        table.add_row(Text(f"{engine} {rank}"), *_row(view, engine=engine, rank=rank))
+        table.add(Text(f"{engine} {rank}"), *_row(view, engine=engine, rank=rank))
     if len(ranks) > MOST_RANKS:
-        table.add_row(Text(f"and {len(ranks) - MOST_RANKS} more", "dim"))
+        table.add(Text(f"and {len(ranks) - MOST_RANKS} more", "dim"))
     return table
 
 
@@ -119,7 +120,7 @@ def _row(view: View, **of: str) -> Iterator[Text]:
     yield Text(f"{now.total('kvmover_peers', **of):,.0f}")
 
 
-def _hits(view: View) -> Table:
+def _hits(view: View) -> Sheet:
     """First attempts only: those of retries would count a prompt twice."""
     table = _table("prompt tokens", "now", "share", "in all", "share")
     new = view.new.by("kvmover_prompt_tokens_total", "source", attempt="first")
@@ -131,26 +132,26 @@ def _hits(view: View) -> Table:
         for counts in (new, whole):
             count, total = counts.get(source, 0.0), sum(counts.values())
             cells += [f"{count:,.0f}", f"{count / total:.1%}" if total else "-"]
-        table.add_row(Text(source), *cells)
+        table.add(Text(source), *cells)
     lost = view.now.by("kvmover_lost_tokens_total", "reason", attempt="first")
     for reason, tokens in sorted(lost.items(), key=lambda item: -item[1])[:MOST_REASONS]:
         if tokens:
             added = view.new.total("kvmover_lost_tokens_total", attempt="first", reason=reason)
-            table.add_row(Text(f"lost: {reason}", "dim"), f"{added:,.0f}", "", f"{tokens:,.0f}", "")
+            table.add(Text(f"lost: {reason}", "dim"), f"{added:,.0f}", "", f"{tokens:,.0f}", "")
     return table
 
 
-def _copies(view: View) -> Table:
+def _copies(view: View) -> Sheet:
     table = _table("tiers", "pages", "bandwidth", "in all")
     for word, name in _COPIES.items():
         if whole := view.now.total(f"kvmover_tier_{word}_bytes_total"):
             pages = view.new.total(f"kvmover_tier_{word}_pages_total")
             rate = _bandwidth(view, view.new.total(f"kvmover_tier_{word}_bytes_total"))
-            table.add_row(Text(name), f"{pages:,.0f}", rate, bytes_in_words(int(whole)))
+            table.add(Text(name), f"{pages:,.0f}", rate, bytes_in_words(int(whole)))
     return table
 
 
-def _failures(view: View) -> Table:
+def _failures(view: View) -> Sheet:
     """What has ever gone wrong, so that nothing scrolls away."""
     table = _table("failures", "now", "in all")
     found: list[tuple[str, float, float]] = []
@@ -161,7 +162,7 @@ def _failures(view: View) -> Table:
     for words, added, count in found:
         if count:
             style = "bold red" if added and view.seconds is not None else ""
-            table.add_row(Text(words, style), Text(f"{added:,.0f}", style), f"{count:,.0f}")
+            table.add(Text(words, style), Text(f"{added:,.0f}", style), f"{count:,.0f}")
     return table
 
 
@@ -180,30 +181,75 @@ def _seconds(seconds: float | None) -> str:
         return "-"
     if seconds == float("inf"):
         return "> 84 s"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"<={seconds * 1e3:.3g} ms" if seconds < 1 else f"<={seconds:.3g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What endpoints said, by address, and the errors of those that said nothing."""
+
+    said: Mapping[str, Scrape]
+    silent: Sequence[str]
+
+    def whole(self) -> Scrape | None:
+        """All of it together."""
+        return reduce(Scrape.and_of, self.said.values()) if self.said else None
+
+
+def ask(addresses: Sequence[str], get: Callable[[str], str], clock: Callable[[], float]) -> Found:
+    """Ask all at once: a host that does not answer keeps nobody waiting but itself."""
+
+    def one(address: str) -> Scrape | str:
+        try:
+            return Scrape.of(get(address), clock())
+        except KvmoverError as error:
+            return str(error) if address in str(error) else f"{address}: {error}"
+
+    with ThreadPoolExecutor(min(len(addresses), _MOST_ASKED)) as pool:
+        answers = dict(zip(addresses, pool.map(one, addresses), strict=True))
+    said = {address: each for address, each in answers.items() if isinstance(each, Scrape)}
+    return Found(said, [each for each in answers.values() if isinstance(each, str)])
+
+
+def _name(addresses: Sequence[str]) -> str:
+    return addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
 
 
 def watch(
-    address: str,
+    addresses: Sequence[str],
     interval_s: float,
     out: Console,
     get: Callable[[str], str] = fetch,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show frames until the caller interrupts. An endpoint that goes away is waited for; its error is the frame."""
-    before: Scrape | None = None
-    now = Scrape.of(get(address), clock())  # one that was never there is an error
-    with Live(screen(View.of(address, before, now)), console=out, auto_refresh=False) as live:
+    """Show frames until the caller interrupts. An endpoint that goes away is waited for; its error is in the frame, and
+    what it said last still counts: others' rates do not jump.
+
+    Raises KvmoverError where none of them answers at first.
+    """
+    name = _name(addresses)
+    found = _some(ask(addresses, get, clock))
+    with Live(_frame(name, None, found), console=out, auto_refresh=False) as live:
         while True:
             sleep(interval_s)
-            try:
-                before, now = now, Scrape.of(get(address), clock())
-                live.update(screen(View.of(address, before, now)), refresh=True)
-            except KvmoverError as error:
-                live.update(Text(f"kvmover top: {error}", "bold red"), refresh=True)
+            before, new = found, ask(addresses, get, clock)
+            found = Found({**before.said, **new.said}, new.silent)
+            live.update(_frame(name, before.whole() if new.said else None, found), refresh=True)
 
 
-def show(address: str, out: Console, get: Callable[[str], str] = fetch) -> None:
-    """One frame, of sums since the processes began."""
-    out.print(screen(View.of(address, None, Scrape.of(get(address), 0.0))))
+def show(addresses: Sequence[str], out: Console, get: Callable[[str], str] = fetch) -> None:
+    """One frame, of sums since the processes began. Raises KvmoverError where none of them answers."""
+    out.print(_frame(_name(addresses), None, _some(ask(addresses, get, lambda: 0.0))))
+
+
+def _some(found: Found) -> Found:
+    if not found.said:
+        raise KvmoverError("; ".join(found.silent))
+    return found
+
+
+def _frame(name: str, before: Scrape | None, found: Found) -> RenderableType:
+    errors = [Text(f"kvmover top: {each}", "bold red") for each in found.silent]
+    now = found.whole()
+    return Group(*([screen(View.of(name, before, now))] if now else []), *errors)

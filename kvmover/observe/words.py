@@ -48,8 +48,19 @@ def cache_in_words(component: Component) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Ranks with commas: `0, 1, 6`."""
-    return ", ".join(str(rank) for rank in ranks)
+    """Rising numbers; three and more in a row by the first and the last.
+
+    >>> ranks_in_words([0, 2, 3, 8, 9, 10])
+    '0, 2, 3, 8-10'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
+    return ", ".join(word for each in words for word in each)
 
 
 def fleet_in_words(text: FleetText) -> str:

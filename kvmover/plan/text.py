@@ -17,6 +17,9 @@ from kvmover.plan.cost import Choice, Costs
 from kvmover.plan.legs import Leg, Plan
 from kvmover.plan.lower import Held, count_runs
 
+#: Larger sizes overflow where they are multiplied, and nothing has them.
+_MOST = 1 << 31
+
 _SIZES = {"tp": "tp", "pp": "pp", "cp": "cp", "page": "page_tokens"}
 
 
@@ -53,6 +56,8 @@ class FleetText:
                     sizes[_SIZES[key]] = int(value)
                 except ValueError:
                     raise LayoutError(f"{key} = {value!r} in {text!r} is not a number") from None
+                if sizes[_SIZES[key]] > _MOST:
+                    raise LayoutError(f"{key} = {value} in {text!r} is more than {_MOST}, the most that there may be")
             else:
                 known = ", ".join((*_SIZES, "order", "cp_order"))
                 raise LayoutError(f"unknown word {word!r} in {text!r}; known are {known}")

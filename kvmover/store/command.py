@@ -1,8 +1,7 @@
-"""`kvmover store`: look at the page stores of a directory, check them, and tidy them up."""
+"""What `kvmover store` does: look at the page stores of a directory, check them, and tidy them up."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -108,52 +107,3 @@ def _progress() -> Generator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         yield progress
-
-
-def print_rows(rows: list[Row], as_json: bool) -> int:
-    """Print them; 1 if a bad object was found."""
-    bad = sum(sum(row.verified.bad.values()) for row in rows if row.verified)
-    if as_json:
-        print(json.dumps([row.as_data() for row in rows]))  # noqa: T201
-        return 1 if bad else 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("namespace", "model", "weights", "page"):
-        table.add_column(title, no_wrap=True)
-    for title in ("pages", "objects", "payload", "on disk", "segments"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("notes")
-    for row in rows:
-        manifest, found = row.found.manifest, row.stat
-        table.add_row(
-            row.found.folder.name[:12],
-            manifest.model + (" (salted)" if manifest.salted else ""),
-            manifest.weights,
-            str(manifest.page_tokens),
-            f"{found.pages:,}",
-            f"{found.objects:,}",
-            _mebibytes(found.payload_bytes),
-            _mebibytes(found.held_bytes + found.head_bytes),
-            str(found.segments),
-            _notes(row),
-        )
-    terminal = Console(highlight=False, markup=False)
-    console = terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=200)
-    console.print(table if rows else "no page store here")
-    return 1 if bad else 0
-
-
-def _mebibytes(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"
-
-
-def _notes(row: Row) -> str:
-    notes = [f"dropped {number} ({reason})" for reason, number in row.recovered.dropped.items()]
-    if row.deleted_pages:
-        notes.append(f"deleted {row.deleted_pages:,} pages")
-    if row.verified:
-        bad = [f"deleted {number} bad ({reason})" for reason, number in row.verified.bad.items()]
-        notes += bad or [f"all {row.verified.objects:,} objects are whole"]
-    return ", ".join(notes)

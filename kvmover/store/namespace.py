@@ -130,12 +130,23 @@ def namespaces(root: Path) -> list[Found]:
     if not root.is_dir():
         raise StoreError(f"{root} is not a directory")
     found: list[Found] = []
-    for path in sorted(root.glob(f"*/{_FILE}")):
+    for path in sorted(each / _FILE for each in _entries(root)):
         try:
             manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
             if manifest.format != _FORMAT or bytes.fromhex(manifest.digest)[:16].hex() != path.parent.name:
                 raise StoreError(f"{path} is of another format, or of another directory")
-        except (msgspec.DecodeError, ValueError, OSError) as error:
+        except (FileNotFoundError, NotADirectoryError):  # no page store
+            continue
+        except OSError as error:  # one that is there and cannot be looked at is not none
+            raise StoreError(f"cannot read {path}: {error.strerror}") from error
+        except (msgspec.DecodeError, ValueError) as error:
             raise StoreError(f"{path} is no manifest of a page store: {error}") from error
         found.append(Found(path.parent, manifest))
     return sorted(found, key=lambda each: (each.manifest.model, each.manifest.weights, each.folder.name))
+
+
+def _entries(root: Path) -> list[Path]:
+    try:
+        return list(root.iterdir())
+    except OSError as error:
+        raise StoreError(f"cannot read {root}: {error.strerror}") from error

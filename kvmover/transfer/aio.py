@@ -10,8 +10,9 @@ from types import TracebackType
 
 import numpy.typing as npt
 
+from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.progress import Progress
+from kvmover.transfer.progress import Progress, driven
 from kvmover.transfer.result import Gate, MoverConfig, Result, Transfer
 
 
@@ -81,11 +82,11 @@ class AsyncMover:
     """The methods of Mover for tasks. None blocks an event loop; `send` and `receive` return at once.
 
     `result = await mover.receive("r1", "prefill", range(4096), [pages])`. One serves all event loops of the process.
-    `close` is the end of `progress` too.
+    `progress`: a Progress, or a Mover, which gets one of the default pace; `close` is its end too.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress | Mover) -> None:
+        self._progress = driven(progress)
 
     @property
     def card(self) -> bytes:
@@ -138,6 +139,10 @@ class AsyncMover:
     async def reopen(self, request: str) -> None:
         """As Mover.reopen: a request of this name will be sent again."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
+
+    def snapshot(self) -> Snapshot:
+        """Counts, times and gauges, for a MoverCollector; after `close` the last ones. For any thread but a loop's."""
+        return self._progress.snapshot()
 
     async def close(self) -> None:
         """Fail what is open, end the thread and close the mover.

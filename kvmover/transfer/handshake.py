@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import msgspec
 
-from kvmover.errors import PeerRefused
+from kvmover.errors import LayoutError, PeerRefused
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
+from kvmover.numbers import whole
 from kvmover.transfer.wire import VERSION
 from kvmover.transport.base import Memory
 
@@ -21,6 +23,18 @@ class Model(msgspec.Struct, frozen=True):
 
     name: str
     components: tuple[Component, ...]
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for a name that is no text and for components that are none; a list of them is taken."""
+        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"a model is named by text, got {self.name!r}")
+        given: object = self.components
+        if not isinstance(given, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"model {self.name} has components = {given!r}; give a tuple of them, as (attention,)")
+        for each in self.components:
+            if not isinstance(each, Component):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LayoutError(f"model {self.name} has a component {each!r}, which is no Component")
+        msgspec.structs.force_setattr(self, "components", tuple(self.components))
 
     def digest(self) -> bytes:
         """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order may differ, and stay out."""
@@ -38,6 +52,17 @@ class Place(msgspec.Struct, frozen=True):
     engine: str
     fleet: Fleet
     rank: int
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for a name that is no text, what is no Fleet, and a rank that the fleet does not have."""
+        if not isinstance(self.engine, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"an engine is named by text, got {self.engine!r}")
+        if not isinstance(self.fleet, Fleet):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"{self.engine} has fleet = {self.fleet!r}, which is no Fleet")
+        rank = whole(self.rank, f"{self.engine} has rank", LayoutError, -math.inf)
+        if not 0 <= rank < self.fleet.size:
+            raise LayoutError(f"rank {rank} of a fleet of {self.fleet.size} ranks")
+        msgspec.structs.force_setattr(self, "rank", rank)
 
     @property
     def seat(self) -> tuple[str, int]:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
 import numpy.typing as npt
 
 from kvmover import ranges
-from kvmover.errors import LayoutError, PeerRefused, ProtocolError, TransportError
+from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer import wire
+from kvmover.transfer.arguments import (
+    check_offered,
+    check_wanted,
+    checked_pools,
+    page_tables,
+    request_name,
+    token_range,
+)
 from kvmover.transfer.asking import Asked
 from kvmover.transfer.assembly import assembled
 from kvmover.transfer.flights import Flights
@@ -61,6 +70,7 @@ class Mover:
         self._config = config or MoverConfig()
         self._model = model
         self._transport = transport
+        pools = checked_pools(model, place, pools)
         self._core = assembled(transport, place, pools, self._config, clock)
         self._card = write_card(model, self._core.card)
         try:
@@ -74,6 +84,7 @@ class Mover:
         self._liveness = Liveness(self._config.ping_s, self._config.silence_s)
         self._redial = Redial(self._config.backoff, self._config.silence_s)
         self._events: deque[Event] = deque()
+        self._thread: threading.Thread | None = None
 
     @property
     def meter(self) -> Meter:
@@ -89,6 +100,17 @@ class Mover:
     def device(self) -> torch.device:
         """Where the pools are."""
         return self._core.copier.device
+
+    def hand_to(self, thread: threading.Thread) -> None:
+        """Let nobody but `thread` send, receive and poll while it runs. Raises KvmoverError while another does."""
+        if self._thread is not None and self._thread.is_alive():
+            raise KvmoverError(f"{self._thread.name} has a thread that drives it already")
+        self._thread = thread
+
+    def _check_thread(self) -> None:
+        owner = self._thread
+        if owner is not None and owner is not threading.current_thread() and owner.is_alive():
+            raise KvmoverError(f"{owner.name} is driven by a thread of its own: call the Progress or SharedMover")
 
     def watch(self, call: Callable[[Ending], None]) -> None:
         """Have `call` told of each transfer that ends from now on, in the thread that polls, between two steps."""
@@ -160,14 +182,20 @@ class Mover:
     ) -> Transfer:
         """Offer a request whose KV is in `pages`: one page table a component, ids in the order of the request.
 
+        Ids are whole numbers, in lists, ranges, arrays or tensors on the host. Raises PlanError for others, for those
+        that are not of this rank's pools, and for an empty table of a rank that must hold some of the request.
+
         Every destination rank that holds a part of ours may fetch it until the transfer ends. `gates`: what has to pass
         before more is read, for a request that is still being computed (see `produced`); None: all of it is there.
         `aux`: at most 64 KiB that go to every destination rank that asks this rank for them, exactly once. The pages
         belong to the transfer until it has ended, and longer while `transfer.held`. Whoever asks for a request that has
         ended is told how, at once, for an hour: send its name again before it is asked for again, or `reopen` it.
         """
-        transfer = Transfer(request, self._core.clock())
-        self._outbound.send(transfer, _tables(pages), gates, aux)
+        self._check_thread()
+        tables = page_tables(pages)
+        check_offered(tables, self._core.pools, self._core.end.fleet)
+        transfer = Transfer(request_name(request), self._core.clock())
+        self._outbound.send(transfer, tables, gates, aux)
         return transfer
 
     def produced(self, transfer: Transfer, gate: Gate) -> None:
@@ -198,12 +226,14 @@ class Mover:
 
         `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
         sent. Page tables cover the request from its beginning. `aux_from`: ranks of `engine` whose payload the transfer
-        waits for, the same on every rank of this fleet. Raises PlanError or PeerUnknown before asking anything.
+        waits for, the same on every rank of this fleet. Raises PlanError, LayoutError or PeerUnknown before asking
+        anything: for page ids as `send`, and for a page that two parts of the request would land in.
         """
-        if positions.step != 1 or positions.start < 0:
-            raise LayoutError(f"positions {positions} are not a range of tokens")
-        transfer = Transfer(request, self._core.clock())
-        self._inbound.receive(Asked(transfer, engine, positions, _tables(pages), aux_from))
+        self._check_thread()
+        tables, tokens = page_tables(pages), token_range(positions)
+        check_wanted(tables, self._core.pools)
+        transfer = Transfer(request_name(request), self._core.clock())
+        self._inbound.receive(Asked(transfer, engine, tokens, tables, aux_from))
         return transfer
 
     def abort(self, transfer: Transfer, reason: str) -> None:
@@ -216,6 +246,7 @@ class Mover:
 
         Returns whether anything came in, went out or was done: if so, the next poll should not be long in coming.
         """
+        self._check_thread()
         before = self.meter.beats
         self.meter.counts[Count.POLLS] += 1
         self._events += self._transport.poll()
@@ -253,6 +284,12 @@ class Mover:
         self._transport.close()
         self._outbound.drop()
         self._inbound.limbo.clear()
+
+    def __enter__(self) -> Mover:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
     def _hear(self, note: Note) -> None:
         """No message, whatever its bytes, ends the loop."""
@@ -333,7 +370,3 @@ class Mover:
         self._transport.disconnect(name)
         self._inbound.lost(name, reason)
         self._outbound.lost(name, reason)
-
-
-def _tables(pages: Sequence[npt.ArrayLike]) -> tuple[npt.NDArray[np.int64], ...]:
-    return tuple(np.asarray(table, np.int64).reshape(-1) for table in pages)

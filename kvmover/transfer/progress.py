@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from kvmover.errors import DeadlineExceeded, KvmoverError, PlanError, TransportError
+from kvmover.errors import DeadlineExceeded, KvmoverError, LayoutError, PlanError, TransportError
 from kvmover.transfer.meter import Count, Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.pace import Pace
@@ -47,9 +47,13 @@ class Progress:
     A poll that raises fails all open transfers, the error being the reason, and the mover goes on; where they do not
     end, or every poll raises, it is closed. Methods are for any thread, and for signal handlers, of this one process:
     workers are spawned, not forked.
+
+    Raises LayoutError for what is no Mover, and KvmoverError for one that another Progress drives.
     """
 
     def __init__(self, mover: Mover, pace: Pace | None = None) -> None:
+        if not isinstance(mover, Mover):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"a Progress drives a Mover, got {mover!r}")
         self._mover = mover
         self._pace = pace or Pace()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -62,6 +66,7 @@ class Progress:
         at = mover.snapshot()
         self._name = f"the mover of {at.engine} rank {at.rank}"
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        mover.hand_to(self._thread)
         _running.add(self)
         self._thread.start()
 
@@ -297,3 +302,8 @@ os.register_at_fork(after_in_child=_running.clear)
 def _close_all() -> None:
     for progress in list(_running):
         progress.close()
+
+
+def driven(given: Progress | Mover) -> Progress:
+    """A Progress as it is; a Mover gets one."""
+    return given if isinstance(given, Progress) else Progress(given)

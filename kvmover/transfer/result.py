@@ -8,9 +8,11 @@ from typing import Literal, Protocol
 
 from kvmover.enums import settle
 from kvmover.errors import LayoutError, TransferFailed
+from kvmover.numbers import check_positive, settle_whole, whole
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.plan.legs import Replicas
 from kvmover.plan.measure import LEAST_REGION_BYTES
+from kvmover.transfer.arena import ALIGN_BYTES
 from kvmover.transfer.backoff import Backoff
 from kvmover.transfer.seal import Keys
 from kvmover.transfer.wire import Verb
@@ -84,19 +86,21 @@ class MoverConfig:
     keys: Keys | None = None
 
     def __post_init__(self) -> None:
-        for name in ("arena_bytes", "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "linger_s"):
-            if getattr(self, name) <= 0:
-                raise LayoutError(f"mover config has {name} = {getattr(self, name)}; it must be positive")
-        for name in ("chunk_layers", "sandbox_bytes"):
-            if getattr(self, name) < 0:
-                raise LayoutError(f"mover config has {name} = {getattr(self, name)}; it must not be negative")
+        what = "mover config"
+        settle_whole(self, what, LayoutError, arena_bytes=ALIGN_BYTES, sandbox_bytes=0, chunk_layers=0)
+        check_positive(self, what, LayoutError, "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "linger_s")
+        if self.sms is not None:
+            object.__setattr__(self, "sms", whole(self.sms, f"{what} has sms", LayoutError, 1))
         if 0 < self.sandbox_bytes < LEAST_REGION_BYTES:
             raise LayoutError(
                 f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"
             )
-        settle(self, "mover config", LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity)
+        settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity)
         if self.route is not None:
-            settle(self, "mover config", LayoutError, route=Route)
+            settle(self, what, LayoutError, route=Route)
+        for name, kind in (("backoff", Backoff), ("costs", Costs), ("keys", Keys | None)):
+            if not isinstance(getattr(self, name), kind):
+                raise LayoutError(f"{what} has {name} = {getattr(self, name)!r}; it must be a {name.capitalize()}")
 
 
 class Passed(Protocol):

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from kvmover.errors import DeadlineExceeded, KvmoverError
 from kvmover.transfer.meter import Snapshot
-from kvmover.transfer.progress import Progress
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.progress import Progress, driven
 from kvmover.transfer.result import Gate, MoverConfig, Result, Transfer
 
 
@@ -19,10 +20,12 @@ class SharedMover:
 
     `produced`, `attach` and `abort` wait for nothing: an error of theirs fails the transfer. Every call raises
     TransportError once the mover is closed, but those three, `poll` and `close`, which then have nothing to do.
+
+    Of a `Progress`, or of a Mover, which gets one of the default pace.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress | Mover) -> None:
+        self._progress = driven(progress)
 
     @property
     def card(self) -> bytes:

@@ -27,6 +27,7 @@ from perf import config_page
 
 #: For every setting a value that is not its default, as the environment would say it.
 OTHERS = {
+    "mover.arena_bytes": "512",
     "mover.route": "direct",
     "mover.verb": "pull",
     "mover.replicas": "elect",
@@ -185,7 +186,7 @@ def test_a_path_given_goes_before_the_one_in_the_environment(tmp_path: Path) -> 
         ("[mover]\ndeadline_s = {a = 1}", "mover.deadline_s = {'a': 1}: number is wanted"),
         ("[mover]\ndeadline_s = 0", "mover config has deadline_s = 0.0; it must be positive"),
         ("[mover]\narena_bytes = 1.5", "mover.arena_bytes = 1.5: integer is wanted"),
-        ("[mover]\narena_bytes = '64MB'", "'64MB': a whole number of bytes is wanted, in B, KiB, MiB, GiB or TiB"),
+        ("[mover]\narena_bytes = '64mb'", "'64mb': a whole number of bytes is wanted, in B, KiB, MiB, GiB, TiB, or kB"),
         ("[mover]\narena_bytes = '1.0001KiB'", "a whole number of bytes is wanted"),
         ("[mover]\nverb = 'shove'", "mover.verb = 'shove': push or pull is wanted"),
         ("[mover]\nsms = true", "mover.sms = True: integer or none is wanted"),
@@ -330,7 +331,7 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     loaded = done.stdout.split()
     assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
     ours = [name for name in loaded if name.startswith("kvmover.")]
-    parts = {"config", "deprecated", "enums", "errors", "layout", "plan", "store", "transfer"}
+    parts = {"config", "deprecated", "enums", "errors", "layout", "needs", "numbers", "plan", "store", "transfer"}
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.store.")] == ["kvmover.store.policy"]
     assert {"kvmover.transfer.mover", "kvmover.transfer.progress"}.isdisjoint(ours)

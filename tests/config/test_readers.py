@@ -40,7 +40,7 @@ _OWN = {"__post_init__", "__eq__", "__hash__", "__repr__"}
 
 
 #: Modules that a dataclass has its own fields checked by.
-_CHECKS = ("kvmover.enums", "kvmover.layout.extents")
+_CHECKS = ("kvmover.enums", "kvmover.numbers")
 
 
 class Noted:
@@ -86,6 +86,7 @@ def noted(tmp_path: Path) -> Noted:
         "KVMOVER_RECORD_RUN_LOG": str(tmp_path / "run.jsonl"),
         "KVMOVER_MOVER_SANDBOX_BYTES": "0",
         "KVMOVER_MOVER_ARENA_BYTES": "64KiB",
+        "KVMOVER_MOVER_COSTS_CHUNK_BYTES": "16KiB",
         "KVMOVER_MOVER_SILENCE_S": "0.2",
         "KVMOVER_MOVER_PING_S": "0.05",
         "KVMOVER_MOVER_DRAIN_S": "0.05",

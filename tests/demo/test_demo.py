@@ -95,7 +95,7 @@ def test_the_last_line_says_in_words_what_happened(uneven: tuple[RunReport, list
     report, _ = uneven
     words = report.sentence()
     answers = sum(len(request.answer) for request in report.requests)
-    assert words.startswith(f"All {answers} tokens of 2 requests in 1 scenarios are those of the one-process model")
+    assert words.startswith(f"All {answers} tokens of 2 requests in 1 scenario are those of the one-process model")
     assert "bit for bit" in words
     assert f"{report.requests[1].hit_tokens} prompt tokens were there already" in words
     assert last_line(report) == words

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.errors import LayoutError
-from kvmover.layout import Component
+from kvmover.layout import Component, Fleet
 
 FULL = Component.attention(2, 8, 64, "bfloat16")
 RANGES = st.builds(lambda start, tokens: range(start, start + tokens), st.integers(0, 10_000), st.integers(0, 10_000))
@@ -55,7 +60,7 @@ def test_a_state_has_the_bytes_of_its_heads() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sliding(0), "component sliding has window = 0; it must be at least 1, or None"),
+        (lambda: sliding(0), "component sliding has window = 0; it must be at least 1"),
         (lambda: sliding(-4), "component sliding has window = -4"),
         (lambda: states(-1), "component temporal has states = -1; it must not be negative"),
         (
@@ -70,3 +75,36 @@ def test_a_state_has_the_bytes_of_its_heads() -> None:
 def test_an_impossible_component_or_range_is_refused_with_its_values(make, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.bfloat16, "bfloat16"), (np.dtype("float16"), "float16"), ("torch.int8", "int8")]
+)
+def test_a_dtype_is_taken_as_torch_and_numpy_have_it(dtype: Any, name: str):
+    assert Component.attention(2, 2, 8, dtype) == Component.attention(2, 2, 8, name)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.complex64, np.dtype("float128"), float, None, 2])
+def test_another_dtype_is_refused_with_those_that_are_known(dtype: Any):
+    with pytest.raises(LayoutError, match=r"unknown dtype .*; known are bfloat16, float16"):
+        Component.attention(2, 2, 8, dtype)
+
+
+@pytest.mark.parametrize("field", ["layers", "kv", "heads", "dim", "states", "window"])
+@pytest.mark.parametrize("value", [2.0, "2", True])
+def test_a_size_is_a_whole_number(field: str, value: object):
+    with pytest.raises(LayoutError) as refused:
+        replace(Component("c", 2, 2, 2, 8, "uint8"), **{field: value})
+    assert str(refused.value) == f"component c has {field} = {value!r}; it must be a whole number"
+
+
+def test_a_size_of_another_integer_type_is_taken_as_an_int():
+    component = Component.attention(np.int64(2), np.int32(2), 8, "uint8")  # pyright: ignore[reportArgumentType]
+    assert component == Component.attention(2, 2, 8, "uint8")
+    assert type(component.layers) is int
+
+
+@pytest.mark.parametrize("field", ["tp", "pp", "cp", "page_tokens"])
+def test_a_fleet_has_whole_sizes(field: str):
+    with pytest.raises(LayoutError, match=f"fleet has {field} = 2.0; it must be a whole number"):
+        Fleet(**{field: 2.0})  # pyright: ignore[reportArgumentType]

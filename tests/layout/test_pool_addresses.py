@@ -261,3 +261,22 @@ def test_axes_of_extent_one_may_lie_anywhere_in_a_packed_pool() -> None:
     ):
         assert PoolSpec.dense(latent, shard, 7, 5, order).is_packed is is_packed, order
     assert not PoolSpec.dense(latent, shard, 7, 5, PACKED_ORDER, ("layer",)).is_packed
+
+
+@pytest.mark.parametrize(
+    ("layer", "kv", "reason"),
+    [
+        (0, 2, "kv 2 is outside a pool of attention with 2"),
+        (3, 0, "layer 3 is outside a pool of attention with 3"),
+        (-1, 0, "layer of a pool of attention = -1; it must not be negative"),
+        (0, -1, "kv of a pool of attention = -1; it must not be negative"),
+        (0.0, 0, "layer of a pool of attention = 0.0; it must be a whole number"),
+    ],
+)
+def test_a_plane_that_a_pool_does_not_have_is_refused(layer: int, kv: int, reason: str):
+    """Planes lie one behind another: the third of a layer's two would be the next layer's first."""
+    component = Component.attention(3, 2, 8, "uint8")
+    pool = Pool.zeros(PoolSpec.dense(component, Fleet().shard(component, 0, 1), 2, 4, "NHD"))
+    with pytest.raises(LayoutError) as refused:
+        pool.plane(layer, kv)
+    assert reason in str(refused.value)

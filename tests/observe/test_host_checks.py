@@ -167,7 +167,7 @@ def test_a_key_file_is_read_and_its_key_not_shown(environment: pytest.MonkeyPatc
     assert (found.status, "cannot read the key file" in found.detail) == (Status.PROBLEM, True)
     key.write_text("correct horse battery staple")
     (found,) = host.configuration()
-    assert found == Finding("configuration", Status.OK, "1 settings from KVMOVER_SECURITY_SHARED_KEY_FILE")
+    assert found == Finding("configuration", Status.OK, "1 setting from KVMOVER_SECURITY_SHARED_KEY_FILE")
 
 
 def test_without_a_configuration_there_are_defaults(environment: pytest.MonkeyPatch) -> None:
@@ -231,3 +231,10 @@ def test_the_doctor_runs_the_checks_of_the_host(capsys: pytest.CaptureFixture[st
     names = [each["name"] for each in json.loads(capsys.readouterr().out)["findings"]]
     assert {"iommu", "clock", "time", "huge pages", "configuration"} <= set(names)
     assert len(names) == len(set(names))
+
+
+def test_chunks_that_fit_no_arena_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMOVER_MOVER_ARENA_BYTES", "1MiB")
+    (found,) = host.configuration()
+    assert found.status is Status.PROBLEM
+    assert "a chunk of 32 MiB does not fit 1 MiB of mover.arena_bytes" in found.detail

@@ -26,7 +26,10 @@ from kvmover.observe.runlog import Accounted, Lines, Moved, read_lines
 from kvmover.plan.cost import Route
 from kvmover.transfer.result import Cause
 
-SECTIONS = ["Hit rate by tier", "Where lost hits went", "Bandwidth", "Transfers", "Route choices", "Failures"]
+SECTIONS = [
+    *("Hit rate by tier", "Where lost hits went", "Bandwidth", "Latency", "Slowest requests", "Where the time went"),
+    *("Transfers", "Route choices", "Failures", "Failed requests"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def test_the_page_has_every_plot_and_is_whole(lines: Lines) -> None:
     outline = Outline(page(lines))
     assert not outline.open
     assert outline.headings == SECTIONS
-    assert outline.tags["svg"] == 5
+    assert outline.tags["svg"] == 7
 
 
 def test_the_page_fetches_nothing_and_runs_nothing(lines: Lines) -> None:
@@ -118,14 +121,14 @@ def test_the_numbers_of_the_page_are_those_of_the_accounts(lines: Lines) -> None
     hits = [line.account for line in lines.accounts]
     assert total.prompt == sum(account.prompt_tokens for account in hits)
     assert total.hits["host"] == sum(account.host_tokens for account in hits)
-    assert [cell for cell in outline.cells if cell == "aborted"] == ["aborted"]
+    assert "aborted" in outline.cells
     failed = [line for line in lines.transfers if not line.landed]
     assert str(len(failed)) in outline.cells
 
 
 def test_a_log_of_accounts_alone_says_that_nothing_was_moved(lines: Lines) -> None:
     text = page(Lines(accounts=lines.accounts))
-    assert text.count("Nothing of this was logged.") == 3
+    assert text.count("Nothing of this was logged.") == 5
     assert Outline(text).tags["svg"] == 2
 
 
@@ -139,10 +142,10 @@ def test_a_log_in_which_nothing_ended_is_refused() -> None:
         page(Lines())
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e-6, 5.0])
-def test_one_transfer_that_took_any_time_is_a_page(seconds: float) -> None:
+@pytest.mark.parametrize(("seconds", "charts"), [(0.0, 3), (1e-6, 5), (5.0, 5)])
+def test_one_transfer_that_took_any_time_is_a_page(seconds: float, charts: int) -> None:
     line = Moved(1000.0, seconds, "decode", 0, "receive", "r", nbytes=1000, runs=10, routes=(Route.PACKED,))
-    assert Outline(page(Lines(transfers=(line,)))).tags["svg"] == 3
+    assert Outline(page(Lines(transfers=(line,)))).tags["svg"] == charts
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,3 +240,29 @@ def test_a_prompt_counts_once_however_often_it_was_retracted() -> None:
 )
 def test_a_transfer_of_many_sources_has_one_route_or_both(routes: tuple[Route, ...], named: str) -> None:
     assert route_of(Moved(1.0, 1.0, "e", 0, "receive", "r", routes=routes)) == named
+
+
+def test_the_slowest_and_the_failed_requests_are_named_one_by_one(tmp_path: Path):
+    rundata.write(tmp_path / "run.jsonl", requests=120)
+    lines = read_lines([tmp_path / "run.jsonl"])
+    text = page(lines)
+    received = [line for line in lines.transfers if line.verb == "receive" and line.landed]
+    slow = max(received, key=lambda line: line.seconds)
+    part = text.split("Slowest requests")[1].split("</section>")[0]
+    assert f"<td>{slow.request}</td><td>{slow.engine} {slow.rank}</td>" in part
+    assert part.count("<tr>") == 21
+    failed = max((line for line in lines.transfers if not line.landed), key=lambda line: line.time_s)
+    assert failed.request.isascii()
+    part = text.split("Failed requests</h2>")[1].split("</section>")[0]
+    assert f"<td>{failed.request}</td>" in part
+    assert "aborted" in part
+
+
+def test_the_latency_is_drawn_over_time_and_the_time_by_the_way_it_went(tmp_path: Path):
+    rundata.write(tmp_path / "run.jsonl", requests=120)
+    text = page(read_lines([tmp_path / "run.jsonl"]))
+    latency = text.split("<h2>Latency</h2>")[1].split("</section>")[0]
+    assert 'class="line p50"' in latency
+    assert 'class="line p99"' in latency
+    went = text.split("<h2>Where the time went</h2>")[1].split("</section>")[0]
+    assert all(way in went for way in ("direct", "packed", "failed: aborted"))

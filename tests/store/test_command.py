@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +89,7 @@ def test_commands_look_where_the_configuration_says_unless_they_are_told(
     assert [row["pages"] for row in json.loads(command("stat", "--json")[1])] == [5, 3]
     assert [row["objects"] for row in json.loads(command("verify", "--json")[1])] == [5, 3]
     assert json.loads(command("stat", tmp_path_factory.mktemp("elsewhere"), "--json")[1]) == []
-    assert command("clear", "--namespace", OTHER.folder, "--json")[0] == 0
+    assert command("clear", "--namespace", OTHER.folder, "--yes", "--json")[0] == 0
     assert [row["pages"] for row in json.loads(command("gc", "--json")[1])] == [5, 0]
 
 
@@ -110,7 +112,7 @@ def test_gc_keeps_to_the_configured_quota_and_age_unless_it_is_told_others(
 
 def test_clear_deletes_the_namespace_it_is_told_and_nothing_else(command: Command, root: Path) -> None:
     assert command("clear", root)[0] == 2, "clear must be told what"
-    status, out, _ = command("clear", root, "--namespace", OTHER.folder, "--json")
+    status, out, _ = command("clear", root, "--namespace", OTHER.folder, "--yes", "--json")
     assert (status, [row["deleted_pages"] for row in json.loads(out)]) == (0, [3])
     assert [each["pages"] for each in json.loads(command("stat", root, "--json")[1])] == [5, 0]
 
@@ -141,3 +143,47 @@ def test_a_damaged_manifest_is_named(command: Command, root: Path) -> None:
 
 def test_an_empty_directory_holds_no_store(command: Command, tmp_path: Path) -> None:
     assert command("stat", tmp_path) == (0, "no page store here\n", "")
+
+
+def test_clear_asks_and_deletes_nothing_unless_it_is_told_to(
+    command: Command, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = command("clear", root, "--namespace", "")
+    assert status == 2
+    assert "would delete 8 pages of 2 namespaces" in err
+    assert all(name in err for name in ("llama", "mistral", "--yes"))
+    monkeypatch.setattr("sys.stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})("n\n"))
+    assert command("clear", root, "--namespace", "")[0] == 1
+    assert [each["pages"] for each in json.loads(command("stat", root, "--json")[1])] == [5, 3]
+
+
+def test_a_namespace_that_cannot_be_read_is_not_taken_for_none(
+    command: Command, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    for verb in ("stat", "verify", "gc"):
+        status, out, err = command(verb, root)
+        assert (status, out) == (2, "")
+        assert re.search(r"cannot read .*/namespace.json: Permission denied", err)
+
+
+def test_nothing_is_not_verified(command: Command, tmp_path: Path) -> None:
+    status, _, err = command("verify", tmp_path)
+    assert (status, err) == (2, f"kvmover: no page store in {tmp_path}: nothing was verified\n")
+
+
+def test_a_quota_may_have_a_unit(command: Command, root: Path) -> None:
+    assert command("gc", root, "--quota", "10GB")[0] == 0
+    status, _, err = command("gc", root, "--quota", "10 gigs")
+    assert status == 2
+    assert "10 gigs: a whole number of bytes is wanted" in err
+
+
+def test_without_a_verb_there_is_help_in_lines(command: Command) -> None:
+    status, out, _ = command()
+    assert status == 0
+    assert all(verb in out for verb in ("stat", "verify", "gc", "clear"))
+    assert out.count("\n") > 5

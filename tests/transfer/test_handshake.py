@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -145,7 +146,15 @@ def test_an_oversized_card_is_refused_unread():
 
 
 def _place(**changes: object) -> Callable[[Rank], Rank]:
-    return lambda rank: msgspec.structs.replace(rank, place=msgspec.structs.replace(rank.place, **changes))
+    """As a peer writes it that checks nothing."""
+
+    def change(rank: Rank) -> Rank:
+        place = copy.copy(rank.place)
+        for name, value in changes.items():
+            msgspec.structs.force_setattr(place, name, value)
+        return msgspec.structs.replace(rank, place=place)
+
+    return change
 
 
 def _first_pool(change: Callable[[PoolSpec], PoolSpec]) -> Callable[[Rank], Rank]:

@@ -16,6 +16,7 @@ from kvmover.plan.legs import Replicas
 from kvmover.transfer import wire
 from kvmover.transfer.closed import MEMORY_S
 from kvmover.transfer.meter import Count
+from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import Cause, Result, Transfer
 from kvmover.transfer.wire import Verb
 
@@ -221,6 +222,13 @@ BAD_TABLES = {
 }
 
 
+def offered_unchecked(mover: Mover, request: str, tables: list[np.ndarray]) -> Transfer:
+    """As `send` of a process that checks nothing: what a destination has to live with."""
+    transfer = Transfer(request, 0.0)
+    mover._outbound.send(transfer, tuple(tables), None, None)
+    return transfer
+
+
 @ways
 @pytest.mark.parametrize("tables", BAD_TABLES.values(), ids=BAD_TABLES)
 def test_a_source_with_wrong_page_tables_fails_both_sides_before_a_byte_moves(
@@ -230,7 +238,7 @@ def test_a_source_with_wrong_page_tables_fails_both_sides_before_a_byte_moves(
     network = FaultyNetwork()
     config = replace(CONFIG, verb=verb, route=route)
     pair = Pair.of(config=config, clock=clock, network=network)
-    sent, (landed,) = pair.src.movers[0].send("request", tables), pair.receive()[0:1]
+    sent, (landed,) = offered_unchecked(pair.src.movers[0], "request", tables), pair.receive()[0:1]
     pair.bench.turn(12)
     assert "page" in str(ended(landed).reason)
     if "positions" not in str(ended(landed).reason):  # too many to even look is the destination's fault

@@ -43,7 +43,7 @@ def drawable(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError as error:
-        raise KvmoverError("--plot needs matplotlib, which is not installed") from error
+        raise KvmoverError("--plot needs matplotlib, which is not installed: pip install 'kvmover[plot]'") from error
     formats = sorted(FigureCanvasBase.filetypes)
     if path.suffix.removeprefix(".") not in formats:
         raise KvmoverError(f"cannot draw {path}: its suffix is none of {', '.join(formats)}")

@@ -1,0 +1,6 @@
+"""`python -m kvmover` is the command line."""
+
+from kvmover.cli import main
+
+if __name__ == "__main__":
+    main()

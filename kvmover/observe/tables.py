@@ -1,0 +1,96 @@
+"""Tables for terminals of any width: one that is too wide continues below itself, and no cell is ever cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+#: Spaces between two columns.
+_GAP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `folds_at`: text that is longer than that may take several lines; None: it has one, as numbers do."""
+
+    heading: str
+    justify: Literal["left", "right"] = "right"
+    folds_at: int | None = None
+
+
+@dataclass(slots=True)
+class Sheet:
+    """Rows under columns, the first `keys` of which name the row and are repeated where the table continues.
+
+    A renderable of rich. At 60 columns a table of 90 is printed as two, each with the keys and some of the others.
+    """
+
+    columns: Sequence[Column]
+    keys: int = 1
+    heading_style: str = "bold"
+    rows: list[tuple[Text, ...]] = field(default_factory=list[tuple[Text, ...]])
+
+    def add(self, *cells: str | Text) -> None:
+        """One row; what is left out at its end is empty."""
+        texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        self.rows.append((*texts, *(Text() for _ in self.columns[len(texts) :])))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [self._width(number) for number in range(len(self.columns))]
+        for number, band in enumerate(bands(widths, self.keys, options.max_width)):
+            if number:
+                yield Text()
+            yield self._table(band)
+
+    def _width(self, number: int) -> int:
+        column = self.columns[number]
+        longest = max((row[number].cell_len for row in self.rows), default=0)
+        if column.folds_at is not None:
+            longest = min(longest, column.folds_at)
+        return max(longest, Text(column.heading).cell_len)
+
+    def _table(self, band: Sequence[int]) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style=self.heading_style)
+        for number in band:
+            column = self.columns[number]
+            fixed = self._width(number) if column.folds_at is None else None
+            table.add_column(
+                Text(column.heading),
+                justify=column.justify,
+                no_wrap=fixed is not None,
+                min_width=fixed,
+                overflow="fold",
+            )
+        for row in self.rows:
+            table.add_row(*(row[number] for number in band))
+        return table
+
+
+def bands(widths: Sequence[int], keys: int, most: int) -> list[list[int]]:
+    """Numbers of the columns of each table that the columns of these widths become, none wider than `most`.
+
+    Each begins with the first `keys` columns, and has one more at least, whatever its width. Pure.
+
+    >>> bands([4, 10, 10, 10], 1, 30), bands([4, 10, 10, 10], 1, 80), bands([4, 90], 1, 30)
+    ([[0, 1, 2], [0, 3]], [[0, 1, 2, 3]], [[0, 1]])
+    """
+    return list(_bands(widths, keys, most))
+
+
+def _bands(widths: Sequence[int], keys: int, most: int) -> Iterator[list[int]]:
+    named = list(range(min(keys, len(widths))))
+    start = sum(widths[number] + _GAP for number in named)
+    band, used = list(named), start
+    for number in range(len(named), len(widths)):
+        if len(band) > len(named) and used + widths[number] > most:
+            yield band
+            band, used = list(named), start
+        band.append(number)
+        used += widths[number] + _GAP
+    if band:
+        yield band

@@ -1,0 +1,117 @@
+"""Arguments: what callers hand to a mover, checked and brought into one form before anything is sent or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.errors import LayoutError, PlanError
+from kvmover.layout.component import Component
+from kvmover.layout.fleet import Fleet
+from kvmover.layout.pool import Pool
+from kvmover.transfer.handshake import Model, Place
+
+#: No pool has more pages, so that ids of any type can be compared with its size.
+_MOST = int(np.iinfo(np.int64).max)
+
+PageTables = tuple[npt.NDArray[np.int64], ...]
+
+
+def checked_pools(model: object, place: object, pools: object) -> tuple[Pool, ...]:
+    """The pools of one rank. Raises LayoutError for what is no Model, no Place, or not one Pool a component."""
+    for given, kind in ((model, Model), (place, Place)):
+        if not isinstance(given, kind):
+            raise LayoutError(f"a mover takes a {kind.__name__}, got {given!r}")
+    assert isinstance(model, Model)
+    if not isinstance(pools, Iterable):
+        raise LayoutError(f"pools are given one a component, as [pool]; got {type(pools).__name__}")
+    found: list[Pool] = []
+    for each in pools:  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(each, Pool):
+            raise LayoutError(f"pool {len(found)} is no Pool but {each!r}")
+        found.append(each)
+    if not found or len(found) != len(model.components):
+        raise LayoutError(f"{len(found)} pools for {len(model.components)} components of {model.name}")
+    return tuple(found)
+
+
+def page_tables(pages: object) -> PageTables:
+    """One table a component, of whole numbers: lists, ranges, arrays and tensors. Raises PlanError for others."""
+    if isinstance(pages, (str, bytes)) or not isinstance(pages, Iterable):
+        raise PlanError(f"pages = {pages!r}; give one list of page ids a component")
+    return tuple(_table(number, table) for number, table in enumerate(pages))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _table(number: int, given: object) -> npt.NDArray[np.int64]:
+    try:
+        table = np.asarray(given)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PlanError(f"page table {number} cannot be read: {error}") from None
+    if table.ndim != 1:
+        raise PlanError(f"page table {number} is {given!r}; give one list of page ids a component, as [[0, 1]]")
+    if table.size and table.dtype.kind not in "iu":
+        odd = [each for each in table.tolist() if not isinstance(each, int) or isinstance(each, bool)]
+        if odd:
+            raise PlanError(f"page table {number} names page {odd[0]!r}; page ids are whole numbers")
+    largest = max(table.tolist(), key=abs) if table.size and table.dtype.kind == "O" else table.max(initial=0)
+    if abs(int(largest)) > _MOST:
+        raise PlanError(f"page id {largest} of page table {number} is outside every pool")
+    return table.astype(np.int64)
+
+
+def check_offered(tables: PageTables, pools: Sequence[Pool], fleet: Fleet) -> None:
+    """Raise PlanError for tables of a request to be sent that are not of these pools.
+
+    All of it is checked: which pages are asked for, only destinations know. A component with a window may begin with
+    -1, which is no page: what lies before the window is never read. A rank may hold nothing of a request only where
+    context parallelism divides it.
+    """
+    if len(tables) != len(pools):
+        raise PlanError(f"{len(tables)} page tables for {len(pools)} components")
+    for table, pool in zip(tables, pools, strict=True):
+        component = pool.spec.component
+        if not table.size and component.cp_parts(fleet.cp) == 1:
+            raise PlanError(f"page table of {component.name} is empty; a request has at least one page")
+        held = table[_leading_gaps(component, table) :]
+        if held.size and not 0 <= held.min() <= held.max() < pool.spec.pages:
+            odd = int(held.min() if held.min() < 0 else held.max())
+            raise PlanError(f"page id {odd} is outside a pool of {pool.spec.pages} pages of {component.name}")
+
+
+def check_wanted(tables: PageTables, pools: Sequence[Pool]) -> None:
+    """Raise PlanError where two parts of a request would land in one page. Which pages are due, the plan checks.
+
+    Windows and states may repeat a page: engines fill up with any what lies before them.
+    """
+    for table, pool in zip(tables, pools, strict=False):
+        component = pool.spec.component
+        if component.window is None and not component.states:
+            ids, counts = np.unique(table, return_counts=True)
+            if ids.size != table.size:
+                raise PlanError(f"page id {int(ids[counts > 1][0])} is twice in the page table of {component.name}")
+
+
+def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:
+    """How many entries at the beginning are no page."""
+    if component.window is None or not table.size:
+        return 0
+    there = np.flatnonzero(table != -1)
+    return int(there[0]) if there.size else 0
+
+
+def token_range(positions: object) -> range:
+    """Consecutive positions of a request. Raises LayoutError."""
+    if not isinstance(positions, range):
+        raise LayoutError(f"positions = {positions!r}; give a range of tokens, as range(0, 4096)")
+    if positions.step != 1 or positions.start < 0:
+        raise LayoutError(f"positions {positions} are not a range of tokens")
+    return positions
+
+
+def request_name(given: object) -> str:
+    """Raises PlanError for what is no text."""
+    if not isinstance(given, str):
+        raise PlanError(f"a request is named by text, got {given!r}")
+    return given

@@ -1,0 +1,254 @@
+"""What a caller hands in is taken in every sensible form, and refused at the call, by its value, in all others."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from mover_fleets import CONFIG, Bench, Pair
+from progress_cases import Threads
+
+from kvmover.errors import KvmoverError, LayoutError, PlanError
+from kvmover.layout import Component, Fleet, Pool, PoolSpec
+from kvmover.transfer import AsyncMover, Model, Mover, MoverConfig, Place, Progress, SharedMover
+from kvmover.transport import LoopbackNetwork, LoopbackTransport
+
+ATTENTION = Component.attention(2, 2, 8, "float32")
+
+#: Tables that no request can have, whichever way it goes.
+NO_TABLES: list[tuple[object, str]] = [
+    ([[5.5, 1.7]], "page table 0 names page 5.5; page ids are whole numbers"),
+    ([[5.0]], "page table 0 names page 5.0; page ids are whole numbers"),
+    ([np.array([1.0, 2.0])], "page table 0 names page 1.0"),
+    ([torch.tensor([1.5])], "page table 0 names page 1.5"),
+    ([[True, False]], "names page True"),
+    ([["1", "2"]], "names page '1'"),
+    ([[2**70]], f"page id {2**70} of page table 0 is outside every pool"),
+    ([[np.uint64(2**63)]], f"page id {2**63} of page table 0 is outside every pool"),
+    ([5, 9], "page table 0 is 5; give one list of page ids a component, as [[0, 1]]"),
+    ([[[1, 2], [3, 4]]], "page table 0 is [[1, 2], [3, 4]]"),
+    ([[1, [2]]], "page table 0 cannot be read"),
+    (7, "pages = 7; give one list of page ids a component"),
+    ("12", "pages = '12'"),
+    (None, "pages = None"),
+]
+
+
+@pytest.mark.parametrize(("tables", "reason"), NO_TABLES, ids=[reason for _, reason in NO_TABLES])
+def test_page_ids_that_are_no_whole_numbers_are_refused_where_they_are_given(tables: Any, reason: str):
+    pair = Pair.of()
+    with pytest.raises(PlanError) as refused:
+        pair.src.movers[0].send("request", tables)
+    assert reason in str(refused.value)
+    with pytest.raises(PlanError) as refused:
+        pair.dst.movers[0].receive("request", "prefill", range(pair.tokens), tables)
+    assert reason in str(refused.value)
+    pair.bench.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ([5, 99], "page id 99 is outside a pool of 64 pages of attention"),
+        ([5, 64], "page id 64 is outside a pool of 64 pages"),
+        ([5, -1], "page id -1 is outside a pool of 64 pages"),
+        ([-1, 5], "page id -1 is outside a pool of 64 pages"),
+        ([], "page table of attention is empty"),
+    ],
+)
+def test_pages_that_are_not_of_the_pool_are_refused_by_send(table: list[int], reason: str):
+    pair = Pair.of()
+    with pytest.raises(PlanError, match=reason):
+        pair.src.movers[0].send("request", [table])
+    pair.bench.assert_nothing_is_left()
+    transfers = [*pair.send(), *pair.receive()]
+    pair.bench.ended(transfers)
+    pair.assert_landed()
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32)]
+)
+def test_page_tables_are_taken_as_lists_arrays_and_tensors(form: Any):
+    pair = Pair.of()
+    sent = pair.src.movers[0].send("request", [form(pair.src_tables[0][0].tolist())])
+    landed = pair.dst.movers[0].receive(
+        "request", "prefill", range(pair.tokens), (form(pair.dst_tables[0][0].tolist()),)
+    )
+    pair.bench.ended([sent, landed])
+    pair.assert_landed()
+
+
+def test_page_tables_are_taken_as_ranges():
+    pair = Pair.of()
+    pages = -(-pair.tokens // pair.src.fleet.page_tokens)
+    assert pair.src.movers[0].send("request", [range(pages)]).result is None
+
+
+def test_a_page_that_two_parts_of_a_request_would_land_in_is_refused():
+    pair = Pair.of()
+    table = pair.dst_tables[0][0].tolist()
+    with pytest.raises(PlanError, match=f"page id {table[0]} is twice in the page table of attention"):
+        pair.dst.movers[0].receive("request", "prefill", range(pair.tokens), [[*table[:-1], table[0]]])
+    pair.bench.assert_nothing_is_left()
+
+
+def test_what_lies_before_a_window_may_be_no_page_at_all():
+    component = Component.sliding(2, 2, 8, 8, "float32")
+    bench = Bench((component,))
+    source = bench.engine("prefill", Fleet(page_tokens=4)).movers[0]
+    source.send("request", [[-1, -1, 3, 4]])
+    with pytest.raises(PlanError, match="page id -1 is outside"):
+        source.send("another", [[-1, 3, -1, 4]])
+
+
+def test_a_rank_may_hold_nothing_of_a_short_request_where_context_parallelism_divides_it():
+    bench = Bench((ATTENTION,))
+    ranks = bench.engine("prefill", Fleet(cp=2, page_tokens=16)).movers
+    ranks[1].send("short", [[]])
+    with pytest.raises(PlanError, match="2 page tables for 1 components"):
+        ranks[0].send("request", [[1], [2]])
+
+
+@pytest.mark.parametrize("positions", [20, [0, 1, 2], (0, 20), slice(0, 20), None, 1.5])
+def test_positions_are_a_range(positions: Any):
+    pair = Pair.of()
+    with pytest.raises(LayoutError) as refused:
+        pair.dst.movers[0].receive("request", "prefill", positions, pair.dst_tables[0])
+    assert f"positions = {positions!r}; give a range of tokens" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [7, None, b"request"])
+def test_a_request_is_named_by_text(name: Any):
+    pair = Pair.of()
+    with pytest.raises(PlanError, match="a request is named by text"):
+        pair.src.movers[0].send(name, pair.src_tables[0])
+    with pytest.raises(PlanError, match="a request is named by text"):
+        pair.dst.movers[0].receive(name, "prefill", range(8), pair.dst_tables[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Model("toy", cast(Any, ATTENTION)), "give a tuple of them, as (attention,)"),
+        (lambda: Model("toy", cast(Any, ("attention",))), "has a component 'attention', which is no Component"),
+        (lambda: Model(cast(Any, 7), (ATTENTION,)), "a model is named by text, got 7"),
+        (lambda: Place("decode", Fleet(), 5), "rank 5 of a fleet of 1 ranks"),
+        (lambda: Place("decode", Fleet(), -1), "rank -1 of a fleet of 1 ranks"),
+        (lambda: Place("decode", Fleet(), cast(Any, 0.0)), "decode has rank = 0.0; it must be a whole number"),
+        (lambda: Place("decode", cast(Any, 2), 0), "decode has fleet = 2, which is no Fleet"),
+        (lambda: Place(cast(Any, None), Fleet(), 0), "an engine is named by text, got None"),
+    ],
+)
+def test_a_model_and_a_place_are_checked_when_they_are_made(make: Any, reason: str):
+    with pytest.raises(LayoutError) as refused:
+        make()
+    assert reason in str(refused.value)
+
+
+def test_components_may_come_in_a_list_and_a_rank_as_any_integer():
+    model = Model("toy", cast(Any, [ATTENTION]))
+    assert model == Model("toy", (ATTENTION,))
+    assert model.digest() == Model("toy", (ATTENTION,)).digest()
+    place = Place("decode", Fleet(tp=2), cast(Any, np.int64(1)))
+    assert type(place.rank) is int
+
+
+POOL = Pool.zeros(PoolSpec.dense(ATTENTION, Fleet().shard(ATTENTION, 0, 1), 8, 64, "NHD"))
+
+
+@pytest.mark.parametrize(
+    ("pools", "reason"),
+    [
+        ([], "0 pools for 1 components of toy"),
+        ([POOL, POOL], "2 pools for 1 components of toy"),
+        (POOL, "pools are given one a component, as [pool]; got Pool"),
+        ([POOL.tensors[0]], "pool 0 is no Pool but tensor"),
+    ],
+)
+def test_a_mover_refuses_what_is_not_one_pool_a_component(pools: Any, reason: str):
+    transport = LoopbackTransport(LoopbackNetwork(), "decode-0")
+    with pytest.raises(LayoutError) as refused:
+        Mover(transport, Model("toy", (ATTENTION,)), Place("decode", Fleet(), 0), pools, CONFIG)
+    assert reason in str(refused.value)
+
+
+def test_a_mover_refuses_arguments_in_another_order():
+    transport = LoopbackTransport(LoopbackNetwork(), "decode-0")
+    model, place = Model("toy", (ATTENTION,)), Place("decode", Fleet(), 0)
+    with pytest.raises(LayoutError, match="a mover takes a Model, got Place"):
+        Mover(transport, cast(Any, place), cast(Any, model), [POOL], CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"sms": 0}, "mover config has sms = 0; it must be at least 1"),
+        ({"sms": 1.5}, "mover config has sms = 1.5; it must be a whole number"),
+        ({"arena_bytes": 1}, "mover config has arena_bytes = 1; it must be at least 256"),
+        ({"arena_bytes": 1e9}, "mover config has arena_bytes = 1000000000.0; it must be a whole number"),
+        ({"arena_bytes": "64MiB"}, "mover config has arena_bytes = '64MiB'; it must be a whole number"),
+        ({"chunk_layers": -1}, "mover config has chunk_layers = -1; it must not be negative"),
+        ({"chunk_layers": True}, "mover config has chunk_layers = True; it must be a whole number"),
+        ({"deadline_s": "5"}, "mover config has deadline_s = '5'; it must be positive"),
+        ({"deadline_s": float("nan")}, "mover config has deadline_s = nan; it must be positive"),
+        ({"linger_s": float("inf")}, "mover config has linger_s = inf; it must be positive"),
+        ({"costs": None}, "mover config has costs = None; it must be a Costs"),
+        ({"backoff": 3}, "mover config has backoff = 3; it must be a Backoff"),
+        ({"keys": b"secret"}, "mover config has keys = b'secret'; it must be a Keys"),
+    ],
+)
+def test_a_mover_config_refuses_sizes_and_times_that_cannot_be(settings: dict[str, Any], reason: str):
+    with pytest.raises(LayoutError) as refused:
+        MoverConfig(**settings)
+    assert str(refused.value) == reason
+
+
+def test_a_shared_mover_takes_a_mover_and_drives_it():
+    with Threads.of() as threads:
+        source, target = (SharedMover(mover) for mover in threads.pair.bench.movers)
+        with source, target:
+            sent = source.send("request", threads.pair.src_tables[0])
+            landed = target.receive("request", "prefill", range(threads.pair.tokens), threads.pair.dst_tables[0])
+            source.wait([sent], 30)
+            target.wait([landed], 30)
+        threads.pair.assert_landed()
+
+
+@pytest.mark.parametrize("kind", [Progress, SharedMover, AsyncMover])
+def test_nothing_but_a_mover_is_driven(kind: Any):
+    with pytest.raises(LayoutError, match="a Progress drives a Mover, got None"):
+        kind(None)
+
+
+def test_a_mover_with_a_thread_of_its_own_is_driven_by_nobody_else():
+    with Threads.of() as threads:
+        mover = threads.pair.bench.movers[0]
+        first = Progress(mover)
+        for call in (
+            lambda: Progress(mover),
+            mover.poll,
+            lambda: mover.send("request", threads.pair.src_tables[0]),
+            lambda: mover.receive("request", "prefill", range(8), threads.pair.src_tables[0]),
+        ):
+            with pytest.raises(KvmoverError, match="the mover of prefill rank 0"):
+                call()
+        first.close()
+
+
+def test_a_mover_is_a_context_and_is_closed_behind_it():
+    pair = Pair.of()
+    with pair.src.movers[0] as mover:
+        assert mover is pair.src.movers[0]
+        sent = mover.send("request", pair.src_tables[0])
+    assert sent.result is not None
+    assert sent.result.reason == "this side closed"
+
+
+def test_an_async_mover_has_what_a_collector_reads():
+    with Threads.of() as threads:
+        mover = AsyncMover(Progress(threads.pair.bench.movers[0]))
+        assert (mover.snapshot().engine, mover.snapshot().rank) == ("prefill", 0)
+        vars(mover)["_progress"].close()
