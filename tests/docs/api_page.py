@@ -58,13 +58,13 @@ CHOSEN = {
     "kvmover.testing.store": ("StoreConformance", "Subject", "Identity"),
     "kvmover.kernels.region": ("Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),
-    "kvmover.kernels.rows": ("move", "prepare", "Prepared"),
+    "kvmover.kernels.rows": ("move", "prepare", "PreparedRows"),
     "kvmover.kernels.config": ("RowConfig",),
     "kvmover.kernels.digest_reference": ("Logical", "digest"),
-    "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "Prepared"),
+    "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "PreparedDigest"),
     "kvmover.kernels.quant_reference": ("QuantRegion", "quantize", "dequantize", "pack", "unpack"),
-    "kvmover.kernels.quant": ("pack", "unpack", "prepare", "Prepared"),
-    "kvmover.kernels.bulk": ("move", "prepare", "choose", "unavailable", "Engine", "EngineUnavailable", "Prepared"),
+    "kvmover.kernels.quant": ("pack", "unpack", "prepare", "PreparedQuant"),
+    "kvmover.kernels.bulk": ("move", "prepare", "choose", "unavailable", "CopyEngine", "EngineUnavailable", "PreparedBulk"),
 }
 
 #: Values and aliases have no docstring.
