@@ -277,6 +277,10 @@ class Stub:
         self.said: list[str] = []
         self.moves = False
         self.transfer = SimpleNamespace(ended=False, held=False, result=None)
+        self.connected = frozenset[int]()
+
+    def ranks(self, engine: str) -> frozenset[int]:
+        return self.connected
 
     def poll(self) -> bool:
         return self.moves
@@ -315,6 +319,21 @@ def test_a_request_is_asked_for_once_its_engine_is_known_and_connected() -> None
     stub.error = None
     haul.turn()
     assert (stub.said, over, haul.has(7)) == (["receive 7 of p"], [], True)
+
+
+def test_an_engine_that_loses_a_rank_is_told_of_once_and_again_when_it_was_back() -> None:
+    stub, now, lost = Stub(), [0.0], list[str]()
+    haul, _ = hauled(stub, now)
+    haul.lost = lost.append
+    for ranks in ({0, 1}, {0}):
+        stub.connected = frozenset[int](ranks)
+        haul.turn()
+    assert not lost, "nobody has asked it for anything"
+    haul.receive(7, Wanted(lambda: "p", range(8), [torch.arange(2).numpy()], 0, 10.0))
+    for ranks, told in (({0, 1}, 0), ({0, 1}, 0), ({0}, 1), ({0}, 1), (set(), 2), ({0, 1}, 2), (set(), 3)):
+        stub.connected = frozenset[int](ranks)
+        haul.turn()
+        assert lost == ["p"] * told
 
 
 @pytest.mark.parametrize(
