@@ -173,6 +173,10 @@ class Mover:
             self._lose(before, f"rank {rank.place.rank} of {rank.place.engine} restarted as {name}")
         return name
 
+    def ranks(self, engine: str) -> frozenset[int]:
+        """The ranks of an engine that are connected now. Empty for one that nobody connected, or that was lost."""
+        return self._core.peers.ranks(engine)
+
     def send(
         self,
         request: str,

@@ -66,6 +66,9 @@ class Peers:
             raise PeerUnknown(f"rank {rank} of {engine} is not connected")
         return self._by_name[name]
 
+    def ranks(self, engine: str) -> frozenset[int]:
+        return frozenset(rank for known, rank in self._by_place if known == engine)
+
     def fleet(self, engine: str) -> Fleet:
         """The fleet of an engine any of whose ranks is connected."""
         for (known, _), name in self._by_place.items():

@@ -64,7 +64,15 @@ CHOSEN = {
     "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "PreparedDigest"),
     "kvmover.kernels.quant_reference": ("QuantRegion", "quantize", "dequantize", "pack", "unpack"),
     "kvmover.kernels.quant": ("pack", "unpack", "prepare", "PreparedQuant"),
-    "kvmover.kernels.bulk": ("move", "prepare", "choose", "unavailable", "CopyEngine", "EngineUnavailable", "PreparedBulk"),
+    "kvmover.kernels.bulk": (
+        "move",
+        "prepare",
+        "choose",
+        "unavailable",
+        "CopyEngine",
+        "EngineUnavailable",
+        "PreparedBulk",
+    ),
 }
 
 #: Values and aliases have no docstring.

@@ -57,12 +57,13 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[_RESULTS].rows += [Row(**row) for row in rows]
 
 
-def pytest_terminal_summary(config: pytest.Config) -> None:
+def pytest_terminal_summary(exitstatus: int, config: pytest.Config) -> None:
     results = config.stash[_RESULTS]
+    results.rows.sort(key=lambda row: row.engine)
     if results.rows:
         results.print()
     # A run of a few scenarios is no record of all.
-    if results.rows and not config.option.keyword and config.args == ["tests/live"]:
+    if results.rows and not exitstatus and not config.option.keyword and config.args == ["tests/live"]:
         results.keep()
 
 

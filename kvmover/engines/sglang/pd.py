@@ -81,7 +81,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             pools,
             settings.mover_config(),
         )
-        self._driver = TransferDriver(mover, self._ended, settings.progress)
+        self._driver = TransferDriver(mover, self._ended, settings.progress, lost=self._lost)
         who = f"kvmover {disaggregation_mode.value} rank {self._rank} of TP{self._fleet.tp} PP{self._fleet.pp}"
         self._observers = Observers(settings, self._name, self._rank, Guest(logging.getLogger(), who))
         self._observers.watch(mover)
@@ -281,6 +281,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         for room in rooms:
             if self.is_moving(room):
                 self.give_up(room, f"lost the prefill at {failed_bootstrap_addr}")
+
+    def _lost(self, engine: str) -> None:
+        """Forget where a prefill engine's ranks were: one that starts again at once, on the same bootstrap port, has
+        others, and answers SGLang's heartbeats as if nothing had been."""
+        for key in [key for key, known in self._engines.items() if known == engine]:
+            del self._engines[key]
+            self._handle_node_failure(key.rpartition(" ")[0])
 
     def _engine(self, room: int, key: str) -> str | None:
         if self._refused.get(key):

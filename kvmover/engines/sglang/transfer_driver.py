@@ -42,7 +42,8 @@ class Wanted:
 @dataclass(slots=True)
 class TransferDriver:
     """Every call may come from any thread; `ended` is called by `turn`, once a request, when nothing is written any
-    more: with `held` memory not before it is the engine's again. `pace` says how long `turn` may be left alone, and
+    more: with `held` memory not before it is the engine's again. `lost` is, too, with the name of an engine that was
+    asked for requests and some of whose ranks are connected no more. `pace` says how long `turn` may be left alone, and
     `wake` ends that sooner, because there is a call to act upon."""
 
     mover: Mover
@@ -50,8 +51,10 @@ class TransferDriver:
     pace: Pace = field(default_factory=Pace)
     clock: Callable[[], float] = time.monotonic
     wake: Callable[[], object] = lambda: None
+    lost: Callable[[str], object] = lambda _engine: None
     _open: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
     _wanted: dict[int, Wanted] = field(default_factory=dict[int, Wanted])
+    _connected: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     _lock: RLock = field(default_factory=RLock)
     _busy: float = field(init=False)
 
@@ -104,6 +107,7 @@ class TransferDriver:
         """Advance everything; seconds until the next turn, unless there is a call before."""
         with self._lock:
             moved = self.mover.poll()
+            self._tell_of_the_lost()
             for room, wanted in list(self._wanted.items()):
                 self._begin(room, wanted)
             over = [(room, transfer) for room, transfer in self._open.items() if transfer.ended and not transfer.held]
@@ -123,6 +127,12 @@ class TransferDriver:
         with self._lock:
             self.mover.close()
 
+    def _tell_of_the_lost(self) -> None:
+        for engine, before in list(self._connected.items()):
+            self._connected[engine] = now = self.mover.ranks(engine)
+            if before - now:
+                self.lost(engine)
+
     def _called(self) -> None:
         self._busy = self.clock()
         self.wake()
@@ -132,6 +142,7 @@ class TransferDriver:
         engine, reason = wanted.engine(), ""
         try:
             if engine is not None:
+                self._connected.setdefault(engine, frozenset())
                 self._open[room] = self.mover.receive(
                     str(room), engine, wanted.positions, wanted.pages, [wanted.aux_from]
                 )

@@ -294,6 +294,10 @@ class Stub:
         self.said: list[str] = []
         self.moves = False
         self.transfer = SimpleNamespace(ended=False, held=False, result=None)
+        self.connected = frozenset[int]()
+
+    def ranks(self, engine: str) -> frozenset[int]:
+        return self.connected
 
     def poll(self) -> bool:
         return self.moves
@@ -332,6 +336,21 @@ def test_a_request_is_asked_for_once_its_engine_is_known_and_connected() -> None
     stub.error = None
     driver.turn()
     assert (stub.said, over, driver.has(7)) == (["receive 7 of p"], [], True)
+
+
+def test_an_engine_that_loses_a_rank_is_told_of_once_and_again_when_it_was_back() -> None:
+    stub, now, lost = Stub(), [0.0], list[str]()
+    driver, _ = driven(stub, now)
+    driver.lost = lost.append
+    for ranks in ({0, 1}, {0}):
+        stub.connected = frozenset[int](ranks)
+        driver.turn()
+    assert not lost, "nobody has asked it for anything"
+    driver.receive(7, Wanted(lambda: "p", range(8), [torch.arange(2).numpy()], 0, 10.0))
+    for ranks, told in (({0, 1}, 0), ({0, 1}, 0), ({0}, 1), ({0}, 1), (set(), 2), ({0, 1}, 2), (set(), 3)):
+        stub.connected = frozenset[int](ranks)
+        driver.turn()
+        assert lost == ["p"] * told
 
 
 @pytest.mark.parametrize(
@@ -379,7 +398,7 @@ def test_a_request_that_was_not_begun_is_refused_to_whoever_asks() -> None:
     assert (stub.said, over) == (["refuse 9: no"], [])
 
 
-def test_the_thread_of_a_haul_sleeps_as_the_pace_says_since_anything_happened_or_was_called() -> None:
+def test_the_thread_of_a_driver_sleeps_as_the_pace_says_since_anything_happened_or_was_called() -> None:
     stub, now, rung = Stub(), [0.0], []
     driver, _ = driven(stub, now)
     driver.wake = lambda: rung.append(now[0])
