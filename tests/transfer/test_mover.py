@@ -558,6 +558,7 @@ def test_an_engine_that_is_not_connected_cannot_be_asked():
         pair.dst.movers[0].receive("request", "nobody", range(100), pair.dst_tables[0])
     half = pair.bench.engine("half", Fleet(tp=2, page_tokens=4))
     pair.dst.movers[0].connect(half.movers[0].card)
+    assert [pair.dst.movers[0].ranks(engine) for engine in ("nobody", "half", "prefill")] == [set(), {0}, {0, 1}]
     with pytest.raises(PeerUnknown, match="rank 1 of half is not connected"):
         pair.dst.movers[0].receive("request", "half", range(100), pair.dst_tables[0])
     pair.bench.assert_nothing_is_left()
