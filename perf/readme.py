@@ -65,6 +65,12 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
         mine, theirs = (_one("store", who=who, what=what, **stored)[column] for who in ("kvmover nixl", "sglang nixl"))
         asked = "page store on a disk, writing pages of 64 KiB" if what == "set" else "page store, looking up 128 pages"
         yield asked, f"{mine} {unit}", f"SGLang's NIXL store: {theirs} {unit}"
+    for engine, name, way in (("sglang", "SGLang", "nixl backend"), ("vllm", "vLLM", "NixlConnector")):
+        mine, theirs = (
+            _one("live_peers", engine=engine, way=who)["ttft_p50_ms"] for who in ("kvmover", way.split()[0])
+        )
+        asked = f"{name}, live, from prefill to decode without a GPU: first token of a prompt of 300 tokens"
+        yield asked, f"{mine} ms", f"{name}'s {way}: {theirs} ms"
 
 
 def _one(name: str, **columns: str) -> dict[str, str]:
