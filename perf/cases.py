@@ -11,7 +11,7 @@ import torch
 
 from kvmover.kernels.region import Region, Side
 from kvmover.layout import Component, Fleet, PoolSpec
-from kvmover.plan import Box, Held, Place, Plan
+from kvmover.plan import Box, BoxSide, Held, Plan
 from kvmover.plan.lower import box, packed_place, pool_place, units_of
 
 LLAMA = Component.attention(80, 8, 128, "bfloat16")
@@ -109,7 +109,7 @@ def build(case: Case, device: str = "cuda") -> Move:
 
 
 def _region(b: Box, src: tuple[torch.Tensor, ...], dst: tuple[torch.Tensor, ...]) -> Region:
-    def side(place: Place, memory: tuple[torch.Tensor, ...]) -> Side:
+    def side(place: BoxSide, memory: tuple[torch.Tensor, ...]) -> Side:
         return Side(memory, place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
 
     return Region(side(b.src, src), side(b.dst, dst), b.heads, b.tokens, b.row_bytes)

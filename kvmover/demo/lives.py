@@ -7,12 +7,12 @@ from pathlib import Path
 
 from kvmover.config.settings import Settings
 from kvmover.demo.crew import Crew, Member, ask, ask_all
-from kvmover.demo.keeper import KeeperSeat, Served
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
 from kvmover.demo.rank import Digests
 from kvmover.demo.report import RequestReport, Wire
+from kvmover.demo.scenario_run import GAP_TOLERANCE
 from kvmover.demo.scenarios import Scenario
-from kvmover.demo.stage import GAP_TOLERANCE
+from kvmover.demo.tiered_rank import Served, TieredSeat
 from kvmover.plan.text import FleetText
 
 #: Pages of this many tokens in every pool.
@@ -66,7 +66,7 @@ class Lives:
             self._life, self._members, self._waiting = life, self._waiting[:size], self._waiting[size:]
             meet, root = str(self._folder / f"life-{life}"), str(self._folder / "store")
             pages = POOL_TOKENS // fleet.fleet.page_tokens
-            seats = [KeeperSeat(self.scenario, fleet, rank, pages, meet, root, self._settings) for rank in range(size)]
+            seats = [TieredSeat(self.scenario, fleet, rank, pages, meet, root, self._settings) for rank in range(size)]
             ask(self._members, "seat", [(seat,) for seat in seats])
         return fleet
 

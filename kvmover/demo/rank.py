@@ -1,4 +1,4 @@
-"""Rank: one process of a demo fleet, with its part of the model, its paged pool and its mover, driven over a pipe."""
+"""One process of a demo fleet, with its part of the model, its paged pool and its mover, driven over a pipe."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Seat:
     settings: Settings
     first_port: int = 0
 
-    def sit(self) -> Rank:
-        return Rank(self)
+    def sit(self) -> DemoRank:
+        return DemoRank(self)
 
 
-class Rank:
+class DemoRank:
     """A seated process. Page tables come from outside: all ranks of a fleet use the same page ids."""
 
     def __init__(self, seat: Seat) -> None:

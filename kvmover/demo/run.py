@@ -22,9 +22,9 @@ from kvmover.demo.crew import Crew
 from kvmover.demo.lives import POOL_TOKENS as LIFE_TOKENS
 from kvmover.demo.lives import Lives
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, show
+from kvmover.demo.scenario_run import POOL_TOKENS, ScenarioRun
 from kvmover.demo.scenarios import Chats, Scenario, Traced, choose
-from kvmover.demo.stage import POOL_TOKENS, Stage
-from kvmover.demo.trace import Scale, TraceError
+from kvmover.demo.trace import TraceError, TraceScale
 from kvmover.needs import need
 from kvmover.observe.console import console
 from kvmover.plan.cost import HOST
@@ -113,7 +113,7 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
             if seeded.lives:
                 stage = Lives(seeded, crew, place, options.requests_each, settings)
             else:
-                stage = Stage(seeded, crew, place, settings)
+                stage = ScenarioRun(seeded, crew, place, settings)
             reports.append(_play(stage, requests, step))
     return RunReport.of(reports, time.monotonic() - began)
 
@@ -140,7 +140,7 @@ def _ended_by_a_signal() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _play(stage: Stage | Lives, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
+def _play(stage: ScenarioRun | Lives, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
     """All requests of one scenario, in order of arrival."""
     scenario = stage.scenario
     ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.lives or (scenario.src, scenario.dst))
@@ -159,6 +159,6 @@ def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced:
         if options.scale is not None:
             raise TraceError(f"--scale {options.scale} has no meaning without --trace")
         return Chats.seeded(options.seed, options.requests_each)
-    scale = Scale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
+    scale = TraceScale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
     most = LIFE_TOKENS if scenario.lives else POOL_TOKENS
     return Traced.read(options.trace, scale, options.requests_each, most)

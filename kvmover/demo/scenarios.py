@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvmover.demo.conversations import Conversation, Turn, conversations
 from kvmover.demo.model import GQA, LATENT, ModelConfig
-from kvmover.demo.trace import Scale, TraceError, TraceRequest, read_trace
+from kvmover.demo.trace import TraceError, TraceRequest, TraceScale, read_trace
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.plan.cost import Route
@@ -155,7 +155,7 @@ class Traced:
     requests: tuple[TraceRequest, ...]
 
     @classmethod
-    def read(cls, path: Path, scale: Scale, requests: int, most_tokens: int) -> Traced:
+    def read(cls, path: Path, scale: TraceScale, requests: int, most_tokens: int) -> Traced:
         """The first `requests` of the file. Raises TraceError for a file that cannot be read or has none, and for a
         prompt that is longer than `most_tokens` when it is scaled."""
         found = tuple(islice(read_trace(path, scale), requests))

@@ -35,7 +35,7 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class TraceScale:
     """How a trace is made smaller: tokens are taken modulo `vocab`, and every length is multiplied by `factor`.
 
     A page of 512 tokens becomes `page_tokens` tokens, whatever request it is in: pages that were equal stay equal.
@@ -65,7 +65,7 @@ class _Line(msgspec.Struct, frozen=True):
     hash_ids: list[int]
 
 
-def read_trace(path: Path, scale: Scale) -> Iterator[TraceRequest]:
+def read_trace(path: Path, scale: TraceScale) -> Iterator[TraceRequest]:
     """The requests of a trace in file order, read as they are asked for. Empty lines are skipped.
 
     Raises TraceError for a file that cannot be read and for a line that is no request.
@@ -103,7 +103,7 @@ def _check(entry: _Line, where: str) -> None:
         )
 
 
-def _tokens(entry: _Line, scale: Scale) -> tuple[int, ...]:
+def _tokens(entry: _Line, scale: TraceScale) -> tuple[int, ...]:
     tokens: list[int] = []
     for hash_id in entry.hash_ids:
         tokens += page_of(hash_id, scale)
@@ -112,7 +112,7 @@ def _tokens(entry: _Line, scale: Scale) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def page_of(hash_id: int, scale: Scale) -> tuple[int, ...]:
+def page_of(hash_id: int, scale: TraceScale) -> tuple[int, ...]:
     """The tokens of one page: token i is mix(hash_id * 512 + i) modulo the vocabulary."""
     first = hash_id * TRACE_PAGE_TOKENS
     return tuple(_mix(first + token) % scale.vocab for token in range(scale.page_tokens))

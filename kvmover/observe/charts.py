@@ -31,7 +31,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Axis:
     """From 0 to `top` in steps that people count in. `words` writes a value."""
 
     top: float
@@ -39,10 +39,10 @@ class Scale:
     words: Callable[[float], str]
 
     @classmethod
-    def of(cls, most: float, words: Callable[[float], str]) -> Scale:
+    def of(cls, most: float, words: Callable[[float], str]) -> Axis:
         """Four or five steps to the first at or above `most`.
 
-        >>> Scale.of(37.0, str).step, Scale.of(37.0, str).top
+        >>> Axis.of(37.0, str).step, Axis.of(37.0, str).top
         (10.0, 40.0)
         """
         if most <= 0:
@@ -61,7 +61,7 @@ class Ground:
 
     labels: Sequence[str]
     hints: Sequence[str]
-    scale: Scale
+    scale: Axis
 
     @property
     def pitch(self) -> float:

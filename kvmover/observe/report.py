@@ -10,7 +10,7 @@ from pathlib import Path
 from kvmover import __version__
 from kvmover.errors import KvmoverError
 from kvmover.observe import charts
-from kvmover.observe.charts import Bar, Ground, Scale, Series
+from kvmover.observe.charts import Axis, Bar, Ground, Series
 from kvmover.observe.report_style import STYLE
 from kvmover.observe.report_sums import (
     TIERS,
@@ -116,7 +116,7 @@ def _hits(lines: Lines, bins: Bins) -> Iterator[str]:
         f"{at}: {t.prompt:,} prompt tokens, {t.hit_rate:.1%} hits, {share:.1%} could have been"
         for at, t, share in zip(_labels(bins), by_bin, could, strict=True)
     ]
-    ground = Ground(_labels(bins), hints, Scale(1.0, 0.25, lambda share: f"{share:.0%}"))
+    ground = Ground(_labels(bins), hints, Axis(1.0, 0.25, lambda share: f"{share:.0%}"))
     title = "Hit rate by tier"
     yield from _figure(
         title,
@@ -159,7 +159,7 @@ def _bandwidth(lines: Lines, bins: Bins) -> Iterator[str]:
     yield from _figure(
         title,
         "Bytes a second of transfers that landed, over all logged ranks, each spread over the time that it took.",
-        charts.lines(title, Ground(_labels(bins), hints, Scale.of(most, _rate)), series) if most else None,
+        charts.lines(title, Ground(_labels(bins), hints, Axis.of(most, _rate)), series) if most else None,
         [(word, verb) for verb, word in _VERBS.items()],
         (["from", *_VERBS.values()], rows),
     )
@@ -185,7 +185,7 @@ def _latency(lines: Lines, bins: Bins) -> Iterator[str]:
     yield from _figure(
         title,
         "From asking until landed, of what was received in each part of the run; 0 where nothing was.",
-        charts.lines(title, Ground(_labels(bins), hints, Scale.of(most, _seconds)), series) if most else None,
+        charts.lines(title, Ground(_labels(bins), hints, Axis.of(most, _seconds)), series) if most else None,
         [(each.name, each.paint) for each in series],
         (["from", "landed", "p50", "p99"], rows),
     )
@@ -273,7 +273,7 @@ def _routes(lines: Lines) -> Iterator[str]:
         title,
         "Transfers received by route, by how long their contiguous runs are on average. Long runs go directly, short"
         " ones packed, where the costs were measured well.",
-        charts.columns(title, Ground(labels, hints, Scale.of(most, "{:,g}".format)), series) if found else None,
+        charts.columns(title, Ground(labels, hints, Axis.of(most, "{:,g}".format)), series) if found else None,
         [(route, route) for route in _ROUTES],
         (["runs from", *_ROUTES], rows),
     )

@@ -134,14 +134,14 @@ def routes_by_run(transfers: Iterable[Moved]) -> dict[int, Counter[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class TimelineRow:
     """A row of the timeline: transfers of one rank and direction that do not overlap."""
 
     name: str
     bars: tuple[Moved, ...]
 
 
-def lanes_of(transfers: Sequence[Moved]) -> tuple[list[Lane], int]:
+def lanes_of(transfers: Sequence[Moved]) -> tuple[list[TimelineRow], int]:
     """Rows by rank and direction, as few as hold all bars side by side, and how many bars were left out.
 
     Failed transfers stay before others, and long ones before short ones.
@@ -155,7 +155,9 @@ def lanes_of(transfers: Sequence[Moved]) -> tuple[list[Lane], int]:
             rows.append([line])
         else:
             free.append(line)
-    lanes = [Lane(name if not i else "", tuple(row)) for name, rows in groups.items() for i, row in enumerate(rows)]
+    lanes = [
+        TimelineRow(name if not i else "", tuple(row)) for name, rows in groups.items() for i, row in enumerate(rows)
+    ]
     return lanes, len(transfers) - len(kept)
 
 

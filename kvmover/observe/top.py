@@ -185,7 +185,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FleetScrape:
     """What endpoints said, by address, and the errors of those that said nothing."""
 
     said: Mapping[str, Scrape]
@@ -196,7 +196,7 @@ class Found:
         return reduce(Scrape.and_of, self.said.values()) if self.said else None
 
 
-def ask(addresses: Sequence[str], get: Callable[[str], str], clock: Callable[[], float]) -> Found:
+def ask(addresses: Sequence[str], get: Callable[[str], str], clock: Callable[[], float]) -> FleetScrape:
     """Ask all at once: a host that does not answer keeps nobody waiting but itself."""
 
     def one(address: str) -> Scrape | str:
@@ -208,7 +208,7 @@ def ask(addresses: Sequence[str], get: Callable[[str], str], clock: Callable[[],
     with ThreadPoolExecutor(min(len(addresses), _MOST_ASKED)) as pool:
         answers = dict(zip(addresses, pool.map(one, addresses), strict=True))
     said = {address: each for address, each in answers.items() if isinstance(each, Scrape)}
-    return Found(said, [each for each in answers.values() if isinstance(each, str)])
+    return FleetScrape(said, [each for each in answers.values() if isinstance(each, str)])
 
 
 def _name(addresses: Sequence[str]) -> str:
@@ -234,7 +234,7 @@ def watch(
         while True:
             sleep(interval_s)
             before, new = found, ask(addresses, get, clock)
-            found = Found({**before.said, **new.said}, new.silent)
+            found = FleetScrape({**before.said, **new.said}, new.silent)
             live.update(_frame(name, before.whole() if new.said else None, found), refresh=True)
 
 
@@ -243,13 +243,13 @@ def show(addresses: Sequence[str], out: Console, get: Callable[[str], str] = fet
     out.print(_frame(_name(addresses), None, _some(ask(addresses, get, lambda: 0.0))))
 
 
-def _some(found: Found) -> Found:
+def _some(found: FleetScrape) -> FleetScrape:
     if not found.said:
         raise KvmoverError("; ".join(found.silent))
     return found
 
 
-def _frame(name: str, before: Scrape | None, found: Found) -> RenderableType:
+def _frame(name: str, before: Scrape | None, found: FleetScrape) -> RenderableType:
     errors = [Text(f"kvmover top: {each}", "bold red") for each in found.silent]
     now = found.whole()
     return Group(*([screen(View.of(name, before, now))] if now else []), *errors)

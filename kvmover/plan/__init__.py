@@ -1,9 +1,10 @@
 """Who sends what to whom, as boxes, runs and descriptors, and by which route. Pure: integers in, integers out."""
 
+from kvmover.deprecated import renamed
 from kvmover.plan.calibration import Calibration
 from kvmover.plan.cost import HOST, RDMA, Choice, Costs, Posting, Route
 from kvmover.plan.legs import Leg, Plan, Replicas
-from kvmover.plan.lower import Box, Held, Place, Runs, Strided
+from kvmover.plan.lower import Box, BoxSide, Held, Runs, Strided
 from kvmover.plan.measure import Measurements, Probe, Sample, probes
 from kvmover.plan.units import Units
 
@@ -11,13 +12,13 @@ __all__ = [
     "HOST",
     "RDMA",
     "Box",
+    "BoxSide",
     "Calibration",
     "Choice",
     "Costs",
     "Held",
     "Leg",
     "Measurements",
-    "Place",
     "Plan",
     "Posting",
     "Probe",
@@ -29,3 +30,7 @@ __all__ = [
     "Units",
     "probes",
 ]
+
+
+def __getattr__(name: str) -> object:
+    return renamed(__name__, name, {"Place": "BoxSide"})

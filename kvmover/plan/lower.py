@@ -34,7 +34,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class BoxSide:
     """One side of a box. Address of a row: `base[allocation[plane]] + offset[plane] + unit + head * .. + token * ..`.
 
     `allocation`, `offset` [plane]; `units` [unit]; all int64, offsets and strides in bytes.
@@ -51,8 +51,8 @@ class Place:
 class Box:
     """planes x units x heads x tokens rows of `row_bytes`, each contiguous at both ends: what every route moves."""
 
-    src: Place
-    dst: Place
+    src: BoxSide
+    dst: BoxSide
     heads: int
     tokens: int
     row_bytes: int
@@ -88,14 +88,14 @@ def page_ids(held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> np
     return table
 
 
-def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> Place:
+def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> BoxSide:
     """Where `leg` lies in a pool, by the rank's page table. Raises PlanError as `page_ids` does."""
     spec, shard = held.spec, held.shard
     table, token = page_ids(held, tokens_at, pages), tokens_at % spec.page_tokens
     first_head = shard.heads.index(leg.heads.start)
     units = table * spec.stride_bytes("page") + token * spec.stride_bytes("token")
     chosen = _plane_table(spec)[[shard.layers.index(layer) for layer in leg.layers]].reshape(-1, 2)
-    return Place(
+    return BoxSide(
         np.ascontiguousarray(chosen[:, 0]),
         np.ascontiguousarray(chosen[:, 1]),
         units + first_head * spec.stride_bytes("head"),
@@ -112,14 +112,14 @@ def _plane_table(spec: PoolSpec) -> npt.NDArray[np.int64]:
     return table
 
 
-def packed_place(component: Component, leg: Leg, units: Units, first_byte: int) -> Place:
+def packed_place(component: Component, leg: Leg, units: Units, first_byte: int) -> BoxSide:
     """Where `leg` lies in a staging buffer: dense, in PACKED_ORDER with units for pages, from `first_byte` on."""
     layers, kv = leg.layers.count, component.kv
     extents = {"page": len(units), "head": leg.heads.count, "layer": layers, "kv": kv, "token": units.tokens}
     layout = Layout.dense(PACKED_ORDER, **extents, dim=component.dim)
     stride = {axis: layout.stride_of(axis) * component.element_bytes for axis in extents}
     planes = np.arange(layers, dtype=np.int64)[:, None] * stride["layer"] + np.arange(kv) * stride["kv"]
-    return Place(
+    return BoxSide(
         np.zeros(layers * kv, np.int64),
         planes.reshape(-1) + first_byte,
         np.arange(len(units), dtype=np.int64) * stride["page"],
@@ -128,7 +128,7 @@ def packed_place(component: Component, leg: Leg, units: Units, first_byte: int) 
     )
 
 
-def box(component: Component, leg: Leg, units: Units, src: Place, dst: Place) -> Box:
+def box(component: Component, leg: Leg, units: Units, src: BoxSide, dst: BoxSide) -> Box:
     """Join two places, merging heads into the row where both sides hold them side by side."""
     heads, row_bytes = leg.heads.count, component.row_bytes
     if src.head_bytes == dst.head_bytes == row_bytes:
@@ -181,7 +181,7 @@ def strided(b: Box) -> Strided:
     )
 
 
-def _starts(place: Place, loops: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+def _starts(place: BoxSide, loops: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     """(allocation, offset) of plane x unit x loops, plane-major."""
     inner = place.units
     for extent, stride in loops:

@@ -15,7 +15,7 @@ from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import Span
 from kvmover.plan.legs import Leg, Plan, Replicas
-from kvmover.plan.lower import Box, Held, Place, box, count_runs, packed_place, page_ids, pool_place, units_of
+from kvmover.plan.lower import Box, BoxSide, Held, box, count_runs, packed_place, page_ids, pool_place, units_of
 from kvmover.plan.units import Units
 
 #: Pieces of a chunk start at multiples of this, so that every piece can be moved in 16-byte words.
@@ -156,18 +156,18 @@ class Lane:
         for piece in self.chunks[chunk].pieces:
             yield piece.component, np.unique(piece.units.dst // self.dst[piece.component].spec.page_tokens)
 
-    def _box(self, piece: Piece, src: Place, dst: Place) -> Box:
+    def _box(self, piece: Piece, src: BoxSide, dst: BoxSide) -> Box:
         component = self.src[piece.component].spec.component
         return box(component, piece.leg, piece.units, src, dst)
 
-    def _packed(self, piece: Piece) -> Place:
+    def _packed(self, piece: Piece) -> BoxSide:
         component = self.src[piece.component].spec.component
         return packed_place(component, piece.leg, piece.units, piece.first_byte)
 
-    def _source(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> Place:
+    def _source(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> BoxSide:
         return pool_place(self.src[piece.component], piece.leg, piece.units.src, pages[piece.component])
 
-    def _target(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> Place:
+    def _target(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> BoxSide:
         return pool_place(self.dst[piece.component], piece.leg, piece.units.dst, pages[piece.component])
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvmover.kernels.region import Region, Side
 from kvmover.layout.pool import Pool
-from kvmover.plan.lower import Box, Place, strided
+from kvmover.plan.lower import Box, BoxSide, strided
 from kvmover.transfer.lane import Marks
 from kvmover.transport.base import Descriptors, Memory
 from kvmover.transport.memory import memory_of
@@ -29,7 +29,7 @@ def region(b: Box, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> 
     return Region(_side(b.src, src), _side(b.dst, dst), b.heads, b.tokens, b.row_bytes)
 
 
-def _side(place: Place, memory: Sequence[torch.Tensor]) -> Side:
+def _side(place: BoxSide, memory: Sequence[torch.Tensor]) -> Side:
     return Side(tuple(memory), place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
 
 

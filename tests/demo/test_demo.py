@@ -20,7 +20,7 @@ from kvmover.demo import run as demo
 from kvmover.demo.crew import Crew
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.demo.run import DemoOptions, run, run_demo
-from kvmover.demo.stage import _same_bytes
+from kvmover.demo.scenario_run import _same_bytes
 from kvmover.errors import LayoutError
 from kvmover.transport.nixl_agent import nixl_version
 

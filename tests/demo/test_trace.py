@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmover.demo.trace import Scale, TraceError, page_of, read_trace
+from kvmover.demo.trace import TraceError, TraceScale, page_of, read_trace
 from kvmover.errors import KvmoverError
 
 
@@ -22,10 +22,10 @@ def request(length: int, hash_ids: list[int], output: int = 10, timestamp: int =
 
 def test_hash_ids_expand_to_512_tokens_cut_at_the_input_length(tmp_path: Path) -> None:
     path = written(tmp_path / "trace.jsonl", request(700, [4, 9], output=33, timestamp=1500))
-    (entry,) = read_trace(path, Scale(vocab=1000))
+    (entry,) = read_trace(path, TraceScale(vocab=1000))
     assert (entry.timestamp_ms, len(entry.tokens), entry.output_tokens) == (1500, 700, 33)
-    assert entry.tokens[:512] == page_of(4, Scale(vocab=1000))
-    assert entry.tokens[512:] == page_of(9, Scale(vocab=1000))[:188]
+    assert entry.tokens[:512] == page_of(4, TraceScale(vocab=1000))
+    assert entry.tokens[512:] == page_of(9, TraceScale(vocab=1000))[:188]
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.1, 0.004, 0.0001])
@@ -33,7 +33,7 @@ def test_requests_share_exactly_the_pages_they_shared_before_scaling(tmp_path: P
     path = written(
         tmp_path / "trace.jsonl", request(1536, [0, 1, 2]), "", request(1400, [0, 1, 3]), request(600, [5, 1])
     )
-    scale = Scale(vocab=50021, factor=factor)
+    scale = TraceScale(vocab=50021, factor=factor)
     left, right, other = (entry.tokens for entry in read_trace(path, scale))
     assert len(left) == 3 * scale.page_tokens
     assert scale.page_tokens == max(1, round(512 * factor))
@@ -45,7 +45,7 @@ def test_requests_share_exactly_the_pages_they_shared_before_scaling(tmp_path: P
 
 
 def test_no_two_pages_hold_the_same_tokens_shifted_or_not() -> None:
-    scale = Scale(vocab=512, factor=0.05)
+    scale = TraceScale(vocab=512, factor=0.05)
     grams = {page_of(page, scale)[at : at + 4] for page in range(200) for at in range(scale.page_tokens - 3)}
     assert len(grams) > 0.999 * 200 * (scale.page_tokens - 3)
     assert len({token for page in range(200) for token in page_of(page, scale)}) == 512
@@ -53,7 +53,7 @@ def test_no_two_pages_hold_the_same_tokens_shifted_or_not() -> None:
 
 def test_requests_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path / "trace.jsonl", request(5, [1]), "not a request")
-    entries = read_trace(path, Scale(512))
+    entries = read_trace(path, TraceScale(512))
     assert len(next(entries).tokens) == 5
     with pytest.raises(TraceError, match=r"trace\.jsonl line 2: .*not a request"):
         next(entries)
@@ -75,7 +75,7 @@ def test_requests_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
 def test_a_bad_line_is_named_with_its_number_and_value(tmp_path: Path, line: object, message: str) -> None:
     path = written(tmp_path / "trace.jsonl", request(5, [1]), line)
     with pytest.raises(TraceError, match="line 2") as caught:
-        list(read_trace(path, Scale(512)))
+        list(read_trace(path, TraceScale(512)))
     assert message in str(caught.value)
     assert isinstance(caught.value, KvmoverError)
     assert isinstance(caught.value, ValueError)
@@ -83,6 +83,6 @@ def test_a_bad_line_is_named_with_its_number_and_value(tmp_path: Path, line: obj
 
 def test_a_scale_that_grows_or_empties_a_trace_is_refused() -> None:
     with pytest.raises(TraceError, match=r"factor=1\.5"):
-        Scale(512, 1.5)
+        TraceScale(512, 1.5)
     with pytest.raises(TraceError, match="vocab=1"):
-        Scale(1)
+        TraceScale(1)

@@ -9,7 +9,7 @@ import torch
 from kvmover.kernels import reference, rows
 from kvmover.kernels.region import Region, Side
 from kvmover.layout import Component, CpOrder, Fleet, PoolSpec
-from kvmover.plan import Held, Place, Plan
+from kvmover.plan import BoxSide, Held, Plan
 from kvmover.plan.lower import box, packed_place, pool_place, units_of
 
 pytestmark = [
@@ -81,7 +81,7 @@ def _regions(
     return moves
 
 
-def _side(place: Place, memory: tuple[torch.Tensor, ...]) -> Side:
+def _side(place: BoxSide, memory: tuple[torch.Tensor, ...]) -> Side:
     return Side(memory, place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvmover.layout import AXES, Component, CpOrder, Fleet, Layout, PoolSpec, Shard
-from kvmover.plan import Box, Held, Leg, Place, Plan, Runs, Strided
+from kvmover.plan import Box, BoxSide, Held, Leg, Plan, Runs, Strided
 from kvmover.plan.lower import box, coalesced_runs, count_runs, packed_place, pool_place, strided, units_of
 from tests.plan.leg_cases import BOTH, KINDS, plan_of
 
@@ -102,7 +102,7 @@ class Scene:
     def component(self) -> Component:
         return self.src.held.spec.component
 
-    def places(self) -> Iterator[tuple[Place, Place, Place, Box, int]]:
+    def places(self) -> Iterator[tuple[BoxSide, BoxSide, BoxSide, Box, int]]:
         """Per group of units: both pools' places, the staging place, the direct box, and the first staged byte."""
         first_byte = 0
         for units in units_of(self.leg, self.src.held, self.dst.held):

@@ -17,7 +17,7 @@ from kvmover.errors import PlanError
 from kvmover.kernels import reference
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.legs import Replicas
-from kvmover.plan.lower import Place
+from kvmover.plan.lower import BoxSide
 from kvmover.transfer.lane import PIECE_ALIGN_BYTES, Cut, End, Lane, plans_between
 from kvmover.transfer.memory import region
 
@@ -49,7 +49,7 @@ def table(end: End, seed: int) -> list[np.ndarray]:
     return [random.permutation(spec.pages) for spec in end.pools]
 
 
-def rows_of(place: Place, heads: int, tokens: int) -> list[tuple[int, int]]:
+def rows_of(place: BoxSide, heads: int, tokens: int) -> list[tuple[int, int]]:
     """(allocation, byte offset) of every row of one side of a box."""
     offset = place.offset[:, None, None, None] + place.units[None, :, None, None]
     offset = offset + np.arange(heads)[:, None] * place.head_bytes + np.arange(tokens) * place.token_bytes

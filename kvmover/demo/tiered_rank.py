@@ -1,4 +1,4 @@
-"""Keeper: one process of a demo fleet that keeps its KV on three tiers, and shares the last one with whoever has it."""
+"""One process of a demo fleet that keeps its KV on three tiers, and shares the last one with whoever has it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperSeat:
+class TieredSeat:
     """Which rank of a fleet a process is to be. `meet`: a file in which the fleet meets; `root`: the store's."""
 
     scenario: Scenario
@@ -63,14 +63,14 @@ class KeeperSeat:
     root: str
     settings: Settings
 
-    def sit(self) -> Keeper:
-        return Keeper(self)
+    def sit(self) -> TieredRank:
+        return TieredRank(self)
 
 
-class Keeper:
+class TieredRank:
     """A seated process, which decides for itself what it keeps: as all ranks are asked alike, all decide alike."""
 
-    def __init__(self, seat: KeeperSeat) -> None:
+    def __init__(self, seat: TieredSeat) -> None:
         from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
         fleet, component, model = seat.fleet.fleet, seat.scenario.component, seat.scenario.model

@@ -1,4 +1,4 @@
-"""Stage: one scenario on its two fleets, request by request, against the model in one process."""
+"""A scenario on its two fleets, request by request, against the model in one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Engine:
         return taken
 
 
-class Stage:
+class ScenarioRun:
     """One scenario on its two fleets, with the one-process model that says what the answers must be."""
 
     def __init__(self, scenario: Scenario, crew: Crew, folder: Path, settings: Settings) -> None:
