@@ -136,8 +136,7 @@ class Progress:
 
     def close(self) -> None:
         """Close the mover and end the thread. Transfers still open end as failed. Raises DeadlineExceeded."""
-        self._stop = self._stop or "this side closed"
-        self._queue(lambda: None)
+        self._queue(self._halt)
         self._join()
 
     def tell(self, transfer: Transfer, call: Callable[[Mover], None]) -> None:
@@ -184,6 +183,10 @@ class Progress:
                 raise DeadlineExceeded(f"a poll of {self._name} has not returned within {CLOSE_S} s")
 
     # From here on in the thread alone.
+
+    def _halt(self) -> None:
+        """Behind all calls that were made before."""
+        self._stop = self._stop or "this side closed"
 
     def _run(self) -> None:
         reason = "its thread ended"

@@ -48,7 +48,9 @@ def test_a_row_has_types_defaults_and_what_is_raised() -> None:
     text = PAGE.read_text()
     assert "`Mover.connect(card: bytes) -> str`" in text
     assert "`Result.held: bool = False` | a one-sided operation may still touch the pages" in text
-    assert re.search(r"`Mover\.receive\(request: str, .*\) -> Transfer` \| .*Raises PlanError or PeerUnknown", text)
+    assert re.search(
+        r"`Mover\.receive\(request: str, .*\) -> Transfer` \| .*Raises PlanError, LayoutError or PeerUnknown", text
+    )
 
 
 def test_no_package_with_public_names_is_left_out() -> None:

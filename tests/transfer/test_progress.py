@@ -243,6 +243,21 @@ def test_closing_fails_what_is_open_and_frees_everybody_who_waits():
         nothing_is_left(threads)
 
 
+def test_a_call_that_was_made_before_closing_is_made():
+    """The thread is in another call then, and comes to both afterwards."""
+    with Threads.of() as threads:
+        target, busy, may_go = threads.progress[1], threading.Event(), threading.Event()
+        target.submit(lambda _: (busy.set(), may_go.wait(WITHIN_S)))
+        assert busy.wait(WITHIN_S)
+        asked = target.submit(lambda _: "made")
+        closing = threading.Thread(target=target.close)
+        closing.start()
+        time.sleep(0.1)  # until it has said so
+        may_go.set()
+        closing.join(WITHIN_S)
+        assert asked.result(WITHIN_S) == "made"
+
+
 def test_a_callback_may_close_the_mover():
     with Threads.of() as threads:
         source, target = threads.start(ASLEEP)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,12 @@ class PeerProcess:
         self._process.join(10)
 
     def pause(self) -> None:
-        os.kill(self._process.pid or 0, signal.SIGSTOP)
+        """Returns when none of its threads runs any more."""
+        pid = self._process.pid or 0
+        os.kill(pid, signal.SIGSTOP)
+        stats = [*Path(f"/proc/{pid}/task").glob("*/stat")]
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in stats):
+            time.sleep(0.001)
 
     def resume(self) -> None:
         os.kill(self._process.pid or 0, signal.SIGCONT)
