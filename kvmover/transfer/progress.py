@@ -217,10 +217,11 @@ class Progress:
             run = self._calls.get(timeout=nap_s)
         except Empty:
             return False
-        for _ in range(self._calls.qsize()):  # and no more: callers that do not stop must not keep it from polling
-            run()
-            run = self._calls.get()
+        waiting = self._calls.qsize()  # and no more: callers that do not stop must not keep it from polling
         run()
+        while waiting and self._stop is None:
+            self._calls.get()()
+            waiting -= 1
         return True
 
     def _poll(self) -> bool:

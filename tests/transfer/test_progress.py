@@ -246,6 +246,7 @@ def test_closing_fails_what_is_open_and_frees_everybody_who_waits():
 def test_a_call_that_was_made_before_closing_is_made():
     """The thread is in another call then, and comes to both afterwards."""
     with Threads.of() as threads:
+        threads.start()
         target, busy, may_go = threads.progress[1], threading.Event(), threading.Event()
         target.submit(lambda _: (busy.set(), may_go.wait(WITHIN_S)))
         assert busy.wait(WITHIN_S)
@@ -306,7 +307,7 @@ def test_a_call_that_came_before_the_end_and_was_not_answered_is_refused():
         assert inside.wait(WITHIN_S)
         closing = threading.Thread(target=source.close)
         closing.start()
-        while source._progress._stop is None:
+        while not source._progress._calls.qsize():
             time.sleep(1e-4)
         late = source._progress.submit(lambda mover: mover.card)
         door.set()
