@@ -80,16 +80,18 @@ def check_offered(tables: PageTables, pools: Sequence[Pool], fleet: Fleet) -> No
             raise PlanError(f"page id {odd} is outside a pool of {pool.spec.pages} pages of {component.name}")
 
 
-def check_wanted(tables: PageTables, pools: Sequence[Pool]) -> None:
+def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fleet: Fleet) -> None:
     """Raise PlanError where two parts of a request would land in one page. Which pages are due, the plan checks.
 
-    Windows and states may repeat a page: engines fill up with any what lies before them.
+    Pages before the wanted positions may repeat, and so may those of windows and states: engines fill up with any what
+    lies before them. Under context parallelism only the plan knows which entries are wanted.
     """
     for table, pool in zip(tables, pools, strict=False):
         component = pool.spec.component
-        if component.window is None and not component.states:
-            ids, counts = np.unique(table, return_counts=True)
-            if ids.size != table.size:
+        if component.window is None and not component.states and component.cp_parts(fleet.cp) == 1:
+            first, last = positions.start // fleet.page_tokens, -(-positions.stop // fleet.page_tokens)
+            ids, counts = np.unique(table[first:last] if positions else table[:0], return_counts=True)
+            if ids.size != counts.sum():
                 raise PlanError(f"page id {int(ids[counts > 1][0])} is twice in the page table of {component.name}")
 
 

@@ -235,7 +235,7 @@ class Mover:
         """
         self._check_thread()
         tables, tokens = page_tables(pages), token_range(positions)
-        check_wanted(tables, self._core.pools)
+        check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
         self._inbound.receive(Asked(transfer, engine, tokens, tables, aux_from))
         return transfer

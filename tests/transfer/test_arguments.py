@@ -95,6 +95,21 @@ def test_a_page_that_two_parts_of_a_request_would_land_in_is_refused():
     pair.bench.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("wanted", ["some", "nothing"])
+def test_pages_before_what_is_wanted_may_repeat(wanted: str):
+    """Engines fill a table up with any page where they have the prefix, and a decode that leaves asks for nothing."""
+    pair = Pair.of()
+    page, tokens = pair.dst.fleet.page_tokens, pair.tokens
+    table = pair.dst_tables[0][0].tolist()
+    first = 2 * page if wanted == "some" else tokens
+    filled = [table[-1]] * (first // page) + table[first // page :]
+    sent = pair.src.movers[0].send("request", pair.src_tables[0])
+    landed = pair.dst.movers[0].receive("request", "prefill", range(first, tokens), [filled])
+    pair.bench.ended([sent, landed])
+    assert landed.result is not None
+    assert landed.result.reason is None
+
+
 def test_what_lies_before_a_window_may_be_no_page_at_all():
     component = Component.sliding(2, 2, 8, 8, "float32")
     bench = Bench((component,))
