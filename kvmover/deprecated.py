@@ -98,7 +98,7 @@ class _Alias(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         place, found = new_place(self.__name__), new_name(self.__name__, name)
         value = getattr(import_module(str(place)), found)
-        _warn(f"{self.__name__}.{name}", f"{place}.{found}")
+        _warn(f"{self.__name__}.{name}", f"{place}.{found}", 3)
         return value
 
 
@@ -121,12 +121,13 @@ class _Finder:
     def exec_module(self, module: ModuleType) -> None:
         place = new_place(module.__name__)
         module.__doc__ = import_module(str(place)).__doc__
-        _warn(module.__name__, str(place))
+        _warn(module.__name__, str(place), 3)
 
 
-def _warn(old: str, new: str) -> None:
+def _warn(old: str, new: str, stacklevel: int) -> None:
     """At the line of the caller's that uses the old one: the import system's frames are not counted."""
-    warnings.warn(f"{old} is {new} now; the old name goes with the next release", DeprecationWarning, stacklevel=3)
+    text = f"{old} is {new} now; the old name goes with the next release"
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
 
 
 def install() -> None:
@@ -142,6 +143,5 @@ def renamed(module: str, name: str, names: Mapping[str, str]) -> object:
     """
     if name not in names:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    text = f"{module}.{name} is {names[name]} now; the old name goes with the next release"
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    _warn(f"{module}.{name}", names[name], 4)
     return getattr(import_module(module), names[name])
