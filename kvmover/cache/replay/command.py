@@ -17,6 +17,7 @@ from kvmover.cache.replay.report import Report, print_report
 from kvmover.cache.replay.simulator import replay
 from kvmover.cache.replay.trace import ReplayRequest, read_trace
 from kvmover.errors import KvmoverError
+from kvmover.needs import need
 
 POINTS = 10
 
@@ -40,10 +41,9 @@ def sweep(requests: Sequence[ReplayRequest], config: ReplayConfig, step: Callabl
 
 def drawable(path: Path) -> None:
     """Raises KvmoverError when nothing can be drawn there: asked before a minute of replays, not after it."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ModuleNotFoundError as error:
-        raise KvmoverError("--plot needs matplotlib, which is not installed: pip install 'kvmover[plot]'") from error
+    need("matplotlib", "--plot", "plot")
+    from matplotlib.backend_bases import FigureCanvasBase
+
     formats = sorted(FigureCanvasBase.filetypes)
     if path.suffix.removeprefix(".") not in formats:
         raise KvmoverError(f"cannot draw {path}: its suffix is none of {', '.join(formats)}")
