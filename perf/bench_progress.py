@@ -18,12 +18,12 @@ import numpy as np
 
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan import HOST, Route
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.progress import Progress
-from kvmover.transfer.result import MoverConfig
-from kvmover.transfer.shared import SharedMover
+from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.threads.progress import Progress
+from kvmover.transfer.threads.shared import SharedMover
 from kvmover.transport.nixl import NixlTransport
 from perf.record import Spread, write
 

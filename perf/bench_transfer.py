@@ -20,11 +20,11 @@ import numpy as np
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan import HOST, Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.config import Integrity, MoverConfig
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import Integrity, MoverConfig
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
 from perf.record import Spread, write
 from perf.transfer_pair import ARENA_BYTES, COMPONENT, TOKENS, Pair

@@ -23,11 +23,17 @@ import numpy as np
 
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import RDMA, Route
-from kvmover.transfer import receiver, receiving, sender, sending
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.destination import machine as receiver
+from kvmover.transfer.destination import state as receiving
+from kvmover.transfer.events import Patience
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import MoverConfig, Transfer
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.result import Transfer
+from kvmover.transfer.source import machine as sender
+from kvmover.transfer.source import state as sending
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport, _Flight
 from perf.record import write
 
@@ -216,28 +222,28 @@ def traced() -> int:
 
 def machines(chunks: int) -> dict[str, object]:
     """Both state machines of one request of `chunks` chunks, all under way at once: CPU for each event."""
-    patience = receiving.Patience(30.0, 2.0, 1.0)
+    patience = Patience(30.0, 2.0, 1.0)
     dst = receiving.Receiving("r", 1, {"p": receiving.Source(chunks)}, patience, 30.0)
-    src = sending.Sending("r", 1, chunks, patience, 30.0)
+    src = sending.Sending("r", 1, (256,) * chunks, patience, 30.0)
     to_src: list[Callable[[int], sending.Event]] = [
-        lambda chunk: sending.Granted(chunk, 256 * chunk),
+        lambda chunk: wire.Granted("r", 1, (wire.Grant(chunk, 256 * chunk),)),
         lambda chunk: sending.Posted(chunk, 7),
         sending.Written,
     ]
     to_dst: list[Callable[[int], receiving.Event]] = [
         lambda chunk: receiving.Leased("p", chunk, 256 * chunk),
-        lambda chunk: receiving.Arrived("p", chunk, 0, 7),
+        lambda chunk: receiving.Heard("p", wire.Chunk("r", 1, chunk, 0, 7)),
         lambda chunk: receiving.Scattered("p", chunk, 7),
     ]
     began = time.process_time()
     src, _ = sender.step(src, sending.Ready(tuple(range(chunks))), 0.0)
-    dst, _ = receiver.step(dst, receiving.Offered("p", ((0, chunks),)), 0.0)
+    dst, _ = receiver.step(dst, receiving.Heard("p", wire.Offered("r", 1, ((0, chunks),))), 0.0)
     for at_dst, at_src in zip(to_dst, to_src, strict=True):
         for chunk in range(chunks):
             dst, _ = receiver.step(dst, at_dst(chunk), 0.0)
         for chunk in range(chunks):
             src, _ = sender.step(src, at_src(chunk), 0.0)
-    src, _ = sender.step(src, sending.PeerDone(), 0.0)
+    src, _ = sender.step(src, wire.Done("r", 1), 0.0)
     seconds = time.process_time() - began
     assert dst.finished
     assert src.finished

@@ -11,9 +11,9 @@ from typing import TypeGuard
 import numpy as np
 
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import MoverConfig
+from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transport.base import Completed, Descriptors, Event, Memory, Note
 from kvmover.transport.memory import memory_of
 from kvmover.transport.nixl import NixlTransport

@@ -24,7 +24,7 @@ from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs
 from kvmover.store.files import Access, PlainFiles
 from kvmover.store.nixl_files import StoragePlugin
-from kvmover.transfer.result import MoverConfig
+from kvmover.transfer.config import MoverConfig
 from kvmover.transport.base import Descriptors, Memory, MemoryKind
 
 #: What callers make, by an example.

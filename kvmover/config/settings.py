@@ -9,9 +9,9 @@ from pathlib import Path
 from kvmover.config.errors import ConfigError
 from kvmover.enums import settle
 from kvmover.store.policy import Policy
-from kvmover.transfer.pace import Pace
-from kvmover.transfer.result import MoverConfig
-from kvmover.transfer.seal import Key, Keys
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.protocol.auth import Key, Keys
+from kvmover.transfer.threads.pace import Pace
 
 #: No key file is longer: a path that was mistaken for one is not read to its end.
 _MOST_KEY_BYTES = 4096

@@ -20,8 +20,8 @@ from kvmover.layout.fleet import Shard
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.observe.metrics import MoverCollector
 from kvmover.plan.text import FleetText
-from kvmover.transfer.handshake import Model, Place
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Result, Transfer
 from kvmover.transport.nixl import NixlTransport
 

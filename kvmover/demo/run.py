@@ -28,7 +28,7 @@ from kvmover.demo.trace import TraceError, TraceScale
 from kvmover.needs import need
 from kvmover.observe.console import console
 from kvmover.plan.cost import HOST
-from kvmover.transfer.result import MoverConfig
+from kvmover.transfer.config import MoverConfig
 
 #: Processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import BOUNDS_S, Count, Gauge, Histogram, Snapshot, Stage
+from kvmover.transfer.protocol.auth import Refusal
 from kvmover.transfer.result import Cause
-from kvmover.transfer.seal import Refusal
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily

@@ -9,32 +9,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvmover.transfer.aio import AsyncMover, AsyncTransfer
-    from kvmover.transfer.handshake import Model, Place
+    from kvmover.transfer.config import Integrity, MoverConfig
     from kvmover.transfer.mover import Mover
-    from kvmover.transfer.pace import Pace
-    from kvmover.transfer.progress import Progress
-    from kvmover.transfer.result import Cause, Ending, Gate, Integrity, MoverConfig, Result, Transfer
-    from kvmover.transfer.seal import Key, Keys
-    from kvmover.transfer.shared import SharedMover
+    from kvmover.transfer.protocol.auth import Key, Keys
+    from kvmover.transfer.protocol.handshake import Model, Place
+    from kvmover.transfer.result import Cause, Ending, Gate, Result, Transfer
+    from kvmover.transfer.threads.aio import AsyncMover, AsyncTransfer
+    from kvmover.transfer.threads.pace import Pace
+    from kvmover.transfer.threads.progress import Progress
+    from kvmover.transfer.threads.shared import SharedMover
 
 _HOME = {
-    "AsyncMover": "aio",
-    "AsyncTransfer": "aio",
+    "AsyncMover": "threads.aio",
+    "AsyncTransfer": "threads.aio",
     "Cause": "result",
     "Ending": "result",
     "Gate": "result",
-    "Integrity": "result",
-    "Key": "seal",
-    "Keys": "seal",
-    "Model": "handshake",
+    "Integrity": "config",
+    "Key": "protocol.auth",
+    "Keys": "protocol.auth",
+    "Model": "protocol.handshake",
     "Mover": "mover",
-    "MoverConfig": "result",
-    "Pace": "pace",
-    "Place": "handshake",
-    "Progress": "progress",
+    "MoverConfig": "config",
+    "Pace": "threads.pace",
+    "Place": "protocol.handshake",
+    "Progress": "threads.progress",
     "Result": "result",
-    "SharedMover": "shared",
+    "SharedMover": "threads.shared",
     "Transfer": "result",
 }
 

@@ -11,7 +11,7 @@ from kvmover.errors import LayoutError, PlanError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import Pool
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.protocol.handshake import Model, Place
 
 #: No pool has more pages, so that ids of any type can be compared with its size.
 _MOST = int(np.iinfo(np.int64).max)

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from kvmover.errors import PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
-from kvmover.transfer.arena import Arena
-from kvmover.transfer.copier import Copier
-from kvmover.transfer.handshake import Rank
-from kvmover.transfer.lane import End
-from kvmover.transfer.links import Links
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.events import Patience
+from kvmover.transfer.memory.arena import Arena
+from kvmover.transfer.memory.copier import Copier
+from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.regions import allocations
 from kvmover.transfer.meter import Count, Meter
-from kvmover.transfer.peers import Peers
-from kvmover.transfer.receiving import Patience
-from kvmover.transfer.result import Ending, MoverConfig, Result
-from kvmover.transfer.seal import NoSeal, Seal
-from kvmover.transfer.wire import AnyMessage, encode
+from kvmover.transfer.peers.links import Links
+from kvmover.transfer.peers.table import Peers
+from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
+from kvmover.transfer.protocol.handshake import Place, Rank
+from kvmover.transfer.protocol.lane import End
+from kvmover.transfer.protocol.wire import AnyMessage, encode
+from kvmover.transfer.result import Ending, Result
 from kvmover.transport.base import Memory, Transport
+from kvmover.transport.memory import memory_of, union
 
 if TYPE_CHECKING:
     import torch
+
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +62,7 @@ class Core:
     clock: Callable[[], float]
     links: Links
     sandbox: torch.Tensor
-    seal: Seal | NoSeal = field(default_factory=NoSeal)
+    auth: MessageAuth | NoAuth = field(default_factory=NoAuth)
     peers: Peers = field(default_factory=Peers)
     meter: Meter = field(default_factory=Meter)
     watchers: list[Callable[[Ending], None]] = field(default_factory=list["Callable[[Ending], None]"])
@@ -84,7 +90,7 @@ class Core:
         """As `say`, for a message that is bytes already."""
         self.meter.add(Count.MESSAGES)
         try:
-            self.transport.notify(peer, self.seal.close(peer, encoded))
+            self.transport.notify(peer, self.auth.sign(peer, encoded))
         except (PeerLost, PeerUnknown) as error:
             self.lost.append((peer, str(error)))
 
@@ -100,3 +106,44 @@ class Core:
     def soon(self, call: Callable[[int | None], None]) -> Callable[[int | None], None]:
         """`call`, but from the mover's loop instead of from inside whoever finishes."""
         return lambda digest: self.later.append(lambda: call(digest))
+
+
+def assembled(
+    transport: Transport, place: Place, pools: Sequence[Pool], config: MoverConfig, clock: Callable[[], float]
+) -> Core:
+    """Takes two arenas and the sandbox on the pools' device; whoever has the Core keeps them alive."""
+    import torch
+
+    device = pools[0].tensors[0].device
+    outgoing, incoming = (_staging(config.arena_bytes, device) for _ in range(2))
+    probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
+    sandbox = memory_of(probed) if config.sandbox_bytes else None
+    memories = tuple(allocations(pool) for pool in pools)
+    ours = [outgoing.memory, incoming.memory, *([sandbox] if sandbox else [])]
+    for memory in union((*(memory for pool in memories for memory in pool), *ours)):
+        transport.register(memory)
+    specs = tuple(pool.spec for pool in pools)
+    card = Rank(
+        place, specs, memories, incoming.memory, outgoing.memory, transport.metadata(), socket.gethostname(), sandbox
+    )
+    return Core(
+        transport,
+        config,
+        End(place.fleet, place.rank, specs),
+        card,
+        tuple(pools),
+        Copier(device, config.sms),
+        outgoing,
+        incoming,
+        clock,
+        Links(transport, type(transport).__name__, sandbox, InFlight(transport)),
+        probed,
+        authentication(config.keys, transport.name),
+    )
+
+
+def _staging(nbytes: int, device: torch.device) -> Staging:
+    import torch
+
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return Staging(tensor, memory_of(tensor), Arena(nbytes))

@@ -16,7 +16,6 @@ from kvmover import ranges
 from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
-from kvmover.transfer import wire
 from kvmover.transfer.arguments import (
     check_offered,
     check_wanted,
@@ -25,21 +24,23 @@ from kvmover.transfer.arguments import (
     request_name,
     token_range,
 )
-from kvmover.transfer.asking import Asked
-from kvmover.transfer.assembly import assembled
-from kvmover.transfer.flights import Flights
-from kvmover.transfer.handshake import Model, Place, read_card, write_card
-from kvmover.transfer.inbound import Inbound
-from kvmover.transfer.limbo import Limbo
-from kvmover.transfer.liveness import Liveness
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.core import assembled
+from kvmover.transfer.destination.attempts import Wanted
+from kvmover.transfer.destination.driver import DestinationDriver
+from kvmover.transfer.destination.quarantine import Quarantine
+from kvmover.transfer.destination.reads import Reads
+from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
-from kvmover.transfer.outbound import Outbound
-from kvmover.transfer.peers import Peer
-from kvmover.transfer.posts import Poster
-from kvmover.transfer.reads import Reader
-from kvmover.transfer.redial import Redial
-from kvmover.transfer.result import Ending, Gate, MoverConfig, Transfer
-from kvmover.transfer.seal import Seal, Unopened
+from kvmover.transfer.peers.liveness import Liveness
+from kvmover.transfer.peers.reconnect import Reconnector
+from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.auth import MessageAuth, Unverified
+from kvmover.transfer.protocol.handshake import Model, Place, read_card, write_card
+from kvmover.transfer.result import Ending, Gate, Transfer
+from kvmover.transfer.source.driver import SourceDriver
+from kvmover.transfer.source.writes import Writes
 from kvmover.transport.base import Event, Note, Transport
 
 if TYPE_CHECKING:
@@ -77,12 +78,16 @@ class Mover:
             read_card(model, self._card)  # what peers would refuse us for, we refuse now
         except PeerRefused as error:
             raise LayoutError(str(error)) from error
-        self._poster = Poster(self._core, lambda job, event: self._outbound.ended(job, event), Flights(transport))
-        self._outbound = Outbound(self._core, self._poster)
-        self._reader = Reader(self._core, lambda reading, event: self._inbound.read(reading, event), Flights(transport))
-        self._inbound = Inbound(self._core, self._reader, Limbo(self._config.linger_s), time.time_ns())
+        self._writes = Writes(self._core, lambda job, event: self._source.ended(job, event), InFlight(transport))
+        self._source = SourceDriver(self._core, self._writes)
+        self._reads = Reads(
+            self._core, lambda reading, event: self._destination.read(reading, event), InFlight(transport)
+        )
+        self._destination = DestinationDriver(
+            self._core, self._reads, Quarantine(self._config.linger_s), time.time_ns()
+        )
         self._liveness = Liveness(self._config.ping_s, self._config.silence_s)
-        self._redial = Redial(self._config.backoff, self._config.silence_s)
+        self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
         self._events: deque[Event] = deque()
         self._thread: threading.Thread | None = None
 
@@ -119,9 +124,9 @@ class Mover:
     def snapshot(self) -> Snapshot:
         """What this mover did and has under way, as a copy for exporters."""
         core = self._core
-        known = {Gauge.PEERS: len(core.peers), Gauge.DIALLED_PEERS: len(self._redial)}
+        known = {Gauge.PEERS: len(core.peers), Gauge.DIALLED_PEERS: len(self._reconnector)}
         return Snapshot(
-            *core.card.place.seat, core.meter.copy(), {**self._outbound.gauges(), **self._inbound.gauges(), **known}
+            *core.card.place.seat, core.meter.copy(), {**self._source.gauges(), **self._destination.gauges(), **known}
         )
 
     def calibrations(self) -> Sequence[Calibration]:
@@ -131,7 +136,7 @@ class Mover:
     @property
     def card(self) -> bytes:
         """The bytes that a peer needs to connect. The engine carries them there by its own means."""
-        return self._core.seal.close_card(self._card)
+        return self._core.auth.sign_card(self._card)
 
     def configure(self, config: MoverConfig) -> None:
         """Behave by `config` from the next request on. Raises LayoutError for another size of the arenas, and for keys
@@ -139,16 +144,16 @@ class Mover:
         """
         if config.arena_bytes != self._config.arena_bytes:
             raise LayoutError(f"arenas of {self._config.arena_bytes} bytes cannot become {config.arena_bytes}")
-        seal = self._core.seal
-        if isinstance(seal, Seal) != (config.keys is not None):
+        seal = self._core.auth
+        if isinstance(seal, MessageAuth) != (config.keys is not None):
             raise LayoutError("a mover seals its messages from its beginning to its end, or never")
-        if isinstance(seal, Seal) and config.keys is not None:
+        if isinstance(seal, MessageAuth) and config.keys is not None:
             seal.keys = config.keys
         self._config = self._core.config = config
         self._core.copier.sms = config.sms
-        self._inbound.limbo.linger_s = config.linger_s
+        self._destination.quarantine.linger_s = config.linger_s
         self._liveness.ping_s, self._liveness.silence_s = config.ping_s, config.silence_s
-        self._redial.policy, self._redial.answer_s = config.backoff, config.silence_s
+        self._reconnector.policy, self._reconnector.answer_s = config.backoff, config.silence_s
 
     def connect(self, card: bytes) -> str:
         """Connect the peer behind `card`, tell it of us, and return its name.
@@ -156,7 +161,7 @@ class Mover:
         Raises PeerRefused with both sides' values when the peer does not hold the same model; nothing of its card is
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
         """
-        name = self._seat(self._core.seal.open_card(card))
+        name = self._seat(self._core.auth.verify_card(card))
         self._liveness.greeted(name, self._core.clock())
         self._core.say(name, wire.Hello(self._card))
         return name
@@ -164,8 +169,8 @@ class Mover:
     def _seat(self, card: bytes) -> str:
         rank = read_card(self._model, card)
         name = self._transport.connect(rank.transport)
-        self._inbound.limbo.seated(rank.place.seat, name, self._core.clock())
-        self._redial.seated(rank.place.seat, name)
+        self._destination.quarantine.seated(rank.place.seat, name, self._core.clock())
+        self._reconnector.seated(rank.place.seat, name)
         peer = Peer(name, rank, card)
         before = self._core.peers.add(peer)
         self._core.links.connected(peer, self._core.clock())
@@ -199,24 +204,24 @@ class Mover:
         tables = page_tables(pages)
         check_offered(tables, self._core.pools, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
-        self._outbound.send(transfer, tables, gates, aux)
+        self._source.send(transfer, tables, gates, aux)
         return transfer
 
     def produced(self, transfer: Transfer, gate: Gate) -> None:
         """Add a gate to a request that was sent with some, as many as none: `gates=[]` promises nothing yet."""
-        self._outbound.produced(transfer, gate)
+        self._source.produced(transfer, gate)
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """Hand over the `aux` of a request that was sent without: the first token is known after the last layer."""
-        self._outbound.attach(transfer, payload)
+        self._source.attach(transfer, payload)
 
     def refuse(self, request: str, reason: str) -> None:
         """This rank will not send `request`: destinations that ask, or have asked, hear why instead of waiting."""
-        self._outbound.refuse(request, reason)
+        self._source.refuse(request, reason)
 
     def reopen(self, request: str) -> None:
         """A request of this name will be sent though one was before, or was refused: destinations that ask wait."""
-        self._outbound.reopen(request)
+        self._source.reopen(request)
 
     def receive(
         self,
@@ -237,13 +242,13 @@ class Mover:
         tables, tokens = page_tables(pages), token_range(positions)
         check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
-        self._inbound.receive(Asked(transfer, engine, tokens, tables, aux_from))
+        self._destination.receive(Wanted(transfer, engine, tokens, tables, aux_from))
         return transfer
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         """Give a transfer up: it ends, with `reason` on both sides, when no write can touch its pages any more."""
-        self._outbound.abort(transfer, reason)
-        self._inbound.abort(transfer, reason)
+        self._source.abort(transfer, reason)
+        self._destination.abort(transfer, reason)
 
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
@@ -258,12 +263,12 @@ class Mover:
             event = self._events.popleft()
             if isinstance(event, Note):
                 self._hear(event)
-            elif not self._reader.handle(event) and not self._core.links.handle(event, self._core.clock()):
-                self._poster.handle(event)
+            elif not self._reads.handle(event) and not self._core.links.handle(event, self._core.clock()):
+                self._writes.handle(event)
         self._core.copier.poll()
-        self._inbound.poll()
-        self._outbound.poll()
-        self._poster.poll()
+        self._destination.poll()
+        self._source.poll()
+        self._writes.poll()
         while self._core.later:
             self._core.later.popleft()()
         self._ping()
@@ -281,13 +286,13 @@ class Mover:
 
     def close(self, reason: str = "this side closed") -> None:
         """Fail what is open with `reason`, and close the transport: registrations, peers and handles."""
-        self._inbound.close(reason)
-        self._outbound.close(reason)
-        for name in self._inbound.waits_on() | self._outbound.waits_on():
+        self._destination.close(reason)
+        self._source.close(reason)
+        for name in self._destination.waits_on() | self._source.waits_on():
             self._lose(name, reason)
         self._transport.close()
-        self._outbound.drop()
-        self._inbound.limbo.clear()
+        self._source.drop()
+        self._destination.quarantine.clear()
 
     def __enter__(self) -> Mover:
         return self
@@ -298,13 +303,13 @@ class Mover:
     def _hear(self, note: Note) -> None:
         """No message, whatever its bytes, ends the loop."""
         try:
-            payload = self._core.seal.open(note.peer, note.payload)
-        except Unopened as error:  # not even a sign of life
+            payload = self._core.auth.verify(note.peer, note.payload)
+        except Unverified as error:  # not even a sign of life
             self.meter.refused(error.refusal)
             log.warning("dropped a message: %s", error)
             return
         self._liveness.heard(note.peer)
-        if self._redial.heard(note.peer, self._core.clock()):
+        if self._reconnector.heard(note.peer, self._core.clock()):
             self.meter.add(Count.RECONNECTS)
         try:
             message = wire.decode(payload)
@@ -322,11 +327,11 @@ class Mover:
         elif isinstance(message, wire.Ping):
             self._core.say(peer.name, wire.Pong())
         elif isinstance(message, wire.ToSource):
-            self._outbound.hear(peer, message)
+            self._source.hear(peer, message)
         elif isinstance(message, wire.ToDestination):
-            self._inbound.hear(peer, message)
+            self._destination.hear(peer, message)
         elif isinstance(message, wire.Abort):
-            (self._inbound if self._inbound.knows(message) else self._outbound).hear(peer, message)
+            (self._destination if self._destination.knows(message) else self._source).hear(peer, message)
 
     def _welcome(self, name: str, hello: wire.Hello) -> None:
         try:
@@ -339,7 +344,7 @@ class Mover:
 
     def _ping(self) -> None:
         """A peer that died while it owes us something is noticed by a ping that cannot be sent, or is not answered."""
-        awaited = self._inbound.waits_on() | self._outbound.waits_on()
+        awaited = self._destination.waits_on() | self._source.waits_on()
         ping, silent = self._liveness.due(awaited, self._core.clock())
         strangers, deaf = self._liveness.strangers(self._core.clock())
         for name in strangers:
@@ -352,7 +357,7 @@ class Mover:
     def _dial(self) -> None:
         """Reach for lost peers again; what they say, or that they say nothing, decides."""
         now = self._core.clock()
-        dial, silent = self._redial.due(now)
+        dial, silent = self._reconnector.due(now)
         for name in silent:
             self._core.lost.append((name, f"{name} does not answer"))
         for name, card in dial:
@@ -360,7 +365,7 @@ class Mover:
                 self._core.say(self._seat(card), wire.Hello(self._card))
                 self._core.say(name, wire.Ping())
             except (PeerRefused, TransportError) as error:
-                self._redial.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
+                self._reconnector.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
 
     def _lose(self, name: str, reason: str) -> None:
         peer = self._core.peers.get(name)
@@ -368,9 +373,9 @@ class Mover:
             self.meter.add(Count.LOST_PEERS)
             log.warning("lost %s: %s", name, reason)
             if self._core.peers.sits(peer):
-                self._redial.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
+                self._reconnector.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
         self._core.peers.remove(name)
         self._liveness.forget(name)
         self._transport.disconnect(name)
-        self._inbound.lost(name, reason)
-        self._outbound.lost(name, reason)
+        self._destination.lost(name, reason)
+        self._source.lost(name, reason)

@@ -21,8 +21,8 @@ from kvmover.config.text import as_data, as_toml, plain, toml
 from kvmover.config.texts import TEXTS
 from kvmover.plan.cost import Route
 from kvmover.store import Policy
-from kvmover.transfer.result import MoverConfig
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.protocol.wire import Verb
 from perf import config_page
 
 #: For every setting a value that is not its default, as the environment would say it.
@@ -334,4 +334,4 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     parts = {"config", "deprecated", "enums", "errors", "layout", "needs", "numbers", "plan", "store", "transfer"}
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.store.")] == ["kvmover.store.policy"]
-    assert {"kvmover.transfer.mover", "kvmover.transfer.progress"}.isdisjoint(ours)
+    assert {"kvmover.transfer.mover", "kvmover.transfer.threads.progress"}.isdisjoint(ours)

@@ -14,8 +14,8 @@ import pytest
 
 from kvmover.cache.ledger import Loss
 from kvmover.store import Got, Put
+from kvmover.transfer.protocol.auth import Refusal
 from kvmover.transfer.result import Cause
-from kvmover.transfer.seal import Refusal
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PAGE = (DOCS / "operations.md").read_text()

@@ -25,9 +25,9 @@ from kvmover import (
 )
 from kvmover.layout import CpOrder
 from kvmover.plan import Plan, Replicas, Route
-from kvmover.transfer import wire
-from kvmover.transfer.seal import Key, Keys
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.auth import Key, Keys
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport import Descriptors
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
 from tests.docs import decode_by_the_page as by_the_page

@@ -15,8 +15,8 @@ from kvmover.config.text import toml
 from kvmover.engines.sglang import options as sglang
 from kvmover.engines.vllm import options as vllm
 from kvmover.plan.cost import Route
-from kvmover.transfer.result import MoverConfig
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.protocol.wire import Verb
 
 KEY = {key.name: key for key in keys()}
 

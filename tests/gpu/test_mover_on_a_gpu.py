@@ -30,9 +30,9 @@ class End:
     """One process's pool on the GPU, with a mover for each route."""
 
     def __init__(self, engine: str) -> None:
-        from kvmover.transfer.handshake import Model, Place
+        from kvmover.transfer.config import MoverConfig
         from kvmover.transfer.mover import Mover
-        from kvmover.transfer.result import MoverConfig
+        from kvmover.transfer.protocol.handshake import Model, Place
         from kvmover.transport.nixl import NixlTransport
 
         fleet, order = SIDES[engine]

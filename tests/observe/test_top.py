@@ -24,7 +24,7 @@ from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.scrape import Change, Scrape, endpoints, fetch, quantile_s
 from kvmover.observe.top import MOST_RANKS, View, screen
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot, Stage
-from kvmover.transfer.seal import Refusal
+from kvmover.transfer.protocol.auth import Refusal
 
 
 class Engine:

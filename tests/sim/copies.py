@@ -16,7 +16,7 @@ import numpy as np
 
 from kvmover.kernels.digest_reference import Logical
 from kvmover.kernels.region import Region, Side
-from kvmover.transfer.copier import Done, Work
+from kvmover.transfer.memory.copier import Done, Work
 from tests.sim.geometry import Bytes, Index
 from tests.sim.network import SimNetwork
 

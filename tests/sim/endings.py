@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvmover.plan.cost import Route
-from kvmover.transfer.lane import plans_between
+from kvmover.transfer.protocol.lane import plans_between
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result
-from kvmover.transfer.wire import Verb
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order
 

@@ -61,7 +61,7 @@ class Engines:
         asked = request.asked
         wanted = range(asked.start, asked.tokens)
         transfer = seat.mover.receive(request.name, "p", wanted, pages, asked.aux_from)
-        order = Order("receive", request, seat, pages, numbers, transfer, seat.mover._inbound.generation)
+        order = Order("receive", request, seat, pages, numbers, transfer, seat.mover._destination.generation)
         request.received[seat.place.rank] += 1
         seat.open_to.update(dict.fromkeys(numbers, order))
         return order

@@ -63,7 +63,7 @@ class Flights:
         if message is not None:
             self.scene.spoilt[(message.request, message.generation), (posted.sender.name, message.chunk)] += 1
             return
-        reading = target.seat.mover._reader.flights._posted.get(posted.flight.ticket)
+        reading = target.seat.mover._reads.flights._posted.get(posted.flight.ticket)
         if reading is not None:
             self.scene.spoilt[reading[0].id, (reading[0].peer, reading[0].chunk)] += 1
 
@@ -79,8 +79,8 @@ class Flights:
         if target.owner is None or target.pages:
             return
         id_, key = target.owner
-        attempt = seat.mover._inbound._attempts.get(id_)
-        ward = seat.mover._inbound.limbo.get((key[0], *id_))
+        attempt = seat.mover._destination._attempts.get(id_)
+        ward = seat.mover._destination.quarantine.get((key[0], *id_))
         leased = attempt is not None and attempt.state.regions.get(key) == target.offset
         if not leased and (ward is None or target.offset not in ward.offsets):
             raise Broken(f"{posted}: in flight to the region at {target.offset}, which is not leased to it any more")
@@ -116,7 +116,7 @@ class Flights:
 
 
 def _leased(seat: Seat, offset: int) -> Owner | None:
-    for attempt in seat.mover._inbound._attempts.values():
+    for attempt in seat.mover._destination._attempts.values():
         for key, at in attempt.state.regions.items():
             if at == offset:
                 return attempt.id, key
@@ -129,5 +129,5 @@ def _warded(posted: Posted, seat: Seat, offset: int) -> Owner | None:
     if message is None:
         return None
     id_ = message.request, message.generation
-    ward = seat.mover._inbound.limbo.get((posted.sender.name, *id_))
+    ward = seat.mover._destination.quarantine.get((posted.sender.name, *id_))
     return (id_, (posted.sender.name, message.chunk)) if ward and offset in ward.offsets else None

@@ -14,20 +14,20 @@ def left(scene: Scene) -> list[str]:
 
 def _remembered(scene: Scene, seat: Seat) -> list[str]:
     mover = seat.mover
-    arena, wards = mover._core.incoming.arena, mover._inbound.limbo._wards
+    arena, wards = mover._core.incoming.arena, mover._destination.quarantine._held
     excused = {key: ward for key, ward in wards.items() if _for_ever(scene, seat, key[0])}
     given_up = [ward.transfer for ward in excused.values()]
     tables = {
-        "attempts": mover._inbound._attempts,
-        "queue": mover._inbound._credits,
+        "attempts": mover._destination._attempts,
+        "queue": mover._destination._credits,
         "limbo": wards.keys() - excused,
-        "farewells": mover._inbound._farewells,
-        "reads": mover._reader.flights,
-        "requests": mover._outbound._requests,
-        "early": mover._outbound._early,
-        "posts": mover._poster._queue,
-        "staged": mover._poster._staged,
-        "writes": mover._poster.flights,
+        "farewells": mover._destination._retransmissions,
+        "reads": mover._reads.flights,
+        "requests": mover._source._requests,
+        "early": mover._source._early,
+        "posts": mover._writes._queue,
+        "staged": mover._writes._staged,
+        "writes": mover._writes.flights,
         "later": mover._core.later,
         "staging": mover._core.outgoing.arena._leased,
         "leased": arena._leased.keys() - arena._quarantined,

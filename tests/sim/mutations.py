@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import replace as changed
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvmover.transfer import inbound, receiver, receiving, sender, sending, wire
-from kvmover.transfer.arena import ALIGN_BYTES, Arena
-from kvmover.transfer.closed import Closed
-from kvmover.transfer.inbound import Inbound
-from kvmover.transfer.lane import Lane
-from kvmover.transfer.limbo import Key, Limbo, Ward
-from kvmover.transfer.liveness import Liveness
-from kvmover.transfer.offers import Request
-from kvmover.transfer.outbound import Outbound
-from kvmover.transfer.peers import Peer
-from kvmover.transfer.posts import Part, Poster
-from kvmover.transfer.receiving import Receiving, WriterChunk
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.destination import driver as destination_driver
+from kvmover.transfer.destination import machine as destination_machine
+from kvmover.transfer.destination.driver import DestinationDriver
+from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine
+from kvmover.transfer.destination.state import Action, Free, Receiving, Source, WriterChunk
+from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
+from kvmover.transfer.peers.liveness import Liveness
+from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.lane import Lane
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.source import machine as source_machine
+from kvmover.transfer.source.attempts import Request
+from kvmover.transfer.source.driver import SourceDriver
+from kvmover.transfer.source.state import Say, Sending
+from kvmover.transfer.source.writes import Part, Writes
+from kvmover.transfer.tombstones import Tombstones
 from kvmover.transport.base import Completed, Failed
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
-Stepped = tuple[Receiving, list[receiving.Action]]
+Stepped = tuple[Receiving, list[Action]]
 
 
 def around(patch: pytest.MonkeyPatch, owner: Any, name: str, other: Callable[..., Any]) -> None:
@@ -40,37 +44,37 @@ def around(patch: pytest.MonkeyPatch, owner: Any, name: str, other: Callable[...
 def completion_is_a_counter(patch: pytest.MonkeyPatch) -> None:
     """A chunk that is told of twice counts twice."""
 
-    def arrived(honest: Any, state: Receiving, event: receiving.Arrived, key: WriterChunk, now: float) -> Stepped:
+    def arrived(honest: Any, state: Receiving, event: wire.Chunk, key: WriterChunk, now: float) -> Stepped:
         if key not in state.arrived or state.reason is not None:
             return honest(state, event, key, now)
         again = (key[0], -1 - len(state.landed))
-        return receiver._progress(replace(state, landed=state.landed | {again}), [])
+        return destination_machine._progress(msgspec.structs.replace(state, landed=state.landed | {again}), [])
 
-    around(patch, receiver, "_arrived", arrived)
+    around(patch, destination_machine, "_arrived", arrived)
 
 
 def any_writer_will_do(patch: pytest.MonkeyPatch) -> None:
     """A chunk counts for every source that has one of its number."""
 
-    def arrived(honest: Any, state: Receiving, event: receiving.Arrived, key: WriterChunk, now: float) -> Stepped:
+    def arrived(honest: Any, state: Receiving, event: wire.Chunk, key: WriterChunk, now: float) -> Stepped:
         after, actions = honest(state, event, key, now)
         others = {(peer, key[1]) for peer, source in state.sources.items() if key[1] < source.chunks}
         if after.finished or after.reason is not None:
             return after, actions
-        return receiver._progress(replace(after, landed=after.landed | others), actions)
+        return destination_machine._progress(msgspec.structs.replace(after, landed=after.landed | others), actions)
 
-    around(patch, receiver, "_arrived", arrived)
+    around(patch, destination_machine, "_arrived", arrived)
 
 
 def a_payload_counts_twice(patch: pytest.MonkeyPatch) -> None:
     """One that comes again is taken for that of another source."""
 
-    def told(honest: Any, state: Receiving, event: receiving.Heard, now: float) -> Stepped:
-        if isinstance(event, receiving.AuxArrived) and event.peer in state.aux and state.awaited_aux:
-            event = receiving.AuxArrived(min(state.awaited_aux))
-        return honest(state, event, now)
+    def told(honest: Any, state: Receiving, peer: str, message: Any, now: float) -> Stepped:
+        if isinstance(message, wire.Aux) and peer in state.aux and state.awaited_aux:
+            peer = min(state.awaited_aux)
+        return honest(state, peer, message, now)
 
-    around(patch, receiver, "_told", told)
+    around(patch, destination_machine, "_told", told)
 
 
 def a_pull_lands_without_its_source(patch: pytest.MonkeyPatch) -> None:
@@ -83,28 +87,33 @@ def a_pull_lands_without_its_source(patch: pytest.MonkeyPatch) -> None:
 
 def generations_are_ignored(patch: pytest.MonkeyPatch) -> None:
     """What is said of an earlier attempt is taken for the current one at the same request."""
-    around(patch, Inbound, "hear", lambda honest, self, peer, message: honest(self, peer, _current(self, message)))
+    around(
+        patch,
+        DestinationDriver,
+        "hear",
+        lambda honest, self, peer, message: honest(self, peer, _current(self, message)),
+    )
 
-    def source_hear(honest: Any, self: Outbound, peer: Peer, message: wire.About) -> None:
+    def source_hear(honest: Any, self: SourceDriver, peer: Peer, message: wire.About) -> None:
         request = self._requests.get(message.request)
         attempt = request.attempts.get(peer.name) if request else None
         if attempt is not None and not isinstance(message, wire.Want):
             message = msgspec.structs.replace(message, generation=attempt.state.generation)
         honest(self, peer, message)
 
-    around(patch, Outbound, "hear", source_hear)
+    around(patch, SourceDriver, "hear", source_hear)
 
 
 def chunks_have_no_generation(patch: pytest.MonkeyPatch) -> None:
     """A chunk of an earlier attempt is taken for one of the current."""
 
-    def hear(honest: Any, self: Inbound, peer: Peer, message: wire.About) -> None:
+    def hear(honest: Any, self: DestinationDriver, peer: Peer, message: wire.About) -> None:
         honest(self, peer, _current(self, message) if isinstance(message, wire.Chunk) else message)
 
-    around(patch, Inbound, "hear", hear)
+    around(patch, DestinationDriver, "hear", hear)
 
 
-def _current(self: Inbound, message: wire.About) -> wire.About:
+def _current(self: DestinationDriver, message: wire.About) -> wire.About:
     generations = [generation for request, generation in self._attempts if request == message.request]
     return msgspec.structs.replace(message, generation=generations[0]) if generations else message
 
@@ -112,23 +121,23 @@ def _current(self: Inbound, message: wire.About) -> wire.About:
 def rounds_are_ignored(patch: pytest.MonkeyPatch) -> None:
     """What is told again of a chunk that did not match is taken for its second sending."""
 
-    def arrived(honest: Any, state: Receiving, event: receiving.Arrived, key: WriterChunk, now: float) -> Stepped:
-        return honest(state, replace(event, round=state.rounds.get(key, 0)), key, now)
+    def arrived(honest: Any, state: Receiving, event: wire.Chunk, key: WriterChunk, now: float) -> Stepped:
+        return honest(state, msgspec.structs.replace(event, round=state.rounds.get(key, 0)), key, now)
 
-    around(patch, receiver, "_arrived", arrived)
-    around(patch, receiver, "_staged", arrived)
+    around(patch, destination_machine, "_arrived", arrived)
+    around(patch, destination_machine, "_staged", arrived)
 
 
 def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     def scattered(honest: Any, state: Receiving, key: WriterChunk, digest: int | None, now: float) -> Stepped:
         return honest(state, key, state.digests.get(key), now)
 
-    around(patch, receiver, "_scattered", scattered)
+    around(patch, destination_machine, "_scattered", scattered)
 
 
 def a_want_opens_what_is_over(patch: pytest.MonkeyPatch) -> None:
     """A Want that its Abort overtook is taken for a new one."""
-    patch.setattr(Outbound, "_over", lambda self, peer, want: False)
+    patch.setattr(SourceDriver, "_over", lambda self, peer, want: False)
 
 
 # What may not be used yet.
@@ -140,19 +149,19 @@ def regions_are_freed_at_abort(patch: pytest.MonkeyPatch) -> None:
     def fail(honest: Any, state: Receiving, reason: str, now: float) -> Stepped:
         free = [key for key in state.regions if key not in state.arrived] if state.reason is None else []
         regions = {key: offset for key, offset in state.regions.items() if key not in free}
-        after, actions = honest(replace(state, regions=regions), reason, now)
-        return after, [*(receiving.Free(state.regions[key]) for key in free), *actions]
+        after, actions = honest(msgspec.structs.replace(state, regions=regions), reason, now)
+        return after, [*(Free(state.regions[key]) for key in free), *actions]
 
-    around(patch, receiver, "fail", fail)
+    around(patch, destination_machine, "_fail", fail)
 
 
 def drained_is_said_with_a_write_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def aborted(honest: Any, state: sending.Sending, reason: str, now: float) -> Any:
+    def aborted(honest: Any, state: Sending, reason: str, now: float) -> Any:
         after, actions = honest(state, reason, now)
-        early = [sending.Say(wire.Drained(state.request, state.generation))]
+        early = [Say(wire.Drained(state.request, state.generation))]
         return after, actions + early * bool(state.in_flight)
 
-    around(patch, sender, "_aborted", aborted)
+    around(patch, source_machine, "_aborted", aborted)
 
 
 def quarantine_is_a_release(patch: pytest.MonkeyPatch) -> None:
@@ -181,35 +190,40 @@ def the_arena_is_a_ring(patch: pytest.MonkeyPatch) -> None:
 
 
 def staging_is_reused_before_a_failed_write_settles(patch: pytest.MonkeyPatch) -> None:
-    def handle(honest: Any, self: Poster, event: Completed | Failed) -> bool:
-        return honest(self, replace(event, quiescent=True) if isinstance(event, Failed) else event)
+    def handle(honest: Any, self: Writes, event: Completed | Failed) -> bool:
+        return honest(self, changed(event, quiescent=True) if isinstance(event, Failed) else event)
 
-    around(patch, Poster, "handle", handle)
+    around(patch, Writes, "handle", handle)
 
 
 def staging_is_reused_before_it_was_read(patch: pytest.MonkeyPatch) -> None:
     """A source of a pull gives the memory back when it says where the chunk lies."""
 
-    def gathered(honest: Any, self: Poster, entry: Part, digest: int | None) -> None:
+    def gathered(honest: Any, self: Writes, entry: Part, digest: int | None) -> None:
         honest(self, entry, digest)
         if entry.job.want.verb is Verb.PULL:
             self._release(entry)
 
-    around(patch, Poster, "_gathered", gathered)
+    around(patch, Writes, "_gathered", gathered)
 
 
 def a_dead_peer_writes_no_more(patch: pytest.MonkeyPatch) -> None:
     """What it may have been writing is free as soon as another sits in its place."""
 
-    def seated(honest: Any, self: Limbo, seat: tuple[str, int], name: str, now: float) -> None:
+    def seated(honest: Any, self: Quarantine, seat: tuple[str, int], name: str, now: float) -> None:
         honest(self, seat, name, now - self.linger_s)
 
-    around(patch, Limbo, "seated", seated)
+    around(patch, Quarantine, "seated", seated)
 
 
 def held_pages_are_given_back(patch: pytest.MonkeyPatch) -> None:
     """A direct route's pages are not reported as held when a source never answered."""
-    around(patch, Inbound, "_finish", lambda honest, self, attempt, reason, held: honest(self, attempt, reason, set()))
+    around(
+        patch,
+        DestinationDriver,
+        "_finish",
+        lambda honest, self, attempt, reason, held: honest(self, attempt, reason, set()),
+    )
 
 
 def held_is_over_with_the_transfer(patch: pytest.MonkeyPatch) -> None:
@@ -219,7 +233,7 @@ def held_is_over_with_the_transfer(patch: pytest.MonkeyPatch) -> None:
         honest(attempt, *rest)
         attempt.transfer.held = False
 
-    around(patch, inbound, "close", close)
+    around(patch, destination_driver, "close", close)
 
 
 def gates_are_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -245,12 +259,12 @@ def a_state_goes_with_its_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_lost_is_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(receiver, "_again", lambda state, peer: [])
+    patch.setattr(destination_machine, "_again", lambda state, peer: [])
 
 
 def what_is_over_is_still_to_come(patch: pytest.MonkeyPatch) -> None:
     """A source forgets that a request has ended."""
-    patch.setattr(Closed, "end", lambda self, request, how, until: None)
+    patch.setattr(Tombstones, "end", lambda self, request, how, until: None)
 
 
 def hello_is_said_once(patch: pytest.MonkeyPatch) -> None:
@@ -258,7 +272,7 @@ def hello_is_said_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_source_without_chunks_is_told_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(receiving.Source, "idle", property(lambda self: False))
+    patch.setattr(Source, "idle", property(lambda self: False))
 
 
 def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
@@ -266,30 +280,30 @@ def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Limbo, "drained", lambda self, key: [])
+    patch.setattr(Quarantine, "drained", lambda self, key: [])
 
 
 def a_successor_seen_early_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     """What is kept from a peer whose place was taken before the attempt failed is kept for ever."""
 
-    def hold(honest: Any, self: Limbo, key: Key, ward: Ward) -> None:
+    def hold(honest: Any, self: Quarantine, key: Key, ward: Isolated) -> None:
         honest(self, key, ward)
         ward.until = None
 
-    around(patch, Limbo, "hold", hold)
+    around(patch, Quarantine, "hold", hold)
 
 
 def answers_are_answered(patch: pytest.MonkeyPatch) -> None:
     """The destination says Done to a source's Abort, and the source Abort to a Done."""
 
-    def late(honest: Any, self: Inbound, peer: Peer, message: wire.About) -> None:
+    def late(honest: Any, self: DestinationDriver, peer: Peer, message: wire.About) -> None:
         id_ = message.request, message.generation
         if isinstance(message, wire.Abort) and id_ in self._ended and self._ended.get(id_) is None:
             self.core.say(peer.name, wire.Done(*id_))
         else:
             honest(self, peer, message)
 
-    around(patch, Inbound, "_late", late)
+    around(patch, DestinationDriver, "_late", late)
 
 
 # What the engine is told.
@@ -299,7 +313,7 @@ def a_spoilt_chunk_of_a_failed_request_is_whole(patch: pytest.MonkeyPatch) -> No
     def scattered(honest: Any, state: Receiving, key: WriterChunk, digest: int | None, now: float) -> Stepped:
         return honest(state, key, state.digests.get(key) if state.reason is not None else digest, now)
 
-    around(patch, receiver, "_scattered", scattered)
+    around(patch, destination_machine, "_scattered", scattered)
 
 
 def reads_count_unconfirmed(patch: pytest.MonkeyPatch) -> None:
@@ -307,10 +321,10 @@ def reads_count_unconfirmed(patch: pytest.MonkeyPatch) -> None:
 
     def close(honest: Any, attempt: Any, *rest: Any) -> None:
         state = attempt.state
-        attempt.state = replace(state, kept=frozenset(state.sources))
+        attempt.state = msgspec.structs.replace(state, kept=frozenset(state.sources))
         honest(attempt, *rest)
 
-    around(patch, inbound, "close", close)
+    around(patch, destination_driver, "close", close)
 
 
 #: Each with the profile under which it shows.

@@ -17,7 +17,7 @@ from random import Random
 import numpy as np
 
 from kvmover.errors import PeerLost, ProtocolError
-from kvmover.transfer import wire
+from kvmover.transfer.protocol import wire
 from kvmover.transport.base import ADDRESS, COUNT, NBYTES, STRIDE, Descriptors, Note
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport, _Flight
 from tests.sim.scenario import DEFAULT, Profile

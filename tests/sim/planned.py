@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kvmover.plan import lower
-from kvmover.transfer import lane
-from kvmover.transfer.lane import Lane
+from kvmover.transfer.protocol import lane
+from kvmover.transfer.protocol.lane import Lane
 
 #: What one schedule plans, and not much more: other schedules plan something else.
 KEPT = 128

@@ -9,9 +9,10 @@ from kvmover.layout import Component, Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.plan.cost import Costs, Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer.backoff import Backoff
-from kvmover.transfer.result import ALL, Integrity, MoverConfig
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.config import Integrity, MoverConfig
+from kvmover.transfer.peers.reconnect import Backoff
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.result import ALL
 
 MODELS = (
     (Component("attention", 2, 2, 2, 16, "uint8"),),

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from kvmover.layout import Component, Pool
-from kvmover.transfer.arena import Arena
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Transfer
 from tests.sim.copies import SimCopier
 from tests.sim.geometry import PAGES, Bytes, Geometry, Part, part_of
@@ -205,5 +205,5 @@ def seated(
     mover._core.copier = SimCopier(network, transport.name, scenario.copy_s, on_end)
     for staging in (mover._core.outgoing, mover._core.incoming):
         staging.arena = Scorched(staging.arena.nbytes, staging.tensor.numpy())
-    mover._inbound.generation = network.births(f"{engine}{rank}") * 1_000_000
+    mover._destination.generation = network.births(f"{engine}{rank}") * 1_000_000
     return made

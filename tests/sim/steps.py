@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvmover.transfer import wire
+from kvmover.transfer.protocol import wire
 from tests.sim.network import text_of
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order, Seat
@@ -18,6 +18,18 @@ SLACK_S = 0.5
 
 #: Notes that say the same however often they are said.
 KEEPALIVES = {wire.encode(wire.Ping()), wire.encode(wire.Pong())}
+
+
+def check_states(seat: Seat) -> None:
+    """What each state machine promises of its own state."""
+    try:
+        for attempt in seat.mover._destination._attempts.values():
+            attempt.state.check()
+        for request in seat.mover._source._requests.values():
+            for attempt in request.attempts.values():
+                attempt.state.check()
+    except AssertionError as error:
+        raise Broken(f"{seat.name}: {error}") from error
 
 
 def check_memory(seat: Seat) -> None:
@@ -34,11 +46,11 @@ def check_memory(seat: Seat) -> None:
 
 def check_arena(seat: Seat) -> None:
     """Each region is leased to one chunk, or kept apart for one peer that may still write it; none is forgotten."""
-    inbound, arena = seat.mover._inbound, seat.mover._core.incoming.arena
-    if not arena._leased and not inbound._attempts and not inbound.limbo._wards:
+    inbound, arena = seat.mover._destination, seat.mover._core.incoming.arena
+    if not arena._leased and not inbound._attempts and not inbound.quarantine._held:
         return
     regions = [at for attempt in inbound._attempts.values() for at in attempt.state.regions.values()]
-    wards = [at for ward in inbound.limbo._wards.values() for at in ward.offsets]
+    wards = [at for ward in inbound.quarantine._held.values() for at in ward.offsets]
     if len({*regions, *wards}) < len(regions) + len(wards):
         raise Broken(f"{seat.name}: a region is leased twice: {sorted(regions)}, in limbo {sorted(wards)}")
     if set(wards) != arena._quarantined or arena._leased.keys() != {*regions, *wards}:
@@ -75,7 +87,7 @@ def check_silence(scene: Scene, seat: Seat) -> None:
 
 def check_early(scene: Scene, seat: Seat) -> None:
     """Nobody who asks for a request that has ended here is kept waiting for it to begin."""
-    for name in seat.mover._outbound._early._early:
+    for name in seat.mover._source._early._early:
         sent = [o for o in scene.orders if o.seat is seat and o.verb == "send" and o.request.name == name]
         if sent and sent[-1].transfer.ended:
             raise Broken(f"{seat.name}: {name} is waited for, and is over")
@@ -83,10 +95,10 @@ def check_early(scene: Scene, seat: Seat) -> None:
 
 def _awaited(seat: Seat) -> Iterator[str]:
     """Peers that something is awaited from by transfers that have not failed."""
-    for attempt in seat.mover._inbound._attempts.values():
+    for attempt in seat.mover._destination._attempts.values():
         if attempt.state.reason is None:
             yield from (peer for peer in attempt.state.sources if not attempt.state.served(peer))
-    for request in seat.mover._outbound._requests.values():
+    for request in seat.mover._source._requests.values():
         yield from (n for n, a in request.attempts.items() if not a.state.finished and a.state.reason is None)
 
 

@@ -161,7 +161,7 @@ class World:
             raise
         except Exception as error:
             raise Broken(f"{seat.name}: poll raised {error!r}") from error
-        if busy and seat.mover._poster._queue:  # there is more to do than one poll does
+        if busy and seat.mover._writes._queue:  # there is more to do than one poll does
             self._wake(seat.name)
         self._look(seat)
 
@@ -171,6 +171,7 @@ class World:
         """After every step of a mover."""
         for posted in self.flights.into.get(seat.name, ()):
             self.flights.still_its_own(posted)
+        steps.check_states(seat)
         steps.check_memory(seat)
         steps.check_arena(seat)
         steps.check_silence(self.scene, seat)
@@ -207,7 +208,7 @@ class World:
     def _end(self) -> None:
         """Count what was reached; check what only the end can show."""
         endings.check_told(self.scene)
-        self.seen["left for ever"] += sum(len(seat.mover._inbound.limbo) for seat in self.scene.alive)
+        self.seen["left for ever"] += sum(len(seat.mover._destination.quarantine) for seat in self.scene.alive)
         self.seen.update({f"lost {kind}": count for kind, count in self.network.lost.items()})
         for fault in self.scenario.faults:
             match fault:

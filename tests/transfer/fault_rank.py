@@ -22,11 +22,12 @@ import torch
 from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Costs, Route
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.config import Integrity, MoverConfig
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import Integrity, MoverConfig, Transfer
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.result import Transfer
 from kvmover.transport import NixlTransport
 from tests.transfer.fault_netns import enter
 from tests.transfer.fault_pages import Shelf, Tables
@@ -246,8 +247,8 @@ class Rank:
 
     def progress(self) -> int:
         """Chunks of all open requests that have arrived, or left."""
-        arrived = sum(len(attempt.state.arrived) for attempt in self.mover._inbound._attempts.values())
-        requests = self.mover._outbound._requests.values()
+        arrived = sum(len(attempt.state.arrived) for attempt in self.mover._destination._attempts.values())
+        requests = self.mover._source._requests.values()
         return arrived + sum(len(a.state.written) for request in requests for a in request.attempts.values())
 
     def peers(self) -> int:
@@ -262,15 +263,15 @@ class Rank:
         mover, core = self.mover, self.mover._core
         arenas = [staging.arena for staging in (core.incoming, core.outgoing)]
         left = {
-            "attempts": len(mover._inbound._attempts),
-            "credits": len(mover._inbound._credits),
-            "limbo": len(mover._inbound.limbo),
-            "reads": len(mover._reader.flights),
-            "requests": len(mover._outbound._requests),
-            "early wants": len(mover._outbound._early),
-            "queued": len(mover._poster._queue),
-            "staged": len(mover._poster._staged),
-            "writes": len(mover._poster.flights),
+            "attempts": len(mover._destination._attempts),
+            "credits": len(mover._destination._credits),
+            "limbo": len(mover._destination.quarantine),
+            "reads": len(mover._reads.flights),
+            "requests": len(mover._source._requests),
+            "early wants": len(mover._source._early),
+            "queued": len(mover._writes._queue),
+            "staged": len(mover._writes._staged),
+            "writes": len(mover._writes.flights),
             "leased": sum(arena.leased_bytes for arena in arenas),
             "quarantined": sum(arena.quarantined_bytes for arena in arenas),
             "open jobs": len(self._open),

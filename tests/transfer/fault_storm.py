@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
-from kvmover.transfer.result import Integrity
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.config import Integrity
+from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.fault_crowd import Crowd
 from tests.transfer.fault_rank import CONFIG, Ending, Job, RankProcess, Seat
 

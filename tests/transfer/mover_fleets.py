@@ -11,9 +11,10 @@ import torch
 
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import Costs, Route
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import Gate, MoverConfig, Transfer
+from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.result import Gate, Transfer
 from kvmover.transport import LoopbackNetwork, LoopbackTransport, Transport
 
 POISON = 0xEE
@@ -111,15 +112,15 @@ class Bench:
             for staging in (core.incoming, core.outgoing):
                 assert (staging.arena.leased_bytes, staging.arena.quarantined_bytes) == (0, 0)
                 assert staging.arena._free == [(0, staging.arena.nbytes)]
-            assert not mover._inbound._attempts
-            assert not mover._inbound._credits
-            assert not mover._inbound.limbo
-            assert not mover._reader.flights
-            assert not mover._outbound._requests
-            assert not mover._outbound._early
-            assert not mover._poster._queue
-            assert not mover._poster._staged
-            assert not mover._poster.flights
+            assert not mover._destination._attempts
+            assert not mover._destination._credits
+            assert not mover._destination.quarantine
+            assert not mover._reads.flights
+            assert not mover._source._requests
+            assert not mover._source._early
+            assert not mover._writes._queue
+            assert not mover._writes._staged
+            assert not mover._writes.flights
             assert not core.later
 
 

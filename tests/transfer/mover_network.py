@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from kvmover.transfer import wire
+from kvmover.transfer.protocol import wire
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
 
 #: Of a note from, to and what it says: how often it arrives.

@@ -18,9 +18,10 @@ from mover_fleets import POISON
 from kvmover.errors import KvmoverError, TransferFailed
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import Costs, Route
-from kvmover.transfer.handshake import Model, Place
+from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import MoverConfig, Transfer
+from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.result import Transfer
 from kvmover.transport import NixlTransport
 
 COMPONENTS = (Component("attention", 2, 2, 2, 64, "bfloat16"), Component("keys", 2, 1, 1, 24, "uint8"))
@@ -122,8 +123,8 @@ class Side:
 
     def progress(self) -> int:
         """Chunks of all open requests that have arrived, or were written."""
-        arrived = sum(len(attempt.state.arrived) for attempt in self.mover._inbound._attempts.values())
-        requests = self.mover._outbound._requests.values()
+        arrived = sum(len(attempt.state.arrived) for attempt in self.mover._destination._attempts.values())
+        requests = self.mover._source._requests.values()
         return arrived + sum(len(a.state.written) for request in requests for a in request.attempts.values())
 
     def footprint(self) -> dict[str, int]:

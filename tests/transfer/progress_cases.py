@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from mover_fleets import CONFIG, Bench, Pair
 
 from kvmover.layout import Component, Fleet
-from kvmover.transfer.pace import Pace
-from kvmover.transfer.progress import Progress
-from kvmover.transfer.result import MoverConfig
-from kvmover.transfer.shared import SharedMover
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.threads.pace import Pace
+from kvmover.transfer.threads.progress import Progress
+from kvmover.transfer.threads.shared import SharedMover
 from kvmover.transport import LoopbackNetwork, LoopbackTransport, Transport
 from kvmover.transport.base import Event
 

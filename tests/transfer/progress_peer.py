@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from mover_peer import MoverProcess, Side
 
-from kvmover.transfer.aio import AsyncMover
 from kvmover.transfer.meter import Count
-from kvmover.transfer.progress import Progress
-from kvmover.transfer.shared import SharedMover
+from kvmover.transfer.threads.aio import AsyncMover
+from kvmover.transfer.threads.progress import Progress
+from kvmover.transfer.threads.shared import SharedMover
 
 WITHIN_S = 20.0
 

@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer import receiver, receiving, sender, sending, wire
-from kvmover.transfer.arena import ALIGN_BYTES, Arena
-from kvmover.transfer.credits import Credits
-from kvmover.transfer.receiving import Patience, Receiving, Source, WriterChunk
-from kvmover.transfer.sending import Sending
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.destination import machine as receiver
+from kvmover.transfer.destination import state as receiving
+from kvmover.transfer.destination.credits import Credits
+from kvmover.transfer.destination.state import Receiving, Source, WriterChunk
+from kvmover.transfer.events import Cancel, Patience, Tick
+from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.source import machine as sender
+from kvmover.transfer.source import state as sending
+from kvmover.transfer.source.state import Sending
 
 PATIENCE = Patience(deadline_s=30.0, drain_s=2.0, resend_s=1.0)
 TICK_S = 0.05
@@ -41,7 +46,7 @@ class _End:
     staging: dict[int, str] = field(default_factory=dict[int, str])
     of_chunk: dict[int, int] = field(default_factory=dict[int, int])
     queue: deque[sending.Post] = field(default_factory=deque[sending.Post])
-    finish: sending.Finish | None = None
+    finish: sending.Served | None = None
     closed: str | None = None
 
 
@@ -71,7 +76,7 @@ class Joined:
         self.regions: dict[int, str] = {}
         self.pages: dict[WriterChunk, str] = {}
         self.aux: Counter[str] = Counter()
-        self.finish: receiving.Finish | None = None
+        self.finish: receiving.Ended | None = None
         self.mismatches = 0
         self.said: Counter[type] = Counter()
         self.log: list[wire.AnyMessage] = []
@@ -90,7 +95,7 @@ class Joined:
         return self
 
     def cancel(self, after: float, reason: str) -> None:
-        self._at(after, lambda: self._step(receiving.Cancel(reason)))
+        self._at(after, lambda: self._step(Cancel(reason)))
 
     def refuse(self, peer: str, after: float, reason: str) -> None:
         self._at(after, lambda: self._refuse(peer, self.ends[peer], reason))
@@ -99,7 +104,7 @@ class Joined:
         if end.state is None:
             end.closed = reason
         else:
-            self._source(peer, sending.Cancel(reason))
+            self._source(peer, Cancel(reason))
 
     @property
     def lost(self) -> dict[str, Sending]:
@@ -119,10 +124,10 @@ class Joined:
         heapq.heappush(self._events, (self.now + after, next(self._order), call))
 
     def _tick(self) -> None:
-        self._step(receiving.Tick())
+        self._step(Tick())
         for peer, end in self.ends.items():
             if end.state is not None:
-                self._source(peer, sending.Tick())
+                self._source(peer, Tick())
         self._at(TICK_S, self._tick)
 
     def _send(self, source: str, target: str, message: wire.AnyMessage) -> None:
@@ -138,7 +143,7 @@ class Joined:
         else:
             self._source_hears(target, message)
 
-    # The destination, as Inbound runs it
+    # The destination, as DestinationDriver runs it
 
     def _destination_hears(self, peer: str, message: wire.AnyMessage) -> None:
         if self.state.finished:
@@ -146,24 +151,10 @@ class Joined:
                 reason = self.state.reason
                 self._send("d", peer, wire.Done("r", 7) if reason is None else wire.Abort("r", 7, reason))
             return
-        match message:
-            case wire.Offered(ready=ready):
-                self._step(receiving.Offered(peer, ready))
-            case wire.Chunk(chunk=chunk, round=round_, digest=digest):
-                self._step(receiving.Arrived(peer, chunk, round_, digest))
-            case wire.Staged(chunk=chunk, offset=offset, round=round_, digest=digest):
-                self._step(receiving.Staged(peer, chunk, offset, round_, digest))
-            case wire.Aux():
-                self.aux[peer] += peer not in self.state.aux
-                self._step(receiving.AuxArrived(peer))
-            case wire.Kept():
-                self._step(receiving.Kept(peer))
-            case wire.Abort(reason=reason):
-                self._step(receiving.PeerAborted(peer, reason))
-            case wire.Drained():
-                self._step(receiving.PeerDrained(peer))
-            case _:
-                raise AssertionError(f"a source said {message}")
+        assert isinstance(message, wire.ToDestination | wire.Abort), f"a source said {message}"
+        if isinstance(message, wire.Aux):
+            self.aux[peer] += peer not in self.state.aux
+        self._step(receiving.Heard(peer, message))
 
     def _step(self, event: receiving.Event) -> None:
         self._apply(*receiver.step(self.state, event, self.now))
@@ -191,11 +182,11 @@ class Joined:
                 case receiving.Free(offset):
                     del self.leased[offset]
                     self.arena.release(offset)
-                case receiving.Quarantine(_, offset):
+                case receiving.Isolate(_, offset):
                     self.arena.quarantine(offset)
                 case receiving.Mismatch():
                     self.mismatches += 1
-                case receiving.Finish():
+                case receiving.Ended():
                     assert self.finish is None, "ended twice"
                     self.finish = action
         self._lease()
@@ -218,7 +209,7 @@ class Joined:
             self.regions[read.offset] = found
         self._step(receiving.ReadEnded(*key))
 
-    # A source, as Outbound and Poster run it
+    # A source, as SourceDriver and Writes run it
 
     def _source_hears(self, peer: str, message: wire.AnyMessage) -> None:
         end = self.ends[peer]
@@ -231,24 +222,12 @@ class Joined:
             elif end.closed is not None:
                 self._send(peer, "d", wire.Abort("r", 7, end.closed))
             return
-        match message:
-            case wire.Want():
-                self._source(peer, sending.Asked())
-            case wire.Granted(grants=grants):
-                for grant in grants:
-                    self._source(peer, sending.Granted(grant.chunk, grant.offset, grant.round))
-            case wire.Taken(chunk=chunk, round=round_):
-                self._source(peer, sending.Taken(chunk, round_))
-            case wire.Done():
-                self._source(peer, sending.PeerDone())
-            case wire.Abort(reason=reason):
-                self._source(peer, sending.PeerAborted(reason))
-            case _:
-                raise AssertionError(f"the destination said {message}")
+        assert isinstance(message, wire.ToSource | wire.Abort), f"the destination said {message}"
+        self._source(peer, message)
 
     def _begin(self, peer: str, end: _End) -> None:
         source, deadline = end.source, self.now + PATIENCE.deadline_s
-        end.state = Sending("r", 7, source.chunks, PATIENCE, deadline, source.direct, source.verb, (), self.now)
+        end.state = Sending("r", 7, (SLOT,) * source.chunks, PATIENCE, deadline, source.direct, source.verb)
         half = (source.chunks + 1) // 2
         self._source(peer, sending.Ready(tuple(range(half))))
         self._at(0.5, lambda: self._source(peer, sending.Ready(tuple(range(half, source.chunks)))))
@@ -267,7 +246,7 @@ class Joined:
                     self._give_back(end, chunk)
                 case sending.Say(message):
                     self._send(peer, "d", message)
-                case sending.Finish():
+                case sending.Served():
                     assert end.finish is None, "ended twice"
                     end.finish = action
                     end.queue.clear()
@@ -283,7 +262,7 @@ class Joined:
             digest = hash(_text(peer, post.chunk)) if self.digests else None
             if end.source.verb is Verb.PULL:
                 place = end.of_chunk.get(post.chunk, 0)
-                self._at(0.005, lambda p=post, at=place, d=digest: self._source(peer, sending.Staged(p.chunk, at, d)))
+                self._at(0.005, lambda p=post, at=place, d=digest: self._source(peer, sending.Gathered(p.chunk, at, d)))
             else:
                 self._write(peer, end, post, digest)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvmover.errors import LayoutError
-from kvmover.transfer.arena import ALIGN_BYTES, Arena
+from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 
 WORDS = 16
 NBYTES = WORDS * ALIGN_BYTES + 100  # the odd tail is of no use, and does no harm

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.errors import LayoutError
-from kvmover.transfer import backoff
-from kvmover.transfer.backoff import Backoff, Dial, Dialling, GiveUp, Idle, Lost, Tick, Waiting, step
+from kvmover.transfer.peers import reconnect as backoff
+from kvmover.transfer.peers.reconnect import Backoff, Dial, Dialling, GiveUp, Idle, Lost, Tick, Waiting, step
 
 STEADY = Backoff(jitter=0)
 EVENTS = st.one_of(st.just(Lost("cut off")), st.just(Tick()))

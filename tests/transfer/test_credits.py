@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.transfer.arena import ALIGN_BYTES, Arena
-from kvmover.transfer.credits import PATIENCE, Credits
+from kvmover.transfer.destination.credits import PATIENCE, Credits
+from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 
 SLOT = ALIGN_BYTES
 

@@ -9,8 +9,9 @@ import pytest
 
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer import early, wire
-from kvmover.transfer.early import EarlyWants
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.source import early
+from kvmover.transfer.source.early import EarlyWants
 
 
 def peer(name: str = "decode0.1") -> Any:

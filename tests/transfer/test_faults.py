@@ -19,7 +19,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.fault_crowd import Crowd, some
 from tests.transfer.fault_rank import CONFIG, Job, RankProcess, Seat
 

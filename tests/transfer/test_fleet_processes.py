@@ -21,8 +21,8 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 
 from kvmover.layout import CpOrder, Fleet
 from kvmover.plan.cost import Route
-from kvmover.transfer.result import Integrity
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.config import Integrity
+from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.fault_crowd import Crowd
 from tests.transfer.fault_rank import CONFIG, Job, Seat
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvmover.errors import PeerRefused
 from kvmover.layout import Component, CpOrder, Fleet, Layout, PoolSpec
-from kvmover.transfer import handshake
-from kvmover.transfer.handshake import Card, Model, Place, Rank, read_card, write_card
+from kvmover.transfer.protocol import handshake
+from kvmover.transfer.protocol.handshake import Card, Model, Place, Rank, read_card, write_card
 from kvmover.transport import Memory, MemoryKind
 
 ATTENTION = Component("attention", 4, 2, 8, 64, "bfloat16")

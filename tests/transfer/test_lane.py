@@ -18,8 +18,8 @@ from kvmover.kernels import reference
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.legs import Replicas
 from kvmover.plan.lower import BoxSide
-from kvmover.transfer.lane import PIECE_ALIGN_BYTES, Cut, End, Lane, plans_between
-from kvmover.transfer.memory import region
+from kvmover.transfer.memory.regions import region
+from kvmover.transfer.protocol.lane import PIECE_ALIGN_BYTES, Cut, End, Lane, plans_between
 
 
 def end_of(case: Case, shape: Shape, rank: int, pages: int) -> End:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.transfer.liveness import Liveness
+from kvmover.transfer.peers.liveness import Liveness
 
 PING_S, SILENCE_S = 0.5, 10.0
 

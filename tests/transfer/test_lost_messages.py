@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from protocol_joined import PATIENCE, Fate, Joined, on_time
 
-from kvmover.transfer import sending, wire
-from kvmover.transfer.receiving import Source
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.destination.state import Source
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.source import state as sending
 
 #: Three sources of unequal size, one with a payload and no chunk.
 WAYS = {
@@ -43,7 +44,7 @@ def assert_landed(joined: Joined) -> None:
     assert joined.finish.reason is None
     assert joined.whole()
     assert all(joined.aux[peer] == source.aux for peer, source in joined.state.sources.items())
-    assert all(end.finish == sending.Finish(None) for end in joined.ends.values())
+    assert all(end.finish == sending.Served(None) for end in joined.ends.values())
     assert_clean(joined)
 
 

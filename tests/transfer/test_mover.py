@@ -16,10 +16,10 @@ from kvmover.errors import LayoutError, PeerLost, PeerRefused, PeerUnknown, Plan
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer import wire
-from kvmover.transfer.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.result import Result, Transfer
 from kvmover.transport import LoopbackTransport
 
@@ -317,7 +317,7 @@ def test_aborting_what_has_ended_changes_nothing():
 
 
 def _arrived(dst: Engine) -> set[tuple[str, int]]:
-    return {key for attempt in dst.movers[0]._inbound._attempts.values() for key in attempt.state.arrived}
+    return {key for attempt in dst.movers[0]._destination._attempts.values() for key in attempt.state.arrived}
 
 
 def test_chunks_that_wait_for_staging_memory_are_not_written_after_an_abort():
@@ -328,8 +328,8 @@ def test_chunks_that_wait_for_staging_memory_are_not_written_after_an_abort():
     pair.bench.turn()
     pair.dst.movers[0].abort(landed, "enough of this")
     pair.bench.turn()
-    assert len(pair.src.movers[0]._poster.flights) == 1
-    assert not pair.src.movers[0]._poster._queue
+    assert len(pair.src.movers[0]._writes.flights) == 1
+    assert not pair.src.movers[0]._writes._queue
     pair.bench.network.deliver()
     pair.bench.ended([sent, landed])
     assert reasons([sent, landed]) == ["enough of this"] * 2
@@ -753,7 +753,7 @@ def test_no_sequence_of_messages_ends_the_loop_or_keeps_a_transfer_from_ending(
     clock = HandClock()
     pair = Pair.of(Fleet(tp=2, page_tokens=4), config=replace(CONFIG, route=route), clock=clock, tokens=20)
     transfers = [*pair.send(), *pair.receive()]
-    generation = pair.dst.movers[0]._inbound.generation
+    generation = pair.dst.movers[0]._destination.generation
     source, target = pair.src.movers[0]._transport, pair.dst.movers[0]._transport
     for message, turns in said:
         if isinstance(message, wire.About):

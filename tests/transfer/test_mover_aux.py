@@ -10,10 +10,10 @@ from mover_network import FaultyNetwork
 
 from kvmover.errors import PlanError
 from kvmover.layout import Fleet, Pool
-from kvmover.transfer import wire
-from kvmover.transfer.handshake import Place
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.handshake import Place
+from kvmover.transfer.protocol.wire import MAX_AUX_BYTES, Verb
 from kvmover.transfer.result import Result, Transfer
-from kvmover.transfer.wire import MAX_AUX_BYTES, Verb
 
 TOKEN = b"first token"
 verbs = pytest.mark.parametrize("verb", list(Verb))
@@ -139,7 +139,7 @@ def test_a_payload_of_a_rank_that_was_not_asked_is_not_taken_for_that_of_another
     liar.connect(target.card)
     pair.bench.turn()
     liar._transport.notify(
-        target._transport.name, wire.encode(wire.Aux("request", target._inbound.generation, b"of somebody else"))
+        target._transport.name, wire.encode(wire.Aux("request", target._destination.generation, b"of somebody else"))
     )
     pair.bench.turn()
     sent = [pair.src.movers[0].send("request", pair.src_tables[0], aux=TOKEN)]

@@ -13,12 +13,12 @@ from mover_network import FaultyNetwork
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer import wire
-from kvmover.transfer.closed import MEMORY_S
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.tombstones import MEMORY_S
 
 ways = pytest.mark.parametrize(("verb", "route"), [(verb, route) for verb in Verb for route in Route])
 WANT = wire.Want("request", 1, 0, 100, Route.PACKED, Replicas.STRIPE, 4096)
@@ -225,7 +225,7 @@ BAD_TABLES = {
 def offered_unchecked(mover: Mover, request: str, tables: list[np.ndarray]) -> Transfer:
     """As `send` of a process that checks nothing: what a destination has to live with."""
     transfer = Transfer(request, 0.0)
-    mover._outbound.send(transfer, tuple(tables), None, None)
+    mover._source.send(transfer, tuple(tables), None, None)
     return transfer
 
 
@@ -257,7 +257,7 @@ def test_page_tables_of_a_source_that_cannot_be_right_are_not_read_from(tables: 
     pair = Pair.of(config=replace(CONFIG, verb=Verb.PULL, route=Route.DIRECT), clock=HandClock())
     (landed,) = pair.receive()
     target, liar = pair.dst.movers[0], pair.src.movers[0]._transport
-    generation = target._inbound.generation
+    generation = target._destination.generation
     for message in (
         wire.Offered("request", generation, ((0, 25),), tables),
         wire.Staged("request", generation, 3, 0),
@@ -291,7 +291,7 @@ def test_news_of_what_both_sides_have_forgotten_differently_are_not_answered_for
     clock.now += CONFIG.drain_s
     pair.bench.turn(12)
     assert ended(sent).reason == "the user left"
-    generation = pair.dst.movers[0]._inbound.generation
+    generation = pair.dst.movers[0]._destination.generation
     for message in (wire.Done("request", generation), wire.Granted("request", generation, ())):
         pair.dst.movers[0]._transport.notify(pair.src.movers[0]._transport.name, wire.encode(message))
     stands_still(pair)
@@ -308,16 +308,16 @@ def test_whatever_is_said_of_an_attempt_that_is_over_the_talk_comes_to_an_end(ve
     pair.bench.turn(40)
     assert sent.ended
     assert landed.ended
-    generation = target._inbound.generation
-    memory = source._outbound._closed
+    generation = target._destination.generation
+    memory = source._source._closed
     if source_has == "failed":
         memory.close(("request", target._transport.name), generation, "the user left", 1e9)
     elif source_has == "unknown":
         memory._attempts.forget(("request", target._transport.name))
     if known == "failed":
-        target._inbound._ended.keep(("request", generation), "the user left", 1e9)
+        target._destination._ended.keep(("request", generation), "the user left", 1e9)
     elif known == "unknown":
-        target._inbound._ended.forget(("request", generation))
+        target._destination._ended.forget(("request", generation))
     about = ("request", generation)
     for message in (wire.Offered(*about, ()), wire.Chunk(*about, 0), wire.Staged(*about, 0, 0), wire.Aux(*about, b"")):
         source._transport.notify(target._transport.name, wire.encode(message))
@@ -338,7 +338,7 @@ def test_an_offer_that_makes_no_sense_fails_that_attempt_and_the_loop_goes_on(
     pair = Pair.of(config=replace(CONFIG, route=route), clock=HandClock())
     (landed,) = pair.receive()
     target, liar = pair.dst.movers[0], pair.src.movers[0]._transport
-    liar.notify(target._transport.name, wire.encode(wire.Offered("request", target._inbound.generation, ready)))
+    liar.notify(target._transport.name, wire.encode(wire.Offered("request", target._destination.generation, ready)))
     pair.bench.turn(12)
     assert "offers chunks" in str(ended(landed).reason)
     assert ended(landed).cause is Cause.PROTOCOL
@@ -351,7 +351,7 @@ def test_a_chunk_that_is_staged_outside_of_the_staging_memory_is_not_read(offset
     pair = Pair.of(config=replace(CONFIG, verb=Verb.PULL), clock=HandClock())
     (landed,) = pair.receive()
     target, liar = pair.dst.movers[0], pair.src.movers[0]._transport
-    generation = target._inbound.generation
+    generation = target._destination.generation
     for message in (wire.Offered("request", generation, ((0, 25),)), wire.Staged("request", generation, 0, offset)):
         liar.notify(target._transport.name, wire.encode(message))
         pair.bench.turn(1)

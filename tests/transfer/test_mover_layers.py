@@ -13,8 +13,8 @@ from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Bench, HandClock, Pair
 from kvmover.errors import PlanError
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL, Gate
-from kvmover.transfer.wire import Verb
 
 LAYERS, TOKENS = 4, 24
 

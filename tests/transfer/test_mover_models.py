@@ -11,11 +11,12 @@ from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Bench, Engine, Pair, trut
 from kvmover.layout import Component, CpOrder, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer.handshake import Place
+from kvmover.transfer.config import Integrity
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import Integrity, Transfer
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.protocol.handshake import Place
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.result import Transfer
 
 ways = pytest.mark.parametrize(("verb", "route"), [(verb, route) for verb in Verb for route in Route])
 

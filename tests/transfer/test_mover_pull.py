@@ -15,10 +15,11 @@ from mover_network import FaultyNetwork
 from kvmover.errors import ProtocolError
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
-from kvmover.transfer import wire
+from kvmover.transfer.config import Integrity
 from kvmover.transfer.meter import Count
-from kvmover.transfer.result import Cause, Integrity, Result, Transfer
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.result import Cause, Result, Transfer
 
 PULL = replace(CONFIG, verb=Verb.PULL)
 CHUNK_BYTES = SMALL_CHUNKS.chunk_bytes

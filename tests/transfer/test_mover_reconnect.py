@@ -10,13 +10,13 @@ from mover_network import FaultyNetwork
 
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
-from kvmover.transfer.arena import Arena
-from kvmover.transfer.backoff import Backoff
-from kvmover.transfer.handshake import Place
+from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.peers.reconnect import Backoff
+from kvmover.transfer.protocol.handshake import Place
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer
-from kvmover.transfer.wire import Verb
 
 #: What each of two source ranks has of a request, all of which is granted at once.
 PART_BYTES = 100 * 512
@@ -174,7 +174,7 @@ def test_a_peer_that_never_comes_back_costs_its_own_regions_and_nothing_else():
     transfers = [*healthy.send("healthy"), *healthy.receive("healthy")]
     pair.bench.ended(transfers)
     healthy.assert_landed()
-    dials = pair.dst.movers[0]._redial.due(clock.now + 1e6)
+    dials = pair.dst.movers[0]._reconnector.due(clock.now + 1e6)
     assert dials == ([], [])  # given up
 
 
@@ -221,7 +221,7 @@ def asked_early(verb: Verb = Verb.PULL) -> tuple[Pair, FaultyNetwork, Transfer]:
     pair = Pair.of(dst=Fleet(tp=2, page_tokens=4), config=config, clock=clock, network=network)
     first, _ = pair.receive()
     pair.bench.turn()
-    assert len(pair.src.movers[0]._outbound._early) == 2
+    assert len(pair.src.movers[0]._source._early) == 2
     network.cut(name(pair.dst.movers[1]))
     return pair, network, first
 
@@ -232,7 +232,7 @@ def test_a_destination_that_dies_after_asking_early_is_noticed_and_its_request_e
     pair, _, first = asked_early(verb)
     source = pair.src.movers[0]
     pass_time(pair, 2.0)
-    assert source._outbound._early.peers == {name(pair.dst.movers[0])}
+    assert source._source._early.peers == {name(pair.dst.movers[0])}
     (sent,) = pair.send()
     pair.bench.turn(12)
     assert ended(sent).cause is Cause.PEER_LOST

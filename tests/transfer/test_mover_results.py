@@ -14,8 +14,8 @@ from mover_network import FaultyNetwork
 
 from kvmover.layout import Fleet, Pool
 from kvmover.plan.cost import Route
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer
-from kvmover.transfer.wire import Verb
 
 
 def ended(transfer: Transfer) -> Result:

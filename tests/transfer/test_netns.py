@@ -21,7 +21,7 @@ if shutil.which("ip") is None:
 
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.fault_crowd import Crowd, some
 from tests.transfer.fault_netns import Cable, NotAllowed
 from tests.transfer.fault_rank import CONFIG, Job, Seat

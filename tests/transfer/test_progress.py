@@ -21,11 +21,12 @@ from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Pair, Truth, truth_of
 from progress_cases import Threads
 
 from kvmover.errors import DeadlineExceeded, KvmoverError, LayoutError, PeerUnknown, PlanError, TransportError
+from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Count, Gauge
-from kvmover.transfer.pace import Pace
-from kvmover.transfer.progress import Progress
-from kvmover.transfer.result import Cause, Gate, MoverConfig, Transfer
-from kvmover.transfer.shared import SharedMover
+from kvmover.transfer.result import Cause, Gate, Transfer
+from kvmover.transfer.threads.pace import Pace
+from kvmover.transfer.threads.progress import Progress
+from kvmover.transfer.threads.shared import SharedMover
 
 #: Naps that only a call ends: where one does not, the test does not end either.
 ASLEEP = Pace(share=1e9, idle_s=3600.0)
@@ -404,7 +405,7 @@ def test_a_transfer_that_a_broken_mover_forgot_ends_with_the_mover(held: bool, m
             raise Trouble("this too")
 
         def forgetful() -> None:
-            mover._inbound._attempts.clear()
+            mover._destination._attempts.clear()
             monkeypatch.setattr(mover, "abort", trouble)
             if held:
                 monkeypatch.setattr(mover, "close", trouble)

@@ -13,7 +13,7 @@ from mover_cases import kinds_of_messages, messages
 from kvmover.errors import ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer import wire
+from kvmover.transfer.protocol import wire
 
 HEAD = b"kvm" + bytes([wire.VERSION])
 

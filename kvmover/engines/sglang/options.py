@@ -11,7 +11,7 @@ import msgspec
 
 from kvmover.config import Settings, load
 from kvmover.engines.common.options import STORE, ContentOptions, read
-from kvmover.transfer.result import MoverConfig
+from kvmover.transfer.config import MoverConfig
 
 #: Keys of the same JSON that are SGLang's own.
 _ENGINE_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "allocator"})

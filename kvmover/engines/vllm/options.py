@@ -9,8 +9,8 @@ import msgspec
 
 from kvmover.config import Settings
 from kvmover.engines.common.options import STORE, ContentOptions, read
-from kvmover.transfer.result import MoverConfig
-from kvmover.transfer.wire import Verb
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.protocol.wire import Verb
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 

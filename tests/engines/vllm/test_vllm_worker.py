@@ -29,8 +29,8 @@ from kvmover.engines.vllm.worker import ConnectorWorker, Ended, unbegun
 from kvmover.errors import TransportError
 from kvmover.plan.cost import RDMA
 from kvmover.transfer import Model, Mover, MoverConfig, Place, Progress
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL, Gate
-from kvmover.transfer.wire import Verb
 
 pytest.importorskip("nixl_cu13")
 

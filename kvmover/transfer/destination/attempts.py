@@ -1,0 +1,183 @@
+"""What a destination knows of a request that it wants, from the first Want until the engine is told how it ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvmover import ranges
+from kvmover.errors import PlanError
+from kvmover.plan.cost import Route
+from kvmover.transfer.config import Integrity
+from kvmover.transfer.core import Core
+from kvmover.transfer.destination.state import Event, Heard, ReadEnded, Receiving, Scattered, Source, WriterChunk
+from kvmover.transfer.events import Cancel, PeerGone, Tick
+from kvmover.transfer.meter import Stage
+from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
+from kvmover.transfer.protocol.wire import encoded
+from kvmover.transfer.result import Cause, Result, Transfer
+from kvmover.transfer.source.writes import Pages
+
+#: Which event or message makes an attempt fail for which cause; any other is a peer that breaks the protocol.
+_CAUSES: dict[type, Cause] = {
+    Cancel: Cause.ABORTED,
+    wire.Abort: Cause.PEER_ABORTED,
+    PeerGone: Cause.PEER_LOST,
+    Tick: Cause.DEADLINE,
+    ReadEnded: Cause.TRANSPORT,
+    Scattered: Cause.INTEGRITY,
+}
+
+
+def cause_of(event: Event) -> Cause:
+    """Why an attempt failed that `event` ended."""
+    return _CAUSES.get(type(event.message) if isinstance(event, Heard) else type(event), Cause.PROTOCOL)
+
+
+Id = tuple[str, int]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class ReceiveAttempt:
+    """A request that this rank wants: its state, its page tables, and the lane from each source.
+
+    `wants`: what each source was asked, encoded. `theirs`: page tables of sources that are read from pages to pages.
+    """
+
+    state: Receiving
+    transfer: Transfer
+    pages: Pages
+    lanes: dict[str, Lane]
+    seats: dict[str, tuple[str, int]]
+    runs: int
+    wants: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    theirs: dict[str, Pages] = field(default_factory=dict[str, Pages])
+    aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    asked: dict[WriterChunk, float] = field(default_factory=dict[WriterChunk, float])
+    cause: Cause | None = None
+    resent: int = 0
+
+    @property
+    def id(self) -> Id:
+        return self.state.request, self.state.generation
+
+
+def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
+    """Tell the engine how it ended, and count it."""
+    state, lanes, transfer = attempt.state, attempt.lanes.values(), attempt.transfer
+    seconds = core.clock() - transfer.started
+    core.meter.ended["receive", attempt.cause.value if attempt.cause else "landed"] += 1
+    core.meter.took(Stage.RECEIVE, seconds)
+    transfer.held = bool(held)
+    transfer.result = Result(
+        state.reason,
+        seconds,
+        sum(lane.nbytes for lane in lanes),
+        attempt.runs,
+        sum(len(lane.chunks) for lane in lanes),
+        tuple(Route.DIRECT if s.direct else Route.PACKED for s in state.sources.values() if s.chunks),
+        sum(bool(lane.chunks) for lane in lanes),
+        bool(held),
+        attempt.cause,
+        attempt.resent,
+        incomplete(attempt) if state.reason is not None else (),
+        attempt.aux,
+    )
+    core.ended("receive", transfer.request, transfer.result)
+
+
+def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
+    """Page table indices, a component, of pages that a chunk is missing from.
+
+    What was read counts only if its source has confirmed that it was still its own.
+    """
+    missing, state = [set[int]() for _ in attempt.pages], attempt.state
+    for peer, lane in attempt.lanes.items():
+        for chunk in range(len(lane.chunks)):
+            if (peer, chunk) not in state.landed or peer in state.unconfirmed:
+                for component, pages in lane.target_pages(chunk):
+                    missing[component].update(pages.tolist())
+    return tuple(tuple(sorted(pages)) for pages in missing)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """`positions` of a request of `engine` into `pages`, and payloads of the ranks `aux_from`."""
+
+    transfer: Transfer
+    engine: str
+    positions: range
+    pages: Pages
+    aux_from: Sequence[int] = ()
+
+
+def attempt_of(core: Core, wanted: Wanted, generation: int) -> ReceiveAttempt:
+    """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError."""
+    config, now = core.config, core.clock()
+    with ranges.span(ranges.PLAN, wanted.transfer.request):
+        peers, lanes = _lanes(core, wanted)
+        runs = {name: lane.direct_runs() for name, lane in lanes.items()}
+        for lane in lanes.values():
+            lane.check_pages(lane.dst, wanted.pages)
+    sources: dict[str, Source] = {}
+    for peer in peers:
+        lane, aux = lanes[peer.name], peer.card.place.rank in wanted.aux_from
+        direct = _route(core, peer, lane, runs[peer.name]) is Route.DIRECT
+        sources[peer.name] = Source(len(lane.chunks), direct, config.verb, aux)
+        largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
+        if not direct and not core.incoming.arena.fits(largest):
+            raise PlanError(f"a chunk of {largest} bytes does not fit the arena of {core.incoming.arena.nbytes}")
+    request = wanted.transfer.request
+    state = Receiving(request, generation, sources, core.patience, now + config.deadline_s, now)
+    seats = {peer.name: peer.card.place.seat for peer in peers}
+    attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()))
+    for name in lanes:  # a table that no message holds is refused before anything is asked
+        attempt.wants[name] = wire.encode(_want(core, state, sources[name], wanted))
+    return attempt
+
+
+def _lanes(core: Core, wanted: Wanted) -> tuple[list[Peer], dict[str, Lane]]:
+    """The source ranks that could hold any of it, and what each would send."""
+    config, engine = core.config, wanted.engine
+    fleet = core.peers.fleet(engine)
+    ranks = related(core.components, fleet, core.end.fleet, config.replicas).sources_of(core.end.rank)
+    peers = [core.peers.at(engine, rank) for rank in sorted({*ranks, *wanted.aux_from})]
+    for peer in peers:
+        if peer.card.place.fleet != fleet:  # the two sides would derive different chunks
+            raise PlanError(f"{peer.name} is of a fleet {peer.card.place.fleet}, others of {engine} of {fleet}")
+    plans = plans_between(core.components, fleet, core.end.fleet, wanted.positions, config.replicas)
+    cut = Cut(config.costs.chunk_bytes, config.chunk_layers)
+    return peers, {peer.name: Lane.between(plans, peer.end, core.end, cut) for peer in peers}
+
+
+def _route(core: Core, peer: Peer, lane: Lane, runs: int) -> Route:
+    config = core.config
+    if config.route is not None or not lane.nbytes:
+        return config.route or Route.PACKED
+    choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs)
+    log.debug("from %s, %s", peer.name, choice.why())
+    return choice.route
+
+
+def _want(core: Core, state: Receiving, source: Source, wanted: Wanted) -> wire.Want:
+    config = core.config
+    told = source.direct and source.verb is wire.Verb.PUSH
+    return wire.Want(
+        state.request,
+        state.generation,
+        wanted.positions.start,
+        wanted.positions.stop,
+        Route.DIRECT if source.direct else Route.PACKED,
+        config.replicas,
+        config.costs.chunk_bytes,
+        encoded(wanted.pages) if told else (),
+        config.chunk_layers,
+        source.verb,
+        config.integrity is Integrity.DIGEST,
+        tuple(wanted.aux_from),
+    )

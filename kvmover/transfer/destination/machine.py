@@ -1,0 +1,342 @@
+"""The destination's half of the protocol for one request: a pure state machine, `step(state, event, now)`.
+
+Credits. The destination asks every source rank that may serve it (Want). Those that have the request say which chunks
+may be moved (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill. In a
+push the source writes and tells (Chunk); in a pull it names the place (Staged) and the destination reads. Each chunk
+that arrived is scattered, and compared with its source's digest where digests are wanted. When the set of (writer,
+chunk) is whole the destination says Done; sources that were read confirm that they held everything until then (Kept).
+
+After a failure it tells every source (Abort) and gives the pages back when each has answered that nothing is in flight
+(Drained) and its own reads have ended. What is not answered is asked again: a lost message costs time, never a request.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from kvmover.transfer.destination.state import (
+    Action,
+    Ask,
+    Ended,
+    Event,
+    Free,
+    Heard,
+    Isolate,
+    Lease,
+    Leased,
+    Mismatch,
+    Read,
+    ReadEnded,
+    ReadSettled,
+    Receiving,
+    Scatter,
+    Scattered,
+    Send,
+    Stepped,
+    WriterChunk,
+)
+from kvmover.transfer.events import Cancel, PeerGone, Tick
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.wire import Verb
+
+#: How often a chunk is asked for: once, and once more when it did not match its digest.
+MAX_ROUNDS = 2
+
+
+def start(state: Receiving) -> Stepped:
+    """A request that needs nothing is done at once."""
+    return _progress(state, [])
+
+
+def step(state: Receiving, event: Event, now: float) -> Stepped:
+    """Advance by one event. Events of an ended request, of strangers and of the past change nothing."""
+    if state.finished:
+        return state, [Free(event.offset)] if isinstance(event, Leased) else []
+    match event:
+        case Tick():
+            return _tick(state, now)
+        case Cancel(reason):
+            return _fail(state, reason, now)
+        case Scattered(peer, chunk, digest):
+            return _scattered(state, (peer, chunk), digest, now)
+        case Leased(peer, chunk, offset):
+            return _leased(state, (peer, chunk), offset)
+        case ReadEnded(peer, chunk):
+            return _read(state, event, (peer, chunk), now)
+        case ReadSettled(peer, chunk):
+            return _quiet(state, (peer, chunk))
+        case Heard() | PeerGone():
+            return _heard(state, event, now) if event.peer in state.sources else (state, [])
+
+
+def _heard(state: Receiving, event: Heard | PeerGone, now: float) -> Stepped:
+    """A source that says nothing new is as good as silent: what it waits for may be lost."""
+    if isinstance(event, PeerGone):
+        after, actions = _gone(state, event.peer, event.reason, now)
+    else:
+        after, actions = _told(state, event.peer, event.message, now)
+    return (after, actions) if after is state else (replace(after, heard={**after.heard, event.peer: now}), actions)
+
+
+def _told(state: Receiving, peer: str, message: wire.ToDestination | wire.Abort, now: float) -> Stepped:
+    match message:
+        case wire.Offered():
+            return _offered(state, peer, message.ready, now)
+        case wire.Chunk():
+            return _arrived(state, message, (peer, message.chunk), now)
+        case wire.Staged():
+            return _staged(state, message, (peer, message.chunk), now)
+        case wire.Aux():
+            known = peer in state.aux
+            return (state, []) if known else _progress(replace(state, aux=state.aux | {peer}), [])
+        case wire.Kept():
+            return _kept(state, peer)
+        case wire.Abort():
+            return _fail(state, message.reason, now)
+        case wire.Drained():
+            return _drained(state, peer)
+
+
+def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], now: float) -> Stepped:
+    """A chunk of a packed source needs a region, once; one that is read from pages is asked for straight away."""
+    source = state.sources[peer]
+    if state.reason is not None:
+        return state, []
+    before = 0
+    for first, stop in ready:  # in order, so that no message names more chunks than there are, nor one twice
+        if not before <= first <= stop <= source.chunks:
+            return _fail(state, f"{peer} offers chunks {first} to {stop} of {source.chunks}", now)
+        before = stop
+    chunks = [chunk for first, stop in ready for chunk in range(first, stop) if (peer, chunk) not in state.ready]
+    if not chunks:
+        return state, []
+    state = replace(state, ready=state.ready | {(peer, chunk) for chunk in chunks})
+    if not source.direct:
+        return state, [Lease(peer, chunk) for chunk in chunks]
+    if source.verb is Verb.PUSH:
+        return state, []
+    return state, [_grant(state, peer, [(chunk, 0) for chunk in chunks])]
+
+
+def _grant(state: Receiving, peer: str, regions: list[tuple[int, int]]) -> Send:
+    grants = tuple(wire.Grant(chunk, offset, state.rounds.get((peer, chunk), 0)) for chunk, offset in regions)
+    return Send(peer, wire.Granted(state.request, state.generation, grants))
+
+
+def _leased(state: Receiving, key: WriterChunk, offset: int) -> Stepped:
+    if state.reason is not None:
+        return state, [Free(offset)]
+    return replace(state, regions={**state.regions, key: offset}), [_grant(state, key[0], [(key[1], offset)])]
+
+
+def _unexpected(state: Receiving, key: WriterChunk) -> str | None:
+    """Why nobody should tell us of this chunk, if so."""
+    peer, chunk = key
+    source = state.sources[peer]
+    if not 0 <= chunk < source.chunks:
+        return f"{peer} sent chunk {chunk} of {source.chunks}"
+    if not source.direct and key not in state.regions:
+        return f"{peer} sent chunk {chunk} without a grant"
+    return None
+
+
+def _arrived(state: Receiving, message: wire.Chunk, key: WriterChunk, now: float) -> Stepped:
+    """Each chunk counts once, however often it is told of; a chunk nobody granted fails the attempt."""
+    past = key in state.arrived or message.round < state.rounds.get(key, 0)
+    if past or state.reason is not None:
+        return state, []
+    if wrong := _unexpected(state, key):
+        return _fail(state, wrong, now)
+    if state.sources[key[0]].verb is Verb.PULL:
+        return _fail(state, f"{key[0]} pushed chunk {key[1]}, which is to be read", now)
+    return _here(state, key, message.digest)
+
+
+def _here(state: Receiving, key: WriterChunk, digest: int | None) -> Stepped:
+    """The bytes are here; what lies in the pages already and is not to be compared has landed with that."""
+    direct = state.sources[key[0]].direct
+    state = replace(state, arrived=state.arrived | {key})
+    if digest is not None:
+        state = replace(state, digests={**state.digests, key: digest})
+    elif direct:
+        return _progress(replace(state, landed=state.landed | {key}), [])
+    return state, [Scatter(*key, None if direct else state.regions[key])]
+
+
+def _staged(state: Receiving, message: wire.Staged, key: WriterChunk, now: float) -> Stepped:
+    """Read a chunk once a round. A source that tells again of one that was read has missed that it was."""
+    past = key in state.reading or message.round < state.rounds.get(key, 0)
+    if past or state.reason is not None:
+        return state, []
+    if key in state.arrived:
+        return state, [_taken(state, key)]
+    if wrong := _unexpected(state, key):
+        return _fail(state, wrong, now)
+    if state.sources[key[0]].verb is Verb.PUSH:
+        return _fail(state, f"{key[0]} wants chunk {key[1]} to be read, which is pushed", now)
+    state = replace(state, reading=state.reading | {key})
+    if message.digest is not None:
+        state = replace(state, digests={**state.digests, key: message.digest})
+    return state, [Read(*key, message.offset, state.regions.get(key, 0), message.round)]
+
+
+def _read(state: Receiving, event: ReadEnded, key: WriterChunk, now: float) -> Stepped:
+    if key not in state.reading:
+        return state, []
+    if event.quiescent:
+        state = replace(state, reading=state.reading - {key})
+    if event.reason is not None:
+        after, actions = _fail(state, event.reason, now)
+        return (after, actions) if state.reason is None else _settle(state, [])
+    if state.reason is not None:
+        return _quiet(state, key)
+    taken = _taken(state, key)
+    state, actions = _here(state, key, state.digests.get(key))
+    return state, [taken, *actions]
+
+
+def _taken(state: Receiving, key: WriterChunk) -> Send:
+    return Send(key[0], wire.Taken(state.request, state.generation, key[1], state.rounds.get(key, 0)))
+
+
+def _quiet(state: Receiving, key: WriterChunk) -> Stepped:
+    """A read of a failed attempt is over: its region is free."""
+    state = replace(state, reading=state.reading - {key})
+    if state.reason is None or key not in state.regions or key in state.arrived:
+        return _settle(state, []) if state.reason is not None else (state, [])
+    regions = {other: offset for other, offset in state.regions.items() if other != key}
+    return _settle(replace(state, regions=regions), [Free(state.regions[key])])
+
+
+def _scattered(state: Receiving, key: WriterChunk, digest: int | None, now: float) -> Stepped:
+    """Our own copy is over: a chunk with its source's digest has landed, another is asked for once more."""
+    if key not in state.arrived or key in state.landed:
+        return state, []
+    wanted = state.digests.get(key)
+    spoilt = wanted is not None and wanted != digest
+    if spoilt and state.reason is None:
+        return _mismatch(state, key, now)
+    actions: list[Action] = [Free(state.regions[key])] if key in state.regions else []
+    regions = {other: offset for other, offset in state.regions.items() if other != key}
+    state = replace(state, regions=regions)
+    if spoilt:  # of an attempt that has failed: nobody is asked again, and its pages are not whole
+        return _settle(replace(state, arrived=state.arrived - {key}), actions)
+    state = replace(state, landed=state.landed | {key})
+    return _settle(state, actions) if state.reason is not None else _progress(state, actions)
+
+
+def _mismatch(state: Receiving, key: WriterChunk, now: float) -> Stepped:
+    peer, chunk = key
+    round_ = state.rounds.get(key, 0) + 1
+    state = replace(state, arrived=state.arrived - {key})
+    if round_ >= MAX_ROUNDS:
+        state, actions = _fail(state, f"chunk {chunk} of {peer} did not match its digest {round_} times", now)
+        return state, [Mismatch(peer, chunk), *actions]
+    state = replace(state, rounds={**state.rounds, key: round_})
+    return state, [Mismatch(peer, chunk), _grant(state, peer, [(chunk, state.regions.get(key, 0))])]
+
+
+def _progress(state: Receiving, actions: list[Action]) -> Stepped:
+    """Everything here: say so, and end, unless a source that was read has yet to confirm."""
+    if state.missing or state.awaited_aux or state.reason is not None:
+        return state, actions
+    done = wire.Done(state.request, state.generation)
+    if state.unconfirmed:
+        return state, [*actions, *(Send(peer, done) for peer in sorted(state.unconfirmed))]
+    pushed = [peer for peer in state.sources if peer not in state.kept]
+    return replace(state, finished=True), [*actions, *(Send(peer, done) for peer in pushed), Ended(None)]
+
+
+def _kept(state: Receiving, peer: str) -> Stepped:
+    """A source confirms what it was asked with Done: all that we had read from it by then."""
+    if state.missing or state.awaited_aux or state.reason is not None or peer in state.kept:
+        return state, []
+    state = replace(state, kept=state.kept | {peer})
+    return (state, []) if state.unconfirmed else _progress(state, [])
+
+
+def _gone(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
+    """A source that has sent everything may go; nobody waits for the answer of one that has not."""
+    state = replace(state, gone=state.gone | {peer})
+    if state.reason is not None:
+        return _settle(state, [])
+    return (state, []) if state.served(peer) else _fail(state, reason, now)
+
+
+def _tick(state: Receiving, now: float) -> Stepped:
+    if now >= state.deadline:
+        if state.reason is not None:  # our own copies end by themselves, and write the pages until they do
+            return (state, []) if state.arrived - state.landed else _finish(state, [])
+        late = sorted(peer for peer in state.sources if not state.served(peer))
+        return _fail(state, f"deadline passed with {state.missing} chunks missing, waiting for {', '.join(late)}", now)
+    return _look(state, now) if now >= state.quiet_since + state.patience.resend_s else (state, [])
+
+
+def _look(state: Receiving, now: float) -> Stepped:
+    """Say again what was said last to each source that something is awaited from and that is silent for so long."""
+    failed = state.reason is not None
+    awaited = [p for p in state.sources if (p in state.undrained - state.gone if failed else not state.served(p))]
+    since = {peer: state.heard.get(peer, state.quiet_since) for peer in awaited}
+    silent = [peer for peer in awaited if now >= since[peer] + state.patience.resend_s]
+    since.update(dict.fromkeys(silent, now))
+    state = replace(state, heard={**state.heard, **since}, quiet_since=min(since.values(), default=now))
+    if failed:
+        return state, _aborts(state, set(silent))
+    return state, [action for peer in silent for action in _again(state, peer)]
+
+
+def _again(state: Receiving, peer: str) -> list[Action]:
+    """What was said last to a source that is silent since: its answer may be lost, or what it answers to."""
+    source, owed = state.sources[peer], state.owed(peer)
+    if not owed and peer not in state.awaited_aux:
+        return [] if state.missing or state.awaited_aux else [Send(peer, wire.Done(state.request, state.generation))]
+    posted = source.direct and source.verb is Verb.PUSH  # without being asked for each chunk
+    waiting = [key for key in owed if (key in state.ready or posted) and key not in state.reading]
+    granted = [(key[1], state.regions.get(key, 0)) for key in waiting if source.direct or key in state.regions]
+    asked = any(key not in state.ready for key in owed) or peer in state.awaited_aux
+    again: list[Action] = [Ask(peer)] if asked else []
+    return [*again, _grant(state, peer, granted)] if granted else again
+
+
+def _fail(state: Receiving, reason: str, now: float) -> Stepped:
+    """Tell every source, and wait until none of them can write any more, but not for ever."""
+    if state.reason is not None:
+        return state, []
+    pushing = frozenset(peer for peer, source in state.sources.items() if source.verb is Verb.PUSH)
+    free = [k for k in state.regions if k[0] not in pushing and k not in state.reading and k not in state.arrived]
+    regions = {key: offset for key, offset in state.regions.items() if key not in free}
+    actions: list[Action] = [Free(state.regions[key]) for key in free]
+    deadline = now + state.patience.drain_s
+    state = replace(state, reason=reason, undrained=pushing, regions=regions, deadline=deadline)
+    state = replace(state, quiet_since=now, heard={})
+    return _settle(state, [*actions, *_aborts(state, set(state.sources) - state.gone)])
+
+
+def _aborts(state: Receiving, peers: set[str]) -> list[Action]:
+    assert state.reason is not None, "an attempt that goes on is not aborted"
+    abort = wire.Abort(state.request, state.generation, state.reason)
+    return [Send(peer, abort) for peer in state.sources if peer in peers]
+
+
+def _drained(state: Receiving, peer: str) -> Stepped:
+    """A drained source's regions are free, but for those that we are reading or copying ourselves."""
+    if state.reason is None or peer not in state.undrained:
+        return state, []
+    free = [k for k in state.regions if k[0] == peer and k not in state.arrived and k not in state.reading]
+    regions = {key: offset for key, offset in state.regions.items() if key not in free}
+    actions: list[Action] = [Free(state.regions[key]) for key in free]
+    return _settle(replace(state, regions=regions, undrained=state.undrained - {peer}), actions)
+
+
+def _settle(state: Receiving, actions: list[Action]) -> Stepped:
+    """Finish a failed attempt once every source that can has drained and every copy and read of our own is over."""
+    copying = state.arrived - state.landed
+    return (state, actions) if state.undrained - state.gone or copying or state.reading else _finish(state, actions)
+
+
+def _finish(state: Receiving, actions: list[Action]) -> Stepped:
+    """What is still leased belongs to sources that never answered, or to reads that never ended."""
+    reading = {peer for peer, _ in state.reading}
+    held = frozenset(peer for peer in state.undrained | reading if state.sources[peer].direct)
+    kept = [Isolate(key[0], offset) for key, offset in state.regions.items()]
+    return replace(state, finished=True), [*actions, *kept, Ended(state.reason, held)]

@@ -1,0 +1,152 @@
+"""Quarantine: memory of ended attempts that a peer may still write, until it is known that none does. Pure.
+
+A region or a page is given back when the very process that may write it says that it has drained, or when that process
+is known to be dead, its place taken by another, for longer than a NIC retries. Else it stays out of use: whatever a
+clock says, a stopped process may wake up and write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmover.transfer.result import Transfer
+
+#: Between two questions to a peer whether it has drained at last.
+ASK_S = 1.0
+
+
+#: A peer by its transport name, and an attempt.
+Key = tuple[str, str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Isolated:
+    """What one peer's writes, or our own `reads` from it, may still touch: arena regions and a transfer's pages.
+
+    `seat`: the engine and rank of the peer. `until`: when it ends by itself, known once another sits there.
+    """
+
+    reason: str
+    seat: tuple[str, int]
+    offsets: list[int] = field(default_factory=list[int])
+    reads: set[int] = field(default_factory=set[int])
+    transfer: Transfer | None = None
+    until: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Quarantine:
+    """Wards by (peer, request, generation). `_seated`: who sits where, and since when."""
+
+    linger_s: float
+    _held: dict[Key, Isolated] = field(default_factory=dict[Key, Isolated])
+    _seated: dict[tuple[str, int], tuple[str, float]] = field(
+        default_factory=dict[tuple[str, int], "tuple[str, float]"]
+    )
+    _next: float = 0.0
+
+    def hold(self, key: Key, isolated: Isolated) -> None:
+        """Keep what a peer may still write, which may be dead already: its successor was seen before we gave up."""
+        self._held[key] = isolated
+        name, since = self._seated.get(isolated.seat, (key[0], 0.0))
+        if name != key[0] and not isolated.reads:
+            isolated.until = since + self.linger_s
+
+    def get(self, key: Key) -> Isolated | None:
+        return self._held.get(key)
+
+    def drained(self, key: Key) -> list[int]:
+        """The peer has answered at last: offsets to release."""
+        isolated = self._held.get(key)
+        if isolated is None or isolated.reads:
+            return []
+        return self._release(key)
+
+    def settled(self, key: Key, chunk: int) -> list[int]:
+        """A read of ours has ended: offsets to release."""
+        isolated = self._held.get(key)
+        if isolated is None or chunk not in isolated.reads:
+            return []
+        isolated.reads.discard(chunk)
+        return [] if isolated.reads else self._release(key)
+
+    def seated(self, seat: tuple[str, int], name: str, now: float) -> None:
+        """`name` sits there now: wards of another process end when nothing that it posted can be under way."""
+        if self._seated.get(seat, ("", 0.0))[0] != name:
+            self._seated[seat] = name, now
+        for key, isolated in self._held.items():
+            if isolated.seat == seat and key[0] != name and not isolated.reads and isolated.until is None:
+                isolated.until = now + self.linger_s
+
+    def poll(self, now: float) -> tuple[list[Key], list[int]]:
+        """(attempts to ask about again, offsets to release)."""
+        freed = [
+            offset
+            for key in [
+                key for key, isolated in self._held.items() if isolated.until is not None and now >= isolated.until
+            ]
+            for offset in self._release(key)
+        ]
+        if now < self._next:
+            return [], freed
+        self._next = now + ASK_S
+        return [key for key, isolated in self._held.items() if isolated.until is None and not isolated.reads], freed
+
+    def reason(self, key: Key) -> str:
+        return self._held[key].reason
+
+    def clear(self) -> None:
+        """Nothing touches memory any more: the transport is closed."""
+        for key in list(self._held):
+            self._release(key)
+
+    def _release(self, key: Key) -> list[int]:
+        isolated = self._held.pop(key)
+        if isolated.transfer is not None and all(
+            other.transfer is not isolated.transfer for other in self._held.values()
+        ):
+            isolated.transfer.held = False
+        return isolated.offsets
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+@dataclass(slots=True, eq=False)
+class _Retransmission:
+    """`want`: the encoded Want. It is resent at `due`, and no more after `until`."""
+
+    want: bytes
+    due: float
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class Retransmissions:
+    """Sources that have not replied, by (peer, request, generation). Times in seconds."""
+
+    _open: dict[Key, _Retransmission] = field(default_factory=dict[Key, _Retransmission])
+
+    def said(self, key: Key, want: bytes, due: float, until: float) -> None:
+        self._open[key] = _Retransmission(want, due, until)
+
+    def heard(self, key: Key) -> None:
+        """The source has replied, so it knows the attempt. From now on it asks again itself if it has to."""
+        self._open.pop(key, None)
+
+    def lost(self, peer: str) -> None:
+        """The peer is gone: nothing is resent to it."""
+        for key in [key for key in self._open if key[0] == peer]:
+            del self._open[key]
+
+    def again(self, now: float, resend_s: float) -> list[tuple[Key, bytes]]:
+        """Wants to resend now, by key; each is due again `resend_s` later. Those past `until` are dropped."""
+        for key in [key for key, farewell in self._open.items() if now >= farewell.until]:
+            del self._open[key]
+        due = [(key, farewell) for key, farewell in self._open.items() if now >= farewell.due]
+        for _, farewell in due:
+            farewell.due = now + resend_s
+        return [(key, farewell.want) for key, farewell in due]
+
+    def __len__(self) -> int:
+        return len(self._open)

@@ -1,0 +1,1 @@
+"""Registered memory of a mover: arenas, copies on the device, descriptors, and operations in flight."""

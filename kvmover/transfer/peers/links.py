@@ -1,0 +1,120 @@
+"""Links: what the writes of this side took on the way to each host, and the costs that routes are chosen by.
+
+Measured by probes when a peer is connected, into memory that every mover lays open for that and nothing else, and by
+every write since. The way back is taken to cost the same: the destination chooses the route, the source writes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvmover.errors import TransportError
+from kvmover.plan.calibration import Calibration
+from kvmover.plan.cost import Costs
+from kvmover.plan.measure import Measurements, Probe, Sample, probes
+from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.peers.table import Peer
+from kvmover.transport.base import Completed, Descriptors, Failed, Memory, Transport
+
+#: Fitting takes 1 to 5 ms, so it is done again only after so many seconds, and only if something was measured since.
+REFIT_S = 5.0
+
+#: A probe that takes longer tells nothing that is worth waiting for.
+PROBE_DEADLINE_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One host's measurements and what they said last."""
+
+    measured: Measurements = field(default_factory=Measurements)
+    fitted: Calibration | None = None
+    fresh: int = 0
+    fitted_at: float = float("-inf")
+
+
+@dataclass(slots=True, eq=False)
+class Links:
+    """Links by host. `sandbox`: memory of ours that probes are written from, None where nothing is probed."""
+
+    transport: Transport
+    kind: str
+    sandbox: Memory | None
+    flights: InFlight[tuple[Probe, Peer]]
+    _links: dict[str, _Link] = field(default_factory=dict[str, _Link])
+    _probes: dict[str, deque[Probe]] = field(default_factory=dict[str, "deque[Probe]"])
+
+    def connected(self, peer: Peer, now: float) -> None:
+        """Probe the way to a host that nothing is known of."""
+        theirs = peer.card.sandbox
+        if self.sandbox is None or theirs is None or peer.card.host in self._links:
+            return
+        self._links[peer.card.host] = _Link()
+        self._probes[peer.name] = deque(probes(min(self.sandbox.nbytes, theirs.nbytes)))
+        self._next(peer, now)
+
+    def _next(self, peer: Peer, now: float) -> None:
+        waiting, ours, theirs = self._probes.get(peer.name), self.sandbox, peer.card.sandbox
+        if not waiting or ours is None or theirs is None:
+            self._probes.pop(peer.name, None)
+            return
+        probe = waiting.popleft()
+        try:
+            ticket = self.transport.write(peer.name, _runs(ours, probe), _runs(theirs, probe), b"", PROBE_DEADLINE_S)
+        except TransportError:  # a peer that is lost meanwhile is noticed elsewhere
+            del self._probes[peer.name]
+            return
+        self.flights.add(ticket, (probe, peer), now)
+
+    def handle(self, event: Completed | Failed, now: float) -> bool:
+        """The end of a probe; False for an operation of somebody else."""
+        landing = self.flights.end(event, now)
+        if landing is None:
+            return False
+        if isinstance(event, Completed):
+            probe, peer = landing.what
+            self.wrote(peer.card.host, event, probe.runs * probe.run_bytes, probe.runs)
+            self._next(peer, now)
+        else:
+            self._probes.pop(landing.what[1].name, None)
+        return True
+
+    def wrote(self, host: str, event: Completed, nbytes: int, runs: int) -> None:
+        """A write of ours has ended well."""
+        if event.timing is not None:
+            link = self._links.setdefault(host, _Link())
+            link.measured.wrote(Sample(nbytes, runs, event.timing.total_us))
+            link.fresh += 1
+
+    def gathered(self, host: str, nbytes: int, seconds: float) -> None:
+        self._links.setdefault(host, _Link()).measured.gathered(nbytes, seconds * 1e6)
+
+    def scattered(self, host: str, nbytes: int, seconds: float) -> None:
+        self._links.setdefault(host, _Link()).measured.scattered(nbytes, seconds * 1e6)
+
+    def costs(self, host: str, base: Costs, now: float) -> Costs:
+        """`base`, with what was measured on the way to `host`."""
+        calibration = self._calibration(host, base, now)
+        return base if calibration is None else calibration.costs(base)
+
+    def calibrations(self, base: Costs, now: float) -> Sequence[Calibration]:
+        """Of every host of which something is known, to keep in a file or to look at."""
+        found = (self._calibration(host, base, now) for host in self._links)
+        return tuple(calibration for calibration in found if calibration is not None)
+
+    def _calibration(self, host: str, base: Costs, now: float) -> Calibration | None:
+        link = self._links.get(host)
+        if link is None:
+            return None
+        if link.fresh and now >= link.fitted_at + REFIT_S:
+            link.fitted, link.fresh, link.fitted_at = link.measured.calibrate(host, self.kind, base), 0, now
+        return link.fitted
+
+
+def _runs(memory: Memory, probe: Probe) -> Descriptors:
+    table = [[memory.address, probe.run_bytes, memory.device, probe.stride_bytes, probe.runs]]
+    return Descriptors(memory.kind, np.array(table, np.int64))

@@ -1,0 +1,144 @@
+"""The handshake: a card that says who a rank is, read in two steps: a stranger is refused before it is understood."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgspec
+
+from kvmover.errors import LayoutError, PeerRefused
+from kvmover.layout.component import Component
+from kvmover.layout.fleet import Fleet
+from kvmover.layout.pool import PoolSpec
+from kvmover.numbers import whole
+from kvmover.transfer.protocol.wire import VERSION
+from kvmover.transport.base import Memory
+
+MAX_CARD_BYTES = 4 << 20
+
+
+class Model(msgspec.Struct, frozen=True):
+    """What both sides must hold alike: the weights by name, and every component of their cache."""
+
+    name: str
+    components: tuple[Component, ...]
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for a name that is no text and for components that are none; a list of them is taken."""
+        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"a model is named by text, got {self.name!r}")
+        given: object = self.components
+        if not isinstance(given, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"model {self.name} has components = {given!r}; give a tuple of them, as (attention,)")
+        for each in self.components:
+            if not isinstance(each, Component):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise LayoutError(f"model {self.name} has a component {each!r}, which is no Component")
+        msgspec.structs.force_setattr(self, "components", tuple(self.components))
+
+    def digest(self) -> bytes:
+        """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order may differ, and stay out."""
+        return hashlib.sha256(msgspec.msgpack.encode((VERSION, self), order="deterministic")).digest()
+
+    def text(self) -> str:
+        """Name, components and protocol version, as PeerRefused shows them."""
+        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}" for c in self.components]
+        return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rank stands: an engine by name, its fleet, and the rank's number in it."""
+
+    engine: str
+    fleet: Fleet
+    rank: int
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for a name that is no text, what is no Fleet, and a rank that the fleet does not have."""
+        if not isinstance(self.engine, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"an engine is named by text, got {self.engine!r}")
+        if not isinstance(self.fleet, Fleet):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise LayoutError(f"{self.engine} has fleet = {self.fleet!r}, which is no Fleet")
+        rank = whole(self.rank, f"{self.engine} has rank", LayoutError, -math.inf)
+        if not 0 <= rank < self.fleet.size:
+            raise LayoutError(f"rank {rank} of a fleet of {self.fleet.size} ranks")
+        msgspec.structs.force_setattr(self, "rank", rank)
+
+    @property
+    def seat(self) -> tuple[str, int]:
+        """(engine, rank): at most one live process holds it; a restart takes it over under a new transport name."""
+        return self.engine, self.rank
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """A rank as its peers need to know it: where it stands, how its pools lie, and how to reach its memory.
+
+    `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory that packed chunks are
+    written to, `staging` what they are read from, `sandbox` what anybody may write to in order to measure the way here.
+    Ranks of one `host` share what is measured.
+    """
+
+    place: Place
+    pools: tuple[PoolSpec, ...]
+    allocations: tuple[tuple[Memory, ...], ...]
+    arena: Memory
+    staging: Memory
+    transport: bytes
+    host: str = ""
+    sandbox: Memory | None = None
+
+
+class Card(msgspec.Struct, frozen=True):
+    """Digest first, the rest unread: `body` is a Rank, decoded only when the digests agree."""
+
+    digest: bytes
+    model: str
+    body: bytes
+
+
+def write_card(model: Model, rank: Rank) -> bytes:
+    """The card of a rank: the model's digest, its text, and the rank's own data, which is read only if the digest is
+    equal.
+    """
+    return msgspec.msgpack.encode(Card(model.digest(), model.text(), msgspec.msgpack.encode(rank)))
+
+
+def read_card(model: Model, card: bytes) -> Rank:
+    """The peer behind `card`. Raises PeerRefused with both models' text, or with what is wrong with the bytes."""
+    if len(card) > MAX_CARD_BYTES:
+        raise PeerRefused(f"card of {len(card)} bytes is over the limit of {MAX_CARD_BYTES}")
+    try:
+        envelope = msgspec.msgpack.decode(card, type=Card)
+        if envelope.digest != model.digest():
+            raise PeerRefused(f"peer holds {envelope.model}; this side holds {model.text()}")
+        rank = msgspec.msgpack.decode(envelope.body, type=Rank)
+        _check(model, rank)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise PeerRefused(f"card cannot be read: {error}") from error
+    return rank
+
+
+def _check(model: Model, rank: Rank) -> None:
+    """What a decoded card must satisfy before anything is computed from it."""
+    place = rank.place
+    if not 0 <= place.rank < place.fleet.size:
+        raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
+    if not len(rank.pools) == len(rank.allocations) == len(model.components):
+        counts = f"{len(rank.pools)} pools, {len(rank.allocations)} lists of allocations"
+        raise PeerRefused(f"the card has {counts}; the model has {len(model.components)} components")
+    for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
+        shard = place.fleet.shard(component, place.rank, 1)
+        if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):
+            raise PeerRefused(f"pool of {spec.component.name}, {spec.page_tokens}-token pages, does not fit its fleet")
+        extents = {
+            "layer": shard.layers.count,
+            "kv": component.kv,
+            "head": shard.heads.count,
+            "dim": component.dim,
+        }
+        for axis, extent in extents.items():
+            held = spec.layout.extent_of(axis)
+            if held != extent:
+                raise PeerRefused(f"pool of {component.name} has {axis} extent {held}; its rank holds {extent}")
+        if len(memories) != spec.allocations or any(m.nbytes < spec.allocation_bytes for m in memories):
+            raise PeerRefused(f"allocations of {component.name} are fewer or smaller than its pool")

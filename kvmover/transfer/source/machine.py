@@ -1,0 +1,276 @@
+"""The source's half of the protocol, for one request and one destination rank: a pure state machine.
+
+Chunks are offered when the engine has produced them, and posted as they are granted. Nothing is posted after an abort,
+and Drained is said only when the last write in flight has ended on this side. In a pull the source posts nothing: it
+says where a chunk lies, and after Done confirms that nothing of it was reused meanwhile (Kept). A reader that is late
+therefore never takes other bytes for its own, and the source need not wait for it.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from kvmover.transfer.events import Cancel, PeerGone, Tick
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.source.state import (
+    Action,
+    Attached,
+    Event,
+    Gathered,
+    Message,
+    Own,
+    Post,
+    Posted,
+    Ready,
+    Say,
+    Sending,
+    Served,
+    Settled,
+    Unstage,
+    WriteFailed,
+    Written,
+)
+
+Stepped = tuple[Sending, list[Action]]
+
+
+def step(state: Sending, event: Event, now: float) -> Stepped:
+    """Advance by one event. An ended attempt still hears of its writes, so that it can say Drained."""
+    match event:
+        case Posted() | Written() | Gathered() | WriteFailed() | Settled():
+            return _own(state, event, now)
+        case Tick():
+            return _tick(state, now)
+        case Cancel(reason):
+            return _fail(state, reason, now)
+        case Ready(chunks):
+            return _offer(replace(state, ready=state.ready.union(chunks)), chunks)
+        case Attached(payload):
+            return replace(state, aux=payload), [Say(wire.Aux(state.request, state.generation, payload))]
+        case _:
+            after, actions = _heard(state, event, now)
+            return after if after is state else replace(after, quiet_since=now), actions
+
+
+def _own(state: Sending, event: Own, now: float) -> Stepped:
+    """What becomes of a chunk on this side."""
+    match event:
+        case Posted(chunk, digest):
+            if digest is not None:
+                state = replace(state, digests={**state.digests, chunk: digest})
+            return replace(state, in_flight=state.in_flight | {chunk}), []
+        case Written(chunk):
+            state = replace(state, in_flight=state.in_flight - {chunk}, written=state.written | {chunk})
+            return _settle(state, [])
+        case Gathered(chunk, offset, digest):
+            return _staged(state, chunk, offset, digest)
+        case WriteFailed(chunk, reason, quiescent):
+            left = state.in_flight - {chunk} if quiescent else state.in_flight
+            return _fail(replace(state, in_flight=left), reason, now)
+        case Settled(chunk):
+            return _settle(replace(state, in_flight=state.in_flight - {chunk}), [])
+
+
+def _heard(state: Sending, event: Message | PeerGone, now: float) -> Stepped:
+    """A destination that says nothing new is as good as silent: what it waits for may be lost."""
+    match event:
+        case wire.Want():
+            return _asked(state)
+        case wire.Granted(grants=grants):
+            return _granted(state, grants, now)
+        case wire.Taken(chunk=chunk, round=round_):
+            return _taken(state, chunk, round_)
+        case wire.Done():
+            return _done(state, now)
+        case wire.Abort(reason=reason):
+            return _aborted(state, reason, now)
+        case PeerGone(_, reason):
+            return _gone(state, reason, now)
+
+
+def _ended(state: Sending) -> bool:
+    return state.reason is not None or state.finished
+
+
+def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
+    """A push from pool to pool needs no regions: its chunks are posted as they are, once each."""
+    if _ended(state) or not chunks:
+        return state, []
+    if not state.direct or state.verb is Verb.PULL:
+        return state, [Say(wire.Offered(state.request, state.generation, _ranges(chunks), state.pages))]
+    fresh = [chunk for chunk in chunks if chunk not in state.granted]
+    granted = {**state.granted, **dict.fromkeys(fresh, (0, 0))}
+    return replace(state, granted=granted), [Post(chunk, 0) for chunk in fresh]
+
+
+def _ranges(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """`(0, 1, 2, 5)` as `((0, 3), (5, 6))`."""
+    ordered = sorted(chunks)
+    firsts = [c for i, c in enumerate(ordered) if not i or ordered[i - 1] != c - 1]
+    stops = [c + 1 for i, c in enumerate(ordered) if i + 1 == len(ordered) or ordered[i + 1] != c + 1]
+    return tuple(zip(firsts, stops, strict=True))
+
+
+def _asked(state: Sending) -> Stepped:
+    """Say everything again that the destination should have heard by now."""
+    if _ended(state):
+        return state, _failed(state)
+    state, actions = _offer(state, tuple(state.ready))
+    if state.aux is not None:
+        actions = [*actions, Say(wire.Aux(state.request, state.generation, state.aux))]
+    return state, actions
+
+
+def _failed(state: Sending) -> list[Action]:
+    """Why a destination that goes on asking gets nothing. Until the end, Abort is said again by the clock."""
+    told = state.finished and state.reason is not None
+    return [Say(wire.Abort(state.request, state.generation, state.reason or ""))] if told else []
+
+
+def _told(state: Sending, chunk: int) -> Say:
+    _, round_ = state.granted[chunk]
+    return Say(wire.Chunk(state.request, state.generation, chunk, round_, state.digests.get(chunk)))
+
+
+def _granted(state: Sending, grants: tuple[wire.Grant, ...], now: float) -> Stepped:
+    """The first grant that cannot be fails the attempt; those after it then say why it has failed, once."""
+    actions: list[Action] = []
+    for grant in grants:
+        if _ended(state):
+            return state, [*actions, *_failed(state)]
+        state, more = _grant(state, grant, now)
+        actions += more
+    return state, actions
+
+
+def _grant(state: Sending, grant: wire.Grant, now: float) -> Stepped:
+    """A grant of a round is used once; said again, it asks what became of the chunk. One of the next round comes when
+    the last is over for the destination; for us it may still be in flight, and then it has to be said again."""
+    chunk = grant.chunk
+    if not 0 <= chunk < state.chunks:
+        return _fail(state, f"granted chunk {chunk} of {state.chunks}", now)
+    if state.room_bytes and not 0 <= grant.offset <= state.room_bytes - state.spans[chunk]:
+        return _fail(state, f"grant at {grant.offset} leaves the arena of {state.room_bytes} bytes", now)
+    if chunk not in state.ready:  # only a push from pool to pool may be asked for before it was offered
+        return state, []
+    known = state.granted.get(chunk)
+    over = chunk in state.written or chunk in state.staged
+    if known is None or (over and grant.round > known[1]):
+        written, staged = state.written - {chunk}, {k: v for k, v in state.staged.items() if k != chunk}
+        before: list[Action] = [Unstage(chunk)] if chunk in state.staged else []
+        granted = {**state.granted, chunk: (grant.offset, grant.round)}
+        state = replace(state, granted=granted, written=written, staged=staged)
+        return state, [*before, Post(chunk, grant.offset, grant.round)]
+    if chunk in state.staged:
+        return state, [_place(state, chunk)]
+    return state, [_told(state, chunk)] if state.verb is Verb.PUSH and chunk in state.written else []
+
+
+def _staged(state: Sending, chunk: int, offset: int, digest: int | None) -> Stepped:
+    state = replace(state, in_flight=state.in_flight - {chunk})
+    if _ended(state):
+        return _settle(state, [Unstage(chunk)])
+    if digest is not None:
+        state = replace(state, digests={**state.digests, chunk: digest})
+    state = replace(state, staged={**state.staged, chunk: offset})
+    return state, [_place(state, chunk)]
+
+
+def _place(state: Sending, chunk: int) -> Say:
+    _, round_ = state.granted[chunk]
+    digest = state.digests.get(chunk)
+    return Say(wire.Staged(state.request, state.generation, chunk, state.staged[chunk], round_, digest))
+
+
+def _taken(state: Sending, chunk: int, round_: int) -> Stepped:
+    if chunk not in state.staged or state.granted[chunk][1] != round_:
+        return state, []
+    staged = {other: offset for other, offset in state.staged.items() if other != chunk}
+    return replace(state, staged=staged, written=state.written | {chunk}), [Unstage(chunk)]
+
+
+def _done(state: Sending, now: float) -> Stepped:
+    """Everything landed; our own completions may come after the news and still hold the pages."""
+    answered = state.verb is Verb.PULL or not state.chunks  # nobody who was written to waits for an answer
+    if _ended(state):
+        if not answered:
+            return state, []
+        return state, _failed(state) if state.reason else [Say(wire.Kept(state.request, state.generation))]
+    if len(state.granted) < state.chunks:
+        return _fail(state, f"done after {len(state.granted)} of {state.chunks} chunks", now)
+    freed: list[Action] = [Unstage(chunk) for chunk in state.staged]
+    if answered:
+        freed.append(Say(wire.Kept(state.request, state.generation)))
+    return _settle(replace(state, peer_waits=True, staged={}), freed)
+
+
+def _aborted(state: Sending, reason: str, now: float) -> Stepped:
+    if state.finished and not state.in_flight:
+        return state, [Say(wire.Drained(state.request, state.generation))]
+    state, actions = _unstaged(state)
+    if state.reason is None:
+        state = replace(state, reason=reason, deadline=now + state.patience.drain_s)
+    return _settle(replace(state, peer_waits=True), actions)
+
+
+def _unstaged(state: Sending) -> Stepped:
+    """A reader of a failed attempt will not be told that it was kept, so nobody waits for it."""
+    return replace(state, staged={}), [Unstage(chunk) for chunk in state.staged]
+
+
+def _fail(state: Sending, reason: str, now: float) -> Stepped:
+    """Tell the destination why; it answers with its own Abort, which asks for Drained."""
+    if _ended(state):
+        return _settle(state, [])
+    state, actions = _unstaged(state)
+    state = replace(state, reason=reason, deadline=now + state.patience.drain_s, quiet_since=now)
+    return _settle(state, [*actions, Say(wire.Abort(state.request, state.generation, reason))])
+
+
+def _gone(state: Sending, reason: str, now: float) -> Stepped:
+    """Nobody is left to ask for Drained."""
+    if state.finished:
+        return state, []
+    state, actions = _unstaged(state)
+    # Pings go on failing: only the first news of the loss may set the deadline.
+    deadline = now + state.patience.drain_s if state.reason is None else state.deadline
+    state = replace(state, reason=state.reason or reason, peer_waits=False, deadline=deadline)
+    if state.in_flight:
+        return state, actions
+    return replace(state, finished=True), [*actions, Served(state.reason)]
+
+
+def _settle(state: Sending, actions: list[Action]) -> Stepped:
+    """With nothing in flight: a failed attempt says Drained when asked and ends, a landed one just ends."""
+    if state.in_flight:
+        return state, actions
+    if state.reason is not None and state.peer_waits:
+        actions = [*actions, Say(wire.Drained(state.request, state.generation))]
+        state = replace(state, peer_waits=False)
+    elif not state.peer_waits or state.finished:
+        return state, actions
+    if not state.finished:
+        actions = [*actions, Served(state.reason)]
+    return replace(state, finished=True), actions
+
+
+def _tick(state: Sending, now: float) -> Stepped:
+    if state.finished:
+        return state, []
+    if now >= state.deadline:
+        if state.reason is None:
+            missing = state.chunks - len(state.written)
+            return _fail(state, f"deadline passed with {missing} of {state.chunks} chunks unwritten", now)
+        return replace(state, finished=True), [Served(state.reason, bool(state.in_flight))]
+    if now < state.quiet_since + state.patience.resend_s:
+        return state, []
+    return _again(replace(state, quiet_since=now))
+
+
+def _again(state: Sending) -> Stepped:
+    """A destination that is silent may not have heard, or its Done or Abort is lost: any message makes it answer."""
+    if state.reason is not None:
+        return state, [Say(wire.Abort(state.request, state.generation, state.reason))]
+    offer = wire.Offered(state.request, state.generation, _ranges(tuple(state.ready)), state.pages)
+    return state, [Say(offer), *(_place(state, chunk) for chunk in state.staged)]

@@ -1,0 +1,1 @@
+"""A mover driven by a thread of its own, for callers in any thread or in asyncio."""

@@ -1,0 +1,161 @@
+"""A mover for asyncio: transfers that tasks await, in any number of event loops, none of which polls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+
+import numpy.typing as npt
+
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.meter import Snapshot
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.result import Gate, Result, Transfer
+from kvmover.transfer.threads.progress import Progress, driven
+
+
+class AsyncTransfer:
+    """A transfer that has been asked for. `await` it, in one task or in several, for its Result.
+
+    What Mover.send and Mover.receive raise is raised there. A cancelled task aborts the transfer, for all who wait, and
+    is not over before the transfer is: then `transfer` says whether it landed after all, and whether pages are held. A
+    task cancelled before its first step has not awaited anything: the transfer goes on.
+    """
+
+    def __init__(self, progress: Progress, begun: Future[Transfer]) -> None:
+        self._progress = progress
+        self._begun = begun
+        self._ended: Future[Result] = Future()
+        self._ended.set_running_or_notify_cancel()
+        begun.add_done_callback(self._follow)
+
+    def _follow(self, begun: Future[Transfer]) -> None:
+        if (error := begun.exception()) is not None:
+            self._ended.set_exception(error)
+        else:
+            self._progress.ended(begun.result()).add_done_callback(lambda ended: self._ended.set_result(ended.result()))
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """None before it has begun, which it has when it ended, and where it could not begin."""
+        return self._begun.result() if self._begun.done() and self._begun.exception() is None else None
+
+    def produced(self, gate: Gate) -> None:
+        """As Mover.produced; it takes effect once the transfer has begun. Returns at once."""
+        self._tell(lambda mover, transfer: mover.produced(transfer, gate))
+
+    def attach(self, payload: bytes) -> None:
+        """As Mover.attach, at most 64 KiB. Returns at once."""
+        self._tell(lambda mover, transfer: mover.attach(transfer, payload))
+
+    def abort(self, reason: str) -> None:
+        """As Mover.abort. Returns at once; await the transfer for its end."""
+        self._tell(lambda mover, transfer: mover.abort(transfer, reason))
+
+    def _tell(self, call: Callable[[Mover, Transfer], None]) -> None:
+        """Say something of the transfer once it has begun; where it could not begin, who awaits it hears of that."""
+
+        def then(begun: Future[Transfer]) -> None:
+            if begun.exception() is None:
+                transfer = begun.result()
+                self._progress.tell(transfer, lambda mover: call(mover, transfer))
+
+        self._begun.add_done_callback(then)
+
+    def __await__(self) -> Generator[object, None, Result]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Result:
+        try:
+            return await asyncio.wrap_future(self._ended)
+        except asyncio.CancelledError:
+            self.abort("the task that waited was cancelled")
+            while not self._ended.done():  # whoever cancels again: until then the pages are not the engine's
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wrap_future(self._ended)
+            raise
+
+
+class AsyncMover:
+    """The methods of Mover for tasks. None blocks an event loop; `send` and `receive` return at once.
+
+    `result = await mover.receive("r1", "prefill", range(4096), [pages])`. One serves all event loops of the process.
+    `progress`: a Progress, or a Mover, which gets one of the default pace; `close` is its end too.
+    """
+
+    def __init__(self, progress: Progress | Mover) -> None:
+        self._progress = driven(progress)
+
+    @property
+    def card(self) -> bytes:
+        """The bytes that a peer needs to connect; see Mover.card."""
+        return self._progress.card
+
+    def send(
+        self,
+        request: str,
+        pages: Sequence[npt.ArrayLike],
+        gates: Sequence[Gate] | None = None,
+        aux: bytes | None = None,
+    ) -> AsyncTransfer:
+        """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
+
+        Returns at once, before the offer is made: `await` the result for its Result. What Mover.send raises is raised
+        there. The pages belong to the transfer until it has ended and is not held.
+        """
+        begun = self._progress.begin(lambda mover: mover.send(request, pages, gates, aux))
+        return AsyncTransfer(self._progress, begun)
+
+    def receive(
+        self,
+        request: str,
+        engine: str,
+        positions: range,
+        pages: Sequence[npt.ArrayLike],
+        aux_from: Sequence[int] = (),
+    ) -> AsyncTransfer:
+        """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
+
+        Returns at once: `await` the result for its Result. PlanError and PeerUnknown are raised there. A cancelled task
+        aborts the transfer.
+        """
+        begun = self._progress.begin(lambda mover: mover.receive(request, engine, positions, pages, aux_from))
+        return AsyncTransfer(self._progress, begun)
+
+    async def connect(self, card: bytes) -> str:
+        """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
+        return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.connect(card)))
+
+    async def configure(self, config: MoverConfig) -> None:
+        """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
+        await asyncio.wrap_future(self._progress.submit(lambda mover: mover.configure(config)))
+
+    async def refuse(self, request: str, reason: str) -> None:
+        """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""
+        await asyncio.wrap_future(self._progress.submit(lambda mover: mover.refuse(request, reason)))
+
+    async def reopen(self, request: str) -> None:
+        """As Mover.reopen: a request of this name will be sent again."""
+        await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
+
+    def snapshot(self) -> Snapshot:
+        """Counts, times and gauges, for a MoverCollector; after `close` the last ones. For any thread but a loop's."""
+        return self._progress.snapshot()
+
+    async def close(self) -> None:
+        """Fail what is open, end the thread and close the mover.
+
+        Waits in a thread of its own, not in the event loop.
+        """
+        await asyncio.to_thread(self._progress.close)
+
+    async def __aenter__(self) -> AsyncMover:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()

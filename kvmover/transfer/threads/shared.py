@@ -1,0 +1,125 @@
+"""SharedMover: a mover for any thread. An engine that would rather poll from its own loop holds a Mover instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent import futures
+from types import TracebackType
+
+import numpy.typing as npt
+
+from kvmover.errors import DeadlineExceeded, KvmoverError
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.meter import Snapshot
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.result import Gate, Result, Transfer
+from kvmover.transfer.threads.progress import Progress, driven
+
+
+class SharedMover:
+    """The methods of Mover, where nobody has to poll. A call waits for the poll under way, at worst for its CPU copies.
+
+    `produced`, `attach` and `abort` wait for nothing: an error of theirs fails the transfer. Every call raises
+    TransportError once the mover is closed, but those three, `poll` and `close`, which then have nothing to do.
+
+    Of a `Progress`, or of a Mover, which gets one of the default pace.
+    """
+
+    def __init__(self, progress: Progress | Mover) -> None:
+        self._progress = driven(progress)
+
+    @property
+    def card(self) -> bytes:
+        """The bytes that a peer needs to connect; see Mover.card."""
+        return self._progress.card
+
+    def connect(self, card: bytes) -> str:
+        """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
+        return self._progress.submit(lambda mover: mover.connect(card)).result()
+
+    def configure(self, config: MoverConfig) -> None:
+        """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
+        self._progress.submit(lambda mover: mover.configure(config)).result()
+
+    def send(
+        self,
+        request: str,
+        pages: Sequence[npt.ArrayLike],
+        gates: Sequence[Gate] | None = None,
+        aux: bytes | None = None,
+    ) -> Transfer:
+        """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
+
+        Returns once the offer is made. The pages belong to the transfer until it has ended and is not held. Raises
+        PlanError for page tables that do not fit.
+        """
+        return self._progress.begin(lambda mover: mover.send(request, pages, gates, aux)).result()
+
+    def receive(
+        self,
+        request: str,
+        engine: str,
+        positions: range,
+        pages: Sequence[npt.ArrayLike],
+        aux_from: Sequence[int] = (),
+    ) -> Transfer:
+        """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
+
+        Returns once the sources are asked; `wait` or `ended` say when it is over. Raises PlanError and PeerUnknown
+        before anything is asked.
+        """
+        return self._progress.begin(lambda mover: mover.receive(request, engine, positions, pages, aux_from)).result()
+
+    def refuse(self, request: str, reason: str) -> None:
+        """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""
+        self._progress.submit(lambda mover: mover.refuse(request, reason)).result()
+
+    def reopen(self, request: str) -> None:
+        """As Mover.reopen: a request of this name will be sent again."""
+        self._progress.submit(lambda mover: mover.reopen(request)).result()
+
+    def produced(self, transfer: Transfer, gate: Gate) -> None:
+        """As Mover.produced. Returns at once, also in a signal handler or a callback."""
+        self._progress.tell(transfer, lambda mover: mover.produced(transfer, gate))
+
+    def attach(self, transfer: Transfer, payload: bytes) -> None:
+        """As Mover.attach, at most 64 KiB. Returns at once."""
+        self._progress.tell(transfer, lambda mover: mover.attach(transfer, payload))
+
+    def abort(self, transfer: Transfer, reason: str) -> None:
+        """As Mover.abort. Returns at once; the transfer ends when nothing can touch its pages."""
+        self._progress.tell(transfer, lambda mover: mover.abort(transfer, reason))
+
+    def poll(self) -> None:
+        """Have the thread poll now: something happened that it cannot see, for example the event of a gate."""
+        self._progress.poll()
+
+    def ended(self, transfer: Transfer) -> futures.Future[Result]:
+        """The result to come; see Progress. `ended(t).add_done_callback(call)` has the progress thread call back."""
+        return self._progress.ended(transfer)
+
+    def wait(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
+        """Sleep until all have ended. Raises DeadlineExceeded, naming the others, after `timeout_s`.
+
+        None is not for ever: each transfer has a deadline of its own.
+        """
+        if self._progress.inside:
+            raise KvmoverError("a callback of the progress thread would wait for itself")
+        ends = {self.ended(transfer): transfer.request for transfer in transfers}
+        late = futures.wait(ends, timeout_s).not_done
+        if late:
+            raise DeadlineExceeded(f"not ended within {timeout_s} s: {', '.join(sorted(ends[end] for end in late))}")
+
+    def snapshot(self) -> Snapshot:
+        """Counts, times and gauges; after `close` the last ones."""
+        return self._progress.snapshot()
+
+    def close(self) -> None:
+        """Fail what is open with its reason, end the thread and close the mover. Safe to call twice."""
+        self._progress.close()
+
+    def __enter__(self) -> SharedMover:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()

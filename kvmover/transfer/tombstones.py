@@ -1,0 +1,109 @@
+"""Tombstones: what is remembered of attempts and requests that are over, for a while and no more than fits.
+
+A Want that its Abort overtook, or that is repeated, must not open an attempt again: its pages are given back. A
+destination that missed how its attempt ended is told when it asks. And a request that was served, given up or refused
+is not one that is still to come: whoever asks for it late computes at once instead of waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class TtlMap(Generic[Key, Value]):
+    """A map of at most `most` entries, each with a time `until` in seconds at which it expires.
+
+    Entries expire in the order in which they were kept: one whose time comes before an earlier entry's waits for that.
+    """
+
+    most: int
+    _entries: OrderedDict[Key, tuple[Value, float]] = field(
+        default_factory=OrderedDict["Key", "tuple[Value, float]"], init=False
+    )
+
+    def keep(self, key: Key, value: Value, until: float) -> None:
+        """Set the entry of `key`, which expires at `until`."""
+        self._entries.pop(key, None)
+        if len(self._entries) >= self.most:
+            self._entries.popitem(last=False)
+        self._entries[key] = value, until
+
+    def get(self, key: Key) -> Value | None:
+        entry = self._entries.get(key)
+        return entry[0] if entry is not None else None
+
+    def forget(self, key: Key) -> None:
+        self._entries.pop(key, None)
+
+    def expire(self, now: float) -> None:
+        """Delete the entries whose time has come."""
+        while self._entries:
+            key, (_, until) = next(iter(self._entries.items()))
+            if now < until:
+                return
+            del self._entries[key]
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+#: Attempts and requests that are remembered, the latest ones: a minute of a thousand requests a second.
+MAX_TOMBSTONES = 65536
+
+#: How long requests that are over are remembered, in seconds: longer than a destination's queue may be.
+MEMORY_S = 3600.0
+
+#: How a request ended that nothing was wrong with.
+SERVED = "it was served already"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended: None is well."""
+
+    generation: int
+    reason: str | None
+
+
+@dataclass(slots=True)
+class Tombstones:
+    """Attempts by (request, peer), of which the newest counts, and requests by name."""
+
+    _attempts: TtlMap[tuple[str, str], Outcome] = field(
+        default_factory=lambda: TtlMap["tuple[str, str]", Outcome](MAX_TOMBSTONES)
+    )
+    _requests: TtlMap[str, str] = field(default_factory=lambda: TtlMap[str, str](MAX_TOMBSTONES))
+
+    def close(self, key: tuple[str, str], generation: int, reason: str | None, until: float) -> None:
+        before = self._attempts.get(key)
+        if before is None or before.generation <= generation:
+            self._attempts.keep(key, Outcome(generation, reason), until)
+
+    def of(self, request: str, peer: str, generation: int) -> Outcome | None:
+        """How an attempt of this generation or of an earlier one ended, if it has."""
+        outcome = self._attempts.get((request, peer))
+        return outcome if outcome is not None and generation <= outcome.generation else None
+
+    def end(self, request: str, how: str, until: float) -> None:
+        """Whoever asks for this request from now on is told how it ended, until it is reopened."""
+        self._requests.keep(request, how, until)
+
+    def ending(self, request: str) -> str | None:
+        return self._requests.get(request)
+
+    def reopen(self, request: str) -> None:
+        self._requests.forget(request)
+
+    def expire(self, now: float) -> None:
+        self._attempts.expire(now)
+        self._requests.expire(now)

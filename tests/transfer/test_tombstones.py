@@ -1,0 +1,77 @@
+"""Tombstones: a source remembers for a while how attempts and requests ended, and no more than fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmover.transfer import tombstones as closed
+from kvmover.transfer.tombstones import Tombstones
+
+KEY = ("request", "decode0.1")
+
+
+def reason(memory: Tombstones, generation: int) -> str | None:
+    outcome = memory.of(*KEY, generation)
+    return None if outcome is None else outcome.reason or "landed"
+
+
+def test_an_attempt_and_those_before_it_are_over_and_later_ones_are_not():
+    memory = Tombstones()
+    memory.close(KEY, 7, "enough", 10.0)
+    assert [reason(memory, generation) for generation in (6, 7, 8)] == ["enough", "enough", None]
+    assert memory.of("request", "decode1.1", 7) is None
+    assert memory.of("other", "decode0.1", 7) is None
+
+
+def test_the_newest_attempt_counts_whatever_the_order_of_the_news():
+    memory = Tombstones()
+    memory.close(KEY, 8, None, 10.0)
+    memory.close(KEY, 7, "enough", 10.0)
+    assert reason(memory, 7) == reason(memory, 8) == "landed"
+    outcome = memory.of(*KEY, 8)
+    assert outcome is not None
+
+
+def test_what_is_over_for_long_is_forgotten():
+    memory = Tombstones()
+    memory.close(KEY, 7, "enough", 10.0)
+    memory.end("request", "no room", 20.0)
+    memory.expire(9.9)
+    assert reason(memory, 7) == "enough"
+    memory.expire(10.0)
+    assert reason(memory, 7) is None
+    assert memory.ending("request") == "no room"
+    memory.expire(20.0)
+    assert memory.ending("request") is None
+
+
+def test_a_request_that_is_over_is_open_again_when_it_is_reopened():
+    memory = Tombstones()
+    memory.end("request", "no room", 10.0)
+    memory.reopen("other")
+    assert memory.ending("request") == "no room"
+    memory.reopen("request")
+    memory.reopen("request")
+    assert memory.ending("request") is None
+
+
+def test_only_so_many_are_remembered_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(closed, "MAX_TOMBSTONES", 3)
+    memory = Tombstones()
+    for n in range(5):
+        memory.close((f"request-{n}", "decode0.1"), 1, "enough", 10.0)
+        memory.end(f"request-{n}", "no room", 10.0)
+    known = [n for n in range(5) if memory.of(f"request-{n}", "decode0.1", 1)]
+    assert known == [n for n in range(5) if memory.ending(f"request-{n}")] == [2, 3, 4]
+
+
+def test_news_of_what_is_remembered_push_out_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(closed, "MAX_TOMBSTONES", 2)
+    memory = Tombstones()
+    for generation in range(10):
+        for name in ("one", "two"):
+            memory.close((name, "decode0.1"), generation, "enough", 10.0)
+            memory.end(name, "no room", 10.0)
+    for name in ("one", "two"):
+        assert memory.of(name, "decode0.1", 9)
+        assert memory.ending(name)
