@@ -53,11 +53,9 @@ TOLD = {
     "store.record.Record",
     "store.results.GotResult",
     "store.results.PutResult",
-    "transfer.offers.Request",
-    "transfer.receiving.Source",
+    "transfer.destination.attempts.ReceiveAttempt",
     "transfer.result.Result",
-    "transfer.sending.Sending",
-    "transfer.wanted.Attempt",
+    "transfer.source.attempts.Request",
 }
 
 

@@ -26,7 +26,7 @@ from kvmover.transfer.arguments import (
 )
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.core import assembled
-from kvmover.transfer.destination.attempts import Wanted
+from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.quarantine import Quarantine
 from kvmover.transfer.destination.reads import Reads
@@ -242,7 +242,7 @@ class Mover:
         tables, tokens = page_tables(pages), token_range(positions)
         check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
-        self._destination.receive(Wanted(transfer, engine, tokens, tables, aux_from))
+        self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, aux_from))
         return transfer
 
     def abort(self, transfer: Transfer, reason: str) -> None:

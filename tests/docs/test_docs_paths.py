@@ -29,7 +29,7 @@ def test_the_recipes_name_what_the_code_has() -> None:
         ("StoreConformance", "kvmover/testing/store.py"),
         ("Tested", "kvmover/engines/common/release.py"),
         ("files_for", "kvmover/store/nixl_files.py"),
-        ("ToDestination", "kvmover/transfer/wire.py"),
+        ("ToDestination", "kvmover/transfer/protocol/wire.py"),
         ("kinds_of_messages", "tests/transfer/mover_cases.py"),
         ("_LAZY", "kvmover/transport/__init__.py"),
     ):

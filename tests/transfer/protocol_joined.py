@@ -46,7 +46,7 @@ class _End:
     staging: dict[int, str] = field(default_factory=dict[int, str])
     of_chunk: dict[int, int] = field(default_factory=dict[int, int])
     queue: deque[sending.Post] = field(default_factory=deque[sending.Post])
-    finish: sending.Served | None = None
+    finish: sending.EndSend | None = None
     closed: str | None = None
 
 
@@ -76,7 +76,7 @@ class Joined:
         self.regions: dict[int, str] = {}
         self.pages: dict[WriterChunk, str] = {}
         self.aux: Counter[str] = Counter()
-        self.finish: receiving.Ended | None = None
+        self.finish: receiving.EndReceive | None = None
         self.mismatches = 0
         self.said: Counter[type] = Counter()
         self.log: list[wire.AnyMessage] = []
@@ -186,7 +186,7 @@ class Joined:
                     self.arena.quarantine(offset)
                 case receiving.Mismatch():
                     self.mismatches += 1
-                case receiving.Ended():
+                case receiving.EndReceive():
                     assert self.finish is None, "ended twice"
                     self.finish = action
         self._lease()
@@ -246,7 +246,7 @@ class Joined:
                     self._give_back(end, chunk)
                 case sending.Say(message):
                     self._send(peer, "d", message)
-                case sending.Served():
+                case sending.EndSend():
                     assert end.finish is None, "ended twice"
                     end.finish = action
                     end.queue.clear()

@@ -11,7 +11,7 @@ from kvmover.transfer.destination.machine import start, step
 from kvmover.transfer.destination.state import (
     Action,
     Ask,
-    Ended,
+    EndReceive,
     Event,
     Free,
     Isolate,
@@ -76,8 +76,8 @@ STRAIGHT = receiving(a=Source(1, direct=True), b=Source(2, direct=True))
 def test_a_request_that_needs_nothing_is_done_at_once():
     state, actions = start(receiving(a=Source(0), b=Source(0, direct=True)))
     assert state.finished
-    assert actions == [*done("a", "b"), Ended(None)]
-    assert start(receiving()) == (replace(receiving(), finished=True), [Ended(None)])
+    assert actions == [*done("a", "b"), EndReceive(None)]
+    assert start(receiving()) == (replace(receiving(), finished=True), [EndReceive(None)])
 
 
 def test_a_chunk_is_granted_scattered_freed_and_the_last_one_says_done():
@@ -88,14 +88,14 @@ def test_a_chunk_is_granted_scattered_freed_and_the_last_one_says_done():
     state, actions = run(state, says_chunk("a", 0))
     assert actions == [Scatter("a", 0, 512)]
     state, actions = run(state, Scattered("a", 0))
-    assert actions == [Free(512), *done("a"), Ended(None)]
+    assert actions == [Free(512), *done("a"), EndReceive(None)]
 
 
 def test_direct_chunks_are_landed_when_they_arrive():
     state, actions = run(STRAIGHT, says_chunk("b", 1), says_chunk("a", 0))
     assert actions == []
     state, actions = run(state, says_chunk("b", 0))
-    assert actions == [*done("a", "b"), Ended(None)]
+    assert actions == [*done("a", "b"), EndReceive(None)]
 
 
 @pytest.mark.parametrize("state", [TWO, STRAIGHT], ids=["packed", "direct"])
@@ -131,7 +131,7 @@ def test_every_failure_has_its_reason_and_reaches_all_sources(event: Event, reas
     assert state.reason == reason
     assert actions == aborts(reason, *sorted(state.sources.keys() - state.gone))
     state, actions = run(state, says_drained("a"), says_drained("b"))
-    assert actions == [Ended(reason)]
+    assert actions == [EndReceive(reason)]
 
 
 def test_a_chunk_of_a_source_counts_for_that_source_only():
@@ -142,7 +142,7 @@ def test_a_chunk_of_a_source_counts_for_that_source_only():
 def test_the_first_reason_stays():
     state, _actions = run(TWO, Cancel("first"), says_abort("a", "second"), Cancel("third"), PeerGone("b", "fourth"))
     assert state.reason == "first"
-    assert run(state, says_drained("a"))[1] == [Ended("first")]
+    assert run(state, says_drained("a"))[1] == [EndReceive("first")]
 
 
 def test_strangers_change_nothing():
@@ -162,14 +162,14 @@ def test_a_region_is_kept_until_its_writer_has_drained():
     state, actions = run(state, says_drained("b"))
     assert actions == [Free(256), Free(512)]
     state, actions = run(state, says_drained("a"))
-    assert actions == [Free(0), Ended("enough")]
+    assert actions == [Free(0), EndReceive("enough")]
 
 
 def test_a_region_that_is_being_scattered_outlives_its_drained_writer():
     state, _ = run(ONE, Leased("a", 0, 0), says_chunk("a", 0), Cancel("enough"))
     state, actions = run(state, says_drained("a"))
     assert actions == []
-    assert run(state, Scattered("a", 0))[1] == [Free(0), Ended("enough")]
+    assert run(state, Scattered("a", 0))[1] == [Free(0), EndReceive("enough")]
 
 
 def test_a_region_leased_after_a_failure_or_after_the_end_goes_straight_back():
@@ -181,13 +181,13 @@ def test_a_region_leased_after_a_failure_or_after_the_end_goes_straight_back():
 
 def test_a_lost_writer_keeps_its_region_in_quarantine():
     _state, actions = run(ONE, Leased("a", 0, 256), PeerGone("a", "a is lost"))
-    assert actions == [Isolate("a", 256), Ended("a is lost")]
+    assert actions == [Isolate("a", 256), EndReceive("a is lost")]
 
 
 def test_a_lost_writer_of_pages_keeps_them_held():
     state, _ = run(STRAIGHT, PeerGone("a", "a is lost"))
     assert not state.finished
-    assert run(state, says_drained("b"))[1] == [Ended("a is lost", frozenset({"a"}))]
+    assert run(state, says_drained("b"))[1] == [EndReceive("a is lost", frozenset({"a"}))]
 
 
 def test_a_source_that_has_sent_everything_may_go():
@@ -195,7 +195,7 @@ def test_a_source_that_has_sent_everything_may_go():
     assert (state.reason, actions) == (None, [])
     events = (Scattered("a", 0), Leased("b", 0, 0), says_chunk("b", 0), Scattered("b", 0), Leased("b", 1, 0))
     state, _ = run(state, *events, says_chunk("b", 1))
-    assert run(state, Scattered("b", 1))[1][-1] == Ended(None)
+    assert run(state, Scattered("b", 1))[1][-1] == EndReceive(None)
 
 
 def test_the_deadline_fails_with_what_is_missing_and_from_whom():
@@ -208,14 +208,14 @@ def test_the_deadline_fails_with_what_is_missing_and_from_whom():
     state, actions = step(state, Tick(), DEADLINE + DRAIN_S - 0.1)
     assert actions == aborts(reason, "a", "b")
     state, actions = step(state, Tick(), DEADLINE + DRAIN_S)
-    assert actions == [Ended(reason)]
+    assert actions == [EndReceive(reason)]
 
 
 def test_draining_is_not_waited_for_longer_than_allowed():
     state, _ = run(TWO, Leased("b", 1, 512), Cancel("enough"), now=10.0)
     state, _ = run(state, says_drained("a"), now=11.0)
     state, actions = step(state, Tick(), 10.0 + DRAIN_S)
-    assert actions == [Isolate("b", 512), Ended("enough")]
+    assert actions == [Isolate("b", 512), EndReceive("enough")]
 
 
 # Offers and grants
@@ -286,13 +286,13 @@ DIGESTED = [Leased("a", 0, 512), says_chunk("a", 0, 0, 77), Scattered("a", 0, 77
 
 
 def test_a_chunk_with_its_source_s_digest_lands():
-    assert run(ONE, *DIGESTED)[1] == [Free(512), *done("a"), Ended(None)]
+    assert run(ONE, *DIGESTED)[1] == [Free(512), *done("a"), EndReceive(None)]
 
 
 def test_a_direct_chunk_with_a_digest_lands_when_it_was_compared():
     state, actions = run(receiving(a=Source(1, direct=True)), says_chunk("a", 0, 0, 77))
     assert actions == [Scatter("a", 0, None)]
-    assert run(state, Scattered("a", 0, 77))[1] == [*done("a"), Ended(None)]
+    assert run(state, Scattered("a", 0, 77))[1] == [*done("a"), EndReceive(None)]
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["packed", "direct"])
@@ -305,7 +305,7 @@ def test_a_chunk_that_does_not_match_is_asked_for_once_more_into_the_same_region
     assert run(state, says_chunk("a", 0, 0, 77)) == (state, [])  # of the first round, told of twice
     state, actions = run(state, says_chunk("a", 0, 1, 77))
     assert actions == [Scatter("a", 0, None if direct else 512)]
-    assert run(state, Scattered("a", 0, 77))[1] == [*([] if direct else [Free(512)]), *done("a"), Ended(None)]
+    assert run(state, Scattered("a", 0, 77))[1] == [*([] if direct else [Free(512)]), *done("a"), EndReceive(None)]
 
 
 def test_a_chunk_that_does_not_match_twice_fails_the_attempt():
@@ -315,14 +315,14 @@ def test_a_chunk_that_does_not_match_twice_fails_the_attempt():
     state, actions = run(state, Scattered("a", 0, 79))
     reason = "chunk 0 of a did not match its digest 2 times"
     assert actions == [Mismatch("a", 0), *aborts(reason, "a")]
-    assert run(state, says_drained("a"))[1] == [Free(512), Ended(reason)]
+    assert run(state, says_drained("a"))[1] == [Free(512), EndReceive(reason)]
     assert not state.landed
 
 
 def test_a_chunk_of_a_failed_attempt_is_not_asked_for_again():
     state, actions = run(ONE, *DIGESTED[:2], Cancel("enough"), Scattered("a", 0, 78))
     assert actions == [Free(512)]
-    assert run(state, says_drained("a"))[1] == [Ended("enough")]
+    assert run(state, says_drained("a"))[1] == [EndReceive("enough")]
 
 
 # Payloads
@@ -332,7 +332,7 @@ def test_a_payload_is_awaited_from_whom_it_was_asked_of_and_counts_once():
     state = receiving(a=Source(1, direct=True, aux=True), b=Source(0, aux=True))
     state, actions = run(state, says_chunk("a", 0), says_aux("b"), says_aux("b"))
     assert (actions, state.awaited_aux) == ([], {"a"})
-    assert run(state, says_aux("a"))[1] == [*done("a", "b"), Ended(None)]
+    assert run(state, says_aux("a"))[1] == [*done("a", "b"), EndReceive(None)]
 
 
 def test_a_payload_that_nobody_asked_for_ends_nothing():
@@ -370,7 +370,7 @@ def test_a_staged_chunk_is_read_into_its_region_and_given_back_and_lands_when_it
     state, actions = run(state, Scattered("a", 0))
     assert actions == [Free(512), *done("a")]
     assert not state.finished
-    assert run(state, says_kept("a"))[1] == [Ended(None)]
+    assert run(state, says_kept("a"))[1] == [EndReceive(None)]
 
 
 def test_pages_are_read_into_pages_where_the_route_is_direct():
@@ -394,7 +394,7 @@ def test_a_pull_ends_when_every_source_has_confirmed_and_each_is_asked_once():
     assert actions == [taken("b", 1), *done("a", "b")]
     state, actions = run(state, says_kept("b"), says_kept("b"))
     assert (actions, state.finished) == ([], False)
-    assert run(state, says_kept("a"))[1] == [Ended(None)]
+    assert run(state, says_kept("a"))[1] == [EndReceive(None)]
 
 
 def test_a_confirmation_before_everything_was_read_confirms_nothing():
@@ -404,13 +404,13 @@ def test_a_confirmation_before_everything_was_read_confirms_nothing():
     awaiting = receiving(a=Source(1, True, Verb.PULL, aux=True))
     state, _ = run(awaiting, *read("a"), says_kept("a"))
     assert not state.kept
-    assert run(state, says_aux("a"), says_kept("a"))[1] == [Ended(None)]
+    assert run(state, says_aux("a"), says_kept("a"))[1] == [EndReceive(None)]
 
 
 def test_a_source_of_which_nothing_is_read_need_not_confirm():
     state, actions = run(receiving(a=Source(1, True, Verb.PULL), b=Source(0, verb=Verb.PULL)), *read("a"))
     assert actions[1:] == done("a")
-    assert run(state, says_kept("a"))[1] == [*done("b"), Ended(None)]
+    assert run(state, says_kept("a"))[1] == [*done("b"), EndReceive(None)]
 
 
 def test_a_source_that_was_read_and_did_not_keep_what_it_had_fails_the_request():
@@ -418,7 +418,7 @@ def test_a_source_that_was_read_and_did_not_keep_what_it_had_fails_the_request()
         state, _ = run(READ, *read("a", "b"), says_kept("b"))
         state, actions = run(state, event)
         assert state.reason == "its pages are gone"
-        assert actions[-1] == Ended("its pages are gone")
+        assert actions[-1] == EndReceive("its pages are gone")
         assert aborts("its pages are gone", "b")[0] in actions
 
 
@@ -439,7 +439,7 @@ def test_what_is_staged_without_a_grant_is_not_read():
 def test_a_read_that_fails_quietly_gives_its_region_back_at_once():
     state, actions = run(PULL_ONE, Leased("a", 0, 512), says_staged("a", 0, 0), ReadEnded("a", 0, "remote refused"))
     assert state.finished
-    assert actions == [Free(512), *aborts("remote refused", "a"), Ended("remote refused")]
+    assert actions == [Free(512), *aborts("remote refused", "a"), EndReceive("remote refused")]
 
 
 @pytest.mark.parametrize("state", [PULL_ONE, receiving(a=Source(1, True, Verb.PULL))], ids=["packed", "direct"])
@@ -449,21 +449,21 @@ def test_a_read_that_fails_and_may_still_land_is_waited_for(state: Receiving):
     assert actions == aborts("deadline", "a")
     assert not state.finished
     settled, actions = run(state, ReadSettled("a", 0))
-    assert actions == [*[Free(e.offset) for e in leased], Ended("deadline")]
+    assert actions == [*[Free(e.offset) for e in leased], EndReceive("deadline")]
     assert step(settled, ReadSettled("a", 0), 0.0) == (settled, [])
 
 
 def test_a_read_that_never_ends_leaves_its_region_in_quarantine_or_its_pages_held():
     state, _ = run(PULL_ONE, Leased("a", 0, 512), says_staged("a", 0, 0), ReadEnded("a", 0, "late", quiescent=False))
-    assert step(state, Tick(), DRAIN_S)[1] == [Isolate("a", 512), Ended("late")]
+    assert step(state, Tick(), DRAIN_S)[1] == [Isolate("a", 512), EndReceive("late")]
     state, _ = run(READ, says_staged("b", 1, 0), ReadEnded("b", 1, "late", quiescent=False))
-    assert step(state, Tick(), DRAIN_S)[1] == [Ended("late", frozenset({"b"}))]
+    assert step(state, Tick(), DRAIN_S)[1] == [EndReceive("late", frozenset({"b"}))]
 
 
 def test_a_read_that_ends_after_the_attempt_failed_gives_its_region_back_and_lands_nothing():
     state, actions = run(PULL_ONE, Leased("a", 0, 512), says_staged("a", 0, 0), Cancel("enough"))
     assert actions == aborts("enough", "a")
-    assert run(state, ReadEnded("a", 0))[1] == [Free(512), Ended("enough")]
+    assert run(state, ReadEnded("a", 0))[1] == [Free(512), EndReceive("enough")]
 
 
 def test_a_read_chunk_that_does_not_match_is_staged_and_read_once_more():
@@ -531,4 +531,4 @@ def test_a_copy_of_our_own_is_waited_for_however_long_it_takes():
     assert step(state, Tick(), DRAIN_S)[1] == []
     state, actions = run(state, Scattered("a", 0), now=DRAIN_S)
     assert actions == [Free(512)]
-    assert step(state, Tick(), DRAIN_S)[1] == [Ended("enough")]
+    assert step(state, Tick(), DRAIN_S)[1] == [EndReceive("enough")]

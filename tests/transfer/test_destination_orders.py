@@ -12,7 +12,7 @@ from kvmover.transfer.destination.machine import MAX_ROUNDS, start, step
 from kvmover.transfer.destination.state import (
     Action,
     Ask,
-    Ended,
+    EndReceive,
     Event,
     Free,
     Isolate,
@@ -86,7 +86,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.aux: set[str] = set()
         self.told: set[str] = set()
         self.kept: set[str] = set()
-        self.finishes: list[Ended] = []
+        self.finishes: list[EndReceive] = []
         self.state, actions = start(self.state)
         self.check(None, actions)
 
@@ -131,10 +131,10 @@ class AnyOrder(RuleBasedStateMachine):
                     key = self.out.pop(offset)
                     assert key[0] == peer
                     assert not self.may_free(key), f"{key} is in quarantine for nothing"
-                    assert any(isinstance(other, Ended) for other in actions)
+                    assert any(isinstance(other, EndReceive) for other in actions)
                 case Mismatch():
                     assert self.digest is not None
-                case Ended():
+                case EndReceive():
                     self.finishes.append(action)
                     self.check_end(action)
 
@@ -171,7 +171,7 @@ class AnyOrder(RuleBasedStateMachine):
         awaited = {peer for peer, source in self.state.sources.items() if source.aux}
         return self.state.landed == self.keys() and self.keys() <= self.sound and awaited <= self.aux
 
-    def check_end(self, finish: Ended) -> None:
+    def check_end(self, finish: EndReceive) -> None:
         assert not self.copying
         if finish.reason is None:
             assert self.everything_is_here()

@@ -44,7 +44,7 @@ def assert_landed(joined: Joined) -> None:
     assert joined.finish.reason is None
     assert joined.whole()
     assert all(joined.aux[peer] == source.aux for peer, source in joined.state.sources.items())
-    assert all(end.finish == sending.Served(None) for end in joined.ends.values())
+    assert all(end.finish == sending.EndSend(None) for end in joined.ends.values())
     assert_clean(joined)
 
 

@@ -12,6 +12,7 @@ from kvmover.transfer.source.machine import step
 from kvmover.transfer.source.state import (
     Action,
     Attached,
+    EndSend,
     Event,
     Gathered,
     Post,
@@ -19,7 +20,6 @@ from kvmover.transfer.source.state import (
     Ready,
     Say,
     Sending,
-    Served,
     Settled,
     Unstage,
     WriteFailed,
@@ -89,19 +89,19 @@ def test_a_chunk_that_was_not_offered_is_not_posted():
 def test_a_served_destination_ends_when_it_is_done_and_our_writes_are():
     state, actions = run(sending(), *FLYING, Written(1), Written(0))
     assert actions == []
-    assert run(state, DONE)[1] == [Served(None)]
+    assert run(state, DONE)[1] == [EndSend(None)]
 
 
 def test_done_may_come_before_our_own_completions_which_are_waited_for():
     state, actions = run(sending(), *FLYING, Written(1), DONE)
     assert actions == []
-    assert run(state, Written(0))[1] == [Served(None)]
+    assert run(state, Written(0))[1] == [EndSend(None)]
 
 
 def test_a_destination_that_needs_nothing_ends_with_done_and_is_answered():
     """Nothing else tells it that we know."""
     state, actions = run(sending(0), DONE)
-    assert actions == [KEPT, Served(None)]
+    assert actions == [KEPT, EndSend(None)]
     assert run(state, DONE) == (state, [KEPT])
 
 
@@ -117,13 +117,13 @@ def test_a_destination_that_needs_nothing_ends_with_done_and_is_answered():
 def test_our_failure_is_told_and_ends_when_the_destination_answers(event: Event, reason: str):
     state, actions = run(sending(), event)
     assert actions == [abort(reason)]
-    assert run(state, aborted(reason))[1] == [DRAINED, Served(reason)]
+    assert run(state, aborted(reason))[1] == [DRAINED, EndSend(reason)]
 
 
 def test_a_failed_write_is_told_with_its_reason():
     state, actions = run(sending(), *FLYING, Written(1), WriteFailed(0, "remote refused", True))
     assert actions == [abort("remote refused")]
-    assert run(state, aborted("remote refused"))[1] == [DRAINED, Served("remote refused")]
+    assert run(state, aborted("remote refused"))[1] == [DRAINED, EndSend("remote refused")]
 
 
 def test_nothing_is_posted_after_an_abort():
@@ -139,7 +139,7 @@ def test_drained_is_said_when_the_last_write_has_ended():
     assert actions == []
     state, actions = run(state, Written(0))
     assert actions == []
-    assert run(state, Written(1))[1] == [DRAINED, Served("enough")]
+    assert run(state, Written(1))[1] == [DRAINED, EndSend("enough")]
 
 
 def test_a_write_that_failed_but_may_still_land_is_waited_for():
@@ -147,7 +147,7 @@ def test_a_write_that_failed_but_may_still_land_is_waited_for():
     assert actions == [abort("deadline")]
     state, actions = run(state, aborted("deadline"))
     assert actions == []
-    assert run(state, Settled(0))[1] == [DRAINED, Served("deadline")]
+    assert run(state, Settled(0))[1] == [DRAINED, EndSend("deadline")]
 
 
 def test_an_abort_of_a_served_destination_is_answered():
@@ -163,13 +163,13 @@ def test_the_deadline_ends_with_what_is_unwritten_and_holds_pages_that_are_still
     reason = "deadline passed with 1 of 2 chunks unwritten"
     assert actions == [abort(reason)]
     state, actions = step(state, Tick(), DEADLINE + DRAIN_S)
-    assert actions == [Served(reason, held=True)]
+    assert actions == [EndSend(reason, held=True)]
 
 
 def test_an_attempt_that_ended_while_writing_still_answers_an_abort_when_the_write_is_over():
     state, _ = run(sending(1), grant(0, 0), Posted(0), Cancel("enough"))
     state, actions = step(state, Tick(), DRAIN_S)
-    assert actions == [Served("enough", held=True)]
+    assert actions == [EndSend("enough", held=True)]
     state, actions = run(state, aborted("enough"), now=DRAIN_S)
     assert actions == []
     state, actions = run(state, Written(0), now=DRAIN_S)
@@ -178,7 +178,7 @@ def test_an_attempt_that_ended_while_writing_still_answers_an_abort_when_the_wri
 
 
 def test_a_lost_destination_ends_at_once_when_nothing_is_in_flight():
-    assert run(sending(), PeerGone("d", "d is lost"))[1] == [Served("d is lost")]
+    assert run(sending(), PeerGone("d", "d is lost"))[1] == [EndSend("d is lost")]
 
 
 def test_news_of_a_lost_destination_do_not_put_the_end_off():
@@ -187,7 +187,7 @@ def test_news_of_a_lost_destination_do_not_put_the_end_off():
         state, actions = run(state, PeerGone("d", "d is unknown"), Tick(), now=tenths * DRAIN_S / 20)
         assert actions == []
     state, actions = run(state, PeerGone("d", "d is unknown"), Tick(), now=DRAIN_S)
-    assert actions == [Served("d is lost", held=True)]
+    assert actions == [EndSend("d is lost", held=True)]
 
 
 def test_an_event_of_another_attempt_cannot_reach_a_state():
@@ -261,7 +261,7 @@ def test_a_payload_is_said_when_it_is_there_and_again_when_it_is_asked_for():
 def test_a_source_with_a_payload_and_no_chunk_ends_with_done():
     state, actions = run(sending(0), Attached(b"token"), WANT)
     assert actions == [Say(wire.Aux("r", 7, b"token"))]
-    assert run(state, DONE)[1] == [KEPT, Served(None)]
+    assert run(state, DONE)[1] == [KEPT, EndSend(None)]
 
 
 # Pull
@@ -294,13 +294,13 @@ def test_only_what_is_staged_can_be_taken():
 def test_done_is_answered_with_kept_as_often_as_it_is_said():
     state, _ = run(pulled(1), grant(0, 0), Posted(0), Gathered(0, 256))
     state, actions = run(state, DONE)
-    assert actions == [Unstage(0), KEPT, Served(None)]
+    assert actions == [Unstage(0), KEPT, EndSend(None)]
     assert run(state, DONE) == (state, [KEPT])
 
 
 def test_a_push_is_not_confirmed():
     state, actions = run(sending(), *FLYING, Written(0), Written(1), DONE)
-    assert actions == [Served(None)]
+    assert actions == [EndSend(None)]
     assert run(state, DONE) == (state, [])
 
 
@@ -310,14 +310,14 @@ def test_a_reader_that_is_done_after_we_failed_hears_that_nothing_was_kept():
     assert run(state, DONE)[1] == []  # said again by the clock
     assert step(state, Tick(), RESEND_S)[1] == [abort("enough")]
     state, actions = step(state, Tick(), DRAIN_S)
-    assert actions == [Served("enough")]
+    assert actions == [EndSend("enough")]
     for asks in (DONE, WANT, grant(0, 0)):
         assert step(state, asks, DRAIN_S) == (state, [abort("enough")])
 
 
 def test_a_chunk_that_was_packed_after_the_failure_is_not_told_of():
     state, _ = run(pulled(1), grant(0, 0), Posted(0), aborted("enough"))
-    assert run(state, Gathered(0, 256))[1] == [Unstage(0), DRAINED, Served("enough")]
+    assert run(state, Gathered(0, 256))[1] == [Unstage(0), DRAINED, EndSend("enough")]
 
 
 def test_a_source_does_not_wait_for_a_reader_of_a_failed_attempt():

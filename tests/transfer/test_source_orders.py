@@ -14,6 +14,7 @@ from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source.machine import step
 from kvmover.transfer.source.state import (
     Attached,
+    EndSend,
     Event,
     Gathered,
     Post,
@@ -21,7 +22,6 @@ from kvmover.transfer.source.state import (
     Ready,
     Say,
     Sending,
-    Served,
     Settled,
     Unstage,
     WriteFailed,
@@ -54,7 +54,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.rounds: dict[int, int] = {}
         self.whole: dict[int, int] = {}
         self.staged: set[int] = set()
-        self.finishes: list[Served] = []
+        self.finishes: list[EndSend] = []
         self.owed = False
         self.done_heard = False
 
@@ -79,7 +79,7 @@ class AnyOrder(RuleBasedStateMachine):
                     self.staged.remove(chunk)
                 case Say(message):
                     self.check_said(message)
-                case Served(reason, held):
+                case EndSend(reason, held):
                     self.finishes.append(action)
                     self.queue.clear()
                     assert held == bool(self.flying or self.quarantine)

@@ -106,7 +106,7 @@ def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class ReceiveRequest:
     """`positions` of a request of `engine` into `pages`, and payloads of the ranks `aux_from`."""
 
     transfer: Transfer
@@ -116,7 +116,7 @@ class Wanted:
     aux_from: Sequence[int] = ()
 
 
-def attempt_of(core: Core, wanted: Wanted, generation: int) -> ReceiveAttempt:
+def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAttempt:
     """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError."""
     config, now = core.config, core.clock()
     with ranges.span(ranges.PLAN, wanted.transfer.request):
@@ -141,7 +141,7 @@ def attempt_of(core: Core, wanted: Wanted, generation: int) -> ReceiveAttempt:
     return attempt
 
 
-def _lanes(core: Core, wanted: Wanted) -> tuple[list[Peer], dict[str, Lane]]:
+def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, Lane]]:
     """The source ranks that could hold any of it, and what each would send."""
     config, engine = core.config, wanted.engine
     fleet = core.peers.fleet(engine)
@@ -164,7 +164,7 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int) -> Route:
     return choice.route
 
 
-def _want(core: Core, state: Receiving, source: Source, wanted: Wanted) -> wire.Want:
+def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest) -> wire.Want:
     config = core.config
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(

@@ -9,14 +9,14 @@ from kvmover import ranges
 from kvmover.errors import PlanError
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination import machine
-from kvmover.transfer.destination.attempts import Id, ReceiveAttempt, Wanted, attempt_of, cause_of, close
+from kvmover.transfer.destination.attempts import Id, ReceiveAttempt, ReceiveRequest, attempt_of, cause_of, close
 from kvmover.transfer.destination.credits import Credits
 from kvmover.transfer.destination.quarantine import Isolated, Quarantine, Retransmissions
 from kvmover.transfer.destination.reads import Reading, Reads
 from kvmover.transfer.destination.state import (
     Action,
     Ask,
-    Ended,
+    EndReceive,
     Event,
     Free,
     Heard,
@@ -60,7 +60,7 @@ class DestinationDriver:
     _credits: Credits[Id, WriterChunk] = field(default_factory=Credits[Id, WriterChunk])
     _retransmissions: Retransmissions = field(default_factory=Retransmissions)
 
-    def receive(self, wanted: Wanted) -> None:
+    def receive(self, wanted: ReceiveRequest) -> None:
         """Ask every source rank of an engine for its part. Raises before anything is asked."""
         request = wanted.transfer.request
         if any(open_request == request for open_request, _ in self._attempts):
@@ -239,7 +239,7 @@ class DestinationDriver:
                 case Mismatch():
                     attempt.resent += 1
                     self.core.meter.add(Count.MISMATCHED_CHUNKS)
-                case Ended(reason, held):
+                case EndReceive(reason, held):
                     self._finish(attempt, reason, held)
 
     def _read(self, attempt: ReceiveAttempt, read: Read) -> None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from kvmover.transfer.destination.state import (
     Action,
     Ask,
-    Ended,
+    EndReceive,
     Event,
     Free,
     Heard,
@@ -244,7 +244,7 @@ def _progress(state: Receiving, actions: list[Action]) -> Stepped:
     if state.unconfirmed:
         return state, [*actions, *(Send(peer, done) for peer in sorted(state.unconfirmed))]
     pushed = [peer for peer in state.sources if peer not in state.kept]
-    return replace(state, finished=True), [*actions, *(Send(peer, done) for peer in pushed), Ended(None)]
+    return replace(state, finished=True), [*actions, *(Send(peer, done) for peer in pushed), EndReceive(None)]
 
 
 def _kept(state: Receiving, peer: str) -> Stepped:
@@ -339,4 +339,4 @@ def _finish(state: Receiving, actions: list[Action]) -> Stepped:
     reading = {peer for peer, _ in state.reading}
     held = frozenset(peer for peer in state.undrained | reading if state.sources[peer].direct)
     kept = [Isolate(key[0], offset) for key, offset in state.regions.items()]
-    return replace(state, finished=True), [*actions, *kept, Ended(state.reason, held)]
+    return replace(state, finished=True), [*actions, *kept, EndReceive(state.reason, held)]

@@ -112,14 +112,14 @@ class Mismatch(msgspec.Struct, frozen=True):
     chunk: int
 
 
-class Ended(msgspec.Struct, frozen=True):
+class EndReceive(msgspec.Struct, frozen=True):
     """The request ended. `held`: peers whose writes, or our reads from whom, may still land in the pages."""
 
     reason: str | None
     held: frozenset[str] = frozenset()
 
 
-Action = Send | Ask | Lease | Read | Scatter | Free | Isolate | Mismatch | Ended
+Action = Send | Ask | Lease | Read | Scatter | Free | Isolate | Mismatch | EndReceive
 
 
 class Source(msgspec.Struct, frozen=True):

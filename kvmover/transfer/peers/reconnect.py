@@ -10,6 +10,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 
 from kvmover.errors import LayoutError
+from kvmover.transfer.events import Tick
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +82,6 @@ class Lost:
     """The peer died, was cut off, or a try to reach it failed."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
 
 
 Event = Lost | Tick

@@ -16,7 +16,7 @@ from kvmover.plan.legs import Replicas
 VERSION = 2
 _HEAD = b"kvm" + bytes([VERSION])
 
-#: How a sealed message begins (see `seal`), and what a seal adds to it at most.
+#: How a sealed message begins (see `auth`), and what a seal adds to it at most.
 SEALED = b"kvs\x01"
 SEAL_BYTES = 64
 

@@ -16,7 +16,7 @@ from kvmover.transfer.result import Cause, Gate, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close
 from kvmover.transfer.source.early import EarlyWants
-from kvmover.transfer.source.state import Attached, Event, Post, Ready, Say, Served, Unstage
+from kvmover.transfer.source.state import Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Tombstones
 
@@ -254,7 +254,7 @@ class SourceDriver:
                     self.writes.post(attempt.job, action)
                 case Unstage(chunk):
                     self.writes.unstage(attempt.job, chunk)
-                case Served(_, held):
+                case EndSend(_, held):
                     self.writes.forget(attempt.job)
                     request.held |= held
         if attempt.state.reason is not None:

@@ -16,6 +16,7 @@ from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source.state import (
     Action,
     Attached,
+    EndSend,
     Event,
     Gathered,
     Message,
@@ -25,7 +26,6 @@ from kvmover.transfer.source.state import (
     Ready,
     Say,
     Sending,
-    Served,
     Settled,
     Unstage,
     WriteFailed,
@@ -238,7 +238,7 @@ def _gone(state: Sending, reason: str, now: float) -> Stepped:
     state = replace(state, reason=state.reason or reason, peer_waits=False, deadline=deadline)
     if state.in_flight:
         return state, actions
-    return replace(state, finished=True), [*actions, Served(state.reason)]
+    return replace(state, finished=True), [*actions, EndSend(state.reason)]
 
 
 def _settle(state: Sending, actions: list[Action]) -> Stepped:
@@ -251,7 +251,7 @@ def _settle(state: Sending, actions: list[Action]) -> Stepped:
     elif not state.peer_waits or state.finished:
         return state, actions
     if not state.finished:
-        actions = [*actions, Served(state.reason)]
+        actions = [*actions, EndSend(state.reason)]
     return replace(state, finished=True), actions
 
 
@@ -262,7 +262,7 @@ def _tick(state: Sending, now: float) -> Stepped:
         if state.reason is None:
             missing = state.chunks - len(state.written)
             return _fail(state, f"deadline passed with {missing} of {state.chunks} chunks unwritten", now)
-        return replace(state, finished=True), [Served(state.reason, bool(state.in_flight))]
+        return replace(state, finished=True), [EndSend(state.reason, bool(state.in_flight))]
     if now < state.quiet_since + state.patience.resend_s:
         return state, []
     return _again(replace(state, quiet_since=now))

@@ -81,14 +81,14 @@ class Say(msgspec.Struct, frozen=True):
     message: wire.AnyMessage
 
 
-class Served(msgspec.Struct, frozen=True):
+class EndSend(msgspec.Struct, frozen=True):
     """This destination is served, or failed for `reason`. `held`: writes may still read the pages."""
 
     reason: str | None
     held: bool = False
 
 
-Action = Post | Unstage | Say | Served
+Action = Post | Unstage | Say | EndSend
 
 
 class Sending(msgspec.Struct, frozen=True):
