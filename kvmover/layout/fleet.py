@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from kvmover.enums import settle
 from kvmover.errors import LayoutError
@@ -77,16 +78,10 @@ class Fleet:
 
     def shard(self, component: Component, rank: int, tokens: int) -> Shard:
         """What `rank` holds of `component` for a request of `tokens` tokens."""
-        at = self.coordinate(rank)
         if tokens < 1:
             raise LayoutError(f"tokens = {tokens}; a request has at least 1")
-        if self.pp > component.layers:
-            raise LayoutError(f"{self.pp} pipeline stages for {component.layers} layers of {component.name}")
-        return Shard(
-            Span.share(component.layers, self.pp, at.pp),
-            Span.share(component.heads, self.tp, at.tp),
-            self._positions(component, at.cp, component.extent(tokens)),
-        )
+        layers, heads, cp = _layers_and_heads(self, component, rank)
+        return Shard(layers, heads, self._positions(component, cp, component.extent(tokens)))
 
     def _positions(self, component: Component, cp: int, extent: int) -> Stripe | None:
         """The part of `extent` positions that falls to the context-parallel rank `cp`."""
@@ -101,3 +96,16 @@ class Fleet:
             return Stripe(part * width, count, parts * width, width) if count else None
         first, stop = part * pages // parts, (part + 1) * pages // parts
         return Stripe(first * width, stop - first, width, width) if first < stop else None
+
+
+@lru_cache(maxsize=65536)
+def _layers_and_heads(fleet: Fleet, component: Component, rank: int) -> tuple[Span, Span, int]:
+    """What a rank holds of any request, and its place in the context-parallel order. Kept: every request asks."""
+    at = fleet.coordinate(rank)
+    if fleet.pp > component.layers:
+        raise LayoutError(f"{fleet.pp} pipeline stages for {component.layers} layers of {component.name}")
+    return (
+        Span.share(component.layers, fleet.pp, at.pp),
+        Span.share(component.heads, fleet.tp, at.tp),
+        at.cp,
+    )

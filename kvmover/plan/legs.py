@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd
 
 from kvmover.enums import settle
@@ -117,7 +117,7 @@ class Plan:
     def leg(self, src_rank: int, dst_rank: int) -> Leg | None:
         """What `src_rank` writes to `dst_rank`, or None."""
         src, dst = self.src_shard(src_rank), self.dst_shard(dst_rank)
-        layers, heads = src.layers & dst.layers, src.heads & dst.heads
+        layers, heads = _both(src.layers, dst.layers), _both(src.heads, dst.heads)
         if not layers or not heads or src.positions is None or dst.positions is None:
             return None
         positions = common(self._share(src_rank, dst_rank, src.positions), dst.positions)
@@ -201,6 +201,12 @@ def _dealt(whole: Positions, origin: int, unit: tuple[int, int], deal: _Deal) ->
     return normal(pieces)
 
 
+@lru_cache(maxsize=4096)
+def _both(one: Span, other: Span) -> Span:
+    """`one & other`. Kept: two fleets have few pairs of spans, and every request asks for all of them."""
+    return one & other
+
+
 @dataclass(frozen=True, slots=True)
 class _Copy:
     """Copy `index` of `count` equal ones of box `box`: boxes are numbered by layers, then heads."""
@@ -210,6 +216,7 @@ class _Copy:
     count: int
 
 
+@lru_cache(maxsize=65536)
 def _copy(component: Component, fleet: Fleet, rank: int) -> _Copy:
     """Which copy of which box `rank` holds. Ranks with equal heads are neighbours; context ranks with equal positions
     hold as many copies again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -90,17 +90,42 @@ def page_ids(held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> np
 
 def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> BoxSide:
     """Where `leg` lies in a pool, by the rank's page table. Raises PlanError as `page_ids` does."""
-    spec, shard = held.spec, held.shard
-    table, token = page_ids(held, tokens_at, pages), tokens_at % spec.page_tokens
-    first_head = shard.heads.index(leg.heads.start)
-    units = table * spec.stride_bytes("page") + token * spec.stride_bytes("token")
-    chosen = _plane_table(spec)[[shard.layers.index(layer) for layer in leg.layers]].reshape(-1, 2)
-    return BoxSide(
-        np.ascontiguousarray(chosen[:, 0]),
-        np.ascontiguousarray(chosen[:, 1]),
-        units + first_head * spec.stride_bytes("head"),
-        spec.stride_bytes("head") * leg.heads.step,
+    cut = _pool_cut(held.spec, held.shard.layers, held.shard.heads, leg.layers, leg.heads)
+    units = page_ids(held, tokens_at, pages) * cut.page_bytes
+    units += cut.head_offset
+    if cut.page_tokens > 1:
+        units += tokens_at % cut.page_tokens * cut.token_bytes
+    return BoxSide(cut.allocation, cut.offset, units, cut.head_bytes, cut.token_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PoolCut:
+    """What some layers and heads of a pool are by address, whatever the pages. `allocation`, `offset` [plane]."""
+
+    allocation: Offsets
+    offset: Offsets
+    head_offset: int
+    head_bytes: int
+    token_bytes: int
+    page_bytes: int
+    page_tokens: int
+
+
+@lru_cache(maxsize=1024)
+def _pool_cut(spec: PoolSpec, held_layers: Span, held_heads: Span, layers: Span, heads: Span) -> _PoolCut:
+    """Kept: pools never change, and few legs differ in layers and heads."""
+    chosen = _plane_table(spec)[[held_layers.index(layer) for layer in layers]].reshape(-1, 2)
+    planes = np.ascontiguousarray(chosen.T)
+    planes.flags.writeable = False
+    head = spec.stride_bytes("head")
+    return _PoolCut(
+        planes[0],
+        planes[1],
+        held_heads.index(heads.start) * head,
+        head * heads.step,
         spec.stride_bytes("token"),
+        spec.stride_bytes("page"),
+        spec.page_tokens,
     )
 
 
@@ -114,18 +139,26 @@ def _plane_table(spec: PoolSpec) -> npt.NDArray[np.int64]:
 
 def packed_place(component: Component, leg: Leg, units: Units, first_byte: int) -> BoxSide:
     """Where `leg` lies in a staging buffer: dense, in PACKED_ORDER with units for pages, from `first_byte` on."""
-    layers, kv = leg.layers.count, component.kv
-    extents = {"page": len(units), "head": leg.heads.count, "layer": layers, "kv": kv, "token": units.tokens}
+    at_zero = _packed_at_zero(component, leg.layers.count, leg.heads.count, len(units), units.tokens)
+    return replace(at_zero, offset=at_zero.offset + first_byte) if first_byte else at_zero
+
+
+@lru_cache(maxsize=1024)
+def _packed_at_zero(component: Component, layers: int, heads: int, units: int, tokens: int) -> BoxSide:
+    """A packed piece at the beginning of a buffer. Kept: chunks of one size are alike."""
+    extents = {"page": units, "head": heads, "layer": layers, "kv": component.kv, "token": tokens}
     layout = Layout.dense(PACKED_ORDER, **extents, dim=component.dim)
     stride = {axis: layout.stride_of(axis) * component.element_bytes for axis in extents}
-    planes = np.arange(layers, dtype=np.int64)[:, None] * stride["layer"] + np.arange(kv) * stride["kv"]
-    return BoxSide(
-        np.zeros(layers * kv, np.int64),
-        planes.reshape(-1) + first_byte,
-        np.arange(len(units), dtype=np.int64) * stride["page"],
+    planes = np.arange(layers, dtype=np.int64)[:, None] * stride["layer"] + np.arange(component.kv) * stride["kv"]
+    side = BoxSide(
+        np.zeros(layers * component.kv, np.int64),
+        planes.reshape(-1),
+        np.arange(units, dtype=np.int64) * stride["page"],
         stride["head"],
         stride["token"],
     )
+    side.allocation.flags.writeable = side.offset.flags.writeable = side.units.flags.writeable = False
+    return side
 
 
 def box(component: Component, leg: Leg, units: Units, src: BoxSide, dst: BoxSide) -> Box:
@@ -229,33 +262,42 @@ def count_runs(leg: Leg, src: Held, dst: Held) -> int:
 
     8,192 tokens of 64 layers in NHD, TP4 to TP2: 1,048,576 runs of 512 B a pair. In HND with 64-token pages: 16,384.
     """
-    groups = units_of(leg, src, dst)
+    layers, heads = (Span(0, span.count, span.step) for span in (leg.layers, leg.heads))  # whichever they are
+    return _count_runs(layers, heads, units_of(leg, src, dst), src.spec, dst.spec)
+
+
+@lru_cache(maxsize=1024)
+def _count_runs(layers: Span, heads: Span, groups: tuple[Units, ...], src: PoolSpec, dst: PoolSpec) -> int:
+    """Kept: the legs from all ranks of a fleet to one are alike but for which heads they have."""
+    per_unit = [_runs_of_unit(layers, heads, units.tokens, src, dst) for units in groups]
+    if len(groups) == 1 and len(groups[0]) == 1:
+        return per_unit[0][0]
     at = [np.concatenate([getattr(units, side) for units in groups]) for side in ("src", "dst")]
     order = np.argsort(at[0])
     tokens = np.repeat([units.tokens for units in groups], [len(units) for units in groups])[order]
-    per_unit = [_runs_of_unit(leg, units.tokens, src.spec, dst.spec) for units in groups]
     runs, continues = (np.repeat(part, [len(units) for units in groups])[order] for part in zip(*per_unit, strict=True))
     joined = continues[1:].astype(bool)
-    for side, page_tokens in zip(at, (src.spec.page_tokens, dst.spec.page_tokens), strict=True):
+    for side, page_tokens in zip(at, (src.page_tokens, dst.page_tokens), strict=True):
         begins = side[order][1:]
         joined &= (begins == side[order][:-1] + tokens[:-1]) & (begins % page_tokens > 0)
     return int(runs.sum() - runs[1:][joined].sum())
 
 
-def _runs_of_unit(leg: Leg, tokens: int, src: PoolSpec, dst: PoolSpec) -> tuple[int, bool]:
+@lru_cache(maxsize=1024)
+def _runs_of_unit(layers: Span, heads: Span, tokens: int, src: PoolSpec, dst: PoolSpec) -> tuple[int, bool]:
     """Runs of one unit of all planes, and whether they end where its tokens end: the next unit may go on there."""
     token, head = (
         Dim(extent, (src.stride_bytes(axis) * step, dst.stride_bytes(axis) * step))
-        for axis, extent, step in (("token", tokens, 1), ("head", leg.heads.count, leg.heads.step))
+        for axis, extent, step in (("token", tokens, 1), ("head", heads.count, heads.step))
     )
-    loops = sorted((token, head, *_plane_loops(leg, src, dst)), key=lambda dim: dim.strides)
+    loops = sorted((token, head, *_plane_loops(layers, src, dst)), key=lambda dim: dim.strides)
     run, *outer = coalesce([Dim(src.component.row_bytes, (1, 1)), *loops])
     return prod(dim.extent for dim in outer), all(stride * tokens == run.extent for stride in token.strides)
 
 
-def _plane_loops(leg: Leg, src: PoolSpec, dst: PoolSpec) -> Iterator[Dim]:
+def _plane_loops(layers: Span, src: PoolSpec, dst: PoolSpec) -> Iterator[Dim]:
     """Layers and kv as loops; allocations of their own lie far apart, so they get strides that never meet."""
-    for axis, span in (("layer", leg.layers), ("kv", Span(0, src.component.kv))):
+    for axis, span in (("layer", layers), ("kv", Span(0, src.component.kv))):
         apart = axis in src.separate or axis in dst.separate
         strides = (src.stride_bytes(axis) * span.step, dst.stride_bytes(axis) * span.step)
         yield Dim(span.count, (1 << 62, 1 << 61) if apart else strides)

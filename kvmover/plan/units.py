@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 import numpy as np
@@ -41,12 +42,48 @@ class Paging:
     page_tokens: int
 
 
+@lru_cache(maxsize=1024)
 def cut(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
     """Cut `positions`, held by both sides, at every page border of either.
 
     Full pieces have gcd(P_src, P_dst) tokens, fewer where the two sides' pages start out of step. What is left over at
-    the ends of a run makes groups of its own; nothing is padded. Longest pieces first.
+    the ends of a run makes groups of its own; nothing is padded. Longest pieces first. Kept, and so not to be written:
+    the ranks of a fleet differ in heads and layers far more often than in positions.
     """
+    groups = _cut_one(positions[0], src, dst) if _is_one_run(positions) else _cut_runs(positions, src, dst)
+    for units in groups:
+        units.src.flags.writeable = units.dst.flags.writeable = False
+    return groups
+
+
+def _is_one_run(positions: Positions) -> bool:
+    return len(positions) == 1 and positions[0].count == 1
+
+
+def _cut_one(run: Stripe, src: Paging, dst: Paging) -> tuple[Units, ...]:
+    """One run: most requests of most fleets. In plain integers, for arrays of one element cost more than their sum."""
+    at_src, at_dst, width = src.held.index(run.start), dst.held.index(run.start), run.width
+    piece = gcd(src.page_tokens, dst.page_tokens, at_src - at_dst)
+    first = min(-at_src % piece, width)
+    full, rest = divmod(width - first, piece)
+    groups: dict[int, list[tuple[int, int]]] = {}
+    for tokens, begin, count in ((piece, first, full), (first, 0, first > 0), (rest, width - rest, rest > 0)):
+        if count:
+            groups.setdefault(tokens, []).append((begin, count))
+    return tuple(
+        Units(tokens, *(_evenly(at, tokens, groups[tokens]) for at in (at_src, at_dst)))
+        for tokens in sorted(groups, reverse=True)
+    )
+
+
+def _evenly(at: int, tokens: int, parts: list[tuple[int, int]]) -> Offsets:
+    """First tokens of `count` pieces of `tokens` each from `at + begin` on, for each (begin, count)."""
+    found = [np.arange(at + begin, at + begin + count * tokens, tokens, dtype=np.int64) for begin, count in parts]
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _cut_runs(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
+    """Any number of runs, which join where both sides store them one after the other."""
     starts, widths = _runs(positions)
     at_src, at_dst = _index(src.held, starts), _index(dst.held, starts)
     joined = (at_src[1:] == at_src[:-1] + widths[:-1]) & (at_dst[1:] == at_dst[:-1] + widths[:-1])

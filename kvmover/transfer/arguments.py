@@ -90,9 +90,10 @@ def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fl
         component = pool.spec.component
         if component.window is None and not component.states and component.cp_parts(fleet.cp) == 1:
             first, last = positions.start // fleet.page_tokens, -(-positions.stop // fleet.page_tokens)
-            ids, counts = np.unique(table[first:last] if positions else table[:0], return_counts=True)
-            if ids.size != counts.sum():
-                raise PlanError(f"page id {int(ids[counts > 1][0])} is twice in the page table of {component.name}")
+            ids = np.sort(table[first:last] if positions else table[:0])
+            twice = ids[1:][ids[1:] == ids[:-1]]
+            if twice.size:
+                raise PlanError(f"page id {int(twice[0])} is twice in the page table of {component.name}")
 
 
 def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:

@@ -62,9 +62,16 @@ class Descriptors:
         settle(self, "descriptors", DescriptorError, kind=MemoryKind)
         if not len(self.table):
             raise DescriptorError("descriptor table is empty")
+        if len(self.table) == 1 and self.table[0, NBYTES] > 0 and self.table[0, COUNT] > 0:
+            return
         if (self.table[:, [NBYTES, COUNT]] <= 0).any():
             bad = self.table[(self.table[:, [NBYTES, COUNT]] <= 0).any(axis=1)][0]
             raise DescriptorError(f"descriptor of {bad[NBYTES]} bytes x {bad[COUNT]} runs moves nothing")
+
+    @classmethod
+    def run(cls, kind: MemoryKind, address: int, nbytes: int, device: int = 0) -> Descriptors:
+        """One dense run, as a packed chunk is."""
+        return cls(kind, np.array([[address, nbytes, device, nbytes, 1]], np.int64))
 
     @classmethod
     def runs(cls, kind: MemoryKind, address: npt.ArrayLike, nbytes: npt.ArrayLike, device: int = 0) -> Descriptors:

@@ -68,12 +68,21 @@ class Ranges:
     def check(self, descriptors: Descriptors, owner: str) -> None:
         """Raise DescriptorError unless every run lies in a registered range; `owner` names the side in the message."""
         table = descriptors.table
+        if len(table) == 1 and self._holds(descriptors.kind, *table[0].tolist()):
+            return
         devices = table[:, DEVICE]
         if (devices == devices[0]).all():
             self._check_rows(descriptors.kind, int(devices[0]), table, owner)
             return
         for device in np.unique(devices).tolist():
             self._check_rows(descriptors.kind, device, table[devices == device], owner)
+
+    def _holds(self, kind: MemoryKind, address: int, nbytes: int, device: int, stride: int, count: int) -> bool:
+        """Whether one row lies in one registered range; the arithmetic of arrays is for many."""
+        starts, ends = self._table(kind, device)
+        at = int(np.searchsorted(starts, address, side="right")) - 1
+        room = int(ends[at]) - address if at > 0 else -1  # 0 is the sentinel
+        return nbytes <= room and (count == 1 or nbytes <= stride <= (room - nbytes) // (count - 1))
 
     def _check_rows(self, kind: MemoryKind, device: int, rows: npt.NDArray[np.int64], owner: str) -> None:
         address, nbytes, stride, gaps = rows[:, ADDRESS], rows[:, NBYTES], rows[:, STRIDE], rows[:, COUNT] - 1

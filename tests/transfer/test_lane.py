@@ -248,7 +248,7 @@ def one_to_one(page_tokens: tuple[int, int], tokens: int, chunk_bytes: int) -> L
         for fleet in (Fleet(page_tokens=p) for p in page_tokens)
     ]
     plans = plans_between(
-        [pool.component for pool in ends[0].pools], ends[0].fleet, ends[1].fleet, range(tokens), Replicas.STRIPE
+        tuple(pool.component for pool in ends[0].pools), ends[0].fleet, ends[1].fleet, range(tokens), Replicas.STRIPE
     )
     return Lane.between(plans, *ends, Cut(chunk_bytes))
 

@@ -121,7 +121,7 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAt
     config, now = core.config, core.clock()
     with ranges.span(ranges.PLAN, wanted.transfer.request):
         peers, lanes = _lanes(core, wanted)
-        runs = {name: lane.direct_runs() for name, lane in lanes.items()}
+        runs = {name: lane.direct_runs for name, lane in lanes.items()}
         for lane in lanes.values():
             lane.check_pages(lane.dst, wanted.pages)
     sources: dict[str, Source] = {}

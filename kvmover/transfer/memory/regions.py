@@ -86,7 +86,7 @@ def join(memory: Memory, tables: Sequence[npt.NDArray[np.int64]]) -> Descriptors
 
 def part(arena: Memory, offset: int, nbytes: int) -> Descriptors:
     """One run of an arena."""
-    return Descriptors.runs(arena.kind, [arena.address + offset], nbytes, arena.device)
+    return Descriptors.run(arena.kind, arena.address + offset, nbytes, arena.device)
 
 
 def allocations(pool: Pool) -> tuple[Memory, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -59,13 +59,14 @@ class ChunkPlan:
     span_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Lane:
-    """The legs between two ranks, one a component (None: nothing of it), and their chunks."""
+    """The legs between two ranks, one a component (None: nothing of it), their units and their chunks."""
 
     src: tuple[Held, ...]
     dst: tuple[Held, ...]
     legs: tuple[Leg | None, ...]
+    units: tuple[tuple[Units, ...], ...]
     chunks: tuple[ChunkPlan, ...]
 
     @classmethod
@@ -73,16 +74,22 @@ class Lane:
         """Pure and the same on both sides: page ids stay out of it. None for a component of which nothing is wanted."""
         held_src, held_dst, legs = list[Held](), list[Held](), list[Leg | None]()
         for plan, source, target in zip(plans, src.pools, dst.pools, strict=True):
-            stop = plan.stop if plan else 1
-            held_src.append(Held(source, src.fleet.shard(source.component, src.rank, stop)))
-            held_dst.append(Held(target, dst.fleet.shard(target.component, dst.rank, stop)))
+            if plan:
+                shards = plan.src_shard(src.rank), plan.dst_shard(dst.rank)
+            else:
+                shards = src.fleet.shard(source.component, src.rank, 1), dst.fleet.shard(target.component, dst.rank, 1)
+            held_src.append(Held(source, shards[0]))
+            held_dst.append(Held(target, shards[1]))
             legs.append(plan.leg(src.rank, dst.rank) if plan else None)
-        return cls(tuple(held_src), tuple(held_dst), tuple(legs), tuple(_chunks(legs, held_src, held_dst, cut)))
+        units = tuple(units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, held_src, held_dst, strict=True))
+        chunks = tuple(_chunks(legs, [held.spec for held in held_src], units, cut))
+        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, chunks)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(chunk.nbytes for chunk in self.chunks)
 
+    @cached_property
     def direct_runs(self) -> int:
         """Byte runs if every leg went straight from pool to pool, pages scattered."""
         return sum(
@@ -147,8 +154,8 @@ class Lane:
         """Raise PlanError for page tables that do not cover the lane on the side of `held`, before anything is sent."""
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
-        for leg, own, src, dst, table in zip(self.legs, held, self.src, self.dst, pages, strict=True):
-            for units in units_of(leg, src, dst) if leg else ():
+        for groups, own, src, table in zip(self.units, held, self.src, pages, strict=True):
+            for units in groups:
                 page_ids(own, units.src if own is src else units.dst, table)
 
     def target_pages(self, chunk: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
@@ -180,10 +187,13 @@ class Marks:
     heads: Span
 
 
+@lru_cache(maxsize=256)
 def plans_between(
-    components: Sequence[Component], src: Fleet, dst: Fleet, positions: range, replicas: Replicas
+    components: tuple[Component, ...], src: Fleet, dst: Fleet, positions: range, replicas: Replicas
 ) -> tuple[Plan | None, ...]:
-    """One plan a component for tokens `positions` of a request; None where they need nothing of it."""
+    """One plan a component for tokens `positions` of a request; None where they need nothing of it. Kept: every rank
+    of a fleet asks for the same.
+    """
     wanted = [component.wanted(positions) for component in components]
     return tuple(
         Plan(component, src, dst, own.start, own.stop, replicas) if own else None
@@ -211,17 +221,18 @@ class Relation:
         return frozenset(rank for plan in self.plans for rank in plan.destinations_of(src_rank))
 
 
-def _chunks(legs: Sequence[Leg | None], src: Sequence[Held], dst: Sequence[Held], cut: Cut) -> Iterator[ChunkPlan]:
+def _chunks(
+    legs: Sequence[Leg | None], specs: Sequence[PoolSpec], units: Sequence[tuple[Units, ...]], cut: Cut
+) -> Iterator[ChunkPlan]:
     """Group by group of layers; within one, fill chunks unit by unit, in order."""
     groups = sorted({group for leg in legs if leg for group in _groups(leg, cut)})
-    units = [units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, src, dst, strict=True)]
     for first in groups:
         parts = [
             (number, part, units[number])
             for number, leg in enumerate(legs)
             if leg and (part := _of_group(leg, first, cut))
         ]
-        yield from _filled(parts, [src[number].spec for number, _, _ in parts], cut.nbytes)
+        yield from _filled(parts, [specs[number] for number, _, _ in parts], cut.nbytes)
 
 
 def _groups(leg: Leg, cut: Cut) -> set[int]:

@@ -104,7 +104,7 @@ def close(request: Request, core: Core) -> None:
         request.reason,
         seconds,
         sum(chunk.nbytes for chunk in chunks),
-        sum(attempt.job.lane.direct_runs() for attempt in attempts),
+        sum(attempt.job.lane.direct_runs for attempt in attempts),
         len(chunks),
         tuple(attempt.job.want.route for attempt in attempts if attempt.job.lane.chunks),
         sum(bool(attempt.job.lane.chunks) for attempt in attempts),
