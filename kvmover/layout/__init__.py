@@ -2,10 +2,11 @@
 
 from kvmover.layout.component import DTYPE_BYTES, Component
 from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Shard
-from kvmover.layout.layout import AXES, ORDERS, PACKED_AXES, PACKED_ORDER, Dim, Layout, axes_of, coalesce
+from kvmover.layout.layout import Dim, Layout, axes_of, coalesce
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.layout.positions import Positions, Stripe, common, normal, tokens_of
 from kvmover.layout.span import EMPTY, Span
+from kvmover.vocabulary import AXES, ORDERS, PACKED_AXES, PACKED_ORDER
 
 __all__ = [
     "AXES",

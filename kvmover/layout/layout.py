@@ -8,17 +8,7 @@ from math import prod
 
 from kvmover.errors import LayoutError
 from kvmover.layout.span import Span
-
-#: The words an order string is made of. `token` is a position inside a page.
-AXES = ("layer", "kv", "page", "head", "token", "dim")
-
-#: Names that the field uses for two of the 720 orders.
-ORDERS = {"NHD": "layer kv page token head dim", "HND": "layer kv page head token dim"}
-
-#: A page is one contiguous object, and so is any head range of it, whoever wrote it and whoever reads it.
-PACKED_ORDER = "page head layer kv token dim"
-#: The same as axes, outermost first.
-PACKED_AXES = tuple(PACKED_ORDER.split())
+from kvmover.vocabulary import AXES, ORDERS
 
 
 def axes_of(order: str) -> tuple[str, ...]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
-from kvmover.layout.layout import PACKED_AXES, Layout
+from kvmover.layout.layout import Layout
 from kvmover.needs import need
 from kvmover.numbers import whole
+from kvmover.vocabulary import PACKED_AXES
 
 if TYPE_CHECKING:
     import torch

@@ -13,11 +13,12 @@ import numpy.typing as npt
 from kvmover.errors import PlanError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
-from kvmover.layout.layout import PACKED_ORDER, Dim, Layout, coalesce
+from kvmover.layout.layout import Dim, Layout, coalesce
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import Span
 from kvmover.plan.legs import Leg
 from kvmover.plan.units import Offsets, Paging, Units, cut
+from kvmover.vocabulary import PACKED_ORDER
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ Election = Callable[[bytes], bool]
 
 
 class PageStore(Retention):
-    """Safe for one thread that asks, one that reads and one that writes; any number of processes share a root.
+    """Pages of one namespace as checked objects in files, which any number of processes share.
+
+    Safe for one thread that asks, one that reads and one that writes.
 
     Nothing here owns a thread: `collect` every few seconds keeps quota and TTL, and writes down what was read; `flush`
     makes pages safe from a power cut and shows them to other machines. Without either nothing is ever wrong.
