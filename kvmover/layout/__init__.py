@@ -1,4 +1,4 @@
-"""Spans, stripes, layouts, components, fleets and pools: the values that everything else computes with."""
+"""Everything else computes with these values: spans, stripes, layouts, components, fleets and pools."""
 
 from kvmover.layout.component import DTYPE_BYTES, Component
 from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Shard

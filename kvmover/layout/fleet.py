@@ -1,4 +1,4 @@
-"""Fleet: the ranks of one engine as a grid, and the Shard of a component that each of them holds."""
+"""A Fleet is the ranks of one engine as a grid, and says which Shard of a component each of them holds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Fleet:
     def coordinate(self, rank: int) -> Coordinate:
         """Where a rank stands: rank 5 of TP2 x PP4 is tp 1, pp 2, cp 0. Raises LayoutError outside the fleet."""
         if not 0 <= rank < self.size:
-            raise LayoutError(f"rank {rank} is outside a fleet of {self.size}")
+            raise LayoutError(f"rank {rank} is outside a fleet of {self.size} ranks, counted from 0")
         rest, tp = divmod(rank, self.tp)
         pp, cp = divmod(rest, self.cp)
         return Coordinate(tp, pp, cp)
@@ -81,7 +81,9 @@ class Fleet:
         if tokens < 1:
             raise LayoutError(f"tokens = {tokens}; a request has at least 1")
         if self.pp > component.layers:
-            raise LayoutError(f"{self.pp} pipeline stages for {component.layers} layers of {component.name}")
+            raise LayoutError(
+                f"{self.pp} pipeline stages for {component.layers} layers of {component.name}; each needs one"
+            )
         return Shard(
             Span.share(component.layers, self.pp, at.pp),
             Span.share(component.heads, self.tp, at.tp),

@@ -1,4 +1,4 @@
-"""Lowering: a leg with page tables as strided boxes, byte runs and strided descriptors. Integers in, integers out."""
+"""Lowering makes strided boxes, byte runs and descriptors of a leg with page tables. Integers in, integers out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes between registered memory and open files: the interface, and its definition by os.preadv and os.pwritev.
+"""Files move bytes between registered memory and open files; os.preadv and os.pwritev define what that means.
 
 A call moves many runs and answers for each alone: "" where the run moved whole, else the reason. Nothing is raised for
 what befalls a run.

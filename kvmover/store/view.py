@@ -1,4 +1,4 @@
-"""PartView: one rank's door to a store: put, get and look up pages as the part of them that the rank holds."""
+"""A PartView is one rank's access to a store: it puts, gets and looks up the part of pages that the rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata as it travels: whatever the backend needs, whose it is, and a digest, since NIXL checks none of its bytes.
+"""Metadata travels in an envelope: the backend's bytes, whose they are, and a digest, since NIXL checks none.
 
 A NIXL metadata blob cut by one byte is refused only after the connection is half loaded.
 """

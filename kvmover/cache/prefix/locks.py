@@ -1,4 +1,4 @@
-"""Locks: handles for what must stay, exact across splits.
+"""Locks keep paths from eviction until their handles are given back, however nodes are split meanwhile.
 
 A node counts its own handles and its locked children, so that a lock costs what it newly locks and not the whole path:
 in a chat whose last turn is locked already it is one step. A split needs no care but for the new front, which has one

@@ -1,4 +1,4 @@
-"""Host memory: pools beside the device's, pinned where there is a GPU, private to a process or held by many together.
+"""Host memory for pools comes from here: pinned where there is a GPU, of one process or mapped by many.
 
 A component that ranks of a node hold in common (an MLA latent, by every rank of TP) is kept once a node: the ranks map
 one file in shared memory, and each copies its share of the pages into and out of it.

@@ -1,4 +1,4 @@
-"""Policies: what is written to storage, what is read from it and how long a request waits for that. Pure.
+"""A TierPolicy says what is written to storage, what is read from it, and how long a request waits for that. Pure.
 
 Which pages go to the host is the tree's to say: `prefix.WriteThrough(after_hits)` (through, or selective by hits) and
 `prefix.WriteBack` (on eviction).

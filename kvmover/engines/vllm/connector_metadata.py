@@ -1,4 +1,4 @@
-"""Connector metadata: what the scheduler's half asks of the workers' halves in a step. vLLM pickles it."""
+"""Connector metadata is what the scheduler's half asks of the workers' halves in a step. vLLM pickles it."""
 
 from __future__ import annotations
 
