@@ -134,10 +134,10 @@ class PartView:
         if entry.parts not in self._plans:
             numbers = [n for n, key in enumerate(entry.parts) if key.component == self._key.component]
             boxes = tuple(entry.parts[n].box for n in numbers)
-            pieces = cover(self._key.box, boxes)
+            cover_pieces = cover(self._key.box, boxes)
             sources = [
                 ObjectShare(numbers[piece.source], piece, cell_runs(piece, boxes[piece.source], self._key.box))
-                for piece in pieces or ()
+                for piece in cover_pieces or ()
             ]
             self._plans[entry.parts] = tuple(sources) or None
         return self._plans[entry.parts]

@@ -108,8 +108,9 @@ class CollectiveOps:
 
     def votes(self) -> VoteRow:
         """For each open operation: whether it is done, whether it may go on, and the answer."""
-        check = zlib.crc32(np.array([[t.serial, t.width, t.ids] for t in self.open], np.int64).tobytes())
-        parts: list[Sequence[int] | VoteRow] = [(self.serial, -self.serial, check, -check)]
+        begun = np.array([[op.serial, op.width, op.ids] for op in self.open], np.int64)
+        checksum = zlib.crc32(begun.tobytes())
+        parts: list[Sequence[int] | VoteRow] = [(self.serial, -self.serial, checksum, -checksum)]
         for collective in self.open:
             parts.append((collective.answer is not None, not collective.stop))
             parts.append(collective.answer if collective.answer is not None else np.zeros(collective.width, np.int64))

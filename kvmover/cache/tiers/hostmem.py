@@ -89,7 +89,7 @@ def _prefer(policy: int, node: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which share of the pages of a pool is this rank's to copy: those whose place in a batch is `index` mod `count`.
+    """What this rank copies of a pool that `count` ranks share: page number `index` of each `count` pages in a batch.
 
     The pool is the file `path` that all of them map; None where `count` is 1.
     """
