@@ -33,7 +33,7 @@ class ReceiveSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSpec:
-    """Nothing of a request is wanted: its other half may let go of its pages."""
+    """Decode needs none of a request's KV: the prefill engine may free its pages."""
 
     remote: Remote
     tokens: int
