@@ -1,4 +1,4 @@
-"""Device code and its definition: tensors and integers in, bytes moved. Knows no type of kvmover's.
+"""The kernels move bytes on the device and define what a move is. They take tensors and integers, no type of kvmover.
 
 `reference.move` and `rows.move` take the same Regions and leave the same bytes; `digest`, `quant` and `bulk` have their
 definitions beside them (`digest_reference`, `quant_reference`, and `reference` again). Nothing here is imported by this

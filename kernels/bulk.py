@@ -1,4 +1,4 @@
-"""Bulk moves: long runs between pinned host memory and a device, or within a device, on a few SMs or on none.
+"""Bulk moves copy long runs between pinned host memory and a device, or within a device, on a few SMs or on none.
 
 Two engines beside the row mover: `ring`, a kernel of bulk copies through shared memory, and the copy engine, which
 takes a whole list of copies in one call. `choose` says which one serves a region best.

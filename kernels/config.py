@@ -1,4 +1,4 @@
-"""RowConfig: how the row mover is launched, from the table measured on this GPU or one like it, or from a rule."""
+"""RowConfig says how the row mover is launched: as measured on this GPU or one like it, or by a rule."""
 
 from __future__ import annotations
 

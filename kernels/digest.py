@@ -1,4 +1,4 @@
-"""The digest of `digest_reference` on a GPU: fused with the row mover's copy, or alone, in one Triton launch.
+"""The digest kernel computes `digest_reference` on a GPU, fused with the row mover's copy or alone, in one launch.
 
 Tiles are the row mover's, in words of 32 bits. A row's key is worked out once for each 16 bytes; with it they cost 75
 instructions more than the 25 of the copy (sm_90), of 200 that the memory leaves time for. A tile adds its sum to the

@@ -1,4 +1,4 @@
-"""What the digest's kernel is told: row shapes to compile for, and the table of regions and their coordinates."""
+"""The digest kernel takes row shapes to compile for, and a table of regions and coordinates; both are made here."""
 
 from __future__ import annotations
 

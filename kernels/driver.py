@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that torch does not offer: kernels, copies by the list, and host memory pinned to the byte.
+"""The CUDA driver is called here for what torch lacks: kernels, batched copies, and host memory pinned to the byte.
 
 The driver works in the context of the calling thread, which torch makes when it first calls CUDA in that thread.
 """

@@ -1,4 +1,4 @@
-"""Apart: no row that a call reads may be a row that it writes, since rows move in no order."""
+"""The overlap check refuses calls that read a row which they also write, since rows move in no order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bf16 or fp16 rows to fp8 e4m3 with a scale a row, and back, fused with the move: one Triton kernel, two verbs.
+"""The conversion kernel turns bf16 or fp16 rows into fp8 e4m3 with a scale a row, and back, while it moves them.
 
 Bit for bit what `quant_reference` defines, which also states the error. All regions of a call go in one launch. A tile
 is whole rows of one plane and head, from as many units as it takes: each row has an offset of its own, and is read

@@ -1,4 +1,4 @@
-"""Rows of bf16 or fp16 as fp8 e4m3 with one scale a row, and back, in plain torch: the definition, and the CPU path.
+"""Conversion to fp8 e4m3 with one scale a row, and back, is defined here in plain torch: also the path for CPU memory.
 
 Lossy, and halves the wire: opt-in. With amax the largest finite magnitude of a row, in float32 throughout:
 

@@ -1,4 +1,4 @@
-"""What the conversion kernel is told: regions as a table of integers, and the row shapes it is compiled for."""
+"""The conversion kernel takes a table of regions, and row shapes to compile for; both are made here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Region: the strided box that every move is made of, with the memory at both ends, checked before it is touched."""
+"""A Region is a box of rows with the memory at both ends. Every move is made of Regions, checked before it begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring: cuda/bulk.cu moves runs of bytes through shared memory by `cp.async.bulk`, on as few SMs as it has blocks.
+"""The ring moves runs of bytes through shared memory by `cp.async.bulk` (cuda/bulk.cu), on as few SMs as it has blocks.
 
 What the host uploads for a launch is a few words a region, one address a plane, and one offset a unit and side.
 """

@@ -1,4 +1,4 @@
-"""The row mover: one Triton kernel that copies strided rows to strided rows for gather, scatter and relayout alike.
+"""The row mover is one Triton kernel that copies strided rows to strided rows: gather, scatter and relayout alike.
 
 All regions of a call, whatever their planes, units and destinations, go in one launch. A tile is `BLOCK` bytes: rows
 are cut into grains, powers of two that need no padding, and a tile takes as many grains as fill it, from one unit where

@@ -1,4 +1,4 @@
-"""Runs: the bytes of a region that are contiguous on both sides, merged as far as they go."""
+"""Runs are the bytes of a region that are contiguous on both sides, merged as far as they go."""
 
 from __future__ import annotations
 

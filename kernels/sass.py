@@ -1,4 +1,4 @@
-"""What a launch compiles to, without a GPU: registers, memory and access widths of its machine code."""
+"""A launch is compiled here without a GPU, to read registers, memory and access widths from its machine code."""
 
 from __future__ import annotations
 

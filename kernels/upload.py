@@ -1,4 +1,4 @@
-"""Upload: small host tables to the device through a pinned ring, without a synchronise and without a race.
+"""An Upload copies small host tables to the device through a pinned ring, without a synchronise and without a race.
 
 A reused pinned buffer races the copy that still reads it (TensorRT-LLM#15546), so each buffer of the ring has an event.
 """

@@ -6,25 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvmover import deprecated
+from kvmover.vocabulary import HOME
 
 if TYPE_CHECKING:
+    from kvmover.cache.ledger import Ledger
+    from kvmover.cache.prefix import PrefixTree
+    from kvmover.kernels.region import Region
     from kvmover.layout import Component, CpOrder, Fleet, Layout, Pool, PoolSpec, Shard, Span, Stripe
     from kvmover.plan import Costs, Leg, Plan, Replicas, Route
+    from kvmover.store import PageStore
     from kvmover.transfer import Gate, Model, Mover, MoverConfig, Place, Result, Transfer
-    from kvmover.transport import LoopbackNetwork, LoopbackTransport, NixlTransport
+    from kvmover.transport import LoopbackNetwork, LoopbackTransport, NixlTransport, Transport
 
 __version__ = "0.1.0"
 
 deprecated.install()
-
-#: Public names by the module that defines them, imported on first use: `import kvmover` needs neither torch nor nixl.
-_HOMES = {
-    "kvmover.layout": ("Component", "CpOrder", "Fleet", "Layout", "Pool", "PoolSpec", "Shard", "Span", "Stripe"),
-    "kvmover.plan": ("Costs", "Leg", "Plan", "Replicas", "Route"),
-    "kvmover.transfer": ("Gate", "Model", "Mover", "MoverConfig", "Place", "Result", "Transfer"),
-    "kvmover.transport": ("LoopbackNetwork", "LoopbackTransport", "NixlTransport"),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Component",
@@ -33,6 +29,7 @@ __all__ = [
     "Fleet",
     "Gate",
     "Layout",
+    "Ledger",
     "Leg",
     "LoopbackNetwork",
     "LoopbackTransport",
@@ -40,10 +37,13 @@ __all__ = [
     "Mover",
     "MoverConfig",
     "NixlTransport",
+    "PageStore",
     "Place",
     "Plan",
     "Pool",
     "PoolSpec",
+    "PrefixTree",
+    "Region",
     "Replicas",
     "Result",
     "Route",
@@ -51,14 +51,16 @@ __all__ = [
     "Span",
     "Stripe",
     "Transfer",
+    "Transport",
     "__version__",
 ]
 
 
+#: Names are imported on first use: `import kvmover` needs neither torch nor nixl.
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in HOME:
         raise AttributeError(f"module 'kvmover' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(HOME[name]), name)
 
 
 def __dir__() -> list[str]:

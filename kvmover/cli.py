@@ -1,4 +1,4 @@
-"""The command line: what can be asked of kvmover, and with which exit status it answers.
+"""The command line has every command of kvmover, its options, and the exit status of each answer.
 
 Nothing heavy is imported before a command runs: `kvmover --help` needs neither torch nor nixl, nor numpy.
 """

@@ -1,4 +1,4 @@
-"""Old import paths and names, for one release: each works as it did, and warns of where the thing is now.
+"""Old import paths and names work for one release, and warn of where the thing is now.
 
 >>> new_place("kvmover.prefix.hashes")
 'kvmover.cache.prefix.hashes'

@@ -1,4 +1,4 @@
-"""Every error that kvmover raises on purpose, so that a caller can catch by cause.
+"""kvmover raises these errors on purpose, so that a caller can catch by cause.
 
 Bad input is refused with the values in the message before anything is sent or written.
 """

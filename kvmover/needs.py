@@ -1,4 +1,4 @@
-"""Optional libraries: one sentence, with what to install, for each that a call needs and that is not there."""
+"""`need` says in one sentence which optional library a call needs and lacks, and how to install it."""
 
 from __future__ import annotations
 

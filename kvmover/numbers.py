@@ -1,4 +1,4 @@
-"""Numbers that callers give: whole ones of any integer type, finite ones for times; others are refused by name."""
+"""Numbers from callers are checked: whole ones of any integer type, finite ones for times. Others are refused."""
 
 from __future__ import annotations
 

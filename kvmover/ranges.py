@@ -1,4 +1,4 @@
-"""NVTX ranges of the domain `kvmover`: what a profiler shows of every step, with its bytes and request.
+"""NVTX ranges of the domain `kvmover` show every step in a profiler, with its bytes and request.
 
 Free where nobody listens: without the nvtx package a range is one shared object that does nothing, and without a
 profiler nvtx's own stand-in takes 0.4 us.

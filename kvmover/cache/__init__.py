@@ -1,1 +1,1 @@
-"""The caches of an engine's rank: prefix tree, tiers, ledger of hit tokens, and the replay of traces through them."""
+"""An engine's rank keeps its caches with these: prefix tree, tiers, ledger of hit tokens, and the replay of traces."""

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration."""
+"""A configuration that is refused raises this error."""
 
 from kvmover.errors import KvmoverError
 

@@ -1,4 +1,4 @@
-"""Keys: every setting by its name, with its type, its default and what it says, found by walking the Settings."""
+"""A SettingKey is one setting: its name, type, default and text. All of them are found by walking the Settings."""
 
 from __future__ import annotations
 

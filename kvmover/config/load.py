@@ -1,4 +1,4 @@
-"""Load: defaults, a TOML file, the environment and an engine's options, into Settings. Nothing ill-typed passes."""
+"""`load` makes Settings of defaults, a TOML file, the environment and an engine's options. Nothing ill-typed passes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _of_table(table: Mapping[str, object], section: str, origin: str) -> Iterato
         if isinstance(value, dict) and name in sections():
             yield from _of_table(cast("dict[str, object]", value), name, origin)
         elif name in sections():
-            raise ConfigError(f"{origin}: {name} = {value!r}, but {name} is a table of settings")
+            raise ConfigError(f"{origin}: {name} = {value!r}, but {name} is a section, with settings in it")
         elif name not in _KEYS:
             raise ConfigError(f"{origin}: unknown key {name}{_nearest(name, [*_KEYS, *sections()])}")
         else:
@@ -138,9 +138,9 @@ def _converted(key: SettingKey, given: _Given) -> object:
             value = [part for part in value.split(os.pathsep) if part]
         found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=_path)
         if isinstance(found, float) and not math.isfinite(found):
-            raise ValueError("a finite number is wanted")
+            raise ValueError("expected a finite number")
     except ValueError as error:
-        said = f"{key.kind} is wanted" if isinstance(error, msgspec.ValidationError) else error
+        said = f"expected {key.kind}" if isinstance(error, msgspec.ValidationError) else error
         raise ConfigError(f"{given.origin}: {key.name} = {given.value!r}: {said}") from None
     return found
 
@@ -154,7 +154,7 @@ def _bare(hint: Any) -> Any:
 
 def _path(kind: type, value: object) -> Path:
     if kind is not Path or not isinstance(value, str) or not value:
-        raise ValueError("a path is wanted")
+        raise ValueError("expected a path")
     return Path(value).expanduser()
 
 
@@ -170,7 +170,7 @@ def bytes_in(text: str) -> int:
         size, rest = divmod(int(found[1] + part) * _UNITS[found[3]], 10 ** len(part))
         if not rest:
             return size
-    raise ValueError("a whole number of bytes is wanted, in B, KiB, MiB, GiB, TiB, or kB, MB, GB, TB")
+    raise ValueError("expected a whole number of bytes, in B, KiB, MiB, GiB, TiB, or kB, MB, GB, TB")
 
 
 def _overlaid(section: T, name: str, values: Mapping[str, object], origins: Mapping[str, str]) -> T:

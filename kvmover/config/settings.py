@@ -1,4 +1,4 @@
-"""Settings: the values of a configuration, by section. Where a part of kvmover has a value of its own, that is it."""
+"""Settings are the values of a configuration by section; where a part of kvmover has a value of its own, that is it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SecuritySettings:
 
     def __post_init__(self) -> None:
         if self.accepted_key_files and self.shared_key_file is None:
-            raise ConfigError("accepted_key_files without shared_key_file: nothing would be sealed")
+            raise ConfigError("accepted_key_files without shared_key_file: no message would be authenticated")
 
     def keys(self) -> Keys | None:
         """What the files hold, without white space at either end; None where no key is configured."""

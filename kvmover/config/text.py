@@ -1,4 +1,4 @@
-"""Settings as TOML, which `load` reads back, and as data for JSON."""
+"""Settings are written here as TOML, which `load` reads back, and as data for JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each setting says, in one sentence with its unit: for `kvmover config` and docs/configuration.md."""
+"""Each setting has one sentence here, with its unit, for `kvmover config` and docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TEXTS: Mapping[str, str] = {
     "mover.resend_s": "Seconds before an unanswered control message is resent.",
     "mover.silence_s": "Seconds without an answer until a peer is lost; longer than an engine may go without a poll.",
     "mover.linger_s": "Seconds from a peer's restart until memory that its dead process may still write is reused.",
-    "mover.sandbox_bytes": "Bytes that peers may write to, to measure the link: at least 128 KiB; 0: no probes.",
+    "mover.sandbox_bytes": "Bytes of memory that peers write to, to measure the link: at least 128 KiB; 0: no probes.",
     "mover.route": "The route of every chunk; `none`: measured costs choose it for each pair of ranks.",
     "mover.verb": "push: the source writes; pull: the destination reads. Unset: in vLLM pull.",
     "mover.replicas": "stripe: ranks with equal shards each send a part of the pages; elect: one of them sends all.",
     "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",
-    "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: it is not.",
+    "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
     "mover.backoff.first_s": "Seconds before the first attempt to reconnect a lost peer; doubled after each failure.",
     "mover.backoff.most_s": "The longest wait between two such attempts, in seconds.",
@@ -27,7 +27,7 @@ TEXTS: Mapping[str, str] = {
     "mover.costs.wire_rate": "Bytes per microsecond on the network, assumed until measured.",
     "mover.costs.gather_rate": "Bytes per microsecond of the gather kernel, assumed until measured.",
     "mover.costs.scatter_rate": "Bytes per microsecond of the scatter kernel, assumed until measured.",
-    "mover.costs.chunk_us": "Microseconds that a chunk costs whatever its size.",
+    "mover.costs.chunk_us": "Microseconds that a chunk takes beside its bytes, whatever its size.",
     "mover.costs.chunk_bytes": "Target size of a chunk, in bytes. The arena must hold one, better several.",
     "mover.costs.posting": "ahead: descriptors are posted while others travel (NIC); inline: posting copies (CPU).",
     "progress.share": "The polling thread sleeps for this fraction of the time since the last event.",
@@ -48,6 +48,6 @@ TEXTS: Mapping[str, str] = {
     "metrics.address": "Address that the endpoint listens on; empty: all addresses, for a Prometheus elsewhere.",
     "record.run_log": "File of JSON lines for `kvmover report`; `none`: not written.",
     "record.spans": "Whether each transfer is recorded as an OpenTelemetry span.",
-    "security.shared_key_file": "File with the key that seals control messages (HMAC-SHA256); `none`: no seal.",
-    "security.accepted_key_files": "Files with further keys that are accepted while keys are being changed.",
+    "security.shared_key_file": "File with a key that authenticates control messages (HMAC-SHA256); `none`: no check.",
+    "security.accepted_key_files": "Files with further keys that are accepted while the shared key is being changed.",
 }

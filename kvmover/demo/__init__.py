@@ -1,1 +1,1 @@
-"""The demo: a small exact model on fleets of processes, moved between by kvmover and compared with one process."""
+"""The demo runs a small exact model on fleets of processes, moves its KV by kvmover, and compares with one process."""

@@ -1,4 +1,4 @@
-"""Seeded multi-turn conversations whose prompts grow by what was answered: made-to-order load for a prefix cache."""
+"""Conversations are seeded requests whose prompts grow by what was answered: made-to-order load for a prefix cache."""
 
 from __future__ import annotations
 

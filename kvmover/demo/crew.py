@@ -1,4 +1,4 @@
-"""Crew: the demo's processes, spawned once, seated as the ranks of one fleet after another, and told what to do."""
+"""A Crew is the demo's processes, spawned once, which serve as the ranks of one fleet after another."""
 
 from __future__ import annotations
 

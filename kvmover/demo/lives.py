@@ -1,4 +1,4 @@
-"""Lives: fleets of different shape that serve one after another, each starting empty, over one page store."""
+"""Lives are fleets of different shape that serve one after another, each starting empty, over one page store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small seeded transformer, sharded over TP and PP, whose only state is the KV cache it is given.
+"""The demo's model is a small seeded transformer, sharded over TP and PP, whose only state is the KV cache it is given.
 
 Float64: another sharding sums in another order, which moves a logit by 1e-14, far below its gap to the next. Keys are
 cached before their rotation, and rotated by the row they are read from: a page in the wrong place is a wrong page.

@@ -1,4 +1,4 @@
-"""One process of a demo fleet, with its part of the model, its paged pool and its mover, driven over a pipe."""
+"""A rank of the demo is one process with its part of the model, its paged pool and its mover, driven over a pipe."""
 
 from __future__ import annotations
 

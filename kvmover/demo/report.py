@@ -1,4 +1,4 @@
-"""What the demo found, as values, as JSON, as tables, and as one sentence."""
+"""The demo reports what it found as values, as JSON, as tables, and as one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed."""
+"""In the demo prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scenario on its two fleets, request by request, against the model in one process."""
+"""A scenario runs on its two fleets, request by request, against the model in one process."""
 
 from __future__ import annotations
 

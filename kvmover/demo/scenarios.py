@@ -1,4 +1,4 @@
-"""Scenarios: which model, which two fleets, and which requests the demo moves between them."""
+"""A Scenario says which model, which two fleets, and which requests the demo moves between them."""
 
 from __future__ import annotations
 

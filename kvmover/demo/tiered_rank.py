@@ -1,4 +1,4 @@
-"""One process of a demo fleet that keeps its KV on three tiers, and shares the last one with whoever has it."""
+"""A tiered rank is one process of the demo that keeps its KV on three tiers, and shares the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a Mooncake trace as tokens of a small model: equal hash ids become equal tokens, so shared prefixes stay.
+"""A Mooncake trace becomes tokens of a small model: equal hash ids become equal tokens, so shared prefixes stay.
 
 The trace is one JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one for
 every 512 tokens of the prompt, here called a page; the last one is cut at `input_length`. Source: FAST25-release in

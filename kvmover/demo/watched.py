@@ -1,4 +1,4 @@
-"""Watched: what a demo process shows of itself as its configuration says: run log, log, spans and metrics."""
+"""A demo process shows of itself what its configuration asks for: run log, log, spans and metrics."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Spans, stripes, layouts, components, fleets and pools: the values that everything else computes with."""
+"""Everything else computes with these values: spans, stripes, layouts, components, fleets and pools."""
 
 from kvmover.layout.component import DTYPE_BYTES, Component
 from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Shard
-from kvmover.layout.layout import AXES, ORDERS, PACKED_AXES, PACKED_ORDER, Dim, Layout, axes_of, coalesce
+from kvmover.layout.layout import Dim, Layout, axes_of, coalesce
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.layout.positions import Positions, Stripe, common, normal, tokens_of
 from kvmover.layout.span import EMPTY, Span
+from kvmover.vocabulary import AXES, ORDERS, PACKED_AXES, PACKED_ORDER
 
 __all__ = [
     "AXES",

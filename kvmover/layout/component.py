@@ -1,4 +1,4 @@
-"""Component: one family of cache tensors of a model, by its logical axes."""
+"""A Component is one family of cache tensors of a model, by its logical axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fleet: the ranks of one engine as a grid, and the Shard of a component that each of them holds."""
+"""A Fleet is the ranks of one engine as a grid, and says which Shard of a component each of them holds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Fleet:
     def coordinate(self, rank: int) -> Coordinate:
         """Where a rank stands: rank 5 of TP2 x PP4 is tp 1, pp 2, cp 0. Raises LayoutError outside the fleet."""
         if not 0 <= rank < self.size:
-            raise LayoutError(f"rank {rank} is outside a fleet of {self.size}")
+            raise LayoutError(f"rank {rank} is outside a fleet of {self.size} ranks, counted from 0")
         rest, tp = divmod(rank, self.tp)
         pp, cp = divmod(rest, self.cp)
         return Coordinate(tp, pp, cp)
@@ -103,7 +103,9 @@ def _layers_and_heads(fleet: Fleet, component: Component, rank: int) -> tuple[Sp
     """What a rank holds of any request, and its place in the context-parallel order. Kept: every request asks."""
     at = fleet.coordinate(rank)
     if fleet.pp > component.layers:
-        raise LayoutError(f"{fleet.pp} pipeline stages for {component.layers} layers of {component.name}")
+        raise LayoutError(
+            f"{fleet.pp} pipeline stages for {component.layers} layers of {component.name}; each needs one"
+        )
     return (
         Span.share(component.layers, fleet.pp, at.pp),
         Span.share(component.heads, fleet.tp, at.tp),

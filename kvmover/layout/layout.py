@@ -1,4 +1,4 @@
-"""Layout: named strided axes over one allocation, and the merging of axes into contiguous runs."""
+"""A Layout is the strides of named axes over one allocation, whose axes merge into contiguous runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from math import prod
 
 from kvmover.errors import LayoutError
 from kvmover.layout.span import Span
-
-#: The words an order string is made of. `token` is a position inside a page.
-AXES = ("layer", "kv", "page", "head", "token", "dim")
-
-#: Names that the field uses for two of the 720 orders.
-ORDERS = {"NHD": "layer kv page token head dim", "HND": "layer kv page head token dim"}
-
-#: A page is one contiguous object, and so is any head range of it, whoever wrote it and whoever reads it.
-PACKED_ORDER = "page head layer kv token dim"
-#: The same as axes, outermost first.
-PACKED_AXES = tuple(PACKED_ORDER.split())
+from kvmover.vocabulary import AXES, ORDERS
 
 
 def axes_of(order: str) -> tuple[str, ...]:
@@ -49,12 +39,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not len(self.axes) == len(self.shape) == len(self.stride):
-            raise LayoutError(f"{len(self.axes)} axes, {len(self.shape)} extents and {len(self.stride)} strides")
+            raise LayoutError(
+                f"layout has {len(self.axes)} axes, {len(self.shape)} extents and {len(self.stride)} strides"
+            )
         if sorted(self.axes) != sorted(AXES):
             raise LayoutError(f"axes {self.axes} are not an arrangement of {' '.join(AXES)}")
         for axis, extent, stride in zip(self.axes, self.shape, self.stride, strict=True):
             if extent < 1 or stride < 0:
-                raise LayoutError(f"axis {axis} has extent {extent} and stride {stride}")
+                raise LayoutError(f"axis {axis} has extent {extent} and stride {stride}; at least 1 and 0 are needed")
 
     @classmethod
     def dense(cls, order: str, **extents: int) -> Layout:

@@ -1,4 +1,4 @@
-"""PoolSpec and Pool: where a rank holds a component's pages, as a serialisable value and as tensors."""
+"""A PoolSpec says where a rank holds a component's pages, as a serialisable value; a Pool has the tensors too."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
-from kvmover.layout.layout import PACKED_AXES, Layout
+from kvmover.layout.layout import Layout
 from kvmover.needs import need
 from kvmover.numbers import whole
+from kvmover.vocabulary import PACKED_AXES
 
 if TYPE_CHECKING:
     import torch
@@ -51,13 +52,15 @@ class PoolSpec:
                 f" dim = {self.component.dim}"
             )
         if self.page_tokens != self.component.page_tokens(self.page_tokens):
-            raise LayoutError(f"pool of {self.page_tokens}-token pages for {self.component.name}: a page is one state")
+            raise LayoutError(
+                f"pool of {self.component.name} has page_tokens = {self.page_tokens}; a page of states has 1"
+            )
         for axis in self.separate:
             if axis not in TABLE_AXES or self.separate.count(axis) > 1:
-                raise LayoutError(f"separate allocations along {self.separate}; each of {TABLE_AXES} may, once")
+                raise LayoutError(f"pool has separate = {self.separate}; only {TABLE_AXES} may stand there, each once")
             if self.layout.stride_of(axis):
                 raise LayoutError(
-                    f"axis {axis} has allocations of its own and a stride of {self.layout.stride_of(axis)}"
+                    f"axis {axis} has separate allocations and stride {self.layout.stride_of(axis)}; it must be 0"
                 )
 
     @classmethod
@@ -151,14 +154,18 @@ class Pool:
 
     def __post_init__(self) -> None:
         if len(self.tensors) != self.spec.allocations:
-            raise LayoutError(f"pool of {self.spec.allocations} allocations was given {len(self.tensors)} tensors")
+            raise LayoutError(f"pool has {len(self.tensors)} tensors; its spec has {self.spec.allocations} allocations")
         for tensor in self.tensors:
             if tensor.element_size() != 1 or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise LayoutError(f"pool tensors are flat uint8, got {tensor.dtype} {list(tensor.shape)}")
             if tensor.numel() < self.spec.allocation_bytes:
-                raise LayoutError(f"allocation of {tensor.numel()} bytes is below {self.spec.allocation_bytes}")
+                raise LayoutError(
+                    f"pool tensor has {tensor.numel()} bytes; its spec needs {self.spec.allocation_bytes}"
+                )
             if tensor.device != self.tensors[0].device:
-                raise LayoutError(f"pool tensors on {tensor.device} and {self.tensors[0].device}")
+                raise LayoutError(
+                    f"pool has tensors on {self.tensors[0].device} and {tensor.device}; all must be on one device"
+                )
 
     @classmethod
     def zeros(cls, spec: PoolSpec, device: str = "cpu") -> Pool:

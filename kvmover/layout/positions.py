@@ -1,4 +1,4 @@
-"""Positions: which tokens of a request a rank holds, as equal runs of consecutive tokens at equal distances."""
+"""Positions are the tokens of a request that a rank holds: equal runs of consecutive tokens at equal distances."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Span: an arithmetic progression, the shape of everything a rank can hold along one axis."""
+"""A Span is an arithmetic progression, the shape of everything a rank can hold along one axis."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Span:
         ([0, 0, 1, 1], [2, 3, 3])
         """
         if extent < 1 or parts < 1 or not 0 <= index < parts:
-            raise LayoutError(f"cannot take part {index} of {extent} things in {parts} parts")
+            raise LayoutError(f"there is no part {index} of {extent} in {parts} parts, counted from 0")
         first = index * extent // parts
         return cls(first, max(1, (index + 1) * extent // parts - first))
 

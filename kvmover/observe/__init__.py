@@ -1,1 +1,1 @@
-"""What a person sees: what this machine can do, tables and pictures of plans."""
+"""People look at kvmover through this: the doctor, tables and pictures of plans, metrics, logs and reports."""

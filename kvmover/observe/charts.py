@@ -1,4 +1,4 @@
-"""Charts of a report as inline SVG: columns, lines, bars and a timeline, of values that are computed elsewhere.
+"""The charts of a report are inline SVG: columns, lines, bars and a timeline, of values that are computed elsewhere.
 
 Colours and fonts are the page's classes, so that a chart follows light and dark. Every mark has a hint for the pointer.
 """

@@ -1,4 +1,4 @@
-"""The checks of the doctor: small functions that each look at one thing, and survive its absence.
+"""Each check of the doctor looks at one thing of this machine, and survives its absence.
 
 Nothing is changed by looking: a check imports, asks the system, or loads a library in a process of its own.
 """
@@ -40,7 +40,7 @@ _ANSWER_S = 20
 
 
 class Status(StrEnum):
-    """Missing is a way that is closed; a problem is something that is there and does not work as it should."""
+    """MISSING: it is not there, and what needs it is closed. PROBLEM: it is there and does not work as it should."""
 
     OK = "ok"
     MISSING = "missing"

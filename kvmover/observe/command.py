@@ -1,4 +1,4 @@
-"""The commands of an operator: the configuration, the view of metrics and the report of a run."""
+"""An operator's commands show the configuration, the metrics of running engines and the report of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard output for tables: as wide as the terminal, and where there is none, too wide to wrap."""
+"""Tables go to standard output as wide as the terminal; where there is none, too wide to wrap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine can do: the findings of all checks, as data and as a page to read."""
+"""The doctor says what this machine can do: the findings of all checks, as data and as a page to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's checks of the host below the process: PCIe between GPUs and NICs, storage, clocks, pages, configuration.
+"""The doctor checks the host below the process: PCIe between GPUs and NICs, storage, clocks, pages, configuration.
 
 What they read lies under `root`, so that another machine's files can be looked at.
 """

@@ -1,4 +1,4 @@
-"""Logs: kvmover's own loggers as lines of text, as JSON or in an engine's log; a line for each transfer that ends."""
+"""kvmover's loggers write text, JSON or into an engine's log, and a line for each transfer that ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Movers as Prometheus metrics: read from a snapshot when scraped, so that nothing is observed twice."""
+"""MoverCollector shows movers as Prometheus metrics, read from a snapshot when scraped, so no event pays for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as a picture: source ranks left, destination ranks right, and a ribbon for every leg.
+"""A picture of a plan has source ranks left, destination ranks right, and a ribbon for every leg.
 
 A card is the whole model, heads across and layers down. What the rank holds is filled, in the colour of the source that
 sends it. Where ranks share the positions out, a bar below shows the first tokens of the request.

@@ -1,4 +1,4 @@
-"""A plan as a table for people: every leg, and one line for each reason behind a route."""
+"""A table of a plan has every leg, and one line for each reason behind a route."""
 
 from __future__ import annotations
 

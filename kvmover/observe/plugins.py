@@ -1,4 +1,4 @@
-"""NIXL's plugins, and the libraries that keep some of them from loading.
+"""NIXL's plugins are found here, and the libraries that keep some of them from loading.
 
 NIXL leaves a plugin that does not load out of its list, without a reason. Here each is loaded as NIXL would.
 """

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML page that needs nothing else: no script, no network, no file beside it."""
+"""The report of a run is one HTML page that needs nothing else: no script, no network, no file beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a report looks: its style sheet, for light and for dark."""
+"""The style sheet of a report serves light and dark."""
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--soft:#59636e;--grid:#e4e8ed;--card:#f6f8fa;

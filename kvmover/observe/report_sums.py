@@ -1,4 +1,4 @@
-"""What the report of a run draws: sums over the lines of its logs, by bins of time and by classes. Pure."""
+"""A report draws these sums over the lines of its logs, by bins of time and by classes. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of a run: JSON lines of how each transfer and each request's tokens ended, for `kvmover report`.
+"""The run log has a JSON line for how each transfer and each request's tokens ended, for `kvmover report`.
 
 A line has a `type`: `run` says which process wrote what follows, `transfer` is one rank's end of one transfer, and
 `account` is the ledger's account of one attempt. Times are of the wall clock (Unix, seconds), so that files of several

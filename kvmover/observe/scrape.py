@@ -1,4 +1,4 @@
-"""Scrapes of a metrics endpoint, and what changed between two of them. Reading is pure; `fetch` alone goes out."""
+"""A Scrape is what a metrics endpoint answered; two show what changed. Reading is pure; `fetch` alone goes out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans: each transfer as an OpenTelemetry span, where the engine has OpenTelemetry (extra `otel`) and a provider.
+"""Each transfer becomes an OpenTelemetry span where the engine has OpenTelemetry (extra `otel`) and a provider.
 
 Where spans go is OpenTelemetry's own to say, by the engine or by OTEL_* variables; without a provider they cost nothing
 and go nowhere. A span is made when its transfer has ended, with the times that it had.

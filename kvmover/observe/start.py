@@ -1,4 +1,4 @@
-"""Observers: what a configuration asks to be kept and shown of a process, begun together and ended together."""
+"""Observers begin and end together what a configuration asks to be kept and shown of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page stores as people and scripts read them: a table and a sentence where there is something to say, or JSON."""
+"""Page stores are shown as a table, with a sentence where there is something to say, or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The few SVG elements that pictures are made of, with colours that hold on light and on dark backgrounds."""
+"""Pictures are made of these few SVG elements, with colours that hold on light and on dark backgrounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: one that is too wide continues below itself, and no cell is ever cut."""
+"""Tables fit terminals of any width: one that is too wide continues below itself, and no cell is ever cut."""
 
 from __future__ import annotations
 

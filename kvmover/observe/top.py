@@ -1,4 +1,4 @@
-"""`kvmover top`: transfers, hits by tier, bandwidth, arenas and failures of running engines, from their metrics."""
+"""`kvmover top` shows transfers, hits, bandwidth, arenas and failures of running engines, from their metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers, spans, positions and fleets as people read them."""
+"""Numbers, spans, positions and fleets are written here as people read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sends what to whom, as boxes, runs and descriptors, and by which route. Pure: integers in, integers out."""
+"""A plan says who sends what to whom, as boxes, runs and descriptors, and by which route. Integers in, integers out."""
 
 from kvmover.deprecated import renamed
 from kvmover.plan.calibration import Calibration

@@ -1,4 +1,4 @@
-"""A link's measured numbers: how they change the costs that a route is chosen by, and the file that keeps them."""
+"""A Calibration has a link's measured numbers, changes the costs that a route is chosen by, and is kept in a file."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def load(path: Path) -> tuple[Calibration, ...]:
     except OSError as error:
         raise PlanError(f"cannot read the calibration {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise PlanError(f"{path} is no calibration: {error}") from error
+        raise PlanError(f"{path} is not a calibration: {error}") from error
 
 
 def link_to(links: Sequence[Calibration], name: str | None) -> Calibration:
@@ -88,5 +88,7 @@ def link_to(links: Sequence[Calibration], name: str | None) -> Calibration:
     found = [link for link in links if name in (None, link.host, f"{link.host}/{link.transport}")]
     if len(found) != 1:
         known = ", ".join(f"{link.host}/{link.transport}" for link in links) or "none"
-        raise PlanError(f"{len(found)} links are called {name or 'anything'}; the calibration holds {known}")
+        raise PlanError(
+            f"{len(found)} links are named {name or 'anything'}; the calibration has {known}, and one is needed"
+        )
     return found[0]

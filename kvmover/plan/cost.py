@@ -1,4 +1,4 @@
-"""Cost model: direct or packed, by what each would take on a given wire, and the words to say why."""
+"""The cost model chooses direct or packed, by what each would take on a given wire, and says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fleets in the engines' own words: `vllm --tensor-parallel-size 8 --block-size 16`, as they are started."""
+"""Fleets may be given in an engine's own words, as it is started: `vllm --tensor-parallel-size 8 --block-size 16`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_our_words(text: str) -> str:
     while words:
         option = words.pop(0)
         if option not in _OPTIONS[engine]:
-            raise LayoutError(f"{option!r} of {engine} is not known; known are {', '.join(_OPTIONS[engine])}")
+            raise LayoutError(f"unknown option {option!r} of {engine}; known are {', '.join(_OPTIONS[engine])}")
         if not words:
             raise LayoutError(f"{option} in {text!r} has no value")
         found[_OPTIONS[engine][option]] = words.pop(0)

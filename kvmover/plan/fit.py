@@ -1,4 +1,4 @@
-"""Robust regression of times: non-negative coefficients from noisy samples, or the guess where samples do not tell."""
+"""Robust regression of times finds non-negative coefficients from noisy samples, or falls back to the guess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Legs: which rank writes which box to which rank, between any two fleets. The only place that reasons about ranks."""
+"""Legs say which rank writes which box to which rank, between any two fleets. Only this module reasons about ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering: a leg with page tables as strided boxes, byte runs and strided descriptors. Integers in, integers out."""
+"""Lowering makes strided boxes, byte runs and descriptors of a leg with page tables. Integers in, integers out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import numpy.typing as npt
 from kvmover.errors import PlanError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
-from kvmover.layout.layout import PACKED_ORDER, Dim, Layout, coalesce
+from kvmover.layout.layout import Dim, Layout, coalesce
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import Span
 from kvmover.plan.legs import Leg
 from kvmover.plan.units import Offsets, Paging, Units, cut
+from kvmover.vocabulary import PACKED_ORDER
 
 
 @dataclass(frozen=True, slots=True)

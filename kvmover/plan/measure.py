@@ -1,4 +1,4 @@
-"""Samples of a link: which writes to time, what is kept of them in bounded memory, and the numbers they tell."""
+"""A link is measured by samples: which writes to time, what is kept of them in bounded memory, and what they show."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         if not 0 < self.runs <= self.nbytes:
-            raise PlanError(f"a sample of {self.nbytes} bytes in {self.runs} runs")
+            raise PlanError(f"a sample of {self.nbytes} bytes in {self.runs} runs; each run has at least a byte")
 
 
 def _window() -> deque[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""A model's cache from its Hugging Face `config.json`: heads, sizes and layers, so that nobody has to look them up."""
+"""A model's cache is read from its Hugging Face `config.json`: nobody has to look up heads, sizes and layers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def read_sizes(path: Path) -> ModelSizes:
     except OSError as error:
         raise LayoutError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
-        raise LayoutError(f"{file} is no JSON: {error}") from error
+        raise LayoutError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise LayoutError(f"{file} is no configuration of a model")
+        raise LayoutError(f"{file} is not a model's config.json: it has no object")
     try:
         return sizes_of(cast("dict[str, Any]", found))
     except LayoutError as error:
@@ -81,5 +81,5 @@ def _size(text: Mapping[str, Any], *names: str, default: int | None = None) -> i
                 raise LayoutError(f"{name} = {value!r} is not a number of at least 1")
             return value
     if default is None:
-        raise LayoutError(f"no {' or '.join(names)} in it")
+        raise LayoutError(f"there is no {' or '.join(names)}")
     return default

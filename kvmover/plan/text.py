@@ -1,4 +1,4 @@
-"""Fleets from text, `tp=4,page=16,order=NHD`, and plans as the plain data that scripts read."""
+"""Fleets are read from text, `tp=4,page=16,order=NHD`, and plans become the plain data that scripts read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units: a leg's tokens cut so that each piece lies inside one page on both sides."""
+"""Units are a leg's tokens, cut so that each piece lies inside one page on both sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page store: checked objects in files, shared by fleets of any shape. Loads neither torch nor nixl."""
+"""The page store keeps checked objects in files, shared by fleets of any shape. Loads neither torch nor nixl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Catalog: a namespace's directory as this process sees it, brought up to date before every question.
+"""A Catalog is a namespace's directory as this process sees it, brought up to date before every question.
 
 One `stat` of the directory finds new and removed segments, one of each head file that is still written its new objects,
 one of the deletion log what others deleted: 128 lookups then cost no system call each.

@@ -1,4 +1,4 @@
-"""What `kvmover store` does: look at the page stores of a directory, check them, and tidy them up."""
+"""`kvmover store` looks at the page stores of a directory, checks them, and tidies them up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes of which objects make up a part: the plan of every read, whoever wrote the objects. Pure.
+"""A cover says which bytes of which objects make up a part, whoever wrote them: the plan of every read. Pure.
 
 No rank and no fleet comes into it: an object says what box it holds, and a part is covered when boxes fill it. So pages
 written by TP8 are read by TP2 x PP2, and pages written by both are no special case.

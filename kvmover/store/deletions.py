@@ -1,4 +1,4 @@
-"""DeletionLog: which objects were deleted, between processes: one small file of a namespace, that all append to.
+"""The DeletionLog tells other processes which objects were deleted: one small file of a namespace, that all append to.
 
 It only saves time. The truth is the state in each header, so lost, torn or repeated rows do no harm: whatever looks odd
 sends the reader back to the headers.

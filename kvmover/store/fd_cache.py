@@ -1,4 +1,4 @@
-"""Open data files, lent to reads and writes: a descriptor is never closed under one of them.
+"""FdCache has data files open for reads and writes; no descriptor is closed while one of them uses it.
 
 A closed descriptor's number is soon that of another file, which the read would then go on in.
 """

@@ -1,4 +1,4 @@
-"""Reading objects, or parts of them, and checking every cell before it counts as read."""
+"""`fetch` reads objects, or parts of them, and checks every cell before it counts as read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes between registered memory and open files: the interface, and its definition by os.preadv and os.pwritev.
+"""Files move bytes between registered memory and open files; os.preadv and os.pwritev define what that means.
 
 A call moves many runs and answers for each alone: "" where the run moved whole, else the reason. Nothing is raised for
 what befalls a run.
@@ -114,10 +114,12 @@ class Files(Protocol):
 
     def close_file(self, file: OpenFile) -> None: ...
 
-    def read(self, runs: Sequence[FileRun]) -> list[str]: ...
+    def read(self, runs: Sequence[FileRun]) -> list[str]:
+        """Why each run failed, "" where it did not. It begins with `SHORT` where the file ends before the run."""
+        ...
 
     def write(self, runs: Sequence[FileRun]) -> list[str]:
-        """Gaps of less than 4 KiB between consecutive runs of a file are filled with zeros where that saves a call."""
+        """As `read`. Gaps below 4 KiB between consecutive runs of a file may be filled with zeros, to save a call."""
         ...
 
     def read_ahead(self, groups: Iterable[Sequence[FileRun]]) -> Iterator[list[str]]:

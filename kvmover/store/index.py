@@ -1,4 +1,4 @@
-"""Index: which objects a namespace holds, as far as this process knows, and in which order pages were last used.
+"""An Index knows which objects a namespace has, as far as this process can, and in which order pages were last used.
 
 Pure bookkeeping of what the head files say. It may be behind other processes and never has to be right: every read
 checks the bytes it gets.

@@ -1,4 +1,4 @@
-"""Machine: which life of which machine this is, the question behind every object that was not synced."""
+"""A Machine is this machine and its boot, by which objects that were not synced are believed or not."""
 
 from __future__ import annotations
 

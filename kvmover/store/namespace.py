@@ -1,4 +1,4 @@
-"""Namespace: what must be equal for two writers to share pages, the digests that stand for it, and its manifest.
+"""A Namespace is what must be equal for two writers to share pages, with the digests that stand for it and a manifest.
 
 No read or write depends on the manifest: it is for people and tools.
 """

@@ -1,4 +1,4 @@
-"""Files through NIXL's storage plugins: many requests in flight at once, and plain system calls for what is left over.
+"""NixlFiles goes through NIXL's storage plugins: many requests in flight, and plain system calls for what is left over.
 
 A plugin answers for a request as a whole, without an errno, and some NIXL releases call a short transfer done
 (nixl#1696). So what fails here is done again run by run by PlainFiles, which gives each run its own reason; and who

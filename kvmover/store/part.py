@@ -1,4 +1,4 @@
-"""Part: the box of a page that somebody holds or wants, and who of several holders writes it."""
+"""A PagePart is the box of a page that a rank holds or wants; `elected` says who of several holders writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy: how much a page store may hold, and for how long. Imports nothing of a store, so that settings may."""
+"""A Policy says how much a page store may hold, and for how long. Imports nothing of a store, so that settings may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header of an object, the digests in it, and the other records of a segment's head file. Pure.
+"""A record is one entry of a segment's head file: an object's header with its digests, or another mark. Pure.
 
 All little endian, each record a multiple of 8 bytes from a multiple of 8:
 
@@ -67,7 +67,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """The first 80 bytes of a head file: whose objects these are, and in which life of which machine written."""
+    """The first 80 bytes of a head file: whose objects these are, and on which boot of which machine written."""
 
     namespace: bytes
     boot: bytes

@@ -1,4 +1,4 @@
-"""What befell a page, one answer a page in every batch, and the reports of upkeep."""
+"""A batch has one of these answers for every page; upkeep has these reports."""
 
 from __future__ import annotations
 

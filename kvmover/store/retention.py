@@ -1,4 +1,4 @@
-"""Retention: which pages of a namespace stay: its quota, its TTL, the order of their use, and objects that are bad."""
+"""Retention decides which pages of a namespace go: over its quota, past its TTL, least recently used, or bad."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Retention:
         return expired
 
     def write_stamps(self) -> None:
-        """Tell other processes' cleaners what was read here, in the headers, each at most once in `stamp_s` seconds."""
+        """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds."""
         for page in self._read:
             entry = self.catalog.index.get(page)
             for each in entry.objects if entry else ():

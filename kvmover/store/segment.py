@@ -1,4 +1,4 @@
-"""Segment: a data file of payloads and the head file that says what is in it. One process writes both, appending.
+"""A Segment is a data file of payloads and the head file that says what is in it. One process writes both, appending.
 
 An object exists from the moment its header is whole in the head file, which is written after the payload. Places in a
 data file are never used twice: what a header once described is either still there or, if the object was evicted, zeros.

@@ -1,4 +1,4 @@
-"""PageStore: one namespace of pages in a directory, opened; and its upkeep."""
+"""A PageStore is one namespace of pages in a directory, opened, with its upkeep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ Election = Callable[[bytes], bool]
 
 
 class PageStore(Retention):
-    """Safe for one thread that asks, one that reads and one that writes; any number of processes share a root.
+    """Pages of one namespace as checked objects in files, which any number of processes share.
+
+    Safe for one thread that asks, one that reads and one that writes.
 
     Nothing here owns a thread: `collect` every few seconds keeps quota and TTL, and writes down what was read; `flush`
     makes pages safe from a power cut and shows them to other machines. Without either nothing is ever wrong.
@@ -73,7 +75,7 @@ class PageStore(Retention):
         self.files.deregister(memory)
 
     def view(self, namespace: Namespace, part: PagePart, writes: Election | None = None) -> PartView:
-        """One rank's door: pages as the `part` of them that it holds. `writes` says which of them it is elected for."""
+        """One rank's access: the `part` that it holds of each page. `writes` says which pages it is elected for."""
         if namespace.folder != self.folder.name:
             raise StoreError(f"{namespace} is not what is stored in {self.folder.name}")
         return PartView(self, part, part.key(namespace), writes)

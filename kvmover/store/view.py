@@ -1,4 +1,4 @@
-"""PartView: one rank's door to a store: put, get and look up pages as the part of them that the rank holds."""
+"""A PartView is one rank's access to a store: it puts, gets and looks up the part of pages that the rank holds."""
 
 from __future__ import annotations
 
@@ -134,10 +134,10 @@ class PartView:
         if entry.parts not in self._plans:
             numbers = [n for n, key in enumerate(entry.parts) if key.component == self._key.component]
             boxes = tuple(entry.parts[n].box for n in numbers)
-            pieces = cover(self._key.box, boxes)
+            cover_pieces = cover(self._key.box, boxes)
             sources = [
                 ObjectShare(numbers[piece.source], piece, cell_runs(piece, boxes[piece.source], self._key.box))
-                for piece in pieces or ()
+                for piece in cover_pieces or ()
             ]
             self._plans[entry.parts] = tuple(sources) or None
         return self._plans[entry.parts]

@@ -1,4 +1,4 @@
-"""Writer: where this process's objects go. It alone appends to its segments, so no lock is shared between processes."""
+"""The Writer puts this process's objects into segments that it alone appends to, so processes share no lock."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What others can test their own parts with."""
+"""Authors of a store test it with this kit."""

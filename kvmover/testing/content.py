@@ -1,4 +1,4 @@
-"""Pages whose every byte follows from the page's hash and its logical place, whoever holds it, in whatever shape."""
+"""Content gives pages whose every byte follows from the page's hash and its logical place, whoever holds it."""
 
 from __future__ import annotations
 

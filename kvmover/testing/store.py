@@ -1,4 +1,4 @@
-"""A conformance kit for stores of KV pages: what every one of them must survive, whoever wrote it.
+"""StoreConformance holds a store of KV pages to what every store must survive, whoever wrote it.
 
 Subclass `StoreConformance` in a test file, say how a rank opens your store, and pytest runs the checks:
 
@@ -99,7 +99,7 @@ def check(subject: Subject, identity: Identity, pages: Sequence[bytes]) -> list[
 
 
 class StoreConformance:
-    """The checks. `tmp_path` is pytest's."""
+    """The checks. A subclass says how a rank opens the store. `tmp_path` is pytest's."""
 
     def open(self, folder: Path, identity: Identity) -> Subject:
         """Open your store in `folder` as the rank that `identity` says. The kit calls it many times for one folder."""

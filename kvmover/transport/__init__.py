@@ -1,4 +1,4 @@
-"""The wire: one interface, NIXL behind it, and a loopback for tests. Importing this loads neither nixl nor torch."""
+"""A transport is the wire: one interface, NIXL behind it, and a loopback for tests. Loads neither nixl nor torch."""
 
 from __future__ import annotations
 

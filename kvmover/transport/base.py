@@ -1,4 +1,4 @@
-"""The transport interface: register memory, write or read strided descriptors, notify, poll for events.
+"""A Transport registers memory, writes or reads strided descriptors, notifies, and is polled for events.
 
 A transport is driven by one caller at a time and owns no thread of its own. Nothing here blocks for longer than the
 call to the backend takes: completion, failure and notes from peers all come out of `poll`.

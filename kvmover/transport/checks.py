@@ -1,4 +1,4 @@
-"""What is refused before a backend sees it: ranges nobody registered, lists that do not pair, notes too long to send.
+"""Checks refuse a bad call before a backend sees it: unregistered ranges, lists that do not pair, notes too long.
 
 NIXL finds some of these late and some never: it accepts a length of zero, a second registration of the same range and a
 descriptor whose negative stride leaves the registered memory (measured with 1.5.1: state DONE, bytes moved).

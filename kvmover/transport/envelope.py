@@ -1,4 +1,4 @@
-"""Metadata as it travels: whatever the backend needs, whose it is, and a digest, since NIXL checks none of its bytes.
+"""Metadata travels in an envelope: the backend's bytes, whose they are, and a digest, since NIXL checks none.
 
 A NIXL metadata blob cut by one byte is refused only after the connection is half loaded.
 """
@@ -6,7 +6,7 @@ A NIXL metadata blob cut by one byte is refused only after the connection is hal
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -30,7 +30,7 @@ class Registration(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class TransportCard(Struct, frozen=True, forbid_unknown_fields=True):
     """What one transport tells another about itself. `revision` grows with every change to its registrations."""
 
-    backend: Literal["nixl", "loopback"]
+    backend: Annotated[str, Meta(min_length=1)]
     name: Annotated[str, Meta(min_length=1)]
     generation: Annotated[str, Meta(min_length=1)]
     revision: _Natural
@@ -38,7 +38,7 @@ class TransportCard(Struct, frozen=True, forbid_unknown_fields=True):
     agent: bytes
 
     @classmethod
-    def of(cls, backend: Literal["nixl", "loopback"], name: str, ranges: Ranges, agent: bytes) -> TransportCard:
+    def of(cls, backend: str, name: str, ranges: Ranges, agent: bytes) -> TransportCard:
         rows = tuple(Registration(m.kind, m.address, m.nbytes, m.device, serial) for m, serial in ranges.items())
         return cls(backend, name, name.rpartition(".")[2], ranges.revision, rows, agent)
 
@@ -58,7 +58,7 @@ def seal(card: TransportCard) -> bytes:
     return msgspec.msgpack.encode(_Sealed(_FORMAT, len(body), hashlib.sha256(body).digest(), body))
 
 
-def unseal(metadata: bytes, backend: Literal["nixl", "loopback"]) -> TransportCard:
+def unseal(metadata: bytes, backend: str) -> TransportCard:
     """Raises PeerRefused unless `metadata` is whole, of this format and of `backend`."""
     try:
         sealed = msgspec.msgpack.decode(metadata, type=_Sealed)

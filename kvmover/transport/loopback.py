@@ -1,4 +1,4 @@
-"""The transport without a wire, for tests and examples in one process: the rules of NIXL, and failures on request."""
+"""LoopbackTransport has no wire: for tests and examples in one process, with NIXL's rules and failures on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From tensors to addresses, without importing torch."""
+"""Tensors become addresses here, without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NIXL as the transport: peers, operations and their ends, with every trap of NIXL that was measured defended."""
+"""NixlTransport is NIXL as the transport: peers, operations and their ends, guarded against every measured trap."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Flight:
 
 
 class NixlTransport:
-    """One NIXL agent. Use it from the process that made it: a forked child hangs in NIXL's progress thread.
+    """A transport over one NIXL agent, for the process that made it: a forked child hangs in NIXL's progress thread.
 
     With `cma` (two processes of one host) `write` and `read` copy the bytes before they return, at 5-10 us a run.
     """

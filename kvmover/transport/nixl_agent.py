@@ -1,4 +1,4 @@
-"""A NIXL agent as the transport needs it: the right wheel, STRICT locking, a name of its own. Only this loads nixl."""
+"""A NIXL agent is made here: the right wheel, STRICT locking, a name of its own. Only this module loads nixl."""
 
 from __future__ import annotations
 

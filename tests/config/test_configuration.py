@@ -151,10 +151,10 @@ def test_an_option_wins_over_the_environment_and_the_file_over_the_defaults_of_a
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("5", "here: mover.deadline_s = '5': number is wanted"),
+        ("5", "here: mover.deadline_s = '5': expected number"),
         (-1, "here: mover config has deadline_s = -1.0; it must be positive"),
-        ([5], "here: mover.deadline_s = [5]: number is wanted"),
-        ("none", "here: mover.deadline_s = 'none': number is wanted"),
+        ([5], "here: mover.deadline_s = [5]: expected number"),
+        ("none", "here: mover.deadline_s = 'none': expected number"),
     ],
     ids=str,
 )
@@ -179,25 +179,25 @@ def test_a_path_given_goes_before_the_one_in_the_environment(tmp_path: Path) -> 
         ("[zzz.qqq]\nxxx = 1", "unknown key zzz; `kvmover config` prints all there are"),
         ("[mover.backoff]\nfirst = 1", "unknown key mover.backoff.first; did you mean mover.backoff.first_s?"),
         ("[mover]\nkeys = 'k'", "unknown key mover.keys"),
-        ("mover = 1", "mover = 1, but mover is a table of settings"),
-        ("[mover]\ndeadline_s = '5'", "mover.deadline_s = '5': number is wanted"),
-        ("[mover]\ndeadline_s = nan", "mover.deadline_s = nan: a finite number is wanted"),
-        ("[mover]\ndeadline_s = 'none'", "mover.deadline_s = 'none': number is wanted"),
-        ("[mover]\ndeadline_s = {a = 1}", "mover.deadline_s = {'a': 1}: number is wanted"),
+        ("mover = 1", "mover = 1, but mover is a section"),
+        ("[mover]\ndeadline_s = '5'", "mover.deadline_s = '5': expected number"),
+        ("[mover]\ndeadline_s = nan", "mover.deadline_s = nan: expected a finite number"),
+        ("[mover]\ndeadline_s = 'none'", "mover.deadline_s = 'none': expected number"),
+        ("[mover]\ndeadline_s = {a = 1}", "mover.deadline_s = {'a': 1}: expected number"),
         ("[mover]\ndeadline_s = 0", "mover config has deadline_s = 0.0; it must be positive"),
-        ("[mover]\narena_bytes = 1.5", "mover.arena_bytes = 1.5: integer is wanted"),
-        ("[mover]\narena_bytes = '64mb'", "'64mb': a whole number of bytes is wanted, in B, KiB, MiB, GiB, TiB, or kB"),
-        ("[mover]\narena_bytes = '1.0001KiB'", "a whole number of bytes is wanted"),
-        ("[mover]\nverb = 'shove'", "mover.verb = 'shove': push or pull is wanted"),
-        ("[mover]\nsms = true", "mover.sms = True: integer or none is wanted"),
+        ("[mover]\narena_bytes = 1.5", "mover.arena_bytes = 1.5: expected integer"),
+        ("[mover]\narena_bytes = '64mb'", "'64mb': expected a whole number of bytes, in B, KiB, MiB, GiB, TiB, or kB"),
+        ("[mover]\narena_bytes = '1.0001KiB'", "expected a whole number of bytes"),
+        ("[mover]\nverb = 'shove'", "mover.verb = 'shove': expected push or pull"),
+        ("[mover]\nsms = true", "mover.sms = True: expected integer or none"),
         ("[mover.backoff]\njitter = 1", "jitter = 1.0: must be in [0, 1)"),
         ("[mover.costs]\nwire_rate = 0", "wire_rate = 0.0"),
         ("[progress]\nopen_s = 1", "idle_s = 0.02; they must not shrink"),
         ("[store]\nquota_bytes = 0", "policy has quota_bytes = 0; it must be at least 1"),
-        ("[store]\nroot = ''", "store.root = '': path or none is wanted"),
+        ("[store]\nroot = ''", "store.root = '': expected path or none"),
         ("[metrics]\nport = 65536", "port = 65536"),
         ("[security]\naccepted_key_files = ['/a']", "accepted_key_files without shared_key_file"),
-        ("[security]\naccepted_key_files = [1]", "list of paths is wanted"),
+        ("[security]\naccepted_key_files = [1]", "expected list of paths"),
         ("[mover\n", "kvmover.toml: "),
         ("\udcff", "kvmover.toml: "),
     ],
@@ -217,10 +217,10 @@ def test_a_file_that_cannot_be_is_refused_with_its_name_the_key_and_the_value(
     ("variable", "value", "said"),
     [
         ("KVMOVER_MOVER_DEADLNE_S", "5", "did you mean KVMOVER_MOVER_DEADLINE_S?"),
-        ("KVMOVER_MOVER_DEADLINE_S", "soon", "KVMOVER_MOVER_DEADLINE_S: mover.deadline_s = 'soon': number is wanted"),
+        ("KVMOVER_MOVER_DEADLINE_S", "soon", "KVMOVER_MOVER_DEADLINE_S: mover.deadline_s = 'soon': expected number"),
         ("KVMOVER_MOVER_DEADLINE_S", "-1", "KVMOVER_MOVER_DEADLINE_S: mover config has deadline_s = -1.0"),
-        ("KVMOVER_RECORD_SPANS", "yes", "record.spans = 'yes': true or false is wanted"),
-        ("KVMOVER_METRICS_PORT", "http", "metrics.port = 'http': integer or none is wanted"),
+        ("KVMOVER_RECORD_SPANS", "yes", "record.spans = 'yes': expected true or false"),
+        ("KVMOVER_METRICS_PORT", "http", "metrics.port = 'http': expected integer or none"),
     ],
 )
 def test_a_variable_that_cannot_be_is_refused_by_its_name(variable: str, value: str, said: str) -> None:
@@ -332,6 +332,7 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
     ours = [name for name in loaded if name.startswith("kvmover.")]
     parts = {"config", "deprecated", "enums", "errors", "layout", "needs", "numbers", "plan", "store", "transfer"}
+    parts |= {"vocabulary"}
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.store.")] == ["kvmover.store.policy"]
     assert {"kvmover.transfer.mover", "kvmover.transfer.threads.progress"}.isdisjoint(ours)

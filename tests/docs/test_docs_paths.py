@@ -32,6 +32,12 @@ def test_the_recipes_name_what_the_code_has() -> None:
         ("ToDestination", "kvmover/transfer/protocol/wire.py"),
         ("kinds_of_messages", "tests/transfer/mover_cases.py"),
         ("_LAZY", "kvmover/transport/__init__.py"),
+        ("kinds", "tests/transport/test_conformance.py"),
+        ("IMPLEMENTS", "tests/docs/api_page.py"),
+        ("COMPANIONS", "kvmover/vocabulary.py"),
+        ("HostMemory", "kvmover/store/files.py"),
+        ("SHORT", "kvmover/store/files.py"),
+        ("ADAPTERS", "tests/docs/test_docs_engines.py"),
     ):
         assert f"`{name}`" in text
         assert re.search(rf"\b{name}\b", (ROOT / path).read_text()), (name, path)

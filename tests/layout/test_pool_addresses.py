@@ -212,18 +212,18 @@ SPEC = PoolSpec.dense(
             lambda: PoolSpec.dense(
                 Component.state("s", 2, 2, 4, "int8"), Shard(Span(0, 2), Span(0, 2), None), 3, 2, "NHD"
             ),
-            "pool of 2-token pages for s: a page is one state",
+            "pool of s has page_tokens = 2; a page of states has 1",
         ),
-        (lambda: PoolSpec(SPEC.component, SPEC.layout, ("page",)), r"separate allocations along \('page',\)"),
-        (lambda: Pool(SPEC, (flat(192),)), "pool of 2 allocations was given 1 tensors"),
-        (lambda: Pool(SPEC, (flat(192), flat(191))), "allocation of 191 bytes is below 192"),
+        (lambda: PoolSpec(SPEC.component, SPEC.layout, ("page",)), r"pool has separate = \('page',\); only"),
+        (lambda: Pool(SPEC, (flat(192),)), "pool has 1 tensors; its spec has 2 allocations"),
+        (lambda: Pool(SPEC, (flat(192), flat(191))), "tensor has 191 bytes; its spec needs 192"),
         (
             lambda: Pool(SPEC, (flat(192), torch.zeros(96, dtype=torch.bfloat16))),
             r"flat uint8, got torch.bfloat16 \[96\]",
         ),
         (lambda: Pool(SPEC, (flat(192), flat(192).view(2, 96))), r"flat uint8, got torch.uint8 \[2, 96\]"),
         (lambda: Pool(SPEC, (flat(192), flat(384)[::2])), "flat uint8"),
-        (lambda: Pool(SPEC, (flat(192), torch.zeros(192, dtype=torch.uint8, device="meta"))), "on meta and cpu"),
+        (lambda: Pool(SPEC, (flat(192), torch.zeros(192, dtype=torch.uint8, device="meta"))), "on cpu and meta"),
     ],
     ids=[
         "dim-strided",

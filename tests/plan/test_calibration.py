@@ -248,8 +248,8 @@ def test_the_reason_says_which_numbers_were_measured_on_what_and_which_are_assum
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is no calibration"),
-        ("{", "is no calibration"),
+        ("", "is not a calibration"),
+        ("{", "is not a calibration"),
         ('{"format": "kvmover.calibration/2", "links": []}', "kvmover.calibration/2"),
         ('{"format": "kvmover.calibration/1", "links": [{"host": "a"}]}', "transport"),
         ('{"format": "kvmover.calibration/1", "links": [%s]}', "descriptor_us"),
@@ -280,9 +280,9 @@ def test_one_of_several_links_is_named_by_its_host_and_if_need_be_its_transport(
     assert link_to(links, "decode-4/EFA") == links[2]
     with pytest.raises(PlanError, match="3 links .* anything; .* decode-3/UCX, decode-4/UCX, decode-4/EFA"):
         link_to(links, None)
-    with pytest.raises(PlanError, match="2 links are called decode-4;"):
+    with pytest.raises(PlanError, match="2 links are named decode-4;"):
         link_to(links, "decode-4")
-    with pytest.raises(PlanError, match="0 links are called decode-5; the calibration holds none"):
+    with pytest.raises(PlanError, match="0 links are named decode-5; the calibration has none"):
         link_to([], "decode-5")
 
 

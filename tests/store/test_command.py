@@ -179,7 +179,7 @@ def test_a_quota_may_have_a_unit(command: Command, root: Path) -> None:
     assert command("gc", root, "--quota", "10GB")[0] == 0
     status, _, err = command("gc", root, "--quota", "10 gigs")
     assert status == 2
-    assert "10 gigs: a whole number of bytes is wanted" in err
+    assert "10 gigs: expected a whole number of bytes" in err
 
 
 def test_without_a_verb_there_is_help_in_lines(command: Command) -> None:

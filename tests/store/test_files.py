@@ -14,12 +14,14 @@ from kvmover.errors import DescriptorError, TransportUnavailable
 from kvmover.store.files import Access, FileRun, Files, PlainFiles, memory_of_buffer
 from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
 from kvmover.transport import Memory, MemoryKind
+from tests.store.one_call_files import OneCallFiles
 
 BLOCK = 4096
 BACKENDS = {
     "plain": PlainFiles,
     "plain direct": lambda: PlainFiles(Access.DIRECT),
     "nixl": NixlFiles,
+    "a call a run": OneCallFiles,
 }
 
 

@@ -13,6 +13,7 @@ from kvmover.store import Namespace, PageStore, elected
 from kvmover.store.files import PlainFiles, memory_of_buffer
 from kvmover.store.nixl_files import NixlFiles
 from kvmover.testing.store import Identity, StoreConformance
+from tests.store.one_call_files import OneCallFiles
 
 
 class PageStoreSubject:
@@ -57,6 +58,11 @@ class PageStoreSubject:
 class TestPageStore(StoreConformance):
     def open(self, folder: Path, identity: Identity) -> PageStoreSubject:
         return PageStoreSubject(folder, identity, PlainFiles())
+
+
+class TestPageStoreThroughTheRecipesFiles(StoreConformance):
+    def open(self, folder: Path, identity: Identity) -> PageStoreSubject:
+        return PageStoreSubject(folder, identity, OneCallFiles())
 
 
 class TestPageStoreThroughNixl(StoreConformance):

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvmover.layout import Component, CpOrder, Fleet
-from kvmover.layout.layout import AXES
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.protocol import wire
+from kvmover.vocabulary import AXES
 
 numbers = st.integers(0, 4) | st.integers(0, 2**63 - 1)
 ranges = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)

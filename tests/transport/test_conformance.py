@@ -1,4 +1,4 @@
-"""What every transport does, over the loopback and over NIXL, both ends in this process."""
+"""What every transport does, over the loopback, over NIXL and over the recipe's, both ends in this process."""
 
 from __future__ import annotations
 
@@ -33,23 +33,29 @@ from kvmover.transport import (
     Note,
     whole,
 )
+from tests.transport.mailbox import Mailbox
 
 NBYTES = 1 << 16
 POISON = 0xEE
-Wire = LoopbackTransport | NixlTransport
+Wire = LoopbackTransport | NixlTransport | Mailbox
 Maker = Callable[[str], Wire]
 
 
-@pytest.fixture(params=["loopback", "nixl"])
+@pytest.fixture(params=["loopback", "nixl", "mailbox"])
 def make(request: pytest.FixtureRequest) -> Iterator[Maker]:
     """Makes transports that can reach each other, and closes them after the test."""
     made: list[Wire] = []
-    network = LoopbackNetwork()
+    network, street = LoopbackNetwork(), dict[str, Mailbox]()
     if request.param == "nixl":
         pytest.importorskip("nixl_cu13._api", reason="needs the nixl-cu13 wheel")
+    kinds: dict[str, Maker] = {
+        "loopback": lambda hint: LoopbackTransport(network, hint),
+        "nixl": NixlTransport,
+        "mailbox": lambda hint: Mailbox(street, hint),
+    }
 
     def start(hint: str) -> Wire:
-        made.append(NixlTransport(hint) if request.param == "nixl" else LoopbackTransport(network, hint))
+        made.append(kinds[request.param](hint))
         return made[-1]
 
     yield start

@@ -1,4 +1,4 @@
-"""The accounts of every request's tokens: what was reused, from which tier, what was lost and why."""
+"""The ledger accounts for every request's tokens: what was reused, from which tier, what was lost and why."""
 
 from kvmover.cache.ledger.account import Account, AccountGroup, AttemptPhase, Credit, LedgerError, Loss
 from kvmover.cache.ledger.export import JsonLines, read_accounts

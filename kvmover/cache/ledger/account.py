@@ -1,4 +1,4 @@
-"""The account of one attempt of one request: frozen records, and the steps from one to the next.
+"""An Account says what became of one attempt of a request: a frozen record, and the steps from one to the next.
 
 Two laws hold, and a step that would break one raises LedgerError and changes nothing:
 

@@ -1,4 +1,4 @@
-"""Accounts as JSON lines: one ended attempt a line, for whoever wants other sums than ours."""
+"""JsonLines writes accounts as JSON, one ended attempt a line, for whoever wants other sums than ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger: what became of every prompt token of every request, in sums that must balance.
+"""The Ledger sums up what became of every prompt token of every request; the sums must balance.
 
 An engine tells it six things of a request: matched, admitted, computed (each chunk), withdrawn (a load that failed),
 and how it ended. A prompt is counted once: a request that was retracted and admitted again is in other sums.

@@ -1,4 +1,4 @@
-"""The ledger as Prometheus metrics: read when scraped, so nothing is counted twice and no event pays for them."""
+"""LedgerCollector shows a ledger as Prometheus metrics, read when scraped, so that no event pays for them."""
 
 from __future__ import annotations
 

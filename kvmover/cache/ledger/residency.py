@@ -1,4 +1,4 @@
-"""How long pages live, lie idle and wait for their next use: a cache too small and an idle one look alike without."""
+"""Residency is how long pages live, lie idle and wait for their next use: it tells a small cache from an idle one."""
 
 from __future__ import annotations
 

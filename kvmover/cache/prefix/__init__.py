@@ -1,4 +1,4 @@
-"""Which pages already hold the KV of a prompt, on which tier, and which to give up next. Needs no torch."""
+"""The prefix tree knows which pages hold the KV of a prompt, on which tier, and which go next. Needs no torch."""
 
 from kvmover.cache.prefix.components import FULL, Sidecar, SlidingWindow, State, TreeComponent
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, WriteBack, WriteThrough

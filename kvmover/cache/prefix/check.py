@@ -1,4 +1,4 @@
-"""Check: the invariants of the tree, recomputed from its nodes, handles and records. On in tests, off in production.
+"""`check` recomputes the invariants of a tree from its nodes, handles and records. Tests run it, production does not.
 
 The numbers are those of `INVARIANTS`. What a snapshot cannot show, a history must: 13, 17, 27, 28 and 29 are held
 against models in the tests, and 13 needs the pools, which are the caller's.

@@ -1,4 +1,4 @@
-"""Components beside attention KV: what they keep at a node, when it is of use, and what a lock must cover.
+"""A component beside attention KV says what a node has of it, when that is of use, and what a lock must cover.
 
 Attention KV is the tree itself: a page id for every page. Any further component keeps, at some nodes, page ids of its
 own pool.

@@ -1,4 +1,4 @@
-"""TreeConfig: what a tree is made for, fixed at its birth: page size, units, components, tiers, policy."""
+"""TreeConfig says what a tree is made for: page size, units, components, tiers, policy. It never changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between tiers that are under way, noted as page positions, hashes and page ids; and reads from storage.
+"""CopyRecords note the copies between tiers and reads from storage that are under way: positions, hashes and page ids.
 
 A record names the end of a path, which it locks, and pages [first, stop) of it; ids of the destination belong to the
 record until its end. Whatever is split, evicted or inserted meanwhile, at the end the pages are found again by

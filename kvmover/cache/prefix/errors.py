@@ -1,4 +1,4 @@
-"""What the prefix tree refuses, by cause."""
+"""The prefix tree raises these errors, one a cause."""
 
 from kvmover.errors import KvmoverError
 

@@ -1,4 +1,4 @@
-"""KV events: what a router is told of a cache, in the encoding that vLLM, SGLang and Dynamo share.
+"""KV events tell a router what a cache has, in the encoding that vLLM, SGLang and Dynamo share.
 
 An event is a msgpack map with its class's name under `type`; a batch is an array `[ts, events, rank]`. Fields that vLLM
 0.33 demands are always present, others only when they say something, and consumers ignore what they do not know.

@@ -1,4 +1,4 @@
-"""Eviction: gives up what is used least, by component and tier, with all that is of no use without it."""
+"""Eviction gives up what is used least, by component and tier, with all that is of no use without it."""
 
 from __future__ import annotations
 

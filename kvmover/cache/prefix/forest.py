@@ -1,4 +1,4 @@
-"""Forest: the nodes of all namespaces, the accounts and orders that follow from them, and the steps that change all."""
+"""The Forest has the nodes of all namespaces, their sums and orders, and the steps that change all three together."""
 
 from __future__ import annotations
 

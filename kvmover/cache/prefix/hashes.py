@@ -1,4 +1,4 @@
-"""Page hashes: a page's name is a function of its namespace and of all tokens up to its end, so no split changes it.
+"""A page's hash follows from its namespace and all tokens up to its end, so that no split changes it.
 
 As SGLang 0.5.23 computes them for its storage tiers (`mem_cache/cpp_utils/hash_binding.cpp`), and so comparable with
 its keys: SHA-256 over the previous page's hash and the page's tokens as unsigned 32-bit little-endian words. The first

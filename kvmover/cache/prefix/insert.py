@@ -1,4 +1,4 @@
-"""Insertion: a walk down the tree that keeps what is new, and gives back what the tree has already, exactly once."""
+"""An insertion walks down the tree, adds what is new, and returns each id that is of no use to it, exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Journal: tells a router which pages appear and vanish on which medium, in the order in which they do."""
+"""The Journal tells a router which pages appear and vanish on which medium, in the order in which they do."""
 
 from __future__ import annotations
 

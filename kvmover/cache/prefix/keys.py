@@ -1,4 +1,4 @@
-"""Keys: tokens as the bytes that nodes are compared by, one conversion a request."""
+"""A RadixKey is a request's tokens as the bytes that nodes are compared by, converted once."""
 
 from __future__ import annotations
 

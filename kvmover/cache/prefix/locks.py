@@ -1,4 +1,4 @@
-"""Locks: handles for what must stay, exact across splits.
+"""Locks keep paths from eviction until their handles are given back, however nodes are split meanwhile.
 
 A node counts its own handles and its locked children, so that a lock costs what it newly locks and not the whole path:
 in a chat whose last turn is locked already it is one step. A split needs no care but for the new front, which has one
@@ -89,12 +89,12 @@ class Locks:
         forest = self._forest
         if not forest.config.components or node.parent is None:
             return ()
-        path, found = node.path(), list[LockedSegment]()
+        path, segments = node.path(), list[LockedSegment]()
         for i, component in enumerate(forest.config.components):
             if component.name not in skip:
                 last = path[forest.reach(path, component.reach_tokens) - 1]
-                found.append(LockedSegment(i, last.start if component.per_page else node.end - 1, node.end))
-        return tuple(found)
+                segments.append(LockedSegment(i, last.start if component.per_page else node.end - 1, node.end))
+        return tuple(segments)
 
     def _handle(self, node: Node, tier: Tier, segments: tuple[LockedSegment, ...]) -> LockHandle:
         for segment in segments:

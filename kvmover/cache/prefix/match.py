@@ -1,4 +1,4 @@
-"""Walk: how far a prompt is known, and where it can be used: the two anchors of a match."""
+"""A match walks down the tree and says how far a prompt is known, and up to where it can be used."""
 
 from __future__ import annotations
 

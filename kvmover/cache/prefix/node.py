@@ -1,4 +1,4 @@
-"""Node: a run of pages that every prompt so far either passes whole or does not enter; and what a lock covers of it.
+"""A Node is a run of pages that every prompt so far either passes whole or does not enter.
 
 Locks are noted by positions of the path, so that a split in between changes nothing.
 """

@@ -1,4 +1,4 @@
-"""Policies: which page goes first, and the ordered structures that answer without looking at all of them."""
+"""An EvictionPolicy says which page goes first, by an ordered structure that answers without looking at all of them."""
 
 from __future__ import annotations
 

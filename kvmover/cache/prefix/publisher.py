@@ -1,4 +1,4 @@
-"""Publishing KV events over ZeroMQ: numbered batches to all who subscribed, and recent ones again to who missed some.
+"""EventPublisher sends KV events over ZeroMQ in numbered batches, and recent ones again to those who missed some.
 
 The frames are those of vLLM's and SGLang's publishers, so that their subscribers, and Dynamo's, need no change:
 `topic`, eight bytes of sequence number (big-endian), the batch in msgpack. Who sees a gap sends the first number it

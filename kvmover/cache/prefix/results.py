@@ -1,4 +1,4 @@
-"""What the tree answers: frozen values, and actions for the caller to carry out in the order given."""
+"""The tree answers with these frozen values, and with actions that the caller carries out in the order given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrefixTree: which pages hold the KV of a prompt's first tokens, on which tier, and which go next. Bookkeeping only.
+"""A PrefixTree knows which pages hold the KV of a prompt's first tokens, on which tier, and which go next.
 
 The tree decides, the caller executes. Pages belong to the caller's pools; while the tree or a record in flight has an
 id, nobody else may use it, and every id comes back exactly once: in a FreePages action, or as the remainder of an

@@ -1,4 +1,4 @@
-"""Replaying public traces through the prefix tree, simulated tiers and the ledger."""
+"""A replay runs a public trace through the prefix tree, simulated tiers and the ledger."""
 
 from kvmover.cache.replay.command import ReplayOptions, run_replay
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError, policy_named

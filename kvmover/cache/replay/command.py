@@ -1,4 +1,4 @@
-"""The command `kvmover replay`: read, replay under a progress bar, print; and draw hit rate against capacity."""
+"""`kvmover replay` reads a trace, replays it under a progress bar, prints a table, and draws hit rate by capacity."""
 
 from __future__ import annotations
 

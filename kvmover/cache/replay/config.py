@@ -1,4 +1,4 @@
-"""ReplayConfig: the cache that a trace is replayed against."""
+"""ReplayConfig describes the cache that a trace is replayed against."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ReplayConfig:
 
 
 def policy_named(name: str) -> EvictionPolicy:
-    """By the name that the tree gives it. Raises SetupError with all names."""
+    """The eviction policy of that name. Raises ReplayConfigError with all names."""
     if name not in POLICIES:
         raise ReplayConfigError(f"no policy {name}: there are {', '.join(POLICIES)}")
     return POLICIES[name]

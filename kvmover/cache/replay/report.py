@@ -1,4 +1,4 @@
-"""What a replay found, as data and as a table."""
+"""A Report has what a replay found, as data and as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated engine that serves one request after the other from a prefix tree, its tiers and a ledger.
+"""A simulated engine serves one request after the other from a prefix tree, its tiers and a ledger.
 
 A request is matched with its last token left out, so that at least that one is computed. Its pages are in the tree when
 its prefill is done, which is before the next request comes; pages that it extends are locked meanwhile. Its output is
@@ -136,7 +136,7 @@ RESIDENCY_SAMPLE = 61
 
 
 class Server:
-    """Raises SetupError for a prompt that the device cannot hold. `ledger` has the accounts, strict ones."""
+    """Raises ReplayConfigError for a prompt that the device cannot hold. `ledger` has the accounts, strict ones."""
 
     def __init__(self, config: ReplayConfig, ledger: Ledger | None = None) -> None:
         self.config = config
@@ -281,7 +281,7 @@ def _sample(ids: PageArray) -> list[int]:
 
 
 def replay(requests: Sequence[ReplayRequest], config: ReplayConfig, step: Callable[[int], object] = int) -> Report:
-    """Serve `requests` in order; `step` is told how many more are done. Raises SetupError for one that cannot be."""
+    """Serve `requests` in order; `step` gets how many more are done. Raises ReplayConfigError for an impossible one."""
     server = Server(config)
     began = time.perf_counter()
     every = max(1, len(requests) // 200)

@@ -1,4 +1,4 @@
-"""Requests of a public trace: how long each prompt is, and which blocks of it are equal to whose.
+"""A public trace is read as requests: how long each prompt is, and which blocks of it are equal to whose.
 
 Mooncake's format (FAST25-release in github.com/kvcache-ai/Mooncake): one JSON object a line with `timestamp` (ms),
 `input_length`, `output_length` (tokens) and `hash_ids`, one for every 512 tokens of the prompt, the last cut short at
@@ -47,7 +47,7 @@ _BLOCK = np.arange(BLOCK_TOKENS, dtype=np.int32)
 
 
 def read_trace(path: Path) -> list[ReplayRequest]:
-    """The requests in the order of the file. Empty lines are skipped; TraceError for a line that is none."""
+    """The requests in the order of the file. Empty lines are skipped; ReplayTraceError for a line that is none."""
     decoder = msgspec.json.Decoder(ReplayRequest)
     requests = list[ReplayRequest]()
     try:

@@ -1,4 +1,4 @@
-"""Tiers: KV on the device, on the host and in storage, moved between them as a prefix tree decides and ranks agree."""
+"""Tiers keep KV on the device, on the host and in storage; a prefix tree decides what moves, and ranks agree on it."""
 
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
 from kvmover.cache.tiers.controller import Controller, ControllerConfig

@@ -1,4 +1,4 @@
-"""Agreement of ranks: operations that all begin in the same order, and end at the same moment with the same answer.
+"""Ranks agree on operations: they begin them in the same order, and end each at the same moment with the same answer.
 
 What ranks tell each other is one thing, the elementwise minimum of a row of numbers. A minimum of counts is what all
 ranks have. A minimum of rows of 0 and 1 is the intersection of sets: of prefix lengths, where trailing components make
@@ -37,7 +37,7 @@ class Consensus(Protocol):
 
 
 class LocalConsensus:
-    """One rank, or ranks that are agreed for elsewhere."""
+    """For an engine of one rank, or whose ranks agree elsewhere: the row is its own minimum."""
 
     def minimum(self, values: VoteRow) -> VoteRow:
         return values
@@ -94,7 +94,7 @@ class CollectiveOp:
 
 @dataclass(slots=True)
 class CollectiveOps:
-    """All that are open, in order. `same_ids`: ranks use the same page ids, and are to be held to it."""
+    """The open operations, in order. `same_ids`: ranks use the same page ids, which is checked."""
 
     same_ids: Callable[[Sequence[int]], int] = lambda ids: 0
     open: list[CollectiveOp] = field(default_factory=list[CollectiveOp])
@@ -108,8 +108,9 @@ class CollectiveOps:
 
     def votes(self) -> VoteRow:
         """For each open operation: whether it is done, whether it may go on, and the answer."""
-        check = zlib.crc32(np.array([[t.serial, t.width, t.ids] for t in self.open], np.int64).tobytes())
-        parts: list[Sequence[int] | VoteRow] = [(self.serial, -self.serial, check, -check)]
+        begun = np.array([[op.serial, op.width, op.ids] for op in self.open], np.int64)
+        checksum = zlib.crc32(begun.tobytes())
+        parts: list[Sequence[int] | VoteRow] = [(self.serial, -self.serial, checksum, -checksum)]
         for collective in self.open:
             parts.append((collective.answer is not None, not collective.stop))
             parts.append(collective.answer if collective.answer is not None else np.zeros(collective.width, np.int64))

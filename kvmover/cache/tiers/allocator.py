@@ -1,4 +1,4 @@
-"""The page ids of a rank's pools that nobody uses, and the carrying out of what the tree decides."""
+"""PageAllocator has the page ids of a rank's pools that nobody uses, and carries out what the tree decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvmover.cache.tiers.tiered_pool import TieredPool
 
 
 class FreeList:
-    """Of `pages` ids from 0."""
+    """Page ids that nobody uses, of `pages` ids from 0."""
 
     def __init__(self, name: str, pages: int) -> None:
         self._name, self.pages = name, pages
@@ -54,7 +54,7 @@ _ROOM_PAGES = 512
 
 
 class PageAllocator:
-    """Of one rank. Every id is free here, the tree's, a record's or the caller's; coming back twice is an error."""
+    """Free page ids of one rank. An id is free here, the tree's, a record's or the caller's; none is returned twice."""
 
     def __init__(self, tree: PrefixTree, tiered_pools: Sequence[TieredPool], copies: LayerwiseCopier) -> None:
         self.tree, self.tiered_pools, self.copies = tree, tuple(tiered_pools), copies

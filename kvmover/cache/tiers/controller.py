@@ -1,4 +1,4 @@
-"""Controller: what an engine's rank holds to keep KV on the device, on the host and in storage.
+"""A Controller keeps the KV of an engine's rank on the device, on the host and in storage.
 
 Every rank that serves a request together has one, over a tree of its own, and calls the same methods in the same order,
 `poll` too: as schedulers of one engine do. Nothing here blocks but `poll`'s one collective, and none is made while no
@@ -46,7 +46,9 @@ class ControllerConfig:
 
 
 class Controller:
-    """Of one rank. The tree is this controller's; the pools and the store stay the caller's, and outlive it.
+    """Keeps the KV of one rank on its tiers.
+
+    The tree is this controller's; the pools and the store stay the caller's, and outlive it.
 
     A request: `restore` and `poll` until it is ready; `take` pages for the rest of its prompt; compute; `keep`; and
     `release` what was restored.
@@ -99,7 +101,7 @@ class Controller:
         restore.wanted = True
 
     def abort(self, restore: Restore) -> None:
-        """Nobody wants it any more. What is on its way lands or comes back, by itself."""
+        """Give a restore up. Copies under way land or return their pages by themselves."""
         self._restoring.abort(restore)
 
     def release(self, restore: Restore) -> None:
@@ -116,7 +118,7 @@ class Controller:
         return self.allocator.take(component, Tier.DEVICE, pages)
 
     def give(self, page_ids: Sequence[int], component: str = FULL) -> None:
-        """Device pages that were taken and are not kept."""
+        """Return device pages that `take` gave and that are not kept."""
         self.allocator.give(component, Tier.DEVICE, page_ids)
 
     def keep(
@@ -149,7 +151,7 @@ class Controller:
     # Progress
 
     def votes(self) -> VoteRow:
-        """This rank's row of the round. With `settle` the two halves of `poll`, for who agrees in another way."""
+        """This rank's row of the round. With `settle` it is `poll` in two halves, for ranks that agree otherwise."""
         self.copies.poll()
         self.worker.poll()
         self._restoring.poll()

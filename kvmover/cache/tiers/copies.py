@@ -1,5 +1,4 @@
-"""LayerwiseCopier: pages between device and host, layers by layers, so that a forward pass starts before the last one
-has landed.
+"""LayerwiseCopier copies pages between device and host layer by layer: a forward pass starts after the first.
 
 On a GPU a stream of its own for each direction, and an event a group of layers. Without one, groups are copied one at a
 poll, or when somebody waits for their layers.

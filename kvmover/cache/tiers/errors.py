@@ -1,4 +1,4 @@
-"""What the tiers refuse."""
+"""The tiers raise these errors."""
 
 from __future__ import annotations
 

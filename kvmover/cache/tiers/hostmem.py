@@ -1,4 +1,4 @@
-"""Host memory: pools beside the device's, pinned where there is a GPU, private to a process or held by many together.
+"""Host memory for pools comes from here: pinned where there is a GPU, of one process or mapped by many.
 
 A component that ranks of a node hold in common (an MLA latent, by every rank of TP) is kept once a node: the ranks map
 one file in shared memory, and each copies its share of the pages into and out of it.
@@ -89,7 +89,7 @@ def _prefer(policy: int, node: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which share of the pages of a pool is this rank's to copy: those whose place in a batch is `index` mod `count`.
+    """What this rank copies of a pool that `count` ranks share: page number `index` of each `count` pages in a batch.
 
     The pool is the file `path` that all of them map; None where `count` is 1.
     """

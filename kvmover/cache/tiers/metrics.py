@@ -1,4 +1,4 @@
-"""What a controller counts and times, in plain numbers; and as Prometheus metrics, read from snapshots at a scrape."""
+"""A controller's counts and times are plain numbers in a TierMeter, and Prometheus metrics at a scrape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies: what is written to storage, what is read from it and how long a request waits for that. Pure.
+"""A TierPolicy says what is written to storage, what is read from it, and how long a request waits for that. Pure.
 
 Which pages go to the host is the tree's to say: `prefix.WriteThrough(after_hits)` (through, or selective by hits) and
 `prefix.WriteBack` (on eviction).
@@ -38,7 +38,7 @@ class Inclusion(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of a tier: `latency_s` for a batch, and then `bytes_per_s`."""
+    """How fast a tier is: `latency_s` for a batch, and then `bytes_per_s`."""
 
     latency_s: float
     bytes_per_s: float
@@ -47,7 +47,7 @@ class Speed:
         return self.latency_s + nbytes / self.bytes_per_s
 
     def within(self, rate: Rate | None) -> Speed:
-        """What a rate leaves of it."""
+        """The same tier where a rate limits it."""
         return self if rate is None else replace(self, bytes_per_s=min(self.bytes_per_s, rate.bytes_per_s))
 
 
@@ -67,7 +67,7 @@ def worth(tokens: int, token_bytes: int, prefill_tokens_per_s: float, *way: Spee
 
 @dataclass(frozen=True, slots=True)
 class BestEffort:
-    """A read goes on until the request is wanted: whatever is there then counts."""
+    """A read goes on until its request is to start: the pages that are there then count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Timeout:
-    """A read has `base_s + tokens / 1024 * per_ki_token_s` from when it was asked for."""
+    """A read has `base_s + tokens / 1024 * per_ki_token_s` seconds from when it was asked for."""
 
     base_s: float = 1.0
     per_ki_token_s: float = 0.25
@@ -112,7 +112,7 @@ def pays(policy: Prefetch, tokens: int, token_bytes: int, way: tuple[Speed, ...]
 
 
 def patience_s(policy: Prefetch, tokens: int) -> float | None:
-    """How long a read of `tokens` may take; None: until its end, or until the request is wanted."""
+    """How long a read of `tokens` may take; None: until its end, or until the request is to start."""
     if isinstance(policy, Timeout):
         return policy.base_s + tokens / 1024 * policy.per_ki_token_s
     return tokens / policy.prefill_tokens_per_s if isinstance(policy, CostAware) else None

@@ -1,4 +1,4 @@
-"""Rate: how many bytes a second a kind of work may move, as a bucket that fills with time. Pure; `now` is given."""
+"""A Rate says how many bytes a second a kind of work may move; its Bucket fills with time. Pure; `now` is given."""
 
 from __future__ import annotations
 

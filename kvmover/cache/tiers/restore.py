@@ -1,4 +1,4 @@
-"""Restore: one request's way back to the device, from storage to the host and from there on, as all ranks agree.
+"""A Restore brings a request's KV back to the device, from storage by way of the host, as all ranks agree.
 
 Each of the three steps is an operation of all ranks: a look-up, answered with the prefix lengths that this rank could
 restore; a read; a load. What a rank cannot begin, for want of room, it answers with nothing, so that all end with

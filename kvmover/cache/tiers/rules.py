@@ -1,4 +1,4 @@
-"""Rules: which pages of a component a prefix needs, hence which prefix lengths can be restored. Pure.
+"""A Rule says which pages of a component a prefix needs, hence which prefix lengths can be restored. Pure.
 
 Attention KV and index keys need all pages, a sliding window those that its last tokens lie in, a state the last one.
 """

@@ -1,4 +1,4 @@
-"""Storage: the page store as one rank's pools see it, and the jobs that look up, read and write pages in batches."""
+"""Storage is the page store as one rank's pools see it: jobs look up, read and write their pages in batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StorageEvents: what a router was told of storage, and is told when it is gone, whoever deleted it."""
+"""StorageEvents tell a router which pages come to storage, and which are gone from it, whoever deleted them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvmover.cache.prefix.hashes import as_int64, as_int64s
 
 
 class StorageEvents:
-    """Of one rank. The store calls `lost`, from any thread; all else is the controller's.
+    """Events of one rank. The store calls `lost`, from any thread; all else is the controller's.
 
     Events of storage come without tokens: those of the device had them.
     """
@@ -32,7 +32,7 @@ class StorageEvents:
             self._lost.append(page)
 
     def poll(self) -> None:
-        """Tell what is gone since, once."""
+        """Report the pages that are gone since the last call."""
         pages = dict.fromkeys(self._lost.popleft() for _ in range(len(self._lost)))
         known = [page for page in pages if page in self._pages]
         if not known:

@@ -1,4 +1,4 @@
-"""StorageWorker: the one thread that reads and writes storage, a batch at a time. It sleeps while there is no work.
+"""StorageWorker is the one thread that reads and writes storage, a batch at a time. It sleeps while there is no work.
 
 Jobs of the more urgent class go first, between two batches of another: a read does not wait for a long write. A class
 that has moved what its rate allows waits, and no other one with it.
@@ -65,7 +65,7 @@ class StorageWorker:
             self._work.notify()
 
     def poll(self) -> None:
-        """Tell what ended since."""
+        """Report the jobs that ended since the last call."""
         self._news.clear()
         while self._over:
             ended, error = self._over.popleft()

@@ -1,6 +1,4 @@
-"""TieredPool: one component as one rank holds it on all tiers: its pool on the device, its pool on the host, and its
-part of every page in storage.
-"""
+"""A TieredPool has a component of one rank on all tiers: a device pool, a host pool, and its part of stored pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing: pages from the device to the host, and from there to storage, whatever is split or evicted meanwhile.
+"""Writing copies pages from the device to the host and on to storage, whatever is split or evicted meanwhile.
 
 A tree that writes through says what is due, and a node is stored when its whole path is on the host. One that writes
 back copies when it evicts, leaves first, and says page ids alone: who was given them is remembered, so that the pages

@@ -1,1 +1,1 @@
-"""What the adapters share: nothing in it is an engine's."""
+"""The adapters share these modules; nothing in them is an engine's."""

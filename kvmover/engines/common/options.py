@@ -1,4 +1,4 @@
-"""What an operator says in an engine's own JSON: options of an adapter, and settings of kvmover as a whole."""
+"""An engine's own JSON has options of an adapter, and settings of kvmover as a whole; both are read here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PoolBackend: pages between an engine's pool and the page store, from where they lie or through a packed copy."""
+"""A PoolBackend moves pages between an engine's pool and the page store, in place or through a packed copy."""
 
 from __future__ import annotations
 

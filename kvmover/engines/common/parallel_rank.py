@@ -1,4 +1,4 @@
-"""ParallelRank: where a rank of an engine stands, tensor parallel and pipeline parallel, and which share it holds."""
+"""ParallelRank says where a rank of an engine stands, tensor and pipeline parallel, and which share it holds."""
 
 from __future__ import annotations
 

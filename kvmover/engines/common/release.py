@@ -1,4 +1,4 @@
-"""Which releases of an engine an adapter was tested with: adapters reach into internals, which move with each."""
+"""Tested names the releases of an engine that an adapter was tested with: it uses internals, which change with each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repack: copies between pages of an engine's pool and pages in the order of objects, either way."""
+"""Repack copies between pages of an engine's pool and pages in the order of objects, either way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StoreWorker: a thread beside the engine's own that moves pages to or from the page store, one job after the other."""
+"""StoreWorker is a thread beside the engine's own that moves pages to or from the page store, one job at a time."""
 
 from __future__ import annotations
 

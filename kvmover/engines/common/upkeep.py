@@ -1,4 +1,4 @@
-"""A rank's page store: opened by its settings, and what it asks of its owner from time to time.
+"""A rank's page store is opened here by its settings, and Upkeep flushes and collects it from time to time.
 
 The upkeep is done by whichever of the engine's threads comes by.
 """

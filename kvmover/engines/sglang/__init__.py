@@ -1,4 +1,4 @@
-"""SGLang: a HiCache storage backend, a direct linker and a prefill/decode backend, loaded by SGLang's own plug points.
+"""The SGLang adapter has a HiCache storage backend, a direct linker and a prefill/decode backend, loaded as plug-ins.
 
 Nothing of SGLang is imported before a class is asked for, and none is handed out beside a version that was not tested.
 """

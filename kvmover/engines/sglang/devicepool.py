@@ -1,5 +1,4 @@
-"""SGLang's device pools: what a pool's buffers hold, which of its layers a layer of the model waits for, as values; and
-their pages, whole for writing and by runs of layers for reading."""
+"""SGLang's device pools are values here: what their buffers hold, and for which layers of them a model layer waits."""
 
 from __future__ import annotations
 

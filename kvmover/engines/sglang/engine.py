@@ -1,4 +1,4 @@
-"""All names of SGLang that the adapters use, in one place: what a new release has to be read for.
+"""All names of SGLang that the adapters use are imported here: what a new release has to be read for.
 
 It is absent where these files are checked, so everything of it is `Any`; `PoolTransfer` says what is read of the
 structure that it passes around.

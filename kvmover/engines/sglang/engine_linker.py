@@ -1,4 +1,4 @@
-"""All names of SGLang that the direct linker uses beside those in `engine`: importing them takes seconds."""
+"""All further names of SGLang that the direct linker uses are imported here, which takes seconds."""
 
 from __future__ import annotations
 

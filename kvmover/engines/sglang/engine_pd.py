@@ -1,4 +1,4 @@
-"""All names of SGLang that the prefill/decode backend uses beside those in `engine`."""
+"""All further names of SGLang that the prefill/decode backend uses are imported here."""
 
 from __future__ import annotations
 

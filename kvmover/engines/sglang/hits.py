@@ -1,4 +1,4 @@
-"""Which prefixes of a request can be restored, from what each pool has of its pages. Pure."""
+"""`hits` says which prefixes of a request can be restored, from what each pool has of its pages. Pure."""
 
 from __future__ import annotations
 

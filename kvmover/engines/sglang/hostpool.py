@@ -1,4 +1,4 @@
-"""SGLang's host pools as values: which axes their buffers have, by class and layout, and where a page lies in them."""
+"""SGLang's host pools are values here: the axes of their buffers, by class and layout, and where a page lies."""
 
 from __future__ import annotations
 

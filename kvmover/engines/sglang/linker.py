@@ -1,4 +1,4 @@
-"""KvmoverLinker: SGLang's device pools to and from the page store, with no host tier between."""
+"""KvmoverLinker moves SGLang's device pools to and from the page store, with no host tier between."""
 
 from __future__ import annotations
 

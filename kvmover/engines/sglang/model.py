@@ -1,4 +1,4 @@
-"""What a rank's pools do not say of the whole model, from the running engine or from the operator."""
+"""ModelFacts are sizes of the whole model that no pool of a rank shows; the engine or the operator gives them."""
 
 from __future__ import annotations
 

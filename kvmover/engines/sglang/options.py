@@ -1,4 +1,4 @@
-"""What an operator may say of the page store in SGLang's JSON, and of transfers in its environment and ours."""
+"""An operator's options are read here: of the page store in SGLang's JSON, of transfers in its environment and ours."""
 
 from __future__ import annotations
 

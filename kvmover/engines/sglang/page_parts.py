@@ -1,4 +1,4 @@
-"""What a rank of SGLang holds of every page, as kvmover's components and parts. Pure."""
+"""A rank of SGLang holds a part of every page; here that becomes a component and a PagePart. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill/decode disaggregation: SGLang's bookkeeping and sockets, kvmover's transfer."""
+"""The prefill/decode backend joins SGLang's bookkeeping and sockets with kvmover's transfers."""
 
 from __future__ import annotations
 

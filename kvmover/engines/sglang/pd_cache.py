@@ -1,4 +1,4 @@
-"""What SGLang tells its transfer backends of a rank's caches, as values; and their memory as pools and payloads.
+"""SGLang describes a rank's caches to its transfer backends; here that becomes values, pools and payloads.
 
 All but the last two functions and `AuxRows` compute with integers alone.
 """

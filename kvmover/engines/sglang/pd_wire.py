@@ -1,4 +1,4 @@
-"""What ranks say over SGLang's own sockets before a transfer: who they are, and that a request has pages waiting."""
+"""Ranks send these messages over SGLang's sockets before a transfer: who they are, and which requests have pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry point of SGLang's plug-ins: makes `--disaggregation-transfer-backend kvmover` a choice.
+"""SGLang's plug-in entry point makes `--disaggregation-transfer-backend kvmover` a choice.
 
 SGLang 0.5.23 knows its transfer backends by an Enum and a chain of ifs. Its hooks replace both before anything else
 imports them; the built-in backends stay what they are.

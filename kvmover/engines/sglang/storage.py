@@ -1,4 +1,4 @@
-"""KvmoverStore: the page store as a storage backend of SGLang's HiCache (`--hicache-storage-backend dynamic`)."""
+"""KvmoverStore is the page store as a storage backend of SGLang's HiCache (`--hicache-storage-backend dynamic`)."""
 
 from __future__ import annotations
 

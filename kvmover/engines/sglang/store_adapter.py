@@ -1,4 +1,4 @@
-"""StoreAdapter: a rank's store, opened when the page size is known, and one backend for each pool of the engine."""
+"""StoreAdapter opens a rank's store when the page size is known, with one backend for each pool of the engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ServedRank:
 
 @dataclass(slots=True)
 class StoreAdapter:
-    """A rank's door to its namespace. Pools belong to the engine, bounce memory and the store to this."""
+    """A rank's access to its namespace. Pools belong to the engine, bounce memory and the store to this."""
 
     options: StoreOptions
     settings: StoreSettings

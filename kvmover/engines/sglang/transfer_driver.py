@@ -1,4 +1,4 @@
-"""TransferDriver: a mover that several threads may use; requests go by number, and it reports how each ended."""
+"""TransferDriver lets several threads use one mover; requests go by number, and it reports how each ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM: a KV connector for prefill/decode disaggregation and for the page store, loaded by vLLM's own module path.
+"""The vLLM adapter is a KV connector for prefill/decode and for the page store, loaded by vLLM's own module path.
 
 Nothing of vLLM is imported before the class is asked for, nor is it handed out beside an untested version.
 """

@@ -1,4 +1,4 @@
-"""Backing: vLLM's one allocation of cache, registered once, and the pools that lie in it, which may overlap.
+"""A Backing is vLLM's one allocation of cache, registered once; the pools that lie in it may overlap.
 
 Groups of layers own a block by turns, so their pools are the same bytes; NIXL is told of them one time.
 """

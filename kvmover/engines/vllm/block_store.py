@@ -1,4 +1,4 @@
-"""A rank's blocks to and from the page store, a thread each way; and what stands there, for the scheduler."""
+"""BlockStore moves a rank's blocks to and from the page store, a thread each way, and looks up what is stored."""
 
 from __future__ import annotations
 

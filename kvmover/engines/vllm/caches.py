@@ -1,4 +1,4 @@
-"""vLLM's KV cache tensors as values: one a layer, and the components and pools that they make.
+"""vLLM's KV cache tensors are values here, one a layer, which become components and pools.
 
 vLLM hands each layer over as a view [block, head, token, content] with strides of its own, whatever of its six physical
 layouts it runs; K and V of a token and head lie side by side in the content, and a latent is content alone. So a row

@@ -1,4 +1,4 @@
-"""KvmoverConnector: vLLM's connector interface over its two halves, the scheduler's and each rank's worker."""
+"""KvmoverConnector is vLLM's connector interface over two halves, the scheduler's and each rank's worker."""
 
 from __future__ import annotations
 

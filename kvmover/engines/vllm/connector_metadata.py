@@ -1,4 +1,4 @@
-"""Connector metadata: what the scheduler's half asks of the workers' halves in a step. vLLM pickles it."""
+"""Connector metadata is what the scheduler's half asks of the workers' halves in a step. vLLM pickles it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReceiveSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSpec:
-    """Nothing of a request is wanted: its other half may let go of its pages."""
+    """Decode needs none of a request's KV: the prefill engine may free its pages."""
 
     remote: Remote
     tokens: int

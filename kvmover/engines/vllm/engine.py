@@ -1,4 +1,4 @@
-"""All names of vLLM that the connector uses, in one place: what a new release has to be read for.
+"""All names of vLLM that the connector uses are imported here: what a new release has to be read for.
 
 It is absent where these files are checked, so everything of it is `Any`.
 """

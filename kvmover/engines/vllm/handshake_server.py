@@ -1,4 +1,4 @@
-"""HandshakeServer: the cards of an engine's ranks, served over HTTP by its scheduler, asked for by others' workers."""
+"""HandshakeServer serves the cards of an engine's ranks over HTTP, from its scheduler to workers of other engines."""
 
 from __future__ import annotations
 

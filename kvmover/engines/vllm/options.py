@@ -1,4 +1,4 @@
-"""What an operator may say in `kv_connector_extra_config`: typed, and nothing unknown."""
+"""The options in `kv_connector_extra_config` are typed here, and unknown ones refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kv_transfer_params: what a request says of its other half, in the words of vLLM's own connectors and proxies."""
+"""`kv_transfer_params` name the other half of a request, in the words of vLLM's own connectors and proxies."""
 
 from __future__ import annotations
 

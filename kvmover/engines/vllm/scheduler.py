@@ -1,4 +1,4 @@
-"""ConnectorScheduler: the scheduler's half of the connector. Requests of vLLM's scheduler in, metadata for workers out.
+"""ConnectorScheduler is the scheduler's half of the connector: requests come in, metadata for workers goes out.
 
 It touches no memory and waits for nothing. Requests and scheduler outputs are vLLM's, and are only read.
 """

@@ -1,4 +1,4 @@
-"""What the connector counts, in the shape of vLLM's log lines and Prometheus metrics."""
+"""The connector counts in the shape of vLLM's log lines and Prometheus metrics."""
 
 from __future__ import annotations
 

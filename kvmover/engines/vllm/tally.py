@@ -1,4 +1,4 @@
-"""Tally: requests counted once, by the scheduler's half, when the last rank has told how its part of them ended."""
+"""A Tally counts each request once, in the scheduler's half, when the last rank has reported how its part ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RequestTransfers: a rank's transfers by vLLM's request ids, driven by the mover's own thread, and how each ended."""
+"""RequestTransfers has a rank's transfers by vLLM's request ids, driven by the mover's thread, and how each ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ConnectorWorker: the half beside the model. It does what the scheduler's half asks, and tells how that ended."""
+"""ConnectorWorker is the half beside the model: it does what the scheduler's half asks, and reports how that ended."""
 
 from __future__ import annotations
 

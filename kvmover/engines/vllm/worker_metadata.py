@@ -1,4 +1,4 @@
-"""What workers tell the scheduler: who they are, which blocks they have stored, and how their transfers ended."""
+"""Workers report to the scheduler who they are, which blocks they have stored, and how their transfers ended."""
 
 from __future__ import annotations
 

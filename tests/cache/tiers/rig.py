@@ -24,11 +24,11 @@ from kvmover.cache.tiers import (
     page_tokens,
 )
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.layout.layout import PACKED_ORDER
 from kvmover.store import Namespace, PageStore
 from kvmover.store import Policy as StorePolicy
 from kvmover.store.files import PlainFiles
 from kvmover.testing.content import part_content
+from kvmover.vocabulary import PACKED_ORDER
 
 GQA = Component.attention(4, 8, 16, "bfloat16")
 MLA = Component.mla(6, 32, "bfloat16")
