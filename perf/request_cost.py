@@ -12,7 +12,7 @@ import time
 
 from kvmover import Component, Fleet, Model, Mover, MoverConfig, Place, Pool, PoolSpec, Transfer
 from kvmover.kernels import reference
-from kvmover.plan.cost import Costs
+from kvmover.plan.cost import Costs, Route
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
 
 reference.move = lambda regions: None
@@ -54,7 +54,7 @@ def finish(movers: list[Mover], transfers: list[Transfer]) -> None:
 
 def requests(sources: int, targets: int, route: str, count: int) -> tuple[float, float]:
     """(us a request on all ranks, us a `receive()`)."""
-    config = MoverConfig(arena_bytes=4 << 20, route=route, **PATIENT)
+    config = MoverConfig(arena_bytes=4 << 20, route=Route(route), **PATIENT)
     prefill, decode = fleets(sources, targets, max(8, sources, targets), config)
     random_ = random.Random(1)
     asking, began = 0.0, time.process_time()
@@ -71,7 +71,7 @@ def requests(sources: int, targets: int, route: str, count: int) -> tuple[float,
 
 def chunk(route: str, chunks: int, count: int) -> float:
     """us a chunk and side."""
-    config = MoverConfig(arena_bytes=1 << 20, route=route, costs=Costs(1, 1e3, 1e3, 1e3, 10, 4096), **PATIENT)
+    config = MoverConfig(arena_bytes=1 << 20, route=Route(route), costs=Costs(1, 1e3, 1e3, 1e3, 10, 4096), **PATIENT)
     prefill, decode = fleets(1, 1, 8, config)
     spent = 0.0
     for number in range(count):
