@@ -29,6 +29,7 @@ from kvmover.needs import need
 from kvmover.observe.console import console
 from kvmover.plan.cost import HOST
 from kvmover.transfer.result import MoverConfig
+from kvmover.transport.nixl_agent import nixl_version
 
 #: Processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20)
@@ -100,8 +101,9 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
     scenarios = choose(options.scenarios)
     plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
     size = max(scenario.processes for scenario in scenarios)
+    nixl_version()  # raises where there is none
     if settings.metrics.port is not None:
-        need("prometheus_client", "metrics", "metrics")
+        need("prometheus_client", "serving metrics", "metrics")
         if settings.metrics.port and settings.metrics.port + size > 1 << 16:
             raise ConfigError(f"metrics.port = {settings.metrics.port} leaves no ports for {size} ranks")
     reports: list[ScenarioReport] = []

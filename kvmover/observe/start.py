@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvmover.cache.ledger import Account
 from kvmover.config.settings import LogFormat, LoggingSettings, Settings
 from kvmover.errors import KvmoverError
+from kvmover.needs import need
 from kvmover.observe import logs
 from kvmover.observe.runlog import RunLog
 from kvmover.observe.spans import Spans
@@ -82,10 +83,9 @@ class Observers:
         metrics = self._settings.metrics
         if metrics.port is None:
             return None
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
-        except ImportError:
-            raise KvmoverError("metrics need prometheus-client: pip install 'kvmover[metrics]'") from None
+        need("prometheus_client", "serving metrics", "metrics")
+        from prometheus_client import CollectorRegistry, start_http_server
+
         port = metrics.port + self._rank if metrics.port else 0
         registry = CollectorRegistry()
         for collector in collectors:
