@@ -299,6 +299,11 @@ def demo(
         float | None, typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of weights and conversations.")] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Show `kvmover top` of its ranks while it runs.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Also write its run log, as run.jsonl, and draw it, as run.html.", metavar="FILE.html"),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Move KV between two fleets of real processes of different shape, and compare the tokens they generate."""
@@ -315,6 +320,8 @@ def demo(
             scale=scale,
             seed=seed,
             as_json=as_json,
+            report=report,
+            watch=watch,
         )
     )
 

@@ -1,4 +1,7 @@
-"""Times on a GPU, and a sentence where there is none: events around calls that are queued behind work, so that no launch gap is measured."""
+"""Times on a GPU: events around calls that are queued behind work, so that no launch gap is measured.
+
+Where there is no GPU, there is one sentence.
+"""
 
 from __future__ import annotations
 

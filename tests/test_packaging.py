@@ -104,14 +104,14 @@ def test_a_python_that_is_too_old_is_refused_before_anything_is_installed(tmp_pa
 def test_the_demo_needs_what_the_commands_need_and_not_what_the_tests_do() -> None:
     make = shutil.which("make") or pytest.skip("needs make")
     for target, is_wanted in (("demo", False), ("test", True)):
-        printed = subprocess.run([make, "-nB", target], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
-        assert ("--target .triton/" in printed.stdout) == is_wanted
+        done = subprocess.run([make, "-nB", target], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+        assert ("--target .triton/" in done.stdout) == is_wanted
 
 
 def test_the_metadata_says_which_pythons_and_whose_it_is() -> None:
     assert PROJECT["authors"]
     oldest = f"Programming Language :: Python :: {dotted(OLDEST_PYTHON)}"
-    assert [line for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)][0] == oldest
+    assert next(line for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)) == oldest
 
 
 def test_the_page_of_an_index_has_no_link_that_leads_nowhere_from_there() -> None:
