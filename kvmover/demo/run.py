@@ -57,8 +57,8 @@ class DemoOptions:
     """What to run: all scenarios when none is named; the requests of a trace, its lengths times `scale`, if given.
 
     `report`: a page of HTML to write at the end, with the run log beside it, as run.html and run.jsonl. `watch`: show
-    `kvmover top` of the demo's own ranks while it runs. `settings`: the configuration; what it does not say of the mover
-    is as `MOVER`.
+    `kvmover top` of the demo's own ranks while it runs. `settings`: the configuration; what that does not say of the
+    mover is as `MOVER`.
     """
 
     scenarios: tuple[str, ...] = ()
