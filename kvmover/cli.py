@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -45,10 +46,13 @@ _MOST = 1 << 53
 #: Ranks of a fleet, and pages of a request, that a plan is made for. 10 million pages take about a second and 1 GB.
 _MOST_RANKS, _MOST_PAGES = 1 << 17, 10_000_000
 
+#: What `--scenario` and `--policy` take: the modules that have them load numpy and torch.
+SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "storage")
+POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
+
 app = typer.Typer(
     name="kvmover",
     help="Moves the KV cache of running language models between memories that do not agree.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=_HELP,
@@ -82,10 +86,11 @@ _FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND"
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command. Input that cannot be is one line on stderr, naming the value, and exit status 2.
 
-    A reader that has had enough, as `head` has, is no error.
+    A reader that has had enough, as `head` has, is no error; and what a terminal has no letters for is escaped.
     """
+    _escape_where_letters_lack(sys.stdout)
     try:
-        status = app(arguments, standalone_mode=False)
+        status = app(arguments, prog_name="kvmover", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         _hang_up()
@@ -100,6 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except typer.Abort:
         _leave("aborted", _FAILED)
     sys.exit(status or 0)
+
+
+def _escape_where_letters_lack(stream: object) -> None:
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _hang_up() -> NoReturn:
@@ -289,14 +299,18 @@ def doctor(as_json: Json = False) -> int:
 @app.command()
 def demo(
     scenario: Annotated[
-        list[str] | None, typer.Option(help="Run this one only, as gqa; may be repeated.", metavar="NAME")
+        list[str] | None,
+        typer.Option(
+            help="Run this one only; may be repeated.", metavar="|".join(SCENARIOS), autocompletion=lambda: SCENARIOS
+        ),
     ] = None,
     requests: Annotated[int | None, typer.Option(parser=_count, metavar="N", help="Requests of a scenario.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Take requests from a Mooncake JSONL trace.", metavar="FILE")
     ] = None,
     scale: Annotated[
-        float | None, typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.")
+        float | None,
+        typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.", metavar="FACTOR"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of weights and conversations.")] = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Show `kvmover top` of its ranks while it runs.")] = False,
@@ -340,7 +354,10 @@ def replay(
     storage_tokens: Annotated[
         int | None, typer.Option(parser=_count, metavar="N", help="Tokens that storage behind the host holds.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Which page is given up first, as lru.", metavar="NAME")] = "lru",
+    policy: Annotated[
+        str,
+        typer.Option(help="Which page is given up first.", metavar="|".join(POLICIES), autocompletion=lambda: POLICIES),
+    ] = "lru",
     plot: Annotated[
         Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
     ] = None,
