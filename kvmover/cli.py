@@ -365,7 +365,7 @@ def replay(
 ) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
     from kvmover.cache.replay import ReplayConfig, ReplayOptions, policy_named, run_replay
-    from kvmover.observe.console import console
+    from kvmover.observe.tables import console
 
     config = ReplayConfig(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
     run_replay(ReplayOptions(trace, config, plot, as_json), console())

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "config": {"store", "transfer"} | PURE,
     "observe": SERVING | {"config"},
     "engines": SERVING | {"config", "observe"},
-    "demo": SERVING | {"config", "observe"},
+    "demo": SERVING | {"cache.replay", "config", "observe"},
     "__main__": {"cli"},
     "cli": SERVING | {"config", "observe", "engines", "demo", "cache.replay"},
 }

@@ -22,19 +22,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
 from kvmover.demo.crew import Crew
-from kvmover.demo.lives import POOL_TOKENS as LIFE_TOKENS
-from kvmover.demo.lives import Lives
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, show
-from kvmover.demo.scenario_run import POOL_TOKENS, ScenarioRun
-from kvmover.demo.scenarios import Chats, Scenario, Traced, choose
-from kvmover.demo.trace import TraceError, TraceScale
+from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale
+from kvmover.demo.scenario_run import LIFE_POOL_TOKENS, POOL_TOKENS, Lives, ScenarioRun
+from kvmover.demo.scenarios import Scenario, choose
 from kvmover.errors import KvmoverError
 from kvmover.needs import need
 from kvmover.observe import top
-from kvmover.observe.console import console
 from kvmover.observe.report import write_report
 from kvmover.observe.runlog import read_lines
 from kvmover.observe.scrape import endpoints, fetch
+from kvmover.observe.tables import console
 from kvmover.plan.cost import HOST
 from kvmover.transfer.result import MoverConfig
 from kvmover.transport.nixl_agent import nixl_version
@@ -263,5 +261,5 @@ def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced:
             raise TraceError(f"--scale {options.scale} has no meaning without --trace")
         return Chats.seeded(options.seed, options.requests_each)
     scale = TraceScale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
-    most = LIFE_TOKENS if scenario.lives else POOL_TOKENS
+    most = LIFE_POOL_TOKENS if scenario.lives else POOL_TOKENS
     return Traced.read(options.trace, scale, options.requests_each, most)

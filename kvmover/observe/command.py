@@ -21,7 +21,7 @@ def show_config(
 ) -> None:
     """Print every setting as TOML: defaults as comments, and behind others where they were given."""
     from kvmover.config import load
-    from kvmover.config.text import as_data, as_toml
+    from kvmover.config.load import as_data, as_toml
 
     loaded = load(config)
     typer.echo(json.dumps(as_data(loaded)) if as_json else as_toml(loaded), nl=as_json)
@@ -42,8 +42,8 @@ def show_top(
 ) -> None:
     """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints. Ctrl-C ends it."""
     from kvmover.observe import top
-    from kvmover.observe.console import console
     from kvmover.observe.scrape import endpoints
+    from kvmover.observe.tables import console
 
     found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
     if once:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from kvmover.observe.console import console
-from kvmover.observe.tables import Column, Sheet
+from kvmover.observe.tables import Column, Sheet, console
 from kvmover.store.command import Row
 
 

@@ -25,8 +25,8 @@ from kvmover.config import ConfigError, load
 from kvmover.config.settings import MetricsSettings, Settings
 from kvmover.demo import run as demo
 from kvmover.demo.report import RunReport, ScenarioReport
+from kvmover.demo.requests import TraceError
 from kvmover.demo.run import MOVER, DemoOptions, run, run_demo
-from kvmover.demo.trace import TraceError
 from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.needs import MissingLibrary
@@ -48,9 +48,9 @@ def no_crew(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "cannot read the trace .*/trace.jsonl: No such file or directory"),
-        (b"", "trace.jsonl has no requests"),
-        (b"\n\n", "trace.jsonl has no requests"),
+        (None, "cannot read .*/trace.jsonl: No such file or directory"),
+        (b"", "trace.jsonl holds no request"),
+        (b"\n\n", "trace.jsonl holds no request"),
         (b"\x00\xff\xfe" * 500, "trace.jsonl line 1: "),
         (b"{}\n", "trace.jsonl line 1: "),
     ],
@@ -62,13 +62,13 @@ def test_a_trace_is_read_before_any_process_is_started(
     trace = tmp_path / "trace.jsonl"
     if content is not None:
         trace.write_bytes(content)
-    with pytest.raises(TraceError, match=reason) as refused:
+    with pytest.raises(KvmoverError, match=reason) as refused:
         run(replace(UNEVEN, trace=trace), lambda what, requests: None)
     assert len(str(refused.value)) < 400
 
 
 def test_a_folder_is_no_trace(no_crew: None, tmp_path: Path):
-    with pytest.raises(TraceError, match="cannot read the trace .*: Is a directory"):
+    with pytest.raises(KvmoverError, match="cannot read .*: Is a directory"):
         run(replace(UNEVEN, trace=tmp_path), lambda what, requests: None)
 
 

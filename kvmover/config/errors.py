@@ -1,7 +1,0 @@
-"""What is wrong with a configuration."""
-
-from kvmover.errors import KvmoverError
-
-
-class ConfigError(KvmoverError, ValueError):
-    """A key that does not exist, or a value that cannot be: the message names both, and where they were given."""
