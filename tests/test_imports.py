@@ -53,11 +53,11 @@ MUST_REACH = {
     "store": {"transport"},
     "cache.tiers": {"cache.ledger", "cache.prefix", "kernels", "store"},
     "cache.replay": {"cache.ledger", "cache.prefix"},
-    "observe": {"cache.ledger", "plan", "transfer"},
+    "observe": {"cache.ledger", "config", "plan", "store", "transfer"},
     "engines.sglang": {"config", "observe", "store", "transfer", "transport"},
     "engines.vllm": {"config", "observe", "store", "transfer", "transport"},
     "demo": {"cache.ledger", "cache.prefix", "cache.tiers", "plan", "store", "transfer"},
-    "cli": {"cache.replay", "config", "demo", "observe", "plan", "store"},
+    "cli": {"cache.replay", "demo", "observe", "plan"},
 }
 
 #: Packages of which nothing but a face is imported from outside: an `__init__`, the package's or one of its rooms'.
