@@ -47,6 +47,7 @@ class Seat:
     first_port: int = 0
 
     def sit(self) -> DemoRank:
+        """Become that rank: pool, model and mover are made here."""
         return DemoRank(self)
 
 
@@ -78,9 +79,11 @@ class DemoRank:
         self._watched.serve(MoverCollector([self._mover]), *ledgers)
 
     def card(self) -> bytes:
+        """What destinations connect with."""
         return self._mover.card
 
     def connect(self, cards: list[bytes]) -> None:
+        """Connect with every source by its card."""
         for card in cards:
             self._mover.connect(card)
 
@@ -113,6 +116,7 @@ class DemoRank:
         return answer[1:], self._model.gaps[len(self._model.gaps) - count :]
 
     def close(self) -> None:
+        """End the mover and its observers."""
         self._mover.close()
         self._watched.close()
 
@@ -184,7 +188,9 @@ def main(pipe: Connection) -> None:
 class Collector(Protocol):
     """As prometheus_client wants one."""
 
-    def collect(self) -> Iterator[Any]: ...
+    def collect(self) -> Iterator[Any]:
+        """The metric families at this moment."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -213,9 +219,11 @@ class Watched:
         self._still = _Still(())
 
     def mover(self, mover: Mover) -> None:
+        """Observe a mover, from now on."""
         self._observers.watch(mover)
 
     def account(self, account: Account) -> None:
+        """Write an account to the run log, where one is configured."""
         self._observers.account(account)
 
     def serve(self, *collectors: Collector) -> None:
@@ -229,4 +237,5 @@ class Watched:
         self._still.look()
 
     def close(self) -> None:
+        """End the endpoint and the run log."""
         self._observers.close()

@@ -124,6 +124,7 @@ class Chats:
     _answer: tuple[int, ...] = ()
 
     def answered(self, tokens: list[int]) -> None:
+        """What was generated: the next prompt of the same conversation has it."""
         self._answer = tuple(tokens)
 
 
@@ -144,6 +145,7 @@ class TraceScale:
 
     @property
     def block_tokens(self) -> int:
+        """Tokens that a block of 512 becomes."""
         return self.of(BLOCK_TOKENS)
 
     def of(self, tokens: int) -> int:

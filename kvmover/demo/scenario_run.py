@@ -70,6 +70,7 @@ class ScenarioRun:
         self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
 
     def close(self) -> None:
+        """End both fleets; their processes can be seated again."""
         ask_all([*self.src.members, *self.dst.members], "close")
 
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
@@ -155,6 +156,7 @@ class Lives:
         return RequestReport(name, len(prompt), hit, first.answer, expected, near and alike, same, wire, first.hits)
 
     def close(self) -> None:
+        """End the fleet that lives, if one does."""
         if self._members:
             ask_all(self._members, "close")
 

@@ -63,6 +63,7 @@ class TieredSeat:
     settings: Settings
 
     def sit(self) -> TieredRank:
+        """Become that rank: pool, model, store and controller are made here."""
         return TieredRank(self)
 
 

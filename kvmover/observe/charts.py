@@ -52,6 +52,7 @@ class Axis:
         return cls(step * -(-most // step), step, words)
 
     def ticks(self) -> list[float]:
+        """The labelled values, from 0 to the top: 0, 20, 40 for a top of 40."""
         return [i * self.step for i in range(round(self.top / self.step) + 1)]
 
 
@@ -65,9 +66,11 @@ class Ground:
 
     @property
     def pitch(self) -> float:
+        """Width of a column in units of the picture."""
         return _INNER / len(self.labels)
 
     def y(self, value: float) -> float:
+        """Where a value lies: larger values have smaller coordinates."""
         return _TOP + _HEIGHT * (1 - value / self.scale.top)
 
     def draw(self) -> Iterator[str]:

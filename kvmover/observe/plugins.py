@@ -58,6 +58,7 @@ class Plugin:
 
     @property
     def purpose(self) -> str:
+        """What NIXL uses it for, in a few words."""
         return _PURPOSES.get(self.name, "unknown to kvmover")
 
     @property

@@ -53,6 +53,7 @@ class Scrape:
         return found
 
     def total(self, name: str, **fixed: str) -> float:
+        """The sum of a metric over all labels but those that are `fixed`; 0 of a metric that is not there."""
         return sum(value for labels, value in self.samples.get(name, {}).items() if fixed.items() <= labels)
 
     def and_of(self, other: Scrape) -> Scrape:
@@ -74,6 +75,7 @@ class Change:
 
     @property
     def seconds(self) -> float:
+        """From one to the other, at least a nanosecond."""
         return max(self.now.time_s - self.before.time_s, 1e-9)
 
     def since(self) -> Scrape:
