@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"deprecated", "enums", "errors", "needs", "numbers"}
+PURE = {"deprecated", "enums", "errors", "exposition", "needs", "numbers"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "ranges", "transfer", "transport"}
 KEEPING = PURE | {"cache.ledger", "cache.prefix"}
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "deprecated": set(),
     "enums": {"errors"},
     "errors": set(),
+    "exposition": set(),
     "needs": {"errors"},
     "numbers": {"errors"},
     "ranges": set(),
