@@ -30,7 +30,7 @@ REGISTRY.register(LedgerCollector(ledger))
 start_http_server(9400)
 ```
 
-A controller of tiers has a `TierCollector(controller.snapshot)`. Histograms have buckets from 10 us to 84 s in powers of
+Tiers have a `TierCollector(controller.snapshot)`. Histograms have buckets from 10 us to 84 s in powers of
 two. Failed transfers are those of `kvmover_transfers_total` whose `end` is not `landed`; `end="deadline"` counts the
 ones that ran out of time. This page is written by `python -m perf.metrics_page`.
 """
