@@ -254,5 +254,6 @@ def _note(row: Row) -> str:
         notes.append(f"deleted {row.deleted_pages:,} pages")
     if row.verified:
         bad = [f"deleted {number:,} bad ({reason})" for reason, number in row.verified.bad.items()]
-        notes += bad or [f"all {row.verified.objects:,} objects are whole"]
+        objects = f"all {row.verified.objects:,} objects are" if row.verified.objects != 1 else "its one object is"
+        notes += bad or [f"{objects} whole"]
     return ", ".join(notes)
