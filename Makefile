@@ -24,9 +24,9 @@ OLD_TRITON := .triton/$(OLDEST_TRITON)
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) $(OLD_TRITON)/.ready ## make .venv, with the kvmover command in it
+setup: $(READY) $(OLD_TRITON)/.ready ## make .venv, with the kvmover command in it, and what the tests need
 
-demo: setup ## move KV between fleets of different shape, and compare the tokens they generate
+demo: $(READY) ## move KV between fleets of different shape, and compare the tokens they generate
 	@$(BIN)/kvmover demo
 
 test: setup ## run all tests that this machine can run
@@ -79,10 +79,20 @@ clean: ## remove what was built, but not .venv
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -not -path './.triton/*' -prune -exec rm -rf {} +
 
+# What an interpreter says that is too old, before anything is installed with it.
+OLDEST_PYTHON := 3.11
+comma := ,
+PYTHON_CHECK = import sys; v = "%d.%d" % sys.version_info[:2]; \
+	sys.exit(sys.version_info[:2] < tuple(map(int, "$(OLDEST_PYTHON)".split("."))) and \
+	"kvmover needs Python $(OLDEST_PYTHON) or newer, and " + sys.executable + " is " + v + "$(1)")
+
 # torch comes first, so that nothing else chooses its build. NIXL's wheels want a torch of their own choice: no dependencies.
 $(READY): pyproject.toml constraints-cpu.txt
-	@echo "setup: installing into .venv $(if $(GPU),for this GPU,without a GPU)"
-	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
+	@[ -n "$(PYTHON)" ] || { echo "kvmover needs Python $(OLDEST_PYTHON) or newer, and there is no python3" >&2; exit 1; }
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -c '$(call PYTHON_CHECK,: remove .venv$(comma) or move it away)'; \
+	else $(PYTHON) -c '$(call PYTHON_CHECK,: say PYTHON=python3.12 or another)'; fi
+	@echo "setup: installing into .venv $(if $(GPU),for this GPU: some 8 GB,without a GPU: some 3 GB), a few minutes"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 	@$(PIP) install "setuptools>=77"
 ifeq ($(GPU),)
 	@$(PIP) install torch --constraint constraints-cpu.txt
@@ -96,6 +106,7 @@ endif
 
 # The oldest supported Triton, beside the newest: the tests compile the kernels with both.
 $(OLD_TRITON)/.ready: | $(READY)
+	@echo "setup: Triton $(OLDEST_TRITON) into .triton for the tests, 0.6 GB"
 	@rm -rf $(OLD_TRITON)
 	@$(PIP) install --no-deps --target $(OLD_TRITON) triton==$(OLDEST_TRITON)
 	@touch $@

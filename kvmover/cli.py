@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -22,10 +22,10 @@ from kvmover.errors import (
     LayoutError,
     PeerRefused,
     ProtocolError,
-    StoreError,
     TransferFailed,
     TransportError,
 )
+from kvmover.observe.command import HELP, Json, count, store_app
 from kvmover.observe.command import app as operator_app
 
 if TYPE_CHECKING:
@@ -37,55 +37,33 @@ if TYPE_CHECKING:
 _HAPPENED = (TransportError, PeerRefused, ProtocolError, TransferFailed)
 _FAILED, _REFUSED = 1, 2
 
-_HELP = {"help_option_names": ["-h", "--help"]}
-
-#: What a number on the command line may be: larger ones overflow on their way, and nothing has so many of anything.
-_MOST = 1 << 53
-
 #: Ranks of a fleet, and pages of a request, that a plan is made for. 10 million pages take about a second and 1 GB.
 _MOST_RANKS, _MOST_PAGES = 1 << 17, 10_000_000
+
+#: What `--scenario` and `--policy` take: the modules that have them load numpy and torch.
+SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "storage")
+POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
 
 app = typer.Typer(
     name="kvmover",
     help="Moves the KV cache of running language models between memories that do not agree.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings=_HELP,
+    context_settings=HELP,
 )
 
 
-def _count(text: str) -> int:
-    """A number of things that there must be: the message names the value, which typer's own does not."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise typer.BadParameter(f"{text} is not a number of at least 1")
-    if int(text) > _MOST:
-        raise typer.BadParameter(f"{text} is more than {_MOST}, the most that there may be of anything")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    """A number of bytes, with a unit or without."""
-    from kvmover.config.load import bytes_in
-
-    try:
-        size = bytes_in(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text}: {error}") from None
-    return _count(str(size))
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 _FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command. Input that cannot be is one line on stderr, naming the value, and exit status 2.
 
-    A reader that has had enough, as `head` has, is no error.
+    A reader that has had enough, as `head` has, is no error; and what a terminal has no letters for is escaped.
     """
+    _escape_where_letters_lack(sys.stdout)
     try:
-        status = app(arguments, standalone_mode=False)
+        status = app(arguments, prog_name="kvmover", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         _hang_up()
@@ -100,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except typer.Abort:
         _leave("aborted", _FAILED)
     sys.exit(status or 0)
+
+
+def _escape_where_letters_lack(stream: object) -> None:
+    if isinstance(stream, TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _hang_up() -> NoReturn:
@@ -137,23 +120,23 @@ def plan(
         typer.Option(help="The fleet that holds the KV; or as engines are told: 'vllm -tp 8'.", metavar=_FLEET),
     ],
     dst: Annotated[str, typer.Option(help="The fleet that wants it.", metavar=_FLEET)],
-    tokens: Annotated[int, typer.Option(parser=_count, metavar="N", help="Tokens of the request.")],
+    tokens: Annotated[int, typer.Option(parser=count, metavar="N", help="Tokens of the request.")],
     model: Annotated[
         Path | None,
         typer.Option(help="A Hugging Face config.json, or its folder: sizes that are not given.", metavar="FILE"),
     ] = None,
-    layers: Annotated[int | None, typer.Option(parser=_count, metavar="N", help="Layers of the model.")] = None,
+    layers: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Layers of the model.")] = None,
     component: Annotated[
         Literal["attention", "mla"] | None, typer.Option(help="Kind of cache; attention if not given.")
     ] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(parser=_count, metavar="N", help="KV heads of the model (attention).")
+        int | None, typer.Option(parser=count, metavar="N", help="KV heads of the model (attention).")
     ] = None,
     head_dim: Annotated[
-        int | None, typer.Option(parser=_count, metavar="N", help="Elements of a head (attention).")
+        int | None, typer.Option(parser=count, metavar="N", help="Elements of a head (attention).")
     ] = None,
     latent_dim: Annotated[
-        int | None, typer.Option(parser=_count, metavar="N", help="Elements of a token's latent (mla).")
+        int | None, typer.Option(parser=count, metavar="N", help="Elements of a token's latent (mla).")
     ] = None,
     dtype: Annotated[
         str | None,
@@ -289,16 +272,25 @@ def doctor(as_json: Json = False) -> int:
 @app.command()
 def demo(
     scenario: Annotated[
-        list[str] | None, typer.Option(help="Run this one only, as gqa; may be repeated.", metavar="NAME")
+        list[str] | None,
+        typer.Option(
+            help="Run this one only; may be repeated.", metavar="|".join(SCENARIOS), autocompletion=lambda: SCENARIOS
+        ),
     ] = None,
-    requests: Annotated[int | None, typer.Option(parser=_count, metavar="N", help="Requests of a scenario.")] = None,
+    requests: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Requests of a scenario.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Take requests from a Mooncake JSONL trace.", metavar="FILE")
     ] = None,
     scale: Annotated[
-        float | None, typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.")
+        float | None,
+        typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.", metavar="FACTOR"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of weights and conversations.")] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Show `kvmover top` of its ranks while it runs.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Also write its run log, as run.jsonl, and draw it, as run.html.", metavar="FILE.html"),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Move KV between two fleets of real processes of different shape, and compare the tokens they generate."""
@@ -315,6 +307,8 @@ def demo(
             scale=scale,
             seed=seed,
             as_json=as_json,
+            report=report,
+            watch=watch,
         )
     )
 
@@ -325,15 +319,18 @@ def replay(
     page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.")] = 64,
     capacity_tokens: Annotated[
         int | None,
-        typer.Option(parser=_count, metavar="N", help="Tokens that the device holds; any number if not given."),
+        typer.Option(parser=count, metavar="N", help="Tokens that the device holds; any number if not given."),
     ] = None,
     host_tokens: Annotated[
-        int | None, typer.Option(parser=_count, metavar="N", help="Tokens that the host holds, if there is one.")
+        int | None, typer.Option(parser=count, metavar="N", help="Tokens that the host holds, if there is one.")
     ] = None,
     storage_tokens: Annotated[
-        int | None, typer.Option(parser=_count, metavar="N", help="Tokens that storage behind the host holds.")
+        int | None, typer.Option(parser=count, metavar="N", help="Tokens that storage behind the host holds.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="Which page is given up first, as lru.", metavar="NAME")] = "lru",
+    policy: Annotated[
+        str,
+        typer.Option(help="Which page is given up first.", metavar="|".join(POLICIES), autocompletion=lambda: POLICIES),
+    ] = "lru",
     plot: Annotated[
         Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
     ] = None,
@@ -341,117 +338,14 @@ def replay(
 ) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
     from kvmover.cache.replay import ReplayConfig, ReplayOptions, policy_named, run_replay
-    from kvmover.observe.console import console
+    from kvmover.observe.tables import console
 
     config = ReplayConfig(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
     run_replay(ReplayOptions(trace, config, plot, as_json), console())
 
 
 app.add_typer(operator_app)
-
-store_app = typer.Typer(help="Look after page stores: directories of KV pages.", context_settings=_HELP)
 app.add_typer(store_app, name="store")
-
-
-@store_app.callback(invoke_without_command=True)
-def _store(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-Root = Annotated[
-    Path | None, typer.Argument(help="The directory that the stores are in; store.root if not given.", metavar="DIR")
-]
-OneNamespace = Annotated[
-    str | None, typer.Option("--namespace", help="Only those whose name begins so.", metavar="PREFIX")
-]
-
-
-def _directory(given: Path | None) -> Path:
-    from kvmover.config import load
-
-    return given or load().settings.store.directory()
-
-
-@store_app.command("stat")
-def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
-    """Show what is stored, and what a crash cost."""
-    from kvmover.observe.store_table import print_rows
-    from kvmover.store import command
-
-    return print_rows(command.stat(_directory(root), namespace), as_json)
-
-
-@store_app.command("verify")
-def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
-    """Read every object and delete the bad ones. Exit status 1 if there were any."""
-    from kvmover.observe.store_table import print_rows
-    from kvmover.store import command
-
-    where = _directory(root)
-    if not command.chosen(where, namespace):
-        raise StoreError(f"no page store in {where}: nothing was verified")
-    return print_rows(command.verify(where, namespace), as_json)
-
-
-@store_app.command("gc")
-def store_gc(
-    root: Root = None,
-    namespace: OneNamespace = None,
-    quota: Annotated[
-        int | None,
-        typer.Option(
-            parser=_size,
-            metavar="BYTES",
-            help="Evict until each namespace holds no more, as 10GB or 64MiB; store.quota_bytes if not given.",
-        ),
-    ] = None,
-    ttl: Annotated[
-        int | None,
-        typer.Option(
-            parser=_count, metavar="SECONDS", help="Delete pages unused for so long; store.ttl_s if not given."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """Take over what dead writers left, and keep to a quota or an age."""
-    from kvmover.config import load
-    from kvmover.observe.store_table import print_rows
-    from kvmover.store import command
-
-    configured = load().settings.store
-    policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
-    return print_rows(command.collect(root or configured.directory(), namespace, policy), as_json)
-
-
-@store_app.command("clear")
-def store_clear(
-    namespace: Annotated[str, typer.Option(help="Those whose name begins so; '' is all.", metavar="PREFIX")],
-    root: Root = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Json = False,
-) -> int:
-    """Delete all pages of a namespace, and nothing else. Asks before it does."""
-    from kvmover.observe.store_table import print_rows
-    from kvmover.store import command
-
-    where = _directory(root)
-    if not yes:
-        _ask_to_clear(where, namespace)
-    return print_rows(command.clear(where, namespace), as_json)
-
-
-def _ask_to_clear(root: Path, namespace: str) -> None:
-    """Say what would be deleted, and go on only if a person agrees: pages are not had back."""
-    from kvmover.store import command
-
-    rows = command.stat(root, namespace)
-    names = ", ".join(f"{row.found.manifest.model} ({row.found.folder.name[:12]})" for row in rows)
-    what = f"{sum(row.stat.pages for row in rows):,} pages of {len(rows)} namespaces in {root}: {names}"
-    if not sys.stdin.isatty():
-        raise StoreError(f"would delete {what}; say --yes to do it")
-    typer.confirm(f"Delete {what}?", abort=True, err=True)
-
 
 for _command in (*app.registered_commands, *operator_app.registered_commands, *store_app.registered_commands):
     _command.short_help = inspect.getdoc(_command.callback)  # whole, where the list of commands would cut it

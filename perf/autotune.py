@@ -49,6 +49,9 @@ def main() -> None:
         from perf.compile_sweep import compile_all
 
         raise SystemExit(min(1, compile_all([config for sms in BUDGETS for config in candidates(sms)])))
+    from perf.gpu_time import need_gpu
+
+    need_gpu("perf.autotune")
     sweep(chosen.out)
 
 

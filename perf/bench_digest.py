@@ -19,7 +19,7 @@ from kvmover.kernels.config import RowConfig
 from kvmover.kernels.digest_reference import Logical
 from kvmover.kernels.region import Region
 from perf.cases import DEEPSEEK, INDEX_KEYS, LLAMA, Case, Move, moves
-from perf.gpu_time import interleaved
+from perf.gpu_time import interleaved, need_gpu
 from perf.record import RESULTS, write
 
 CASES = (
@@ -37,6 +37,7 @@ def main() -> None:
     options.add_argument("--out", type=Path, default=RESULTS)
     options.add_argument("--rounds", type=int, default=15)
     chosen = options.parse_args()
+    need_gpu("perf.bench_digest")
     lines: list[dict[str, object]] = []
     for move in moves(CASES):
         lines += measured(move, chosen.rounds)

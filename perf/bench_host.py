@@ -20,7 +20,7 @@ import torch
 from kvmover.kernels import bulk, driver
 from kvmover.kernels.bulk import CopyEngine
 from kvmover.kernels.region import Region, Side
-from perf.gpu_time import interleaved
+from perf.gpu_time import interleaved, need_gpu
 from perf.record import RESULTS, write
 
 PAGES = (2 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -74,6 +74,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--mib", type=int, default=1024)
     chosen = options.parse_args()
+    need_gpu("perf.bench_host")
     lines: list[dict[str, object]] = []
     pools = Pools.of(chosen.mib << 20)
     with torch.cuda.stream(torch.cuda.Stream()):

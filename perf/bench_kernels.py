@@ -17,7 +17,7 @@ from kvmover.kernels import rows
 from kvmover.kernels.config import RowConfig
 from kvmover.kernels.region import Region
 from perf.cases import CASES, Move, moves
-from perf.gpu_time import interleaved
+from perf.gpu_time import interleaved, need_gpu
 from perf.peers import sglang_staging
 from perf.record import RESULTS, write
 
@@ -31,6 +31,7 @@ def main() -> None:
     options.add_argument("--only", default="")
     options.add_argument("--rounds", type=int, default=30)
     chosen = options.parse_args()
+    need_gpu("perf.bench_kernels")
     lines: list[dict[str, object]] = []
     peers = sglang_staging()
     print("SGLang's staging kernels:", "as released and aligned" if peers else "not importable, left out")
@@ -178,6 +179,4 @@ def _sglang(move: Move, way: str, module: ModuleType) -> Callable[[], object] | 
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("perf.bench_kernels measures a GPU, and torch sees none here")
     main()

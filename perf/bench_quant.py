@@ -21,7 +21,7 @@ from kvmover.kernels.quant_reference import SCALE_BYTES, WIDE_BYTES, QuantRegion
 from kvmover.kernels.region import Side
 from perf.bench_kernels import launcher
 from perf.cases import DEEPSEEK, LLAMA, Case, Move, build
-from perf.gpu_time import interleaved
+from perf.gpu_time import interleaved, need_gpu
 from perf.record import RESULTS, write
 
 CASES = (
@@ -49,6 +49,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=30)
     options.add_argument("--tiles", default="4096,8192", help="bytes of wide rows a tile, without a budget")
     chosen = options.parse_args()
+    need_gpu("perf.bench_quant")
     configs = [RowConfig(int(tile), 4) for tile in chosen.tiles.split(",")]
     lines: list[dict[str, object]] = []
     for case in CASES:

@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from kvmover.config import SettingKey, keys
-from kvmover.config.text import toml
+from kvmover.config.load import toml
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 

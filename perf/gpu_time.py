@@ -1,4 +1,7 @@
-"""Times on a GPU: events around calls that are queued behind work, so that no launch gap is measured."""
+"""Times on a GPU: events around calls that are queued behind work, so that no launch gap is measured.
+
+Where there is no GPU, there is one sentence.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,12 @@ from perf.record import Spread
 ROUNDS = 30
 
 Case = TypeVar("Case", bound=Hashable)
+
+
+def need_gpu(program: str) -> None:
+    """Leave with one sentence where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{program} measures a GPU, and torch sees none here")
 
 
 def interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int = ROUNDS) -> dict[Case, Spread]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmover.cache.ledger import Ledger, LedgerCollector, Residency
+from kvmover.cache.tiers import TierCollector
 from kvmover.observe.metrics import MoverCollector
 from kvmover.transfer.meter import Gauge, Meter, Snapshot
 
@@ -29,9 +30,9 @@ REGISTRY.register(LedgerCollector(ledger))
 start_http_server(9400)
 ```
 
-Histograms have buckets from 10 us to 84 s in powers of two. Failed transfers are those of `kvmover_transfers_total`
-whose `end` is not `landed`; `end="deadline"` counts the ones that ran out of time. This page is written by `python -m
-perf.metrics_page`.
+Tiers have a `TierCollector(controller.snapshot)`. Histograms have buckets from 10 us to 84 s in powers of
+two. Failed transfers are those of `kvmover_transfers_total` whose `end` is not `landed`; `end="deadline"` counts the
+ones that ran out of time. This page is written by `python -m perf.metrics_page`.
 """
 
 
@@ -45,7 +46,9 @@ class Nothing:
 def page() -> str:
     movers = table(MoverCollector([Nothing()]).collect())
     ledger = table(LedgerCollector(Ledger(), {"device": Residency()}).collect())
-    return "\n".join([HEAD, "## Movers", "", *movers, "", "## The hit ledger", "", *ledger, ""])
+    tiers = table(TierCollector().collect())
+    parts = (("Movers", movers), ("The hit ledger", ledger), ("Tiers", tiers))
+    return "\n".join([HEAD, *(line for name, rows in parts for line in (f"## {name}", "", *rows, ""))])
 
 
 def table(families: Iterable[Any]) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from kvmover.kernels import rows
 from perf.cases import CASES, build
+from perf.gpu_time import need_gpu
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
     known = {case.text(): case for case in CASES}
     if chosen.case not in known:
         options.error(f"unknown case {chosen.case!r}; known are: " + "; ".join(known))
+    need_gpu("perf.one_move")
     move = build(known[chosen.case])
     regions = move.gather if chosen.way == "gather" else move.scatter
     for _ in range(chosen.runs):

@@ -16,7 +16,7 @@ import torch
 
 from perf.bench_kernels import launcher
 from perf.cases import CASES, Case, Move, build
-from perf.gpu_time import interleaved
+from perf.gpu_time import interleaved, need_gpu
 from perf.record import RESULTS, write
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, None)
@@ -40,6 +40,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--out", type=Path, default=RESULTS)
     out = options.parse_args().out
+    need_gpu("perf.roofline")
     lines = ceilings()
     product = matrix_product()
     for case in CHOSEN:
@@ -119,6 +120,4 @@ def _line(what: str, way: str, sms: str, nbytes: int, seconds: float, beside: fl
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available():
-        raise SystemExit("perf.roofline measures a GPU, and torch sees none here")
     main()

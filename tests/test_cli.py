@@ -18,6 +18,7 @@ from kvmover import cli
 from kvmover.errors import DeadlineExceeded, TransferFailed
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan.text import FleetText
+from kvmover.store import Namespace, PageStore
 
 GQA = {"component": "attention", "kv-heads": 8, "head-dim": 128, "layers": 80, "dtype": "bfloat16", "tokens": 8192}
 MLA = {"component": "mla", "latent-dim": 576, "layers": 61, "dtype": "bfloat16", "tokens": 1000}
@@ -358,3 +359,36 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
 def test_a_word_that_is_none_of_a_choice_is_told_the_choice_and_no_python(command: Command) -> None:
     answer = command.plan(GQA | TP4_TP2 | {"component": "foo"})
     assert answer.err == "kvmover: Invalid value for '--component': 'foo' is not one of 'attention', 'mla'.\n"
+
+
+def test_the_words_that_the_help_shows_are_those_that_are_taken() -> None:
+    from kvmover.cache.prefix.policy import POLICIES
+    from kvmover.demo.scenarios import SCENARIOS
+
+    assert tuple(scenario.name for scenario in SCENARIOS) == cli.SCENARIOS
+    assert tuple(POLICIES) == cli.POLICIES
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("kvmover pl", {"plan"}),
+        ("kvmover plan --component ", {"attention", "mla"}),
+        ("kvmover demo --scenario replicated-", {"replicated-dst", "replicated-both"}),
+        ("kvmover replay --policy s", {"slru"}),
+    ],
+)
+def test_a_shell_is_told_how_a_line_may_go_on(line: str, words: set[str]) -> None:
+    asked = {"_KVMOVER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    call = [sys.executable, "-c", "from kvmover.cli import main; main()"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60, env=os.environ | asked)
+    assert set(done.stdout.split()) == words
+
+
+def test_what_a_terminal_has_no_letters_for_is_escaped(tmp_path: Path) -> None:
+    PageStore.open(tmp_path, Namespace("modèle", "", 16)).close()
+    call = [sys.executable, "-c", "from kvmover.cli import main; main()", "store", "stat", str(tmp_path)]
+    told = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(call, capture_output=True, text=True, timeout=60, env=told)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mod\\xe8le" in done.stdout

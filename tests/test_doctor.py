@@ -137,6 +137,17 @@ def test_a_missing_library_is_traced_to_who_brings_it() -> None:
     assert plugins.Plugin("NEW", False, ("libnobodyknows.so.1",)).remedy == ""
 
 
+def test_a_library_that_a_wheel_has_brought_is_named_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "nvidia" / "cufile" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libcufile.so.0").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    remedy = plugins.Plugin("GDS", False, ("libcufile.so.0",)).remedy
+    assert remedy == f"add {folder} to LD_LIBRARY_PATH: a wheel has brought it where no loader looks"
+
+
 def test_plugins_are_looked_for_where_nixl_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
     assert plugins.plugin_folder("nixl-cu13") == tmp_path

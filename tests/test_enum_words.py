@@ -46,6 +46,7 @@ TOLD = {
     "cache.tiers.restore.Restore",
     "cache.tiers.storage.StorageRead",
     "demo.scenarios.Scenario",
+    "exposition.Metric",
     "observe.checks.Finding",
     "plan.cost.Choice",
     "plan.measure._Design",

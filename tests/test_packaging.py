@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -72,6 +73,65 @@ def test_the_doctor_asks_for_the_versions_that_the_extras_ask_for() -> None:
 def test_setup_installs_the_oldest_and_the_newest_triton_that_the_doctor_knows() -> None:
     versions = dict(re.findall(r"^(OLDEST|NEWEST)_TRITON := (\d+\.\d+)\.\d+$", MAKEFILE, re.MULTILINE))
     assert versions == {"OLDEST": dotted(OLDEST_TRITON), "NEWEST": dotted(NEWEST_TRITON)}
+
+
+def with_python(folder: Path, version: str) -> Path:
+    """This interpreter, but for what it says of its version."""
+    fake = folder / "python"
+    said = f"import sys; sys.version_info = ({', '.join(version.split('.'))}, 0); exec(sys.argv[2])"
+    fake.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{said}" "$@"\n')
+    fake.chmod(0o755)
+    return fake
+
+
+@pytest.mark.parametrize("where", ["chosen", "in .venv"])
+def test_a_python_that_is_too_old_is_refused_before_anything_is_installed(tmp_path: Path, where: str) -> None:
+    make = shutil.which("make") or pytest.skip("needs make")
+    for name in ("Makefile", "pyproject.toml", "constraints-cpu.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    folder = tmp_path / (".venv/bin" if where == "in .venv" else "elsewhere")
+    folder.mkdir(parents=True)
+    fake = with_python(folder, "3.10")
+    chosen = sys.executable if where == "in .venv" else str(fake)
+    before = sorted(tmp_path.rglob("*"))
+    done = subprocess.run([make, "demo", f"PYTHON={chosen}"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "kvmover needs Python 3.11 or newer, and " in done.stderr
+    assert (": remove .venv" in done.stderr) == (where == "in .venv")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_demo_needs_what_the_commands_need_and_not_what_the_tests_do() -> None:
+    make = shutil.which("make") or pytest.skip("needs make")
+    for target, is_wanted in (("demo", False), ("test", True)):
+        done = subprocess.run([make, "-nB", target], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+        assert ("--target .triton/" in done.stdout) == is_wanted
+
+
+def test_the_metadata_says_which_pythons_and_whose_it_is() -> None:
+    assert PROJECT["authors"]
+    oldest = f"Programming Language :: Python :: {dotted(OLDEST_PYTHON)}"
+    assert next(line for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)) == oldest
+
+
+def test_the_page_of_an_index_has_no_link_that_leads_nowhere_from_there() -> None:
+    text = (ROOT / PROJECT["readme"]).read_text()
+    assert text.startswith("# kvmover\n")
+    assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
+    assert f"kvmover-{kvmover.__version__}-py3-none-any.whl" in text
+
+
+def test_what_a_page_or_a_message_says_to_install_is_there_to_be_installed() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    sources = [*(ROOT / "kvmover").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    named: set[str] = set()
+    for path in (*pages, *sources):
+        text = path.read_text(encoding="utf-8")
+        named |= set(re.findall(r"""need\([^)]*"([a-z]+)"\)""", text))
+        named |= set(re.findall(r"(?:kvmover|\.whl|install \"\.)\[([a-z0-9,]+)\]", text))
+        assert not re.findall(r"pip install [^\s\"']*\[", text), f"{path}: unquoted brackets, which zsh reads"
+    assert {"torch", "nixl", "plot", "metrics", "cuda13"} <= {name for each in named for name in each.split(",")}
+    assert {name for each in named for name in each.split(",")} <= EXTRAS.keys()
 
 
 def test_setup_pins_the_torch_of_machines_without_a_gpu() -> None:

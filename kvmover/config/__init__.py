@@ -5,10 +5,9 @@
 5.0
 """
 
-from kvmover.config.errors import ConfigError
 from kvmover.config.keys import SettingKey, keys
 from kvmover.config.load import Loaded, Option, load
-from kvmover.config.settings import Settings
+from kvmover.config.settings import ConfigError, Settings
 from kvmover.deprecated import renamed
 
 __all__ = ["ConfigError", "Loaded", "Option", "SettingKey", "Settings", "keys", "load"]

@@ -11,7 +11,6 @@ from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from kvmover.config.settings import Settings
-from kvmover.config.texts import TEXTS
 
 #: How environment variables begin; those with one word behind it are no settings.
 PREFIX = "KVMOVER_"
@@ -103,3 +102,52 @@ def _walk(section: Any, path: tuple[str, ...]) -> Iterator[SettingKey]:
             yield SettingKey((*path, each.name), hints[each.name], value)
     for name, value in inner:
         yield from _walk(value, (*path, name))
+
+
+TEXTS: Mapping[str, str] = {
+    "mover.arena_bytes": "Staging memory of a rank, in bytes, allocated twice: once for sending, once for receiving.",
+    "mover.deadline_s": "Seconds until an open transfer fails. Unset: in vLLM 120, in SGLang its own timeout.",
+    "mover.drain_s": "Seconds that a failed transfer waits for its sources to stop; then its memory is quarantined.",
+    "mover.ping_s": "Seconds between pings of a peer that owes an answer.",
+    "mover.resend_s": "Seconds before an unanswered control message is resent.",
+    "mover.silence_s": "Seconds without an answer until a peer is lost; longer than an engine may go without a poll.",
+    "mover.linger_s": "Seconds from a peer's restart until memory that its dead process may still write is reused.",
+    "mover.sandbox_bytes": "Bytes of memory that peers write to, to measure the link: at least 128 KiB; 0: no probes.",
+    "mover.route": "The route of every chunk; `none`: measured costs choose it for each pair of ranks.",
+    "mover.verb": "push: the source writes; pull: the destination reads. Unset: in vLLM pull.",
+    "mover.replicas": "stripe: ranks with equal shards each send a part of the pages; elect: one of them sends all.",
+    "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",
+    "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
+    "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
+    "mover.backoff.first_s": "Seconds before the first attempt to reconnect a lost peer; doubled after each failure.",
+    "mover.backoff.most_s": "The longest wait between two such attempts, in seconds.",
+    "mover.backoff.jitter": "Fraction [0, 1) by which a wait may be shortened, so that ranks do not retry at once.",
+    "mover.backoff.attempts": "Attempts to reconnect before a lost peer is given up.",
+    "mover.costs.descriptor_us": "Microseconds to post one descriptor, assumed until measured.",
+    "mover.costs.wire_rate": "Bytes per microsecond on the network, assumed until measured.",
+    "mover.costs.gather_rate": "Bytes per microsecond of the gather kernel, assumed until measured.",
+    "mover.costs.scatter_rate": "Bytes per microsecond of the scatter kernel, assumed until measured.",
+    "mover.costs.chunk_us": "Microseconds that a chunk takes beside its bytes, whatever its size.",
+    "mover.costs.chunk_bytes": "Target size of a chunk, in bytes. The arena must hold one, better several.",
+    "mover.costs.posting": "ahead: descriptors are posted while others travel (NIC); inline: posting copies (CPU).",
+    "progress.share": "The polling thread sleeps for this fraction of the time since the last event.",
+    "progress.shortest_s": "Shortest sleep between polls, seconds.",
+    "progress.open_s": "Longest sleep between polls while a transfer is open, seconds.",
+    "progress.idle_s": "Longest sleep between polls while no transfer is open, seconds.",
+    "store.quota_bytes": "Payload bytes that a namespace may hold on disk; `none`: no limit.",
+    "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
+    "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
+    "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
+    "store.root": "Directory of the page stores, the same on all ranks; `none`: vLLM stores nothing.",
+    "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",
+    "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
+    "logging.level": "The lowest level that is logged; `none` leaves it to the engine.",
+    "logging.format": "text: a line a record; json: a JSON object a line, with the request's id.",
+    "logging.file": "File that log lines are appended to; `none`: standard error.",
+    "metrics.port": "TCP port of rank 0's Prometheus endpoint; rank r has port + r; `none`: no endpoint; 0: any free.",
+    "metrics.address": "Address that the endpoint listens on; empty: all addresses, for a Prometheus elsewhere.",
+    "record.run_log": "File of JSON lines for `kvmover report`; `none`: not written.",
+    "record.spans": "Whether each transfer is recorded as an OpenTelemetry span.",
+    "security.shared_key_file": "File with a key that authenticates control messages (HMAC-SHA256); `none`: no check.",
+    "security.accepted_key_files": "Files with further keys that are accepted while the shared key is being changed.",
+}

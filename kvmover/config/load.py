@@ -1,7 +1,11 @@
-"""`load` makes Settings of defaults, a TOML file, the environment and an engine's options. Nothing ill-typed passes."""
+"""`load` makes Settings of defaults, a TOML file, the environment and an engine's options. Nothing ill-typed passes.
+
+And back: Settings as TOML, which `load` reads, and as data for JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -9,15 +13,15 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
+from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
-from kvmover.config.errors import ConfigError
-from kvmover.config.keys import PREFIX, SettingKey, keys, sections
-from kvmover.config.settings import Settings
+from kvmover.config.keys import PREFIX, SettingKey, keys, sections, value_of
+from kvmover.config.settings import ConfigError, Settings
 from kvmover.errors import KvmoverError
 
 #: The file that is read where no path is given.
@@ -188,3 +192,54 @@ def _overlaid(section: T, name: str, values: Mapping[str, object], origins: Mapp
     except KvmoverError as error:
         said = dict.fromkeys(origin for full, origin in origins.items() if full.startswith(prefix))
         raise ConfigError(f"{', '.join(said)}: {error}") from error
+
+
+def as_toml(loaded: Loaded) -> str:
+    """Every setting in its table: a default as a comment, and behind any other where it was given.
+
+    So what is printed can be kept as a file, and pins no default of this release.
+    """
+    return "\n".join(_lines(loaded)) + "\n"
+
+
+def as_data(loaded: Loaded) -> dict[str, object]:
+    """By the names of keys: value and where it was given, None for a default."""
+    return {
+        key.name: {"value": plain(value_of(loaded.settings, key)), "from": loaded.origins.get(key.name)}
+        for key in keys()
+    }
+
+
+def _lines(loaded: Loaded) -> Iterator[str]:
+    table: tuple[str, ...] = ()
+    for key in keys():
+        if key.path[:-1] != table:
+            if table:
+                yield ""
+            table = key.path[:-1]
+            yield f"[{'.'.join(table)}]"
+        origin = loaded.origins.get(key.name)
+        line = f"{key.path[-1]} = {toml(value_of(loaded.settings, key))}"
+        yield f"{line}  # {origin}" if origin else f"# {line}"
+
+
+def toml(value: object) -> str:
+    """A value as TOML writes it; None, which TOML does not have, is the word `none`."""
+    flat = plain(value)
+    if isinstance(flat, list):
+        return f"[{', '.join(toml(each) for each in cast('list[object]', flat))}]"
+    if isinstance(flat, str) or flat is None:
+        # JSON's escapes are TOML's, but for DEL, which JSON leaves as it is.
+        return json.dumps(flat or "none", ensure_ascii=False).replace("\x7f", "\\u007f") if flat != "" else '""'
+    return json.dumps(flat)
+
+
+def plain(value: object) -> object:
+    """For JSON: paths and choices as text."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return [plain(each) for each in cast("tuple[object, ...]", value)]
+    return value

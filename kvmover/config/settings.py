@@ -6,12 +6,17 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from kvmover.config.errors import ConfigError
 from kvmover.enums import settle
+from kvmover.errors import KvmoverError
 from kvmover.store.policy import Policy
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.protocol.auth import Key, Keys
 from kvmover.transfer.threads.pace import Pace
+
+
+class ConfigError(KvmoverError, ValueError):
+    """A key that does not exist, or a value that cannot be: the message names both, and where they were given."""
+
 
 #: No key file is longer: a path that was mistaken for one is not read to its end.
 _MOST_KEY_BYTES = 4096

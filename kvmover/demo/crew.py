@@ -39,6 +39,7 @@ class Member:
     pipe: Connection
 
     def tell(self, verb: str, *arguments: object) -> None:
+        """Have it do a verb; `answer` waits for what that returns."""
         self.pipe.send((verb, arguments))
 
     def answer(self) -> Any:

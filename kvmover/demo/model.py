@@ -99,11 +99,13 @@ class ContiguousCache:
     rows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def write(self, layer: int, positions: range, rows: Tensor) -> None:
+        """Keep rows at positions that follow what is kept, or replace some."""
         held = self.rows.get(layer, rows[:, :0])
         assert positions.start <= held.shape[1], "a contiguous cache has no holes"
         self.rows[layer] = torch.cat([held[:, : positions.start], rows, held[:, positions.stop :]], dim=1)
 
     def read(self, layer: int, tokens: int) -> Tensor:
+        """The first rows of a layer."""
         return self.rows[layer][:, :tokens]
 
 
@@ -120,11 +122,13 @@ class PagedCache:
     page_tokens: int
 
     def write(self, layer: int, positions: range, rows: Tensor) -> None:
+        """Put rows into the pages that their positions are in."""
         planes, where = self._at(layer, positions)
         for plane, row in zip(planes, rows, strict=True):
             plane[where] = row
 
     def read(self, layer: int, tokens: int) -> Tensor:
+        """A copy of the first rows of a layer, gathered from their pages."""
         planes, where = self._at(layer, range(tokens))
         return torch.stack([plane[where] for plane in planes])
 
@@ -141,15 +145,19 @@ class Alone:
     """The collective of one process that holds the whole model."""
 
     def add_up(self, part: Tensor) -> Tensor:
+        """All of it is here."""
         return part
 
     def receive(self, rows: int, columns: int) -> Tensor:
+        """Raises LayoutError: there is no other stage."""
         raise LayoutError(f"no previous stage to receive [{rows}, {columns}] from: a model alone holds every layer")
 
     def hand_on(self, activations: Tensor) -> None:
+        """Raises LayoutError: there is no other stage."""
         raise LayoutError(f"no next stage for {list(activations.shape)}: a model alone holds every layer")
 
     def share(self, values: Tensor) -> Tensor:
+        """All of it is here."""
         return values
 
 
@@ -169,6 +177,7 @@ class Gloo:
         return cls(cast(dist.ProcessGroup, group), tp)  # the stub of a Gloo group leaves its verbs out
 
     def add_up(self, part: Tensor) -> Tensor:
+        """The sum over the tensor-parallel ranks of this stage."""
         # A star, as Gloo's ring of tiny messages takes 4.4 ms among four processes on two cores, and this 0.5 ms.
         first = self.group.rank() // self.tp * self.tp
         others = range(first + 1, first + self.tp)
@@ -180,12 +189,15 @@ class Gloo:
         return part
 
     def receive(self, rows: int, columns: int) -> Tensor:
+        """What the previous stage handed on, [rows, columns] of float64."""
         return self._receive(torch.empty(rows, columns, dtype=torch.float64), [self.group.rank() - self.tp])[0]
 
     def hand_on(self, activations: Tensor) -> None:
+        """Send activations to the same rank of the next stage."""
         self._send(activations, [self.group.rank() + self.tp])
 
     def share(self, values: Tensor) -> Tensor:
+        """The last rank's values, on every rank."""
         last = self.group.size() - 1
         if self.group.rank() != last:
             return self._receive(values, [last])[0]

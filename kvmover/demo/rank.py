@@ -7,18 +7,19 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
-from kvmover.cache.ledger import Credit, Ledger, LedgerCollector
+from kvmover.cache.ledger import Account, Credit, Ledger, LedgerCollector
 from kvmover.config.settings import Settings
 from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
 from kvmover.demo.scenarios import Scenario
-from kvmover.demo.watched import Watched
 from kvmover.layout.fleet import Shard
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.observe.metrics import MoverCollector
+from kvmover.observe.start import Observers
 from kvmover.plan.text import FleetText
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
@@ -46,6 +47,7 @@ class Seat:
     first_port: int = 0
 
     def sit(self) -> DemoRank:
+        """Become that rank: pool, model and mover are made here."""
         return DemoRank(self)
 
 
@@ -77,9 +79,11 @@ class DemoRank:
         self._watched.serve(MoverCollector([self._mover]), *ledgers)
 
     def card(self) -> bytes:
+        """What destinations connect with."""
         return self._mover.card
 
     def connect(self, cards: list[bytes]) -> None:
+        """Connect with every source by its card."""
         for card in cards:
             self._mover.connect(card)
 
@@ -112,6 +116,7 @@ class DemoRank:
         return answer[1:], self._model.gaps[len(self._model.gaps) - count :]
 
     def close(self) -> None:
+        """End the mover and its observers."""
         self._mover.close()
         self._watched.close()
 
@@ -178,3 +183,59 @@ def main(pipe: Connection) -> None:
             pipe.send(said)
         except OSError:
             os._exit(0)  # nobody is there to hear it
+
+
+class Collector(Protocol):
+    """As prometheus_client wants one."""
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families at this moment."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Still:
+    """What some collectors said last. A demo process works without being asked, so nobody may look while it does."""
+
+    collectors: Sequence[Collector]
+    said: Sequence[Any] = ()
+
+    def look(self) -> None:
+        self.said = [family for collector in self.collectors for family in collector.collect()]
+
+    def collect(self) -> Sequence[Any]:
+        return self.said
+
+
+class Watched:
+    """The observers of one seated process. `first_port`: how many ports its fleet leaves to others before it."""
+
+    def __init__(self, settings: Settings, engine: str, rank: int, first_port: int = 0) -> None:
+        metrics = settings.metrics
+        if metrics.port:
+            settings = replace(settings, metrics=replace(metrics, port=metrics.port + first_port))
+        self._observers = Observers(settings, engine, rank)
+        self._is_served = metrics.port is not None
+        self._still = _Still(())
+
+    def mover(self, mover: Mover) -> None:
+        """Observe a mover, from now on."""
+        self._observers.watch(mover)
+
+    def account(self, account: Account) -> None:
+        """Write an account to the run log, where one is configured."""
+        self._observers.account(account)
+
+    def serve(self, *collectors: Collector) -> None:
+        """Serve to Prometheus what these say between two requests."""
+        self._still = _Still(collectors if self._is_served else ())
+        self._still.look()
+        self._observers.serve(self._still)
+
+    def look(self) -> None:
+        """A request is over: what is served from now on says so."""
+        self._still.look()
+
+    def close(self) -> None:
+        """End the endpoint and the run log."""
+        self._observers.close()

@@ -42,6 +42,7 @@ class Wire:
 
     @property
     def gb_per_s(self) -> float:
+        """Payload over the time of the slowest rank, in 10^9 bytes a second."""
         return self.nbytes / self.seconds / 1e9
 
 
@@ -76,6 +77,7 @@ class ScenarioReport:
 
     @classmethod
     def of(cls, scenario: Scenario, requests: list[RequestReport]) -> ScenarioReport:
+        """Of all requests that a scenario served."""
         return cls(scenario.name, scenario.title, requests)
 
 
@@ -90,10 +92,12 @@ class RunReport:
 
     @classmethod
     def of(cls, scenarios: list[ScenarioReport], seconds: float) -> RunReport:
+        """With the release of NIXL that carried it."""
         return cls(scenarios, seconds, nixl_version())
 
     @property
     def requests(self) -> list[RequestReport]:
+        """Those of all scenarios, in their order."""
         return [request for scenario in self.scenarios for request in scenario.requests]
 
     @property
@@ -103,6 +107,7 @@ class RunReport:
 
     @property
     def bytes_identical(self) -> bool:
+        """False of no requests at all."""
         return bool(self.requests) and all(request.bytes_identical for request in self.requests)
 
     @property

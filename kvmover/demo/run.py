@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
 from kvmover.demo.crew import Crew
-from kvmover.demo.lives import POOL_TOKENS as LIFE_TOKENS
-from kvmover.demo.lives import Lives
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, show
-from kvmover.demo.scenario_run import POOL_TOKENS, ScenarioRun
-from kvmover.demo.scenarios import Chats, Scenario, Traced, choose
-from kvmover.demo.trace import TraceError, TraceScale
+from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale
+from kvmover.demo.scenario_run import LIFE_POOL_TOKENS, POOL_TOKENS, Lives, ScenarioRun
+from kvmover.demo.scenarios import Scenario, choose
+from kvmover.errors import KvmoverError
 from kvmover.needs import need
-from kvmover.observe.console import console
+from kvmover.observe import top
+from kvmover.observe.report import write_report
+from kvmover.observe.runlog import read_lines
+from kvmover.observe.scrape import endpoints, fetch
+from kvmover.observe.tables import console
 from kvmover.plan.cost import HOST
 from kvmover.transfer.config import MoverConfig
+from kvmover.transport.nixl_agent import nixl_version
 
 #: Processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20)
+
+#: The first port that is tried where the demo is watched and no port is configured.
+_FIRST_PORT = 9400
+
+#: Seconds between two frames.
+_FRAME_S = 1.0
 
 #: Lengths of a trace are multiplied by this, unless it is given.
 SCALE = 0.02
@@ -41,7 +54,9 @@ SCALE = 0.02
 class DemoOptions:
     """What to run: all scenarios when none is named; the requests of a trace, its lengths times `scale`, if given.
 
-    `settings`: the configuration; what it does not say of the mover is as `MOVER`.
+    `report`: a page of HTML to write at the end, with the run log beside it, as run.html and run.jsonl. `watch`: show
+    `kvmover top` of the demo's own ranks while it runs. `settings`: the configuration; what that does not say of the
+    mover is as `MOVER`.
     """
 
     scenarios: tuple[str, ...] = ()
@@ -50,6 +65,8 @@ class DemoOptions:
     trace: Path | None = None
     scale: float | None = None
     as_json: bool = False
+    report: Path | None = None
+    watch: bool = False
     settings: Settings = field(default_factory=lambda: Settings(mover=MOVER))
 
     @property
@@ -64,34 +81,118 @@ def run_demo(options: DemoOptions) -> int:
     Reads the configuration. Ctrl-C and SIGTERM end it at once, with all of its processes and files.
     """
     options = replace(options, settings=load(defaults=options.settings).settings)
+    configured = options.settings.record.run_log
+    log = _log_beside(options.report) if options.report and configured is None else configured
     notes = Console(stderr=True, highlight=False, markup=False)
-    if told := _where_to_look(options):
-        notes.print(told, soft_wrap=True)
-    with (
-        _ended_by_a_signal(),
-        Progress(
-            TextColumn("{task.description:<44}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=notes,
-            disable=options.as_json,
-            transient=True,
-        ) as progress,
-    ):
-        task = progress.add_task("starting processes", total=len(choose(options.scenarios)) * options.requests_each)
-
-        def step(what: str, requests: int) -> None:
-            progress.update(task, description=what, advance=requests)
-
-        report = run(options, step)
+    with ExitStack() as until_done, _ended_by_a_signal():
+        options = _watched(options)
+        if options.report and log != configured:
+            folder = until_done.enter_context(tempfile.TemporaryDirectory(prefix="kvmover-demo-"))
+            record = replace(options.settings.record, run_log=Path(folder) / "run.jsonl")
+            options = replace(options, settings=replace(options.settings, record=record))
+        report = _run_in_view(options, notes)
+        if log and log != configured:
+            shutil.move(str(options.settings.record.run_log), log)
+        if log and options.report:
+            write_report([log], options.report)
     if options.as_json:
         print(json.dumps(report.as_data()))
     else:
         show(report, console())
-        if (log := options.settings.record.run_log) is not None:
-            notes.print(f"what happened is in {log}: kvmover report {log} --html run.html", soft_wrap=True)
+    if log and options.report:
+        notes.print(f"what happened is in {log}, and drawn in {options.report}", soft_wrap=True)
+    elif log and not options.as_json:
+        notes.print(f"what happened is in {log}: kvmover report {log} --html run.html", soft_wrap=True)
     return 0 if report.identical else 1
+
+
+def _log_beside(page: Path) -> Path:
+    """The run log that belongs to a page. An older one there is written anew; any other file is refused."""
+    log = page.with_suffix(".jsonl")
+    if log == page:
+        raise KvmoverError(f"--report {page} is a page of HTML: {log} is where its run log goes")
+    if not page.absolute().parent.is_dir():
+        raise KvmoverError(f"cannot write {page}: there is no folder {page.absolute().parent}")
+    if log.exists():
+        read_lines([log])  # raises for what is none
+    return log
+
+
+def _processes(options: DemoOptions) -> int:
+    return max(scenario.processes for scenario in choose(options.scenarios))
+
+
+def _watched(options: DemoOptions) -> DemoOptions:
+    """With a port for each rank, where it is watched and none are configured."""
+    metrics = options.settings.metrics
+    if not options.watch or metrics.port:
+        return options
+    need("prometheus_client", "serving metrics", "metrics")
+    metrics = replace(metrics, port=_free_ports(metrics.address, _processes(options)))
+    return replace(options, settings=replace(options.settings, metrics=metrics))
+
+
+def _free_ports(address: str, count: int) -> int:
+    """The first of `count` neighbouring ports that nobody listens on."""
+    for first in range(_FIRST_PORT, (1 << 16) - count, count):
+        with ExitStack() as taken:
+            try:
+                for port in range(first, first + count):
+                    held = taken.enter_context(socket.socket())
+                    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the ranks' servers do
+                    held.bind((address, port))
+            except OSError:
+                continue
+            return first
+    raise KvmoverError(f"{address or 'this host'} has no {count} neighbouring ports free for metrics")
+
+
+def _run_in_view(options: DemoOptions, notes: Console) -> RunReport:
+    """Run under a bar that says how far it is; with `watch` the ranks' metrics stand below it."""
+    progress = Progress(
+        TextColumn("{task.description:<44}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=notes,
+        disable=options.as_json and not options.watch,
+        transient=True,
+    )
+    task = progress.add_task("starting processes", total=len(choose(options.scenarios)) * options.requests_each)
+
+    def step(what: str, requests: int) -> None:
+        progress.update(task, description=what, advance=requests)
+
+    addresses = _endpoints(options)
+    if addresses and not options.watch:
+        notes.print(f"to watch it: kvmover top {addresses}", soft_wrap=True)
+    if addresses and options.watch:
+        with _top(addresses, progress, notes):
+            return run(options, step)
+    with progress:
+        return run(options, step)
+
+
+@contextmanager
+def _top(addresses: str, progress: Progress, notes: Console) -> Generator[None]:
+    """`kvmover top` under the bar. Ranks that are not there are not named: scenarios begin and end them."""
+    frame: list[RenderableType] = []
+    done = threading.Event()
+
+    def follow() -> None:
+        while not done.wait(_FRAME_S):
+            now = top.ask(endpoints(addresses), fetch, time.monotonic).whole()
+            if now is not None:  # sums, because a rate over a second is mostly that of no request
+                frame[:] = [top.screen(top.View.of(addresses, None, now))]
+
+    thread = threading.Thread(target=follow, name="kvmover-demo-top", daemon=True)
+    with Live(get_renderable=lambda: Group(progress.get_renderable(), *frame), console=notes, transient=True):
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
 
 def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
@@ -100,8 +201,9 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
     scenarios = choose(options.scenarios)
     plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
     size = max(scenario.processes for scenario in scenarios)
+    nixl_version()  # raises where there is none
     if settings.metrics.port is not None:
-        need("prometheus_client", "metrics", "metrics")
+        need("prometheus_client", "serving metrics", "metrics")
         if settings.metrics.port and settings.metrics.port + size > 1 << 16:
             raise ConfigError(f"metrics.port = {settings.metrics.port} leaves no ports for {size} ranks")
     reports: list[ScenarioReport] = []
@@ -118,13 +220,12 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
     return RunReport.of(reports, time.monotonic() - began)
 
 
-def _where_to_look(options: DemoOptions) -> str | None:
-    """How to watch, where metrics are configured: every rank has a port of its own."""
+def _endpoints(options: DemoOptions) -> str | None:
+    """What `kvmover top` is told, where metrics are configured: every rank has a port of its own."""
     metrics = options.settings.metrics
     if not metrics.port:
         return None
-    last = metrics.port + max(scenario.processes for scenario in choose(options.scenarios)) - 1
-    return f"to watch it: kvmover top {metrics.address or '127.0.0.1'}:{metrics.port}-{last}"
+    return f"{metrics.address or '127.0.0.1'}:{metrics.port}-{metrics.port + _processes(options) - 1}"
 
 
 @contextmanager
@@ -160,5 +261,5 @@ def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced:
             raise TraceError(f"--scale {options.scale} has no meaning without --trace")
         return Chats.seeded(options.seed, options.requests_each)
     scale = TraceScale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
-    most = LIFE_TOKENS if scenario.lives else POOL_TOKENS
+    most = LIFE_POOL_TOKENS if scenario.lives else POOL_TOKENS
     return Traced.read(options.trace, scale, options.requests_each, most)

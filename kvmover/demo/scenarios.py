@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
 
-from kvmover.demo.conversations import Conversation, Turn, conversations
 from kvmover.demo.model import GQA, LATENT, ModelConfig
-from kvmover.demo.trace import TraceError, TraceRequest, TraceScale, read_trace
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.plan.cost import Route
 from kvmover.plan.text import FleetText
-
-#: Answers of a trace are cut here: the demo is about moving, not about generating.
-MOST_ANSWER_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,59 +111,3 @@ def choose(names: tuple[str, ...]) -> tuple[Scenario, ...]:
         if name not in known:
             raise LayoutError(f"unknown scenario {name!r}; known are {', '.join(known)}")
     return tuple(known[name] for name in names) or SCENARIOS
-
-
-@dataclass(slots=True)
-class Chats:
-    """Requests from the conversation generator: prompts grow by what was answered, so later turns share prefixes."""
-
-    turns: list[Turn]
-    talks: dict[int, Conversation]
-
-    @classmethod
-    def seeded(cls, seed: int, requests: int) -> Chats:
-        """`requests` turns of a few interleaved conversations."""
-        count = max(1, requests // 3)
-        return cls(conversations(seed, count, -(-requests // count))[:requests], {})
-
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """(prompt, answer length); the answer has to be told by `answered` before the next is asked for."""
-        for turn in self.turns:
-            talk = self.talks.get(turn.conversation, Conversation()).said(turn.new_tokens)
-            self.talks[turn.conversation] = talk
-            yield talk.tokens, min(turn.answer_tokens, MOST_ANSWER_TOKENS)
-            self.talks[turn.conversation] = talk.said(self._answer)
-
-    _answer: tuple[int, ...] = ()
-
-    def answered(self, tokens: list[int]) -> None:
-        self._answer = tuple(tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """Requests from a Mooncake trace, scaled down to what a small model reads in a second."""
-
-    requests: tuple[TraceRequest, ...]
-
-    @classmethod
-    def read(cls, path: Path, scale: TraceScale, requests: int, most_tokens: int) -> Traced:
-        """The first `requests` of the file. Raises TraceError for a file that cannot be read or has none, and for a
-        prompt that is longer than `most_tokens` when it is scaled."""
-        found = tuple(islice(read_trace(path, scale), requests))
-        if not found:
-            raise TraceError(f"{path} has no requests")
-        for number, request in enumerate(found):
-            if len(request.tokens) + MOST_ANSWER_TOKENS > most_tokens:
-                raise TraceError(
-                    f"{path.name} request {number}: {len(request.tokens):,} tokens at --scale {scale.factor}, and the"
-                    f" demo's pools hold {most_tokens - MOST_ANSWER_TOKENS:,}"
-                )
-        return cls(found)
-
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        for request in self.requests:
-            yield request.tokens, min(max(request.output_tokens, 1), MOST_ANSWER_TOKENS)
-
-    def answered(self, tokens: list[int]) -> None:
-        """A trace goes on as it was recorded, whatever was answered."""

@@ -24,9 +24,8 @@ from kvmover.cache.tiers import (
 )
 from kvmover.config.settings import Settings
 from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
-from kvmover.demo.rank import Digests
+from kvmover.demo.rank import Digests, Watched
 from kvmover.demo.scenarios import Scenario
-from kvmover.demo.watched import Watched
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.plan.text import FleetText
 from kvmover.store import Namespace, PageStore
@@ -64,6 +63,7 @@ class TieredSeat:
     settings: Settings
 
     def sit(self) -> TieredRank:
+        """Become that rank: pool, model, store and controller are made here."""
         return TieredRank(self)
 
 

@@ -58,6 +58,7 @@ class Finding:
 
 
 def python() -> Iterator[Finding]:
+    """Its version, against the oldest that is supported."""
     enough = sys.version_info[:2] >= OLDEST_PYTHON
     remedy = "" if enough else f"install Python {_dotted(OLDEST_PYTHON)} or newer"
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
@@ -83,6 +84,7 @@ def pytorch() -> Iterator[Finding]:
 
 
 def triton() -> Iterator[Finding]:
+    """Its version, against those that the kernels are compiled with in tests. Not imported."""
     found = _version("triton")
     oldest, newest = _dotted(OLDEST_TRITON), _dotted(NEWEST_TRITON)
     if found is None:
@@ -96,6 +98,7 @@ def triton() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
+    """What nvidia-smi says: name, memory, compute capability and driver of each."""
     names = _gpus()
     if names:
         yield Finding("gpu", Status.OK, "; ".join(names))
@@ -106,6 +109,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def cupy() -> Iterator[Finding]:
+    """Copies between host and device go through it. Imported only where it is installed."""
     if not find_spec("cupy"):
         remedy = "pip install 'kvmover[cuda13]' or 'kvmover[cuda12]'" if _gpus() else ""
         yield Finding("cupy", Status.MISSING, "not installed; bulk copies on a GPU need it", remedy)
@@ -136,6 +140,7 @@ def _plugin(wheel: str, plugin: Plugin) -> Finding:
 
 
 def rdma() -> Iterator[Finding]:
+    """Names of the host's RDMA devices."""
     names = sorted(path.name for path in _RDMA.iterdir()) if _RDMA.is_dir() else []
     if names:
         yield Finding("ucx rdma", Status.OK, ", ".join(names))
@@ -172,6 +177,7 @@ def cuda_ipc() -> Iterator[Finding]:
 
 
 def settings() -> Iterator[Finding]:
+    """What the environment tells UCX and NIXL: every variable of theirs."""
     chosen = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(("UCX_", "NIXL_")))
     yield Finding("ucx settings", Status.OK, " ".join(chosen) or "none in the environment")
 
@@ -192,6 +198,7 @@ def page_lock() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
+    """Free bytes in /dev/shm, against 1 GiB."""
     path = Path("/dev/shm")
     if not path.is_dir():
         yield Finding("shared memory", Status.MISSING, "no /dev/shm", "mount a tmpfs there")

@@ -38,7 +38,7 @@ def print_findings(findings: Iterable[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvmover.observe.console import console
+    from kvmover.observe.tables import console
 
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)

@@ -27,6 +27,7 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        """One line of JSON, without a line break inside it."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
@@ -47,6 +48,7 @@ class Guest(logging.Handler):
         self.host, self._speaker = host, speaker
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Hand a record to the host's handlers. For `logging`."""
         said = copy(record)
         said.msg, said.args = f"{self._speaker}: {record.getMessage()}", None
         self.host.handle(said)

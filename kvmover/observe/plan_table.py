@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from kvmover.observe.console import console
-from kvmover.observe.tables import Column, Sheet
+from kvmover.observe.tables import Column, Sheet, console
 from kvmover.observe.words import (
     bytes_in_words,
     cache_in_words,

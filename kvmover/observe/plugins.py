@@ -58,13 +58,22 @@ class Plugin:
 
     @property
     def purpose(self) -> str:
+        """What NIXL uses it for, in a few words."""
         return _PURPOSES.get(self.name, "unknown to kvmover")
 
     @property
     def remedy(self) -> str:
         """Where the missing libraries come from, as far as known."""
+        if folders := sorted({str(folder) for name in self.missing for folder in _wheels_with(name)}):
+            return f"add {':'.join(folders)} to LD_LIBRARY_PATH: a wheel has brought it where no loader looks"
         owners = {owner for name in self.missing for start, owner in _OWNERS.items() if name.startswith(start)}
         return f"comes with {', '.join(sorted(owners))}" if owners else ""
+
+
+def _wheels_with(library: str) -> Iterator[Path]:
+    """Folders of NVIDIA's wheels that have a library: nvidia/cufile/lib, nvidia/cu13/lib."""
+    for site in filter(None, sys.path):
+        yield from (path.parent for path in Path(site).glob(f"nvidia/*/lib/{library}"))
 
 
 def plugins_of(wheel: str) -> Iterator[Plugin]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from kvmover import __version__
 from kvmover.errors import KvmoverError
 from kvmover.observe import charts
-from kvmover.observe.charts import Axis, Bar, Ground, Series
-from kvmover.observe.report_style import STYLE
+from kvmover.observe.charts import STYLE, Axis, Bar, Ground, Series
 from kvmover.observe.report_sums import (
     TIERS,
     Bins,

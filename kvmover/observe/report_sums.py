@@ -46,6 +46,7 @@ class Bins:
 
     @property
     def last_s(self) -> float:
+        """Where the last bin ends, in seconds of the wall clock."""
         return self.first_s + self.count * self.width_s
 
     def of(self, time_s: float) -> int:
@@ -70,9 +71,11 @@ class Tokens:
 
     @property
     def hit_rate(self) -> float:
+        """Hits over prompt tokens, from 0 to 1; 0 of no prompt."""
         return self.hits.total() / self.prompt if self.prompt else 0.0
 
     def add(self, line: Accounted) -> None:
+        """Count a first attempt; others would count their prompt twice."""
         account = line.account
         if account.attempt != 1:
             return
@@ -83,6 +86,7 @@ class Tokens:
 
 
 def tokens_of(accounts: Iterable[Accounted]) -> Tokens:
+    """The sums over all first attempts."""
     total = Tokens()
     for line in accounts:
         total.add(line)

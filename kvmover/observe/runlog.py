@@ -42,7 +42,13 @@ class Run(Line, frozen=True):
 
 
 class Moved(Line, frozen=True, tag="transfer"):
-    """A transfer that ended. `cause` and `reason` are absent where it landed; the rest is of its Result."""
+    """A transfer that ended. `cause` and `reason` are absent where it landed; the rest is of its Result.
+
+    `time_s`: when it ended, by the wall clock. `seconds`: from its call until then. `nbytes`: payload of this
+    rank's legs, whether or not they landed. `runs`: runs of bytes, the descriptors of the direct route.
+    `writes`: chunks, each of them one write or read. `peers`: ranks that had chunks of it. `resent`: chunks that
+    did not match their digest at first.
+    """
 
     seconds: float
     engine: str
@@ -61,10 +67,12 @@ class Moved(Line, frozen=True, tag="transfer"):
 
     @property
     def landed(self) -> bool:
+        """Whether every byte is where it belongs."""
         return self.reason is None
 
     @property
     def began_s(self) -> float:
+        """When it began, in seconds of the wall clock."""
         return self.time_s - self.seconds
 
 

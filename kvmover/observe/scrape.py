@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvmover.errors import KvmoverError
+from kvmover.needs import need
 
 #: No endpoint of ours says more: what is longer is something else.
 _MOST_BYTES = 64 << 20
@@ -28,10 +29,9 @@ class Scrape:
     @classmethod
     def of(cls, text: str, time_s: float) -> Scrape:
         """Raises KvmoverError for text that Prometheus would not read, or that has no kvmover metric."""
-        try:
-            from prometheus_client.parser import text_string_to_metric_families
-        except ImportError:
-            raise KvmoverError("reading metrics needs prometheus-client: pip install 'kvmover[metrics]'") from None
+        need("prometheus_client", "reading metrics", "metrics")
+        from prometheus_client.parser import text_string_to_metric_families
+
         samples: defaultdict[str, dict[Labels, float]] = defaultdict(dict)
         try:
             for family in text_string_to_metric_families(text):
@@ -53,6 +53,7 @@ class Scrape:
         return found
 
     def total(self, name: str, **fixed: str) -> float:
+        """The sum of a metric over all labels but those that are `fixed`; 0 of a metric that is not there."""
         return sum(value for labels, value in self.samples.get(name, {}).items() if fixed.items() <= labels)
 
     def and_of(self, other: Scrape) -> Scrape:
@@ -74,6 +75,7 @@ class Change:
 
     @property
     def seconds(self) -> float:
+        """From one to the other, at least a nanosecond."""
         return max(self.now.time_s - self.before.time_s, 1e-9)
 
     def since(self) -> Scrape:

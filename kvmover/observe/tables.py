@@ -1,4 +1,7 @@
-"""Tables fit terminals of any width: one that is too wide continues below itself, and no cell is ever cut."""
+"""Tables fit terminals of any width: one that is too wide continues below itself, and no cell is ever cut.
+
+Where there is no terminal a table is wide enough not to continue.
+"""
 
 from __future__ import annotations
 
@@ -94,3 +97,12 @@ def _bands(widths: Sequence[int], keys: int, most: int) -> Iterator[list[int]]:
         used += widths[number] + _GAP
     if band:
         yield band
+
+
+_PIPE_COLUMNS = 200
+
+
+def console() -> Console:
+    """Text is printed as it is: no markup, no highlighting."""
+    terminal = Console(highlight=False, markup=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=_PIPE_COLUMNS)

@@ -53,6 +53,7 @@ class View:
 
     @classmethod
     def of(cls, address: str, before: Scrape | None, now: Scrape) -> View:
+        """What is new since `before`; of a first scrape everything is."""
         if before is None:
             return cls(address, now, now, None)
         change = Change(before, now)

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from kvmover import cli
 from kvmover.config import ConfigError, Loaded, Option, SettingKey, Settings, keys, load
-from kvmover.config.keys import sections, value_of
-from kvmover.config.text import as_data, as_toml, plain, toml
-from kvmover.config.texts import TEXTS
+from kvmover.config.keys import TEXTS, sections, value_of
+from kvmover.config.load import as_data, as_toml, plain, toml
 from kvmover.plan.cost import Route
 from kvmover.store import Policy
 from kvmover.transfer.config import MoverConfig

@@ -171,11 +171,11 @@ def test_what_a_section_does_with_its_own_fields_is_no_reading(noted: Noted) -> 
 
 #: Who is handed what: without the part that it is for, a section that parts read is read by nobody.
 HANDED = {
-    "cli.py": {"store"},
     "engines/sglang/linker.py": {"store"},
     "engines/sglang/pd.py": {"mover", "mover_config", "progress"},
     "engines/sglang/storage.py": {"store"},
     "engines/vllm/connector.py": {"mover", "mover_config", "progress", "store"},
+    "observe/command.py": {"store"},
     "observe/start.py": {"logging", "metrics", "record"},
 }
 #: Adapters that move requests begin what an operator wants to see of them.

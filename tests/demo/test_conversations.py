@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 
-from kvmover.demo import conversations as module
-from kvmover.demo.conversations import Conversation, Habits, Turn, conversations
+from kvmover.demo import requests as module
+from kvmover.demo.requests import Conversation, Habits, Turn, conversations
 from kvmover.errors import LayoutError
 
 

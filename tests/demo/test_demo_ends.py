@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,8 +25,9 @@ from kvmover.config import ConfigError, load
 from kvmover.config.settings import MetricsSettings, Settings
 from kvmover.demo import run as demo
 from kvmover.demo.report import RunReport, ScenarioReport
+from kvmover.demo.requests import TraceError
 from kvmover.demo.run import MOVER, DemoOptions, run, run_demo
-from kvmover.demo.trace import TraceError
+from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.needs import MissingLibrary
 from kvmover.observe.runlog import read_lines
@@ -46,9 +48,9 @@ def no_crew(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "cannot read the trace .*/trace.jsonl: No such file or directory"),
-        (b"", "trace.jsonl has no requests"),
-        (b"\n\n", "trace.jsonl has no requests"),
+        (None, "cannot read .*/trace.jsonl: No such file or directory"),
+        (b"", "trace.jsonl holds no request"),
+        (b"\n\n", "trace.jsonl holds no request"),
         (b"\x00\xff\xfe" * 500, "trace.jsonl line 1: "),
         (b"{}\n", "trace.jsonl line 1: "),
     ],
@@ -60,13 +62,13 @@ def test_a_trace_is_read_before_any_process_is_started(
     trace = tmp_path / "trace.jsonl"
     if content is not None:
         trace.write_bytes(content)
-    with pytest.raises(TraceError, match=reason) as refused:
+    with pytest.raises(KvmoverError, match=reason) as refused:
         run(replace(UNEVEN, trace=trace), lambda what, requests: None)
     assert len(str(refused.value)) < 400
 
 
 def test_a_folder_is_no_trace(no_crew: None, tmp_path: Path):
-    with pytest.raises(TraceError, match="cannot read the trace .*: Is a directory"):
+    with pytest.raises(KvmoverError, match="cannot read .*: Is a directory"):
         run(replace(UNEVEN, trace=tmp_path), lambda what, requests: None)
 
 
@@ -138,13 +140,21 @@ def test_the_configuration_is_read_over_what_the_demo_would_do_by_itself(
 
 
 @pytest.mark.timeout(100)
-def test_a_run_writes_its_log_and_serves_its_metrics(tmp_path: Path):
-    log = tmp_path / "run.jsonl"
-    environ = {"KVMOVER_RECORD_RUN_LOG": str(log), "KVMOVER_METRICS_PORT": "0"}
-    settings = load(environ=environ, defaults=Settings(mover=MOVER)).settings
-    report = run(replace(UNEVEN, settings=settings), lambda what, requests: None)
-    assert report.identical
-    lines = read_lines([log])
+def test_a_run_is_watched_while_it_runs_and_drawn_when_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal is shown frames
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(demo, "_FRAME_S", 0.05)
+    page = tmp_path / "run.html"
+    assert run_demo(replace(UNEVEN, report=page, watch=True, as_json=True)) == 0
+    said = capsys.readouterr()
+    assert "kvmover top  127.0.0.1:94" in said.err
+    assert "prefill 2" in said.err  # a rank's row
+    (scenario,) = json.loads(said.out)["scenarios"]
+    lines = read_lines([tmp_path / "run.jsonl"])
+    assert page.read_text().startswith("<!doctype html>")
+    assert sorted(tmp_path.iterdir()) == [page, tmp_path / "run.jsonl"]
     landed = {(each.engine, each.rank, each.request) for each in lines.transfers if each.reason is None}
     assert landed == {
         (engine, rank, f"uneven-{number}")
@@ -153,7 +163,35 @@ def test_a_run_writes_its_log_and_serves_its_metrics(tmp_path: Path):
         for number in range(2)
     }
     hits = [each.account.device_tokens for each in lines.accounts]
-    assert hits == [request.hit_tokens for request in report.requests]
+    assert hits == [request["hit_tokens"] for request in scenario["requests"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "beside", "reason"),
+    [
+        ("run.html", b'{"timestamp": 0}', "run.jsonl line 1 is no line of a run log"),
+        ("run.jsonl", None, "run.jsonl is a page of HTML"),
+        ("nowhere/run.html", None, "there is no folder .*/nowhere"),
+    ],
+    ids=["a trace of the user's", "the log's own name", "no folder"],
+)
+def test_a_report_is_written_over_nothing_but_an_older_one(
+    no_crew: None, tmp_path: Path, name: str, beside: bytes | None, reason: str
+):
+    log = tmp_path / "run.jsonl"
+    if beside is not None:
+        log.write_bytes(beside + b"\n")
+    with pytest.raises(KvmoverError, match=reason):
+        run_demo(replace(UNEVEN, report=tmp_path / name))
+    assert (log.read_bytes() if log.exists() else None) == (beside and beside + b"\n")
+
+
+def test_ports_for_all_ranks_are_neighbours_that_nobody_listens_on(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        taken = listening.getsockname()[1]
+        monkeypatch.setattr(demo, "_FIRST_PORT", taken - 2)
+        first = demo._free_ports("127.0.0.1", 5)
+    assert taken not in range(first, first + 5)
 
 
 @contextmanager
@@ -161,6 +199,7 @@ def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A demo in a session of its own, when its processes have begun."""
     code = "from kvmover.cli import main; main()"
     command = [sys.executable, "-c", code, "demo", "--scenario", "gqa"]
+    command += ["--watch", "--report", str(folder / "run.html")]
     environ = os.environ | {"TMPDIR": str(folder)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
@@ -211,4 +250,4 @@ def test_a_demo_that_is_ended_leaves_no_process_no_file_and_no_traceback(number:
     while any(map(is_there, before)):  # multiprocessing's own watches a pipe of ours, and sees it closed a moment later
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not list(tmp_path.glob("kvmover-demo-*"))
+    assert not list(tmp_path.iterdir())

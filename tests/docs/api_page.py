@@ -38,6 +38,7 @@ PACKAGES = (
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
     "kvmover.errors",
+    "kvmover.needs",
     "kvmover.observe.start",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",
@@ -53,6 +54,9 @@ IMPLEMENTS = {
 
 #: Names of modules that have others too. The kernels take tensors and integers and know no type of other packages.
 CHOSEN = {
+    "kvmover.cache.prefix.hashes": ("chain", "chain_bigrams", "as_int64", "as_int64s", "HashError"),
+    "kvmover.observe.logs": ("JsonFormatter", "Guest", "configure", "release", "text_formatter", "transfer"),
+    "kvmover.observe.runlog": ("RunLog", "read_lines", "Lines", "Run", "Moved", "Accounted"),
     "kvmover.store.files": ("Files", "PlainFiles", "OpenFile", "FileRun", "Access", "memory_of_buffer"),
     "kvmover.store.nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
     "kvmover.testing.store": ("StoreConformance", "Subject", "Identity"),
@@ -116,7 +120,8 @@ HEAD = """\
 # API
 
 Every public name, by the package that exports it. A row has the signature, the first sentence of the docstring, and
-what is raised; below a class are its fields, properties and methods. `help()` shows the whole docstring.
+what is raised; of a class of fields the signature is the fields. Below a class are its properties and methods, and the
+fields that its docstring says more of than name and type do. `help()` shows the whole docstring.
 [Your engine](your-engine.md) shows the names that an engine needs. `kvmover` itself exports the names of its first
 table lazily: importing it loads neither torch nor NIXL. The adapters have pages of their own: [SGLang](sglang.md),
 [vLLM](vllm.md). This page is written by `python -m tests.docs.api_page`.
@@ -160,10 +165,12 @@ def rows(package: str, module: ModuleType, name: str) -> Iterator[tuple[str, str
     if package == "kvmover":
         yield name, own or sentence(documentation(value))
         return
-    yield name + signature(value), own or whole(value)
+    held = list(fields(value)) if inspect.isclass(value) else []
+    made = f"({', '.join(field for field, _ in held)})" if held else signature(value)
+    yield name + made, own or whole(value)
     if not inspect.isclass(value):
         return
-    yield from fields(name, value)
+    yield from ((f"{name}.{field}", text) for field, text in held if text)
     for attribute, member in vars(value).items():
         if not attribute.startswith("_") and is_call(member):
             text = told(documentation(member))
@@ -178,8 +185,8 @@ def is_call(member: Any) -> bool:
     return inspect.isfunction(member) or isinstance(member, (property, cached_property, classmethod, staticmethod))
 
 
-def fields(name: str, kind: type) -> Iterator[tuple[str, str]]:
-    """`Result.held: bool = False`, with the sentences of the class's docstring that are about `held`."""
+def fields(kind: type) -> Iterator[tuple[str, str]]:
+    """`held: bool = False`, with the sentences of the class's docstring that are about `held`, if there are any."""
     said = inspect.cleandoc(kind.__doc__ or "")
     if is_dataclass(kind):
         found = [
@@ -190,7 +197,7 @@ def fields(name: str, kind: type) -> Iterator[tuple[str, str]]:
         found = [
             (
                 field.name,
-                words(kind.__annotations__.get(field.name, "")),
+                words(next(each.__annotations__[field.name] for each in kind.__mro__ if field.name in _own(each))),
                 None if field.required else repr(field.default),
             )
             for field in msgspec.structs.fields(kind)
@@ -199,13 +206,17 @@ def fields(name: str, kind: type) -> Iterator[tuple[str, str]]:
         return
     for field, type_, default in found:
         if not field.startswith("_"):
-            yield f"{name}.{field}: {type_}" + (f" = {_short(default)}" if default else ""), about(field, said)
+            yield f"{field}: {type_}" + (f" = {_short(default)}" if default else ""), about(field, said)
+
+
+def _own(kind: type) -> dict[str, Any]:
+    return vars(kind).get("__annotations__", {})
 
 
 def _short(default: str) -> str:
     """`<Verb.PUSH: 'push'>` as `'push'`; a value of many fields as `...`."""
     member = re.fullmatch(r"<\w+\.\w+: (.*)>", default)
-    return member[1] if member else default if len(default) < 30 else "..."
+    return member[1] if member else default if len(default) < 30 and default[0] != "<" else "..."
 
 
 def about(field: str, said: str) -> str:

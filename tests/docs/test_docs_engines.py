@@ -12,7 +12,7 @@ import pytest
 
 from kvmover.config import Settings, keys
 from kvmover.config.keys import value_of
-from kvmover.config.text import toml
+from kvmover.config.load import toml
 from kvmover.engines.sglang import options as sglang
 from kvmover.engines.vllm import options as vllm
 

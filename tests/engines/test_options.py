@@ -11,7 +11,7 @@ import pytest
 
 from kvmover.config import ConfigError, Settings, keys
 from kvmover.config.keys import value_of
-from kvmover.config.text import toml
+from kvmover.config.load import toml
 from kvmover.engines.sglang import options as sglang
 from kvmover.engines.vllm import options as vllm
 from kvmover.plan.cost import Route

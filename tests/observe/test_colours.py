@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from kvmover.observe import svg
-from kvmover.observe.report_style import STYLE
+from kvmover.observe.charts import STYLE
 
 #: Machado, Oliveira and Fernandes (2009), severity 1: linear RGB as such a reader sees it.
 SIGHTS = {

@@ -19,7 +19,7 @@ from kvmover import cli
 from kvmover.cache.ledger import Credit, Loss
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.layout import Component
-from kvmover.observe import plan_table, store_table
+from kvmover.observe import plan_table, tables
 from kvmover.observe.tables import Column, Sheet, bands
 from kvmover.observe.top import View, screen
 from kvmover.observe.words import bytes_in_words
@@ -93,7 +93,7 @@ def at(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> C
     """What a command prints at a width, in plain text."""
 
     def run(width: int, *arguments: object) -> str:
-        for module in (plan_table, store_table):
+        for module in (plan_table, tables):
             monkeypatch.setattr(module, "console", lambda: Console(width=width, highlight=False, markup=False))
         with pytest.raises(SystemExit):
             cli.main([str(argument) for argument in arguments])

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from kvmover.cache.ledger.ledger import Ledger
-from kvmover.cache.ledger.residency import Residency
+from kvmover.cache.ledger.residency import BOUNDS_S, Residency
+from kvmover.exposition import Metric, MetricKind, cumulative
 
 if TYPE_CHECKING:
-    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+    from prometheus_client.core import Metric as Family
 
 _SOURCES = ("device", "host", "storage", "computed", "abandoned")
 _ENDS = ("finished", "retracted", "aborted")
 _GROUP = ("tenant", "model", "attempt")
-_TIMES = (
-    ("lifetimes", "kvmover_page_lifetime_seconds", "From a page's storing to its removal."),
-    ("idles", "kvmover_page_idle_seconds", "From a page's last use to its removal."),
-    ("gaps", "kvmover_page_reuse_gap_seconds", "Between two uses of a page."),
-)
+_COUNTER, _TIMES = MetricKind.COUNTER, MetricKind.HISTOGRAM
+
+_TOKENS = Metric("prompt_tokens", _COUNTER, "Prompt tokens by where their KV came from.", (*_GROUP, "source"))
+_LOST = Metric("lost_tokens", _COUNTER, "Reusable tokens that were computed again, by reason.", (*_GROUP, "reason"))
+_ATTEMPTS = Metric("attempts", _COUNTER, "Attempts by how they ended.", (*_GROUP, "end"))
+_SAVED = Metric("saved_bytes", _COUNTER, "KV that was not computed.", ("tenant", "model"))
+_FAULTS = Metric("ledger_faults", _COUNTER, "Events that did not balance.", ())
+_NEVER = Metric("never_admitted", _COUNTER, "Requests that ended before they began.", ())
+#: By what a Residency calls them.
+_STAYS = {
+    "lifetimes": Metric("page_lifetime", _TIMES, "From a page's storing to its removal.", ("tier",)),
+    "idles": Metric("page_idle", _TIMES, "From a page's last use to its removal.", ("tier",)),
+    "gaps": Metric("page_reuse_gap", _TIMES, "Between two uses of a page.", ("tier",)),
+}
 
 
 class LedgerCollector:
@@ -32,17 +42,9 @@ class LedgerCollector:
     def __init__(self, ledger: Ledger, tiers: Mapping[str, Residency] = MappingProxyType({})) -> None:
         self._ledger, self._tiers = ledger, tiers
 
-    def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
-        from prometheus_client.core import CounterMetricFamily
-
-        tokens = CounterMetricFamily(
-            "kvmover_prompt_tokens", "Prompt tokens by where their KV came from.", labels=(*_GROUP, "source")
-        )
-        lost = CounterMetricFamily(
-            "kvmover_lost_tokens", "Reusable tokens that were computed again, by reason.", labels=(*_GROUP, "reason")
-        )
-        attempts = CounterMetricFamily("kvmover_attempts", "Attempts by how they ended.", labels=(*_GROUP, "end"))
-        saved = CounterMetricFamily("kvmover_saved_bytes", "KV that was not computed.", labels=("tenant", "model"))
+    def collect(self) -> Iterator[Family]:
+        """The metric families of docs/metrics.md. For prometheus_client."""
+        tokens, lost, attempts, saved = (cast(Any, each.family()) for each in (_TOKENS, _LOST, _ATTEMPTS, _SAVED))
         for group in self._ledger.groups():
             book = self._ledger.total(group)
             saved.add_metric((group.tenant, group.model), self._ledger.saved_bytes(group))
@@ -55,18 +57,16 @@ class LedgerCollector:
                 for reason, count in totals.lost.items():
                     lost.add_metric((*labels, reason), count)
         yield from (tokens, lost, attempts, saved)
-        yield CounterMetricFamily("kvmover_ledger_faults", "Events that did not balance.", value=self._ledger.faults)
-        yield CounterMetricFamily(
-            "kvmover_never_admitted", "Requests that ended before they began.", value=self._ledger.never_admitted
-        )
-        yield from self._times()
+        for metric, count in ((_FAULTS, self._ledger.faults), (_NEVER, self._ledger.never_admitted)):
+            alone: Any = metric.family()
+            alone.add_metric((), count)
+            yield alone
+        yield from self._stays()
 
-    def _times(self) -> Iterator[HistogramMetricFamily]:
-        from prometheus_client.core import HistogramMetricFamily
-
-        for attribute, name, text in _TIMES:
-            family = HistogramMetricFamily(name, text, labels=("tier",))
+    def _stays(self) -> Iterator[Family]:
+        for attribute, metric in _STAYS.items():
+            family: Any = metric.family()
             for tier, residency in self._tiers.items():
                 histogram = getattr(residency, attribute)
-                family.add_metric((tier,), histogram.cumulative(), histogram.sum_s)
+                family.add_metric((tier,), cumulative(histogram, BOUNDS_S), histogram.sum_s)
             yield family

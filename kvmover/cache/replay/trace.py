@@ -61,7 +61,7 @@ def read_trace(path: Path) -> list[ReplayRequest]:
         try:
             request = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ReplayTraceError(f"{where}: {error}: {line[:200]!r}") from error
+            raise ReplayTraceError(f"{where}: {error}: {line[:40]!r}") from error
         _check(request, where)
         requests.append(request)
     if not requests:

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvmover.exposition import RANK, Metric, MetricKind, families, named
 from kvmover.transfer.meter import BOUNDS_S, Histogram
 
 if TYPE_CHECKING:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.core import Metric as Family
 
 
 class TierCount(StrEnum):
@@ -77,43 +77,55 @@ class TierSnapshot:
     gauges: Mapping[TierGauge, int]
 
 
-#: `kvmover_tier_<count>_total`. Bandwidths are bytes over the seconds of the stage.
-COUNTS: Mapping[TierCount, str] = {
-    TierCount.BACKED_PAGES: "Pages that this rank copied from the device to the host.",
-    TierCount.BACKED_BYTES: "Bytes that this rank copied from the device to the host.",
-    TierCount.LOADED_PAGES: "Pages copied from the host to the device.",
-    TierCount.LOADED_BYTES: "Bytes copied from the host to the device.",
-    TierCount.STORED_PAGES: "Pages that this rank wrote to storage, which did not have them.",
-    TierCount.STORED_BYTES: "Bytes that this rank wrote to storage.",
-    TierCount.FETCHED_PAGES: "Pages read from storage to the host.",
-    TierCount.FETCHED_BYTES: "Bytes read from storage to the host.",
-    TierCount.LOOKED_UP_PAGES: "Pages that storage was asked for.",
-    TierCount.FOUND_PAGES: "Pages that storage has and nearer tiers do not, as far as they make a prefix.",
+#: What a scrape says of a controller, by what its meter calls it.
+METRICS: Mapping[StrEnum, Metric] = {
+    **named(
+        "tier_",
+        MetricKind.COUNTER,
+        {
+            TierCount.BACKED_PAGES: "Pages that this rank copied from the device to the host.",
+            TierCount.BACKED_BYTES: "Bytes that this rank copied from the device to the host.",
+            TierCount.LOADED_PAGES: "Pages copied from the host to the device.",
+            TierCount.LOADED_BYTES: "Bytes copied from the host to the device.",
+            TierCount.STORED_PAGES: "Pages that this rank wrote to storage, which did not have them.",
+            TierCount.STORED_BYTES: "Bytes that this rank wrote to storage.",
+            TierCount.FETCHED_PAGES: "Pages read from storage to the host.",
+            TierCount.FETCHED_BYTES: "Bytes read from storage to the host.",
+            TierCount.LOOKED_UP_PAGES: "Pages that storage was asked for.",
+            TierCount.FOUND_PAGES: "Pages that storage has and nearer tiers do not, as far as they make a prefix.",
+        },
+    ),
+    **named(
+        "tier_",
+        MetricKind.GAUGE,
+        {
+            TierGauge.OPEN_OPERATIONS: "Operations that have not ended on all ranks.",
+            TierGauge.OPEN_RESTORES: "Requests whose prefix is on its way.",
+            TierGauge.QUEUED_JOBS: "Jobs of the storage thread, the one under way included.",
+            TierGauge.FREE_DEVICE_PAGES: "Pages of attention KV on the device that nobody uses.",
+            TierGauge.FREE_HOST_PAGES: "Pages of attention KV on the host that nobody uses.",
+            TierGauge.READING_PAGES: "Pages on the host that are being read into.",
+            TierGauge.WRITING_PAGES: "Pages that wait to be written to storage, or are being written.",
+        },
+    ),
+    **named(
+        "tier_",
+        MetricKind.HISTOGRAM,
+        {
+            TierStage.BACKUP: "From the start of a copy to the host until it is there.",
+            TierStage.LOAD: "From the start of a copy to the device until it is there.",
+            TierStage.LOOK: "From a look-up's queueing until its answer.",
+            TierStage.FETCH: "From a read's queueing until its end.",
+            TierStage.STORE: "From a write's queueing until its end.",
+            TierStage.RESTORE: "From a request's coming until its prefix is on the device, on all ranks.",
+            TierStage.AGREE: "In the collective of a round.",
+        },
+    ),
 }
 
-#: `kvmover_tier_<stage>_seconds`.
-STAGES: Mapping[TierStage, str] = {
-    TierStage.BACKUP: "From the start of a copy to the host until it is there.",
-    TierStage.LOAD: "From the start of a copy to the device until it is there.",
-    TierStage.LOOK: "From a look-up's queueing until its answer.",
-    TierStage.FETCH: "From a read's queueing until its end.",
-    TierStage.STORE: "From a write's queueing until its end.",
-    TierStage.RESTORE: "From a request's coming until its prefix is on the device, on all ranks.",
-    TierStage.AGREE: "In the collective of a round.",
-}
-
-#: `kvmover_tier_<gauge>`.
-GAUGES: Mapping[TierGauge, str] = {
-    TierGauge.OPEN_OPERATIONS: "Operations that have not ended on all ranks.",
-    TierGauge.OPEN_RESTORES: "Requests whose prefix is on its way.",
-    TierGauge.QUEUED_JOBS: "Jobs of the storage thread, the one under way included.",
-    TierGauge.FREE_DEVICE_PAGES: "Pages of attention KV on the device that nobody uses.",
-    TierGauge.FREE_HOST_PAGES: "Pages of attention KV on the host that nobody uses.",
-    TierGauge.READING_PAGES: "Pages on the host that are being read into.",
-    TierGauge.WRITING_PAGES: "Pages that wait to be written to storage, or are being written.",
-}
-
-_RANK = ("engine", "rank")
+_DROPPED = Metric(
+    "tier_dropped_pages", MetricKind.COUNTER, "Pages that did not reach their tier.", (*RANK, "verb", "why")
+)
 
 
 class TierCollector:
@@ -125,37 +137,12 @@ class TierCollector:
     def __init__(self, *snapshots: Callable[[], TierSnapshot]) -> None:
         self._snapshots = snapshots
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
+    def collect(self) -> Iterator[Family]:
+        """The metric families of docs/metrics.md, from one snapshot of each rank. For prometheus_client."""
         taken = [snapshot() for snapshot in self._snapshots]
-        for count, text in COUNTS.items():
-            family = CounterMetricFamily(f"kvmover_tier_{count}", text, labels=_RANK)
-            for at in taken:
-                family.add_metric(_rank(at), at.meter.counts[count])
-            yield family
-        dropped = CounterMetricFamily(
-            "kvmover_tier_dropped_pages",
-            "Pages that did not reach their tier.",
-            labels=(*_RANK, "verb", "why"),
-        )
+        yield from families(METRICS, taken, BOUNDS_S)
+        dropped: Any = _DROPPED.family()
         for at in taken:
             for (verb, why), pages in at.meter.dropped.items():
-                dropped.add_metric((*_rank(at), verb, why), pages)
+                dropped.add_metric((at.engine, str(at.rank), verb, why), pages)
         yield dropped
-        for gauge, text in GAUGES.items():
-            gauges = GaugeMetricFamily(f"kvmover_tier_{gauge}", text, labels=_RANK)
-            for at in taken:
-                gauges.add_metric(_rank(at), at.gauges[gauge])
-            yield gauges
-        for stage, text in STAGES.items():
-            times = HistogramMetricFamily(f"kvmover_tier_{stage}_seconds", text, labels=_RANK)
-            for at in taken:
-                histogram = at.meter.stages[stage]
-                buckets = zip((*map(str, BOUNDS_S), "+Inf"), accumulate(histogram.counts), strict=True)
-                times.add_metric(_rank(at), list(buckets), histogram.sum_s)
-            yield times
-
-
-def _rank(at: TierSnapshot) -> tuple[str, str]:
-    return at.engine, str(at.rank)

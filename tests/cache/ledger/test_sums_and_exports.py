@@ -26,6 +26,7 @@ from kvmover.cache.ledger import (
 )
 from kvmover.cache.ledger.residency import BOUNDS_S
 from kvmover.errors import KvmoverError
+from kvmover.exposition import cumulative
 from tests.test_imports import modules_after
 
 LLAMA = AccountGroup("gold", "llama")
@@ -101,7 +102,7 @@ def test_a_histogram_counts_every_time_at_its_bound(times: list[float]) -> None:
     histogram = DurationHistogram()
     for seconds in times:
         histogram.add(seconds)
-    rows = histogram.cumulative()
+    rows = cumulative(histogram, BOUNDS_S)
     assert rows[-1] == ("+Inf", len(times))
     assert histogram.count == len(times)
     for (label, count), bound in zip(rows, BOUNDS_S, strict=False):
