@@ -18,7 +18,8 @@ from kvmover.cache.tiers.policy import (
     worth,
 )
 from kvmover.cache.tiers.rate import Rate
-from kvmover.cache.tiers.restore import Restore, RestorePhase
+from kvmover.cache.tiers.restore import Restore
+from kvmover.cache.tiers.restoring import RestorePhase
 from kvmover.cache.tiers.rules import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.storage import Storage
 from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens, part_of

@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -142,15 +143,24 @@ def counted(done: int, total: int) -> tuple[int, int, int]:
     return done, total, -total
 
 
-def agreed_count(answer: VoteRow, *, parts: bool) -> int:
-    """How many pages all ranks have done. Where only the whole is of use (`parts` is False), all of them or none.
+class PartialWork(Enum):
+    """What becomes of pages that a rank has brought and another has not: a model with further components has no use
+    for a part of a prefix, whose end lacks its window and its state.
+    """
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+
+
+def agreed_count(answer: Sequence[int] | VoteRow, partial: PartialWork) -> int:
+    """How many first pages all ranks have done, from the minimum of their `counted`; none of a dropped part.
 
     >>> row = np.minimum(counted(5, 8), counted(8, 8))
-    >>> agreed_count(row, parts=True), agreed_count(row, parts=False)
+    >>> agreed_count(row, PartialWork.KEPT), agreed_count(row, PartialWork.DROPPED)
     (5, 0)
     """
     done, least, most = int(answer[0]), int(answer[1]), -int(answer[2])
-    return done if parts or done == least == most else 0
+    return done if partial is PartialWork.KEPT or done == least == most else 0
 
 
 def checksum(ids: Sequence[int]) -> int:

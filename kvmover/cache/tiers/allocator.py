@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from kvmover.cache.prefix import FULL, ActionList, CopyLeg, CopyOut, FreePages, PrefixTree, Tier, WriteBack
+from kvmover.cache.tiers.agreement import PartialWork
 from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
 from kvmover.cache.tiers.errors import TierError
 from kvmover.cache.tiers.tiered_pool import TieredPool
@@ -75,6 +76,11 @@ class PageAllocator:
                 self.free[name, tier] = FreeList(f"{name} on the {tier.name.lower()}", sizes[0])
         if unknown := {tiered_pool.name for tiered_pool in tiered_pools} - set(names):
             raise TierError(f"pools for {sorted(unknown)}, and the tree has {names}")
+
+    @property
+    def partial(self) -> PartialWork:
+        """What of this tree's copies is of use where some rank alone has brought it."""
+        return PartialWork.DROPPED if self.tree.config.components else PartialWork.KEPT
 
     def take(self, name: str, tier: Tier, count: int) -> list[int] | None:
         """Ids, from what was used least recently where none are free; None where that does not do."""

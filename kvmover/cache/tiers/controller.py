@@ -21,7 +21,8 @@ from kvmover.cache.tiers.copies import LayerwiseCopier
 from kvmover.cache.tiers.errors import TierError
 from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import Inclusion, TierPolicy
-from kvmover.cache.tiers.restore import Restore, Restoring
+from kvmover.cache.tiers.restore import Restore, Restores
+from kvmover.cache.tiers.restoring import GivenUp, Hurry
 from kvmover.cache.tiers.storage import Storage
 from kvmover.cache.tiers.storage_events import StorageEvents
 from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
@@ -76,7 +77,7 @@ class Controller:
             storage.store.watch(self._events)
         self._writing = Writing(*hands, self._events)
         self.allocator.copied_out = self._writing.copied_out
-        self._restoring = Restoring(*hands, clock, self._writing.reused)
+        self._restores = Restores(*hands, clock, self._writing.reused)
 
     @property
     def tree(self) -> PrefixTree:
@@ -92,15 +93,16 @@ class Controller:
         The result changes in `poll`. It may be ready at once.
         """
         key = tokens if isinstance(tokens, RadixKey) else self.tree.key(tokens, namespace)
-        return self._restoring.begin(key, max(0, key.tokens - 1) if limit_tokens is None else limit_tokens)
+        limit = key.tokens - 1 if limit_tokens is None else min(limit_tokens, key.tokens)
+        return self._restores.begin(key, max(0, limit))
 
     def want(self, restore: Restore) -> None:
         """The request is to start now: with BestEffort a read ends with what it has."""
-        restore.wanted = True
+        self._restores.tell(restore, Hurry())
 
     def abort(self, restore: Restore) -> None:
         """Nobody wants it any more. What is on its way lands or comes back, by itself."""
-        self._restoring.abort(restore)
+        self._restores.tell(restore, GivenUp())
 
     def release(self, restore: Restore) -> None:
         """The request is over: its prefix may be evicted. Once, of a restore that is ready."""
@@ -152,7 +154,7 @@ class Controller:
         """This rank's row of the round. With `settle` the two halves of `poll`, for who agrees in another way."""
         self.copies.poll()
         self.worker.poll()
-        self._restoring.poll()
+        self._restores.poll()
         return self.collectives.votes()
 
     def settle(self, agreed: VoteRow) -> None:
@@ -177,7 +179,7 @@ class Controller:
     @property
     def idle(self) -> bool:
         """Whether no operation is open and none is due."""
-        return not (self.collectives.open or self._writing.due or self._restoring.open)
+        return not (self.collectives.open or self._writing.due or self._restores.open)
 
     def wait(self, restore: Restore | None = None) -> None:
         """Poll until `restore` is done, or until all is. Ranks that wait together stop waiting together."""
@@ -190,11 +192,11 @@ class Controller:
         free = self.allocator.free
         gauges = {
             TierGauge.OPEN_OPERATIONS: len(self.collectives.open),
-            TierGauge.OPEN_RESTORES: len(self._restoring.open),
+            TierGauge.OPEN_RESTORES: len(self._restores.open),
             TierGauge.QUEUED_JOBS: self.worker.queued,
             TierGauge.FREE_DEVICE_PAGES: len(free[FULL, Tier.DEVICE]),
             TierGauge.FREE_HOST_PAGES: len(free[FULL, Tier.HOST]),
-            TierGauge.READING_PAGES: self._restoring.reading_pages,
+            TierGauge.READING_PAGES: self._restores.reading_pages,
             TierGauge.WRITING_PAGES: self._writing.writing_pages,
         }
         return TierSnapshot(self.config.engine, self.config.rank, self.meter.copy(), gauges)

@@ -124,7 +124,7 @@ class Writing:
                 self.meter.dropped["store", "evicted before it was stored"] += 1
 
     def _backed(self, node: int, transfer: TierCopy, agreed: VoteRow) -> None:
-        done = agreed_count(agreed, parts=not self.allocator.tree.config.components)
+        done = agreed_count(agreed, self.allocator.partial)
         self.allocator.apply(self.allocator.tree.end(transfer.op, done))
         if done and self.policy.store is Store.BACKED and self.storage is not None:
             self._due.append(Due(node, transfer.first_page))

@@ -91,7 +91,7 @@ def test_fewer_tokens_than_the_threshold_are_not_looked_for(tmp_path):
 
 def test_a_read_that_does_not_pay_is_not_begun_and_the_ledger_says_why(tmp_path):
     rank = serve_stored(tmp_path, TierPolicy(prefetch=CostAware(1e12), least_tokens=1))
-    storage = rank.controller._restoring.storage
+    storage = rank.controller._restores.storage
     assert storage is not None
     storage.reads.add(1 << 20, 1.0)
     restore = rank.serve(PROMPT)
@@ -141,7 +141,7 @@ def test_a_batch_is_what_a_disk_moves_in_some_milliseconds(tmp_path, monkeypatch
     monkeypatch.setattr(storage, "_BATCH_BYTES", nbytes)
     rank = Rank(tmp_path)
     assert rank.tiered_pools[0].part.nbytes == 8 << 10
-    made = rank.controller._restoring.storage
+    made = rank.controller._restores.storage
     assert made is not None
     assert made.batch_pages == pages
     rank.close()
