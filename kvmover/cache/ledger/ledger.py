@@ -78,6 +78,15 @@ class Totals:
         for reason, tokens in other.lost.items():
             self.lost[reason] = self.lost.get(reason, 0) + tokens
 
+    def check(self) -> None:
+        """Raise LedgerError where a law of accounts does not hold for the sums. O(reasons)."""
+        if self.attempts != self.finished + self.retracted + self.aborted:
+            raise LedgerError(f"attempts are not finished + retracted + aborted: {self}")
+        if self.reusable_tokens != self.credited_tokens + sum(self.lost.values()):
+            raise LedgerError(f"reusable is not credited + lost: {self}")
+        if self.prompt_tokens != self.credited_tokens + self.computed_tokens + self.abandoned_tokens:
+            raise LedgerError(f"prompts are not credited + computed + abandoned: {self}")
+
     def as_data(self) -> dict[str, Any]:
         """For JSON, with the sums that follow from the others."""
         return {
@@ -109,6 +118,11 @@ class Book:
 
     first: Totals = field(default_factory=Totals)
     again: Totals = field(default_factory=Totals)
+
+    def check(self) -> None:
+        """Raise LedgerError where sums do not balance."""
+        self.first.check()
+        self.again.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +257,19 @@ class Ledger:
     def windows(self) -> tuple[TimeWindow, ...]:
         """Kept windows in which an attempt ended, oldest first; the last one is still open."""
         return (*self._windows, self._now) if self._books else tuple(self._windows)
+
+    def check(self) -> None:
+        """Raise LedgerError where an open account, a window or a sum does not balance. O(open requests + windows)."""
+        for account in self._open.values():
+            account.check()
+        for window in self.windows():
+            for book in window.books.values():
+                book.check()
+        for group in self.groups():
+            book = self.total(group)
+            book.check()
+            if book.again.attempts > book.first.retracted + book.again.retracted:
+                raise LedgerError(f"{group}: more attempts came again than were retracted: {book}")
 
     def _end(self, request: RequestId, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account | None:
         try:

@@ -287,6 +287,17 @@ class PrefixTree:
 
     # Proof
 
+    def ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> set[int]:
+        """Every page id of a component that the tree or an operation under way has on a tier: O(pages), for checks."""
+        index, forest = self.config.index(component), self._forest
+        rows = [forest.ids(node, tier, index) or b"" for node in forest]
+        records = [record for record in self._copies.records.values() if record.dst is tier]
+        rows += [part.dst for record in records for part in record.parts if part.index == index]
+        if tier is Tier.HOST:
+            for fetch in self._fetches.values():
+                rows += [fetch.ids] if index < 0 else [ids for held, ids in fetch.held if held == index]
+        return {page for row in rows for page in page_array(row).tolist()}
+
     def check(self) -> None:
         """Assert the invariants, by recomputing all that is kept incrementally: O(pages). Raises InvariantBroken."""
         check(self._forest, self._copies.records.values(), [fetch.ids for fetch in self._fetches.values()])

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.cache.prefix import InvariantBroken
 from kvmover.cache.tiers.errors import ConsensusBroken
 
 if TYPE_CHECKING:
@@ -136,6 +137,17 @@ class CollectiveOps:
                 rest.append(collective)
         self.open = rest
         return over
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless operations are open in the order in which they began. O(open operations)."""
+        serials = [collective.serial for collective in self.open]
+        if serials != sorted(set(serials)) or max(serials, default=0) > self.serial:
+            raise InvariantBroken(f"operations {serials} are open, of {self.serial} that began")
+        for collective in self.open:
+            if collective.answer is not None and len(collective.answer) != collective.width:
+                raise InvariantBroken(
+                    f"operation {collective.serial} is answered by {len(collective.answer)} of {collective.width} numbers"
+                )
 
 
 def counted(done: int, total: int) -> tuple[int, int, int]:

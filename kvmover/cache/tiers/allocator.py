@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from kvmover.cache.prefix import FULL, ActionList, CopyLeg, CopyOut, FreePages, PrefixTree, Tier, WriteBack
+from kvmover.cache.prefix import FULL, ActionList, CopyLeg, CopyOut, FreePages, InvariantBroken, PrefixTree, Tier, WriteBack
 from kvmover.cache.tiers.agreement import PartialWork
 from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
 from kvmover.cache.tiers.errors import TierError
@@ -47,6 +48,16 @@ class FreeList:
                 raise TierError(f"page {page} of {self._name} comes back, and is free already or outside {self.pages}")
             self._ids.add(page)
             heappush(self._heap, page)
+
+    def check(self, others: Collection[int]) -> None:
+        """Raise InvariantBroken unless each page is free or one of `others`, which the tree and the caller have."""
+        if sorted(self._heap) != sorted(self._ids):
+            raise InvariantBroken(f"free pages of {self._name} are {sorted(self._ids)}, in order {sorted(self._heap)}")
+        pages = sorted([*self._ids, *others])
+        if pages != list(range(self.pages)):
+            twice = sorted(page for page, times in Counter(pages).items() if times > 1)
+            lost = sorted(set(range(self.pages)) - set(pages))
+            raise InvariantBroken(f"of {self.pages} pages of {self._name} {lost} are lost, and {twice} are in two places")
 
 
 #: Host pages offered to each eviction of a tree that writes back, however few it asks for: a tree with further
@@ -132,6 +143,11 @@ class PageAllocator:
                     found.append(Batch(tiered_pool, [host[i] for i in places], [device[i] for i in places]))
         return found
 
+    def check(self, out: Mapping[tuple[str, Tier], Collection[int]]) -> None:
+        """Raise InvariantBroken unless every page is in one place. `out`: pages that the caller has. O(pages)."""
+        for (name, tier), free in self.free.items():
+            free.check([*self.tree.ids(name, tier), *out.get((name, tier), ())])
+
     def drop_second_copies(self) -> None:
         """Of a tree that writes back, while nobody reads from the host: no page is on both tiers then.
 
@@ -148,8 +164,9 @@ class PageAllocator:
         room: list[int] = []
         if isinstance(self.tree.config.tiers, WriteBack):
             host = self.free[FULL, Tier.HOST]
-            if pages > len(host):
-                self.apply(self.tree.evict_host(pages - len(host)))
+            coming = min(pages, self.tree.sizes(name, tier).evictable)  # the host gives up nothing for what stays
+            if coming > len(host):
+                self.apply(self.tree.evict_host(coming - len(host)))
             room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
             host.give(room)  # what a copy takes of it is claimed when it is carried out
         self.apply(self.tree.evict(pages, name, room=room))

@@ -8,7 +8,7 @@ operation is open.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvmover.cache.prefix import FULL, Inserted, LockHandle, PrefixNamespace, PrefixTree, RadixKey, Tier, WriteBack
@@ -200,6 +200,18 @@ class Controller:
             TierGauge.WRITING_PAGES: self._writing.writing_pages,
         }
         return TierSnapshot(self.config.engine, self.config.rank, self.meter.copy(), gauges)
+
+    def check(self, out: Mapping[tuple[str, Tier], Collection[int]]) -> None:
+        """Raise InvariantBroken where tree, pages, operations and restores do not fit together. O(pages): for tests.
+
+        `out`: by component and tier, the pages that the caller took and has not given or kept.
+        """
+        self.tree.check()
+        self.allocator.check(out)
+        self.collectives.check()
+        self.copies.check()
+        self._restores.check()
+        self._writing.check()
 
     def close(self) -> None:
         """Stop the thread. What is on its way to storage is dropped: `wait` before, to have it written."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvmover.cache.prefix import Tier
+from kvmover.cache.prefix import InvariantBroken, Tier
 from kvmover.cache.tiers.tiered_pool import TieredPool, region
 from kvmover.kernels.region import Region
 from kvmover.layout import Span
@@ -130,6 +130,12 @@ class LayerwiseCopier:
     @property
     def busy(self) -> bool:
         return bool(self._under_way)
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless each group of layers has landed, is being copied or waits. O(copies)."""
+        for copy in self._under_way:
+            if copy.landed + len(copy.events) + len(copy.groups) != len(copy.sizes):
+                raise InvariantBroken(f"{copy.landed} of {len(copy.sizes)} groups have landed, {len(copy.groups)} wait")
 
     def _step(self, copy: LayerwiseCopy) -> None:
         from kvmover.kernels import reference

@@ -325,8 +325,7 @@ def step(state: Restoring, event: RestoreEvent, now: float) -> RestoreStep:
         case HostFull(tokens):
             return _vote(_short(state, Loss.HOST_CAPACITY, tokens), 0, [BeginNothing()])
         case FetchEnded(pages, loss):
-            short = (state.op_pages - pages) * state.terms.page_tokens
-            return _vote(_short(state, loss or Loss.LATE, short), pages, [])
+            return _fetched(state, pages, loss or Loss.LATE)
         case LoadEnded():
             return _vote(state, state.op_pages, [])
         case RanksAgreed(answer):
@@ -389,6 +388,13 @@ def _chosen(state: Restoring, answer: Sequence[int]) -> RestoreStep:
         return _load(state)
     patience = patience_s(terms.policy.prefetch, pages * page - state.best_tokens)
     return replace(_ask(state, RestorePhase.READ), patience_s=patience), [BeginFetch(pages)]
+
+
+def _fetched(state: Restoring, pages: int, loss: Loss) -> RestoreStep:
+    """A part that is of no use is no part: all of it is this rank's own shortfall."""
+    if state.terms.partial is PartialWork.DROPPED and pages < state.op_pages:
+        pages = 0
+    return _vote(_short(state, loss, (state.op_pages - pages) * state.terms.page_tokens), pages, [])
 
 
 # Host to device.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvmover.cache.prefix import CopyOut, PrefixError, StaleHandle, Tier, TierCopy, WriteBack
+from kvmover.cache.prefix import CopyOut, InvariantBroken, PrefixError, StaleHandle, Tier, TierCopy, WriteBack
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.keys import PageIds, page_array, words
 from kvmover.cache.prefix.results import PageArray
@@ -44,7 +44,8 @@ class Writing:
     policy: TierPolicy
     meter: TierMeter
     events: StorageEvents | None = None
-    writing_pages: int = 0
+    #: Pages on their way to storage, by the tree's operation.
+    _writes: dict[int, int] = field(default_factory=dict[int, int])
     #: What is to be stored once it is on the host.
     _due: deque[Due] = field(default_factory=deque[Due])
     #: Where the tree writes back: by device page of attention KV, the node whose path it was kept in.
@@ -53,6 +54,11 @@ class Writing:
     @property
     def due(self) -> int:
         return len(self._due)
+
+    @property
+    def writing_pages(self) -> int:
+        """Pages that wait to be written to storage, or are being written."""
+        return sum(self._writes.values())
 
     @property
     def writes_back(self) -> bool:
@@ -123,6 +129,11 @@ class Writing:
             except StaleHandle:
                 self.meter.dropped["store", "evicted before it was stored"] += 1
 
+    def check(self) -> None:
+        """Raise InvariantBroken where more is written than may wait, or than ranks are at. O(writes)."""
+        if self.writing_pages > self.policy.writing_pages or len(self._writes) > len(self.collectives.open):
+            raise InvariantBroken(f"{self.writing_pages} pages are written by {len(self._writes)} operations")
+
     def _backed(self, node: int, transfer: TierCopy, agreed: VoteRow) -> None:
         done = agreed_count(agreed, self.allocator.partial)
         self.allocator.apply(self.allocator.tree.end(transfer.op, done))
@@ -155,7 +166,7 @@ class Writing:
             self.meter.dropped["store", "too many pages wait to be written"] += count
             self.allocator.apply(tree.end(transfer.op))
             return
-        self.writing_pages += count
+        self._writes[transfer.op] = count
         collective = self.collectives.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
         write, watch = StorageWrite(storage, pages), Stopwatch()
 
@@ -172,7 +183,7 @@ class Writing:
         self.worker.begin(write, Urgency.WRITE, ended)
 
     def _stored(self, node: int, transfer: TierCopy, hashes: Sequence[bytes], agreed: VoteRow) -> None:
-        self.writing_pages -= len(hashes)
+        del self._writes[transfer.op]
         tree, first = self.allocator.tree, transfer.first_page
         if agreed[0] and self.events is not None and hashes:
             parent = tree.page_hashes(node)[first - 1] if first else None
