@@ -145,9 +145,8 @@ class CollectiveOps:
             raise InvariantBroken(f"operations {serials} are open, of {self.serial} that began")
         for collective in self.open:
             if collective.answer is not None and len(collective.answer) != collective.width:
-                raise InvariantBroken(
-                    f"operation {collective.serial} is answered by {len(collective.answer)} of {collective.width} numbers"
-                )
+                got, due = len(collective.answer), collective.width
+                raise InvariantBroken(f"operation {collective.serial} is answered by {got} of {due} numbers")
 
 
 def counted(done: int, total: int) -> tuple[int, int, int]:

@@ -6,7 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from kvmover.cache.prefix import FULL, ActionList, CopyLeg, CopyOut, FreePages, InvariantBroken, PrefixTree, Tier, WriteBack
+from kvmover.cache.prefix import (
+    FULL,
+    ActionList,
+    CopyLeg,
+    CopyOut,
+    FreePages,
+    InvariantBroken,
+    PrefixTree,
+    Tier,
+    WriteBack,
+)
 from kvmover.cache.tiers.agreement import PartialWork
 from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
 from kvmover.cache.tiers.errors import TierError
@@ -57,7 +67,9 @@ class FreeList:
         if pages != list(range(self.pages)):
             twice = sorted(page for page, times in Counter(pages).items() if times > 1)
             lost = sorted(set(range(self.pages)) - set(pages))
-            raise InvariantBroken(f"of {self.pages} pages of {self._name} {lost} are lost, and {twice} are in two places")
+            raise InvariantBroken(
+                f"of {self.pages} pages of {self._name} {lost} are lost, and {twice} are in two places"
+            )
 
 
 #: Host pages offered to each eviction of a tree that writes back, however few it asks for: a tree with further

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvmover.cache.prefix import FULL, PrefixTree, SlidingWindow, State, Tier
+from kvmover.cache.prefix.forest import ID_BYTES
 from kvmover.cache.tiers import Controller, ControllerConfig, LocalConsensus, Rule, Speed
 from kvmover.cache.tiers.copies import Batch
 from kvmover.cache.tiers.hostmem import SOLE
@@ -237,6 +238,16 @@ class SimRank:
         self.out: dict[tuple[str, Tier], set[int]] = {key: set() for key in self.contents}
         for key, free in controller.allocator.free.items():
             self._spoil_what_is_free(key, free)
+        if components:
+            self._refuse_parts()
+
+    def check(self) -> None:
+        """Every page is in one place, and nobody writes one that is free."""
+        self.controller.check(self.out)
+        for (name, tier), free in self.controller.allocator.free.items():
+            written = [page for page, what in enumerate(self.contents[name, tier]) if page in free and what != GARBAGE]
+            if written:
+                raise Broken(f"rank {self.number}: pages {written} of {name} on {tier.name} are free, and were written")
 
     def _stored(self, pool: SimPool, scenario: Scenario, disk: Disk, names: Mapping[tuple[int, int], bytes]) -> Any:
         def those(marked: frozenset[tuple[str, int, int]]) -> set[bytes]:
@@ -246,6 +257,18 @@ class SimRank:
         return SimStoredPool(
             pool, self.contents, has - those(disk.absent), those(disk.poisoned), those(disk.vanishing), self.served
         )
+
+    def _refuse_parts(self) -> None:
+        """Of a hybrid prefix, a read brings all or nothing: attention KV alone would only take room."""
+        end = self.tree.end
+
+        def ended(op: int, pages: int | None = None) -> Any:
+            fetch = self.tree._fetches.get(op)
+            if fetch is not None and pages is not None and 0 < pages < len(fetch.ids) // ID_BYTES:
+                raise Broken(f"rank {self.number} keeps {pages} pages of a hybrid prefix, and not its end")
+            return end(op, pages)
+
+        self.tree.end = ended
 
     def _spoil_what_is_free(self, key: tuple[str, Tier], free: Any) -> None:
         """Who reads a page after it came back is found out."""

@@ -1,4 +1,4 @@
-"""`python -m tests.sim.restores.replay SEED [PROFILE]` prints one schedule of restores round by round, and what broke."""
+"""`python -m tests.sim.restores.replay SEED [PROFILE]` prints one schedule round by round, and what broke."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ class Scenario:
             pages,
             tuple(random.choice([0, 8, 16, 24]) for _ in TEXTS),
             tuple(_disk(random, profile, model) for _ in range(ranks)),
-            _requests(random, profile, ranks),
-            _evictions(random, profile),
+            requests := _requests(random, profile, ranks),
+            _evictions(random, profile, requests),
         )
 
 
@@ -157,7 +157,7 @@ def _requests(random: Random, profile: Profile, ranks: int) -> tuple[Asked, ...]
     at = 0
     for _ in range(random.randint(3, 7)):
         at += random.choice([0, 0, 1, 4, 30])
-        abort = random.choice([0, 1, 2, 5, 12]) if random.random() < profile.dropped else None
+        abort = random.choice([0, 1, 3, 6, 12, 20, 30]) if random.random() < profile.dropped else None
         tokens = random.choice([25, 25, random.randint(1, 25)])
         found.append(
             Asked(random.randrange(len(TEXTS)), tokens, at, random.choice([0, 2, 9]), abort, random.randint(0, 6))
@@ -169,11 +169,15 @@ def _requests(random: Random, profile: Profile, ranks: int) -> tuple[Asked, ...]
     return tuple(found)
 
 
-def _evictions(random: Random, profile: Profile) -> tuple[Evict, ...]:
-    """In a calm schedule between two bursts of requests, so that nothing is found that goes."""
+def _evictions(random: Random, profile: Profile, requests: tuple[Asked, ...]) -> tuple[Evict, ...]:
+    """While requests are open, and at any time; in a calm schedule none."""
     if profile.roomy:
         return ()
     return tuple(
-        Evict(random.randint(0, 60), random.randint(1, 20), random.choice([Tier.DEVICE, Tier.HOST]))
-        for _ in range(random.randint(0, 5))
+        Evict(
+            random.choice([random.randint(0, 60), random.choice(requests).at + random.randint(0, 12)]),
+            random.randint(1, 20),
+            random.choice([Tier.DEVICE, Tier.HOST]),
+        )
+        for _ in range(random.randint(0, 8))
     )

@@ -25,7 +25,7 @@ from tests.sim.scene import Broken
 
 ROUND_S = 0.02
 #: No schedule has more rounds, so what is still open then never ends.
-ROUNDS = 3000
+ROUNDS = 1200
 
 
 @dataclass(eq=False)
@@ -56,9 +56,7 @@ class World:
         self.network = SimNetwork(seed)
         self.network.trace = [] if trace else None
         self.network.log(lambda: f"{scenario}")
-        self.names = {
-            (text, at): page for text, words in enumerate(TEXTS) for at, page in enumerate(_hashes(words))
-        }
+        self.names = {(text, at): page for text, words in enumerate(TEXTS) for at, page in enumerate(_hashes(words))}
         self.ranks = [SimRank(rank, scenario, self.network, seed, self.names) for rank in range(scenario.ranks)]
         for rank in self.ranks:
             rank.worker.stepped = lambda rank=rank: self._untouched(rank)
@@ -71,21 +69,25 @@ class World:
         self._evictions = sorted(scenario.evictions, key=lambda evict: evict.at)
         self._late: dict[Restore, int] = {}
         self._uneven = False
-        self._printed: list[object] = [None] * scenario.ranks
+        self._pages: list[tuple[int, ...]] = [()] * scenario.ranks
         self._said = ""
 
     def run(self) -> World:
-        self.network.after(ROUND_S, self._round)
+        self.network.after(ROUND_S, self._calls)
         while self.network.pending:
             self.network.step()
         self._end()
         return self
 
-    def _round(self) -> None:
+    def _calls(self) -> None:
+        """The engine calls, and some time later all ranks meet: storage does not wait for that."""
         self.round += 1
         if self.round > ROUNDS:
             raise Broken(f"still busy after {ROUNDS} rounds: {[r.restores[0].state for r in self.open]}")
         self._engine()
+        self.network.after(ROUND_S / 2, self._round)
+
+    def _round(self) -> None:
         agreed = np.min([rank.controller.votes() for rank in self.ranks], axis=0)
         for rank in self.ranks:
             rank.controller.settle(agreed)
@@ -95,7 +97,7 @@ class World:
         for number, rank in enumerate(self.ranks):
             self._look(number, rank)
         if self._due or self._evictions or self.open or self._uneven or not self._idle:
-            self.network.after(ROUND_S, self._round)
+            self.network.after(ROUND_S / 2, self._calls)
 
     # The engine: the same calls on every rank, in the same order.
 
@@ -118,7 +120,7 @@ class World:
 
     def _may_begin(self, asked: Asked) -> bool:
         """One that finds a rank short is alone, so that all ranks evict alike."""
-        return not self._uneven and (not asked.alone or not self.open and self._idle)
+        return not self._uneven and (not asked.alone or (not self.open and self._idle))
 
     @property
     def _idle(self) -> bool:
@@ -178,7 +180,7 @@ class World:
     def _follow(self, request: Request) -> None:
         """What all ranks must say alike."""
         said = {(restore.phase, restore.tokens) for restore in request.restores if restore.done}
-        if len(said) > 1 or said and not all(restore.done for restore in request.restores):
+        if len(said) > 1 or (said and not all(restore.done for restore in request.restores)):
             raise Broken(f"{request.name}: ranks say {[(r.phase, r.tokens) for r in request.restores]}")
         if said and request.ready is None:
             request.ready = self.round
@@ -240,15 +242,15 @@ class World:
     # The invariants.
 
     def _look(self, number: int, rank: SimRank) -> None:
-        """Of one rank, after every round that changed anything."""
-        controller, restores = rank.controller, rank.controller._restores
-        states = tuple(id(restore.state) for restore in (*restores.open, *restores.leaving))
-        free = tuple(map(len, controller.allocator.free.values()))
-        serials = tuple(each.serial for each in controller.collectives.open)
-        print_ = states, free, serials, len(rank.tree), self.round if self.open == [] else 0
-        if print_ != self._printed[number]:
-            self._printed[number] = print_
-            controller.check(rank.out)
+        """Of one rank, after every round: states and operations, and all pages where any has changed hands."""
+        controller = rank.controller
+        controller._restores.check()
+        controller._writing.check()
+        controller.collectives.check()
+        pages = *map(len, controller.allocator.free.values()), len(rank.tree)
+        if pages != self._pages[number]:
+            self._pages[number] = pages
+            rank.check()
             self.ledgers[number].check()
         self._untouched(rank)
         self._patience(rank)
@@ -280,7 +282,7 @@ class World:
             if state.phase is not RestorePhase.READ or restore.collective is None or restore.collective.stopping:
                 continue
             late = state.patience_s is not None and now > state.began_s + state.patience_s
-            if late or state.wanted and isinstance(self.scenario.policy.prefetch, BestEffort):
+            if late or (state.wanted and isinstance(self.scenario.policy.prefetch, BestEffort)):
                 since = self._late.setdefault(restore, self.round)
                 if self.round > since + 2:
                     raise Broken(f"a read goes on after its time is up: {state}")
@@ -303,7 +305,7 @@ class World:
             Loss.DEVICE_CAPACITY: not self.profile.roomy,
             Loss.CAPACITY_EVICTED: not self.profile.roomy,
             Loss.RANK_MINIMUM: any(_own(each) or each.reusable_tokens < restore.reusable_tokens for each in others)
-            or self.scenario.model == HYBRID and bool(others),
+            or (self.scenario.model == HYBRID and bool(others)),
         }
         for loss in restore.lost:
             if not may[loss]:
@@ -317,7 +319,7 @@ class World:
 
     def _end(self) -> None:
         for number, rank in enumerate(self.ranks):
-            rank.controller.check(rank.out)
+            rank.check()
             self.ledgers[number].check()
             tree, allocator = rank.tree, rank.controller.allocator
             for (name, tier), free in allocator.free.items():
