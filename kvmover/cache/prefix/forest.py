@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack
 from kvmover.cache.prefix.errors import StaleHandle
+from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
-from kvmover.cache.prefix.journal import Journal
 from kvmover.cache.prefix.node import ComponentPages, LockedPath, Node
 from kvmover.cache.prefix.policy import Order, Recency
 from kvmover.cache.prefix.results import ROOT, Tier

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
-from kvmover.cache.prefix import FULL, ActionList, Match, PrefixTree, RadixKey, Tier
-from kvmover.cache.prefix.hashes import chain
+from kvmover.cache.prefix import FULL, ActionList, Match, PrefixTree, RadixKey, Tier, chain
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
 from kvmover.cache.replay.trace import BLOCK_TOKENS, ReplayRequest

@@ -1,5 +1,6 @@
 """Tiers: KV on the device, on the host and in storage, moved between them as a prefix tree decides and ranks agree."""
 
+from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
 from kvmover.cache.tiers.errors import ConsensusBroken, TierError
@@ -10,6 +11,7 @@ from kvmover.cache.tiers.policy import (
     CostAware,
     Inclusion,
     Prefetch,
+    Rate,
     Speed,
     Store,
     TierPolicy,
@@ -17,10 +19,8 @@ from kvmover.cache.tiers.policy import (
     Wait,
     worth,
 )
-from kvmover.cache.tiers.rate import Rate
 from kvmover.cache.tiers.restore import Restore
 from kvmover.cache.tiers.restoring import RestorePhase
-from kvmover.cache.tiers.rules import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.storage import Storage
 from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens, part_of
 

@@ -11,10 +11,20 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvmover.cache.prefix import FULL, Inserted, LockHandle, PrefixNamespace, PrefixTree, RadixKey, Tier, WriteBack
-from kvmover.cache.prefix.events import KVEvent
-from kvmover.cache.prefix.hashes import TokenIds
-from kvmover.cache.prefix.keys import DEFAULT, PageIds
+from kvmover.cache.prefix import (
+    DEFAULT_NAMESPACE,
+    FULL,
+    Inserted,
+    KVEvent,
+    LockHandle,
+    PageIds,
+    PrefixNamespace,
+    PrefixTree,
+    RadixKey,
+    Tier,
+    TokenIds,
+    WriteBack,
+)
 from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
 from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.copies import LayerwiseCopier
@@ -23,11 +33,9 @@ from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, Tier
 from kvmover.cache.tiers.policy import Inclusion, TierPolicy
 from kvmover.cache.tiers.restore import Restore, Restores
 from kvmover.cache.tiers.restoring import GivenUp, Hurry
-from kvmover.cache.tiers.storage import Storage
-from kvmover.cache.tiers.storage_events import StorageEvents
-from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
+from kvmover.cache.tiers.storage import Stopwatch, Storage, StorageWorker, Urgency
 from kvmover.cache.tiers.tiered_pool import TieredPool
-from kvmover.cache.tiers.writing import Writing
+from kvmover.cache.tiers.writing import StorageEvents, Writing
 
 #: How long `wait` sleeps at most between two polls: a storage job that ends wakes it.
 _NAP_S = 0.002
@@ -86,7 +94,11 @@ class Controller:
     # Requests
 
     def restore(
-        self, tokens: RadixKey | TokenIds, *, limit_tokens: int | None = None, namespace: PrefixNamespace = DEFAULT
+        self,
+        tokens: RadixKey | TokenIds,
+        *,
+        limit_tokens: int | None = None,
+        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Restore:
         """Begin to bring the longest prefix of a prompt to the device: of all but its last token, if no limit is given.
 
@@ -129,7 +141,7 @@ class Controller:
         first_page: int = 0,
         held: Mapping[str, PageIds] | None = None,
         counted_tokens: int = 0,
-        namespace: PrefixNamespace = DEFAULT,
+        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Inserted:
         """Keep computed pages, as `PrefixTree.insert` says, and begin to write through what is due. The ids are the
         tree's from here on, and duplicates are free again.

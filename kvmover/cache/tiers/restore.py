@@ -12,10 +12,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvmover.cache.ledger import Credit, Loss
-from kvmover.cache.prefix import FULL, ROOT, InvariantBroken, LockHandle, Match, RadixKey, Tier
-from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.prefix.keys import NO_IDS
-from kvmover.cache.prefix.results import PageArray
+from kvmover.cache.prefix import (
+    FULL,
+    NO_IDS,
+    ROOT,
+    InvariantBroken,
+    LockHandle,
+    Match,
+    PageArray,
+    RadixKey,
+    Rule,
+    Tier,
+    chain,
+    restorable,
+)
 from kvmover.cache.tiers import restoring
 from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps
 from kvmover.cache.tiers.allocator import PageAllocator
@@ -23,9 +33,16 @@ from kvmover.cache.tiers.copies import LayerGate
 from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
 from kvmover.cache.tiers.policy import Speed, ThroughputEstimator, TierPolicy
 from kvmover.cache.tiers.restoring import RestoreEvent, RestorePhase, RestoreTerms, Restoring
-from kvmover.cache.tiers.rules import Rule, restorable
-from kvmover.cache.tiers.storage import PageRef, Storage, StorageLookup, StorageRead, StoredPool
-from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
+from kvmover.cache.tiers.storage import (
+    PageRef,
+    Stopwatch,
+    Storage,
+    StorageLookup,
+    StorageRead,
+    StorageWorker,
+    StoredPool,
+    Urgency,
+)
 from kvmover.store import Got
 
 

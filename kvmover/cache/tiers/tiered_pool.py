@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmover.cache.prefix import FULL
+from kvmover.cache.prefix import ALL_PAGES, FULL, LAST_PAGE, Rule
 from kvmover.cache.tiers.errors import TierError
 from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool
-from kvmover.cache.tiers.rules import ALL_PAGES, LAST_PAGE, Rule
 from kvmover.kernels.region import Region, Side
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec, Span
 from kvmover.layout.fleet import CpOrder

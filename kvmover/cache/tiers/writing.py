@@ -8,20 +8,31 @@ are found again on the host.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmover.cache.prefix import CopyOut, InvariantBroken, PrefixError, StaleHandle, Tier, TierCopy, WriteBack
-from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.keys import PageIds, page_array, words
-from kvmover.cache.prefix.results import PageArray
+import numpy as np
+
+from kvmover.cache.prefix import (
+    FULL,
+    CopyOut,
+    InvariantBroken,
+    KVEvent,
+    PageArray,
+    PageIds,
+    PrefixError,
+    StaleHandle,
+    Tier,
+    TierCopy,
+    WriteBack,
+    block_removed,
+    block_stored,
+)
 from kvmover.cache.tiers.agreement import CollectiveOps, VoteRow, agreed_count, counted
 from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
 from kvmover.cache.tiers.policy import Store, TierPolicy
-from kvmover.cache.tiers.storage import PageRef, Storage, StorageWrite
-from kvmover.cache.tiers.storage_events import StorageEvents
-from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
+from kvmover.cache.tiers.storage import PageRef, Stopwatch, Storage, StorageWorker, StorageWrite, Urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class Writing:
     def kept(self, node: int, page_ids: PageIds) -> None:
         """Device pages are the tree's now, on the path to `node`."""
         if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
-            self._kept.update(dict.fromkeys(page_array(words(page_ids)).tolist(), node))
+            self._kept.update(dict.fromkeys(np.asarray(page_ids).tolist(), node))
 
     def copied_out(self, action: CopyOut) -> None:
         """Pages came to the host as they were evicted."""
@@ -193,3 +204,36 @@ class Writing:
 
 def _ints(row: PageArray) -> list[int]:
     return row.tolist()
+
+
+class StorageEvents:
+    """Of one rank. The store calls `lost`, from any thread; all else is the controller's.
+
+    Events of storage come without tokens: those of the device had them.
+    """
+
+    def __init__(self, sink: Callable[[KVEvent], None], exists: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
+        self._sink, self._exists = sink, exists
+        self._pages: set[bytes] = set()
+        self._lost: deque[bytes] = deque()
+
+    def stored(self, hashes: Sequence[bytes], parent: bytes | None, page_tokens: int) -> None:
+        """Pages in order of position, each after the one before."""
+        self._pages.update(hashes)
+        self._sink(block_stored(hashes, parent, Tier.STORAGE, page_tokens))
+
+    def lost(self, page: bytes) -> None:
+        """The store has lost an object of `page`. Others may still make up the page."""
+        if page in self._pages:
+            self._lost.append(page)
+
+    def poll(self) -> None:
+        """Tell what is gone since, once."""
+        pages = dict.fromkeys(self._lost.popleft() for _ in range(len(self._lost)))
+        known = [page for page in pages if page in self._pages]
+        if not known:
+            return
+        gone = [page for page, there in zip(known, self._exists(known), strict=True) if not there]
+        self._pages.difference_update(gone)
+        if gone:
+            self._sink(block_removed(gone, Tier.STORAGE))

@@ -17,8 +17,7 @@ from kvmover.cache.prefix.forest import ID_BYTES
 from kvmover.cache.tiers import Controller, ControllerConfig, LocalConsensus, Rule, Speed
 from kvmover.cache.tiers.copies import Batch
 from kvmover.cache.tiers.hostmem import SOLE
-from kvmover.cache.tiers.storage import PageRef, StorageLookup, StorageRead
-from kvmover.cache.tiers.storage_worker import Ended, StorageJob, Urgency
+from kvmover.cache.tiers.storage import Ended, PageRef, StorageJob, StorageLookup, StorageRead, Urgency
 from kvmover.store import Got, GotResult
 from tests.sim.network import SimNetwork
 from tests.sim.restores.scenario import PAGE, Disk, Scenario
