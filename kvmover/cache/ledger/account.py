@@ -119,6 +119,7 @@ class Account(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def credited_tokens(self) -> int:
+        """On the device without being computed, from any tier."""
         return self.device_tokens + self.host_tokens + self.storage_tokens
 
     @property

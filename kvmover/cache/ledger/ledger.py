@@ -47,6 +47,7 @@ class Totals:
 
     @property
     def credited_tokens(self) -> int:
+        """On the device without being computed, from any tier."""
         return self.device_tokens + self.host_tokens + self.storage_tokens
 
     @property
@@ -55,6 +56,7 @@ class Totals:
         return self.credited_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def add(self, account: Account) -> None:
+        """Count an attempt that has ended."""
         self.attempts += 1
         self.prompt_tokens += account.prompt_tokens
         self.reusable_tokens += account.reusable_tokens
@@ -73,6 +75,7 @@ class Totals:
             self.aborted += 1
 
     def merge(self, other: Totals) -> None:
+        """Add the sums of `other`, which stays as it is."""
         for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, tokens in other.lost.items():

@@ -38,6 +38,7 @@ class LedgerCollector:
         self._ledger, self._tiers = ledger, tiers
 
     def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
+        """All families, read now. Needs prometheus_client."""
         from prometheus_client.core import CounterMetricFamily
 
         tokens = CounterMetricFamily(
@@ -92,9 +93,11 @@ class DurationHistogram:
 
     @property
     def count(self) -> int:
+        """Times that were added."""
         return sum(self.counts)
 
     def add(self, seconds: float) -> None:
+        """Count one time."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
@@ -136,10 +139,12 @@ class Residency:
         return len(self._stays)
 
     def stored(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages have come to the tier, which counts as their first use."""
         for page in pages:
             self._stays[page] = _Stay(now_s, now_s)
 
     def used(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages were read; those that are not there are passed over."""
         for page in pages:
             stay = self._stays.get(page)
             if stay:
@@ -147,6 +152,7 @@ class Residency:
                 stay.used_s = now_s
 
     def removed(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages have left the tier."""
         for page in pages:
             stay = self._stays.pop(page, None)
             if stay:

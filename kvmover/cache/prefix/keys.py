@@ -54,6 +54,7 @@ class RadixKey(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
+        """Units of the tree: tokens, or pairs of neighbours."""
         return len(self.data) // (WORD_BYTES * self.units)
 
 

@@ -30,9 +30,10 @@ class Rule:
         >>> Rule().needs(5, 16), Rule(reach_tokens=20).needs(5, 16), Rule(reach_tokens=1).needs(5, 16)
         (range(0, 5), range(3, 5), range(4, 5))
         """
-        return range(max(0, pages - self._reach_pages(pages, page_tokens)), pages)
+        return range(max(0, pages - self.reach_pages(pages, page_tokens)), pages)
 
-    def _reach_pages(self, pages: int, page_tokens: int) -> int:
+    def reach_pages(self, pages: int, page_tokens: int) -> int:
+        """How many pages back from its end a prefix of `pages` or fewer needs."""
         return pages if self.reach_tokens is None else -(-self.reach_tokens // page_tokens)
 
 
@@ -59,5 +60,5 @@ def restorable(
         if rule.reach_tokens is None:
             row[:first_page] = True
         missing = np.concatenate([[0], np.cumsum(~row)])  # of the pages before each
-        legal &= missing[counts] == missing[np.maximum(0, counts - rule._reach_pages(pages, page_tokens))]
+        legal &= missing[counts] == missing[np.maximum(0, counts - rule.reach_pages(pages, page_tokens))]
     return legal

@@ -22,7 +22,7 @@ from kvmover.cache.tiers.policy import (
 from kvmover.cache.tiers.restore import Restore
 from kvmover.cache.tiers.restoring import RestorePhase
 from kvmover.cache.tiers.storage import Storage
-from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens, part_of
+from kvmover.cache.tiers.tiered_pool import HostTier, TieredPool, page_tokens, part_of
 
 __all__ = [
     "ALL_PAGES",
@@ -35,6 +35,7 @@ __all__ = [
     "ControllerConfig",
     "CostAware",
     "Grouped",
+    "HostTier",
     "Inclusion",
     "LocalConsensus",
     "Prefetch",

@@ -35,13 +35,16 @@ VoteRow: TypeAlias = npt.NDArray[np.int64]
 class Consensus(Protocol):
     """Called by every rank that serves a request together, with rows of one length, in the same order."""
 
-    def minimum(self, values: VoteRow) -> VoteRow: ...
+    def minimum(self, values: VoteRow) -> VoteRow:
+        """The least of all ranks' numbers, place by place. May block until all have called; the row is not changed."""
+        ...
 
 
 class LocalConsensus:
     """One rank, or ranks that are agreed for elsewhere."""
 
     def minimum(self, values: VoteRow) -> VoteRow:
+        """The row itself."""
         return values
 
 
@@ -59,6 +62,7 @@ class Grouped:
         self._options.reduceOp = dist.ReduceOp.MIN
 
     def minimum(self, values: VoteRow) -> VoteRow:
+        """Blocks until all ranks have called. Raises what the group does when its timeout is over."""
         import torch
 
         row = torch.tensor(values.tolist(), dtype=torch.int64)
@@ -103,6 +107,7 @@ class CollectiveOps:
     serial: int = 0
 
     def begin(self, ended: Callable[[VoteRow], None], width: int = 1, ids: Sequence[int] = ()) -> CollectiveOp:
+        """`ended` hears the answer, `width` numbers, after `settle`. `ids`: pages that all ranks must have chosen."""
         self.serial += 1
         collective = CollectiveOp(self.serial, width, self.same_ids(ids), ended)
         self.open.append(collective)

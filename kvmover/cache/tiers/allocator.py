@@ -125,6 +125,7 @@ class PageAllocator:
         return taken
 
     def give(self, name: str, tier: Tier, ids: Iterable[int]) -> None:
+        """Ids that nobody uses any more. Raises TierError for one that is free, or none of the pool's."""
         self.free[name, tier].give(ids)
 
     def room(self, name: str, tier: Tier) -> int:

@@ -89,6 +89,7 @@ class Controller:
 
     @property
     def tree(self) -> PrefixTree:
+        """For matches and hashes. What changes it goes through the controller."""
         return self.allocator.tree
 
     # Requests
@@ -123,6 +124,7 @@ class Controller:
         restore.handle = None
 
     def unlock(self, handle: LockHandle) -> None:
+        """Give back a lock of the tree, once. Raises StaleHandle otherwise."""
         self.tree.unlock(handle)
 
     def take(self, pages: int, component: str = FULL) -> list[int] | None:
@@ -201,6 +203,7 @@ class Controller:
                 self.worker.wait(_NAP_S)
 
     def snapshot(self) -> TierSnapshot:
+        """Counts, times and gauges of this moment, as a copy."""
         free = self.allocator.free
         gauges = {
             TierGauge.OPEN_OPERATIONS: len(self.collectives.open),

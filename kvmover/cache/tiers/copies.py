@@ -30,12 +30,14 @@ class Batch:
     device_ids: Sequence[int]
 
     def regions(self, dst: Tier, layers: Span) -> Region:
+        """Of `layers` of the rank's part, as one region. Raises TierError for ids outside a pool."""
         host, device = (self.tiered_pool.host, self.host_ids), (self.tiered_pool.device, self.device_ids)
         (src, src_ids), (to, dst_ids) = (host, device) if dst is Tier.DEVICE else (device, host)
         return region(src, to, src_ids, dst_ids, layers)
 
     @property
     def nbytes(self) -> int:
+        """Of all layers."""
         return len(self.host_ids) * self.tiered_pool.part.nbytes
 
 
@@ -62,6 +64,7 @@ class LayerGate:
     group_layers: int
 
     def wait(self, layer: int) -> None:
+        """Returns at once on a GPU, where the current stream waits; else when the layer is there."""
         self.copies.reach(self.copy, layer // self.group_layers)
 
     def open(self, layer: int) -> bool:
@@ -129,6 +132,7 @@ class LayerwiseCopier:
 
     @property
     def busy(self) -> bool:
+        """Whether a copy has not landed."""
         return bool(self._under_way)
 
     def check(self) -> None:

@@ -63,6 +63,7 @@ class TierMeter:
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
 
     def copy(self) -> TierMeter:
+        """What no later count changes."""
         stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
         return TierMeter(self.counts.copy(), stages, self.dropped.copy())
 
@@ -126,6 +127,7 @@ class TierCollector:
         self._snapshots = snapshots
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        """All families, from one snapshot a rank. Needs prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         taken = [snapshot() for snapshot in self._snapshots]

@@ -43,6 +43,7 @@ class Speed:
     bytes_per_s: float
 
     def seconds(self, nbytes: int) -> float:
+        """For one batch of `nbytes`."""
         return self.latency_s + nbytes / self.bytes_per_s
 
     def within(self, rate: Rate | None) -> Speed:
@@ -162,6 +163,7 @@ class ThroughputEstimator:
     products: float = 0.0
 
     def add(self, nbytes: int, seconds: float) -> None:
+        """A batch of `nbytes` took so long."""
         for name, value in (
             ("count", 1.0),
             ("nbytes", nbytes),
@@ -211,6 +213,7 @@ class Bucket:
 
     @classmethod
     def full(cls, rate: Rate, now_s: float) -> Bucket:
+        """With a whole burst at `now_s`."""
         return cls(rate, rate.burst_bytes, now_s)
 
     def filled(self, now_s: float) -> Bucket:
@@ -223,5 +226,6 @@ class Bucket:
         return max(0.0, -self.filled(now_s).level_bytes / self.rate.bytes_per_s)
 
     def spent(self, nbytes: int, now_s: float) -> Bucket:
+        """After `nbytes` were moved, which may be more than there was."""
         filled = self.filled(now_s)
         return replace(filled, level_bytes=filled.level_bytes - nbytes)

@@ -76,6 +76,7 @@ class Restore:
 
     @property
     def phase(self) -> RestorePhase:
+        """Where it is. READY and ABORTED are ends."""
         return self.state.phase
 
     @property

@@ -55,6 +55,7 @@ class StoredPool:
     written: int = 0
 
     def put(self, pages: Sequence[PageRef]) -> list[bool]:
+        """Write pages of the host: for each, whether storage has it now. Blocks."""
         ids = self._packed(pages)
         if self.bounce:
             reference.move([self._region(self.tiered_pool.host, self.bounce, [page.host_id for page in pages], ids)])
@@ -63,6 +64,7 @@ class StoredPool:
         return [result.ok for result in results]
 
     def get(self, pages: Sequence[PageRef]) -> list[GotResult]:
+        """Read pages into the host: one result a page. What is not `ok` is garbage there. Blocks."""
         ids = self._packed(pages)
         results = self.view.get([page.page_hash for page in pages], [self._address(page) for page in ids])
         if self.bounce:
@@ -133,9 +135,11 @@ class StorageLookup:
 
     @property
     def moves(self) -> bool:
+        """A look-up is not held to a rate."""
         return False
 
     def step(self) -> bool:
+        """All hashes at once."""
         self.present = [stored_pool.view.exists(self.hashes) for stored_pool in self.storage.stored_pools]
         return True
 
@@ -159,9 +163,11 @@ class StorageRead:
 
     @property
     def moves(self) -> bool:
+        """Not once it was told to stop."""
         return self._at < len(self.wanted) and not self.stopping()
 
     def step(self) -> bool:
+        """One batch, of all pools; the last step reads nothing, and says how far it came."""
         if self._at >= len(self.wanted):
             self.good = self.places
             return True
@@ -203,9 +209,11 @@ class StorageWrite:
 
     @property
     def moves(self) -> bool:
+        """Every step does."""
         return True
 
     def step(self) -> bool:
+        """One batch, of all pools."""
         batch = self.given[self._at : self._at + self.storage.batch_pages]
         self._at += len(batch)
         for stored_pool in self.storage.stored_pools:
@@ -224,6 +232,8 @@ _ASK_S = 0.02
 
 
 class Urgency(IntEnum):
+    """Classes of jobs, the most urgent first."""
+
     LOOK = 0
     READ = 1
     WRITE = 2
@@ -238,9 +248,13 @@ class StorageJob(Protocol):
     nbytes: int
 
     @property
-    def moves(self) -> bool: ...
+    def moves(self) -> bool:
+        """Asked in the storage thread, before each step."""
+        ...
 
-    def step(self) -> bool: ...
+    def step(self) -> bool:
+        """In the storage thread."""
+        ...
 
 
 #: Called by `StorageWorker.poll`, in the caller's thread, with what a job raised, or None.
@@ -260,6 +274,7 @@ class StorageWorker:
         self._thread: threading.Thread | None = None
 
     def begin(self, job: StorageJob, urgency: Urgency, ended: Ended) -> None:
+        """Queue a job. `ended` is called in `poll`, once, unless the worker is closed before."""
         with self._work:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvmover-storage", daemon=True)
@@ -280,6 +295,7 @@ class StorageWorker:
 
     @property
     def queued(self) -> int:
+        """Jobs that have not ended, the one under way included."""
         return sum(map(len, self._queues))
 
     def close(self) -> None:
@@ -337,4 +353,5 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
+        """So far."""
         return time.monotonic() - self._began_s

@@ -64,6 +64,7 @@ class Writing:
 
     @property
     def due(self) -> int:
+        """Paths that are to be stored once they are on the host."""
         return len(self._due)
 
     @property
@@ -73,6 +74,7 @@ class Writing:
 
     @property
     def writes_back(self) -> bool:
+        """Whether the tree copies on eviction alone."""
         return isinstance(self.allocator.tree.config.tiers, WriteBack)
 
     def kept(self, node: int, page_ids: PageIds) -> None:
