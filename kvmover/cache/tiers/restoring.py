@@ -370,12 +370,11 @@ def _looked_up(state: Restoring, event: LookedUp) -> RestoreStep:
     most = beyond[-1] if beyond else 0
     state = replace(state, reusable_tokens=max(state.reusable_tokens, most * page))
     tokens = most * page - state.best_tokens
-    if most and (tokens < policy.least_tokens or not pays(policy.prefetch, tokens, state.terms.token_bytes, event.way)):
+    pay = pays(policy.prefetch, tokens, state.terms.token_bytes, event.way)
+    if most and (tokens < policy.least_tokens or not pay):
         state, beyond = _short(state, Loss.THRESHOLD, tokens), []
-    votes = [0] * (state.limit_tokens // page + 1)
-    for pages in beyond:
-        votes[pages] = 1
-    return state, [Vote(tuple(votes))]
+    chosen = frozenset(beyond)
+    return state, [Vote(tuple(int(pages in chosen) for pages in range(state.limit_tokens // page + 1)))]
 
 
 def _chosen(state: Restoring, answer: Sequence[int]) -> RestoreStep:
