@@ -72,6 +72,14 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 
 
+#: Modules below a new path whose contents another one has now.
+MERGED: Mapping[str, str] = {
+    "kvmover.cache.ledger.residency": "kvmover.cache.ledger.metrics",
+    "kvmover.cache.tiers.rate": "kvmover.cache.tiers.policy",
+    "kvmover.cache.tiers.rules": "kvmover.cache.prefix.rules",
+}
+
+
 def package_of(path: str) -> str | None:
     """The package that has moved and that a module of old belongs to; None for one that has not moved."""
     package = ".".join(path.split(".")[:2]) if path.startswith("kvmover.") else ""
@@ -81,7 +89,8 @@ def package_of(path: str) -> str | None:
 def new_place(path: str) -> str | None:
     """Where a module is that was at `path`; None for one that has not moved."""
     package = package_of(path)
-    return MOVED[package][0] + path.removeprefix(package) if package else None
+    place = MOVED[package][0] + path.removeprefix(package) if package else None
+    return MERGED.get(place, place) if place else None
 
 
 def new_name(path: str, name: str) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from kvmover.cache.prefix import FULL, PrefixTree, Tier, WriteThrough
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.tiers import Controller, ControllerConfig, Storage, TieredPool, TierPolicy, Wait
+from kvmover.cache.tiers import Controller, ControllerConfig, HostTier, Storage, TieredPool, TierPolicy, Wait
 from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
 from kvmover.cache.tiers.storage import PageRef, StorageRead, StorageWrite
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
@@ -65,7 +65,7 @@ class Bench:
         spec = PoolSpec.dense(component, FLEET.shard(component, 0, TOKENS), pages, TOKENS, DEVICE_ORDER)
         pool = Pool(spec, (torch.randint(0, 255, (spec.allocation_bytes,), dtype=torch.uint8, device=device),))
         self.pages, self.page_bytes = pages, spec.allocation_bytes // pages
-        self.tiered_pool = TieredPool.of(component, FLEET, 0, pool, pages, order=order)
+        self.tiered_pool = TieredPool.of(component, FLEET, 0, pool, HostTier(pages, order))
         self.copies = LayerwiseCopier(device, GROUP_LAYERS)
         self.store = PageStore.open(folder, SPACE, StorePolicy(segment_bytes=1 << 30), files_for(folder))
         self.storage = Storage(self.store, SPACE, [self.tiered_pool], FLEET, 0)

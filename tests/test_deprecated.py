@@ -67,6 +67,13 @@ def test_a_name_of_old_is_found_in_a_module_below_an_old_path() -> None:
     assert (done.stdout, done.stderr) == ("TierPolicy\n", "")
 
 
+@pytest.mark.parametrize("path", ["kvmover.ledger.residency", "kvmover.tiers.rate", "kvmover.tiers.rules"])
+def test_a_module_that_another_one_has_taken_in_is_found_at_its_old_path(path: str) -> None:
+    name = {"residency": "Residency", "rate": "Bucket", "rules": "Rule"}[path.rpartition(".")[2]]
+    done = fresh(f"from {path} import {name}\nprint({name}.__name__)", "-W", "ignore")
+    assert (done.stdout, done.stderr) == (f"{name}\n", "")
+
+
 def test_what_never_was_is_not_found_at_an_old_path() -> None:
     assert "ModuleNotFoundError" in fresh("import kvmover.prefix.nothing", "-W", "ignore").stderr
     unknown = fresh("from kvmover.prefix import Nothing", "-W", "ignore").stderr

@@ -43,7 +43,6 @@ GIVEN: dict[type, Any] = {
 #: What kvmover makes itself, for callers to read or for its own use.
 TOLD = {
     "cache.prefix.copies.CopyRecord",
-    "cache.tiers.restore.Restore",
     "cache.tiers.storage.StorageRead",
     "demo.scenarios.Scenario",
     "exposition.Metric",

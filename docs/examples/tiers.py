@@ -9,7 +9,7 @@ import torch
 from kvmover import Component, Fleet, Pool, PoolSpec
 from kvmover.cache.ledger import Ledger
 from kvmover.cache.prefix import PrefixTree, WriteThrough
-from kvmover.cache.tiers import Controller, ControllerConfig, Storage, TieredPool, TierPolicy, Wait
+from kvmover.cache.tiers import Controller, ControllerConfig, HostTier, Storage, TieredPool, TierPolicy, Wait
 from kvmover.store import Namespace, PageStore
 
 kv, fleet = Component.attention(layers=2, kv_heads=4, head_dim=64, dtype="bfloat16"), Fleet(page_tokens=16)
@@ -21,7 +21,7 @@ def serve(root: str) -> str:
     """One process's life: restore what any tier has, compute the rest, keep it. Says where the prompt came from."""
     pool = Pool.zeros(PoolSpec.dense(kv, fleet.shard(kv, 0, 16), pages=8, page_tokens=16, order="NHD"))
     plane = pool.plane(layer=0, kv=0).view(torch.int16)
-    tiered_pool, ledger = TieredPool.of(kv, fleet, 0, pool, host_pages=16), Ledger()
+    tiered_pool, ledger = TieredPool.of(kv, fleet, 0, pool, HostTier(pages=16)), Ledger()
     with PageStore.open(Path(root), space) as store:
         storage = Storage(store, space, [tiered_pool], fleet, 0)
         policy = TierPolicy(prefetch=Wait(), least_tokens=1)

@@ -15,6 +15,7 @@ from kvmover.cache.tiers import (
     Controller,
     ControllerConfig,
     Grouped,
+    HostTier,
     Storage,
     TierCollector,
     TierCount,
@@ -81,7 +82,7 @@ class TieredRank:
         comm = Gloo.join(FileStore(seat.meet, fleet.size), seat.rank, fleet.tp, fleet.pp)
         share = ModelShard.of_rank(model, fleet.tp, fleet.pp, at.tp, at.pp)
         self._model = Transformer(model, share, comm)
-        tiered_pool = TieredPool.of(component, fleet, seat.rank, self._pool, seat.pages * _HOST_RATIO)
+        tiered_pool = TieredPool.of(component, fleet, seat.rank, self._pool, HostTier(seat.pages * _HOST_RATIO))
         space = Namespace(model.name, f"seed {model.seed}", fleet.page_tokens)
         self._store = PageStore.open(Path(seat.root), space)
         storage = Storage(self._store, space, [tiered_pool], fleet, seat.rank)

@@ -3,8 +3,7 @@
 from kvmover.cache.ledger.account import Account, AccountGroup, AttemptPhase, Credit, LedgerError, Loss
 from kvmover.cache.ledger.export import JsonLines, read_accounts
 from kvmover.cache.ledger.ledger import EVERYBODY, Book, FaultPolicy, Ledger, TimeWindow, Totals
-from kvmover.cache.ledger.metrics import LedgerCollector
-from kvmover.cache.ledger.residency import DurationHistogram, Residency
+from kvmover.cache.ledger.metrics import DurationHistogram, LedgerCollector, Residency
 
 __all__ = [
     "EVERYBODY",

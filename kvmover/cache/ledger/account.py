@@ -77,6 +77,10 @@ class AttemptPhase(StrEnum):
     ABORTED = "aborted"
 
 
+#: Of these it is known that they were admitted. An abort may come before.
+_ADMITTED = (AttemptPhase.ADMITTED, AttemptPhase.FINISHED, AttemptPhase.RETRACTED)
+
+
 class AccountGroup(msgspec.Struct, frozen=True, gc=False):
     """Whose accounts are added up together. Keep tenants few: each is a time series of every metric."""
 
@@ -115,11 +119,21 @@ class Account(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def credited_tokens(self) -> int:
+        """On the device without being computed, from any tier."""
         return self.device_tokens + self.host_tokens + self.storage_tokens
 
     @property
     def lost_tokens(self) -> int:
+        """Reusable tokens that are not on the device, over all reasons."""
         return sum(self.lost.values())
+
+    def check(self) -> None:
+        """Raise LedgerError where one of the two laws does not hold at this phase. O(reasons)."""
+        if self.phase in _ADMITTED and self.reusable_tokens != self.credited_tokens + self.lost_tokens:
+            raise LedgerError(f"request {self.request}: reusable is not credited + lost: {self}")
+        ended = self.phase in (AttemptPhase.FINISHED, AttemptPhase.RETRACTED, AttemptPhase.ABORTED)
+        if ended and self.prompt_tokens != self.credited_tokens + self.computed_tokens + self.abandoned_tokens:
+            raise LedgerError(f"request {self.request}: the prompt is not credited + computed + abandoned: {self}")
 
 
 def opened(request: RequestId, group: AccountGroup, attempt: int, now_s: float) -> Account:

@@ -27,16 +27,19 @@ class JsonLines:
         self._lines = bytearray()
 
     def write(self, account: Account) -> None:
+        """Buffer one line; the file has it after 64 KiB, `flush` or `close`. Raises OSError when the disk is full."""
         self._encoder.encode_into(account, self._lines, len(self._lines))
         self._lines += b"\n"
         if len(self._lines) >= _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
+        """Write what is buffered. Nothing is synced."""
         self._file.write(self._lines)
         self._lines.clear()
 
     def close(self) -> None:
+        """Write the rest and close the file. Again is no error."""
         if not self._file.closed:
             self.flush()
             self._file.close()

@@ -47,6 +47,7 @@ class Totals:
 
     @property
     def credited_tokens(self) -> int:
+        """On the device without being computed, from any tier."""
         return self.device_tokens + self.host_tokens + self.storage_tokens
 
     @property
@@ -55,6 +56,7 @@ class Totals:
         return self.credited_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def add(self, account: Account) -> None:
+        """Count an attempt that has ended."""
         self.attempts += 1
         self.prompt_tokens += account.prompt_tokens
         self.reusable_tokens += account.reusable_tokens
@@ -73,10 +75,20 @@ class Totals:
             self.aborted += 1
 
     def merge(self, other: Totals) -> None:
+        """Add the sums of `other`, which stays as it is."""
         for name in _NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, tokens in other.lost.items():
             self.lost[reason] = self.lost.get(reason, 0) + tokens
+
+    def check(self) -> None:
+        """Raise LedgerError where a law of accounts does not hold for the sums. O(reasons)."""
+        if self.attempts != self.finished + self.retracted + self.aborted:
+            raise LedgerError(f"attempts are not finished + retracted + aborted: {self}")
+        if self.reusable_tokens != self.credited_tokens + sum(self.lost.values()):
+            raise LedgerError(f"reusable is not credited + lost: {self}")
+        if self.prompt_tokens != self.credited_tokens + self.computed_tokens + self.abandoned_tokens:
+            raise LedgerError(f"prompts are not credited + computed + abandoned: {self}")
 
     def as_data(self) -> dict[str, Any]:
         """For JSON, with the sums that follow from the others."""
@@ -109,6 +121,11 @@ class Book:
 
     first: Totals = field(default_factory=Totals)
     again: Totals = field(default_factory=Totals)
+
+    def check(self) -> None:
+        """Raise LedgerError where sums do not balance."""
+        self.first.check()
+        self.again.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +260,19 @@ class Ledger:
     def windows(self) -> tuple[TimeWindow, ...]:
         """Kept windows in which an attempt ended, oldest first; the last one is still open."""
         return (*self._windows, self._now) if self._books else tuple(self._windows)
+
+    def check(self) -> None:
+        """Raise LedgerError where an open account, a window or a sum does not balance. O(open requests + windows)."""
+        for account in self._open.values():
+            account.check()
+        for window in self.windows():
+            for book in window.books.values():
+                book.check()
+        for group in self.groups():
+            book = self.total(group)
+            book.check()
+            if book.again.attempts > book.first.retracted + book.again.retracted:
+                raise LedgerError(f"{group}: more attempts came again than were retracted: {book}")
 
     def _end(self, request: RequestId, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account | None:
         try:

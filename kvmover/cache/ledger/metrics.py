@@ -1,13 +1,18 @@
-"""LedgerCollector shows a ledger as Prometheus metrics, read when scraped, so that no event pays for them."""
+"""LedgerCollector shows a ledger as Prometheus metrics, with how long pages live, lie idle and wait for their next use.
+
+They are read when scraped, so nothing is counted twice and no event pays for them. Without the times of pages a cache
+that is too small and an idle one look alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmover.cache.ledger.ledger import Ledger
-from kvmover.cache.ledger.residency import BOUNDS_S, Residency
 from kvmover.exposition import Metric, MetricKind, cumulative
 
 if TYPE_CHECKING:
@@ -70,3 +75,85 @@ class LedgerCollector:
                 histogram = getattr(residency, attribute)
                 family.add_metric((tier,), cumulative(histogram, BOUNDS_S), histogram.sum_s)
             yield family
+
+
+#: Upper bounds of the histograms, in seconds: a millisecond to three days and a half, by factors of four.
+BOUNDS_S = tuple(0.001 * 4**power for power in range(15))
+
+
+class DurationHistogram:
+    """Counts by upper bound, for times in seconds; the last count is of all above the last bound."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.sum_s = 0.0
+
+    @property
+    def count(self) -> int:
+        """Times that were added."""
+        return sum(self.counts)
+
+    def add(self, seconds: float) -> None:
+        """Count one time."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """Bound and count at or below it, as Prometheus wants them: the last bound is +Inf."""
+        running, rows = 0, list[tuple[str, int]]()
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self.counts, strict=True):
+            running += count
+            rows.append((bound, running))
+        return rows
+
+
+@dataclass(slots=True)
+class _Stay:
+    stored_s: float
+    used_s: float
+
+
+class Residency:
+    """Three histograms of one tier's pages: `lifetimes`, `idles` (last use to removal) and `gaps` (use to use).
+
+    A page costs a third of a microsecond an event, so hand over a sample of them: always the same ids, for example
+    those divisible by 61. Pages whose storing was not seen are not counted.
+
+    >>> residency = Residency()
+    >>> residency.stored([7], 1.0)
+    >>> residency.used([7], 5.0)
+    >>> residency.removed([7], 8.0)
+    >>> residency.lifetimes.sum_s, residency.idles.sum_s, residency.gaps.sum_s
+    (7.0, 3.0, 4.0)
+    """
+
+    def __init__(self) -> None:
+        self.lifetimes, self.idles, self.gaps = DurationHistogram(), DurationHistogram(), DurationHistogram()
+        self._stays = dict[int, _Stay]()
+
+    def __len__(self) -> int:
+        """Pages that are there."""
+        return len(self._stays)
+
+    def stored(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages have come to the tier, which counts as their first use."""
+        for page in pages:
+            self._stays[page] = _Stay(now_s, now_s)
+
+    def used(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages were read; those that are not there are passed over."""
+        for page in pages:
+            stay = self._stays.get(page)
+            if stay:
+                self.gaps.add(now_s - stay.used_s)
+                stay.used_s = now_s
+
+    def removed(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages have left the tier."""
+        for page in pages:
+            stay = self._stays.pop(page, None)
+            if stay:
+                self.lifetimes.add(now_s - stay.stored_s)
+                self.idles.add(now_s - stay.used_s)

@@ -11,10 +11,12 @@ from kvmover.cache.prefix.events import (
     KVEvent,
     KVEventBatch,
     Medium,
+    block_removed,
+    block_stored,
     coalesce,
 )
-from kvmover.cache.prefix.hashes import PrefixNamespace
-from kvmover.cache.prefix.keys import KeyUnits, RadixKey
+from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, chain
+from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey
 from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
 from kvmover.cache.prefix.publisher import EventPublisher
 from kvmover.cache.prefix.results import (
@@ -27,17 +29,23 @@ from kvmover.cache.prefix.results import (
     LoadBack,
     LockHandle,
     Match,
+    PageArray,
     Sizes,
     Tier,
 )
+from kvmover.cache.prefix.rules import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.prefix.tree import PrefixTree
 
 __all__ = [
+    "ALL_PAGES",
+    "DEFAULT_NAMESPACE",
     "EARNED",
     "FIFO",
     "FULL",
+    "LAST_PAGE",
     "LFU",
     "LRU",
+    "NO_IDS",
     "POLICIES",
     "PRIORITY",
     "ROOT",
@@ -62,10 +70,13 @@ __all__ = [
     "LockHandle",
     "Match",
     "Medium",
+    "PageArray",
+    "PageIds",
     "PrefixError",
     "PrefixNamespace",
     "PrefixTree",
     "RadixKey",
+    "Rule",
     "Sidecar",
     "Sizes",
     "SlidingWindow",
@@ -73,8 +84,13 @@ __all__ = [
     "State",
     "Tier",
     "TierCopy",
+    "TokenIds",
     "TreeComponent",
     "WriteBack",
     "WriteThrough",
+    "block_removed",
+    "block_stored",
+    "chain",
     "coalesce",
+    "restorable",
 ]

@@ -70,44 +70,46 @@ def check(forest: Forest, copies: Iterable[CopyRecord], fetched: Iterable[bytes]
     _hashes(forest, nodes)
 
 
-def demand(locked_paths: bool, number: int, where: object) -> None:
-    if not locked_paths:
+def _demand(holds: bool, number: int, where: object) -> None:
+    if not holds:
         raise InvariantBroken(f"invariant {number}: {INVARIANTS[number]}; {where}")
 
 
 def _roots(forest: Forest) -> None:
     for namespace, root in [*forest.roots.items(), (None, forest.nodes[0])]:
         alone = root.parent is None and not root.tokens and root.pages == b"" and root.host == b"" and root.end == 0
-        demand(alone and root.locks > 0 and root.host_locks > 0, 1, f"root of {namespace}")
-        demand(root not in forest.device.order and root not in forest.host.order, 1, f"root of {namespace} in an order")
-        demand(root.namespace == namespace, 20, f"root of {namespace} says {root.namespace}")
+        _demand(alone and root.locks > 0 and root.host_locks > 0, 1, f"root of {namespace}")
+        _demand(
+            root not in forest.device.order and root not in forest.host.order, 1, f"root of {namespace} in an order"
+        )
+        _demand(root.namespace == namespace, 20, f"root of {namespace} says {root.namespace}")
 
 
 def _structure(forest: Forest, node: Node) -> None:
     parent = node.parent
     assert parent is not None
-    demand(parent.children.get(forest.key(node)) is node, 2, f"node {node.id} under {parent.id}")
+    _demand(parent.children.get(forest.key(node)) is node, 2, f"node {node.id} under {parent.id}")
     pages, rest = divmod(len(node.tokens), forest.page_bytes)
-    demand(pages > 0 and not rest and node.end - node.start == pages, 2, f"node {node.id} of {len(node.tokens)} bytes")
-    demand(node.start == parent.end, 2, f"node {node.id} starts at {node.start}, its parent ends at {parent.end}")
-    demand(node.namespace is None, 20, f"node {node.id} inside a path names a namespace")
+    _demand(pages > 0 and not rest and node.end - node.start == pages, 2, f"node {node.id} of {len(node.tokens)} bytes")
+    _demand(node.start == parent.end, 2, f"node {node.id} starts at {node.start}, its parent ends at {parent.end}")
+    _demand(node.namespace is None, 20, f"node {node.id} inside a path names a namespace")
     first = {forest.key(child) for child in node.children.values()}
-    demand(len(first) == len(node.children), 19, f"children of node {node.id}")
+    _demand(len(first) == len(node.children), 19, f"children of node {node.id}")
 
 
 def _tiers(forest: Forest, node: Node) -> None:
     parent, through = node.parent, not isinstance(forest.config.tiers, WriteBack)
     assert parent is not None
-    demand(node.pages is not None or node.host is not None, 3, f"node {node.id}")
-    demand(node.pages is None or parent.pages is not None, 4, f"node {node.id} under {parent.id}")
-    demand(node.host is None or parent.host is not None or not through, 5, f"node {node.id} under {parent.id}")
-    demand(node.host is None or forest.hosted, 3, f"node {node.id} is backed in a tree without a host")
+    _demand(node.pages is not None or node.host is not None, 3, f"node {node.id}")
+    _demand(node.pages is None or parent.pages is not None, 4, f"node {node.id} under {parent.id}")
+    _demand(node.host is None or parent.host is not None or not through, 5, f"node {node.id} under {parent.id}")
+    _demand(node.host is None or forest.hosted, 3, f"node {node.id} is backed in a tree without a host")
     resident = sum(child.pages is not None for child in node.children.values())
-    demand(node.device_children == resident, 8, f"node {node.id} counts {node.device_children} of {resident} children")
+    _demand(node.device_children == resident, 8, f"node {node.id} counts {node.device_children} of {resident} children")
     for index, held in enumerate(node.held):
         where = f"{forest.config.name(index)} of node {node.id}"
-        demand(held.pages is None or node.pages is not None, 6, where)
-        demand(held.host is None or node.host is not None, 6, where)
+        _demand(held.pages is None or node.pages is not None, 6, where)
+        _demand(held.host is None or node.host is not None, 6, where)
 
 
 def _widths(forest: Forest, node: Node) -> None:
@@ -116,15 +118,15 @@ def _widths(forest: Forest, node: Node) -> None:
         due = size if index < 0 or forest.config.components[index].per_page else ID_BYTES
         for tier in (Tier.DEVICE, Tier.HOST):
             ids = forest.ids(node, tier, index)
-            demand(ids is None or len(ids) == due, 15, f"{forest.config.name(index)} of node {node.id}, {tier.name}")
-    demand(len(node.held) == len(forest.config.components), 15, f"node {node.id} has {len(node.held)} components")
+            _demand(ids is None or len(ids) == due, 15, f"{forest.config.name(index)} of node {node.id}, {tier.name}")
+    _demand(len(node.held) == len(forest.config.components), 15, f"node {node.id} has {len(node.held)} components")
 
 
 def _reachable(forest: Forest, nodes: Sequence[Node]) -> None:
-    demand(
+    _demand(
         {node.id: node for node in nodes} == {i: n for i, n in forest.nodes.items() if i}, 24, "ids and nodes differ"
     )
-    demand(all(0 < node.id < forest.next_id for node in nodes), 29, f"an id is above {forest.next_id}")
+    _demand(all(0 < node.id < forest.next_id for node in nodes), 29, f"an id is above {forest.next_id}")
 
 
 def _locks(forest: Forest, nodes: Sequence[Node]) -> None:
@@ -134,14 +136,14 @@ def _locks(forest: Forest, nodes: Sequence[Node]) -> None:
     for node in nodes:
         device = own[Tier.DEVICE][node.id] + sum(child.locks > 0 for child in node.children.values())
         host = own[Tier.HOST][node.id] + sum(child.host_locks > 0 for child in node.children.values())
-        demand(
+        _demand(
             (node.locks, node.host_locks) == (device, host),
             18,
             f"node {node.id} counts {node.locks}, {node.host_locks}",
         )
     counts: Counter[tuple[int, int, Tier]] = Counter()
     for locked in forest.locked_paths.values():
-        demand(
+        _demand(
             forest.nodes.get(locked.node.id) is locked.node, 18, f"a handle for node {locked.node.id}, which is gone"
         )
         counts.update(_covered(locked))
@@ -149,11 +151,11 @@ def _locks(forest: Forest, nodes: Sequence[Node]) -> None:
         for index, held in enumerate(node.held):
             due = counts[node.id, index, Tier.DEVICE], counts[node.id, index, Tier.HOST]
             where = f"{forest.config.name(index)} of node {node.id}"
-            demand(
+            _demand(
                 (held.locks, held.host_locks) == due, 18, f"{where} counts {held.locks}, {held.host_locks}, not {due}"
             )
-            demand(not held.locks or node.locks > 0, 7, where)
-            demand(not held.host_locks or node.host_locks > 0, 7, where)
+            _demand(not held.locks or node.locks > 0, 7, where)
+            _demand(not held.host_locks or node.host_locks > 0, 7, where)
 
 
 def _covered(locked: LockedPath) -> Iterable[tuple[int, int, Tier]]:
@@ -168,33 +170,33 @@ def _orders(forest: Forest, nodes: Sequence[Node]) -> None:
     for node in nodes:
         free = node.pages is not None and not node.locks
         listed = node in forest.device.order
-        demand(free or not listed, 8, f"node {node.id} is in order and must stay")
-        demand(not free or listed or node.device_children > 0, 8, f"leaf {node.id} is free and not in order")
+        _demand(free or not listed, 8, f"node {node.id} is in order and must stay")
+        _demand(not free or listed or node.device_children > 0, 8, f"leaf {node.id} is free and not in order")
         alone = node.pages is None and node.host is not None and not node.locks and not node.host_locks
         listed = node in forest.host.order
-        demand(alone or not listed, 9, f"node {node.id} is in order and must stay")
-        demand(not alone or listed or bool(node.children), 9, f"childless node {node.id} is free and not in order")
+        _demand(alone or not listed, 9, f"node {node.id} is in order and must stay")
+        _demand(not alone or listed or bool(node.children), 9, f"childless node {node.id} is free and not in order")
         for index, held in enumerate(node.held):
             where = f"{forest.config.name(index)} of node {node.id}"
             free = held.pages is not None and not held.locks
-            demand((node in forest.held_device[index].order) == free, 10, where)
+            _demand((node in forest.held_device[index].order) == free, 10, where)
             alone = held.pages is None and held.host is not None and not held.host_locks
-            demand((node in forest.held_host[index].order) == alone, 10, where)
+            _demand((node in forest.held_host[index].order) == alone, 10, where)
     for account in (forest.device, forest.host):
-        demand(len(account.order) <= len(nodes), 8, "an order holds nodes that are gone")
+        _demand(len(account.order) <= len(nodes), 8, "an order holds nodes that are gone")
         if isinstance(account.order, Recency):
             _in_order(account.order)
     if isinstance(forest.device.order, Recency):
         # On the host a node stands where it came there, if it was not used since.
         used = [node.used for node in forest.device.order]
-        demand(used == sorted(used), 30, f"the order on the device is by use, but says {used}")
+        _demand(used == sorted(used), 30, f"the order on the device is by use, but says {used}")
 
 
 def _in_order(order: Recency) -> None:
     seen = set[int]()
     for node in order:
         parent = node.parent
-        demand(parent is None or parent.id not in seen, 30, f"node {node.id} stands behind its parent")
+        _demand(parent is None or parent.id not in seen, 30, f"node {node.id} stands behind its parent")
         seen.add(node.id)
 
 
@@ -205,7 +207,7 @@ def _sizes(forest: Forest, nodes: Sequence[Node]) -> None:
     kept = [forest.device, forest.host, *forest.held_device, *forest.held_host]
     due = [fresh.device, fresh.host, *fresh.held_device, *fresh.held_host]
     for i, (mine, right) in enumerate(zip(kept, due, strict=True)):
-        demand(_pages(mine) == _pages(right), 11, f"account {i} says {_pages(mine)}, the nodes {_pages(right)}")
+        _demand(_pages(mine) == _pages(right), 11, f"account {i} says {_pages(mine)}, the nodes {_pages(right)}")
 
 
 def _pages(account: EvictableSet) -> tuple[int, int]:
@@ -216,13 +218,13 @@ def _copies(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]
     live = {record.op: record for record in records}
     for node in nodes:
         for op, dst in ((node.backing, Tier.HOST), (node.loading, Tier.DEVICE)):
-            demand(not op or (op in live and live[op].dst is dst), 12, f"node {node.id} waits for operation {op}")
-            demand(not op or node.locks > 0, 12, f"node {node.id} is on its way and not locked")
+            _demand(not op or (op in live and live[op].dst is dst), 12, f"node {node.id} waits for operation {op}")
+            _demand(not op or node.locks > 0, 12, f"node {node.id} is on its way and not locked")
             if op:
                 parts = [p for p in live[op].parts if p.index < 0 and p.first <= node.start and node.end <= p.stop]
-                demand(len(parts) == 1, 22, f"node {node.id} is part of operation {op} {len(parts)} times")
+                _demand(len(parts) == 1, 22, f"node {node.id} is part of operation {op} {len(parts)} times")
     for record in records:
-        demand(forest.nodes.get(record.anchor.id) is record.anchor, 12, f"operation {record.op} has lost its path")
+        _demand(forest.nodes.get(record.anchor.id) is record.anchor, 12, f"operation {record.op} has lost its path")
         path = record.anchor.path()
         for part in record.parts:
             per_page = part.index < 0 or forest.config.components[part.index].per_page
@@ -232,8 +234,8 @@ def _copies(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]
                 if part.first < node.end <= part.stop
             ]
             there = b"".join(ids for ids in found if ids is not None)
-            demand(there == part.src, 21, f"operation {record.op} reads pages that moved")
-            demand(per_page or len(part.src) == ID_BYTES, 15, f"operation {record.op}")
+            _demand(there == part.src, 21, f"operation {record.op} reads pages that moved")
+            _demand(per_page or len(part.src) == ID_BYTES, 15, f"operation {record.op}")
 
 
 def _places(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord], fetched: Iterable[bytes]) -> None:
@@ -246,7 +248,7 @@ def _places(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]
             for node in nodes:
                 places.update(page_array(forest.ids(node, tier, index) or b"").tolist())
             where = f"{forest.config.name(index)}, {tier.name}"
-            demand(all(count == 1 for count in places.values()), 14, f"{where}: {_twice(places)}")
+            _demand(all(count == 1 for count in places.values()), 14, f"{where}: {_twice(places)}")
             if tier is Tier.HOST:
                 for record in records:
                     for part in record.parts:
@@ -255,7 +257,7 @@ def _places(forest: Forest, nodes: Sequence[Node], records: Sequence[CopyRecord]
                 if index < 0:
                     for ids in fetched:
                         places.update(page_array(ids).tolist())
-                demand(all(count == 1 for count in places.values()), 14, f"{where}, in flight: {_twice(places)}")
+                _demand(all(count == 1 for count in places.values()), 14, f"{where}, in flight: {_twice(places)}")
 
 
 def _twice(places: Counter[int]) -> list[int]:
@@ -273,4 +275,4 @@ def _hashes(forest: Forest, nodes: Sequence[Node]) -> None:
         assert root.namespace is not None
         tokens = b"".join(each.tokens for each in reversed(path))
         due = chain(root.namespace.digest, memoryview(tokens).cast("I"), page)
-        demand(node.hashes == due[node.start :], 16, f"node {node.id}")
+        _demand(node.hashes == due[node.start :], 16, f"node {node.id}")

@@ -25,7 +25,9 @@ class TreeComponent(Protocol):
     """What the tree must know of a further component. SlidingWindow and State are two; an engine may bring its own."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name among the tree's components, and in page ids that are handed in."""
+        ...
 
     @property
     def per_page(self) -> bool:
@@ -47,7 +49,9 @@ class TreeComponent(Protocol):
         """A branching point lies on a multiple of this many tokens."""
         ...
 
-    def match_validator(self) -> MatchValidator: ...
+    def match_validator(self) -> MatchValidator:
+        """A new one for each match."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,11 @@ class SlidingWindow:
 
     @property
     def reach_tokens(self) -> int:
+        """The whole window."""
         return self.window_tokens
 
     def match_validator(self) -> MatchValidator:
+        """Counts tokens since the last node without the window's pages."""
         return _Window(self.window_tokens)
 
 
@@ -106,6 +112,7 @@ class State:
             raise PrefixError(f"states lie at multiples of at least one token, got {self.grid_tokens}")
 
     def match_validator(self) -> MatchValidator:
+        """A match may end wherever a state stands."""
         return _present
 
 

@@ -78,6 +78,7 @@ class TreeConfig:
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of a page's key: four a word."""
         return self.page_words * WORD_BYTES
 
     @property
@@ -95,4 +96,5 @@ class TreeConfig:
         raise PrefixError(f"no component {component}: there are {[FULL, *(c.name for c in self.components)]}")
 
     def name(self, index: int) -> str:
+        """The inverse of `index`."""
         return self.components[index].name if index >= 0 else FULL

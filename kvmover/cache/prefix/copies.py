@@ -70,6 +70,7 @@ class CopyRecord:
 
     @property
     def stop(self) -> int:
+        """The page behind the last one of the path."""
         return self.anchor.end
 
 

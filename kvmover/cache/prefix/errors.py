@@ -12,4 +12,4 @@ class StaleHandle(PrefixError):
 
 
 class InvariantBroken(KvmoverError, AssertionError):
-    """`check` found the tree inconsistent: the message has the invariant's number, its sentence and the place."""
+    """A `check` found state that cannot be: the message has the invariant's sentence and the place."""

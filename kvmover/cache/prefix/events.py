@@ -6,11 +6,16 @@ An event is a msgpack map with its class's name under `type`; a batch is an arra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
+
+from kvmover.cache.prefix.config import TreeConfig
+from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64, as_int64s
+from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.results import Tier
 
 
 class Medium(StrEnum):
@@ -115,3 +120,66 @@ def _joined(run: list[KVEvent]) -> KVEvent:
         return BlockRemoved(hashes, first.medium)
     tokens = tuple(token for event in run if isinstance(event, BlockStored) for token in event.token_ids)
     return msgspec.structs.replace(first, block_hashes=hashes, token_ids=tokens)
+
+
+#: Called with each event as it happens, in the caller's thread.
+Sink: TypeAlias = Callable[[KVEvent], None]
+
+MEDIA = {Tier.DEVICE: Medium.GPU, Tier.HOST: Medium.CPU_PINNED, Tier.STORAGE: Medium.DISK}
+
+
+def block_stored(
+    hashes: Sequence[bytes],
+    parent: bytes | None,
+    tier: Tier,
+    page_tokens: int,
+    tokens: Sequence[int] = (),
+    namespace: PrefixNamespace | None = None,
+) -> BlockStored:
+    """Pages in order of position, named by their hashes of 32 bytes; `parent` is the page before them, None at first.
+
+    A tree tells `tokens` and `namespace` too; storage, whose pages were in a tree before, does not.
+    """
+    adapter, salt = (namespace.adapter, namespace.salt) if namespace is not None else ("", "")
+    above = None if parent is None else as_int64(parent)
+    return BlockStored(
+        as_int64s(hashes), above, tuple(tokens), page_tokens, None, MEDIA[tier], adapter or None, salt or None
+    )
+
+
+def block_removed(hashes: Sequence[bytes], tier: Tier) -> BlockRemoved:
+    """Pages that are not on a tier any more."""
+    return BlockRemoved(as_int64s(hashes), MEDIA[tier])
+
+
+class Journal:
+    """A tree's events, to one sink. Splits say nothing: a page's hash is that of the tokens up to its end."""
+
+    def __init__(self, config: TreeConfig, sink: Sink) -> None:
+        self._config = config
+        self._sink = sink
+
+    def stored(self, node: Node, tier: Tier) -> None:
+        """All pages of a node, which have come to a tier."""
+        config, parent = self._config, node.parent
+        above = parent.page_hashes(config.page_words) if parent is not None else []
+        # Of a bigram the second token is the next one's first: the first of each are the tokens.
+        tokens = tuple(memoryview(node.tokens).cast("I")[:: int(config.units)])
+        hashes = node.page_hashes(config.page_words)
+        last = above[-1] if above else None
+        self._sink(block_stored(hashes, last, tier, config.page_tokens, tokens, _namespace(node)))
+
+    def removed(self, hashes: Sequence[bytes], tier: Tier) -> None:
+        """Pages that have left a tier."""
+        self._sink(block_removed(hashes, tier))
+
+    def cleared(self) -> None:
+        """Everything, of all tiers."""
+        self._sink(AllBlocksCleared())
+
+
+def _namespace(node: Node) -> PrefixNamespace:
+    while node.parent is not None:
+        node = node.parent
+    assert node.namespace is not None
+    return node.namespace

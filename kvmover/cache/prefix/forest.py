@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack
 from kvmover.cache.prefix.errors import StaleHandle
+from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
-from kvmover.cache.prefix.journal import Journal
 from kvmover.cache.prefix.node import ComponentPages, LockedPath, Node
 from kvmover.cache.prefix.policy import Order, Recency
 from kvmover.cache.prefix.results import ROOT, Tier
@@ -60,12 +60,14 @@ class Forest:
         return root
 
     def root(self, namespace: PrefixNamespace) -> Node:
+        """The root of a namespace, made at its first use."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = self._root(namespace)
         return root
 
     def node(self, node_id: int) -> Node:
+        """Raises StaleHandle for an id that is gone or never was."""
         node = self.nodes.get(node_id)
         if node is None:
             raise StaleHandle(f"node {node_id} is gone, or never was")
@@ -264,6 +266,7 @@ class Forest:
         return ids
 
     def ids(self, node: Node, tier: Tier, index: int) -> bytes | None:
+        """Page ids of a component (-1: attention KV) at a node on a tier, int32 as bytes; None where it has none."""
         if index < 0:
             return node.pages if tier is Tier.DEVICE else node.host
         held = node.held[index]

@@ -16,7 +16,7 @@ from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 #: Page ids as they are handed in: a buffer of int32 is taken as it lies, anything else is converted.
 PageIds: TypeAlias = TokenIds
 
-DEFAULT = PrefixNamespace()
+DEFAULT_NAMESPACE = PrefixNamespace()
 
 WORD_BYTES = 4
 
@@ -54,6 +54,7 @@ class RadixKey(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
+        """Units of the tree: tokens, or pairs of neighbours."""
         return len(self.data) // (WORD_BYTES * self.units)
 
 

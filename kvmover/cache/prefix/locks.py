@@ -79,6 +79,7 @@ class Locks:
                 self._shift(locked.node, segment, locked.tier, -1)
 
     def locked(self, handle: LockHandle) -> LockedPath:
+        """What a handle covers. Raises StaleHandle for one that was given back."""
         locked = self._forest.locked_paths.get(handle.number)
         if locked is None or locked.node.id != handle.node or locked.tier is not handle.tier:
             raise StaleHandle(f"handle {handle.number} for node {handle.node} is not out")

@@ -24,7 +24,9 @@ class Order(Protocol):
         """Let it be given up. One that is there already keeps its place."""
         ...
 
-    def discard(self, node: Node) -> None: ...
+    def discard(self, node: Node) -> None:
+        """The node may not be given up any more, or is gone. One that is not in order is no error."""
+        ...
 
     def touch(self, path: Iterable[Node]) -> None:
         """These were used now, deepest first. Those that are not in the order stay out."""
@@ -34,7 +36,9 @@ class Order(Protocol):
         """Let it go before all others: what is left of a victim."""
         ...
 
-    def first(self) -> Node | None: ...
+    def first(self) -> Node | None:
+        """The node to give up next; None where there is none."""
+        ...
 
     def __contains__(self, node: Node) -> bool: ...
 
@@ -52,12 +56,15 @@ class Recency:
         self._nodes: OrderedDict[Node, None] = OrderedDict()
 
     def add(self, node: Node) -> None:
+        """Behind all others: it was used last. O(1)."""
         self._nodes.setdefault(node)
 
     def discard(self, node: Node) -> None:
+        """See Order. O(1)."""
         self._nodes.pop(node, None)
 
     def touch(self, path: Iterable[Node]) -> None:
+        """Nodes of one path, deepest first, each behind all others."""
         nodes = self._nodes
         move = nodes.move_to_end
         for node in path:
@@ -65,10 +72,12 @@ class Recency:
                 move(node)
 
     def front(self, node: Node) -> None:
+        """Before all others: it is given up next."""
         self._nodes[node] = None
         self._nodes.move_to_end(node, last=False)
 
     def first(self) -> Node | None:
+        """The one used least recently."""
         return next(iter(self._nodes), None)
 
     def __iter__(self) -> Iterator[Node]:
@@ -104,10 +113,12 @@ class Ranked:
         self._now = 0
 
     def add(self, node: Node) -> None:
+        """By its rank at this moment."""
         if node not in self._entries:
             self._push(node)
 
     def discard(self, node: Node) -> None:
+        """O(1), but for a clearing now and then: its entry in the heap is passed over."""
         self._entries.pop(node, None)
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())
@@ -125,6 +136,7 @@ class Ranked:
             self._push(node)
 
     def first(self) -> Node | None:
+        """The lowest rank by now."""
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]
@@ -160,6 +172,7 @@ class EvictionPolicy:
 
     @classmethod
     def ranked(cls, name: str, rank: EvictionRanking) -> EvictionPolicy:
+        """A policy that gives up the lowest rank first: O(log nodes) a use."""
         return cls(name, lambda: Ranked(rank))
 
 

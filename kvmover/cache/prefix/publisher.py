@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvmover.cache.prefix.events import KVEvent, KVEventBatch, coalesce
-from kvmover.errors import TransportError, TransportUnavailable
+from kvmover.errors import TransportError
+from kvmover.needs import need
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,14 +32,17 @@ class EventPublisher:
     """Publishes from any one thread without waiting for anybody. Close it, or use it as a context.
 
     A subscriber that cannot keep up misses batches: it sees so by the numbers, and the last `keep_batches` can be had
-    again. A port of `*` lets the system choose: `endpoint` and `replay_endpoint` say which. Raises TransportUnavailable
+    again. A port of `*` lets the system choose: `endpoint` and `replay_endpoint` say which. Raises MissingLibrary
     without pyzmq and TransportError when an endpoint cannot be bound.
     """
 
     def __init__(
         self, endpoint: str, replay_endpoint: str = "", topic: str = "", rank: int = 0, keep_batches: int = 10_000
     ) -> None:
-        self._zmq = _zmq()
+        need("zmq", "publishing KV events", "events")
+        import zmq
+
+        self._zmq: Any = zmq
         self._topic, self._rank = topic.encode(), rank
         self._kept = deque[tuple[int, bytes]](maxlen=keep_batches)
         self._keeping = threading.Lock()
@@ -120,11 +124,3 @@ class EventPublisher:
             if number >= first:
                 self._askers.send_multipart((asker, b"", self._topic, number.to_bytes(8, "big"), payload))
         self._askers.send_multipart((asker, b"", b"", END_OF_REPLAY, b""))
-
-
-def _zmq() -> Any:
-    try:
-        import zmq
-    except ModuleNotFoundError as error:
-        raise TransportUnavailable("publishing KV events needs pyzmq, which is not installed") from error
-    return zmq

@@ -14,12 +14,12 @@ from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
 from kvmover.cache.prefix.errors import PrefixError
+from kvmover.cache.prefix.events import Journal, Sink
 from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
-from kvmover.cache.prefix.journal import Journal, Sink
-from kvmover.cache.prefix.keys import DEFAULT, KeyUnits, PageIds, RadixKey, page_array, words
+from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import match, walk
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
@@ -66,12 +66,16 @@ class PrefixTree:
 
     # Asking
 
-    def key(self, tokens: TokenIds, namespace: PrefixNamespace = DEFAULT) -> RadixKey:
+    def key(self, tokens: TokenIds, namespace: PrefixNamespace = DEFAULT_NAMESPACE) -> RadixKey:
         """`tokens`, converted once for all calls about the same prompt."""
         return RadixKey.of(tokens, namespace, self.config.units)
 
     def match(
-        self, tokens: RadixKey | TokenIds, *, namespace: PrefixNamespace = DEFAULT, limit_tokens: int | None = None
+        self,
+        tokens: RadixKey | TokenIds,
+        *,
+        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
+        limit_tokens: int | None = None,
     ) -> Match:
         """What is cached of the prompt, of its first `limit_tokens` tokens at most; the path becomes the most recently
         used.
@@ -147,7 +151,7 @@ class PrefixTree:
         counted_tokens: int = 0,
         held: Mapping[str, PageIds] | None = None,
         priority: int = 0,
-        namespace: PrefixNamespace = DEFAULT,
+        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Inserted:
         """Keep the whole pages of `tokens`, those from `first_page` on by `page_ids`; those before are the tree's and
         locked.
@@ -251,7 +255,7 @@ class PrefixTree:
         `held` are host ids of further components, of the last pages (a state: of the very last): kept if all is done.
         Returns the operation for `end`. Raises PrefixError when the path is not on the host up to `first_page`.
         """
-        key = self._key(tokens, DEFAULT)
+        key = self._key(tokens, DEFAULT_NAMESPACE)
         ids = offered(self._forest, key, page_ids, first_page)
         path = walk(self._forest, key, first_page * self._forest.page_bytes)
         self._forest.touch(path[::-1])
@@ -286,6 +290,17 @@ class PrefixTree:
         return ActionList((*landed.actions, *rest, *held))
 
     # Proof
+
+    def ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> set[int]:
+        """Every page id of a component that the tree or an operation under way has on a tier: O(pages), for checks."""
+        index, forest = self.config.index(component), self._forest
+        rows = [forest.ids(node, tier, index) or b"" for node in forest]
+        records = [record for record in self._copies.records.values() if record.dst is tier]
+        rows += [part.dst for record in records for part in record.parts if part.index == index]
+        if tier is Tier.HOST:
+            for fetch in self._fetches.values():
+                rows += [fetch.ids] if index < 0 else [ids for held, ids in fetch.held if held == index]
+        return {page for row in rows for page in page_array(row).tolist()}
 
     def check(self) -> None:
         """Assert the invariants, by recomputing all that is kept incrementally: O(pages). Raises InvariantBroken."""

@@ -41,12 +41,15 @@ class ReplayConfig:
 
     @property
     def tiers(self) -> DeviceOnly | WriteThrough:
+        """The host tier of the tree: written through where there are host tokens."""
         return WriteThrough() if self.host_tokens else DeviceOnly()
 
     def pages(self, tokens: int) -> int:
+        """Whole pages that `tokens` tokens of room make."""
         return tokens // self.page_tokens
 
     def as_data(self) -> dict[str, Any]:
+        """For JSON: names and numbers."""
         return {
             "page_tokens": self.page_tokens,
             "capacity_tokens": self.device_tokens,

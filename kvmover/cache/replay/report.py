@@ -39,6 +39,7 @@ class Report:
         return (self.totals.reusable_tokens - never) / self.totals.prompt_tokens
 
     def as_data(self) -> dict[str, Any]:
+        """For JSON: the configuration, the sums and the rates."""
         totals = self.totals
         return {
             "requests": self.requests,

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
-from kvmover.cache.prefix import FULL, ActionList, Match, PrefixTree, RadixKey, Tier
-from kvmover.cache.prefix.hashes import chain
+from kvmover.cache.prefix import FULL, ActionList, Match, PrefixTree, RadixKey, Tier, chain
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
 from kvmover.cache.replay.trace import BLOCK_TOKENS, ReplayRequest
@@ -73,6 +72,7 @@ class SimulatedPages:
 
     @property
     def taken(self) -> int:
+        """Ids that are out."""
         return self._fresh - self._top
 
     def short(self, pages: int) -> int:
@@ -92,6 +92,7 @@ class SimulatedPages:
         return np.concatenate([ids, np.arange(fresh, self._fresh, dtype=np.int32)])
 
     def give(self, ids: PageArray) -> None:
+        """Ids come back, whoever had them; nothing is checked."""
         top = self._top + len(ids)
         if top > len(self._stack):
             self._stack = np.concatenate([self._stack, np.empty(top, np.int32)])
@@ -120,6 +121,7 @@ class SimulatedStorage:
         return count
 
     def put(self, hashes: Sequence[bytes]) -> None:
+        """Keep pages by hash; the least recently used go when there is no room."""
         self._touch(hashes)
         while len(self._pages) > self.limit:
             self._pages.popitem(last=False)

@@ -35,6 +35,7 @@ class ReplayRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def arrived_s(self) -> float:
+        """Seconds from the beginning of the trace."""
         return self.timestamp / 1000
 
     def tokens(self) -> npt.NDArray[np.int32]:

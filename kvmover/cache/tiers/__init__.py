@@ -1,5 +1,6 @@
 """Tiers keep KV on the device, on the host and in storage; a prefix tree decides what moves, and ranks agree on it."""
 
+from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
 from kvmover.cache.tiers.errors import ConsensusBroken, TierError
@@ -10,6 +11,7 @@ from kvmover.cache.tiers.policy import (
     CostAware,
     Inclusion,
     Prefetch,
+    Rate,
     Speed,
     Store,
     TierPolicy,
@@ -17,11 +19,10 @@ from kvmover.cache.tiers.policy import (
     Wait,
     worth,
 )
-from kvmover.cache.tiers.rate import Rate
-from kvmover.cache.tiers.restore import Restore, RestorePhase
-from kvmover.cache.tiers.rules import ALL_PAGES, LAST_PAGE, Rule, restorable
+from kvmover.cache.tiers.restore import Restore
+from kvmover.cache.tiers.restoring import RestorePhase
 from kvmover.cache.tiers.storage import Storage
-from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens, part_of
+from kvmover.cache.tiers.tiered_pool import HostTier, TieredPool, page_tokens, part_of
 
 __all__ = [
     "ALL_PAGES",
@@ -34,6 +35,7 @@ __all__ = [
     "ControllerConfig",
     "CostAware",
     "Grouped",
+    "HostTier",
     "Inclusion",
     "LocalConsensus",
     "Prefetch",

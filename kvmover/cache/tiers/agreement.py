@@ -16,11 +16,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.cache.prefix import InvariantBroken
 from kvmover.cache.tiers.errors import ConsensusBroken
 
 if TYPE_CHECKING:
@@ -33,13 +35,16 @@ VoteRow: TypeAlias = npt.NDArray[np.int64]
 class Consensus(Protocol):
     """Called by every rank that serves a request together, with rows of one length, in the same order."""
 
-    def minimum(self, values: VoteRow) -> VoteRow: ...
+    def minimum(self, values: VoteRow) -> VoteRow:
+        """The least of all ranks' numbers, place by place. May block until all have called; the row is not changed."""
+        ...
 
 
 class LocalConsensus:
     """For an engine of one rank, or whose ranks agree elsewhere: the row is its own minimum."""
 
     def minimum(self, values: VoteRow) -> VoteRow:
+        """The row itself."""
         return values
 
 
@@ -57,6 +62,7 @@ class Grouped:
         self._options.reduceOp = dist.ReduceOp.MIN
 
     def minimum(self, values: VoteRow) -> VoteRow:
+        """Blocks until all ranks have called. Raises what the group does when its timeout is over."""
         import torch
 
         row = torch.tensor(values.tolist(), dtype=torch.int64)
@@ -101,6 +107,7 @@ class CollectiveOps:
     serial: int = 0
 
     def begin(self, ended: Callable[[VoteRow], None], width: int = 1, ids: Sequence[int] = ()) -> CollectiveOp:
+        """`ended` hears the answer, `width` numbers, after `settle`. `ids`: pages that all ranks must have chosen."""
         self.serial += 1
         collective = CollectiveOp(self.serial, width, self.same_ids(ids), ended)
         self.open.append(collective)
@@ -137,21 +144,40 @@ class CollectiveOps:
         self.open = rest
         return over
 
+    def check(self) -> None:
+        """Raise InvariantBroken unless operations are open in the order in which they began. O(open operations)."""
+        serials = [collective.serial for collective in self.open]
+        if serials != sorted(set(serials)) or max(serials, default=0) > self.serial:
+            raise InvariantBroken(f"operations {serials} are open, of {self.serial} that began")
+        for collective in self.open:
+            if collective.answer is not None and len(collective.answer) != collective.width:
+                got, due = len(collective.answer), collective.width
+                raise InvariantBroken(f"operation {collective.serial} is answered by {got} of {due} numbers")
+
 
 def counted(done: int, total: int) -> tuple[int, int, int]:
     """The answer, of width 3, of a rank that has done the first `done` of `total` pages."""
     return done, total, -total
 
 
-def agreed_count(answer: VoteRow, *, parts: bool) -> int:
-    """How many pages all ranks have done. Where only the whole is of use (`parts` is False), all of them or none.
+class PartialWork(Enum):
+    """What becomes of pages that a rank has brought and another has not: a model with further components has no use
+    for a part of a prefix, whose end lacks its window and its state.
+    """
+
+    KEPT = "kept"
+    DROPPED = "dropped"
+
+
+def agreed_count(answer: Sequence[int] | VoteRow, partial: PartialWork) -> int:
+    """How many first pages all ranks have done, from the minimum of their `counted`; none of a dropped part.
 
     >>> row = np.minimum(counted(5, 8), counted(8, 8))
-    >>> agreed_count(row, parts=True), agreed_count(row, parts=False)
+    >>> agreed_count(row, PartialWork.KEPT), agreed_count(row, PartialWork.DROPPED)
     (5, 0)
     """
     done, least, most = int(answer[0]), int(answer[1]), -int(answer[2])
-    return done if parts or done == least == most else 0
+    return done if partial is PartialWork.KEPT or done == least == most else 0
 
 
 def checksum(ids: Sequence[int]) -> int:

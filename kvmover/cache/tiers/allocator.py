@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from kvmover.cache.prefix import FULL, ActionList, CopyLeg, CopyOut, FreePages, PrefixTree, Tier, WriteBack
+from kvmover.cache.prefix import (
+    FULL,
+    ActionList,
+    CopyLeg,
+    CopyOut,
+    FreePages,
+    InvariantBroken,
+    PrefixTree,
+    Tier,
+    WriteBack,
+)
+from kvmover.cache.tiers.agreement import PartialWork
 from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
 from kvmover.cache.tiers.errors import TierError
 from kvmover.cache.tiers.tiered_pool import TieredPool
@@ -47,6 +59,18 @@ class FreeList:
             self._ids.add(page)
             heappush(self._heap, page)
 
+    def check(self, others: Collection[int]) -> None:
+        """Raise InvariantBroken unless each page is free or one of `others`, which the tree and the caller have."""
+        if sorted(self._heap) != sorted(self._ids):
+            raise InvariantBroken(f"free pages of {self._name} are {sorted(self._ids)}, in order {sorted(self._heap)}")
+        pages = sorted([*self._ids, *others])
+        if pages != list(range(self.pages)):
+            twice = sorted(page for page, times in Counter(pages).items() if times > 1)
+            lost = sorted(set(range(self.pages)) - set(pages))
+            raise InvariantBroken(
+                f"of {self.pages} pages of {self._name} {lost} are lost, and {twice} are in two places"
+            )
+
 
 #: Host pages offered to each eviction of a tree that writes back, however few it asks for: a tree with further
 #: components evicts whole leaves, and drops one that finds no room.
@@ -76,6 +100,11 @@ class PageAllocator:
         if unknown := {tiered_pool.name for tiered_pool in tiered_pools} - set(names):
             raise TierError(f"pools for {sorted(unknown)}, and the tree has {names}")
 
+    @property
+    def partial(self) -> PartialWork:
+        """What of this tree's copies is of use where some rank alone has brought it."""
+        return PartialWork.DROPPED if self.tree.config.components else PartialWork.KEPT
+
     def take(self, name: str, tier: Tier, count: int) -> list[int] | None:
         """Ids, from what was used least recently where none are free; None where that does not do."""
         pool = self.free[name, tier]
@@ -96,6 +125,7 @@ class PageAllocator:
         return taken
 
     def give(self, name: str, tier: Tier, ids: Iterable[int]) -> None:
+        """Ids that nobody uses any more. Raises TierError for one that is free, or none of the pool's."""
         self.free[name, tier].give(ids)
 
     def room(self, name: str, tier: Tier) -> int:
@@ -126,6 +156,11 @@ class PageAllocator:
                     found.append(Batch(tiered_pool, [host[i] for i in places], [device[i] for i in places]))
         return found
 
+    def check(self, out: Mapping[tuple[str, Tier], Collection[int]]) -> None:
+        """Raise InvariantBroken unless every page is in one place. `out`: pages that the caller has. O(pages)."""
+        for (name, tier), free in self.free.items():
+            free.check([*self.tree.ids(name, tier), *out.get((name, tier), ())])
+
     def drop_second_copies(self) -> None:
         """Of a tree that writes back, while nobody reads from the host: no page is on both tiers then.
 
@@ -142,8 +177,9 @@ class PageAllocator:
         room: list[int] = []
         if isinstance(self.tree.config.tiers, WriteBack):
             host = self.free[FULL, Tier.HOST]
-            if pages > len(host):
-                self.apply(self.tree.evict_host(pages - len(host)))
+            coming = min(pages, self.tree.sizes(name, tier).evictable)  # the host gives up nothing for what stays
+            if coming > len(host):
+                self.apply(self.tree.evict_host(coming - len(host)))
             room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
             host.give(room)  # what a copy takes of it is claimed when it is carried out
         self.apply(self.tree.evict(pages, name, room=room))

@@ -8,25 +8,34 @@ operation is open.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvmover.cache.prefix import FULL, Inserted, LockHandle, PrefixNamespace, PrefixTree, RadixKey, Tier, WriteBack
-from kvmover.cache.prefix.events import KVEvent
-from kvmover.cache.prefix.hashes import TokenIds
-from kvmover.cache.prefix.keys import DEFAULT, PageIds
+from kvmover.cache.prefix import (
+    DEFAULT_NAMESPACE,
+    FULL,
+    Inserted,
+    KVEvent,
+    LockHandle,
+    PageIds,
+    PrefixNamespace,
+    PrefixTree,
+    RadixKey,
+    Tier,
+    TokenIds,
+    WriteBack,
+)
 from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
 from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.copies import LayerwiseCopier
 from kvmover.cache.tiers.errors import TierError
 from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import Inclusion, TierPolicy
-from kvmover.cache.tiers.restore import Restore, Restoring
-from kvmover.cache.tiers.storage import Storage
-from kvmover.cache.tiers.storage_events import StorageEvents
-from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
+from kvmover.cache.tiers.restore import Restore, Restores
+from kvmover.cache.tiers.restoring import GivenUp, Hurry
+from kvmover.cache.tiers.storage import Stopwatch, Storage, StorageWorker, Urgency
 from kvmover.cache.tiers.tiered_pool import TieredPool
-from kvmover.cache.tiers.writing import Writing
+from kvmover.cache.tiers.writing import StorageEvents, Writing
 
 #: How long `wait` sleeps at most between two polls: a storage job that ends wakes it.
 _NAP_S = 0.002
@@ -78,31 +87,37 @@ class Controller:
             storage.store.watch(self._events)
         self._writing = Writing(*hands, self._events)
         self.allocator.copied_out = self._writing.copied_out
-        self._restoring = Restoring(*hands, clock, self._writing.reused)
+        self._restores = Restores(*hands, clock, self._writing.reused)
 
     @property
     def tree(self) -> PrefixTree:
+        """For matches and hashes. What changes it goes through the controller."""
         return self.allocator.tree
 
     # Requests
 
     def restore(
-        self, tokens: RadixKey | TokenIds, *, limit_tokens: int | None = None, namespace: PrefixNamespace = DEFAULT
+        self,
+        tokens: RadixKey | TokenIds,
+        *,
+        limit_tokens: int | None = None,
+        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Restore:
         """Begin to bring the longest prefix of a prompt to the device: of all but its last token, if no limit is given.
 
         The result changes in `poll`. It may be ready at once.
         """
         key = tokens if isinstance(tokens, RadixKey) else self.tree.key(tokens, namespace)
-        return self._restoring.begin(key, max(0, key.tokens - 1) if limit_tokens is None else limit_tokens)
+        limit = key.tokens - 1 if limit_tokens is None else min(limit_tokens, key.tokens)
+        return self._restores.begin(key, max(0, limit))
 
     def want(self, restore: Restore) -> None:
         """The request is to start now: with BestEffort a read ends with what it has."""
-        restore.wanted = True
+        self._restores.tell(restore, Hurry())
 
     def abort(self, restore: Restore) -> None:
         """Give a restore up. Copies under way land or return their pages by themselves."""
-        self._restoring.abort(restore)
+        self._restores.tell(restore, GivenUp())
 
     def release(self, restore: Restore) -> None:
         """The request is over: its prefix may be evicted. Once, of a restore that is ready."""
@@ -111,6 +126,7 @@ class Controller:
         restore.handle = None
 
     def unlock(self, handle: LockHandle) -> None:
+        """Give back a lock of the tree, once. Raises StaleHandle otherwise."""
         self.tree.unlock(handle)
 
     def take(self, pages: int, component: str = FULL) -> list[int] | None:
@@ -129,7 +145,7 @@ class Controller:
         first_page: int = 0,
         held: Mapping[str, PageIds] | None = None,
         counted_tokens: int = 0,
-        namespace: PrefixNamespace = DEFAULT,
+        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
     ) -> Inserted:
         """Keep computed pages, as `PrefixTree.insert` says, and begin to write through what is due. The ids are the
         tree's from here on, and duplicates are free again.
@@ -154,7 +170,7 @@ class Controller:
         """This rank's row of the round. With `settle` it is `poll` in two halves, for ranks that agree otherwise."""
         self.copies.poll()
         self.worker.poll()
-        self._restoring.poll()
+        self._restores.poll()
         return self.collectives.votes()
 
     def settle(self, agreed: VoteRow) -> None:
@@ -179,7 +195,7 @@ class Controller:
     @property
     def idle(self) -> bool:
         """Whether no operation is open and none is due."""
-        return not (self.collectives.open or self._writing.due or self._restoring.open)
+        return not (self.collectives.open or self._writing.due or self._restores.open)
 
     def wait(self, restore: Restore | None = None) -> None:
         """Poll until `restore` is done, or until all is. Ranks that wait together stop waiting together."""
@@ -189,17 +205,30 @@ class Controller:
                 self.worker.wait(_NAP_S)
 
     def snapshot(self) -> TierSnapshot:
+        """Counts, times and gauges of this moment, as a copy."""
         free = self.allocator.free
         gauges = {
             TierGauge.OPEN_OPERATIONS: len(self.collectives.open),
-            TierGauge.OPEN_RESTORES: len(self._restoring.open),
+            TierGauge.OPEN_RESTORES: len(self._restores.open),
             TierGauge.QUEUED_JOBS: self.worker.queued,
             TierGauge.FREE_DEVICE_PAGES: len(free[FULL, Tier.DEVICE]),
             TierGauge.FREE_HOST_PAGES: len(free[FULL, Tier.HOST]),
-            TierGauge.READING_PAGES: self._restoring.reading_pages,
+            TierGauge.READING_PAGES: self._restores.reading_pages,
             TierGauge.WRITING_PAGES: self._writing.writing_pages,
         }
         return TierSnapshot(self.config.engine, self.config.rank, self.meter.copy(), gauges)
+
+    def check(self, out: Mapping[tuple[str, Tier], Collection[int]]) -> None:
+        """Raise InvariantBroken where tree, pages, operations and restores do not fit together. O(pages): for tests.
+
+        `out`: by component and tier, the pages that the caller took and has not given or kept.
+        """
+        self.tree.check()
+        self.allocator.check(out)
+        self.collectives.check()
+        self.copies.check()
+        self._restores.check()
+        self._writing.check()
 
     def close(self) -> None:
         """Stop the thread. What is on its way to storage is dropped: `wait` before, to have it written."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvmover.cache.prefix import Tier
+from kvmover.cache.prefix import InvariantBroken, Tier
 from kvmover.cache.tiers.tiered_pool import TieredPool, region
 from kvmover.kernels.region import Region
 from kvmover.layout import Span
@@ -29,12 +29,14 @@ class Batch:
     device_ids: Sequence[int]
 
     def regions(self, dst: Tier, layers: Span) -> Region:
+        """Of `layers` of the rank's part, as one region. Raises TierError for ids outside a pool."""
         host, device = (self.tiered_pool.host, self.host_ids), (self.tiered_pool.device, self.device_ids)
         (src, src_ids), (to, dst_ids) = (host, device) if dst is Tier.DEVICE else (device, host)
         return region(src, to, src_ids, dst_ids, layers)
 
     @property
     def nbytes(self) -> int:
+        """Of all layers."""
         return len(self.host_ids) * self.tiered_pool.part.nbytes
 
 
@@ -61,6 +63,7 @@ class LayerGate:
     group_layers: int
 
     def wait(self, layer: int) -> None:
+        """Returns at once on a GPU, where the current stream waits; else when the layer is there."""
         self.copies.reach(self.copy, layer // self.group_layers)
 
     def open(self, layer: int) -> bool:
@@ -128,7 +131,14 @@ class LayerwiseCopier:
 
     @property
     def busy(self) -> bool:
+        """Whether a copy has not landed."""
         return bool(self._under_way)
+
+    def check(self) -> None:
+        """Raise InvariantBroken unless each group of layers has landed, is being copied or waits. O(copies)."""
+        for copy in self._under_way:
+            if copy.landed + len(copy.events) + len(copy.groups) != len(copy.sizes):
+                raise InvariantBroken(f"{copy.landed} of {len(copy.sizes)} groups have landed, {len(copy.groups)} wait")
 
     def _step(self, copy: LayerwiseCopy) -> None:
         from kvmover.kernels import reference

@@ -117,6 +117,7 @@ class Share:
         return cls(index, count, folder / f"{component.name}-{name}")
 
     def mine(self, place: int) -> bool:
+        """Whether this rank copies the page at `place` of a batch: each is one rank's."""
         return place % self.count == self.index
 
 

@@ -63,6 +63,7 @@ class TierMeter:
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
 
     def copy(self) -> TierMeter:
+        """What no later count changes."""
         stages = {stage: histogram.copy() for stage, histogram in self.stages.items()}
         return TierMeter(self.counts.copy(), stages, self.dropped.copy())
 

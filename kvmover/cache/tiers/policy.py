@@ -1,7 +1,7 @@
-"""A TierPolicy says what is written to storage, what is read from it, and how long a request waits for that. Pure.
+"""A TierPolicy says what is written to storage, what is read from it, how fast, and how long a request waits. Pure.
 
 Which pages go to the host is the tree's to say: `prefix.WriteThrough(after_hits)` (through, or selective by hits) and
-`prefix.WriteBack` (on eviction).
+`prefix.WriteBack` (on eviction). A rate is a bucket that fills with time; `now` is given.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from enum import Enum
 from typing import TypeAlias
 
 from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.rate import Rate
 from kvmover.enums import settle
 
 
@@ -44,6 +43,7 @@ class Speed:
     bytes_per_s: float
 
     def seconds(self, nbytes: int) -> float:
+        """For one batch of `nbytes`."""
         return self.latency_s + nbytes / self.bytes_per_s
 
     def within(self, rate: Rate | None) -> Speed:
@@ -163,6 +163,7 @@ class ThroughputEstimator:
     products: float = 0.0
 
     def add(self, nbytes: int, seconds: float) -> None:
+        """A batch of `nbytes` took so long."""
         for name, value in (
             ("count", 1.0),
             ("nbytes", nbytes),
@@ -182,3 +183,49 @@ class ThroughputEstimator:
         if slope <= 0 or latency <= 0 or spread <= 1e-9 * self.nbytes**2:
             return Speed(0.0, self.nbytes / self.seconds)
         return Speed(latency, 1 / slope)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """`bytes_per_s` in the long run, and as much as `burst_bytes` at once after a pause."""
+
+    bytes_per_s: float
+    burst_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or self.burst_bytes < 1:
+            raise TierError(f"a rate of {self.bytes_per_s} bytes a second and bursts of {self.burst_bytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What may be moved at `at_s`. Work is done whole and paid afterwards: below 0 there is nothing until it is repaid,
+    so that a batch above the burst moves too.
+
+    >>> bucket = Bucket.full(Rate(1000.0, 500), 0.0).spent(2500, 0.0)
+    >>> bucket.wait_s(0.0), bucket.wait_s(1.5), bucket.wait_s(9.0)
+    (2.0, 0.5, 0.0)
+    """
+
+    rate: Rate
+    level_bytes: float
+    at_s: float
+
+    @classmethod
+    def full(cls, rate: Rate, now_s: float) -> Bucket:
+        """With a whole burst at `now_s`."""
+        return cls(rate, rate.burst_bytes, now_s)
+
+    def filled(self, now_s: float) -> Bucket:
+        """A clock that goes backwards takes nothing away."""
+        come = max(0.0, now_s - self.at_s) * self.rate.bytes_per_s
+        return replace(self, level_bytes=min(self.rate.burst_bytes, self.level_bytes + come), at_s=now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """How long until work may begin."""
+        return max(0.0, -self.filled(now_s).level_bytes / self.rate.bytes_per_s)
+
+    def spent(self, nbytes: int, now_s: float) -> Bucket:
+        """After `nbytes` were moved, which may be more than there was."""
+        filled = self.filled(now_s)
+        return replace(filled, level_bytes=filled.level_bytes - nbytes)

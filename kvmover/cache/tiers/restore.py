@@ -1,117 +1,108 @@
-"""A Restore brings a request's KV back to the device, from storage by way of the host, as all ranks agree.
+"""A Restore brings a request's KV back to the device: its state machine decides, the driver here carries out.
 
-Each of the three steps is an operation of all ranks: a look-up, answered with the prefix lengths that this rank could
-restore; a read; a load. What a rank cannot begin, for want of room, it answers with nothing, so that all end with
-nothing.
+`restoring.py` decides. Events come from the storage thread's jobs and the copies to the device, as the controller polls
+them, and from the rounds in which all ranks agree.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 
 from kvmover.cache.ledger import Credit, Loss
-from kvmover.cache.prefix import FULL, ROOT, LockHandle, Match, RadixKey, Tier
-from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.prefix.keys import NO_IDS
-from kvmover.cache.prefix.results import PageArray
-from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps, VoteRow, agreed_count, counted
+from kvmover.cache.prefix import (
+    FULL,
+    NO_IDS,
+    ROOT,
+    InvariantBroken,
+    LockHandle,
+    Match,
+    PageArray,
+    RadixKey,
+    Rule,
+    Tier,
+    chain,
+    restorable,
+)
+from kvmover.cache.tiers import restoring
+from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps
 from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.copies import LayerGate
 from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
-from kvmover.cache.tiers.policy import BestEffort, ThroughputEstimator, TierPolicy, patience_s, pays
-from kvmover.cache.tiers.rules import Rule, restorable
-from kvmover.cache.tiers.storage import PageRef, Storage, StorageLookup, StorageRead, StoredPool
-from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
+from kvmover.cache.tiers.policy import Speed, ThroughputEstimator, TierPolicy
+from kvmover.cache.tiers.restoring import RestoreEvent, RestorePhase, RestoreTerms, Restoring
+from kvmover.cache.tiers.storage import (
+    PageRef,
+    Stopwatch,
+    Storage,
+    StorageLookup,
+    StorageRead,
+    StorageWorker,
+    StoredPool,
+    Urgency,
+)
 from kvmover.store import Got
-
-
-class RestorePhase(StrEnum):
-    """LOOK: asking storage. READ: from storage to the host. LOAD: to the device, or waiting for another's load."""
-
-    LOOK = "look"
-    READ = "read"
-    LOAD = "load"
-    READY = "ready"
-    ABORTED = "aborted"
 
 
 @dataclass(slots=True, eq=False)
 class Restore:
     """What a request gets. `tokens`, `page_ids`, `held` and `handle` count when `phase` is READY.
 
-    `handle` keeps the pages on the device: give it back by `Controller.release`. While in LOAD, `gate` lets a forward
-    pass start on `loading`, the match of `best_tokens` that the load makes true, once its first layers are there.
+    `found` is what was matched when the request came. `handle` keeps the pages on the device: give it back by
+    `Controller.release`. While in LOAD, `gate` lets a forward pass start on `loading`, the match of `best_tokens` that
+    the load makes true, once its first layers are there.
 
     Two sums for the ledger: `ledger.matched(r, prompt, restore.reusable_tokens)`, and
     `ledger.admitted(r, restore.credit, restore.lost)`.
     """
 
     key: RadixKey
-    limit_tokens: int
-    began_s: float
     found: Match
-    phase: RestorePhase = RestorePhase.LOOK
-    tokens: int = 0
+    state: Restoring
     page_ids: PageArray = field(default_factory=lambda: NO_IDS)
     held: tuple[tuple[str, PageArray], ...] = ()
     handle: LockHandle | None = None
-    credit: Credit = field(default_factory=Credit)
-    lost: dict[Loss, int] = field(default_factory=dict[Loss, int])
-    reusable_tokens: int = 0
     gate: LayerGate | None = None
+    #: Of all pages that storage is asked for, and how many of them are on the host.
+    hashes: Sequence[bytes] = ()
+    anchor: int = 0
+    #: Of the last time that the tree was asked.
+    match: Match | None = None
     #: Locks of what was found, until what is brought is locked too.
     keeps: list[LockHandle] = field(default_factory=list[LockHandle])
     collective: CollectiveOp | None = None
-    reasons: Counter[Loss] = field(default_factory=Counter[Loss])
-    patience_s: float | None = None
-    wanted: bool = False
-    loads: int = 0
+
+    @property
+    def phase(self) -> RestorePhase:
+        """Where it is. READY and ABORTED are ends."""
+        return self.state.phase
 
     @property
     def done(self) -> bool:
-        return self.phase in (RestorePhase.READY, RestorePhase.ABORTED)
+        """Whether it is ready, or was given up."""
+        return self.state.done
 
-    def ready(self, match: Match, handle: LockHandle) -> None:
-        """The end: credit what is on the device by where it was when the request came, and say why the rest is lost."""
-        device, best = self.found.tokens, self.found.best_tokens
-        # More than was found anywhere is what other requests have computed meanwhile.
-        more = max(0, match.tokens - max(self.reusable_tokens, best))
-        self.reusable_tokens = max(self.reusable_tokens, best) + more
-        here = match.tokens - more
-        on_device = min(here, device)
-        on_host = min(here, best) - on_device
-        self.credit = Credit(on_device + more, on_host, here - on_device - on_host)
-        self.lost = balanced(self.reasons, self.reusable_tokens - match.tokens)
-        self.tokens, self.page_ids, self.held = match.tokens, match.page_ids, match.held
-        self.handle, self.phase = handle, RestorePhase.READY
+    @property
+    def tokens(self) -> int:
+        """On the device and locked, from the beginning of the prompt."""
+        return self.state.tokens
 
+    @property
+    def reusable_tokens(self) -> int:
+        """On any tier, as far as this rank has found out."""
+        return self.state.reusable_tokens
 
-def balanced(reasons: Counter[Loss], due: int) -> dict[Loss, int]:
-    """Reasons that add up to `due` tokens: the first to apply first, and what none explains was taken meanwhile.
+    @property
+    def credit(self) -> Credit:
+        """`tokens` by the tier that they were on when the request came."""
+        return self.state.credit
 
-    >>> balanced(Counter({Loss.LATE: 32, Loss.THRESHOLD: 16}), 40)
-    {<Loss.THRESHOLD: 'threshold'>: 16, <Loss.LATE: 'late'>: 24}
-    """
-    lost: dict[Loss, int] = {}
-    for reason in Loss:
-        tokens = min(reasons[reason], due)
-        if tokens > 0:
-            lost[reason] = tokens
-            due -= tokens
-    if due:
-        lost[Loss.CAPACITY_EVICTED] = lost.get(Loss.CAPACITY_EVICTED, 0) + due
-    return lost
-
-
-def longest(legal: np.ndarray, over: int = 0) -> int:
-    """The largest legal number of pages above `over`, or 0."""
-    found = np.flatnonzero(legal[over + 1 :])
-    return int(found[-1]) + over + 1 if len(found) else 0
+    @property
+    def lost(self) -> Mapping[Loss, int]:
+        """Why the other reusable tokens are not on the device."""
+        return self.state.lost
 
 
 #: Why a read ended early, as the ledger says it.
@@ -119,8 +110,11 @@ _LOSS = {Got.POISONED: Loss.POISONED, Got.EVICTED: Loss.CAPACITY_EVICTED, Got.AB
 
 
 @dataclass(slots=True)
-class Restoring:
-    """Of one rank. `reused` hears of a node, and from which page on its path is loaded from the host."""
+class Restores:
+    """Of one rank. `reused` hears of a node, and from which page on its path is loaded from the host.
+
+    `open`: those that are not done; `leaving`: those that were given up, and whose operation has not ended.
+    """
 
     allocator: PageAllocator
     storage: Storage | None
@@ -131,67 +125,122 @@ class Restoring:
     clock: Callable[[], float]
     reused: Callable[[int, int], None]
     open: list[Restore] = field(default_factory=list[Restore])
-    reading_pages: int = 0
+    leaving: list[Restore] = field(default_factory=list[Restore])
     loads: ThroughputEstimator = field(default_factory=ThroughputEstimator)
+    terms: RestoreTerms = field(init=False)
+
+    def __post_init__(self) -> None:
+        page_tokens = self.allocator.tree.config.page_tokens
+        token_bytes = sum(pool.part.nbytes for pool in self.allocator.tiered_pools) // page_tokens
+        stored = self.storage is not None
+        self.terms = RestoreTerms(page_tokens, token_bytes, self.policy, self.allocator.partial, stored)
+
+    @property
+    def reading_pages(self) -> int:
+        """Host pages of attention KV that are being read into."""
+        states = [restore.state for restore in (*self.open, *self.leaving)]
+        return sum(state.op_pages for state in states if state.asked is RestorePhase.READ)
 
     def begin(self, key: RadixKey, limit_tokens: int) -> Restore:
-        tree = self.allocator.tree
-        match = tree.match(key, limit_tokens=limit_tokens)
-        restore = Restore(key, limit_tokens, self.clock(), match, reusable_tokens=match.best_tokens)
-        restore.keeps.append(tree.lock(match.device_node))
-        if match.best_tokens > match.tokens and tree.is_backed(match.best_node):
-            restore.keeps.append(tree.lock_host(match.best_node))
+        """Begin to bring what is kept of the first `limit_tokens` tokens of `key`. It may be ready at once."""
+        match = self.allocator.tree.match(key, limit_tokens=limit_tokens)
+        state, actions = restoring.start(self.terms, limit_tokens, match.tokens, match.best_tokens, self.clock())
+        restore = Restore(key, match, state)
+        self._lock(restore, match)
         self.open.append(restore)
-        missing = limit_tokens // tree.config.page_tokens * tree.config.page_tokens - match.best_tokens
-        if self.storage is None or missing < max(1, self.policy.least_tokens):
-            self._load(restore)
-        else:
-            self._look(restore, self.storage)
+        self._carry_out(restore, actions)
         return restore
 
+    def tell(self, restore: Restore, event: RestoreEvent) -> None:
+        """Advance by an event, and by all that follows from it at once."""
+        restore.state, actions = restoring.step(restore.state, event, self.clock())
+        self._carry_out(restore, actions)
+
     def poll(self) -> None:
-        """Ask for an end of reads that took too long, and go on where another's load was waited for."""
+        """A round begins."""
         for restore in list(self.open):
-            if restore.phase is RestorePhase.READ and restore.collective is not None:
-                late = restore.patience_s is not None and self.clock() - restore.began_s >= restore.patience_s
-                wanted = restore.wanted and isinstance(self.policy.prefetch, BestEffort)
-                restore.collective.stop |= late or wanted
-            if restore.phase is RestorePhase.LOAD and restore.collective is None:
-                self._load(restore)
+            self.tell(restore, restoring.TimePassed())
 
-    def abort(self, restore: Restore) -> None:
-        if restore.done:
-            return
-        restore.phase = RestorePhase.ABORTED
-        if restore.collective is not None:
-            restore.collective.stop = True
-        self._let_go(restore)
+    def check(self) -> None:
+        """Raise InvariantBroken where states, operations and lists do not fit together. O(open restores)."""
+        for restore in (*self.open, *self.leaving):
+            restore.state.check()
+            under_way = restore.collective is not None
+            if under_way != (restore.state.asked is not None):
+                raise InvariantBroken(f"a restore is at {restore.state.asked}, and at no operation of all ranks")
+            if under_way and restore.collective not in self.collectives.open:
+                raise InvariantBroken(f"a restore waits for an operation that is over: {restore.state}")
+        if any(restore.done for restore in self.open) or any(restore.keeps for restore in self.leaving):
+            raise InvariantBroken("a restore that is done is open, or keeps its locks")
+        if not all(restore.done and not restore.state.over for restore in self.leaving):
+            raise InvariantBroken("a restore is leaving, and was not given up or has ended")
 
-    # Storage: look up
+    def _carry_out(self, restore: Restore, actions: Sequence[restoring.RestoreAction]) -> None:
+        for action in actions:
+            event = self._do(restore, action)
+            if event is not None:
+                self.tell(restore, event)
 
-    def _look(self, restore: Restore, storage: Storage) -> None:
-        config = self.allocator.tree.config
-        pages = restore.limit_tokens // config.page_tokens
-        words = np.frombuffer(restore.key.data, "<u4")
-        hashes = chain(restore.key.namespace.digest, words, config.page_words)[:pages]
-        node = restore.found.host_node
-        anchor = (
-            len(self.allocator.tree.page_hashes(node)) if node != ROOT and self.allocator.tree.is_backed(node) else 0
-        )
-        reach = max((h.rule.reach_tokens or 0 for h in self.allocator.tiered_pools), default=0)
-        first = max(0, anchor - -(-reach // config.page_tokens))
+    def _do(self, restore: Restore, action: restoring.RestoreAction) -> RestoreEvent | None:
+        """Carry out, and say what came of it where that is known at once."""
+        match action:
+            case restoring.LookUp(pages):
+                self._look(restore, pages)
+            case restoring.BeginFetch(pages):
+                return self._fetch(restore, pages)
+            case restoring.BeginLoad(tokens):
+                return self._load(restore, tokens)
+            case restoring.BeginNothing():
+                self._join(restore)
+            case restoring.Vote(answer):
+                assert restore.collective is not None
+                restore.collective.done(*answer)
+            case restoring.AskToStop():
+                assert restore.collective is not None
+                restore.collective.stop = True
+            case restoring.EndCopy(op, pages):
+                self.allocator.apply(self.allocator.tree.end(op, pages))
+            case restoring.Rematch():
+                return self._rematch(restore)
+            case restoring.Secure():
+                return self._secure(restore)
+            case restoring.LetGo():
+                self._let_go(restore)
+        return None
+
+    # All ranks
+
+    def _join(self, restore: Restore, width: int = 3, ids: Sequence[int] = ()) -> None:
+        restore.collective = self.collectives.begin(lambda agreed: self._agreed(restore, agreed.tolist()), width, ids)
+
+    def _agreed(self, restore: Restore, answer: list[int]) -> None:
+        restore.collective = restore.gate = None
+        self.tell(restore, restoring.RanksAgreed(answer))
+        if restore in self.leaving:
+            self.leaving.remove(restore)
+
+    # Storage
+
+    def _look(self, restore: Restore, pages: int) -> None:
+        """Ask storage for what is not on the host, and for what a prefix that ends there needs of before."""
+        storage, tree, key, node = self._storage, self.allocator.tree, restore.key, restore.found.host_node
+        words = np.frombuffer(key.data, "<u4")
+        restore.hashes = hashes = chain(key.namespace.digest, words, tree.config.page_words)[:pages]
+        restore.anchor = anchor = len(tree.page_hashes(node)) if node != ROOT and tree.is_backed(node) else 0
+        reach = max((pool.rule.reach_tokens or 0 for pool in self.allocator.tiered_pools), default=0)
+        first = max(0, anchor - -(-reach // self.terms.page_tokens))
         look, watch = StorageLookup(storage, hashes[first:]), Stopwatch()
-        restore.collective = collective = self.collectives.begin(
-            lambda agreed: self._looked(restore, storage, hashes, anchor, agreed), width=pages + 1
-        )
+        self._join(restore, pages + 1)
 
         def ended(error: Exception | None) -> None:
             self.meter.stages[TierStage.LOOK].add(watch.seconds)
             self.meter.counts[TierCount.LOOKED_UP_PAGES] += len(look.hashes)
-            legal = np.zeros(pages + 1, bool)
+            legal = [0]
             if error is None:
-                legal = self._legal(storage, look, first, anchor)
-            collective.done(*self._wanted(restore, legal))
+                legal = np.flatnonzero(self._legal(storage, look, first, anchor)).tolist()
+            nearer = restore.found.best_tokens // self.terms.page_tokens
+            self.meter.counts[TierCount.FOUND_PAGES] += max(0, legal[-1] - nearer)
+            self.tell(restore, restoring.LookedUp(tuple(legal), self._way()))
 
         self.worker.begin(look, Urgency.LOOK, ended)
 
@@ -200,165 +249,89 @@ class Restoring:
         for number, (stored_pool, row) in enumerate(zip(storage.stored_pools, look.present, strict=True)):
             rules[str(number)] = stored_pool.tiered_pool.rule
             present[str(number)] = [False] * first + row
-        return restorable(rules, present, self.allocator.tree.config.page_tokens, anchor)
+        return restorable(rules, present, self.terms.page_tokens, anchor)
 
-    def _wanted(self, restore: Restore, legal: np.ndarray) -> list[int]:
-        """This rank's vote, 1 for a number of pages that it can and would fetch; and why not for those it would not."""
-        page_tokens = self.allocator.tree.config.page_tokens
-        best = restore.found.best_tokens // page_tokens
-        most = longest(legal, best)
-        restore.reusable_tokens = max(restore.reusable_tokens, most * page_tokens)
-        self.meter.counts[TierCount.FOUND_PAGES] += max(0, most - best)
-        tokens = most * page_tokens - restore.found.best_tokens
-        token_bytes = sum(h.part.nbytes for h in self.allocator.tiered_pools) // page_tokens
-        assert self.storage is not None
-        read, load = self.storage.reads.speed(), self.loads.speed()
-        known = () if read is None else (read.within(self.policy.read_rate), *((load,) if load else ()))
-        if most and (tokens < self.policy.least_tokens or not pays(self.policy.prefetch, tokens, token_bytes, known)):
-            restore.reasons[Loss.THRESHOLD] += tokens
-            legal = np.zeros_like(legal)
-        votes = legal.astype(np.int64)
-        votes[: best + 1] = 0
-        return votes.tolist()
+    def _way(self) -> tuple[Speed, ...]:
+        """Speeds of the tiers between storage and the device, as far as they were measured."""
+        read, load = self._storage.reads.speed(), self.loads.speed()
+        return () if read is None else (read.within(self.policy.read_rate), *((load,) if load else ()))
 
-    def _looked(self, restore: Restore, storage: Storage, hashes: list[bytes], anchor: int, agreed: VoteRow) -> None:
-        restore.collective = None
-        if restore.phase is RestorePhase.ABORTED:
-            return
-        pages, page_tokens = longest(agreed), self.allocator.tree.config.page_tokens
-        mine = restore.reusable_tokens - restore.reasons[Loss.THRESHOLD]
-        if mine > max(pages * page_tokens, restore.found.best_tokens):
-            restore.reasons[Loss.RANK_MINIMUM] += mine - max(pages * page_tokens, restore.found.best_tokens)
-        if pages:
-            self._read(restore, storage, hashes[:pages], anchor)
-        else:
-            self._load(restore)
-
-    # Storage: read
-
-    def _read(self, restore: Restore, storage: Storage, hashes: list[bytes], anchor: int) -> None:
-        allocator, pages, config = self.allocator, len(hashes), self.allocator.tree.config
-        restore.phase = RestorePhase.READ
-        restore.patience_s = patience_s(self.policy.prefetch, pages * config.page_tokens - restore.found.best_tokens)
+    def _fetch(self, restore: Restore, pages: int) -> RestoreEvent:
+        allocator, tree, hashes, anchor = self.allocator, self.allocator.tree, restore.hashes, restore.anchor
         needs = {FULL: range(anchor, pages)}
-        for tiered_pool in allocator.tiered_pools:
-            if tiered_pool.name != FULL:
-                needs[tiered_pool.name] = tiered_pool.rule.needs(pages, config.page_tokens)
-        if self.reading_pages + pages - anchor > self.policy.reading_share * allocator.free[FULL, Tier.HOST].pages:
-            ids = None
-        else:
+        for pool in allocator.tiered_pools:
+            if pool.name != FULL:
+                needs[pool.name] = pool.rule.needs(pages, self.terms.page_tokens)
+        ids = None
+        if self.reading_pages + pages - anchor <= self.policy.reading_share * allocator.free[FULL, Tier.HOST].pages:
             ids = allocator.take_all({name: len(where) for name, where in needs.items()}, Tier.HOST)
-        op, total = 0, pages - anchor
-        if ids is not None:
-            key = RadixKey(restore.key.data[: pages * config.page_bytes], restore.key.namespace, restore.key.units)
-            op = allocator.tree.begin_fetch(key, anchor, ids[FULL], {name: ids[name] for name in needs if name != FULL})
-            self.reading_pages += total
-        restore.collective = collective = self.collectives.begin(
-            lambda agreed: self._read_ended(restore, op, total, agreed),
-            3,
-            _flat(ids or {}),
-        )
         if ids is None:
-            restore.reasons[Loss.HOST_CAPACITY] += pages * config.page_tokens - restore.found.best_tokens
-            collective.done(*counted(0, 0))
-            return
+            return restoring.HostFull(pages * self.terms.page_tokens - restore.found.best_tokens)
+        key = RadixKey(restore.key.data[: pages * tree.config.page_bytes], restore.key.namespace, restore.key.units)
+        op = tree.begin_fetch(key, anchor, ids[FULL], {name: ids[name] for name in needs if name != FULL})
+        self._join(restore, 3, [page for row in ids.values() for page in row])
         wanted = [
-            (
-                stored_pool,
-                PageRef(max(0, position - anchor), hashes[position], ids[stored_pool.tiered_pool.name][place]),
-            )
-            for stored_pool in storage.stored_pools
-            for place, position in enumerate(needs[stored_pool.tiered_pool.name])
-            if stored_pool.tiered_pool.share.mine(place)
+            (stored_pool, PageRef(max(0, position - anchor), hashes[position], ids[pool.name][place]))
+            for stored_pool in self._storage.stored_pools
+            for pool in (stored_pool.tiered_pool,)
+            for place, position in enumerate(needs[pool.name])
+            if pool.share.mine(place)
         ]
-        self._begin_read(storage, restore, collective, wanted, total)
+        self._read(restore, wanted, pages - anchor)
+        return restoring.FetchBegun(op, pages - anchor)
 
-    def _begin_read(
-        self,
-        storage: Storage,
-        restore: Restore,
-        collective: CollectiveOp,
-        wanted: list[tuple[StoredPool, PageRef]],
-        total: int,
-    ) -> None:
+    def _read(self, restore: Restore, wanted: list[tuple[StoredPool, PageRef]], total: int) -> None:
+        collective = restore.collective
+        assert collective is not None
         wanted.sort(key=lambda each: each[1].place)
-        read, watch = StorageRead(storage, wanted, total, lambda: collective.stopping), Stopwatch()
+        read, watch = StorageRead(self._storage, wanted, total, lambda: collective.stopping), Stopwatch()
 
         def ended(error: Exception | None) -> None:
             self.meter.stages[TierStage.FETCH].add(watch.seconds)
             self.meter.counts[TierCount.FETCHED_PAGES] += read.pages
             self.meter.counts[TierCount.FETCHED_BYTES] += read.nbytes
-            good = 0 if error is not None else read.good
+            good, loss = (0, Loss.READ_FAILED) if error is not None else (read.good, Loss.LATE)
+            if error is None and read.why is not None:
+                loss = _LOSS.get(read.why, Loss.READ_FAILED)
             if good < total:
-                failed = read.why is not None or error is not None
-                loss = _LOSS.get(read.why, Loss.READ_FAILED) if read.why and error is None else Loss.READ_FAILED
-                loss = loss if failed else Loss.LATE
-                restore.reasons[loss] += (total - good) * self.allocator.tree.config.page_tokens
                 self.meter.dropped["fetch", str(loss)] += total - good
-            collective.done(*counted(good, total))
+            self.tell(restore, restoring.FetchEnded(good, loss))
 
         self.worker.begin(read, Urgency.READ, ended)
 
-    def _read_ended(self, restore: Restore, op: int, total: int, agreed: VoteRow) -> None:
-        collective, restore.collective = restore.collective, None
-        if op:
-            tree = self.allocator.tree
-            fetched = agreed_count(agreed, parts=not tree.config.components)
-            restore.reasons[Loss.RANK_MINIMUM] += (_own(collective) - fetched) * tree.config.page_tokens
-            self.reading_pages -= total
-            self.allocator.apply(tree.end(op, fetched))
-        if restore.phase is not RestorePhase.ABORTED:
-            self._load(restore)
+    @property
+    def _storage(self) -> Storage:
+        assert self.storage is not None
+        return self.storage
 
     # Host to device
 
-    def _load(self, restore: Restore) -> None:
-        """Load what the host has, as much of it as the device has room for; or wait for somebody else's load of it."""
-        tree, restore.phase = self.allocator.tree, RestorePhase.LOAD
-        match = tree.match(restore.key, limit_tokens=restore.limit_tokens)
-        if match.waits:
-            return
+    def _lock(self, restore: Restore, match: Match) -> None:
+        """Keep what was found, on either tier."""
+        tree = self.allocator.tree
         if match.best_tokens > match.tokens and tree.is_backed(match.best_node):
             restore.keeps.append(tree.lock_host(match.best_node))
         restore.keeps.append(tree.lock(match.device_node))
-        missing = match.best_tokens - match.tokens
-        if not missing or restore.loads:
-            self._finish(restore)
-            return
-        restore.loads += 1
-        if missing < self.policy.least_load_tokens:
-            restore.reasons[Loss.THRESHOLD] += missing
-            self._finish(restore)
-            return
-        needs, ids = tree.load_needs(match.best_node), None
-        ids = self.allocator.take_all(needs, Tier.DEVICE)
-        if ids is None and not tree.config.components:
-            match = self._shorter(restore, match)
-            needs = tree.load_needs(match.best_node) if match.best_tokens > match.tokens else {}
-            ids = self.allocator.take_all(needs, Tier.DEVICE) if needs else None
-        if ids is None:
-            restore.reasons[Loss.DEVICE_CAPACITY] += missing
-        self._begin_load(restore, match, ids)
 
-    def _shorter(self, restore: Restore, match: Match) -> Match:
-        """The match of as much as there is room for."""
-        tree = self.allocator.tree
-        room = self.allocator.room(FULL, Tier.DEVICE) * tree.config.page_tokens
-        restore.reasons[Loss.DEVICE_CAPACITY] += max(0, match.best_tokens - match.tokens - room)
-        return tree.match(restore.key, limit_tokens=match.tokens + room)
+    def _rematch(self, restore: Restore) -> RestoreEvent:
+        match = restore.match = self.allocator.tree.match(restore.key, limit_tokens=restore.state.limit_tokens)
+        if not match.waits:
+            self._lock(restore, match)
+        return restoring.Rematched(match.tokens, match.best_tokens, bool(match.waits))
 
-    def _begin_load(self, restore: Restore, match: Match, ids: dict[str, list[int]] | None) -> None:
-        tree = self.allocator.tree
+    def _load(self, restore: Restore, tokens: int) -> RestoreEvent:
+        allocator, tree, match = self.allocator, self.allocator.tree, restore.match
+        if match is None or match.best_tokens != tokens:
+            match = tree.match(restore.key, limit_tokens=tokens)
+        more = match.best_tokens > match.tokens
+        ids = allocator.take_all(tree.load_needs(match.best_node), Tier.DEVICE) if more else None
         if ids is None:
-            restore.collective = self.collectives.begin(lambda agreed: self._loaded(restore, 0, 0, agreed), 3)
-            restore.collective.done(*counted(0, 0))
-            return
+            room = allocator.room(FULL, Tier.DEVICE) * self.terms.page_tokens
+            return restoring.DeviceFull(match.tokens, tokens - match.tokens, room)
         transfer = tree.begin_load(match.best_node, ids)
-        total = match.best_tokens // tree.config.page_tokens - transfer.first_page
-        batches, watch = self.allocator.batches(transfer.legs, Tier.DEVICE), Stopwatch()
-        restore.collective = collective = self.collectives.begin(
-            lambda agreed: self._loaded(restore, transfer.op, total, agreed), 3
-        )
+        total = match.best_tokens // self.terms.page_tokens - transfer.first_page
+        batches, watch = allocator.batches(transfer.legs, Tier.DEVICE), Stopwatch()
+        self._join(restore)
 
         def done() -> None:
             nbytes = sum(batch.nbytes for batch in batches)
@@ -366,39 +339,26 @@ class Restoring:
             self.meter.counts[TierCount.LOADED_PAGES] += sum(len(batch.host_ids) for batch in batches)
             self.meter.counts[TierCount.LOADED_BYTES] += nbytes
             self.loads.add(nbytes, watch.seconds)
-            collective.done(*counted(total, total))
+            self.tell(restore, restoring.LoadEnded())
 
-        restore.gate = self.allocator.copies.begin(batches, Tier.DEVICE, done)
+        restore.gate = allocator.copies.begin(batches, Tier.DEVICE, done)
         self.reused(match.best_node, transfer.first_page)
+        return restoring.LoadBegun(transfer.op, total)
 
-    def _loaded(self, restore: Restore, op: int, total: int, agreed: VoteRow) -> None:
-        restore.collective = restore.gate = None
-        if op:
-            loaded = agreed_count(agreed, parts=not self.allocator.tree.config.components)
-            restore.reasons[Loss.RANK_MINIMUM] += (total - loaded) * self.allocator.tree.config.page_tokens
-            self.allocator.apply(self.allocator.tree.end(op, loaded))
-        if restore.phase is not RestorePhase.ABORTED:
-            self._load(restore)
+    # The end
 
-    def _finish(self, restore: Restore) -> None:
+    def _secure(self, restore: Restore) -> RestoreEvent:
         tree = self.allocator.tree
-        match = tree.match(restore.key, limit_tokens=restore.limit_tokens)
-        handle = tree.lock(match.device_node)
-        restore.ready(match, handle)
-        self.meter.stages[TierStage.RESTORE].add(self.clock() - restore.began_s)
-        self._let_go(restore)
+        match = tree.match(restore.key, limit_tokens=restore.state.limit_tokens)
+        restore.handle = tree.lock(match.device_node)
+        restore.page_ids, restore.held = match.page_ids, match.held
+        self.meter.stages[TierStage.RESTORE].add(self.clock() - restore.state.began_s)
+        return restoring.Secured(match.tokens)
 
     def _let_go(self, restore: Restore) -> None:
         for handle in restore.keeps:
             self.allocator.tree.unlock(handle)
         restore.keeps.clear()
         self.open.remove(restore)
-
-
-def _own(collective: CollectiveOp | None) -> int:
-    """What this rank had done of what is agreed on now."""
-    return int(collective.answer[0]) if collective is not None and collective.answer is not None else 0
-
-
-def _flat(ids: Mapping[str, list[int]]) -> list[int]:
-    return [page for row in ids.values() for page in row]
+        if not restore.state.over:
+            self.leaving.append(restore)

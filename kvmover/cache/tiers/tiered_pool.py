@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmover.cache.prefix import FULL
+from kvmover.cache.prefix import ALL_PAGES, FULL, LAST_PAGE, Rule
 from kvmover.cache.tiers.errors import TierError
 from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool
-from kvmover.cache.tiers.rules import ALL_PAGES, LAST_PAGE, Rule
 from kvmover.kernels.region import Region, Side
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec, Span
 from kvmover.layout.fleet import CpOrder
@@ -38,6 +37,17 @@ def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
     if part is None:
         raise TierError(f"rank {rank} of {fleet} holds nothing of a page of {whole} tokens of {component.name}")
     return part
+
+
+@dataclass(frozen=True, slots=True)
+class HostTier:
+    """What a component gets on the host: `pages`, whose axes nest in `order`; only the packed order goes to storage as
+    it lies. `share`: who else holds the same pages.
+    """
+
+    pages: int
+    order: str = PACKED_ORDER
+    share: Share = SOLE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,21 +83,19 @@ class TieredPool:
         fleet: Fleet,
         rank: int,
         device: Pool,
-        host_pages: int,
-        *,
+        host: HostTier,
         name: str = FULL,
-        order: str = PACKED_ORDER,
-        share: Share = SOLE,
     ) -> TieredPool:
-        """With a host pool of its own, whose axes nest in `order`; only the packed order goes to storage as it lies.
+        """The part of `rank`, with a host pool that is allocated here; `device` stays the caller's.
 
-        The rule is the component's: its window, its last state, or all pages.
+        The rule is the component's: its window, its last state, or all pages. Raises TierError for a device's pool that
+        holds another part, and for host memory that cannot be had.
         """
         part = part_of(component, fleet, rank)
         shard = fleet.shard(component, rank, page_tokens(fleet))
-        spec = PoolSpec.dense(component, shard, host_pages, component.page_tokens(fleet.page_tokens), order)
+        spec = PoolSpec.dense(component, shard, host.pages, component.page_tokens(fleet.page_tokens), host.order)
         rule = LAST_PAGE if component.states else Rule(component.window)
-        return cls(name, part, device, host_pool(spec, share, device.tensors[0].device), rule, share)
+        return cls(name, part, device, host_pool(spec, host.share, device.tensors[0].device), rule, host.share)
 
     @property
     def packed(self) -> bool:

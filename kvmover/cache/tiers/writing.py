@@ -8,20 +8,31 @@ are found again on the host.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvmover.cache.prefix import CopyOut, PrefixError, StaleHandle, Tier, TierCopy, WriteBack
-from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.keys import PageIds, page_array, words
-from kvmover.cache.prefix.results import PageArray
+import numpy as np
+
+from kvmover.cache.prefix import (
+    FULL,
+    CopyOut,
+    InvariantBroken,
+    KVEvent,
+    PageArray,
+    PageIds,
+    PrefixError,
+    StaleHandle,
+    Tier,
+    TierCopy,
+    WriteBack,
+    block_removed,
+    block_stored,
+)
 from kvmover.cache.tiers.agreement import CollectiveOps, VoteRow, agreed_count, counted
 from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
 from kvmover.cache.tiers.policy import Store, TierPolicy
-from kvmover.cache.tiers.storage import PageRef, Storage, StorageWrite
-from kvmover.cache.tiers.storage_events import StorageEvents
-from kvmover.cache.tiers.storage_worker import Stopwatch, StorageWorker, Urgency
+from kvmover.cache.tiers.storage import PageRef, Stopwatch, Storage, StorageWorker, StorageWrite, Urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,8 @@ class Writing:
     policy: TierPolicy
     meter: TierMeter
     events: StorageEvents | None = None
-    writing_pages: int = 0
+    #: Pages on their way to storage, by the tree's operation.
+    _writes: dict[int, int] = field(default_factory=dict[int, int])
     #: What is to be stored once it is on the host.
     _due: deque[Due] = field(default_factory=deque[Due])
     #: Where the tree writes back: by device page of attention KV, the node whose path it was kept in.
@@ -52,16 +64,23 @@ class Writing:
 
     @property
     def due(self) -> int:
+        """Paths that are to be stored once they are on the host."""
         return len(self._due)
 
     @property
+    def writing_pages(self) -> int:
+        """Pages that wait to be written to storage, or are being written."""
+        return sum(self._writes.values())
+
+    @property
     def writes_back(self) -> bool:
+        """Whether the tree copies on eviction alone."""
         return isinstance(self.allocator.tree.config.tiers, WriteBack)
 
     def kept(self, node: int, page_ids: PageIds) -> None:
         """Device pages are the tree's now, on the path to `node`."""
         if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
-            self._kept.update(dict.fromkeys(page_array(words(page_ids)).tolist(), node))
+            self._kept.update(dict.fromkeys(np.asarray(page_ids).tolist(), node))
 
     def copied_out(self, action: CopyOut) -> None:
         """Pages came to the host as they were evicted."""
@@ -123,8 +142,13 @@ class Writing:
             except StaleHandle:
                 self.meter.dropped["store", "evicted before it was stored"] += 1
 
+    def check(self) -> None:
+        """Raise InvariantBroken where more is written than may wait, or than ranks are at. O(writes)."""
+        if self.writing_pages > self.policy.writing_pages or len(self._writes) > len(self.collectives.open):
+            raise InvariantBroken(f"{self.writing_pages} pages are written by {len(self._writes)} operations")
+
     def _backed(self, node: int, transfer: TierCopy, agreed: VoteRow) -> None:
-        done = agreed_count(agreed, parts=not self.allocator.tree.config.components)
+        done = agreed_count(agreed, self.allocator.partial)
         self.allocator.apply(self.allocator.tree.end(transfer.op, done))
         if done and self.policy.store is Store.BACKED and self.storage is not None:
             self._due.append(Due(node, transfer.first_page))
@@ -155,7 +179,7 @@ class Writing:
             self.meter.dropped["store", "too many pages wait to be written"] += count
             self.allocator.apply(tree.end(transfer.op))
             return
-        self.writing_pages += count
+        self._writes[transfer.op] = count
         collective = self.collectives.begin(lambda agreed: self._stored(due.node, transfer, hashes, agreed))
         write, watch = StorageWrite(storage, pages), Stopwatch()
 
@@ -172,7 +196,7 @@ class Writing:
         self.worker.begin(write, Urgency.WRITE, ended)
 
     def _stored(self, node: int, transfer: TierCopy, hashes: Sequence[bytes], agreed: VoteRow) -> None:
-        self.writing_pages -= len(hashes)
+        del self._writes[transfer.op]
         tree, first = self.allocator.tree, transfer.first_page
         if agreed[0] and self.events is not None and hashes:
             parent = tree.page_hashes(node)[first - 1] if first else None
@@ -182,3 +206,36 @@ class Writing:
 
 def _ints(row: PageArray) -> list[int]:
     return row.tolist()
+
+
+class StorageEvents:
+    """Of one rank. The store calls `lost`, from any thread; all else is the controller's.
+
+    Events of storage come without tokens: those of the device had them.
+    """
+
+    def __init__(self, sink: Callable[[KVEvent], None], exists: Callable[[Sequence[bytes]], Sequence[bool]]) -> None:
+        self._sink, self._exists = sink, exists
+        self._pages: set[bytes] = set()
+        self._lost: deque[bytes] = deque()
+
+    def stored(self, hashes: Sequence[bytes], parent: bytes | None, page_tokens: int) -> None:
+        """Pages in order of position, each after the one before."""
+        self._pages.update(hashes)
+        self._sink(block_stored(hashes, parent, Tier.STORAGE, page_tokens))
+
+    def lost(self, page: bytes) -> None:
+        """The store has lost an object of `page`. Others may still make up the page."""
+        if page in self._pages:
+            self._lost.append(page)
+
+    def poll(self) -> None:
+        """Tell what is gone since, once."""
+        pages = dict.fromkeys(self._lost.popleft() for _ in range(len(self._lost)))
+        known = [page for page in pages if page in self._pages]
+        if not known:
+            return
+        gone = [page for page, there in zip(known, self._exists(known), strict=True) if not there]
+        self._pages.difference_update(gone)
+        if gone:
+            self._sink(block_removed(gone, Tier.STORAGE))

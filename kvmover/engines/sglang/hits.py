@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+
+import numpy as np
+
+from kvmover.cache.prefix import Rule, restorable
 
 #: A pool of which every page of a prefix is needed.
 ALL_PAGES = 0
@@ -31,16 +34,12 @@ def hits(found: Mapping[str, Sequence[bool]], trailing: Mapping[str, int]) -> Hi
     >>> hits({"kv": [True] * 5, "mamba": [False, False, True, False, False]}, {"kv": ALL_PAGES, "mamba": 1})
     Hits(lengths=(3,), reach={'kv': 5, 'mamba': 3})
     """
-    lengths: set[int] | None = None
-    reach: dict[str, int] = {}
-    for name, pages in found.items():
-        served = _served(pages, trailing[name])
-        reach[name] = max(served, default=0)
-        lengths = served if lengths is None else lengths & served
-    return Hits(tuple(sorted(lengths or ())), reach)
+    rules = {name: Rule(trailing[name] or None) for name in found}
+    reach = {name: _lengths({name: rule}, found)[-1] for name, rule in rules.items()}
+    return Hits(tuple(_lengths(rules, found)[1:]) if rules else (), reach)
 
 
-def _served(pages: Sequence[bool], trailing: int) -> set[int]:
-    """Lengths of the prefixes that a pool can serve: by how many pages in a row end there."""
-    rows = accumulate(pages, lambda row, here: row + 1 if here else 0, initial=0)
-    return {length for length, row in enumerate(rows) if length and row >= min(length, trailing or length)}
+def _lengths(rules: Mapping[str, Rule], found: Mapping[str, Sequence[bool]]) -> list[int]:
+    """In pages, rising, from the empty prefix on. A page is the unit: pools say their reach in pages too."""
+    legal = restorable(rules, {name: found[name] for name in rules}, page_tokens=1)
+    return np.flatnonzero(legal).tolist()

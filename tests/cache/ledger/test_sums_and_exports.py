@@ -24,7 +24,7 @@ from kvmover.cache.ledger import (
     Totals,
     read_accounts,
 )
-from kvmover.cache.ledger.residency import BOUNDS_S
+from kvmover.cache.ledger.metrics import BOUNDS_S
 from kvmover.errors import KvmoverError
 from kvmover.exposition import cumulative
 from tests.test_imports import modules_after

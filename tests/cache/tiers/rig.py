@@ -16,6 +16,7 @@ from kvmover.cache.tiers import (
     SOLE,
     Controller,
     ControllerConfig,
+    HostTier,
     Share,
     Storage,
     TieredPool,
@@ -81,7 +82,7 @@ class Rank:
                 device = Pool.zeros(spec, place)
                 share = Share.of(component, fleet, rank, shared) if shared else SOLE
                 self.tiered_pools.append(
-                    TieredPool.of(component, fleet, rank, device, pages[1], name=name, order=order, share=share)
+                    TieredPool.of(component, fleet, rank, device, HostTier(pages[1], order, share), name)
                 )
         self.space = Namespace("model", "rev-1", self.page)
         self.store: Any = PageStore.open(root, self.space, keeps, files or PlainFiles()) if root else None

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rig import EAGER, Rank, idle, until
 
 import kvmover.cache.tiers
 from kvmover.cache.ledger import Account, Credit, FaultPolicy, Ledger, LedgerError, Loss
-from kvmover.cache.tiers import ControllerConfig, CostAware, Restore, Storage, TierPolicy, Timeout, Wait
+from kvmover.cache.tiers import ControllerConfig, CostAware, Restore, Storage, TierPolicy, Timeout, Wait, restoring
+from kvmover.cache.tiers.restoring import Restoring
 from kvmover.layout import Fleet
 
 PROMPT = list(range(33))
@@ -72,7 +74,7 @@ def done(jobs: list[tuple]) -> None:
 
 
 def storage_of(rank: Rank) -> Storage:
-    storage = rank.controller._restoring.storage
+    storage = rank.controller._restores.storage
     assert storage is not None
     return storage
 
@@ -233,36 +235,30 @@ def test_every_loss_that_tiers_know_has_a_scene(tmp_path_factory, monkeypatch):
     assert seen == known
 
 
-def credits_what_was_found(restore: Restore, match, handle) -> None:
+def credits_what_was_found(state: Restoring, tokens: int) -> Restoring:
     """sglang#8533: credit at the match, whatever comes of it."""
-    READY(restore, match, handle)
-    restore.credit = Credit(0, 0, restore.reusable_tokens)
-    restore.lost = {}
+    return replace(READY(state, tokens), credit=Credit(0, 0, state.reusable_tokens), lost={})
 
 
-def forgets_the_losses(restore: Restore, match, handle) -> None:
-    READY(restore, match, handle)
-    restore.lost = {}
+def forgets_the_losses(state: Restoring, tokens: int) -> Restoring:
+    return replace(READY(state, tokens), lost={})
 
 
-def hides_what_was_not_brought(restore: Restore, match, handle) -> None:
-    READY(restore, match, handle)
-    restore.reusable_tokens, restore.lost = restore.tokens, {}
+def hides_what_was_not_brought(state: Restoring, tokens: int) -> Restoring:
+    return replace(READY(state, tokens), reusable_tokens=tokens, lost={})
 
 
-def blames_everybody(restore: Restore, match, handle) -> None:
+def blames_everybody(state: Restoring, tokens: int) -> Restoring:
     """Each reason with all that it explains: one token, two losses."""
-    READY(restore, match, handle)
-    restore.lost = {loss: tokens for loss, tokens in restore.reasons.items() if tokens} | {Loss.LATE: 32}
+    return replace(READY(state, tokens), lost={**state.reasons, Loss.LATE: 32})
 
 
-def credits_the_host(restore: Restore, match, handle) -> None:
+def credits_the_host(state: Restoring, tokens: int) -> Restoring:
     """What passed through the host was found in storage."""
-    READY(restore, match, handle)
-    restore.credit = Credit(0, restore.tokens, 0)
+    return replace(READY(state, tokens), credit=Credit(0, tokens, 0))
 
 
-READY = Restore.ready
+READY = restoring._ready
 MUTANTS = [
     credits_what_was_found,
     forgets_the_losses,
@@ -274,7 +270,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_accounts_that_are_kept_wrongly_are_noticed(mutant, tmp_path, monkeypatch):
-    monkeypatch.setattr(Restore, "ready", mutant)
+    monkeypatch.setattr(restoring, "_ready", mutant)
     scene = a_page_is_bad(tmp_path, monkeypatch)
     with pytest.raises((LedgerError, AssertionError)):
         agree(scene)

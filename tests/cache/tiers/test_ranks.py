@@ -9,7 +9,7 @@ from rig import HYBRID, LATENT, PLAIN, SPARSE, Rank, idle, together, until
 from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import FULL, Tier
 from kvmover.cache.tiers import ConsensusBroken, ControllerConfig, TierError, TierPolicy, Wait, unlink
-from kvmover.cache.tiers.restore import Restoring
+from kvmover.cache.tiers.restore import Restores
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.store import Got, GotResult
@@ -154,7 +154,7 @@ def test_a_state_that_one_rank_lacks_makes_its_prefix_illegal_for_all(tmp_path, 
     def legal(self, storage, look, first, anchor):
         return np.array([page == 0 or page * 8 in votes[storage.store] for page in range(5)])
 
-    monkeypatch.setattr(Restoring, "_legal", legal)
+    monkeypatch.setattr(Restores, "_legal", legal)
     restores = [rank.controller.restore(PROMPT) for rank in ranks]
     until(ranks, lambda: all(restore.done for restore in restores))
     assert [restore.tokens for restore in restores] == [16, 16]

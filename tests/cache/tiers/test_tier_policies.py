@@ -6,6 +6,7 @@ import pytest
 from rig import Rank
 
 from kvmover.cache.ledger import Ledger, Loss
+from kvmover.cache.prefix import PrefixError, restorable
 from kvmover.cache.tiers import (
     BestEffort,
     ControllerConfig,
@@ -21,7 +22,6 @@ from kvmover.cache.tiers import (
 )
 from kvmover.cache.tiers.agreement import CollectiveOps
 from kvmover.cache.tiers.policy import ThroughputEstimator, patience_s, pays
-from kvmover.cache.tiers.rules import restorable
 
 PROMPT = list(range(33))
 LINK = Speed(0.0, 20e9)
@@ -91,7 +91,7 @@ def test_fewer_tokens_than_the_threshold_are_not_looked_for(tmp_path):
 
 def test_a_read_that_does_not_pay_is_not_begun_and_the_ledger_says_why(tmp_path):
     rank = serve_stored(tmp_path, TierPolicy(prefetch=CostAware(1e12), least_tokens=1))
-    storage = rank.controller._restoring.storage
+    storage = rank.controller._restores.storage
     assert storage is not None
     storage.reads.add(1 << 20, 1.0)
     restore = rank.serve(PROMPT)
@@ -141,7 +141,7 @@ def test_a_batch_is_what_a_disk_moves_in_some_milliseconds(tmp_path, monkeypatch
     monkeypatch.setattr(storage, "_BATCH_BYTES", nbytes)
     rank = Rank(tmp_path)
     assert rank.tiered_pools[0].part.nbytes == 8 << 10
-    made = rank.controller._restoring.storage
+    made = rank.controller._restores.storage
     assert made is not None
     assert made.batch_pages == pages
     rank.close()
@@ -223,7 +223,6 @@ def test_storage_is_announced(tmp_path):
         (lambda: Timeout(-1.0), "timeout of -1"),
         (lambda: CostAware(0), "prefill of 0"),
         (lambda: TierPolicy(reading_share=1.5), "reading_share=1.5"),
-        (lambda: Rule(0), "reaches 0 tokens"),
     ],
 )
 def test_policies_that_make_no_sense_are_refused(make, says):
@@ -246,3 +245,8 @@ def test_an_answer_waits_for_all_ranks():
             assert all(collective.stopping for collective in collectives)
             collectives[1].done(6, 2)
     assert [answer.tolist() for row in over for _, answer in row] == [[5, 2]] * 2
+
+
+def test_a_component_that_reaches_nothing_is_refused():
+    with pytest.raises(PrefixError, match="reaches 0 tokens"):
+        Rule(0)

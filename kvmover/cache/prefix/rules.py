@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.cache.tiers.errors import TierError
+from kvmover.cache.prefix.errors import PrefixError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.reach_tokens is not None and self.reach_tokens < 1:
-            raise TierError(f"a component that reaches {self.reach_tokens} tokens back: it is at least 1, or None")
+            raise PrefixError(f"a component that reaches {self.reach_tokens} tokens back: it is at least 1, or None")
 
     def needs(self, pages: int, page_tokens: int) -> range:
         """Pages that a prefix of `pages` needs.
@@ -30,9 +30,11 @@ class Rule:
         >>> Rule().needs(5, 16), Rule(reach_tokens=20).needs(5, 16), Rule(reach_tokens=1).needs(5, 16)
         (range(0, 5), range(3, 5), range(4, 5))
         """
-        if self.reach_tokens is None:
-            return range(pages)
-        return range(max(0, pages - -(-self.reach_tokens // page_tokens)), pages)
+        return range(max(0, pages - self.reach_pages(pages, page_tokens)), pages)
+
+    def reach_pages(self, pages: int, page_tokens: int) -> int:
+        """How many pages back from its end a prefix of `pages` or fewer needs."""
+        return pages if self.reach_tokens is None else -(-self.reach_tokens // page_tokens)
 
 
 ALL_PAGES = Rule()
@@ -52,13 +54,11 @@ def restorable(
     [0, 2]
     """
     pages = min(len(row) for row in present.values())
-    legal = np.ones(pages + 1, bool)
+    counts, legal = np.arange(pages + 1), np.ones(pages + 1, bool)
     for name, rule in rules.items():
         row = np.array(present[name][:pages], bool)
         if rule.reach_tokens is None:
             row[:first_page] = True
-        before = np.concatenate([[0], np.cumsum(~row)])  # missing pages before each
-        for count in range(pages + 1):
-            needs = rule.needs(count, page_tokens)
-            legal[count] &= before[needs.stop] == before[needs.start]
+        missing = np.concatenate([[0], np.cumsum(~row)])  # of the pages before each
+        legal &= missing[counts] == missing[np.maximum(0, counts - rule.reach_pages(pages, page_tokens))]
     return legal

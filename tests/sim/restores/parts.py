@@ -1,0 +1,282 @@
+"""One rank's memory, disk, storage thread and copies, simulated: every page says what is in it, every step takes time.
+
+Tree, controller, restores and the jobs of storage are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from kvmover.cache.prefix import FULL, PrefixTree, SlidingWindow, State, Tier
+from kvmover.cache.prefix.forest import ID_BYTES
+from kvmover.cache.tiers import Controller, ControllerConfig, LocalConsensus, Rule, Speed
+from kvmover.cache.tiers.copies import Batch
+from kvmover.cache.tiers.hostmem import SOLE
+from kvmover.cache.tiers.storage import Ended, PageRef, StorageJob, StorageLookup, StorageRead, Urgency
+from kvmover.store import Got, GotResult
+from tests.sim.network import SimNetwork
+from tests.sim.restores.scenario import PAGE, Disk, Scenario
+from tests.sim.scene import Broken
+
+Contents = dict[tuple[str, Tier], list[bytes]]
+GARBAGE = b"garbage"
+
+
+class DiskError(Exception):
+    """What a broken disk raises."""
+
+
+@dataclass(eq=False)
+class SimPool:
+    """A tiered pool without tensors: page counts alone, and a byte a page."""
+
+    name: str
+    rule: Rule
+    pages: tuple[int, int]
+    share: Any = SOLE
+    part: Any = field(default_factory=lambda: SimpleNamespace(nbytes=PAGE))
+
+    @property
+    def device(self) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(pages=self.pages[0]), tensors=[SimpleNamespace(device=None)])
+
+    @property
+    def host(self) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(pages=self.pages[1]), tensors=[])
+
+    def mine(self, ids: Sequence[int]) -> list[int]:
+        return list(range(len(ids)))
+
+
+@dataclass(eq=False)
+class SimStoredPool:
+    """One component on a rank's disk. `served`: the outcomes other than READ that it gave."""
+
+    tiered_pool: SimPool
+    contents: Contents
+    has: set[bytes]
+    bad: set[bytes]
+    vanishing: set[bytes]
+    served: set[Got]
+    written: int = 0
+
+    @property
+    def view(self) -> SimStoredPool:
+        return self
+
+    def exists(self, hashes: Sequence[bytes]) -> list[bool]:
+        there = [page in self.has for page in hashes]
+        self.has -= self.vanishing
+        return there
+
+    def get(self, pages: Sequence[PageRef]) -> list[GotResult]:
+        return [self._get(page) for page in pages]
+
+    def _get(self, page: PageRef) -> GotResult:
+        got = Got.READ if page.page_hash in self.has else Got.ABSENT
+        if got is Got.READ and page.page_hash in self.bad:
+            got = Got.POISONED
+            self.has.discard(page.page_hash)
+        host = self.contents[self.tiered_pool.name, Tier.HOST]
+        host[page.host_id] = page.page_hash if got is Got.READ else GARBAGE
+        if got is not Got.READ:
+            self.served.add(got)
+        return GotResult(got)
+
+    def put(self, pages: Sequence[PageRef]) -> list[bool]:
+        host = self.contents[self.tiered_pool.name, Tier.HOST]
+        for page in pages:
+            if host[page.host_id] != page.page_hash:
+                raise Broken(f"{self.tiered_pool.name} page {page.host_id} is stored, and is not what it is stored as")
+        fresh = {page.page_hash for page in pages} - self.has
+        self.has |= fresh
+        self.written = len(fresh)
+        return [True] * len(pages)
+
+
+class Known:
+    """Speeds that are known beforehand: what is measured of a simulated disk is the test machine's."""
+
+    def __init__(self, speed: Speed | None) -> None:
+        self._speed = speed
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        pass
+
+    def speed(self) -> Speed | None:
+        return self._speed
+
+
+class SimWorker:
+    """The storage thread: a step takes time, the more urgent job goes first, and what ended is told at a poll."""
+
+    def __init__(self, network: SimNetwork, random: Random, disk: Disk) -> None:
+        self._network, self._random, self._disk = network, random, disk
+        self._queues: tuple[deque[tuple[StorageJob, Ended]], ...] = tuple(deque() for _ in Urgency)
+        self._over: deque[tuple[Ended, Exception | None]] = deque()
+        self._busy, self._jobs = False, 0
+        self.raised = False
+        self.stepped: Callable[[], None] = lambda: None
+
+    def begin(self, job: StorageJob, urgency: Urgency, ended: Ended) -> None:
+        self._queues[urgency].append((job, ended))
+        if not self._busy:
+            self._busy = True
+            self._network.after(self._random.uniform(*self._disk.step_s), self._step)
+
+    def poll(self) -> None:
+        while self._over:
+            ended, error = self._over.popleft()
+            ended(error)
+
+    @property
+    def queued(self) -> int:
+        return sum(map(len, self._queues)) + len(self._over)
+
+    def _step(self) -> None:
+        urgency = next(urgency for urgency in Urgency if self._queues[urgency])
+        job, ended = self._queues[urgency][0]
+        stopped, before = isinstance(job, StorageRead) and job.stopping(), job.nbytes
+        error, over = None, False
+        try:
+            self._fail(job)
+            over = job.step()
+        except DiskError as raised:
+            error, over = raised, True
+        if stopped and job.nbytes > before:
+            raise Broken("a read that was told to stop reads on")
+        if over:
+            self._queues[urgency].popleft()
+            self._over.append((ended, error))
+        self._busy = any(self._queues)
+        if self._busy:
+            self._network.after(self._random.uniform(*self._disk.step_s), self._step)
+        self.stepped()
+
+    def _fail(self, job: StorageJob) -> None:
+        """Raise where it is a broken disk's turn."""
+        if isinstance(job, (StorageLookup, StorageRead)):
+            self._jobs += 1
+            if self._jobs in self._disk.fails:
+                self.raised = True
+                raise DiskError("the disk fails")
+
+
+class SimCopier:
+    """Copies between device and host that land some time after they were begun, a component at a time."""
+
+    def __init__(self, network: SimNetwork, random: Random, contents: Contents) -> None:
+        self._network, self._random, self._contents = network, random, contents
+        self._over: deque[Callable[[], None]] = deque()
+
+    def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> None:
+        left = list(batches)
+
+        def land() -> None:
+            if left:
+                self._copy(left.pop(0), dst)
+                self._network.after(self._random.uniform(0.0, 0.02), land)
+            else:
+                self._over.append(done)
+
+        self._network.after(self._random.uniform(0.0, 0.02), land)
+
+    def at_once(self, batches: Sequence[Batch], dst: Tier) -> None:
+        for batch in batches:
+            self._copy(batch, dst)
+
+    def poll(self) -> None:
+        while self._over:
+            self._over.popleft()()
+
+    def check(self) -> None:
+        pass
+
+    def _copy(self, batch: Batch, dst: Tier) -> None:
+        name = batch.tiered_pool.name
+        host, device = self._contents[name, Tier.HOST], self._contents[name, Tier.DEVICE]
+        for host_id, device_id in zip(batch.host_ids, batch.device_ids, strict=True):
+            if dst is Tier.DEVICE:
+                device[device_id] = host[host_id]
+            else:
+                host[host_id] = device[device_id]
+
+
+class SimRank:
+    """One rank: a real controller over simulated parts. `out`: pages that the engine has, by component and tier."""
+
+    def __init__(
+        self, number: int, scenario: Scenario, network: SimNetwork, seed: int, names: Mapping[tuple[int, int], bytes]
+    ) -> None:
+        random, disk, self.number = Random(f"rank {number} of {seed}"), scenario.disks[number], number
+        kinds: dict[str, Any] = {"swa": SlidingWindow(scenario.model.get("swa") or 1), "state": State()}
+        components = [kinds[name] for name in scenario.model if name != FULL]
+        self.tree = PrefixTree(PAGE, components=components, tiers=scenario.tiers)
+        pools: list[Any] = [SimPool(name, Rule(reach), scenario.pages) for name, reach in scenario.model.items()]
+        self.contents: Contents = {
+            (pool.name, tier): [GARBAGE] * pool.pages[tier] for pool in pools for tier in (Tier.DEVICE, Tier.HOST)
+        }
+        self.served = set[Got]()
+        storage: Any = SimpleNamespace(
+            stored_pools=[self._stored(pool, scenario, disk, names) for pool in pools],
+            batch_pages=2,
+            reads=Known(scenario.speed),
+        )
+        config = ControllerConfig(scenario.policy, LocalConsensus(), clock=network.clock)
+        self.controller = controller = Controller(self.tree, pools, storage, config)
+        self.worker = SimWorker(network, random, disk)
+        copier: Any = SimCopier(network, random, self.contents)
+        controller.worker = controller._restores.worker = controller._writing.worker = self.worker  # type: ignore[assignment]
+        controller.copies = controller.allocator.copies = copier
+        controller._restores.loads = Known(None)  # type: ignore[assignment]
+        self.out: dict[tuple[str, Tier], set[int]] = {key: set() for key in self.contents}
+        for key, free in controller.allocator.free.items():
+            self._spoil_what_is_free(key, free)
+        if components:
+            self._refuse_parts()
+
+    def check(self) -> None:
+        """Every page is in one place, and nobody writes one that is free."""
+        self.controller.check(self.out)
+        for (name, tier), free in self.controller.allocator.free.items():
+            written = [page for page, what in enumerate(self.contents[name, tier]) if page in free and what != GARBAGE]
+            if written:
+                raise Broken(f"rank {self.number}: pages {written} of {name} on {tier.name} are free, and were written")
+
+    def _stored(self, pool: SimPool, scenario: Scenario, disk: Disk, names: Mapping[tuple[int, int], bytes]) -> Any:
+        def those(marked: frozenset[tuple[str, int, int]]) -> set[bytes]:
+            return {names[text, at] for name, text, at in marked if name == pool.name and (text, at) in names}
+
+        has = {page for (text, at), page in names.items() if at < scenario.stored[text] // PAGE}
+        return SimStoredPool(
+            pool, self.contents, has - those(disk.absent), those(disk.poisoned), those(disk.vanishing), self.served
+        )
+
+    def _refuse_parts(self) -> None:
+        """Of a hybrid prefix, a read brings all or nothing: attention KV alone would only take room."""
+        end = self.tree.end
+
+        def ended(op: int, pages: int | None = None) -> Any:
+            fetch = self.tree._fetches.get(op)
+            if fetch is not None and pages is not None and 0 < pages < len(fetch.ids) // ID_BYTES:
+                raise Broken(f"rank {self.number} keeps {pages} pages of a hybrid prefix, and not its end")
+            return end(op, pages)
+
+        self.tree.end = ended
+
+    def _spoil_what_is_free(self, key: tuple[str, Tier], free: Any) -> None:
+        """Who reads a page after it came back is found out."""
+        give, row = free.give, self.contents[key]
+
+        def spoiling(ids: Any) -> None:
+            pages = list(ids)
+            give(pages)
+            for page in pages:
+                row[page] = GARBAGE
+
+        free.give = spoiling
