@@ -28,6 +28,7 @@ class Held:
     shard: Shard
 
     def paging(self) -> Paging:
+        """The positions that the rank's pages hold, and their tokens. Raises PlanError for a rank without positions."""
         if self.shard.positions is None:
             raise PlanError("a rank that holds no position of the request has no leg")
         return Paging(self.shard.positions, self.spec.page_tokens)

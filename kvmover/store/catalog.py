@@ -250,9 +250,11 @@ class Catalog:
         return stamp
 
     def shorten_deletions(self) -> None:
+        """Start the deletion log anew once it is long: see `DeletionLog.shorten`."""
         self._deletions.shorten()
 
     def close(self) -> None:
+        """Close every file, remove none. Safe to call twice."""
         for name in list(self.segments):
             self.forget(name)
         self._deletions.close()

@@ -31,6 +31,7 @@ class Row:
     deleted_pages: int = 0
 
     def as_data(self) -> dict[str, object]:
+        """The row as JSON has it, flat: sizes in bytes, times in seconds since 1970."""
         manifest = self.found.manifest
         return {
             "namespace": self.found.folder.name,
@@ -54,6 +55,7 @@ def chosen(root: Path, name: str | None) -> list[Found]:
 
 
 def stat(root: Path, name: str | None) -> list[Row]:
+    """What the namespaces hold, once each was opened and recovered. Raises StoreError."""
     return [_row(each, store) for each, store in _opened(chosen(root, name))]
 
 

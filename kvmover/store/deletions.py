@@ -73,6 +73,7 @@ class DeletionLog:
                 fresh.replace(self._path)
 
     def close(self) -> None:
+        """Close the file, which stays. Safe to call twice."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

@@ -29,4 +29,5 @@ class Machine:
 
 @cache
 def this_machine() -> Machine:
+    """The machine that this process runs on, in this life: read once from `boot_id` of Linux."""
     return Machine(UUID(_BOOT_ID.read_text().strip()).bytes)

@@ -64,7 +64,7 @@ class StoragePlugin(StrEnum):
 _PARAMETERS = {StoragePlugin.POSIX: {"use_aio": "true", "ios_pool_size": str(_POOL), "kernel_queue_size": "256"}}
 
 
-class NixlFiles:
+class NixlFiles(Files):
     """Past the page cache where the file system allows it and a run is aligned; the rest goes the plain way.
 
     Buffered files gain nothing from a queue, because libaio then copies inside the submitting call.

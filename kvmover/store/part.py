@@ -28,6 +28,7 @@ class PageBox:
 
     @property
     def cells(self) -> int:
+        """Digests that an object of this box carries: heads x layers."""
         return self.heads.count * self.layers.count
 
 
@@ -78,17 +79,21 @@ class PagePart:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row: `dim` elements of one token, head, layer and kv."""
         return self.component.row_bytes
 
     @property
     def cell_bytes(self) -> int:
+        """Bytes of one cell: `kv token dim` of one head of one layer."""
         return self.component.kv * self.box.tokens.tokens * self.component.row_bytes
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the part of one page, packed."""
         return self.box.cells * self.cell_bytes
 
     def key(self, namespace: Namespace) -> PartKey:
+        """How objects of `namespace` name this part. Raises LayoutError where its tokens leave the page."""
         tokens = self.component.extent(namespace.page_tokens)
         if self.box.tokens.stop > tokens:
             raise LayoutError(f"tokens {self.box.tokens.quad()} are outside a page of {tokens}")

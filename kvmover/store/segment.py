@@ -61,10 +61,12 @@ class Segment:
 
     @property
     def head(self) -> Path:
+        """The file of headers."""
         return self.folder / (self.name + HEAD)
 
     @property
     def data(self) -> Path:
+        """The file of payloads."""
         return self.folder / (self.name + DATA)
 
     @classmethod
@@ -167,6 +169,7 @@ class Segment:
         _whole(self.head_fd, DEAD.to_bytes(4, "little"), record + STATE_AT)
 
     def stamp(self, record: int, second: int) -> None:
+        """Write second `second` of a use into an object's header, in place. Raises OSError."""
         _whole(self.head_fd, second.to_bytes(4, "little"), record + STAMP_AT)
 
     def append(self, blob: bytes) -> None:
@@ -214,6 +217,7 @@ class Segment:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close the head file, which ends the lock as well. Safe to call twice."""
         if self.head_fd >= 0:
             os.close(self.head_fd)
         self.head_fd = -1

@@ -70,6 +70,7 @@ class PageStore(Retention):
         self.files.register(memory)
 
     def deregister(self, memory: Memory) -> None:
+        """No page goes to or comes from `memory` any more. Raises DescriptorError for what is not registered."""
         self.files.deregister(memory)
 
     def view(self, namespace: Namespace, part: PagePart, writes: Election | None = None) -> PartView:
@@ -127,6 +128,7 @@ class PageStore(Retention):
             return pages
 
     def stat(self) -> Stat:
+        """What the namespace holds now, objects of other processes included."""
         with self.lock:
             self.catalog.refresh()
             index = self.catalog.index

@@ -20,7 +20,7 @@ from kvmover.errors import (
     TransportError,
     TransportUnavailable,
 )
-from kvmover.transport.base import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Timing
+from kvmover.transport.base import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Timing, Transport
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
 from kvmover.transport.nixl_agent import Agent, Handle, spare_forks, start
@@ -49,7 +49,7 @@ class _Flight:
     told: bool = False
 
 
-class NixlTransport:
+class NixlTransport(Transport):
     """One NIXL agent. Use it from the process that made it: a forked child hangs in NIXL's progress thread.
 
     With `cma` (two processes of one host) `write` and `read` copy the bytes before they return, at 5-10 us a run.

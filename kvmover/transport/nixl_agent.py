@@ -41,7 +41,9 @@ _ENVIRONMENT = {
 class Handle(Protocol):
     """A transfer that NIXL knows. Releasing it while it runs stops nothing."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Let NIXL forget it. Raises one of `Agent.errors`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,13 @@ class PoolBackend(Protocol):
     """The pages of one pool. Every answer has one entry a page; a page that failed is False and nothing is raised."""
 
     @property
-    def page_bytes(self) -> int: ...
+    def page_bytes(self) -> int:
+        """Bytes of a page in the store, of this rank's part of it."""
+        ...
 
-    def exists(self, pages: Sequence[bytes]) -> list[bool]: ...
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        """Whether a `get` of each page would find it now."""
+        ...
 
     def put(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
         """Store pages of the pool. `tokens`: the pool's indices of all their tokens, page by page."""
@@ -71,7 +75,9 @@ class PoolBackend(Protocol):
         """Store a page that the engine took out of the pool itself."""
         ...
 
-    def get_flat(self, page: bytes, flat: torch.Tensor) -> bool: ...
+    def get_flat(self, page: bytes, flat: torch.Tensor) -> bool:
+        """Read a page into `flat`, contiguous on the host, which the engine puts into the pool itself."""
+        ...
 
 
 @dataclass(slots=True)
@@ -91,12 +97,13 @@ class BounceBuffer:
         return cls(whole[-whole.data_ptr() % DIRECT_BYTES :][:nbytes])
 
     def addresses(self, count: int, page_bytes: int) -> list[int]:
+        """Of `count` pages of `page_bytes` each, packed from the beginning on."""
         first = self.memory.data_ptr()
         return [first + number * page_bytes for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBackend:
+class PackedBackend(PoolBackend):
     """Pages that lie in the pool in an order of its own: copied into the order of objects and back.
 
     `memory`: the pool's, flat, an allocation each. Pages that are stored already, or that another rank writes, are not
@@ -158,7 +165,7 @@ class PackedBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class InPlaceBackend:
+class InPlaceBackend(PoolBackend):
     """Pages that are stored from where they lie, a run of the page through each of `views`.
 
     `addresses`: of the pages that the engine's token indices name, [view][page], in registered memory.
@@ -211,10 +218,12 @@ class InPlaceBackend:
             self.store.deregister(memory)
 
 
-class EmptyBackend:
+class EmptyBackend(PoolBackend):
     """A pool that only numbers the pages of others (DeepSeek V4): it has no bytes, so none can be missing."""
 
-    page_bytes = 0
+    @property
+    def page_bytes(self) -> int:
+        return 0
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
         return [True] * len(pages)

@@ -27,11 +27,13 @@ class Repack:
 
     @classmethod
     def of(cls, pool: PoolSpec) -> Repack:
+        """Between `pool` and dense pages `head layer kv token dim` of the same heads, layers and tokens."""
         extents = dict(zip(pool.layout.axes, pool.layout.shape, strict=True)) | {"page": 1}
         return cls(pool, PoolSpec(pool.component, Layout.dense(PACKED_ORDER, **extents)))
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one packed page."""
         return self.packed.stride_bytes("page")
 
     def alone(self) -> Repack:
@@ -62,6 +64,7 @@ class Copies:
 
     @classmethod
     def on(cls, device: torch.device) -> Copies:
+        """For pools on `device`: with a stream of its own on a GPU."""
         import torch
 
         return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)

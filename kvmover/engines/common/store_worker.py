@@ -30,6 +30,7 @@ class StoreWorker(Generic[Job]):
         self._thread.start()
 
     def put(self, job: Job) -> None:
+        """Queue a job for the thread; returns at once."""
         self._jobs.put(job)
 
     def settle(self) -> None:

@@ -130,6 +130,7 @@ class DevicePoolPages:
     move: Callable[[Sequence[Region]], None]
 
     def whole(self) -> PackedBackend:
+        """The pages with all layers of the strand."""
         return self.layers(range(self.strand.rows.layers))
 
     def layers(self, run: range) -> PackedBackend:

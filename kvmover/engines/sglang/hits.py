@@ -19,6 +19,7 @@ class Hits:
 
     @property
     def pages(self) -> int:
+        """The longest restorable prefix, in pages."""
         return self.lengths[-1] if self.lengths else 0
 
 

@@ -47,6 +47,7 @@ class Buffer:
     page_tokens: int
 
     def extent(self, axis: str) -> int:
+        """Length of an axis; 1 of one that the buffer lacks."""
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
 
     def layout(self) -> Layout:
@@ -60,6 +61,7 @@ class Buffer:
         return Layout(PACKED_AXES, tuple(extents.values()), tuple(strides.values()))
 
     def spec(self, component: Component) -> PoolSpec:
+        """The buffer as a pool of `component`: one allocation, strides in elements."""
         return PoolSpec(component, self.layout())
 
 
@@ -85,6 +87,7 @@ def tensor_of(pool: Any) -> torch.Tensor | None:
 
 
 def buffer_of(pool: Any, tensor: torch.Tensor) -> Buffer:
+    """The axes of what `tensor_of` found, by the pool's class and layout."""
     axes = tuple(_AXES[type(pool).__name__, pool.layout].split())
     tokens = 1 if "token" not in axes and "slot" not in axes else pool.page_size
     return Buffer(axes, tuple(tensor.shape), tuple(tensor.stride()), tokens)

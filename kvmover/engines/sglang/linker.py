@@ -114,9 +114,11 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
+        """Drop a load that no `start_layer_wise_loading` has taken yet; whether there was one."""
         return self._pending.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
+        """Begin all queued loads as one, behind what the current stream was given; its number, or -1 without any."""
         if not self._pending:
             return -1
         transfers = [transfer for of_request in self._pending.values() for transfer in of_request]
@@ -126,6 +128,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return number
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait for every layer of load `counter_index`; whether all of them landed."""
         return self.layer_done_counter.finish(counter_index)
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
@@ -136,9 +139,11 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return bool(expanded)
 
     def num_completed_offloads(self) -> int:
+        """Offloads that have ended and were not popped."""
         return self._done.qsize()
 
     def pop_completed_offload(self) -> bool:
+        """Whether the oldest ended offload stored all its pages. Raises queue.Empty where none ended."""
         return self._done.get_nowait()
 
     def reset(self) -> None:
@@ -151,6 +156,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self.layer_done_counter.reset()
 
     def close(self) -> None:
+        """Wait for what is under way, end both threads, and close the store."""
         self.reset()
         for worker in (self._loads, self._offloads):
             worker.close()

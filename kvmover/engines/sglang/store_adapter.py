@@ -117,6 +117,7 @@ class StoreAdapter:
         return InPlaceBackend(self.store, views, partial(_runs, pool, len(sizes)))
 
     def view(self, part: PagePart, writes: Election | None = None) -> PartView:
+        """The store as pages of `part`. `writes`: which of them this rank is elected to write."""
         return self.store.view(self.space, part, writes)
 
     def _model_of(self, pool: Any, name: str) -> ModelFacts:
@@ -157,6 +158,7 @@ class Batches:
                 self.gb_s.append(nbytes / max(seconds, 1e-9) / 1e9)
 
     def take(self) -> tuple[list[int], list[float]]:
+        """Pages, and GB/s, of each batch since the last call."""
         with self._lock:
             taken = self.pages, self.gb_s
             self.pages, self.gb_s = [], []

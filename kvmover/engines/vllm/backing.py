@@ -27,11 +27,13 @@ class BackedTransport(NixlTransport):
         super().register(self._backing)
 
     def register(self, memory: Memory) -> None:
+        """As Transport.register, but for what lies in the backing, which is registered."""
         if not lies_in(memory, self._backing):
             super().register(memory)
 
 
 def lies_in(memory: Memory, whole: Memory) -> bool:
+    """Whether all of `memory` is part of `whole`, on the same device."""
     inside = whole.address <= memory.address and memory.address + memory.nbytes <= whole.address + whole.nbytes
     return inside and (memory.kind, memory.device) == (whole.kind, whole.device)
 

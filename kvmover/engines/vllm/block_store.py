@@ -36,8 +36,13 @@ log = logging.getLogger(__name__)
 class Event(Protocol):
     """A CUDA event, or its like where everything computes at once."""
 
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        """Whether it has passed; returns at once."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait on the host until it has passed."""
+        ...
 
 
 def page_of(block_hash: bytes) -> bytes:
@@ -46,6 +51,7 @@ def page_of(block_hash: bytes) -> bytes:
 
 
 def pages_of(hashes: Sequence[bytes]) -> list[bytes]:
+    """The pages of blocks, in order: see `page_of`."""
     return [page_of(block_hash) for block_hash in hashes]
 
 
@@ -92,10 +98,12 @@ class BlockStore:
         return cls(store, out, into)
 
     def put(self, spec: SaveSpec) -> list[bool]:
+        """Store blocks, of every component; which need not be stored again. Raises KvmoverError, OSError."""
         pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
         return of_all([backend.put(pages, ids) for backend in self.out])
 
     def get(self, spec: LoadSpec) -> list[bool]:
+        """Read blocks, of every component; which came whole. Raises KvmoverError, OSError."""
         pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
         return of_all([backend.get(pages, ids) for backend in self.into])
 
@@ -135,9 +143,11 @@ class OffloadWorker:
         self._saver.put((spec, ready))
 
     def load(self, spec: LoadSpec) -> None:
+        """Read blocks into their pages; `loaded` tells when they are there."""
         self._loader.put(spec)
 
     def is_saving(self, request: str) -> bool:
+        """Whether blocks of the request are still being read for the store."""
         with self._lock:
             return self._saving[request] > 0
 
@@ -164,6 +174,7 @@ class OffloadWorker:
         self._saver.settle()
 
     def close(self) -> None:
+        """Do what was ordered, end both threads, and close the store."""
         for worker in (self._saver, self._loader):
             worker.close()
         self.blocks.store.close()
@@ -223,4 +234,5 @@ class StoreLookup:
         self.store.clear()
 
     def close(self) -> None:
+        """Close the store; its pages stay."""
         self.store.close()

@@ -47,6 +47,7 @@ class LayerCache:
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one element of `dtype`."""
         return DTYPE_BYTES[self.dtype]
 
 

@@ -144,6 +144,7 @@ def place_of(config: Any) -> ParallelRank:
 
 
 def whole_of(config: Any) -> ModelTotals:
+    """KV heads and hidden layers of the whole model, and the dtype of its cache."""
     model, kv_dtype = config.model_config, config.cache_config.cache_dtype
     said = {"fp8": "fp8_e4m3"}.get(str(kv_dtype), str(kv_dtype))
     return ModelTotals(model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said)
@@ -173,6 +174,7 @@ def stored_event(request: Any, number: int, block_tokens: int, group: int, kind:
 
 
 def own_address() -> str:
+    """The address of this host that vLLM tells others."""
     return import_module("vllm.utils.network_utils").get_ip()
 
 

@@ -151,6 +151,7 @@ class ConnectorScheduler:
         return metadata
 
     def output(self, finished: Finished) -> None:
+        """Requests that every rank has received: their blocks are written no more."""
         for name in finished.finished_recving or ():
             if name in self.live:
                 self.live[name].fetching = False

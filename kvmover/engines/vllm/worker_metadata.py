@@ -31,6 +31,7 @@ class KvmoverWorkerMetadata(engine.WorkerMetadata):
     ended: list[RankEnding]
 
     def aggregate(self, other: KvmoverWorkerMetadata) -> KvmoverWorkerMetadata:
+        """What two ranks told, as one."""
         return KvmoverWorkerMetadata(dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended)
 
 
@@ -44,12 +45,14 @@ class StoredBlockEvents:
     _ready: list[Any] = field(default_factory=list[Any])
 
     def expect(self, block_hash: bytes, event: Any) -> None:
+        """`event` is to be told once every rank has stored the block."""
         self._awaited[block_hash] = event
         if len(self._awaited) > _MOST_AWAITED:
             oldest = next(iter(self._awaited))
             del self._awaited[oldest], self._done[oldest]
 
     def heard(self, ranks: Mapping[bytes, int]) -> None:
+        """So many more ranks are done with each block."""
         for block_hash, count in ranks.items():
             if block_hash not in self._awaited:
                 continue
@@ -59,5 +62,6 @@ class StoredBlockEvents:
                 del self._done[block_hash]
 
     def take(self) -> list[Any]:
+        """Events whose blocks are whole in the store since the last call."""
         taken, self._ready = self._ready, []
         return taken
