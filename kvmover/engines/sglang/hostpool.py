@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.sglang.page_parts import PoolRows
+from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement
 from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def buffer_of(pool: Any, tensor: torch.Tensor) -> Buffer:
     return Buffer(axes, tuple(tensor.shape), tuple(tensor.stride()), tokens)
 
 
-def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> PoolRows:
+def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, placement: TpPlacement) -> PoolRows:
     """What the rows of a buffer are. An index page is one row a layer: its keys come first, then their scales."""
     layers = buffer.extent("layer")
     return PoolRows(
@@ -106,7 +106,7 @@ def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> P
         first_layer=pool.start_layer,
         drafts=layers - getattr(pool, "target_layer_num", layers),
         states=int(buffer.page_tokens == 1 < pool.page_size),
-        shared=shared,
+        placement=placement,
     )
 
 

@@ -14,12 +14,12 @@ from kvmover.engines.common.repack import Copies, Numbers
 from kvmover.engines.common.store_worker import StoreWorker
 from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine, engine_linker
-from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, is_shared, strands_of
+from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, placement_of, strands_of
 from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.page_parts import part_of
+from kvmover.engines.sglang.page_parts import TpPlacement, part_of
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import MAIN, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
@@ -72,7 +72,8 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         options, settings = parse(extra_config)
         place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
         name = options.model or engine.served_name()
-        rank = ServedRank(name, said(options, served()), place, self._group.rank_replicated)
+        self._placement = TpPlacement.REPLICATED if self._group.rank_replicated else TpPlacement.SHARDED
+        rank = ServedRank(name, said(options, served()), place, self._placement)
         self._adapter = StoreAdapter(options, settings.store, rank, params.page_size)
         self._upkeep = Upkeep(self._adapter.store, settings.store)
         self._out = self._device_pools(kvcache)
@@ -166,7 +167,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         """Pages of every pool for one thread: bounce memory and a stream of its own."""
         first, adapter = kvcache.start_layer, self._adapter
         strands = {
-            str(name): strands_of(entry, first, self._group.rank_replicated or is_shared(entry.device_pool))
+            str(name): strands_of(entry, first, self._placement_of(entry.device_pool))
             for name, entry in self.pools.items()
         }
         parts = {name: [self._part(name, strand, kvcache) for strand in of] for name, of in strands.items()}
@@ -181,6 +182,10 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
                 for strand, part in zip(strands[str(name)], parts[str(name)], strict=True)
             ]
         return made
+
+    def _placement_of(self, pool: Any) -> TpPlacement:
+        """Of one of the group's pools: all are the same on every rank, or those that their class says so of."""
+        return self._placement if self._placement is TpPlacement.REPLICATED else placement_of(pool)
 
     def _part(self, name: str, strand: Strand, kvcache: Any) -> PagePart:
         rank = self._adapter.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.sglang.model import ModelFacts
@@ -11,12 +12,18 @@ from kvmover.layout import Component, Span, Stripe
 from kvmover.store import PageBox, PagePart
 
 
+class TpPlacement(Enum):
+    """How the tensor-parallel ranks of a stage hold a pool: a share of the heads each, or all of them the same rows."""
+
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
+
+
 @dataclass(frozen=True, slots=True)
 class PoolRows:
     """The rows of a pool on one rank: `layers` of them from `first_layer`, `drafts` of which are a draft model's.
 
-    `kv`: 2 for attention, 1 where one row is both. `states`: 0 is a row a token, 1 a row a page. `shared`: all
-    tensor-parallel ranks hold the same rows.
+    `kv`: 2 for attention, 1 where one row is both. `states`: 0 is a row a token, 1 a row a page.
     """
 
     name: str
@@ -28,7 +35,7 @@ class PoolRows:
     first_layer: int = 0
     drafts: int = 0
     states: int = 0
-    shared: bool = False
+    placement: TpPlacement = TpPlacement.SHARDED
 
 
 def part_of(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
@@ -58,7 +65,7 @@ def part_of(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens:
 
 
 def _heads(rows: PoolRows, place: ParallelRank, model: ModelFacts) -> tuple[int, Span]:
-    if rows.shared or place.tp_size == 1:
+    if rows.placement is TpPlacement.REPLICATED or place.tp_size == 1:
         return rows.heads, Span(0, rows.heads)
     total = model.kv_heads if rows.heads == 1 and model.kv_heads else rows.heads * place.tp_size
     heads = place.heads(total)
@@ -70,9 +77,9 @@ def _heads(rows: PoolRows, place: ParallelRank, model: ModelFacts) -> tuple[int,
     return total, heads
 
 
-def native_part(name: str, nbytes: int, place: ParallelRank, shared: bool) -> PagePart:
+def native_part(name: str, nbytes: int, place: ParallelRank, placement: TpPlacement) -> PagePart:
     """A run of a page that only ranks of the same shape understand: one row, whose component says whose it is."""
-    whose = [f"rank {place.tp} of {place.tp_size}"] * (not shared and place.tp_size > 1)
+    whose = [f"rank {place.tp} of {place.tp_size}"] * (placement is TpPlacement.SHARDED and place.tp_size > 1)
     whose += [f"stage {place.pp} of {place.pp_size}"] * (place.pp_size > 1)
     component = Component.state(", ".join([name, *whose]), 1, 1, nbytes, "uint8")
     return PagePart.whole(component, 1)

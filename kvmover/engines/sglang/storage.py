@@ -17,6 +17,7 @@ from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
+from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 
@@ -43,7 +44,8 @@ class KvmoverStore(engine.HiCacheStorage):
         self._options, self._settings = parse(config.extra_config)
         place = ParallelRank(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
         name = self._options.model or config.model_name or ""
-        self._rank = ServedRank(name, said(self._options, served()), place, config.is_mla_model)
+        placement = TpPlacement.REPLICATED if config.is_mla_model else TpPlacement.SHARDED
+        self._rank = ServedRank(name, said(self._options, served()), place, placement)
         self._metrics = config.enable_storage_metrics
         self._read, self._written = Batches(), Batches()
         self._backends: dict[str, PoolBackend] = {}

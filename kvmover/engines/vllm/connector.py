@@ -284,7 +284,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request keeps its blocks until the ranks report it, and what its other half must know."""
-        return self._scheduler.finished(request, block_ids, engine.delivered(request))
+        return self._scheduler.finished(request, block_ids, engine.outcome_of(request))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, of a model with one group."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals
+from kvmover.engines.vllm.scheduler import RequestOutcome
 
 if TYPE_CHECKING:
     import torch
@@ -150,10 +151,11 @@ def whole_of(config: Any) -> ModelTotals:
     return ModelTotals(model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said)
 
 
-def delivered(request: Any) -> bool:
-    """Whether a request ended as it should, and not by an abort or an error."""
+def outcome_of(request: Any) -> RequestOutcome:
+    """How a request ended that the scheduler has finished."""
     status = _request.RequestStatus
-    return request.status in (status.FINISHED_STOPPED, status.FINISHED_LENGTH_CAPPED)
+    is_whole = request.status in (status.FINISHED_STOPPED, status.FINISHED_LENGTH_CAPPED)
+    return RequestOutcome.DELIVERED if is_whole else RequestOutcome.ABORTED
 
 
 def stored_event(request: Any, number: int, block_tokens: int, group: int, kind: str) -> Any:

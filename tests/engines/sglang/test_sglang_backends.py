@@ -18,6 +18,7 @@ from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang.model import ModelFacts
 from kvmover.engines.sglang.options import StoreOptions
+from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 
@@ -46,7 +47,7 @@ def host_pool(kind: str, layout: str, **more: Any) -> Any:
 
 
 def adapter(root: Path, place: ParallelRank | None = None, **more: Any) -> StoreAdapter:
-    rank = ServedRank("m", ModelFacts(**more), place or ParallelRank(0, 1), replicated=False)
+    rank = ServedRank("m", ModelFacts(**more), place or ParallelRank(0, 1), TpPlacement.SHARDED)
     return StoreAdapter(StoreOptions(), StoreSettings(root=root), rank, PAGE)
 
 

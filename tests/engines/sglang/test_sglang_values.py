@@ -15,7 +15,7 @@ from kvmover.engines.sglang import SGLANG
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import ModelFacts, said
 from kvmover.engines.sglang.options import Objects, StoreOptions, parse
-from kvmover.engines.sglang.page_parts import PoolRows, native_part, part_of
+from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement, native_part, part_of
 from kvmover.errors import KvmoverError, LayoutError
 from kvmover.layout import Fleet
 from kvmover.store import PagePart
@@ -151,8 +151,8 @@ def test_native_parts_are_equal_for_the_same_rank_alone() -> None:
         ParallelRank(0, 1, 0, 2),
         ParallelRank(0, 1, 1, 2),
     ]
-    own = {native_part("kv", 64, place, shared=False) for place in places}
-    shared = {native_part("kv", 64, place, shared=True) for place in places[:3]}
+    own = {native_part("kv", 64, place, TpPlacement.SHARDED) for place in places}
+    shared = {native_part("kv", 64, place, TpPlacement.REPLICATED) for place in places[:3]}
     assert len(own) == len(places)
     assert len(shared) == 1
     assert {part.nbytes for part in own | shared} == {64}
