@@ -15,9 +15,9 @@ PACKAGE = ROOT / "kvmover"
 
 PURE = {"deprecated", "enums", "errors", "needs", "numbers"}
 PLANNING = PURE | {"layout", "plan"}
-MOVING = PLANNING | {"kernels", "ranges", "transfer", "transport"}
+MOVING = PLANNING | {"kernels", "ranges", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.ledger", "cache.prefix"}
-SERVING = MOVING | KEEPING | {"store", "cache.tiers"}
+SERVING = MOVING | KEEPING | {"bounce", "store", "cache.tiers"}
 
 #: What each part may import of the others.
 MAY_IMPORT = {
@@ -33,9 +33,11 @@ MAY_IMPORT = {
     "cache.prefix": PURE,
     "cache.ledger": PURE,
     "plan": {"layout"} | PURE,
+    "regions": {"kernels", "layout", "plan"} | PURE,
     "transport": PURE,
     "transfer": MOVING - {"transfer"},
     "store": {"layout", "transport"} | PURE,
+    "bounce": {"layout", "regions", "store"} | PURE,
     "cache.tiers": SERVING - {"cache.tiers"},
     "cache.replay": KEEPING,
     "testing": SERVING,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
-from kvmover.layout.layout import PACKED_AXES, Layout
+from kvmover.layout.layout import PACKED_AXES, PACKED_ORDER, Layout
 from kvmover.needs import need
 from kvmover.numbers import whole
 
@@ -110,6 +110,11 @@ class PoolSpec:
     def stride_bytes(self, axis: str) -> int:
         """Distance in bytes between neighbours on an axis."""
         return self.layout.stride_of(axis) * self.component.element_bytes
+
+    def packed(self, pages: int) -> PoolSpec:
+        """The same layers, heads and tokens in `pages` dense pages of the packed order: what a page looks like stored."""
+        extents = dict(zip(self.layout.axes, self.layout.shape, strict=True)) | {"page": pages}
+        return PoolSpec(self.component, Layout.dense(PACKED_ORDER, **extents))
 
     @property
     def is_packed(self) -> bool:

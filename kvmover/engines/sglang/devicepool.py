@@ -3,23 +3,21 @@ their pages, whole for writing and by runs of layers for reading."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common.pages import BounceBuffer, PackedBackend
 from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.common.repack import Repack
 from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement
 from kvmover.engines.sglang.store_adapter import StoreAdapter
-from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec, Span
+from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
+from kvmover.regions import Move
 from kvmover.store import PagePart
 
 if TYPE_CHECKING:
     import torch
-
-    from kvmover.kernels.region import Region
 
 #: Pools whose rows mean the same to every rank, whatever its shape: a row a token, K and V in buffers of their own.
 _ATTENTION = "MHATokenToKVPool"
@@ -133,7 +131,7 @@ class DevicePoolPages:
     memory: tuple[torch.Tensor, ...]
     adapter: StoreAdapter
     bounce: BounceBuffer
-    move: Callable[[Sequence[Region]], None]
+    move: Move
 
     def whole(self) -> PackedBackend:
         """The pages with all layers of the strand."""
@@ -143,11 +141,10 @@ class DevicePoolPages:
         """The pages' layers `run`, by the strand's own numbers: as if the pool had no others."""
         box, kv = self.part.box, self.strand.rows.kv
         part = PagePart(self.part.component, replace(box, layers=Span(box.layers.start + run.start, len(run))))
-        writes = self.adapter.election(part.component)
+        writes, memory = self.adapter.election(part.component), self.memory[run.start * kv : run.stop * kv]
         return PackedBackend(
+            pool=Pool(_of_layers(self.strand.spec(part.component), len(run)), memory),
             view=self.adapter.view(part, writes),
-            repack=Repack.of(_of_layers(self.strand.spec(part.component), len(run))),
-            memory=self.memory[run.start * kv : run.stop * kv],
             page_tokens=self.strand.index_tokens,
             out=self.bounce,
             into=self.bounce,

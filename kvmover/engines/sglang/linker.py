@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Any
 
-from kvmover.engines.common.pages import BounceBuffer, PackedBackend, as_bytes, of_all
+from kvmover.engines.common.pages import BounceBuffer, Numbers, PackedBackend, as_bytes, of_all
 from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.repack import Copies, Numbers
 from kvmover.engines.common.store_worker import StoreWorker
 from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine, engine_linker
@@ -23,6 +22,7 @@ from kvmover.engines.sglang.page_parts import TpPlacement, part_of
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import MAIN, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
+from kvmover.regions import CopyStream
 from kvmover.store import PagePart
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         parts = {name: [self._part(name, strand, kvcache) for strand in of] for name, of in strands.items()}
         bounce = BounceBuffer.of(max(part.nbytes for of in parts.values() for part in of))
         adapter.register([bounce.memory])
-        move = Copies.on(engine_linker.device_of(kvcache))
+        move = CopyStream(engine_linker.device_of(kvcache)).move
         made: dict[str, list[DevicePoolPages]] = {}
         for name, entry in self.pools.items():
             flat = [as_bytes(buffer) for buffer in entry.kv_buffer]

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.pages import EmptyBackend, PoolBackend
+from kvmover.engines.common.pages import EmptyBackend, Numbers, PoolBackend
 from kvmover.engines.common.parallel_rank import ParallelRank
 from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.common.repack import Numbers
 from kvmover.engines.common.upkeep import Upkeep
 from kvmover.engines.sglang import engine
 from kvmover.engines.sglang.engine import PoolTransfer

@@ -14,6 +14,7 @@ from kvmover.engines.common.pages import (
     Election,
     EmptyBackend,
     InPlaceBackend,
+    Numbers,
     PackedBackend,
     PoolBackend,
     as_bytes,
@@ -21,13 +22,12 @@ from kvmover.engines.common.pages import (
     page_ids,
 )
 from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.repack import Numbers, Repack
 from kvmover.engines.common.upkeep import open_store
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.model import ModelFacts
 from kvmover.engines.sglang.options import Objects, StoreOptions
 from kvmover.engines.sglang.page_parts import TpPlacement, native_part, part_of
-from kvmover.layout import Component
+from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
 from kvmover.transport.base import Memory
 from kvmover.transport.memory import memory_of
@@ -98,9 +98,8 @@ class StoreAdapter:
         self.register([out.memory, into.memory])
         from kvmover.kernels import reference
 
-        return PackedBackend(
-            view, Repack.of(spec), (as_bytes(tensor),), pool.page_size, out, into, reference.move, writes
-        )
+        flat = Pool(spec, (as_bytes(tensor),))
+        return PackedBackend(flat, view, pool.page_size, out, into, reference.move, writes)
 
     def _native(self, pool: Any, name: str) -> PoolBackend:
         """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""

@@ -16,13 +16,13 @@ import numpy as np
 
 from kvmover.config.settings import StoreSettings
 from kvmover.engines.common.pages import BounceBuffer, PackedBackend, election, of_all
-from kvmover.engines.common.repack import Copies, Repack
 from kvmover.engines.common.store_worker import StoreWorker
 from kvmover.engines.common.upkeep import Upkeep, open_store
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
 from kvmover.errors import KvmoverError, StoreError
-from kvmover.layout import Fleet
+from kvmover.layout import Fleet, Pool
+from kvmover.regions import CopyStream
 from kvmover.store import Namespace, PagePart, PageStore
 from kvmover.store.namespace import HASH_BYTES
 from kvmover.transport.memory import memory_of
@@ -84,13 +84,12 @@ class BlockStore:
             writes = election(component, whole_blocks, rank)
             starts = [start - memory.data_ptr() for start in cache.starts]
             return PackedBackend(
+                pool=Pool(spec, tuple(memory[start : start + spec.allocation_bytes] for start in starts)),
                 view=store.view(space, part, writes),
-                repack=Repack.of(spec),
-                memory=tuple(memory[start : start + spec.allocation_bytes] for start in starts),
                 page_tokens=1,
                 out=bounce,
                 into=bounce,
-                move=Copies.on(memory.device),
+                move=CopyStream(memory.device).move,
                 writes=writes,
             )
 
