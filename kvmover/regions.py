@@ -1,4 +1,4 @@
-"""Regions from plans: boxes with the memory at both ends, whole pages from pool to pool, and the stream that moves them.
+"""Regions from plans: boxes with the memory at both ends, pages from pool to pool, and the stream that moves them.
 
 What is computed from integers alone is in `kvmover.plan`, and what touches a byte in `kvmover.kernels`.
 """
@@ -67,7 +67,9 @@ class CopyStream:
         stream = self._own()
         with torch.cuda.stream(stream):
             move(regions)
-            return stream.record_event()
+            event = torch.cuda.Event()
+            event.record(stream)
+            return event
 
     def move(self, regions: Sequence[Region]) -> None:
         """Copy, and wait on the host until the bytes are in place. Raises RegionError."""

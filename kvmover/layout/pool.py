@@ -112,7 +112,7 @@ class PoolSpec:
         return self.layout.stride_of(axis) * self.component.element_bytes
 
     def packed(self, pages: int) -> PoolSpec:
-        """The same layers, heads and tokens in `pages` dense pages of the packed order: what a page looks like stored."""
+        """The same layers, heads and tokens in `pages` dense pages of the packed order, as objects of a store lie."""
         extents = dict(zip(self.layout.axes, self.layout.shape, strict=True)) | {"page": pages}
         return PoolSpec(self.component, Layout.dense(PACKED_ORDER, **extents))
 

@@ -70,6 +70,16 @@ class PagePart:
         return cls(component, PageBox(shard.heads, shard.layers, Stripe(start - first, count, step, width)))
 
     @classmethod
+    def held(cls, component: Component, fleet: Fleet, rank: int, page_tokens: int) -> PagePart:
+        """What `rank` holds of every page. Raises LayoutError where it holds nothing, or no stripe, of one."""
+        part = cls.of(component, fleet.shard(component, rank, page_tokens), page_tokens)
+        if part is None:
+            raise LayoutError(
+                f"rank {rank} of {fleet} holds nothing of a page of {page_tokens} tokens of {component.name}"
+            )
+        return part
+
+    @classmethod
     def whole(cls, component: Component, page_tokens: int) -> PagePart:
         """All of every page."""
         tokens = component.extent(page_tokens)

@@ -26,17 +26,14 @@ def page_tokens(fleet: Fleet) -> int:
 def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
     """The part of every page that `rank` holds, by the fleet's coordinates, TP, PP and CP: there is no other source.
 
-    Raises TierError for pages dealt in blocks, whose parts depend on the length of the request.
+    Raises TierError for pages dealt in blocks, whose parts depend on the length of the request, and LayoutError for a
+    rank that holds nothing.
     """
-    whole = page_tokens(fleet)
     if fleet.cp > 1 and fleet.cp_order is CpOrder.BLOCK:
         raise TierError(f"{fleet.cp} ranks that share positions in blocks hold other tokens of a page in each request")
     if component.states > 1:
         raise TierError(f"{component.name} has {component.states} states a request: a page is one")
-    part = PagePart.of(component, fleet.shard(component, rank, whole), whole)
-    if part is None:
-        raise TierError(f"rank {rank} of {fleet} holds nothing of a page of {whole} tokens of {component.name}")
-    return part
+    return PagePart.held(component, fleet, rank, page_tokens(fleet))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

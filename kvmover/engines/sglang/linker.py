@@ -18,7 +18,7 @@ from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.hits import ALL_PAGES, hits
 from kvmover.engines.sglang.model import said, served
 from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.page_parts import TpPlacement, part_of
+from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import MAIN, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
@@ -192,7 +192,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         model = rank.model if name == MAIN else replace(rank.model, kv_heads=None, layers=None)
         if strand.rows.layers != kvcache.end_layer - kvcache.start_layer:
             model = replace(model, layers=None)
-        return part_of(strand.rows, rank.place, model, self._adapter.page_tokens)
+        return part_of_rows(strand.rows, rank.place, model, self._adapter.page_tokens)
 
     def _load(self, job: LinkerJob) -> None:
         """Layers in order; one page that is not there ends the batch, which the engine then aborts."""

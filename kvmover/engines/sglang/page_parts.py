@@ -38,14 +38,14 @@ class PoolRows:
     placement: TpPlacement = TpPlacement.SHARDED
 
 
-def part_of(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
+def part_of_rows(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
     """The whole-model component that `rows` belong to, and the box of a page that they are.
 
     What nobody says of the whole model stays the rank's own: 1 head on each of 8 ranks may be 8 heads, or 4 held twice.
     Then it is stored by rank, which is never wrong, and is shared by fleets of the same shape alone.
 
     >>> rows = PoolRows("kv", layers=80, kv=2, heads=1, dim=128, dtype="bfloat16")
-    >>> part = part_of(rows, ParallelRank(tp=5, tp_size=8), ModelFacts(kv_heads=4), page_tokens=64)
+    >>> part = part_of_rows(rows, ParallelRank(tp=5, tp_size=8), ModelFacts(kv_heads=4), page_tokens=64)
     >>> part.component.heads, part.box.heads.triple(), part.nbytes
     (4, [2, 1, 1], 2621440)
     """

@@ -30,7 +30,7 @@ class KvmoverStore(engine.HiCacheStorage):
     """One rank's backend. Host pools belong to the engine and outlive it.
 
     The engine looks up, reads and writes from a thread each, a batch of pages at a time. Pages are keyed by its own
-    hash of their tokens within a `Namespace`; what ranks of another shape make of them is `part_of`'s matter.
+    hash of their tokens within a `Namespace`; what ranks of another shape make of them is `part_of_rows`'s matter.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:

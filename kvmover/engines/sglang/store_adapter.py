@@ -26,7 +26,7 @@ from kvmover.engines.common.upkeep import open_store
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.model import ModelFacts
 from kvmover.engines.sglang.options import Objects, StoreOptions
-from kvmover.engines.sglang.page_parts import TpPlacement, native_part, part_of
+from kvmover.engines.sglang.page_parts import TpPlacement, native_part, part_of_rows
 from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
 from kvmover.transport.base import Memory
@@ -84,7 +84,7 @@ class StoreAdapter:
         buffer = hostpool.buffer_of(pool, tensor)
         placement = self._placement_of(pool)
         rows = hostpool.rows_of(pool, name, buffer, str(tensor.dtype).removeprefix("torch."), placement)
-        part = part_of(rows, self.rank.place, self._model_of(pool, name), self.page_tokens)
+        part = part_of_rows(rows, self.rank.place, self._model_of(pool, name), self.page_tokens)
         writes = None if placement is TpPlacement.REPLICATED else self.election(part.component)
         view = self.view(part, writes)
         spec = buffer.spec(part.component)

@@ -20,7 +20,7 @@ from kvmover.engines.common.store_worker import StoreWorker
 from kvmover.engines.common.upkeep import Upkeep, open_store
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
-from kvmover.errors import KvmoverError, StoreError
+from kvmover.errors import KvmoverError
 from kvmover.layout import Fleet, Pool
 from kvmover.regions import CopyStream
 from kvmover.store import Namespace, PagePart, PageStore
@@ -78,7 +78,8 @@ class BlockStore:
 
         def backend(cache: ComponentCache, memory: torch.Tensor) -> PackedBackend:
             """Bounce memory and a stream of its own."""
-            component, part = cache.component, part_of(cache, whole_blocks, rank)
+            component = cache.component
+            part = PagePart.held(component, whole_blocks, rank, space.page_tokens)
             bounce, spec = BounceBuffer.of(part.nbytes), cache.blocks(cache.spec.pages // cache.ratio)
             store.register(memory_of(bounce.memory))
             writes = election(component, whole_blocks, rank)
@@ -105,14 +106,6 @@ class BlockStore:
         """Read blocks, of every component; which came whole. Raises KvmoverError, OSError."""
         pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
         return of_all([backend.get(pages, ids) for backend in self.into])
-
-
-def part_of(cache: ComponentCache, fleet: Fleet, rank: int) -> PagePart:
-    """What a rank holds of every block; `fleet` has pages of a block."""
-    part = PagePart.of(cache.component, fleet.shard(cache.component, rank, fleet.page_tokens), fleet.page_tokens)
-    if part is None:
-        raise StoreError(f"rank {rank} of {fleet} holds nothing of {cache.component.name}")
-    return part
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.vllm import engine, handshake_server
 from kvmover.engines.vllm.backing import BackedTransport, pools_of
-from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup, part_of
+from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup
 from kvmover.engines.vllm.caches import ComponentCache, component_caches, refuse
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, SaveSpec
 from kvmover.engines.vllm.options import parse
@@ -149,8 +149,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             return (), None
         space = self._space
         blocks = BlockStore.open(store, space, fleet, self._place.rank, [(cache, backing) for cache in made])
-        whole_blocks = self._place.fleet(space.page_tokens)
-        parts = tuple(part_of(cache, whole_blocks, self._place.rank) for cache in made)
+        blocks_of, rank = self._place.fleet(space.page_tokens), self._place.rank
+        parts = tuple(PagePart.held(cache.component, blocks_of, rank, space.page_tokens) for cache in made)
         return parts, OffloadWorker(blocks, store)
 
     def get_handshake_metadata(self) -> KvmoverHandshakeMetadata | None:

@@ -19,7 +19,7 @@ from kvmover.engines.common.release import EngineUnsupported
 from kvmover.engines.sglang import pd_wire
 from kvmover.engines.sglang.devicepool import placement_of, strands_of
 from kvmover.engines.sglang.model import ModelFacts
-from kvmover.engines.sglang.page_parts import TpPlacement, part_of
+from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
 from kvmover.engines.sglang.pd_cache import (
     AuxRows,
     CacheTotals,
@@ -526,7 +526,7 @@ def test_keys_and_values_are_two_planes_of_a_layer() -> None:
     (strand,) = strands_of(of, 0, SHARDED)
     assert strand.buffers == (0, 3, 1, 4, 2, 5)
     assert [strand.own(range(1, 3)), strand.own(range(3))] == [[range(1, 3)], [range(3)]]
-    part = part_of(strand.rows, ParallelRank(0, 1), ModelFacts(), PAGE)
+    part = part_of_rows(strand.rows, ParallelRank(0, 1), ModelFacts(), PAGE)
     assert strand.spec(part.component).allocation_bytes == buffers[0].nbytes
     assert part.nbytes == sum(buffer[:PAGE].nbytes for buffer in buffers)
 
