@@ -1,7 +1,7 @@
 """Spans, stripes, layouts, components, fleets and pools: the values that everything else computes with."""
 
 from kvmover.layout.component import DTYPE_BYTES, Component
-from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Shard
+from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Replica, Shard
 from kvmover.layout.layout import AXES, ORDERS, PACKED_AXES, PACKED_ORDER, Dim, Layout, axes_of, coalesce
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.layout.positions import Positions, Stripe, common, normal, tokens_of
@@ -23,6 +23,7 @@ __all__ = [
     "Pool",
     "PoolSpec",
     "Positions",
+    "Replica",
     "Shard",
     "Span",
     "Stripe",

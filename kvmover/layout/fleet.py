@@ -45,6 +45,15 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """Copy `index` of `count` equal ones of box `box`: boxes are numbered by layers, then heads."""
+
+    box: int
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """One engine's grid of ranks: `rank = (pp * cp_size + cp) * tp_size + tp`, and its page size in tokens."""
 
@@ -87,6 +96,19 @@ class Fleet:
             Span.share(component.heads, self.tp, at.tp),
             self._positions(component, at.cp, component.extent(tokens)),
         )
+
+    def replica(self, component: Component, rank: int) -> Replica:
+        """Which copy of which box of `component` a rank holds.
+
+        Ranks with equal heads are neighbours; context-parallel ranks with equal positions hold as many copies again. Of
+        2 heads on TP4, rank 3 holds copy 1 of 2 of box 1.
+        """
+        at, tp = self.coordinate(rank), self.tp
+        shares, parts = min(component.heads, tp), component.cp_parts(self.cp)
+        share = at.tp * shares // tp
+        first, stop = -(-share * tp // shares), -(-(share + 1) * tp // shares)
+        columns = stop - first
+        return Replica(at.pp * shares + share, at.cp // parts * columns + at.tp - first, self.cp // parts * columns)
 
     def _positions(self, component: Component, cp: int, extent: int) -> Stripe | None:
         """The part of `extent` positions that falls to the context-parallel rank `cp`."""

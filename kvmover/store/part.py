@@ -134,12 +134,8 @@ def replicas(component: Component, fleet: Fleet, rank: int) -> tuple[int, int]:
 
     Tensor parallel ranks beyond the heads repeat them; states are on every context parallel rank.
     """
-    at = fleet.coordinate(rank)
-    heads = Span.share(component.heads, fleet.tp, at.tp)
-    columns = [tp for tp in range(fleet.tp) if Span.share(component.heads, fleet.tp, tp) == heads]
-    copies = fleet.cp // component.cp_parts(fleet.cp)
-    turn = at.cp // component.cp_parts(fleet.cp) if copies > 1 else 0
-    return columns.index(at.tp) * copies + turn, len(columns) * copies
+    copy = fleet.replica(component, rank)
+    return copy.index, copy.count
 
 
 def elected(component: Component, fleet: Fleet, rank: int, page: bytes) -> bool:
