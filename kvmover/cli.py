@@ -377,21 +377,21 @@ def _directory(given: Path | None) -> Path:
 def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
     """Show what is stored, and what a crash cost."""
     from kvmover.observe.store_table import print_rows
-    from kvmover.store import command
+    from kvmover.store import stat_stores
 
-    return print_rows(command.stat(_directory(root), namespace), as_json)
+    return print_rows(stat_stores(_directory(root), namespace), as_json)
 
 
 @store_app.command("verify")
 def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
     """Read every object and delete the bad ones. Exit status 1 if there were any."""
     from kvmover.observe.store_table import print_rows
-    from kvmover.store import command
+    from kvmover.store import chosen_stores, verify_stores
 
     where = _directory(root)
-    if not command.chosen(where, namespace):
+    if not chosen_stores(where, namespace):
         raise StoreError(f"no page store in {where}: nothing was verified")
-    return print_rows(command.verify(where, namespace), as_json)
+    return print_rows(verify_stores(where, namespace), as_json)
 
 
 @store_app.command("gc")
@@ -417,11 +417,11 @@ def store_gc(
     """Take over what dead writers left, and keep to a quota or an age."""
     from kvmover.config import load
     from kvmover.observe.store_table import print_rows
-    from kvmover.store import command
+    from kvmover.store import collect_stores
 
     configured = load().settings.store
     policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
-    return print_rows(command.collect(root or configured.directory(), namespace, policy), as_json)
+    return print_rows(collect_stores(root or configured.directory(), namespace, policy), as_json)
 
 
 @store_app.command("clear")
@@ -433,19 +433,19 @@ def store_clear(
 ) -> int:
     """Delete all pages of a namespace, and nothing else. Asks before it does."""
     from kvmover.observe.store_table import print_rows
-    from kvmover.store import command
+    from kvmover.store import clear_stores
 
     where = _directory(root)
     if not yes:
         _ask_to_clear(where, namespace)
-    return print_rows(command.clear(where, namespace), as_json)
+    return print_rows(clear_stores(where, namespace), as_json)
 
 
 def _ask_to_clear(root: Path, namespace: str) -> None:
     """Say what would be deleted, and go on only if a person agrees: pages are not had back."""
-    from kvmover.store import command
+    from kvmover.store import stat_stores
 
-    rows = command.stat(root, namespace)
+    rows = stat_stores(root, namespace)
     names = ", ".join(f"{row.found.manifest.model} ({row.found.folder.name[:12]})" for row in rows)
     what = f"{sum(row.stat.pages for row in rows):,} pages of {len(rows)} namespaces in {root}: {names}"
     if not sys.stdin.isatty():

@@ -29,9 +29,8 @@ from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
 from kvmover.cache.tiers.storage import PageRef, StorageRead, StorageWrite
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.layout.layout import PACKED_ORDER
-from kvmover.store import Namespace, PageStore
+from kvmover.store import Namespace, PageStore, files_for
 from kvmover.store import Policy as StorePolicy
-from kvmover.store.nixl_files import files_for
 from perf.record import RESULTS, Spread, write
 
 #: A page of 16 tokens of 4 heads of 64 bfloat16 is 16 KiB a layer.

@@ -14,8 +14,7 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.transfer.handshake import Model, Place
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import MoverConfig
-from kvmover.transport.base import Completed, Descriptors, Event, Memory, Note
-from kvmover.transport.memory import memory_of
+from kvmover.transport import Completed, Descriptors, Event, Memory, Note, memory_of
 from kvmover.transport.nixl import NixlTransport
 
 #: 64 KiB a token, and pages of 1 MiB.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvmover.config.errors import ConfigError
 from kvmover.enums import settle
-from kvmover.store.policy import Policy
+from kvmover.store import Policy
 from kvmover.transfer.pace import Pace
 from kvmover.transfer.result import MoverConfig
 from kvmover.transfer.seal import Key, Keys

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from kvmover.observe.console import console
 from kvmover.observe.tables import Column, Sheet
-from kvmover.store.command import Row
+from kvmover.store import StoreRow
 
 
-def print_rows(rows: Sequence[Row], as_json: bool) -> int:
+def print_rows(rows: Sequence[StoreRow], as_json: bool) -> int:
     """Print them; 1 if a bad object was found."""
     bad = sum(sum(row.verified.bad.values()) for row in rows if row.verified)
     if as_json:
@@ -48,7 +48,7 @@ def _mebibytes(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
-def _note(row: Row) -> str:
+def _note(row: StoreRow) -> str:
     """What was found or done, in words; nothing where there is nothing to say."""
     notes = [f"dropped {number:,} ({reason})" for reason, number in row.recovered.dropped.items()]
     if row.deleted_pages:

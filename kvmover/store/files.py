@@ -23,7 +23,7 @@ import msgspec
 
 from kvmover.enums import member
 from kvmover.errors import DescriptorError, StoreError
-from kvmover.transport.base import Memory, MemoryKind
+from kvmover.transport import Memory, MemoryKind
 
 #: What O_DIRECT asks of addresses, offsets and lengths on every disk; 512 bytes would do on some.
 DIRECT_BYTES = 4096

@@ -19,8 +19,7 @@ import numpy as np
 
 from kvmover.errors import TransportUnavailable
 from kvmover.store.files import Access, FileRun, Files, OpenFile, PlainFiles, ahead, is_aligned
-from kvmover.transport.base import Memory
-from kvmover.transport.nixl_agent import Agent, start
+from kvmover.transport import Memory, NixlAgent, start_agent
 
 #: Descriptors of one request. One more than the plugin's pool (64 to 65536) in flight breaks its queue for good.
 _IN_FLIGHT = 4096
@@ -73,7 +72,7 @@ class NixlFiles(Files):
     def __init__(self, plugin: StoragePlugin = StoragePlugin.POSIX) -> None:
         """Raises TransportUnavailable, naming the plugin that does not load; `kvmover doctor` names what it misses."""
         self._plugin = plugin = StoragePlugin(plugin)
-        self._agent: Agent = start("kvmover-store", [], 0)
+        self._agent: NixlAgent = start_agent("kvmover-store", [], 0)
         self._nixl: Any = self._agent.nixl
         try:
             self._nixl.create_backend(plugin.value, _PARAMETERS.get(plugin, {}))

@@ -53,8 +53,6 @@ IMPLEMENTS = {
 
 #: Names of modules that have others too. The kernels take tensors and integers and know no type of other packages.
 CHOSEN = {
-    "kvmover.store.files": ("Files", "PlainFiles", "OpenFile", "FileRun", "Access", "memory_of_buffer"),
-    "kvmover.store.nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
     "kvmover.testing.store": ("StoreConformance", "Subject", "Identity"),
     "kvmover.kernels.region": ("Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),
@@ -90,10 +88,8 @@ TEXTS = {
     "kvmover.transport.MAX_NOTE_BYTES": "The longest note a transport carries.",
     "kvmover.transport.Event": "What `poll` returns: a Note, or that an operation Completed or Failed.",
     "kvmover.transfer.rendezvous.Change": "An Appeared or a Vanished.",
+    "kvmover.store.DIRECT_BYTES": "What O_DIRECT asks of addresses, offsets and lengths on every disk: 4,096.",
     "kvmover.store.HASH_BYTES": "Bytes of a page's hash: 32.",
-    "kvmover.store.GotResult": "What became of one page of a `get`: the outcome, and the reason of a bad one.",
-    "kvmover.store.PutResult": "What became of one page of a `put`: the outcome, and the reason of a bad one.",
-    "kvmover.store.this_machine": "This machine and its boot: who may believe unsynced objects.",
     "kvmover.cache.prefix.EARNED": "Eviction: what was used twice stays about twice as long.",
     "kvmover.cache.prefix.FIFO": "Eviction: first in, first out.",
     "kvmover.cache.prefix.FULL": "The name of the component that every page has: attention KV.",

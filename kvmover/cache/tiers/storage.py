@@ -16,9 +16,8 @@ from kvmover.cache.tiers.storage_worker import Stopwatch
 from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens
 from kvmover.kernels import reference
 from kvmover.layout import Fleet
-from kvmover.store import Got, GotResult, Namespace, PageStore, Put, elected
-from kvmover.store.view import PartView
-from kvmover.transport.memory import memory_of
+from kvmover.store import Got, GotResult, Namespace, PageStore, PartView, Put, elected
+from kvmover.transport import memory_of
 
 #: The most pages and bytes of a batch, and its pages however large they are: between two, a more urgent job goes first,
 #: and a stop is noticed. 8 MiB take a disk of 2 GB/s 4 ms. Pages of 16 KiB were stored at 0.87 GB/s in batches of 256,

@@ -15,9 +15,8 @@ from kvmover.bounce import PageBounce
 from kvmover.errors import StoreError
 from kvmover.layout import Component, Fleet, Layout, Pool, PoolSpec
 from kvmover.regions import Move
-from kvmover.store import PageStore, PartView, elected, replicas
-from kvmover.store.files import DIRECT_BYTES
-from kvmover.transport.memory import memory_of
+from kvmover.store import DIRECT_BYTES, PageStore, PartView, elected, replicas
+from kvmover.transport import memory_of
 
 if TYPE_CHECKING:
     import torch

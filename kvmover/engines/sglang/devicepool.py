@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.pages import BounceBuffer, PackedBackend
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import BounceBuffer, EngineUnsupported, PackedBackend
 from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement
 from kvmover.engines.sglang.store_adapter import StoreAdapter
 from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement
 from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec
 

@@ -8,17 +8,21 @@ from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Any
 
-from kvmover.engines.common.pages import BounceBuffer, Numbers, PackedBackend, as_bytes, of_all
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.store_worker import StoreWorker
-from kvmover.engines.common.upkeep import Upkeep
+from kvmover.engines.common import (
+    BounceBuffer,
+    Numbers,
+    PackedBackend,
+    ParallelRank,
+    StoreWorker,
+    Upkeep,
+    as_bytes,
+    of_all,
+)
 from kvmover.engines.sglang import engine, engine_linker
 from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, placement_of, strands_of
 from kvmover.engines.sglang.engine import PoolTransfer
-from kvmover.engines.sglang.hits import ALL_PAGES, hits
-from kvmover.engines.sglang.model import said, served
-from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
+from kvmover.engines.sglang.options import parse, said, served
+from kvmover.engines.sglang.page_parts import ALL_PAGES, TpPlacement, hits, part_of_rows
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import MAIN, ServedRank, StoreAdapter
 from kvmover.errors import StoreError

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.errors import PlanError
 from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
 

@@ -7,16 +7,11 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.pages import EmptyBackend, Numbers, PoolBackend
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.common.upkeep import Upkeep
+from kvmover.engines.common import EmptyBackend, EngineUnsupported, Numbers, ParallelRank, PoolBackend, Upkeep
 from kvmover.engines.sglang import engine
 from kvmover.engines.sglang.engine import PoolTransfer
-from kvmover.engines.sglang.hits import ALL_PAGES, hits
-from kvmover.engines.sglang.model import said, served
-from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.page_parts import TpPlacement
+from kvmover.engines.sglang.options import parse, said, served
+from kvmover.engines.sglang.page_parts import ALL_PAGES, TpPlacement, hits
 from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 

@@ -9,28 +9,26 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.pages import (
+from kvmover.engines.common import (
     BounceBuffer,
     Election,
     EmptyBackend,
     InPlaceBackend,
     Numbers,
     PackedBackend,
+    ParallelRank,
     PoolBackend,
     as_bytes,
     election,
+    open_store,
     page_ids,
 )
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.upkeep import open_store
 from kvmover.engines.sglang import hostpool
-from kvmover.engines.sglang.model import ModelFacts
-from kvmover.engines.sglang.options import Objects, StoreOptions
+from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions
 from kvmover.engines.sglang.page_parts import TpPlacement, native_part, part_of_rows
 from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
-from kvmover.transport.base import Memory
-from kvmover.transport.memory import memory_of
+from kvmover.transport import Memory, memory_of
 
 if TYPE_CHECKING:
     import torch

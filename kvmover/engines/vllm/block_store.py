@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.pages import BounceBuffer, PackedBackend, election, of_all
-from kvmover.engines.common.store_worker import StoreWorker
-from kvmover.engines.common.upkeep import Upkeep, open_store
+from kvmover.engines.common import BounceBuffer, PackedBackend, StoreWorker, Upkeep, election, of_all, open_store
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
 from kvmover.errors import KvmoverError
 from kvmover.layout import Fleet, Pool
 from kvmover.regions import CopyStream
-from kvmover.store import Namespace, PagePart, PageStore
-from kvmover.store.namespace import HASH_BYTES
-from kvmover.transport.memory import memory_of
+from kvmover.store import HASH_BYTES, Namespace, PagePart, PageStore
+from kvmover.transport import memory_of
 
 if TYPE_CHECKING:
     import torch

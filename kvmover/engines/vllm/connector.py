@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.vllm import engine, handshake_server
-from kvmover.engines.vllm.backing import BackedTransport, pools_of
 from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup
-from kvmover.engines.vllm.caches import ComponentCache, component_caches, refuse
+from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, pools_of, refuse
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, SaveSpec
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, Role
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
-from kvmover.engines.vllm.tally import Tally
+from kvmover.engines.vllm.tally import RankEnding, Tally
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, unbegun
-from kvmover.engines.vllm.worker_metadata import KvmoverHandshakeMetadata, KvmoverWorkerMetadata, StoredBlockEvents
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
@@ -32,6 +31,61 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+#: Blocks that are being stored and not told of yet: the oldest are forgotten beyond so many.
+_MOST_AWAITED = 1 << 16
+
+
+@dataclass
+class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
+    """A rank: its card for other engines, and what it holds of a stored block."""
+
+    card: bytes
+    parts: tuple[PagePart, ...]
+
+
+@dataclass
+class KvmoverWorkerMetadata(engine.WorkerMetadata):
+    """Of a step. `stored`: how many ranks are done with storing a block, by its hash. `ended`: transfers, by rank."""
+
+    stored: dict[bytes, int]
+    ended: list[RankEnding]
+
+    def aggregate(self, other: KvmoverWorkerMetadata) -> KvmoverWorkerMetadata:
+        """What two ranks told, as one."""
+        return KvmoverWorkerMetadata(dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended)
+
+
+@dataclass(slots=True)
+class StoredBlockEvents:
+    """Events of blocks that are being stored, told when all `ranks` are done with them."""
+
+    ranks: int
+    _awaited: dict[bytes, Any] = field(default_factory=dict[bytes, Any])
+    _done: Counter[bytes] = field(default_factory=Counter[bytes])
+    _ready: list[Any] = field(default_factory=list[Any])
+
+    def expect(self, block_hash: bytes, event: Any) -> None:
+        """`event` is to be told once every rank has stored the block."""
+        self._awaited[block_hash] = event
+        if len(self._awaited) > _MOST_AWAITED:
+            oldest = next(iter(self._awaited))
+            del self._awaited[oldest], self._done[oldest]
+
+    def heard(self, ranks: Mapping[bytes, int]) -> None:
+        """So many more ranks are done with each block."""
+        for block_hash, count in ranks.items():
+            if block_hash not in self._awaited:
+                continue
+            self._done[block_hash] += count
+            if self._done[block_hash] >= self.ranks:
+                self._ready.append(self._awaited.pop(block_hash))
+                del self._done[block_hash]
+
+    def take(self) -> list[Any]:
+        """Events whose blocks are whole in the store since the last call."""
+        taken, self._ready = self._ready, []
+        return taken
 
 
 class _Now:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals
 from kvmover.engines.vllm.scheduler import RequestOutcome
 

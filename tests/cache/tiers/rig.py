@@ -25,9 +25,8 @@ from kvmover.cache.tiers import (
 )
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.layout.layout import PACKED_ORDER
-from kvmover.store import Namespace, PageStore
+from kvmover.store import Namespace, PageStore, PlainFiles
 from kvmover.store import Policy as StorePolicy
-from kvmover.store.files import PlainFiles
 from kvmover.testing.content import part_content
 
 GQA = Component.attention(4, 8, 16, "bfloat16")

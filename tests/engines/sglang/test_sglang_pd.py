@@ -14,11 +14,10 @@ import pytest
 import torch
 import zmq
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import pd_wire
 from kvmover.engines.sglang.devicepool import placement_of, strands_of
-from kvmover.engines.sglang.model import ModelFacts
+from kvmover.engines.sglang.options import ModelFacts
 from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
 from kvmover.engines.sglang.pd_cache import (
     AuxRows,

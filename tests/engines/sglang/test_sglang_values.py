@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvmover.config import ConfigError
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import SGLANG
-from kvmover.engines.sglang.hits import ALL_PAGES, hits
-from kvmover.engines.sglang.model import ModelFacts, said
-from kvmover.engines.sglang.options import Objects, StoreOptions, parse
-from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement, native_part, part_of_rows
+from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions, parse, said
+from kvmover.engines.sglang.page_parts import ALL_PAGES, PoolRows, TpPlacement, hits, native_part, part_of_rows
 from kvmover.errors import KvmoverError, LayoutError
 from kvmover.layout import Fleet
 from kvmover.store import PagePart
@@ -23,7 +20,7 @@ from kvmover.store import PagePart
 ATTENTION = PoolRows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["sglang.hits", "sglang.page_parts", "common.parallel_rank"])
+@pytest.mark.parametrize("name", ["sglang.page_parts", "common.parallel_rank"])
 def test_the_examples_in_the_docstrings_hold(name: str) -> None:
     found = doctest.testmod(import_module(f"kvmover.engines.{name}"))
     assert found.attempted

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.parallel_rank import ParallelRank
+from kvmover.engines.common import ParallelRank
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoreLookup, page_of
 from kvmover.engines.vllm.caches import CacheGroup, ComponentCache, LayerCache, ModelTotals, component_caches
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec

@@ -12,18 +12,25 @@ import pytest
 import torch
 
 from kvmover.config import ConfigError
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.vllm import VLLM, handshake_server
-from kvmover.engines.vllm.backing import lies_in, pools_of
 from kvmover.engines.vllm.block_store import page_of
-from kvmover.engines.vllm.caches import CacheGroup, ComponentCache, LayerCache, ModelTotals, component_caches, number_of
+from kvmover.engines.vllm.caches import (
+    CacheGroup,
+    ComponentCache,
+    LayerCache,
+    ModelTotals,
+    component_caches,
+    lies_in,
+    number_of,
+    pools_of,
+)
 from kvmover.engines.vllm.options import ConnectorOptions, parse
 from kvmover.engines.vllm.params import Remote, Serve, answer, asked
 from kvmover.errors import TransportError
 from kvmover.layout import Span
 from kvmover.store import PagePart
-from kvmover.transport.base import Memory, MemoryKind
+from kvmover.transport import Memory, MemoryKind
 
 LAYERS, BLOCKS, TOKENS, CONTENT = 4, 6, 8, 10
 NAMES = tuple(f"model.layers.{n}.self_attn.attn" for n in range(LAYERS))
