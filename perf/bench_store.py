@@ -20,8 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvmover.errors import TransportUnavailable
-from kvmover.store.files import Access, Files, PlainFiles, memory_of_buffer
-from kvmover.store.nixl_files import NixlFiles
+from kvmover.store import Access, Files, NixlFiles, PlainFiles, memory_of_buffer
 from perf.record import Spread, write
 from perf.store_peers import (
     BATCH,

@@ -28,9 +28,8 @@ from kvmover.cache.tiers import Controller, ControllerConfig, HostTier, Storage,
 from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
 from kvmover.cache.tiers.storage import PageRef, StorageRead, StorageWrite
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.store import Namespace, PageStore
+from kvmover.store import Namespace, PageStore, files_for
 from kvmover.store import Policy as StorePolicy
-from kvmover.store.nixl_files import files_for
 from kvmover.vocabulary import PACKED_ORDER
 from perf.record import RESULTS, Spread, write
 

@@ -21,10 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvmover.layout import Component
-from kvmover.store import Namespace, PagePart, PageStore, Policy
+from kvmover.store import Files, Namespace, PagePart, PageStore, Policy
 from kvmover.store import fetch as fetch_module
 from kvmover.store import view as view_module
-from kvmover.store.files import Files
 from kvmover.transport import Memory
 
 #: Tokens of a page, and bytes of one head of one layer of it, which is what digests are taken of: at most 32 KiB, as K

@@ -14,8 +14,7 @@ from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
-from kvmover.transport.base import Completed, Descriptors, Event, Memory, Note
-from kvmover.transport.memory import memory_of
+from kvmover.transport import Completed, Descriptors, Event, Memory, Note, memory_of
 from kvmover.transport.nixl import NixlTransport
 
 #: 64 KiB a token, and pages of 1 MiB.

@@ -22,10 +22,9 @@ from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet
 from kvmover.plan import Plan
 from kvmover.plan.cost import RDMA, Costs
-from kvmover.store.files import Access, PlainFiles
-from kvmover.store.nixl_files import StoragePlugin
+from kvmover.store import Access, PlainFiles, StoragePlugin
 from kvmover.transfer.config import MoverConfig
-from kvmover.transport.base import Descriptors, Memory, MemoryKind
+from kvmover.transport import Descriptors, Memory, MemoryKind
 
 #: What callers make, by an example.
 GIVEN: dict[type, Any] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvmover.enums import settle
 from kvmover.errors import KvmoverError
-from kvmover.store.policy import Policy
+from kvmover.store import Policy
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.protocol.auth import Key, Keys
 from kvmover.transfer.threads.pace import Pace

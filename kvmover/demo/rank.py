@@ -24,7 +24,7 @@ from kvmover.plan.text import FleetText
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Result, Transfer
-from kvmover.transport.nixl import NixlTransport
+from kvmover.transport import NixlTransport
 
 #: Digests of cached rows by (layer, kv, head), in whole-model numbers: equal wherever the same rows are held.
 Digests = dict[tuple[int, int, int], str]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvmover.demo.scenarios import Scenario
 from kvmover.observe.tables import Column, Sheet
-from kvmover.transport.nixl_agent import nixl_version
+from kvmover.transport import nixl_version
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from kvmover.observe.scrape import endpoints, fetch
 from kvmover.observe.tables import console
 from kvmover.plan.cost import HOST
 from kvmover.transfer.config import MoverConfig
-from kvmover.transport.nixl_agent import nixl_version
+from kvmover.transport import nixl_version
 
 #: Processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20)

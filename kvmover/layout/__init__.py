@@ -1,7 +1,7 @@
 """Everything else computes with these values: spans, stripes, layouts, components, fleets and pools."""
 
 from kvmover.layout.component import DTYPE_BYTES, Component
-from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Shard
+from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Replica, Shard
 from kvmover.layout.layout import Dim, Layout, axes_of, coalesce
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.layout.positions import Positions, Stripe, common, normal, tokens_of
@@ -24,6 +24,7 @@ __all__ = [
     "Pool",
     "PoolSpec",
     "Positions",
+    "Replica",
     "Shard",
     "Span",
     "Stripe",

@@ -46,6 +46,15 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """Copy `index` of `count` equal ones of box `box`: boxes are numbered by layers, then heads."""
+
+    box: int
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     """One engine's grid of ranks: `rank = (pp * cp_size + cp) * tp_size + tp`, and its page size in tokens."""
 
@@ -83,6 +92,14 @@ class Fleet:
         layers, heads, cp = _layers_and_heads(self, component, rank)
         return Shard(layers, heads, self._positions(component, cp, component.extent(tokens)))
 
+    def replica(self, component: Component, rank: int) -> Replica:
+        """Which copy of which box of `component` a rank holds.
+
+        Ranks with equal heads are neighbours; context-parallel ranks with equal positions hold as many copies again. Of
+        2 heads on TP4, rank 3 holds copy 1 of 2 of box 1.
+        """
+        return _replica(self, component, rank)
+
     def _positions(self, component: Component, cp: int, extent: int) -> Stripe | None:
         """The part of `extent` positions that falls to the context-parallel rank `cp`."""
         width, parts = component.page_tokens(self.page_tokens), component.cp_parts(self.cp)
@@ -111,3 +128,13 @@ def _layers_and_heads(fleet: Fleet, component: Component, rank: int) -> tuple[Sp
         Span.share(component.heads, fleet.tp, at.tp),
         at.cp,
     )
+
+
+@lru_cache(maxsize=65536)
+def _replica(fleet: Fleet, component: Component, rank: int) -> Replica:
+    at, tp = fleet.coordinate(rank), fleet.tp
+    shares, parts = min(component.heads, tp), component.cp_parts(fleet.cp)
+    share = at.tp * shares // tp
+    first, stop = -(-share * tp // shares), -(-(share + 1) * tp // shares)
+    columns = stop - first
+    return Replica(at.pp * shares + share, at.cp // parts * columns + at.tp - first, fleet.cp // parts * columns)

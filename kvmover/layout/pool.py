@@ -13,7 +13,7 @@ from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import Layout
 from kvmover.needs import need
 from kvmover.numbers import whole
-from kvmover.vocabulary import PACKED_AXES
+from kvmover.vocabulary import PACKED_AXES, PACKED_ORDER
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,11 @@ class PoolSpec:
     def stride_bytes(self, axis: str) -> int:
         """Distance in bytes between neighbours on an axis."""
         return self.layout.stride_of(axis) * self.component.element_bytes
+
+    def packed(self, pages: int) -> PoolSpec:
+        """The same layers, heads and tokens in `pages` dense pages of the packed order, as objects of a store lie."""
+        extents = dict(zip(self.layout.axes, self.layout.shape, strict=True)) | {"page": pages}
+        return PoolSpec(self.component, Layout.dense(PACKED_ORDER, **extents))
 
     @property
     def is_packed(self) -> bool:

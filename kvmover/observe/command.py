@@ -18,7 +18,7 @@ import typer
 from kvmover.errors import StoreError
 
 if TYPE_CHECKING:
-    from kvmover.store.command import Row
+    from kvmover.store import StoreRow
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -131,20 +131,20 @@ def _directory(given: Path | None) -> Path:
 @store_app.command("stat")
 def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
     """Show what is stored, and what a crash cost."""
-    from kvmover.store import command
+    from kvmover.store import stat_stores
 
-    return _tell(command.stat(_directory(root), namespace), as_json)
+    return _tell(stat_stores(_directory(root), namespace), as_json)
 
 
 @store_app.command("verify")
 def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
     """Read every object and delete the bad ones. Exit status 1 if there were any."""
-    from kvmover.store import command
+    from kvmover.store import chosen_stores, verify_stores
 
     where = _directory(root)
-    if not command.chosen(where, namespace):
+    if not chosen_stores(where, namespace):
         raise StoreError(f"no page store in {where}: nothing was verified")
-    return _tell(command.verify(where, namespace), as_json)
+    return _tell(verify_stores(where, namespace), as_json)
 
 
 @store_app.command("gc")
@@ -169,11 +169,11 @@ def store_gc(
 ) -> int:
     """Take over what dead writers left, and keep to a quota or an age."""
     from kvmover.config import load
-    from kvmover.store import command
+    from kvmover.store import collect_stores
 
     configured = load().settings.store
     policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
-    return _tell(command.collect(root or configured.directory(), namespace, policy), as_json)
+    return _tell(collect_stores(root or configured.directory(), namespace, policy), as_json)
 
 
 @store_app.command("clear")
@@ -184,19 +184,19 @@ def store_clear(
     as_json: Json = False,
 ) -> int:
     """Delete all pages of a namespace, and nothing else. Asks before it does."""
-    from kvmover.store import command
+    from kvmover.store import clear_stores
 
     where = _directory(root)
     if not yes:
         _ask_to_clear(where, namespace)
-    return _tell(command.clear(where, namespace), as_json)
+    return _tell(clear_stores(where, namespace), as_json)
 
 
 def _ask_to_clear(root: Path, namespace: str) -> None:
     """Say what would be deleted, and go on only if a person agrees: pages are not had back."""
-    from kvmover.store import command
+    from kvmover.store import stat_stores
 
-    rows = command.stat(root, namespace)
+    rows = stat_stores(root, namespace)
     names = ", ".join(f"{row.found.manifest.model} ({row.found.folder.name[:12]})" for row in rows)
     what = f"{sum(row.stat.pages for row in rows):,} pages of {len(rows)} namespaces in {root}: {names}"
     if not sys.stdin.isatty():
@@ -204,7 +204,7 @@ def _ask_to_clear(root: Path, namespace: str) -> None:
     typer.confirm(f"Delete {what}?", abort=True, err=True)
 
 
-def _tell(rows: Sequence[Row], as_json: bool) -> int:
+def _tell(rows: Sequence[StoreRow], as_json: bool) -> int:
     """Print them, as a table and a sentence where there is something to say; 1 if a bad object was found."""
     if as_json:
         typer.echo(json.dumps([row.as_data() for row in rows]))
@@ -213,7 +213,7 @@ def _tell(rows: Sequence[Row], as_json: bool) -> int:
     return int(any(sum(row.verified.bad.values()) for row in rows if row.verified))
 
 
-def _print_stores(rows: Sequence[Row]) -> None:
+def _print_stores(rows: Sequence[StoreRow]) -> None:
     from kvmover.observe.tables import Column, Sheet, console
 
     out = console()
@@ -247,7 +247,7 @@ def _mebibytes(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
-def _note(row: Row) -> str:
+def _note(row: StoreRow) -> str:
     """What was found or done, in words; nothing where there is nothing to say."""
     notes = [f"dropped {number:,} ({reason})" for reason, number in row.recovered.dropped.items()]
     if row.deleted_pages:

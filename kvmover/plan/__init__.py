@@ -4,7 +4,7 @@ from kvmover.deprecated import renamed
 from kvmover.plan.calibration import Calibration
 from kvmover.plan.cost import HOST, RDMA, Choice, Costs, Posting, Route
 from kvmover.plan.legs import Leg, Plan, Replicas
-from kvmover.plan.lower import Box, BoxSide, Held, Runs, Strided
+from kvmover.plan.lower import Box, BoxSide, Held, Runs, Strided, page_box
 from kvmover.plan.measure import Measurements, Probe, Sample, probes
 from kvmover.plan.units import Units
 
@@ -28,6 +28,7 @@ __all__ = [
     "Sample",
     "Strided",
     "Units",
+    "page_box",
     "probes",
 ]
 

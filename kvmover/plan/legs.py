@@ -126,7 +126,7 @@ class Plan:
     def _share(self, src_rank: int, dst_rank: int, held: Stripe) -> Positions:
         """The part of the positions held by `src_rank` that it, of all its replicas, writes to `dst_rank`."""
         whole = held.clip(self.start, self.stop)
-        copy = _copy(self.component, self.src, src_rank)
+        copy = self.src.replica(self.component, src_rank)
         if copy.count == 1:
             return whole
         if self.replicas is Replicas.ELECT:
@@ -147,7 +147,7 @@ class Plan:
         and the remainders of its division go round by destination, so all sources send the same within one page. Each
         box of the destination begins its round with another source: four copies of one state serve four boxes.
         """
-        src, dst = _copy(self.component, self.src, src_rank), _copy(self.component, self.dst, dst_rank)
+        src, dst = self.src.replica(self.component, src_rank), self.dst.replica(self.component, dst_rank)
         groups = gcd(src.count, dst.count)
         parts, takers = src.count // groups, dst.count // groups
         if src.index // parts != dst.index // takers:
@@ -205,27 +205,6 @@ def _dealt(whole: Positions, origin: int, unit: tuple[int, int], deal: _Deal) ->
 def _both(one: Span, other: Span) -> Span:
     """`one & other`. Kept: two fleets have few pairs of spans, and every request asks for all of them."""
     return one & other
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Copy `index` of `count` equal ones of box `box`: boxes are numbered by layers, then heads."""
-
-    box: int
-    index: int
-    count: int
-
-
-@lru_cache(maxsize=65536)
-def _copy(component: Component, fleet: Fleet, rank: int) -> _Copy:
-    """Which copy of which box `rank` holds. Ranks with equal heads are neighbours; context ranks with equal positions
-    hold as many copies again."""
-    at, tp = fleet.coordinate(rank), fleet.tp
-    shares, parts = min(component.heads, tp), component.cp_parts(fleet.cp)
-    share = at.tp * shares // tp
-    first, stop = -(-share * tp // shares), -(-(share + 1) * tp // shares)
-    columns = stop - first
-    return _Copy(at.pp * shares + share, at.cp // parts * columns + at.tp - first, fleet.cp // parts * columns)
 
 
 def _overlapping(component: Component, fleet: Fleet, shard: Shard) -> list[int]:

@@ -20,6 +20,9 @@ from kvmover.plan.legs import Leg
 from kvmover.plan.units import Offsets, Paging, Units, cut
 from kvmover.vocabulary import PACKED_ORDER
 
+#: Page ids [page] of a pool.
+Ids = Sequence[int] | npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -29,6 +32,7 @@ class Held:
     shard: Shard
 
     def paging(self) -> Paging:
+        """The positions that the rank's pages hold, and their tokens. Raises PlanError for a rank without positions."""
         if self.shard.positions is None:
             raise PlanError("a rank that holds no position of the request has no leg")
         return Paging(self.shard.positions, self.spec.page_tokens)
@@ -79,14 +83,18 @@ def page_ids(held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> np
 
     Raises PlanError when the table is too short or names a page that the pool does not have.
     """
-    spec, page = held.spec, tokens_at // held.spec.page_tokens
+    page = tokens_at // held.spec.page_tokens
     if page.size and page.max() >= len(pages):
         raise PlanError(f"page table of {len(pages)} pages is too short for page {int(page.max())} of the request")
-    table = np.asarray(pages, np.int64)[page]
-    if table.size and (table.min() < 0 or table.max() >= spec.pages):
-        bad = int(table.min() if table.min() < 0 else table.max())
+    return _inside(held.spec, np.asarray(pages, np.int64)[page])
+
+
+def _inside(spec: PoolSpec, ids: Offsets) -> Offsets:
+    """`ids`, unless the pool lacks one: then PlanError."""
+    if ids.size and (ids.min() < 0 or ids.max() >= spec.pages):
+        bad = int(ids.min() if ids.min() < 0 else ids.max())
         raise PlanError(f"page id {bad} is outside a pool of {spec.pages} pages")
-    return table
+    return ids
 
 
 def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> BoxSide:
@@ -164,10 +172,43 @@ def _packed_at_zero(component: Component, layers: int, heads: int, units: int, t
 
 def box(component: Component, leg: Leg, units: Units, src: BoxSide, dst: BoxSide) -> Box:
     """Join two places, merging heads into the row where both sides hold them side by side."""
-    heads, row_bytes = leg.heads.count, component.row_bytes
+    return _joined(src, dst, leg.heads.count, units.tokens, component.row_bytes)
+
+
+def _joined(src: BoxSide, dst: BoxSide, heads: int, tokens: int, row_bytes: int) -> Box:
     if src.head_bytes == dst.head_bytes == row_bytes:
         heads, row_bytes = 1, row_bytes * heads
-    return Box(src, dst, heads, units.tokens, row_bytes)
+    return Box(src, dst, heads, tokens, row_bytes)
+
+
+def page_box(src: PoolSpec, src_ids: Ids, dst: PoolSpec, dst_ids: Ids, layers: Span | None = None) -> Box:
+    """Whole pages from pool to pool, both of the same layers, heads and tokens a page, their axes in any two orders.
+
+    `src_ids`, `dst_ids` [page]: page i of the one goes to page i of the other. `layers`: those to copy, of the pools'
+    own numbers; None: all. Raises PlanError for pools that differ, unequal counts, and ids that a pool does not have.
+    """
+    held, due = (tuple(spec.layout.extent_of(axis) for axis in ("layer", "head", "token")) for spec in (src, dst))
+    if held != due or src.component != dst.component:
+        raise PlanError(
+            f"pages of {src.component.name} with {held} layers, heads and tokens do not go into pages of"
+            f" {dst.component.name} with {due}"
+        )
+    if len(src_ids) != len(dst_ids):
+        raise PlanError(f"{len(src_ids)} pages of a pool do not pair with {len(dst_ids)} of another")
+    chosen = layers if layers is not None else Span(0, held[0])
+    sides = (_pages_place(src, src_ids, chosen), _pages_place(dst, dst_ids, chosen))
+    return _joined(*sides, held[1], held[2], src.component.row_bytes)
+
+
+def _pages_place(spec: PoolSpec, ids: Ids, layers: Span) -> BoxSide:
+    chosen = _plane_table(spec)[layers.start : layers.stop].reshape(-1, 2)
+    return BoxSide(
+        np.ascontiguousarray(chosen[:, 0]),
+        np.ascontiguousarray(chosen[:, 1]),
+        _inside(spec, np.asarray(ids, np.int64)) * spec.stride_bytes("page"),
+        spec.stride_bytes("head"),
+        spec.stride_bytes("token"),
+    )
 
 
 def _nest(b: Box) -> list[Dim]:

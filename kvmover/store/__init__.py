@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 from kvmover.deprecated import renamed
 
 if TYPE_CHECKING:
-    from kvmover.store.machine import Machine, this_machine
+    from kvmover.store.command import (
+        StoreRow,
+        chosen_stores,
+        clear_stores,
+        collect_stores,
+        stat_stores,
+        verify_stores,
+    )
+    from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
     from kvmover.store.namespace import HASH_BYTES, Found, Namespace, namespaces
+    from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
     from kvmover.store.part import PageBox, PagePart, elected, replicas
     from kvmover.store.policy import Policy
     from kvmover.store.results import (
@@ -23,13 +32,16 @@ if TYPE_CHECKING:
         Stat,
         Verified,
     )
+    from kvmover.store.segment import Machine, this_machine
     from kvmover.store.store import PageStore
     from kvmover.store.view import PartView
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
+    "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
+    "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
     "namespace": ("HASH_BYTES", "Found", "Namespace", "namespaces"),
-    "machine": ("Machine", "this_machine"),
+    "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
     "part": ("PageBox", "PagePart", "elected", "replicas"),
     "policy": ("Policy",),
     "results": (
@@ -43,34 +55,51 @@ _HOMES = {
         "Stat",
         "Verified",
     ),
+    "segment": ("Machine", "this_machine"),
     "store": ("PageStore",),
     "view": ("PartView",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "DIRECT_BYTES",
     "HASH_BYTES",
+    "Access",
     "Collected",
     "Counters",
+    "FileRun",
+    "Files",
     "Found",
     "Got",
     "GotResult",
     "Machine",
     "Namespace",
+    "NixlFiles",
+    "OpenFile",
     "PageBox",
     "PagePart",
     "PageStore",
     "PartView",
+    "PlainFiles",
     "Policy",
     "Put",
     "PutResult",
     "Recovered",
     "Stat",
+    "StoragePlugin",
+    "StoreRow",
     "Verified",
+    "chosen_stores",
+    "clear_stores",
+    "collect_stores",
     "elected",
+    "files_for",
+    "memory_of_buffer",
     "namespaces",
     "replicas",
+    "stat_stores",
     "this_machine",
+    "verify_stores",
 ]
 
 

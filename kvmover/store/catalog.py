@@ -7,24 +7,36 @@ one of the deletion log what others deleted: 128 lookups then cost no system cal
 from __future__ import annotations
 
 import os
+import struct
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 
-from kvmover.store.deletions import DeletionLog
-from kvmover.store.fd_cache import FdCache
+from xxhash import xxh3_64_intdigest
+
 from kvmover.store.files import Files, OpenFile, reason_of
 from kvmover.store.index import Index, Page, StoredObject
-from kvmover.store.machine import Machine
 from kvmover.store.record import LIVE, Kind, Record, holds
-from kvmover.store.segment import DATA, Segment, punch, segments_in
+from kvmover.store.segment import DATA, Machine, Segment, punch, segments_in
 
 #: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last
 #: change is repeated. ext4 ticks every 4 ms.
 _TICK_NS = 20_000_000
+
+#: Files kept open for the next read; more are open while more are in use.
+_OPEN_FILES = 128
+
+#: A row of the deletion log: a segment, the place of a record in its head, and a check.
+_DELETED = struct.Struct("<25s7xQ")
+_DELETED_BYTES = _DELETED.size + 8
+
+#: Beyond this many bytes a cleaner starts the file anew.
+_LONG_BYTES = 4 << 20
 
 
 class Catalog:
@@ -250,9 +262,11 @@ class Catalog:
         return stamp
 
     def shorten_deletions(self) -> None:
+        """Start the deletion log anew once it is long: see `DeletionLog.shorten`."""
         self._deletions.shorten()
 
     def close(self) -> None:
+        """Close every file, remove none. Safe to call twice."""
         for name in list(self.segments):
             self.forget(name)
         self._deletions.close()
@@ -266,3 +280,144 @@ def _stored(segment: Segment, record: Record) -> StoredObject:
     return StoredObject(
         segment.name, record.at, record.offset, record.nbytes, record.page, record.part, record.digests, record.stamp
     )
+
+
+@dataclass(slots=True, eq=False)
+class _Lent:
+    """`doomed`: to be closed when the last user is done."""
+
+    file: OpenFile
+    users: int = 0
+    doomed: bool = False
+
+
+class FdCache:
+    """Open data files of a folder by the name of their segment, the least recently used closed first.
+
+    They are lent to reads and writes: a descriptor is never closed under one of them, since its number is soon that of
+    another file, which the read would then go on in.
+    """
+
+    def __init__(self, folder: Path, files: Files, lock: RLock) -> None:
+        self._folder, self._files, self._lock = folder, files, lock
+        self._open: OrderedDict[str, _Lent] = OrderedDict()
+
+    @contextmanager
+    def lend(self, names: Iterable[str]) -> Generator[dict[str, OpenFile]]:
+        """Files that stay open until the end of the block; those that are not there are left out.
+
+        The lock is held only to open and to close: reads go on without it. Raises OSError where this process cannot
+        open a file that is there, which says nothing about its objects.
+        """
+        lent: dict[str, OpenFile] = {}
+        try:
+            with self._lock:
+                for name in names:
+                    if file := self._borrow(name):
+                        lent[name] = file
+            yield lent
+        finally:
+            with self._lock:
+                for name in lent:
+                    self._give_back(name)
+
+    def busy(self, name: str) -> bool:
+        """Whether somebody is at work in the file. Under the lock."""
+        return name in self._open and self._open[name].users > 0
+
+    def end(self, name: str) -> None:
+        """The file is gone from its folder: close it as soon as nobody uses it. Under the lock."""
+        if name in self._open:
+            self._open[name].doomed = True
+            if not self._open[name].users:
+                self._close(name)
+
+    def _borrow(self, name: str) -> OpenFile | None:
+        one = self._open.get(name)
+        if one is None:
+            try:
+                one = self._open[name] = _Lent(self._files.open(self._folder / (name + DATA)))
+            except FileNotFoundError:
+                return None
+        one.users += 1
+        self._open.move_to_end(name)
+        for other in list(self._open)[: max(0, len(self._open) - _OPEN_FILES)]:
+            if not self._open[other].users:
+                self._close(other)
+        return one.file
+
+    def _give_back(self, name: str) -> None:
+        one = self._open[name]
+        one.users -= 1
+        if one.doomed and not one.users:
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        self._files.close_file(self._open.pop(name).file)
+
+
+class DeletionLog:
+    """Which objects were deleted, between processes: one small file of a namespace, that all append to.
+
+    It only saves time. The truth is the state in each header, so lost, torn or repeated rows do no harm: whatever looks
+    odd sends the reader back to the headers. The file is kept open: one `fstat` says that there is nothing new.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._path = path
+        self._fd, self._read = -1, 0
+        self._open()
+
+    def _open(self) -> None:
+        """The file that has the name now, from its end on: what it says so far is in the headers."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        fresh = os.open(self._path, flags, 0o666)
+        self.close()
+        self._fd = fresh
+        size = os.fstat(self._fd).st_size
+        self._read = size - size % _DELETED_BYTES
+
+    def append(self, gone: Iterable[tuple[str, int]]) -> None:
+        """Objects, by segment and record, that were deleted. Failure to tell is no failure to delete."""
+        rows = [_DELETED.pack(segment.encode(), record) for segment, record in gone]
+        with suppress(OSError):
+            if not os.fstat(self._fd).st_nlink:
+                self._open()
+            os.write(self._fd, b"".join(row + _check_of(row) for row in rows))
+
+    def poll(self) -> list[tuple[str, int]] | None:
+        """What was deleted since the last call. None where only the headers can say: a new file, or a damaged one."""
+        found = os.fstat(self._fd)
+        if not found.st_nlink or found.st_size < self._read:
+            with suppress(OSError):  # a directory that is gone has no news, nor headers
+                self._open()
+            return None
+        if found.st_size - self._read < _DELETED_BYTES:
+            return []
+        data = os.pread(self._fd, found.st_size - self._read, self._read)
+        rows = [data[at : at + _DELETED_BYTES] for at in range(0, len(data) - _DELETED_BYTES + 1, _DELETED_BYTES)]
+        self._read += len(rows) * _DELETED_BYTES
+        if any(_check_of(row[: _DELETED.size]) != row[_DELETED.size :] for row in rows):
+            return None
+        return [
+            (name.rstrip(b"\0").decode("ascii", "replace"), at) for name, at in (_DELETED.unpack_from(r) for r in rows)
+        ]
+
+    def shorten(self) -> None:
+        """Start the file anew once it is long: every process then looks at the headers, once."""
+        with suppress(OSError):
+            if os.fstat(self._fd).st_size > _LONG_BYTES:
+                fresh = self._path.with_name(f"{uuid.uuid4().hex}.tmp")
+                fresh.touch()
+                fresh.replace(self._path)
+
+    def close(self) -> None:
+        """Close the file, which stays. Safe to call twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _check_of(row: bytes) -> bytes:
+    return xxh3_64_intdigest(row).to_bytes(8, "little")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from kvmover.errors import StoreError
 from kvmover.store.files import PlainFiles
-from kvmover.store.machine import this_machine
 from kvmover.store.namespace import Found, namespaces
 from kvmover.store.policy import Policy
 from kvmover.store.results import Recovered, Stat, Verified
+from kvmover.store.segment import this_machine
 from kvmover.store.store import PageStore
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StoreRow:
     """One namespace, and what was found of it or done to it."""
 
     found: Found
@@ -31,6 +31,7 @@ class Row:
     deleted_pages: int = 0
 
     def as_data(self) -> dict[str, object]:
+        """The row as JSON has it, flat: sizes in bytes, times in seconds since 1970."""
         manifest = self.found.manifest
         return {
             "namespace": self.found.folder.name,
@@ -45,7 +46,7 @@ class Row:
         }
 
 
-def chosen(root: Path, name: str | None) -> list[Found]:
+def chosen_stores(root: Path, name: str | None) -> list[Found]:
     """The namespaces of `root` whose folder begins with `name`; all without one. Raises StoreError where none does."""
     found = [each for each in namespaces(root) if each.folder.name.startswith(name or "")]
     if name is not None and not found:
@@ -53,33 +54,34 @@ def chosen(root: Path, name: str | None) -> list[Found]:
     return found
 
 
-def stat(root: Path, name: str | None) -> list[Row]:
-    return [_row(each, store) for each, store in _opened(chosen(root, name))]
+def stat_stores(root: Path, name: str | None) -> list[StoreRow]:
+    """What the namespaces hold, once each was opened and recovered. Raises StoreError."""
+    return [_row(each, store) for each, store in _opened(chosen_stores(root, name))]
 
 
-def collect(root: Path, name: str | None, policy: Policy) -> list[Row]:
+def collect_stores(root: Path, name: str | None, policy: Policy) -> list[StoreRow]:
     """Apply a quota and a TTL, and take over what dead writers left."""
-    rows: list[Row] = []
-    for each, store in _opened(chosen(root, name), policy):
+    rows: list[StoreRow] = []
+    for each, store in _opened(chosen_stores(root, name), policy):
         done = store.collect()
         rows.append(_row(each, store, deleted_pages=done.evicted_pages + done.expired_pages))
     return rows
 
 
-def clear(root: Path, name: str) -> list[Row]:
+def clear_stores(root: Path, name: str) -> list[StoreRow]:
     """Delete all pages of the namespaces that begin with `name`."""
-    rows: list[Row] = []
-    for each, store in _opened(chosen(root, name)):
+    rows: list[StoreRow] = []
+    for each, store in _opened(chosen_stores(root, name)):
         pages = store.clear()
         rows.append(_row(each, store, deleted_pages=pages))
     return rows
 
 
-def verify(root: Path, name: str | None) -> list[Row]:
+def verify_stores(root: Path, name: str | None) -> list[StoreRow]:
     """Read every object of every namespace, with a bar on standard error; bad ones are deleted."""
-    rows: list[Row] = []
+    rows: list[StoreRow] = []
     with _progress() as progress:
-        for each, store in _opened(chosen(root, name)):
+        for each, store in _opened(chosen_stores(root, name)):
             task = progress.add_task(each.manifest.model or each.folder.name, total=store.stat().payload_bytes)
             verified = store.verify(lambda one, task=task: progress.advance(task, one.nbytes))
             rows.append(_row(each, store, verified=verified))
@@ -95,8 +97,8 @@ def _opened(found: list[Found], policy: Policy | None = None) -> Iterator[tuple[
             raise StoreError(f"{each.folder}: {error.strerror}") from error
 
 
-def _row(found: Found, store: PageStore, verified: Verified | None = None, deleted_pages: int = 0) -> Row:
-    return Row(found, store.stat(), store.recovered, verified, deleted_pages)
+def _row(found: Found, store: PageStore, verified: Verified | None = None, deleted_pages: int = 0) -> StoreRow:
+    return StoreRow(found, store.stat(), store.recovered, verified, deleted_pages)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import msgspec
 
 from kvmover.enums import member
 from kvmover.errors import DescriptorError, StoreError
-from kvmover.transport.base import Memory, MemoryKind
+from kvmover.transport import Memory, MemoryKind
 
 #: What O_DIRECT asks of addresses, offsets and lengths on every disk; 512 bytes would do on some.
 DIRECT_BYTES = 4096
@@ -61,6 +61,7 @@ class OpenFile:
                 self.direct = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECT)
 
     def close(self) -> None:
+        """Close both descriptors. Safe to call twice."""
         for fd in (self.fd, self.direct):
             if fd >= 0:
                 os.close(fd)
@@ -80,6 +81,7 @@ class FileRun(msgspec.Struct, frozen=True, gc=False):
 
 
 def is_aligned(run: FileRun) -> bool:
+    """Whether offset, address and length of a run are multiples of DIRECT_BYTES, as O_DIRECT asks."""
     return not (run.offset | run.address | run.nbytes) % DIRECT_BYTES
 
 
@@ -87,7 +89,9 @@ class Files(Protocol):
     """What a store needs of a storage backend."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The backend and how it reaches the disk, for people: `plain, buffered`."""
+        ...
 
     @property
     def group_bytes(self) -> int:
@@ -98,7 +102,9 @@ class Files(Protocol):
         """Runs may lie in `memory` from now on. Raises DescriptorError for a kind that this backend cannot reach."""
         ...
 
-    def deregister(self, memory: Memory) -> None: ...
+    def deregister(self, memory: Memory) -> None:
+        """No run lies in `memory` any more: its owner may free it. Raises DescriptorError unless it was registered."""
+        ...
 
     def view(self, address: int, nbytes: int) -> memoryview:
         """Registered host memory. Raises DescriptorError for anything else."""
@@ -112,10 +118,15 @@ class Files(Protocol):
         """Raises OSError. The file is there and does not grow past what `write` is told."""
         ...
 
-    def close_file(self, file: OpenFile) -> None: ...
+    def close_file(self, file: OpenFile) -> None:
+        """Close a file that `open` gave. No run of it may be under way."""
+        ...
 
     def read(self, runs: Sequence[FileRun]) -> list[str]:
-        """Why each run failed, "" where it did not. It begins with `SHORT` where the file ends before the run."""
+        """Fill the memory of each run from its file: why each failed, "" where it moved whole.
+
+        The reason begins with `SHORT` where the file ends before the run.
+        """
         ...
 
     def write(self, runs: Sequence[FileRun]) -> list[str]:
@@ -130,7 +141,9 @@ class Files(Protocol):
         """As `write`, a group at a time: one is under way while the caller makes the next."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End every registration and close every file. The registered memory stays the caller's."""
+        ...
 
 
 class HostMemory:
@@ -141,6 +154,7 @@ class HostMemory:
         self._views: dict[int, memoryview] = {}
 
     def add(self, memory: Memory) -> None:
+        """Let views be taken of a range. Raises DescriptorError for device memory, or one that overlaps another."""
         start, stop = memory.address, memory.address + memory.nbytes
         if memory.kind is not MemoryKind.HOST or memory.nbytes < 1 or start < 1:
             raise DescriptorError(f"{memory} cannot be read from files or written to them: it is not host memory")
@@ -150,6 +164,7 @@ class HostMemory:
         self._views[start] = memoryview((ctypes.c_char * memory.nbytes).from_address(start)).cast("B")
 
     def remove(self, memory: Memory) -> None:
+        """Views of it are no longer handed out. Raises DescriptorError for a range that was not added."""
         entry = (memory.address, memory.address + memory.nbytes)
         if entry not in self._ranges:
             raise DescriptorError(f"{memory} is not registered")
@@ -157,6 +172,7 @@ class HostMemory:
         del self._views[memory.address]
 
     def view(self, address: int, nbytes: int) -> memoryview:
+        """`nbytes` bytes at `address` as they are, no copy. Raises DescriptorError outside every range."""
         at = bisect_right(self._ranges, (address, 1 << 64)) - 1
         if at < 0 or nbytes < 0 or address + nbytes > self._ranges[at][1]:
             raise DescriptorError(f"{nbytes} bytes at {address:#x} are outside the registered host memory")
@@ -197,7 +213,7 @@ def ahead(
             ended()
 
 
-class PlainFiles:
+class PlainFiles(Files):
     """Vectored system calls: neighbouring runs of a file go in one.
 
     128 pages of 16 KiB that lie next to each other are one call. On a disk with O_DIRECT that is as fast as NIXL's
@@ -331,6 +347,7 @@ def _alone(call: Callable[..., int], fd: int, run: FileRun, view: memoryview) ->
 
 
 def reason_of(error: OSError) -> str:
+    """What an error of the system says, without its number: `No space left on device`."""
     return error.strerror or str(error)
 
 

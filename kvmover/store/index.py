@@ -21,6 +21,7 @@ BLOCK_BYTES = 4096
 
 
 def padded(nbytes: int) -> int:
+    """`nbytes` in whole blocks of a data file: 5,000 take 8,192."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -46,10 +47,12 @@ class StoredObject(msgspec.Struct, eq=False, gc=False):
 
     @property
     def cells(self) -> int:
+        """Cells of its box: heads x layers."""
         return self.part.box.cells
 
     @property
     def cell_bytes(self) -> int:
+        """Bytes of one cell, `kv token dim`, as long as every other."""
         return self.nbytes // self.part.box.cells
 
 
@@ -65,6 +68,7 @@ class Page(msgspec.Struct, eq=False, gc=False):
 
     @property
     def nbytes(self) -> int:
+        """Payload of all objects, without what fills up their last blocks."""
         return sum(each.nbytes for each in self.objects)
 
 
@@ -75,6 +79,7 @@ class Known:
     pages: set[bytes] = field(default_factory=set[bytes])
 
     def lost(self, page: bytes) -> None:
+        """See Watcher."""
         self.pages.discard(page)
 
 
@@ -104,6 +109,7 @@ class Index:
         return len(self._pages)
 
     def get(self, page: bytes) -> Page | None:
+        """The page of this hash, or None. Looking is no use: the order stays."""
         return self._pages.get(page)
 
     def pages(self) -> Iterator[tuple[bytes, Page]]:
@@ -154,6 +160,7 @@ class Index:
         return self._parts.setdefault(parts, parts)
 
     def at(self, segment: str, record: int) -> StoredObject | None:
+        """The object whose header is at byte `record` of the head file of `segment`, or None."""
         return self._segments.get(segment, {}).get(record)
 
     def drop(self, segment: str) -> list[StoredObject]:
@@ -171,6 +178,7 @@ class Index:
             self._pages.move_to_end(page)
 
     def oldest(self) -> tuple[bytes, Page] | None:
+        """Hash and page that were used least recently; None of an empty index."""
         return next(iter(self._pages.items()), None)
 
     def sort(self) -> None:

@@ -52,6 +52,7 @@ class Namespace:
 
     @property
     def digest(self) -> bytes:
+        """SHA-256 of all fields, 32 bytes: what directories and head files say instead of them."""
         return _digest(self, None)
 
     @property
@@ -103,6 +104,7 @@ class Found:
 
     @property
     def digest(self) -> bytes:
+        """The namespace's digest, 32 bytes, as its manifest has it."""
         return bytes.fromhex(self.manifest.digest)
 
 

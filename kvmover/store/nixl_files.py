@@ -19,8 +19,7 @@ import numpy as np
 
 from kvmover.errors import TransportUnavailable
 from kvmover.store.files import Access, FileRun, Files, OpenFile, PlainFiles, ahead, is_aligned
-from kvmover.transport.base import Memory
-from kvmover.transport.nixl_agent import Agent, start
+from kvmover.transport import Memory, NixlAgent, start_agent
 
 #: Descriptors of one request. One more than the plugin's pool (64 to 65536) in flight breaks its queue for good.
 _IN_FLIGHT = 4096
@@ -64,7 +63,7 @@ class StoragePlugin(StrEnum):
 _PARAMETERS = {StoragePlugin.POSIX: {"use_aio": "true", "ios_pool_size": str(_POOL), "kernel_queue_size": "256"}}
 
 
-class NixlFiles:
+class NixlFiles(Files):
     """Past the page cache where the file system allows it and a run is aligned; the rest goes the plain way.
 
     Buffered files gain nothing from a queue, because libaio then copies inside the submitting call.
@@ -73,7 +72,7 @@ class NixlFiles:
     def __init__(self, plugin: StoragePlugin = StoragePlugin.POSIX) -> None:
         """Raises TransportUnavailable, naming the plugin that does not load; `kvmover doctor` names what it misses."""
         self._plugin = plugin = StoragePlugin(plugin)
-        self._agent: Agent = start("kvmover-store", [], 0)
+        self._agent: NixlAgent = start_agent("kvmover-store", [], 0)
         self._nixl: Any = self._agent.nixl
         try:
             self._nixl.create_backend(plugin.value, _PARAMETERS.get(plugin, {}))

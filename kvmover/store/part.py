@@ -28,6 +28,7 @@ class PageBox:
 
     @property
     def cells(self) -> int:
+        """Digests that an object of this box carries: heads x layers."""
         return self.heads.count * self.layers.count
 
 
@@ -69,6 +70,16 @@ class PagePart:
         return cls(component, PageBox(shard.heads, shard.layers, Stripe(start - first, count, step, width)))
 
     @classmethod
+    def held(cls, component: Component, fleet: Fleet, rank: int, page_tokens: int) -> PagePart:
+        """What `rank` holds of every page. Raises LayoutError where it holds nothing, or no stripe, of one."""
+        part = cls.of(component, fleet.shard(component, rank, page_tokens), page_tokens)
+        if part is None:
+            raise LayoutError(
+                f"rank {rank} of {fleet} holds nothing of a page of {page_tokens} tokens of {component.name}"
+            )
+        return part
+
+    @classmethod
     def whole(cls, component: Component, page_tokens: int) -> PagePart:
         """All of every page."""
         tokens = component.extent(page_tokens)
@@ -78,17 +89,21 @@ class PagePart:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row: `dim` elements of one token, head, layer and kv."""
         return self.component.row_bytes
 
     @property
     def cell_bytes(self) -> int:
+        """Bytes of one cell: `kv token dim` of one head of one layer."""
         return self.component.kv * self.box.tokens.tokens * self.component.row_bytes
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the part of one page, packed."""
         return self.box.cells * self.cell_bytes
 
     def key(self, namespace: Namespace) -> PartKey:
+        """How objects of `namespace` name this part. Raises LayoutError where its tokens leave the page."""
         tokens = self.component.extent(namespace.page_tokens)
         if self.box.tokens.stop > tokens:
             raise LayoutError(f"tokens {self.box.tokens.quad()} are outside a page of {tokens}")
@@ -119,12 +134,8 @@ def replicas(component: Component, fleet: Fleet, rank: int) -> tuple[int, int]:
 
     Tensor parallel ranks beyond the heads repeat them; states are on every context parallel rank.
     """
-    at = fleet.coordinate(rank)
-    heads = Span.share(component.heads, fleet.tp, at.tp)
-    columns = [tp for tp in range(fleet.tp) if Span.share(component.heads, fleet.tp, tp) == heads]
-    copies = fleet.cp // component.cp_parts(fleet.cp)
-    turn = at.cp // component.cp_parts(fleet.cp) if copies > 1 else 0
-    return columns.index(at.tp) * copies + turn, len(columns) * copies
+    copy = fleet.replica(component, rank)
+    return copy.index, copy.count
 
 
 def elected(component: Component, fleet: Fleet, rank: int, page: bytes) -> bool:

@@ -60,6 +60,8 @@ PREAMBLE_BYTES = _PREAMBLE.size
 
 
 class Kind(IntEnum):
+    """What a record says: an object is there, payload below an offset is on stable storage, or nothing follows."""
+
     OBJECT = 1
     SYNCED = 2
     SEALED = 3
@@ -73,6 +75,7 @@ class Preamble:
     boot: bytes
 
     def encode(self) -> bytes:
+        """PREAMBLE_BYTES bytes, the last eight of which are their XXH3."""
         head = _PREAMBLE.pack(_FORMAT, 1, PREAMBLE_BYTES, self.namespace, self.boot, 0)
         return head[:-8] + xxh3_64_intdigest(head[:-8]).to_bytes(8, "little")
 
@@ -103,6 +106,7 @@ class Record:
 
     @property
     def record_bytes(self) -> int:
+        """Bytes that the record takes of its head file; the next one follows."""
         return FIXED_BYTES + len(self.digests)
 
 

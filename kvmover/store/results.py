@@ -28,6 +28,8 @@ class Got(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
+    """How the put of one page ended. `reason`: of one that FAILED, in the words of the system."""
+
     outcome: Put
     reason: str = ""
 
@@ -39,6 +41,8 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class GotResult:
+    """How the read of one page ended. `reason`: of one that was not READ, nor ABSENT."""
+
     outcome: Got
     reason: str = ""
 

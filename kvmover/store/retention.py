@@ -10,9 +10,9 @@ from threading import RLock
 from kvmover.store.catalog import Catalog
 from kvmover.store.files import Files
 from kvmover.store.index import Page, StoredObject
-from kvmover.store.machine import Machine
 from kvmover.store.policy import Policy
 from kvmover.store.results import Counters
+from kvmover.store.segment import Machine
 from kvmover.store.writer import Writer
 
 #: Eviction frees this share of the quota beyond what is needed, so that not every put evicts.

@@ -10,9 +10,12 @@ import ctypes
 import fcntl
 import os
 import re
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from uuid import UUID
 
 from kvmover.store.record import (
     DEAD,
@@ -31,9 +34,35 @@ from kvmover.store.record import (
 HEAD, DATA = ".head", ".data"
 _HEADS = re.compile(r"([0-9a-f]{16}-[0-9]{8})\.head")
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 _PUNCH, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Which life of which machine this is: the question behind every object that was not synced.
+
+    `boot`: 16 bytes that are equal for two processes if they share a kernel, and so its page cache.
+
+    A process that is killed leaves what it wrote in the page cache, whole; a machine that loses power may keep a header
+    and lose the payload. So objects of the same boot are believed, others only if they were synced, or once verified.
+    """
+
+    boot: bytes
+
+    @staticmethod
+    def now() -> int:
+        """Seconds since 1970, as stamps count them."""
+        return int(time.time())
+
+
+@cache
+def this_machine() -> Machine:
+    """The machine that this process runs on, in this life: read once from `boot_id` of Linux."""
+    return Machine(UUID(_BOOT_ID.read_text().strip()).bytes)
 
 
 def segments_in(folder: Path) -> set[str]:
@@ -61,10 +90,12 @@ class Segment:
 
     @property
     def head(self) -> Path:
+        """The file of headers."""
         return self.folder / (self.name + HEAD)
 
     @property
     def data(self) -> Path:
+        """The file of payloads."""
         return self.folder / (self.name + DATA)
 
     @classmethod
@@ -167,6 +198,7 @@ class Segment:
         _whole(self.head_fd, DEAD.to_bytes(4, "little"), record + STATE_AT)
 
     def stamp(self, record: int, second: int) -> None:
+        """Write second `second` of a use into an object's header, in place. Raises OSError."""
         _whole(self.head_fd, second.to_bytes(4, "little"), record + STAMP_AT)
 
     def append(self, blob: bytes) -> None:
@@ -214,6 +246,7 @@ class Segment:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close the head file, which ends the lock as well. Safe to call twice."""
         if self.head_fd >= 0:
             os.close(self.head_fd)
         self.head_fd = -1

@@ -10,14 +10,14 @@ from types import TracebackType
 from kvmover.errors import StoreError
 from kvmover.store.files import Files, PlainFiles
 from kvmover.store.index import StoredObject, Watcher
-from kvmover.store.machine import Machine, this_machine
 from kvmover.store.namespace import Namespace, write_manifest
 from kvmover.store.part import PagePart
 from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Recovered, Stat, Verified
 from kvmover.store.retention import Retention
+from kvmover.store.segment import Machine, this_machine
 from kvmover.store.view import PartView
-from kvmover.transport.base import Memory
+from kvmover.transport import Memory
 
 Election = Callable[[bytes], bool]
 
@@ -72,6 +72,7 @@ class PageStore(Retention):
         self.files.register(memory)
 
     def deregister(self, memory: Memory) -> None:
+        """No page goes to or comes from `memory` any more. Raises DescriptorError for what is not registered."""
         self.files.deregister(memory)
 
     def view(self, namespace: Namespace, part: PagePart, writes: Election | None = None) -> PartView:
@@ -129,6 +130,7 @@ class PageStore(Retention):
             return pages
 
     def stat(self) -> Stat:
+        """What the namespace holds now, objects of other processes included."""
         with self.lock:
             self.catalog.refresh()
             index = self.catalog.index

@@ -118,6 +118,7 @@ class Writer:
             self._catalog.reclaim(segment)
 
     def close(self) -> None:
+        """Write no more: sync and seal what can be. A disk that fails is no error here: readers check every byte."""
         self.abandon()
         with suppress(OSError):
             self.sync()

@@ -20,15 +20,20 @@ from kvmover.transport.base import (
 if TYPE_CHECKING:
     from kvmover.transport.checks import MAX_NOTE_BYTES
     from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
-    from kvmover.transport.memory import memory_of, whole
+    from kvmover.transport.memory import memory_of, union, whole
     from kvmover.transport.nixl import NixlTransport
+    from kvmover.transport.nixl_agent import NixlAgent, nixl_version, start_agent
 
 _LAZY = {
     "MAX_NOTE_BYTES": "checks",
+    "NixlAgent": "nixl_agent",
     "LoopbackNetwork": "loopback",
     "LoopbackTransport": "loopback",
     "NixlTransport": "nixl",
     "memory_of": "memory",
+    "nixl_version": "nixl_agent",
+    "start_agent": "nixl_agent",
+    "union": "memory",
     "whole": "memory",
 }
 
@@ -42,11 +47,15 @@ __all__ = [
     "LoopbackTransport",
     "Memory",
     "MemoryKind",
+    "NixlAgent",
     "NixlTransport",
     "Note",
     "Timing",
     "Transport",
     "memory_of",
+    "nixl_version",
+    "start_agent",
+    "union",
     "whole",
 ]
 

@@ -88,6 +88,7 @@ class Descriptors:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all runs together."""
         return int((self.table[:, NBYTES] * self.table[:, COUNT]).sum())
 
 
@@ -147,7 +148,12 @@ class Transport(Protocol):
         """Make `memory` reachable by one-sided operations. Registering the same range twice is an error."""
         ...
 
-    def deregister(self, memory: Memory) -> None: ...
+    def deregister(self, memory: Memory) -> None:
+        """Peers reach `memory` no more, and its owner may free it.
+
+        Raises DescriptorError for a range that is not registered, or one that an operation from here still uses.
+        """
+        ...
 
     def metadata(self) -> bytes:
         """What a peer needs to connect; taken after all registrations."""

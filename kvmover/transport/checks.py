@@ -43,9 +43,11 @@ class Ranges:
         return iter(self._serials)
 
     def items(self) -> ItemsView[Memory, int]:
+        """Every range with its serial number."""
         return self._serials.items()
 
     def add(self, memory: Memory) -> None:
+        """Raise DescriptorError for a range that is empty, below every mapping, or overlaps one of the same device."""
         end = memory.address + memory.nbytes
         if memory.nbytes <= 0 or memory.address < _LOWEST_ADDRESS or end >= 1 << 63 or memory.device < 0:
             raise DescriptorError(f"{memory} is not memory that can be registered")
@@ -59,6 +61,7 @@ class Ranges:
         self._tables.clear()
 
     def remove(self, memory: Memory) -> None:
+        """Raise DescriptorError for a range that is not registered."""
         if memory not in self._serials:
             raise DescriptorError(f"{memory} is not registered")
         self.revision += 1
@@ -136,11 +139,13 @@ def check_runs(local: Descriptors, remote: Descriptors) -> None:
 
 
 def check_post(note: bytes, deadline_s: float) -> None:
+    """Raise ProtocolError for a note that is too long, DescriptorError for a deadline that is not in the future."""
     check_note(note)
     if not 0 < deadline_s < math.inf:
         raise DescriptorError(f"an operation needs a finite deadline in seconds from now, got {deadline_s}")
 
 
 def check_note(note: bytes) -> None:
+    """Raise ProtocolError for more than MAX_NOTE_BYTES."""
     if len(note) > MAX_NOTE_BYTES:
         raise ProtocolError(f"note of {len(note)} bytes is longer than {MAX_NOTE_BYTES}")

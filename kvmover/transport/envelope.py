@@ -20,6 +20,8 @@ _Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Registration(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A registered range as a peer hears of it: `Memory` field by field, and its serial number in `Ranges`."""
+
     kind: MemoryKind
     address: _Natural
     nbytes: _Natural
@@ -39,10 +41,12 @@ class TransportCard(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, backend: str, name: str, ranges: Ranges, agent: bytes) -> TransportCard:
+        """The card of a transport whose `name` ends in its generation. `agent`: the bytes of the backend."""
         rows = tuple(Registration(m.kind, m.address, m.nbytes, m.device, serial) for m, serial in ranges.items())
         return cls(backend, name, name.rpartition(".")[2], ranges.revision, rows, agent)
 
     def ranges(self) -> Ranges:
+        """What may be written and read at this peer. Raises DescriptorError for ranges that overlap."""
         return Ranges((Memory(r.kind, r.address, r.nbytes, r.device), r.serial) for r in self.registrations)
 
 
@@ -54,6 +58,7 @@ class _Sealed(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 def seal(card: TransportCard) -> bytes:
+    """The card with its length and SHA-256, as `unseal` takes it: against damage, not against a forger."""
     body = msgspec.msgpack.encode(card)
     return msgspec.msgpack.encode(_Sealed(_FORMAT, len(body), hashlib.sha256(body).digest(), body))
 

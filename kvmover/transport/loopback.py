@@ -24,6 +24,7 @@ from kvmover.transport.base import (
     Memory,
     MemoryKind,
     Note,
+    Transport,
 )
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
@@ -69,12 +70,15 @@ class LoopbackNetwork:
         self._cut.add(name)
 
     def join(self, transport: LoopbackTransport) -> None:
+        """Let others reach `transport` by its name."""
         self._members[transport.name] = transport
 
     def leave(self, name: str) -> None:
+        """The transport closed: it is lost to others."""
         self._members.pop(name, None)
 
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
+        """Land an operation now, or hold it back; of one that was cut off nothing moves."""
         if sender.name in self._cut:
             flight.landed, flight.error = True, _lost(flight.peer)
         elif self._held is None:
@@ -110,7 +114,7 @@ class LoopbackNetwork:
             flight.error = _lost(flight.peer)
 
 
-class LoopbackTransport:
+class LoopbackTransport(Transport):
     """As NixlTransport, for host memory of this process."""
 
     def __init__(self, network: LoopbackNetwork, name_hint: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,21 +13,42 @@ _KINDS = {"cpu": MemoryKind.HOST, "cuda": MemoryKind.DEVICE}
 
 
 class DeviceLike(Protocol):
+    """The part of `torch.device` that says which memory it is."""
+
     @property
-    def type(self) -> str: ...
+    def type(self) -> str:
+        """`cpu` or `cuda`; others cannot be registered."""
+        ...
+
     @property
-    def index(self) -> int | None: ...
+    def index(self) -> int | None:
+        """The CUDA ordinal; None of a CPU."""
+        ...
 
 
 class TensorLike(Protocol):
     """The part of `torch.Tensor` that says where its bytes are."""
 
     @property
-    def device(self) -> DeviceLike: ...
-    def data_ptr(self) -> int: ...
-    def numel(self) -> int: ...
-    def element_size(self) -> int: ...
-    def is_contiguous(self) -> bool: ...
+    def device(self) -> DeviceLike:
+        """Whose memory they are in."""
+        ...
+
+    def data_ptr(self) -> int:
+        """Address of the first element."""
+        ...
+
+    def numel(self) -> int:
+        """Number of elements."""
+        ...
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        ...
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements are one dense range, in order."""
+        ...
 
 
 def memory_of(tensor: TensorLike) -> Memory:

@@ -20,10 +20,10 @@ from kvmover.errors import (
     TransportError,
     TransportUnavailable,
 )
-from kvmover.transport.base import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Timing
+from kvmover.transport.base import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Timing, Transport
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
-from kvmover.transport.nixl_agent import Agent, Handle, spare_forks, start
+from kvmover.transport.nixl_agent import Handle, NixlAgent, spare_forks, start_agent
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Flight:
     told: bool = False
 
 
-class NixlTransport:
+class NixlTransport(Transport):
     """A transport over one NIXL agent, for the process that made it: a forked child hangs in NIXL's progress thread.
 
     With `cma` (two processes of one host) `write` and `read` copy the bytes before they return, at 5-10 us a run.
@@ -62,7 +62,7 @@ class NixlTransport:
         num_threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._agent: Agent | None = start(name_hint, backends, num_threads)
+        self._agent: NixlAgent | None = start_agent(name_hint, backends, num_threads)
         self._name = self._agent.name
         self._telemetry = self._agent.telemetry
         self._clock = clock
@@ -139,7 +139,7 @@ class NixlTransport:
         self._peers[card.name] = _Peer(card, ranges)
         return card.name
 
-    def _load_card(self, agent: Agent, card: TransportCard) -> None:
+    def _load_card(self, agent: NixlAgent, card: TransportCard) -> None:
         try:
             loaded = agent.nixl.add_remote_agent(card.agent).decode()
             if loaded != card.name:
@@ -241,7 +241,7 @@ class NixlTransport:
         for table in (self._flights, self._peers, self._retired, self._registered, self._events):
             table.clear()
 
-    def _ready(self) -> Agent:
+    def _ready(self) -> NixlAgent:
         if self._agent is None:
             raise TransportError(f"{self._name} is closed")
         if os.getpid() != self._pid:
@@ -255,7 +255,7 @@ class NixlTransport:
             raise PeerUnknown(f"{peer} is not connected")
         return self._peers[peer]
 
-    def _advance(self, agent: Agent, flight: _Flight, step: Callable[[Handle], str]) -> None:
+    def _advance(self, agent: NixlAgent, flight: _Flight, step: Callable[[Handle], str]) -> None:
         if flight.handle is None:
             return
         try:
@@ -315,7 +315,7 @@ class NixlTransport:
             self._retired.add(peer)
         return PeerLost(self._lost.get(peer, f"{peer} is lost: {cause}"))
 
-    def _sweep(self, agent: Agent) -> None:
+    def _sweep(self, agent: NixlAgent) -> None:
         """Unload peers that are gone, once no operation needs them: NIXL forgets the state of those in flight."""
         if not self._retired:
             return

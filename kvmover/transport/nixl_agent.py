@@ -41,14 +41,17 @@ _ENVIRONMENT = {
 class Handle(Protocol):
     """A transfer that NIXL knows. Releasing it while it runs stops nothing."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Let NIXL forget it. Raises one of `NixlAgent.errors`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Agent:
-    """`errors` are all of NIXL's exceptions, which share no base but Exception; `gone` is the one for a dead peer.
+class NixlAgent:
+    """An agent, and what its owner must know of the wheel that it is from.
 
-    `telemetry`: whether NIXL was told by its environment to time operations.
+    `name`: unique for ever. `nixl`: NIXL's own object. `errors`: all of NIXL's exceptions, which share no base but
+    Exception. `gone`: the one for a dead peer. `telemetry`: whether its environment told NIXL to time operations.
     """
 
     name: str
@@ -60,7 +63,9 @@ class Agent:
     def prepare(
         self, verb: Literal["WRITE", "READ"], local: Descriptors, peer: str, remote: Descriptors, note: bytes
     ) -> Handle:
-        """A strided list costs no more than a dense one, next to a post, and its rows need not match the other side's.
+        """An operation that `nixl.transfer` posts; `note` reaches `peer` after the bytes. Raises one of `errors`.
+
+        A strided list costs no more than a dense one, next to a post, and its rows need not match the other side's.
 
         16384 runs: 0.3-1.8 ms in 64 rows a side, 1.4 ms in 16384 rows, 0.7-4 ms as dense [n, 3]; the post takes 60 ms.
         Indices count runs, not rows: NIXL takes row numbers too, and then silently moves the first runs only.
@@ -81,8 +86,11 @@ class Agent:
         return Timing(float(found.postDuration), float(found.xferDuration))
 
 
-def start(name_hint: str, backends: Sequence[str], num_threads: int) -> Agent:
-    """Raises TransportUnavailable. Sets the environment variables that UCX and NIXL read, where they are unset."""
+def start_agent(name_hint: str, backends: Sequence[str], num_threads: int) -> NixlAgent:
+    """An agent whose name no other ever has. Raises TransportUnavailable.
+
+    Sets the environment variables that UCX and NIXL read, where they are unset.
+    """
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     api = _load()
@@ -100,7 +108,7 @@ def start(name_hint: str, backends: Sequence[str], num_threads: int) -> Agent:
         raise TransportUnavailable(f"NIXL cannot start {list(backends)} with UCX_TLS={tls}: {error}") from error
     if missing := [backend for backend in backends if backend not in nixl.backends]:
         raise TransportUnavailable(f"NIXL has no plugin {missing}, only {nixl.plugin_list}")
-    return Agent(name, nixl, errors, bindings.nixlRemoteDisconnectError, _telemetry())
+    return NixlAgent(name, nixl, errors, bindings.nixlRemoteDisconnectError, _telemetry())
 
 
 @contextmanager

@@ -19,13 +19,12 @@ import pytest
 import kvmover
 from kvmover import cli, config
 from kvmover.config import Loaded, Settings, keys, load
-from kvmover.engines.common.upkeep import Upkeep
+from kvmover.engines.common import Upkeep
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe.checks import Status
 from kvmover.observe.host import configuration
 from kvmover.observe.start import Observers
-from kvmover.store import Namespace, PagePart, PageStore
-from kvmover.store.files import memory_of_buffer
+from kvmover.store import Namespace, PagePart, PageStore, memory_of_buffer
 from kvmover.transfer import Model, Mover, Place, Progress
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
 

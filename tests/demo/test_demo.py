@@ -22,7 +22,7 @@ from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, 
 from kvmover.demo.run import DemoOptions, run, run_demo
 from kvmover.demo.scenario_run import _same_bytes
 from kvmover.errors import LayoutError
-from kvmover.transport.nixl_agent import nixl_version
+from kvmover.transport import nixl_version
 
 UNEVEN = DemoOptions(scenarios=("uneven",), requests=2)
 

@@ -19,7 +19,7 @@ from kvmover.engines.vllm import options as vllm
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ADAPTERS = [
     pytest.param("vllm.md", vllm.ConnectorOptions, vllm.KEYS, vllm.DEFAULTS, id="vllm"),
-    pytest.param("sglang.md", sglang.StoreOptions, sglang.STORE, Settings(), id="sglang"),
+    pytest.param("sglang.md", sglang.StoreOptions, sglang.STORE_KEYS, Settings(), id="sglang"),
 ]
 
 

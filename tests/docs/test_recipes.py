@@ -15,10 +15,9 @@ import torch
 
 from kvmover import Component, Fleet, Model, Mover, MoverConfig, Place, Pool, PoolSpec, Route, Transport
 from kvmover.config import ConfigError, Settings
-from kvmover.engines.common import release
-from kvmover.engines.common.options import read
+from kvmover.engines.common import read_options, release
 from kvmover.observe.start import Observers
-from kvmover.store.files import Files
+from kvmover.store import Files
 from tests.docs.test_docs_paths import ROOT
 from tests.store.one_call_files import OneCallFiles
 from tests.transport.mailbox import Mailbox
@@ -125,15 +124,15 @@ def test_an_adapters_options_are_its_own_or_stand_for_settings(monkeypatch: pyte
     log = tmp_path / "run.jsonl"
     keys = {"verb": "mover.verb", "run_log": "record.run_log"}
     said = {"layer_wise": True, "verb": "pull", "run_log": str(log)}
-    options, settings = read(said, ToyOptions, keys, "the toy's JSON")
+    options, settings = read_options(said, ToyOptions, keys, "the toy's JSON")
     assert options.layer_wise
     assert settings.mover.verb == "pull"
     with Observers(settings, "toy", 0) as observers:
         assert isinstance(observers, Observers)
     assert log.exists()
     with pytest.raises(ConfigError, match="the toy's JSON.*shove"):
-        read({"shove": 1}, ToyOptions, keys, "the toy's JSON")
-    assert read({}, ToyOptions, keys, "the toy's JSON")[1] == Settings()
+        read_options({"shove": 1}, ToyOptions, keys, "the toy's JSON")
+    assert read_options({}, ToyOptions, keys, "the toy's JSON")[1] == Settings()
 
 
 def test_the_recipes_send_a_reader_to_what_was_made_by_them() -> None:

@@ -7,9 +7,7 @@ from threading import Event
 
 import pytest
 
-from kvmover.engines.common import parallel_rank
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.store_worker import StoreWorker
+from kvmover.engines.common import ParallelRank, StoreWorker, parallel_rank
 
 WITHIN_S = 10.0
 

@@ -52,7 +52,7 @@ MOVER = [
     Row("verb", "mover.verb", Verb.PULL, Verb.PUSH, "pull"),
     Row("route", "mover.route", None, Route.PACKED, "direct"),
 ]
-ADAPTERS = {"vllm": (vllm.parse, vllm.KEYS, [*STORE, *MOVER]), "sglang": (sglang.parse, sglang.STORE, STORE)}
+ADAPTERS = {"vllm": (vllm.parse, vllm.KEYS, [*STORE, *MOVER]), "sglang": (sglang.parse, sglang.STORE_KEYS, STORE)}
 CASES = [
     pytest.param(parse, row, id=f"{name}-{row.option}") for name, (parse, _, rows) in ADAPTERS.items() for row in rows
 ]

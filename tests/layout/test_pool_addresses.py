@@ -251,6 +251,14 @@ def test_a_pool_is_packed_if_a_page_of_it_is_the_object_that_a_store_has() -> No
     assert axes_of(PACKED_ORDER) == PACKED_AXES
 
 
+def test_a_packed_pool_of_the_same_pages_holds_as_many_bytes_without_gaps() -> None:
+    component = Component.attention(2, kv_heads=3, head_dim=4, dtype="float16")
+    shard = Fleet(tp=3, page_tokens=5).shard(component, 1, 5)
+    spec = PoolSpec.dense(component, shard, 7, 5, "NHD", ("layer", "kv")).packed(4)
+    assert spec == PoolSpec.dense(component, shard, 4, 5, PACKED_ORDER)
+    assert (spec.is_packed, spec.pages, spec.stride_bytes("page")) == (True, 4, 1 * 2 * 2 * 5 * 4 * 2)
+
+
 def test_axes_of_extent_one_may_lie_anywhere_in_a_packed_pool() -> None:
     latent = Component("latent", 2, 1, 1, 12, "bfloat16")
     shard = Fleet(page_tokens=5).shard(latent, 0, 5)

@@ -23,8 +23,7 @@ from kvmover.observe import plan_table, tables
 from kvmover.observe.tables import Column, Sheet, bands
 from kvmover.observe.top import View, screen
 from kvmover.observe.words import bytes_in_words
-from kvmover.store import Namespace, PagePart, PageStore
-from kvmover.store.files import memory_of_buffer
+from kvmover.store import Namespace, PagePart, PageStore, memory_of_buffer
 from kvmover.testing.content import page_hash
 from kvmover.transfer.meter import Gauge
 

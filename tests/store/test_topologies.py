@@ -63,6 +63,35 @@ def test_any_fleet_reads_what_any_fleet_wrote(component: Component, writer: Flee
             assert [result.outcome for result in door.get(pages)] == [Got.READ] * 2
 
 
+def test_a_rank_that_holds_every_other_token_is_not_served_a_damaged_page(tmp_path: Path) -> None:
+    """It reads tokens out of whole cells that another fleet wrote: the cells are checked before a token is taken.
+
+    The flipped byte is of token 0, so of rank 0's half; rank 1 is told as well, since a cell is good or bad as a whole.
+    """
+    component, pages = COMPONENTS[0], pages_of(3)
+    whole = PagePart.whole(component, PAGE)
+    for rank in range(2):
+        root = tmp_path / str(rank)
+        root.mkdir()
+        with PageStore.open(root, SPACE) as store:
+            Rank(store, whole, 3).put(pages)
+            flip(next(store.folder.glob("*.data")), whole.nbytes)
+            reader = Fleet(cp=2, page_tokens=PAGE, cp_order=CpOrder.TOKEN)
+            part = PagePart.of(component, reader.shard(component, rank, REQUEST), PAGE)
+            assert part is not None
+            door = Rank(store, part, 3)
+            assert [result.outcome for result in door.get(pages)] == [Got.READ, Got.POISONED, Got.READ]
+            assert dict(store.counters.poisoned) == {"digest": 1}
+            assert door.exists(pages) == [True, False, True]
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
 @settings(max_examples=40)
 @given(component=st.sampled_from(COMPONENTS), writer=fleets, reader=fleets, data=st.data())
 def test_a_page_exists_only_when_every_object_that_the_reader_needs_is_there(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvmover.cache.prefix import InvariantBroken, Tier
-from kvmover.cache.tiers.tiered_pool import TieredPool, region
+from kvmover.cache.tiers.tiered_pool import TieredPool
 from kvmover.kernels.region import Region
 from kvmover.layout import Span
+from kvmover.regions import CopyStream, page_region
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ class Batch:
         """Of `layers` of the rank's part, as one region. Raises TierError for ids outside a pool."""
         host, device = (self.tiered_pool.host, self.host_ids), (self.tiered_pool.device, self.device_ids)
         (src, src_ids), (to, dst_ids) = (host, device) if dst is Tier.DEVICE else (device, host)
-        return region(src, to, src_ids, dst_ids, layers)
+        return page_region(src, src_ids, to, dst_ids, layers)
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +79,7 @@ class LayerwiseCopier:
     device: torch.device
     group_layers: int = 8
     _under_way: list[LayerwiseCopy] = field(default_factory=list[LayerwiseCopy])
-    _streams: dict[Tier, torch.cuda.Stream] = field(default_factory=dict["Tier", "torch.cuda.Stream"])
+    _streams: dict[Tier, CopyStream] = field(default_factory=dict[Tier, CopyStream])
 
     def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> LayerGate:
         """Copy the batches to `dst`, after all that the current stream has been given. Raises RegionError."""
@@ -148,16 +149,9 @@ class LayerwiseCopier:
             copy.landed += 1
 
     def _launch(self, copy: LayerwiseCopy, dst: Tier) -> None:
-        import torch
-
-        from kvmover.kernels import bulk
-
-        before = torch.cuda.current_stream(self.device).record_event()
-        stream = self._streams.setdefault(dst, torch.cuda.Stream(self.device))
-        with torch.cuda.stream(stream):
-            stream.wait_event(before)
-            while copy.groups:
-                bulk.move(copy.groups.popleft())
-                event = torch.cuda.Event()
-                stream.record_event(event)
-                copy.events.append(event)
+        stream = self._streams.setdefault(dst, CopyStream(self.device))
+        stream.follow()
+        while copy.groups:
+            event = stream.launch(copy.groups.popleft())
+            assert event is not None
+            copy.events.append(event)

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvmover.cache.tiers.errors import TierError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.store import replicas
-from kvmover.store.files import DIRECT_BYTES
+from kvmover.store import DIRECT_BYTES, replicas
 
 if TYPE_CHECKING:
     import torch

@@ -16,18 +16,16 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
+from kvmover.bounce import PageBounce
 from kvmover.cache.prefix import ALL_PAGES
 from kvmover.cache.tiers.errors import TierError
 from kvmover.cache.tiers.hostmem import host_pool
 from kvmover.cache.tiers.policy import Bucket, Rate, ThroughputEstimator
-from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens, region
+from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens
 from kvmover.kernels import reference
-from kvmover.kernels.region import Region
-from kvmover.layout import PACKED_ORDER, Fleet, Pool, PoolSpec, Span
-from kvmover.layout.fleet import Shard
-from kvmover.store import Got, GotResult, Namespace, PageStore, Put, elected
-from kvmover.store.view import PartView
-from kvmover.transport.memory import memory_of
+from kvmover.layout import Fleet
+from kvmover.store import Got, GotResult, Namespace, PageStore, PartView, Put, elected
+from kvmover.transport import memory_of
 
 #: The most pages and bytes of a batch, and its pages however large they are: between two, a more urgent job goes first,
 #: and a stop is noticed. 8 MiB take a disk of 2 GB/s 4 ms. Pages of 16 KiB were stored at 0.87 GB/s in batches of 256,
@@ -46,43 +44,33 @@ class PageRef:
 
 @dataclass(slots=True, eq=False)
 class StoredPool:
-    """One tiered pool in the store. `bounce`: packed pages on the way, where the host's order is another."""
+    """One tiered pool in the store. `bounce`: where the host's order is another than that of objects."""
 
     tiered_pool: TieredPool
     view: PartView
-    bounce: Pool | None = None
+    bounce: PageBounce | None = None
     #: Of the last batch: pages that were not there yet.
     written: int = 0
 
     def put(self, pages: Sequence[PageRef]) -> list[bool]:
         """Write pages of the host: for each, whether storage has it now. Blocks."""
-        ids = self._packed(pages)
-        if self.bounce:
-            reference.move([self._region(self.tiered_pool.host, self.bounce, [page.host_id for page in pages], ids)])
-        results = self.view.put([page.page_hash for page in pages], [self._address(page) for page in ids])
+        hashes, ids = _apart(pages)
+        results = self.bounce.put(hashes, ids) if self.bounce else self.view.put(hashes, self._addresses(ids))
         self.written = sum(result.outcome is Put.WRITTEN for result in results)
         return [result.ok for result in results]
 
     def get(self, pages: Sequence[PageRef]) -> list[GotResult]:
         """Read pages into the host: one result a page. What is not `ok` is garbage there. Blocks."""
-        ids = self._packed(pages)
-        results = self.view.get([page.page_hash for page in pages], [self._address(page) for page in ids])
-        if self.bounce:
-            good = [place for place, result in enumerate(results) if result.ok]
-            host = [pages[place].host_id for place in good]
-            reference.move([self._region(self.bounce, self.tiered_pool.host, good, host)])
-        return results
+        hashes, ids = _apart(pages)
+        return self.bounce.get(hashes, ids) if self.bounce else self.view.get(hashes, self._addresses(ids))
 
-    def _packed(self, pages: Sequence[PageRef]) -> list[int]:
-        return list(range(len(pages))) if self.bounce else [page.host_id for page in pages]
+    def _addresses(self, ids: Sequence[int]) -> list[int]:
+        return [self.tiered_pool.address(page) for page in ids]
 
-    def _address(self, page: int) -> int:
-        if self.bounce:
-            return self.bounce.tensors[0].data_ptr() + page * self.tiered_pool.part.nbytes
-        return self.tiered_pool.address(page)
 
-    def _region(self, src: Pool, dst: Pool, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Region:
-        return region(src, dst, src_ids, dst_ids, Span(0, self.tiered_pool.part.box.layers.count))
+def _apart(pages: Sequence[PageRef]) -> tuple[list[bytes], list[int]]:
+    """Hashes of pages, and their places on the host."""
+    return [page.page_hash for page in pages], [page.host_id for page in pages]
 
 
 class Storage:
@@ -102,11 +90,13 @@ class Storage:
         largest = max((tiered_pool.part.nbytes for tiered_pool in tiered_pools), default=1)
         self.batch_pages = min(BATCH_PAGES, max(_LEAST_PAGES, _BATCH_BYTES // largest))
         for tiered_pool in tiered_pools:
-            bounce = None if tiered_pool.packed else _bounce(tiered_pool, self.batch_pages)
-            for tensor in (bounce or tiered_pool.host).tensors:
+            host = tiered_pool.host
+            packed = None if tiered_pool.packed else host_pool(host.spec.packed(self.batch_pages))
+            for tensor in (packed or host).tensors:
                 store.register(memory_of(tensor))
-            writes = partial(elected, tiered_pool.part.component, fleet, rank)
-            self.stored_pools.append(StoredPool(tiered_pool, store.view(namespace, tiered_pool.part, writes), bounce))
+            view = store.view(namespace, tiered_pool.part, partial(elected, tiered_pool.part.component, fleet, rank))
+            bounce = None if packed is None else PageBounce(host, packed, view, reference.move)
+            self.stored_pools.append(StoredPool(tiered_pool, view, bounce))
 
     def whole(self, hashes: Sequence[bytes]) -> list[bool]:
         """Whether storage has all that this rank's part of each page consists of."""
@@ -116,12 +106,6 @@ class Storage:
             if stored_pool.tiered_pool.rule == ALL_PAGES
         ]
         return [all(row[number] for row in rows) for number in range(len(hashes))]
-
-
-def _bounce(tiered_pool: TieredPool, pages: int) -> Pool:
-    part, spec = tiered_pool.part, tiered_pool.host.spec
-    shard = Shard(part.box.layers, part.box.heads, part.box.tokens)
-    return host_pool(PoolSpec.dense(part.component, shard, pages, spec.page_tokens, PACKED_ORDER))
 
 
 @dataclass(slots=True, eq=False)

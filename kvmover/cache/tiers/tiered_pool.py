@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvmover.cache.prefix import ALL_PAGES, FULL, LAST_PAGE, Rule
 from kvmover.cache.tiers.errors import TierError
 from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool
-from kvmover.kernels.region import Region, Side
-from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec, Span
+from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
 from kvmover.layout.fleet import CpOrder
 from kvmover.store import PagePart
 
@@ -26,17 +23,14 @@ def page_tokens(fleet: Fleet) -> int:
 def part_of(component: Component, fleet: Fleet, rank: int) -> PagePart:
     """The part of every page that `rank` holds, by the fleet's coordinates, TP, PP and CP: there is no other source.
 
-    Raises TierError for pages dealt in blocks, whose parts depend on the length of the request.
+    Raises TierError for pages dealt in blocks, whose parts depend on the length of the request, and LayoutError for a
+    rank that holds nothing.
     """
-    whole = page_tokens(fleet)
     if fleet.cp > 1 and fleet.cp_order is CpOrder.BLOCK:
         raise TierError(f"{fleet.cp} ranks that share positions in blocks hold other tokens of a page in each request")
     if component.states > 1:
         raise TierError(f"{component.name} has {component.states} states a request: a page is one")
-    part = PagePart.of(component, fleet.shard(component, rank, whole), whole)
-    if part is None:
-        raise TierError(f"rank {rank} of {fleet} holds nothing of a page of {whole} tokens of {component.name}")
-    return part
+    return PagePart.held(component, fleet, rank, page_tokens(fleet))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,46 +94,12 @@ class TieredPool:
     @property
     def packed(self) -> bool:
         """Whether a page on the host lies as storage wants it."""
-        spec = self.host.spec
-        shape = dict(zip(spec.layout.axes, spec.layout.shape, strict=True))
-        order = PACKED_ORDER.split()
-        inner = 1
-        for axis in reversed(order):
-            if shape[axis] > 1 and spec.layout.stride_of(axis) != inner:
-                return False
-            inner *= shape[axis]
-        return not spec.separate
+        return self.host.spec.is_packed
 
     def address(self, page: int) -> int:
         """Of a page on the host, in the packed order."""
-        return self.host.tensors[0].data_ptr() + page * self.part.nbytes
+        return self.host.tensors[0].data_ptr() + page * self.host.spec.stride_bytes("page")
 
     def mine(self, ids: Sequence[int]) -> list[int]:
         """Places in a batch of host pages that are this rank's to copy."""
         return [place for place in range(len(ids)) if self.share.mine(place)]
-
-
-def region(src: Pool, dst: Pool, src_ids: Sequence[int], dst_ids: Sequence[int], layers: Span) -> Region:
-    """The pages of a copy between two pools of one part, of its `layers` alone (numbers within the part)."""
-    spec = src.spec
-    heads, row_bytes = spec.layout.extent_of("head"), spec.component.row_bytes
-    if spec.stride_bytes("head") == dst.spec.stride_bytes("head") == row_bytes:
-        heads, row_bytes = 1, row_bytes * heads
-    sides = _side(src, src_ids, layers), _side(dst, dst_ids, layers)
-    return Region(*sides, heads, spec.page_tokens, row_bytes)
-
-
-def _side(pool: Pool, ids: Sequence[int], layers: Span) -> Side:
-    spec, table = pool.spec, np.asarray(ids, np.int64)
-    if table.size and not 0 <= int(table.min()) <= int(table.max()) < spec.pages:
-        raise TierError(f"page ids {int(table.min())} to {int(table.max())} of a pool of {spec.pages} pages")
-    planes = np.asarray(spec.planes(), np.int64).reshape(spec.layout.extent_of("layer"), -1, 2)
-    chosen = planes[layers.start : layers.stop].reshape(-1, 2)
-    return Side(
-        pool.tensors,
-        np.ascontiguousarray(chosen[:, 0]),
-        np.ascontiguousarray(chosen[:, 1]),
-        table * spec.stride_bytes("page"),
-        spec.stride_bytes("head"),
-        spec.stride_bytes("token"),
-    )

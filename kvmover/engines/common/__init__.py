@@ -1,1 +1,86 @@
-"""The adapters share these modules; nothing in them is an engine's."""
+"""The adapters share these modules; nothing in them is an engine's. Each name is imported on first use."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvmover.engines.common.options import STORE_KEYS, ContentOptions, read_options
+    from kvmover.engines.common.pages import (
+        BounceBuffer,
+        Election,
+        EmptyBackend,
+        InPlaceBackend,
+        Numbers,
+        PackedBackend,
+        PoolBackend,
+        as_bytes,
+        election,
+        of_all,
+        page_ids,
+    )
+    from kvmover.engines.common.parallel_rank import ParallelRank
+    from kvmover.engines.common.release import EngineUnsupported, Tested
+    from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
+
+_HOMES = {
+    "options": (
+        "STORE_KEYS",
+        "ContentOptions",
+        "read_options",
+    ),
+    "pages": (
+        "BounceBuffer",
+        "Election",
+        "EmptyBackend",
+        "InPlaceBackend",
+        "Numbers",
+        "PackedBackend",
+        "PoolBackend",
+        "as_bytes",
+        "election",
+        "of_all",
+        "page_ids",
+    ),
+    "parallel_rank": ("ParallelRank",),
+    "release": (
+        "EngineUnsupported",
+        "Tested",
+    ),
+    "store": (
+        "StoreWorker",
+        "Upkeep",
+        "open_store",
+    ),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "STORE_KEYS",
+    "BounceBuffer",
+    "ContentOptions",
+    "Election",
+    "EmptyBackend",
+    "EngineUnsupported",
+    "InPlaceBackend",
+    "Numbers",
+    "PackedBackend",
+    "ParallelRank",
+    "PoolBackend",
+    "StoreWorker",
+    "Tested",
+    "Upkeep",
+    "as_bytes",
+    "election",
+    "of_all",
+    "open_store",
+    "page_ids",
+    "read_options",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -10,7 +10,9 @@ import msgspec
 from kvmover.config import ConfigError, Option, Settings, load
 
 #: Of both adapters: the settings of the page store, under their own names.
-STORE: Mapping[str, str] = {name: f"store.{name}" for name in ("root", "quota_bytes", "ttl_s", "upkeep_s", "flush_s")}
+STORE_KEYS: Mapping[str, str] = {
+    name: f"store.{name}" for name in ("root", "quota_bytes", "ttl_s", "upkeep_s", "flush_s")
+}
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -23,7 +25,7 @@ class ContentOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: str = ""
 
 
-def read(
+def read_options(
     said: Mapping[str, Any], kind: type[T], keys: Mapping[str, str], where: str, defaults: Settings | None = None
 ) -> tuple[T, Settings]:
     """`said` as options of `kind`, and as settings: `keys` names the setting that an option stands for.

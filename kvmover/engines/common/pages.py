@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from kvmover.engines.common.repack import Numbers, Repack
+from kvmover.bounce import PageBounce
 from kvmover.errors import StoreError
-from kvmover.layout import Component, Fleet
-from kvmover.store import PageStore, PartView, elected, replicas
-from kvmover.store.files import DIRECT_BYTES
-from kvmover.transport.memory import memory_of
+from kvmover.layout import Component, Fleet, Layout, Pool, PoolSpec
+from kvmover.regions import Move
+from kvmover.store import DIRECT_BYTES, PageStore, PartView, elected, replicas
+from kvmover.transport import memory_of
 
 if TYPE_CHECKING:
     import torch
 
-    from kvmover.kernels.region import Region
+Numbers = npt.NDArray[np.int64]
 
 #: Pages are packed in groups of about so many bytes, so that they are still in the cache when they are written.
 GROUP_BYTES = 8 << 20
@@ -55,9 +55,13 @@ class PoolBackend(Protocol):
     """The pages of one pool. Every answer has one entry a page; a page that failed is False and nothing is raised."""
 
     @property
-    def page_bytes(self) -> int: ...
+    def page_bytes(self) -> int:
+        """Bytes of a page in the store, of this rank's part of it."""
+        ...
 
-    def exists(self, pages: Sequence[bytes]) -> list[bool]: ...
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        """Whether a `get` of each page would find it now."""
+        ...
 
     def put(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
         """Store pages of the pool. `tokens`: the pool's indices of all their tokens, page by page."""
@@ -71,7 +75,9 @@ class PoolBackend(Protocol):
         """Store a page that the engine took out of the pool itself."""
         ...
 
-    def get_flat(self, page: bytes, flat: torch.Tensor) -> bool: ...
+    def get_flat(self, page: bytes, flat: torch.Tensor) -> bool:
+        """Read a page into `flat`, contiguous on the host, which the engine puts into the pool itself."""
+        ...
 
 
 @dataclass(slots=True)
@@ -90,31 +96,31 @@ class BounceBuffer:
         whole = pinned(nbytes + DIRECT_BYTES)
         return cls(whole[-whole.data_ptr() % DIRECT_BYTES :][:nbytes])
 
-    def addresses(self, count: int, page_bytes: int) -> list[int]:
-        first = self.memory.data_ptr()
-        return [first + number * page_bytes for number in range(count)]
+    def between(self, pool: Pool, view: PartView, move: Move) -> PageBounce:
+        """The way of `pool`'s pages through this memory. Whoever takes it holds `lock`."""
+        pages = self.memory.numel() // view.part.nbytes
+        return PageBounce(pool, Pool(pool.spec.packed(pages), (self.memory,)), view, move)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBackend:
+class PackedBackend(PoolBackend):
     """Pages that lie in the pool in an order of its own: copied into the order of objects and back.
 
-    `memory`: the pool's, flat, an allocation each. Pages that are stored already, or that another rank writes, are not
-    copied. Two bounces, because the engine reads and writes from a thread each. `move` returns when all is copied.
+    Pages that are stored already, or that another rank writes, are not copied. Two bounces, because the engine reads
+    and writes from a thread each. `move` returns when all is copied.
     """
 
+    pool: Pool
     view: PartView
-    repack: Repack
-    memory: tuple[torch.Tensor, ...]
     page_tokens: int
     out: BounceBuffer
     into: BounceBuffer
-    move: Callable[[Sequence[Region]], None]
+    move: Move
     writes: Election | None = None
 
     @property
     def page_bytes(self) -> int:
-        return self.repack.page_bytes
+        return self.view.part.nbytes
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
         return self.view.exists(pages)
@@ -126,25 +132,17 @@ class PackedBackend:
             done = [found or not self.writes(page) for found, page in zip(done, pages, strict=True)]
         todo = [number for number, is_done in enumerate(done) if not is_done]
         with self.out.lock:
-            for group in _groups(todo, self.out.memory.numel() // self.page_bytes):
-                self.move([self.repack.pack(self.memory, ids[group], self.out.memory)])
-                results = self.view.put([pages[n] for n in group], self.out.addresses(len(group), self.page_bytes))
-                for number, result in zip(group, results, strict=True):
-                    done[number] = result.ok
+            bounce = self.out.between(self.pool, self.view, self.move)
+            results = bounce.put([pages[number] for number in todo], ids[todo].tolist())
+        for number, result in zip(todo, results, strict=True):
+            done[number] = result.ok
         return done
 
     def get(self, pages: Sequence[bytes], tokens: Numbers) -> list[bool]:
         ids = page_ids(tokens, len(pages), self.page_tokens)
-        done = [False] * len(pages)
         with self.into.lock:
-            for group in _groups(range(len(pages)), self.into.memory.numel() // self.page_bytes):
-                results = self.view.get([pages[n] for n in group], self.into.addresses(len(group), self.page_bytes))
-                good = [number for number, result in enumerate(results) if result.ok]
-                targets = [group[number] for number in good]
-                self.move([self.repack.unpack(self.into.memory, np.array(good, np.int64), self.memory, ids[targets])])
-                for target in targets:
-                    done[target] = True
-        return done
+            results = self.into.between(self.pool, self.view, self.move).get(pages, ids.tolist())
+        return [result.ok for result in results]
 
     def put_flat(self, page: bytes, flat: torch.Tensor) -> bool:
         return self._alone(flat).put([page], np.arange(self.page_tokens))[0]
@@ -153,12 +151,16 @@ class PackedBackend:
         return self._alone(flat).get([page], np.arange(self.page_tokens))[0]
 
     def _alone(self, flat: torch.Tensor) -> PackedBackend:
-        """A page that the engine has taken out of the pool is a pool of one page."""
-        return replace(self, repack=self.repack.alone(), memory=(as_bytes(flat),))
+        """A page that the engine has taken out of the pool is a pool of one page, dense in the order of the pool."""
+        layout = self.pool.spec.layout
+        nested = sorted(layout.axes, key=lambda axis: (axis == "page", layout.stride_of(axis)), reverse=True)
+        extents = dict(zip(layout.axes, layout.shape, strict=True)) | {"page": 1}
+        spec = PoolSpec(self.pool.spec.component, Layout.dense(" ".join(nested), **extents))
+        return replace(self, pool=Pool(spec, (as_bytes(flat),)))
 
 
 @dataclass(frozen=True, slots=True)
-class InPlaceBackend:
+class InPlaceBackend(PoolBackend):
     """Pages that are stored from where they lie, a run of the page through each of `views`.
 
     `addresses`: of the pages that the engine's token indices name, [view][page], in registered memory.
@@ -211,10 +213,12 @@ class InPlaceBackend:
             self.store.deregister(memory)
 
 
-class EmptyBackend:
+class EmptyBackend(PoolBackend):
     """A pool that only numbers the pages of others (DeepSeek V4): it has no bytes, so none can be missing."""
 
-    page_bytes = 0
+    @property
+    def page_bytes(self) -> int:
+        return 0
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
         return [True] * len(pages)
@@ -235,9 +239,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.view(-1).view(torch.uint8)
-
-
-def _groups(numbers: Iterable[int], size: int) -> Iterable[list[int]]:
-    rest = iter(numbers)
-    while group := list(islice(rest, size)):
-        yield group

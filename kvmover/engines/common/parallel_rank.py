@@ -42,6 +42,7 @@ class ParallelRank:
         return f"TP{self.tp_size}" + f" PP{self.pp_size}" * (self.pp_size > 1)
 
     def fleet(self, page_tokens: int) -> Fleet:
+        """The grid that this rank is in, as a Fleet whose pages have `page_tokens` tokens."""
         return Fleet(tp=self.tp_size, pp=self.pp_size, page_tokens=page_tokens)
 
     def heads(self, total: int) -> Span:

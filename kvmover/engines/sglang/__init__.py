@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvmover.engines.common.release import Tested
+from kvmover.engines.common import Tested
 
 if TYPE_CHECKING:
     from kvmover.engines.sglang.linker import KvmoverLinker

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.pages import BounceBuffer, PackedBackend
-from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.common.repack import Repack
-from kvmover.engines.sglang.page_parts import PoolRows
+from kvmover.engines.common import BounceBuffer, EngineUnsupported, PackedBackend
+from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement
 from kvmover.engines.sglang.store_adapter import StoreAdapter
-from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec, Span
+from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
+from kvmover.regions import Move
 from kvmover.store import PagePart
 
 if TYPE_CHECKING:
     import torch
-
-    from kvmover.kernels.region import Region
 
 #: Pools whose rows mean the same to every rank, whatever its shape: a row a token, K and V in buffers of their own.
 _ATTENTION = "MHATokenToKVPool"
@@ -57,12 +54,13 @@ class Strand:
         return [range(run[0][1], run[-1][1] + 1) for run in (list(of) for _, of in runs)]
 
 
-def is_shared(pool: Any) -> bool:
-    """Whether every tensor-parallel rank holds the same pool."""
-    return any(base.__name__.startswith(_SHARED) for base in type(pool).__mro__)
+def placement_of(pool: Any) -> TpPlacement:
+    """Whether every tensor-parallel rank holds the same device pool, by its class."""
+    is_same = any(base.__name__.startswith(_SHARED) for base in type(pool).__mro__)
+    return TpPlacement.REPLICATED if is_same else TpPlacement.SHARDED
 
 
-def strands_of(entry: Any, first_layer: int, shared: bool) -> list[Strand]:
+def strands_of(entry: Any, first_layer: int, placement: TpPlacement) -> list[Strand]:
     """The strands of one of SGLang's `DevicePoolEntry`s. Raises EngineUnsupported for buffers that are not dense."""
     flat = [buffer for group in entry.components for buffer in group]
     for buffer in flat:
@@ -74,7 +72,7 @@ def strands_of(entry: Any, first_layer: int, shared: bool) -> list[Strand]:
     first = 0
     for number, group in enumerate(entry.components):
         name = str(entry.name) if len(entry.components) == 1 else f"{entry.name}.{number}"
-        made.append(_alone(entry, name, range(first, first + len(group)), group, first_layer, shared))
+        made.append(_alone(entry, name, range(first, first + len(group)), group, first_layer, placement))
         first += len(group)
     return made
 
@@ -91,7 +89,12 @@ def _attention(entry: Any, flat: Sequence[torch.Tensor], first_layer: int) -> St
 
 
 def _alone(
-    entry: Any, name: str, numbers: range, group: Sequence[torch.Tensor], first_layer: int, shared: bool
+    entry: Any,
+    name: str,
+    numbers: range,
+    group: Sequence[torch.Tensor],
+    first_layer: int,
+    placement: TpPlacement,
 ) -> Strand:
     """Buffers in which a row is a whole by itself: a latent of a token, or the index keys or the state of a page."""
     if any(buffer.shape[1:] != group[0].shape[1:] or buffer.dtype != group[0].dtype for buffer in group):
@@ -100,7 +103,7 @@ def _alone(
     latent = not by_page
     dim = group[0][0].numel() if latent else group[0][0].numel() * group[0].element_size()
     dtype = _dtype(group[0]) if latent else "uint8"
-    rows = PoolRows(name, len(group), 1, 1, dim, dtype, first_layer, states=int(by_page), shared=shared)
+    rows = PoolRows(name, len(group), 1, 1, dim, dtype, first_layer, states=int(by_page), placement=placement)
     tokens = 1 if by_page else entry.page_size
     pages = min(buffer.shape[0] for buffer in group) // tokens
     return Strand(rows, tuple(numbers), _mapping(entry), pages, tokens, entry.page_size)
@@ -126,20 +129,20 @@ class DevicePoolPages:
     memory: tuple[torch.Tensor, ...]
     adapter: StoreAdapter
     bounce: BounceBuffer
-    move: Callable[[Sequence[Region]], None]
+    move: Move
 
     def whole(self) -> PackedBackend:
+        """The pages with all layers of the strand."""
         return self.layers(range(self.strand.rows.layers))
 
     def layers(self, run: range) -> PackedBackend:
         """The pages' layers `run`, by the strand's own numbers: as if the pool had no others."""
         box, kv = self.part.box, self.strand.rows.kv
         part = PagePart(self.part.component, replace(box, layers=Span(box.layers.start + run.start, len(run))))
-        writes = self.adapter.election(part.component)
+        writes, memory = self.adapter.election(part.component), self.memory[run.start * kv : run.stop * kv]
         return PackedBackend(
+            pool=Pool(_of_layers(self.strand.spec(part.component), len(run)), memory),
             view=self.adapter.view(part, writes),
-            repack=Repack.of(_of_layers(self.strand.spec(part.component), len(run))),
-            memory=self.memory[run.start * kv : run.stop * kv],
             page_tokens=self.strand.index_tokens,
             out=self.bounce,
             into=self.bounce,

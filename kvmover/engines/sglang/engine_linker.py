@@ -63,6 +63,7 @@ def recorded() -> Any:
 
 
 def device_of(kvcache: Any) -> torch.device:
+    """The device that a KV cache of SGLang's lies on."""
     import torch
 
     return torch.device(kvcache.device)

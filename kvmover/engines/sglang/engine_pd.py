@@ -57,6 +57,7 @@ def name_of_this_engine() -> str:
 
 
 def device(gpu_id: int) -> torch.device:
+    """GPU `gpu_id`, or the device that SGLang runs on where that is none."""
     import torch
 
     kind = _context.get_device().device

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.sglang.page_parts import PoolRows
+from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement
 from kvmover.layout import PACKED_AXES, Component, Layout, PoolSpec
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Buffer:
     page_tokens: int
 
     def extent(self, axis: str) -> int:
+        """Length of an axis; 1 of one that the buffer lacks."""
         return self.shape[self.axes.index(axis)] if axis in self.axes else 1
 
     def layout(self) -> Layout:
@@ -60,6 +61,7 @@ class Buffer:
         return Layout(PACKED_AXES, tuple(extents.values()), tuple(strides.values()))
 
     def spec(self, component: Component) -> PoolSpec:
+        """The buffer as a pool of `component`: one allocation, strides in elements."""
         return PoolSpec(component, self.layout())
 
 
@@ -85,12 +87,13 @@ def tensor_of(pool: Any) -> torch.Tensor | None:
 
 
 def buffer_of(pool: Any, tensor: torch.Tensor) -> Buffer:
+    """The axes of what `tensor_of` found, by the pool's class and layout."""
     axes = tuple(_AXES[type(pool).__name__, pool.layout].split())
     tokens = 1 if "token" not in axes and "slot" not in axes else pool.page_size
     return Buffer(axes, tuple(tensor.shape), tuple(tensor.stride()), tokens)
 
 
-def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> PoolRows:
+def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, placement: TpPlacement) -> PoolRows:
     """What the rows of a buffer are. An index page is one row a layer: its keys come first, then their scales."""
     layers = buffer.extent("layer")
     return PoolRows(
@@ -103,7 +106,7 @@ def rows_of(pool: Any, name: str, buffer: Buffer, dtype: str, shared: bool) -> P
         first_layer=pool.start_layer,
         drafts=layers - getattr(pool, "target_layer_num", layers),
         states=int(buffer.page_tokens == 1 < pool.page_size),
-        shared=shared,
+        placement=placement,
     )
 
 

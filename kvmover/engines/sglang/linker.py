@@ -8,21 +8,25 @@ from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Any
 
-from kvmover.engines.common.pages import BounceBuffer, PackedBackend, as_bytes, of_all
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.repack import Copies, Numbers
-from kvmover.engines.common.store_worker import StoreWorker
-from kvmover.engines.common.upkeep import Upkeep
+from kvmover.engines.common import (
+    BounceBuffer,
+    Numbers,
+    PackedBackend,
+    ParallelRank,
+    StoreWorker,
+    Upkeep,
+    as_bytes,
+    of_all,
+)
 from kvmover.engines.sglang import engine, engine_linker
-from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, is_shared, strands_of
+from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, placement_of, strands_of
 from kvmover.engines.sglang.engine import PoolTransfer
-from kvmover.engines.sglang.hits import ALL_PAGES, hits
-from kvmover.engines.sglang.model import said, served
-from kvmover.engines.sglang.options import parse
-from kvmover.engines.sglang.page_parts import part_of
+from kvmover.engines.sglang.options import parse, said, served
+from kvmover.engines.sglang.page_parts import ALL_PAGES, TpPlacement, hits, part_of_rows
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import MAIN, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
+from kvmover.regions import CopyStream
 from kvmover.store import PagePart
 
 log = logging.getLogger(__name__)
@@ -72,7 +76,8 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         options, settings = parse(extra_config)
         place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
         name = options.model or engine.served_name()
-        rank = ServedRank(name, said(options, served()), place, self._group.rank_replicated)
+        self._placement = TpPlacement.REPLICATED if self._group.rank_replicated else TpPlacement.SHARDED
+        rank = ServedRank(name, said(options, served()), place, self._placement)
         self._adapter = StoreAdapter(options, settings.store, rank, params.page_size)
         self._upkeep = Upkeep(self._adapter.store, settings.store)
         self._out = self._device_pools(kvcache)
@@ -114,9 +119,11 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
+        """Drop a load that no `start_layer_wise_loading` has taken yet; whether there was one."""
         return self._pending.pop(rid, None) is not None
 
     def start_layer_wise_loading(self) -> int:
+        """Begin all queued loads as one, behind what the current stream was given; its number, or -1 without any."""
         if not self._pending:
             return -1
         transfers = [transfer for of_request in self._pending.values() for transfer in of_request]
@@ -126,6 +133,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return number
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait for every layer of load `counter_index`; whether all of them landed."""
         return self.layer_done_counter.finish(counter_index)
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
@@ -136,9 +144,11 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return bool(expanded)
 
     def num_completed_offloads(self) -> int:
+        """Offloads that have ended and were not popped."""
         return self._done.qsize()
 
     def pop_completed_offload(self) -> bool:
+        """Whether the oldest ended offload stored all its pages. Raises queue.Empty where none ended."""
         return self._done.get_nowait()
 
     def reset(self) -> None:
@@ -151,6 +161,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self.layer_done_counter.reset()
 
     def close(self) -> None:
+        """Wait for what is under way, end both threads, and close the store."""
         self.reset()
         for worker in (self._loads, self._offloads):
             worker.close()
@@ -160,13 +171,13 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         """Pages of every pool for one thread: bounce memory and a stream of its own."""
         first, adapter = kvcache.start_layer, self._adapter
         strands = {
-            str(name): strands_of(entry, first, self._group.rank_replicated or is_shared(entry.device_pool))
+            str(name): strands_of(entry, first, self._placement_of(entry.device_pool))
             for name, entry in self.pools.items()
         }
         parts = {name: [self._part(name, strand, kvcache) for strand in of] for name, of in strands.items()}
         bounce = BounceBuffer.of(max(part.nbytes for of in parts.values() for part in of))
         adapter.register([bounce.memory])
-        move = Copies.on(engine_linker.device_of(kvcache))
+        move = CopyStream(engine_linker.device_of(kvcache)).move
         made: dict[str, list[DevicePoolPages]] = {}
         for name, entry in self.pools.items():
             flat = [as_bytes(buffer) for buffer in entry.kv_buffer]
@@ -176,12 +187,16 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
             ]
         return made
 
+    def _placement_of(self, pool: Any) -> TpPlacement:
+        """Of one of the group's pools: all are the same on every rank, or those that their class says so of."""
+        return self._placement if self._placement is TpPlacement.REPLICATED else placement_of(pool)
+
     def _part(self, name: str, strand: Strand, kvcache: Any) -> PagePart:
         rank = self._adapter.rank
         model = rank.model if name == MAIN else replace(rank.model, kv_heads=None, layers=None)
         if strand.rows.layers != kvcache.end_layer - kvcache.start_layer:
             model = replace(model, layers=None)
-        return part_of(strand.rows, rank.place, model, self._adapter.page_tokens)
+        return part_of_rows(strand.rows, rank.place, model, self._adapter.page_tokens)
 
     def _load(self, job: LinkerJob) -> None:
         """Layers in order; one page that is not there ends the batch, which the engine then aborts."""

@@ -1,22 +1,36 @@
-"""A rank of SGLang holds a part of every page; here that becomes a component and a PagePart. Pure."""
+"""A rank of SGLang holds a part of every page; here that becomes components, parts and restorable prefixes. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.sglang.model import ModelFacts
+import numpy as np
+
+from kvmover.cache.prefix import Rule, restorable
+from kvmover.engines.common import ParallelRank
+from kvmover.engines.sglang.options import ModelFacts
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, Span, Stripe
 from kvmover.store import PageBox, PagePart
+
+#: A pool of which every page of a prefix is needed.
+ALL_PAGES = 0
+
+
+class TpPlacement(Enum):
+    """How the tensor-parallel ranks of a stage hold a pool: a share of the heads each, or all of them the same rows."""
+
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
     """The rows of a pool on one rank: `layers` of them from `first_layer`, `drafts` of which are a draft model's.
 
-    `kv`: 2 for attention, 1 where one row is both. `states`: 0 is a row a token, 1 a row a page. `shared`: all
-    tensor-parallel ranks hold the same rows.
+    `kv`: 2 for attention, 1 where one row is both. `states`: 0 is a row a token, 1 a row a page.
     """
 
     name: str
@@ -28,17 +42,17 @@ class PoolRows:
     first_layer: int = 0
     drafts: int = 0
     states: int = 0
-    shared: bool = False
+    placement: TpPlacement = TpPlacement.SHARDED
 
 
-def part_of(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
+def part_of_rows(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
     """The whole-model component that `rows` belong to, and the box of a page that they are.
 
     What nobody says of the whole model stays the rank's own: 1 head on each of 8 ranks may be 8 heads, or 4 held twice.
     Then it is stored by rank, which is never wrong, and is shared by fleets of the same shape alone.
 
     >>> rows = PoolRows("kv", layers=80, kv=2, heads=1, dim=128, dtype="bfloat16")
-    >>> part = part_of(rows, ParallelRank(tp=5, tp_size=8), ModelFacts(kv_heads=4), page_tokens=64)
+    >>> part = part_of_rows(rows, ParallelRank(tp=5, tp_size=8), ModelFacts(kv_heads=4), page_tokens=64)
     >>> part.component.heads, part.box.heads.triple(), part.nbytes
     (4, [2, 1, 1], 2621440)
     """
@@ -58,7 +72,7 @@ def part_of(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens:
 
 
 def _heads(rows: PoolRows, place: ParallelRank, model: ModelFacts) -> tuple[int, Span]:
-    if rows.shared or place.tp_size == 1:
+    if rows.placement is TpPlacement.REPLICATED or place.tp_size == 1:
         return rows.heads, Span(0, rows.heads)
     total = model.kv_heads if rows.heads == 1 and model.kv_heads else rows.heads * place.tp_size
     heads = place.heads(total)
@@ -70,9 +84,42 @@ def _heads(rows: PoolRows, place: ParallelRank, model: ModelFacts) -> tuple[int,
     return total, heads
 
 
-def native_part(name: str, nbytes: int, place: ParallelRank, shared: bool) -> PagePart:
+def native_part(name: str, nbytes: int, place: ParallelRank, placement: TpPlacement) -> PagePart:
     """A run of a page that only ranks of the same shape understand: one row, whose component says whose it is."""
-    whose = [f"rank {place.tp} of {place.tp_size}"] * (not shared and place.tp_size > 1)
+    whose = [f"rank {place.tp} of {place.tp_size}"] * (placement is TpPlacement.SHARDED and place.tp_size > 1)
     whose += [f"stage {place.pp} of {place.pp_size}"] * (place.pp_size > 1)
     component = Component.state(", ".join([name, *whose]), 1, 1, nbytes, "uint8")
     return PagePart.whole(component, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """`lengths`: every restorable prefix in pages, rising. `reach`: per pool, the longest prefix that it can serve."""
+
+    lengths: tuple[int, ...]
+    reach: dict[str, int]
+
+    @property
+    def pages(self) -> int:
+        """The longest restorable prefix, in pages."""
+        return self.lengths[-1] if self.lengths else 0
+
+
+def hits(found: Mapping[str, Sequence[bool]], trailing: Mapping[str, int]) -> Hits:
+    """`found`: per pool, whether each page is stored. `trailing`: how many last pages of a prefix a pool needs of it,
+    or ALL_PAGES. Ranks must intersect the lengths: the least of their longest may be one that a rank cannot restore.
+
+    A state that was stored behind page 3 alone, and attention for five pages, serve a prefix of 3:
+
+    >>> hits({"kv": [True] * 5, "mamba": [False, False, True, False, False]}, {"kv": ALL_PAGES, "mamba": 1})
+    Hits(lengths=(3,), reach={'kv': 5, 'mamba': 3})
+    """
+    rules = {name: Rule(trailing[name] or None) for name in found}
+    reach = {name: _lengths({name: rule}, found)[-1] for name, rule in rules.items()}
+    return Hits(tuple(_lengths(rules, found)[1:]) if rules else (), reach)
+
+
+def _lengths(rules: Mapping[str, Rule], found: Mapping[str, Sequence[bool]]) -> list[int]:
+    """In pages, rising, from the empty prefix on. A page is the unit: pools say their reach in pages too."""
+    legal = restorable(rules, {name: found[name] for name in rules}, page_tokens=1)
+    return np.flatnonzero(legal).tolist()

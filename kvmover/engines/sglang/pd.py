@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
@@ -105,6 +104,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             self._start_heartbeat_checker_thread()
 
     def close(self) -> None:
+        """End the thread, then the mover. Requests that are under way end in no state."""
         self._closing.set()
         self._bell.ring()
         self._thread.join()
@@ -167,6 +167,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             self.update_status(room, FAILED)
 
     def is_moving(self, room: int) -> bool:
+        """Whether pages of the request may still be read or written."""
         return self._driver.has(room)
 
     def enter(self, room: int) -> int:
@@ -238,6 +239,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._driver.expect(room)
 
     def forget(self, room: int) -> None:
+        """The scheduler is done with a request that was sent, or was not."""
         self._outgoing.pop(room, None)
         self._asked.pop(room, None)
 
@@ -253,11 +255,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         info.required_prefill_response_num = 1
 
     def call(self, key: str) -> list[bytes]:
+        """What introduces this decode rank to a prefill rank; `key` is how it knows the prefill engine."""
         return pd_wire.frames(pd_wire.Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
 
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
+        """The frames that tell a prefill rank that this rank has pages for a request."""
         rank = f"{self._name} {self._rank}"
         return pd_wire.frames(pd_wire.PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
 
@@ -314,10 +318,12 @@ class KvmoverSender(engine_pd.CommonKVSender):
         mgr.opened(own)
 
     def abort(self) -> None:
+        """The scheduler gives the request up. It is over when nothing reads its pages."""
         engine_pd.CommonKVSender.abort(self)
         self.kv_mgr.give_up(self.bootstrap_room, "aborted by the scheduler")
 
     def clear(self) -> None:
+        """The request has ended, whichever way: forget what was collected for it."""
         engine_pd.CommonKVSender.clear(self)
         self.kv_mgr.forget(self.bootstrap_room)
 
@@ -346,6 +352,10 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
     def send_metadata(
         self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None, *more: Any, **named: Any
     ) -> None:
+        """The request has pages here: tell every prefill rank, and begin to fetch them.
+
+        `kv_indices` [page]: the pages behind the prefix that decode has, `aux_index` the row of what goes beside them.
+        """
         engine_pd.CommonKVReceiver.send_metadata(self, kv_indices, aux_index, state_indices, *more, **named)
         if self.conclude_state is None:
             prefix_tokens = named.get("decode_prefix_len") or 0
@@ -369,6 +379,7 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         return self.conclude_state
 
     def abort(self) -> None:
+        """The scheduler gives the request up. It is over when nothing writes its pages."""
         self.kv_mgr.give_up(self.bootstrap_room, "Aborted by AbortReq.")
         self.ensure_abort_notified()
 

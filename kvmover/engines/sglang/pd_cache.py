@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.errors import PlanError
 from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
 
@@ -57,9 +56,11 @@ class Buffers:
 
     @classmethod
     def of(cls, pointers: Sequence[int], nbytes: Sequence[int], items: Sequence[int]) -> Buffers:
+        """From lists of SGLang's, one entry an allocation."""
         return cls(tuple(pointers), tuple(nbytes), tuple(items))
 
     def part(self, start: int, stop: int) -> Buffers:
+        """Allocations [start, stop)."""
         return Buffers(self.pointers[start:stop], self.nbytes[start:stop], self.items[start:stop])
 
     @property
@@ -74,6 +75,7 @@ class Buffers:
 
     @property
     def pages(self) -> int:
+        """Pages or states that every allocation has room for."""
         return min(self.nbytes) // self.item_bytes
 
 
@@ -100,6 +102,7 @@ class RankCache:
 
     @property
     def layers(self) -> int:
+        """Layers on this rank."""
         return len(self.pointers) // (1 if self.plane_bytes else self.kv)
 
     def component(self, layers: int) -> Component:
@@ -136,6 +139,7 @@ def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCa
 
 
 def kinds_of(args: Any) -> list[str]:
+    """SGLang's words for the kinds of state caches, in its order."""
     return [str(getattr(kind, "value", kind)) for kind in args.state_types]
 
 
@@ -286,9 +290,11 @@ class AuxRows:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of one row of all buffers together."""
         return sum(nbytes for _, nbytes in self._buffers)
 
     def take(self, index: int) -> bytes:
+        """Row `index` of each buffer, one behind the other: a copy."""
         return b"".join(ctypes.string_at(pointer + index * nbytes, nbytes) for pointer, nbytes in self._buffers)
 
     def put(self, index: int, payload: bytes) -> None:

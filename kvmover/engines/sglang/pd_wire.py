@@ -44,6 +44,7 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 def frames(message: Message) -> list[bytes]:
+    """The two frames of a message on SGLang's socket."""
     return [TAG, msgspec.msgpack.encode(message)]
 
 

@@ -7,16 +7,11 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.pages import EmptyBackend, PoolBackend
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.common.repack import Numbers
-from kvmover.engines.common.upkeep import Upkeep
+from kvmover.engines.common import EmptyBackend, EngineUnsupported, Numbers, ParallelRank, PoolBackend, Upkeep
 from kvmover.engines.sglang import engine
 from kvmover.engines.sglang.engine import PoolTransfer
-from kvmover.engines.sglang.hits import ALL_PAGES, hits
-from kvmover.engines.sglang.model import said, served
-from kvmover.engines.sglang.options import parse
+from kvmover.engines.sglang.options import parse, said, served
+from kvmover.engines.sglang.page_parts import ALL_PAGES, TpPlacement, hits
 from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 
@@ -30,7 +25,7 @@ class KvmoverStore(engine.HiCacheStorage):
     """One rank's backend. Host pools belong to the engine and outlive it.
 
     The engine looks up, reads and writes from a thread each, a batch of pages at a time. Pages are keyed by its own
-    hash of their tokens within a `Namespace`; what ranks of another shape make of them is `part_of`'s matter.
+    hash of their tokens within a `Namespace`; what ranks of another shape make of them is `part_of_rows`'s matter.
     """
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any]) -> None:
@@ -43,7 +38,8 @@ class KvmoverStore(engine.HiCacheStorage):
         self._options, self._settings = parse(config.extra_config)
         place = ParallelRank(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
         name = self._options.model or config.model_name or ""
-        self._rank = ServedRank(name, said(self._options, served()), place, config.is_mla_model)
+        placement = TpPlacement.REPLICATED if config.is_mla_model else TpPlacement.SHARDED
+        self._rank = ServedRank(name, said(self._options, served()), place, placement)
         self._metrics = config.enable_storage_metrics
         self._read, self._written = Batches(), Batches()
         self._backends: dict[str, PoolBackend] = {}
@@ -58,6 +54,7 @@ class KvmoverStore(engine.HiCacheStorage):
         self._backends[MAIN] = self._adapter.backend(mem_pool_host, MAIN)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """A further pool of a hybrid model. Raises EngineUnsupported or LayoutError."""
         engine.HiCacheStorage.register_mem_host_pool_v2(self, host_pool, host_pool_name)
         if str(host_pool_name) not in self._backends:
             self._backends[str(host_pool_name)] = self._adapter.backend(host_pool, str(host_pool_name))
@@ -67,6 +64,7 @@ class KvmoverStore(engine.HiCacheStorage):
         self._adapter.store.clear()
 
     def close(self) -> None:
+        """Flush the store and give it back. The pools stay the engine's."""
         self._adapter.store.close()
 
     def get_stats(self) -> Any:
@@ -79,6 +77,7 @@ class KvmoverStore(engine.HiCacheStorage):
     # Version 1 and 2 of the interface: pages of host pools
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many pages are stored before the first that is not, of the main pool."""
         if isinstance(self._backends[MAIN], EmptyBackend):
             return 0  # a pool without bytes proves nothing by itself
         return hits({MAIN: self._found(MAIN, keys)}, {MAIN: ALL_PAGES}).pages
@@ -102,25 +101,31 @@ class KvmoverStore(engine.HiCacheStorage):
         return engine.PoolTransferResult(result.pages, result.reach, list(result.lengths))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Read pages into the main pool at `host_indices` [page * token]; which of them came."""
         return self._move(self._read, MAIN, self._backends[MAIN].get, keys, host_indices)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Store pages of the main pool at `host_indices` [page * token]; which need not be stored again."""
         return self._move(self._written, MAIN, self._backends[MAIN].put, keys, host_indices)
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Read pages into several pools; which of them came, by pool. Raises StoreError for a pool that is unknown."""
         return {t.name: self._move(self._read, t.name, self._of(t).get, t.keys, t.host_indices) for t in transfers}
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Store pages of several pools; which need not be stored again, by pool. Raises as `batch_get_v2`."""
         return {t.name: self._move(self._written, t.name, self._of(t).put, t.keys, t.host_indices) for t in transfers}
 
     # The older interface: pages that the engine copied out of the pool. `"interface_v1": 1` spares it the copy.
 
     def exists(self, key: str) -> bool:
+        """Whether one page of the main pool is stored."""
         return self._found(MAIN, [key])[0]
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any = None
     ) -> torch.Tensor | None:
+        """One page, read into `target_location`; None where it does not come."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
@@ -134,6 +139,7 @@ class KvmoverStore(engine.HiCacheStorage):
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
+        """Store one page; whether it need not be stored again."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -143,6 +149,7 @@ class KvmoverStore(engine.HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
+        """Store flat pages in the layout of the pool; whether none of them needs to be stored again."""
         backend, pages = self._backends[MAIN], _tensors(values)
         done = [backend.put_flat(page_of(key), page) for key, page in zip(keys, pages, strict=True)]
         return all(done)

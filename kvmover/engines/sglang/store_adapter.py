@@ -9,28 +9,26 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.pages import (
+from kvmover.engines.common import (
     BounceBuffer,
     Election,
     EmptyBackend,
     InPlaceBackend,
+    Numbers,
     PackedBackend,
+    ParallelRank,
     PoolBackend,
     as_bytes,
     election,
+    open_store,
     page_ids,
 )
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.repack import Numbers, Repack
-from kvmover.engines.common.upkeep import open_store
 from kvmover.engines.sglang import hostpool
-from kvmover.engines.sglang.model import ModelFacts
-from kvmover.engines.sglang.options import Objects, StoreOptions
-from kvmover.engines.sglang.page_parts import native_part, part_of
-from kvmover.layout import Component
+from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions
+from kvmover.engines.sglang.page_parts import TpPlacement, native_part, part_of_rows
+from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
-from kvmover.transport.base import Memory
-from kvmover.transport.memory import memory_of
+from kvmover.transport import Memory, memory_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +41,13 @@ MAIN = "kv"
 
 @dataclass(frozen=True, slots=True)
 class ServedRank:
-    """Who opens a store: a rank of an engine that serves `name`. `replicated`: every tensor-parallel rank holds the
-    same main pool, and the engine asks one of them alone to write it."""
+    """Who opens a store: a rank of an engine that serves `name`. `placement`: of the main pool.
+    One that is replicated the engine asks one rank alone to write."""
 
     name: str
     model: ModelFacts
     place: ParallelRank
-    replicated: bool
+    placement: TpPlacement
 
 
 @dataclass(slots=True)
@@ -82,10 +80,10 @@ class StoreAdapter:
     def _shared(self, pool: Any, name: str, tensor: torch.Tensor) -> PoolBackend:
         """A pool whose rows have a meaning to other ranks, layouts and fleets."""
         buffer = hostpool.buffer_of(pool, tensor)
-        shared = self._shared_by_ranks(pool)
-        rows = hostpool.rows_of(pool, name, buffer, str(tensor.dtype).removeprefix("torch."), shared)
-        part = part_of(rows, self.rank.place, self._model_of(pool, name), self.page_tokens)
-        writes = None if shared else self.election(part.component)
+        placement = self._placement_of(pool)
+        rows = hostpool.rows_of(pool, name, buffer, str(tensor.dtype).removeprefix("torch."), placement)
+        part = part_of_rows(rows, self.rank.place, self._model_of(pool, name), self.page_tokens)
+        writes = None if placement is TpPlacement.REPLICATED else self.election(part.component)
         view = self.view(part, writes)
         spec = buffer.spec(part.component)
         if spec.is_packed:
@@ -98,25 +96,25 @@ class StoreAdapter:
         self.register([out.memory, into.memory])
         from kvmover.kernels import reference
 
-        return PackedBackend(
-            view, Repack.of(spec), (as_bytes(tensor),), pool.page_size, out, into, reference.move, writes
-        )
+        flat = Pool(spec, (as_bytes(tensor),))
+        return PackedBackend(flat, view, pool.page_size, out, into, reference.move, writes)
 
     def _native(self, pool: Any, name: str) -> PoolBackend:
         """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""
         sizes = hostpool.native_runs(pool, name)
-        shared = self._shared_by_ranks(pool)
+        placement = self._placement_of(pool)
         called = hostpool.own_name(pool, name, sizes)
         if self.rank.model.kv_dtype:
             called += f", {self.rank.model.kv_dtype}"
         views = tuple(
-            self.view(native_part(f"{called}, run {run}", nbytes, self.rank.place, shared))
+            self.view(native_part(f"{called}, run {run}", nbytes, self.rank.place, placement))
             for run, nbytes in enumerate(sizes)
         )
         self.register(hostpool.memory_of_pool(pool))
         return InPlaceBackend(self.store, views, partial(_runs, pool, len(sizes)))
 
     def view(self, part: PagePart, writes: Election | None = None) -> PartView:
+        """The store as pages of `part`. `writes`: which of them this rank is elected to write."""
         return self.store.view(self.space, part, writes)
 
     def _model_of(self, pool: Any, name: str) -> ModelFacts:
@@ -125,8 +123,8 @@ class StoreAdapter:
             return replace(self.rank.model, kv_heads=None, layers=None)
         return self.rank.model if hostpool.whole_layers(pool) else replace(self.rank.model, layers=None)
 
-    def _shared_by_ranks(self, pool: Any) -> bool:
-        return self.rank.replicated and not hostpool.is_split(pool)
+    def _placement_of(self, pool: Any) -> TpPlacement:
+        return TpPlacement.SHARDED if hostpool.is_split(pool) else self.rank.placement
 
     def election(self, component: Component) -> Election | None:
         """Who writes a page whose heads several ranks hold. None where nobody else does."""
@@ -157,6 +155,7 @@ class Batches:
                 self.gb_s.append(nbytes / max(seconds, 1e-9) / 1e9)
 
     def take(self) -> tuple[list[int], list[float]]:
+        """Pages, and GB/s, of each batch since the last call."""
         with self._lock:
             taken = self.pages, self.gb_s
             self.pages, self.gb_s = [], []

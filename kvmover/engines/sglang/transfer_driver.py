@@ -78,11 +78,13 @@ class TransferDriver:
             self.mover.reopen(str(room))
 
     def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate] | None, aux: bytes) -> None:
+        """Offer a request's pages, a table a component: see `Mover.send`. Raises PlanError."""
         with self._lock:
             self._open[room] = self.mover.send(str(room), pages, gates, aux)
             self._called()
 
     def receive(self, room: int, wanted: Wanted) -> None:
+        """Fetch a request once its engine is connected; `turn` begins it, and tells how it ended."""
         with self._lock:
             self._wanted[room] = wanted
             self._called()
@@ -124,6 +126,7 @@ class TransferDriver:
             return self.pace.nap_s(now - self._busy, len(self._open) + len(self._wanted))
 
     def close(self) -> None:
+        """Close the mover: see `Mover.close`."""
         with self._lock:
             self.mover.close()
 
@@ -189,9 +192,11 @@ class Bell:
         return self._socket in woken
 
     def ring(self) -> None:
+        """End the nap of the other thread, or its next one."""
         with suppress(OSError):  # it rings already, or nobody sleeps here any more
             self._hand.send(b"!")
 
     def close(self) -> None:
+        """Give back what `ring` goes through; the engine's socket stays open."""
         self._ear.close()
         self._hand.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvmover.engines.common.release import Tested
+from kvmover.engines.common import Tested
 
 if TYPE_CHECKING:
     from kvmover.engines.vllm.connector import KvmoverConnector

@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.pages import BounceBuffer, PackedBackend, election, of_all
-from kvmover.engines.common.repack import Copies, Repack
-from kvmover.engines.common.store_worker import StoreWorker
-from kvmover.engines.common.upkeep import Upkeep, open_store
+from kvmover.engines.common import BounceBuffer, PackedBackend, StoreWorker, Upkeep, election, of_all, open_store
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
-from kvmover.errors import KvmoverError, StoreError
-from kvmover.layout import Fleet
-from kvmover.store import Namespace, PagePart, PageStore
-from kvmover.store.namespace import HASH_BYTES
-from kvmover.transport.memory import memory_of
+from kvmover.errors import KvmoverError
+from kvmover.layout import Fleet, Pool
+from kvmover.regions import CopyStream
+from kvmover.store import HASH_BYTES, Namespace, PagePart, PageStore
+from kvmover.transport import memory_of
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +33,13 @@ log = logging.getLogger(__name__)
 class Event(Protocol):
     """A CUDA event, or its like where everything computes at once."""
 
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        """Whether it has passed; returns at once."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait on the host until it has passed."""
+        ...
 
 
 def page_of(block_hash: bytes) -> bytes:
@@ -46,6 +48,7 @@ def page_of(block_hash: bytes) -> bytes:
 
 
 def pages_of(hashes: Sequence[bytes]) -> list[bytes]:
+    """The pages of blocks, in order: see `page_of`."""
     return [page_of(block_hash) for block_hash in hashes]
 
 
@@ -72,19 +75,19 @@ class BlockStore:
 
         def backend(cache: ComponentCache, memory: torch.Tensor) -> PackedBackend:
             """Bounce memory and a stream of its own."""
-            component, part = cache.component, part_of(cache, whole_blocks, rank)
+            component = cache.component
+            part = PagePart.held(component, whole_blocks, rank, space.page_tokens)
             bounce, spec = BounceBuffer.of(part.nbytes), cache.blocks(cache.spec.pages // cache.ratio)
             store.register(memory_of(bounce.memory))
             writes = election(component, whole_blocks, rank)
             starts = [start - memory.data_ptr() for start in cache.starts]
             return PackedBackend(
+                pool=Pool(spec, tuple(memory[start : start + spec.allocation_bytes] for start in starts)),
                 view=store.view(space, part, writes),
-                repack=Repack.of(spec),
-                memory=tuple(memory[start : start + spec.allocation_bytes] for start in starts),
                 page_tokens=1,
                 out=bounce,
                 into=bounce,
-                move=Copies.on(memory.device),
+                move=CopyStream(memory.device).move,
                 writes=writes,
             )
 
@@ -92,20 +95,14 @@ class BlockStore:
         return cls(store, out, into)
 
     def put(self, spec: SaveSpec) -> list[bool]:
+        """Store blocks, of every component; which need not be stored again. Raises KvmoverError, OSError."""
         pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
         return of_all([backend.put(pages, ids) for backend in self.out])
 
     def get(self, spec: LoadSpec) -> list[bool]:
+        """Read blocks, of every component; which came whole. Raises KvmoverError, OSError."""
         pages, ids = pages_of(spec.hashes), np.asarray(spec.blocks, np.int64)
         return of_all([backend.get(pages, ids) for backend in self.into])
-
-
-def part_of(cache: ComponentCache, fleet: Fleet, rank: int) -> PagePart:
-    """What a rank holds of every block; `fleet` has pages of a block."""
-    part = PagePart.of(cache.component, fleet.shard(cache.component, rank, fleet.page_tokens), fleet.page_tokens)
-    if part is None:
-        raise StoreError(f"rank {rank} of {fleet} holds nothing of {cache.component.name}")
-    return part
 
 
 @dataclass(slots=True)
@@ -135,9 +132,11 @@ class OffloadWorker:
         self._saver.put((spec, ready))
 
     def load(self, spec: LoadSpec) -> None:
+        """Read blocks into their pages; `loaded` tells when they are there."""
         self._loader.put(spec)
 
     def is_saving(self, request: str) -> bool:
+        """Whether blocks of the request are still being read for the store."""
         with self._lock:
             return self._saving[request] > 0
 
@@ -164,6 +163,7 @@ class OffloadWorker:
         self._saver.settle()
 
     def close(self) -> None:
+        """Do what was ordered, end both threads, and close the store."""
         for worker in (self._saver, self._loader):
             worker.close()
         self.blocks.store.close()
@@ -223,4 +223,5 @@ class StoreLookup:
         self.store.clear()
 
     def close(self) -> None:
+        """Close the store; its pages stay."""
         self.store.close()

@@ -1,4 +1,4 @@
-"""vLLM's KV cache tensors are values here, one a layer, which become components and pools.
+"""vLLM's KV cache tensors are values here, one a layer, which become components, and pools in its one allocation.
 
 vLLM hands each layer over as a view [block, head, token, content] with strides of its own, whatever of its six physical
 layouts it runs; K and V of a token and head lie side by side in the content, and a latent is content alone. So a row
@@ -11,10 +11,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
-from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, PoolSpec
+from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, Pool, PoolSpec
+from kvmover.transport import Memory, NixlTransport, memory_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class LayerCache:
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one element of `dtype`."""
         return DTYPE_BYTES[self.dtype]
 
 
@@ -204,3 +209,33 @@ def _even(starts: Sequence[int], element_bytes: int) -> int | None:
     if len(steps) > 1 or any(step < 0 or step % element_bytes for step in steps):
         return None
     return next(iter(steps), 0) // element_bytes
+
+
+class BackedTransport(NixlTransport):
+    """A transport that has `backing` registered, so that what lies in it needs no registration of its own."""
+
+    def __init__(self, name_hint: str, backing: torch.Tensor) -> None:
+        super().__init__(name_hint)
+        self._backing = memory_of(backing)
+        super().register(self._backing)
+
+    def register(self, memory: Memory) -> None:
+        """As Transport.register, but for what lies in the backing, which is registered."""
+        if not lies_in(memory, self._backing):
+            super().register(memory)
+
+
+def lies_in(memory: Memory, whole: Memory) -> bool:
+    """Whether all of `memory` is part of `whole`, on the same device."""
+    inside = whole.address <= memory.address and memory.address + memory.nbytes <= whole.address + whole.nbytes
+    return inside and (memory.kind, memory.device) == (whole.kind, whole.device)
+
+
+def pools_of(caches: Sequence[ComponentCache], backing: torch.Tensor) -> list[Pool]:
+    """A pool a component. The memory stays the engine's."""
+    first = backing.data_ptr()
+    pools: list[Pool] = []
+    for cache in caches:
+        nbytes = cache.spec.allocation_bytes
+        pools.append(Pool(cache.spec, tuple(backing[start - first :][:nbytes] for start in cache.starts)))
+    return pools

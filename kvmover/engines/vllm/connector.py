@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.vllm import engine, handshake_server
-from kvmover.engines.vllm.backing import BackedTransport, pools_of
-from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup, part_of
-from kvmover.engines.vllm.caches import ComponentCache, component_caches, refuse
+from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup
+from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, pools_of, refuse
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, SaveSpec
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, Role
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
-from kvmover.engines.vllm.tally import Tally
+from kvmover.engines.vllm.tally import RankEnding, Tally
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, unbegun
-from kvmover.engines.vllm.worker_metadata import KvmoverHandshakeMetadata, KvmoverWorkerMetadata, StoredBlockEvents
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
@@ -32,6 +31,61 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+#: Blocks that are being stored and not told of yet: the oldest are forgotten beyond so many.
+_MOST_AWAITED = 1 << 16
+
+
+@dataclass
+class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
+    """A rank: its card for other engines, and what it holds of a stored block."""
+
+    card: bytes
+    parts: tuple[PagePart, ...]
+
+
+@dataclass
+class KvmoverWorkerMetadata(engine.WorkerMetadata):
+    """Of a step. `stored`: how many ranks are done with storing a block, by its hash. `ended`: transfers, by rank."""
+
+    stored: dict[bytes, int]
+    ended: list[RankEnding]
+
+    def aggregate(self, other: KvmoverWorkerMetadata) -> KvmoverWorkerMetadata:
+        """What two ranks told, as one."""
+        return KvmoverWorkerMetadata(dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended)
+
+
+@dataclass(slots=True)
+class StoredBlockEvents:
+    """Events of blocks that are being stored, told when all `ranks` are done with them."""
+
+    ranks: int
+    _awaited: dict[bytes, Any] = field(default_factory=dict[bytes, Any])
+    _done: Counter[bytes] = field(default_factory=Counter[bytes])
+    _ready: list[Any] = field(default_factory=list[Any])
+
+    def expect(self, block_hash: bytes, event: Any) -> None:
+        """`event` is to be told once every rank has stored the block."""
+        self._awaited[block_hash] = event
+        if len(self._awaited) > _MOST_AWAITED:
+            oldest = next(iter(self._awaited))
+            del self._awaited[oldest], self._done[oldest]
+
+    def heard(self, ranks: Mapping[bytes, int]) -> None:
+        """So many more ranks are done with each block."""
+        for block_hash, count in ranks.items():
+            if block_hash not in self._awaited:
+                continue
+            self._done[block_hash] += count
+            if self._done[block_hash] >= self.ranks:
+                self._ready.append(self._awaited.pop(block_hash))
+                del self._done[block_hash]
+
+    def take(self) -> list[Any]:
+        """Events whose blocks are whole in the store since the last call."""
+        taken, self._ready = self._ready, []
+        return taken
 
 
 class _Now:
@@ -104,6 +158,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     # The worker's half
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Make the rank's mover and store over the engine's caches, a view a layer. The memory stays vLLM's.
+
+        Raises EngineUnsupported for caches whose rows are no tokens, StoreError, or TransportUnavailable.
+        """
         place, settings = self._place, self._settings
         backing = engine.backing_of(kv_caches)
         made = component_caches(
@@ -145,18 +203,21 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             return (), None
         space = self._space
         blocks = BlockStore.open(store, space, fleet, self._place.rank, [(cache, backing) for cache in made])
-        whole_blocks = self._place.fleet(space.page_tokens)
-        parts = tuple(part_of(cache, whole_blocks, self._place.rank) for cache in made)
+        blocks_of, rank = self._place.fleet(space.page_tokens), self._place.rank
+        parts = tuple(PagePart.held(cache.component, blocks_of, rank, space.page_tokens) for cache in made)
         return parts, OffloadWorker(blocks, store)
 
     def get_handshake_metadata(self) -> KvmoverHandshakeMetadata | None:
+        """What vLLM carries from this rank to the scheduler; None before the caches are registered."""
         return self._introduction
 
     def handle_preemptions(self, kv_connector_metadata: KvmoverConnectorMetadata) -> None:
+        """Return when nothing reads the pages of preempted requests, which the step to come overwrites."""
         if self._worker:
             self._worker.before(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KvmoverConnectorMetadata) -> None:
+        """A step begins with this metadata: begin what does not wait for its forward pass."""
         engine.KVConnectorBase.bind_connector_metadata(self, connector_metadata)
         if self._worker:
             self._worker.begin(connector_metadata)
@@ -168,20 +229,24 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         """No request is scheduled before all its layers are there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """The forward pass has come past a layer, whose KV may go once the current stream has passed."""
         if self._worker:
             self._worker.computed(layer_name)
 
     def wait_for_save(self) -> None:
+        """The forward pass has been launched. Nothing is waited for: an event on its stream lets pages go."""
         if self._worker:
             self._worker.end(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests that have ended on this rank since the last call: sent, received, and failed ones of these."""
         if self._worker:
             self._ended = self._worker.ended()
         ended = self._ended
         return engine.TransferResults(ended.sent, ended.received, ended.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """As `get_transfer_results` for releases that ask this way: sent and received, None for none."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
@@ -191,6 +256,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         return taken
 
     def build_connector_worker_meta(self) -> KvmoverWorkerMetadata | None:
+        """What this rank tells the scheduler with a step: stored blocks and how transfers ended; None for nothing."""
         if self._worker is None:
             return None
         done = self._worker.offload.stored() if self._worker.offload else []
@@ -214,28 +280,35 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._scheduler.leading = self._lookup.leading
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KvmoverHandshakeMetadata]) -> None:
+        """As `set_xfer_handshake_metadata_pp_aware`, of a single pipeline stage."""
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): said for rank, said in metadata.items()})
 
     def on_new_request(self, request: Any) -> None:
+        """A request arrived at the scheduler."""
         self._scheduler.new(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond the computed ones that come from elsewhere, and whether any do: they come between steps."""
         found = self._scheduler.matched(request, num_computed_tokens)
         return found, found > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """All groups: what is loaded is loaded of each."""
         return self._kv_cache_config.transfer_group_ids
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """The same tokens by where they come from, for vLLM's metrics."""
         if not num_external_tokens:
             return {}
         known = self._scheduler.live.get(request.request_id)
         return {engine.P2P if known and isinstance(known.ask, Remote) else engine.DISK: num_external_tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has blocks; the last `num_external_tokens` of its computed tokens are to be fetched into them."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvmoverConnectorMetadata:
+        """What the workers are to do in a step, handed out once."""
         metadata = self._scheduler.build(scheduler_output)
         if self._tells:
             for save in metadata.saves:
@@ -250,6 +323,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._events.expect(block_hash, event)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        """Hear what all ranks told with a step."""
         self._scheduler.output(connector_output)
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvmoverWorkerMetadata):
@@ -257,14 +331,17 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._tally.hear(told.ended)
 
     def take_events(self) -> Iterable[Any]:
+        """KV events of blocks that every rank has stored since the last call."""
         return self._events.take()
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, block_ids, engine.delivered(request))
+        """Whether the request keeps its blocks until the ranks report it, and what its other half must know."""
+        return self._scheduler.finished(request, block_ids, engine.outcome_of(request))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of a model with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
@@ -284,6 +361,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         return KvmoverStats(data=dict(counts)) if counts else None
 
     def shutdown(self) -> None:
+        """End this half: transfers, threads, the server of cards, the store. Safe to call twice."""
         if self._worker:
             self._worker.close()
             self._worker = None
@@ -302,16 +380,19 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: pages stay registered with the NIC."""
         return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvmoverStats:
+        """Counts as vLLM adds them up; none by default."""
         return KvmoverStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> KvmoverMetrics:
+        """The counters of COUNTS in vLLM's own registry."""
         return KvmoverMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals
+from kvmover.engines.vllm.scheduler import RequestOutcome
 
 if TYPE_CHECKING:
     import torch
@@ -144,15 +144,17 @@ def place_of(config: Any) -> ParallelRank:
 
 
 def whole_of(config: Any) -> ModelTotals:
+    """KV heads and hidden layers of the whole model, and the dtype of its cache."""
     model, kv_dtype = config.model_config, config.cache_config.cache_dtype
     said = {"fp8": "fp8_e4m3"}.get(str(kv_dtype), str(kv_dtype))
     return ModelTotals(model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said)
 
 
-def delivered(request: Any) -> bool:
-    """Whether a request ended as it should, and not by an abort or an error."""
+def outcome_of(request: Any) -> RequestOutcome:
+    """How a request ended that the scheduler has finished."""
     status = _request.RequestStatus
-    return request.status in (status.FINISHED_STOPPED, status.FINISHED_LENGTH_CAPPED)
+    is_whole = request.status in (status.FINISHED_STOPPED, status.FINISHED_LENGTH_CAPPED)
+    return RequestOutcome.DELIVERED if is_whole else RequestOutcome.ABORTED
 
 
 def stored_event(request: Any, number: int, block_tokens: int, group: int, kind: str) -> Any:
@@ -173,6 +175,7 @@ def stored_event(request: Any, number: int, block_tokens: int, group: int, kind:
 
 
 def own_address() -> str:
+    """The address of this host that vLLM tells others."""
     return import_module("vllm.utils.network_utils").get_ip()
 
 

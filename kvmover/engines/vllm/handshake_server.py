@@ -57,6 +57,7 @@ class HandshakeServer:
         self._body = msgspec.msgpack.encode(Cards(engine, tuple(cards)))
 
     def close(self) -> None:
+        """Free the port and end the thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

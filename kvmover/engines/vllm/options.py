@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvmover.config import Settings
-from kvmover.engines.common.options import STORE, ContentOptions, read
+from kvmover.engines.common import STORE_KEYS, ContentOptions, read_options
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.protocol.wire import Verb
 
@@ -17,7 +17,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 #: Options that stand for a setting of kvmover, and go before it. `layer_wise`: layers of a chunk, which are offered
 #: while a prefill computes others; 0 offers all when the step has ended.
 KEYS: Mapping[str, str] = {
-    **STORE,
+    **STORE_KEYS,
     "layer_wise": "mover.chunk_layers",
     "deadline_s": "mover.deadline_s",
     "arena_bytes": "mover.arena_bytes",
@@ -48,4 +48,4 @@ def parse(extra_config: Mapping[str, Any] | None) -> tuple[ConnectorOptions, Set
 
     Raises ConfigError that names the key which is unknown or out of range.
     """
-    return read(extra_config or {}, ConnectorOptions, KEYS, "the options of kvmover's vLLM connector", DEFAULTS)
+    return read_options(extra_config or {}, ConnectorOptions, KEYS, "the options of kvmover's vLLM connector", DEFAULTS)

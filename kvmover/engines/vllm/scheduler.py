@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Flag, auto
+from enum import Enum, Flag, auto
 from typing import Any, Protocol
 
 from kvmover.engines.vllm.connector_metadata import (
@@ -51,6 +51,13 @@ class Role(Flag):
 
     GIVES = auto()
     TAKES = auto()
+
+
+class RequestOutcome(Enum):
+    """How a request ended: DELIVERED as it should, so that others may have its KV, or ABORTED, by whatever."""
+
+    DELIVERED = "delivered"
+    ABORTED = "aborted"
 
 
 @dataclass(slots=True)
@@ -151,17 +158,15 @@ class ConnectorScheduler:
         return metadata
 
     def output(self, finished: Finished) -> None:
+        """Requests that every rank has received: their blocks are written no more."""
         for name in finished.finished_recving or ():
             if name in self.live:
                 self.live[name].fetching = False
             if self.live.get(name) and self.live[name].request.is_finished():
                 del self.live[name]
 
-    def finished(self, request: Any, tables: Tables, delivered: bool) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request keeps its pages until all ranks report it, and what its other half must know.
-
-        `delivered`: it ended as it should, so that others may have it.
-        """
+    def finished(self, request: Any, tables: Tables, outcome: RequestOutcome) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request keeps its pages until all ranks report it, and what its other half must know."""
         name = request.request_id
         known = self._live(request)
         if known.preemptions != request.num_preemptions:
@@ -170,14 +175,14 @@ class ConnectorScheduler:
             self.metadata.releases.append(ReleaseSpec(known.ask, request.num_prompt_tokens))
         keep = known.saved > 0
         if isinstance(known.ask, Serve):
-            keep = self._served(known, known.ask, tables, delivered) or keep
+            keep = self._served(known, known.ask, tables, outcome) or keep
         if known.fetching:  # the scheduler keeps the pages until every rank says that it has received
             self.metadata.aborts.append(AbortSpec(name, "aborted by the scheduler"))
             return False, None
         del self.live[name]
         if keep:
             self.metadata.delayed.add(name)
-        return keep, self._answer(known.ask) if delivered else None
+        return keep, self._answer(known.ask) if outcome is RequestOutcome.DELIVERED else None
 
     def _answer(self, ask: Serve | Remote | None) -> dict[str, Any] | None:
         if not isinstance(ask, Serve) or self.home is None:
@@ -230,9 +235,9 @@ class ConnectorScheduler:
         )
         known.saved = blocks.stop
 
-    def _served(self, known: Live, ask: Serve, tables: Tables, delivered: bool) -> bool:
+    def _served(self, known: Live, ask: Serve, tables: Tables, outcome: RequestOutcome) -> bool:
         """Whether the pages of a prefill for another engine are still needed."""
-        name = known.request.request_id
+        name, delivered = known.request.request_id, outcome is RequestOutcome.DELIVERED
         if delivered and not known.sent:
             self.metadata.sends.append(SendSpec(name, ask.transfer, _copied(tables), None))
         elif not delivered and known.sent:

@@ -30,9 +30,11 @@ class KvmoverStats(engine.Stats):
     """Counts of an interval: `data` by the names of COUNTS, of ranks and of the scheduler, which vLLM adds up."""
 
     def reset(self) -> None:
+        """Begin an interval: every count is 0."""
         self.data: dict[str, int] = {}
 
     def aggregate(self, other: KvmoverStats) -> KvmoverStats:
+        """Add the counts of another rank or step to these."""
         self.data = dict(Counter(self.data) + Counter(other.data))
         return self
 
@@ -49,6 +51,7 @@ class KvmoverStats(engine.Stats):
         return line | {name.replace("_", " "): self.data[name] for name in rest if self.data.get(name)}
 
     def is_empty(self) -> bool:
+        """Whether nothing was counted, so that vLLM logs no line."""
         return not any(self.data.values())
 
 
@@ -65,5 +68,6 @@ class KvmoverMetrics(engine.PromMetrics):
         }
 
     def observe(self, transfer_stats_data: Mapping[str, int], engine_idx: int = 0) -> None:
+        """Add an interval's counts, by the names of COUNTS, to those of engine `engine_idx`."""
         for name, count in transfer_stats_data.items():
             self._counters[name][engine_idx].inc(count)

@@ -26,6 +26,7 @@ class Tally:
     _open: dict[tuple[str, str], list[RankEnding]] = field(default_factory=dict[tuple[str, str], list[RankEnding]])
 
     def hear(self, endings: Iterable[RankEnding]) -> None:
+        """Parts of requests that have ended, each from one rank and once."""
         for ending in endings:
             key = ending.way, ending.request
             parts = self._open.setdefault(key, [])

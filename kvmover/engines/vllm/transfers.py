@@ -76,6 +76,7 @@ class RequestTransfers:
         self._sends[request].add_done_callback(produced)
 
     def receive(self, spec: ReceiveSpec, pages: Pages) -> None:
+        """Fetch positions of a request into its pages, a table a component; `received` tells how it ended."""
         tables = [np.asarray(table, np.int64) for table in pages]
         self._fetch(spec.request, spec.remote, range(spec.start, spec.stop), tables)
 
@@ -120,6 +121,7 @@ class RequestTransfers:
         return over
 
     def close(self) -> None:
+        """Call nobody any more, and close the mover and its thread."""
         self._callers.shutdown(wait=False, cancel_futures=True)
         self.progress.close()
 

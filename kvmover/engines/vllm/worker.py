@@ -156,6 +156,7 @@ class ConnectorWorker:
         return taken + self.offload.take_counts() if self.offload else taken
 
     def close(self) -> None:
+        """End the transfers, then the store."""
         self.transfers.close()
         if self.offload:
             self.offload.close()

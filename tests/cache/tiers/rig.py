@@ -25,9 +25,8 @@ from kvmover.cache.tiers import (
     page_tokens,
 )
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.store import Namespace, PageStore
+from kvmover.store import Namespace, PageStore, PlainFiles
 from kvmover.store import Policy as StorePolicy
-from kvmover.store.files import PlainFiles
 from kvmover.testing.content import part_content
 from kvmover.vocabulary import PACKED_ORDER
 

@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.pages import EmptyBackend, InPlaceBackend, PackedBackend, page_ids
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
-from kvmover.engines.common.upkeep import Upkeep
-from kvmover.engines.sglang.model import ModelFacts
-from kvmover.engines.sglang.options import StoreOptions
+from kvmover.engines.common import (
+    EmptyBackend,
+    EngineUnsupported,
+    InPlaceBackend,
+    PackedBackend,
+    ParallelRank,
+    Upkeep,
+    page_ids,
+)
+from kvmover.engines.sglang.options import ModelFacts, StoreOptions
+from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 
@@ -46,7 +51,7 @@ def host_pool(kind: str, layout: str, **more: Any) -> Any:
 
 
 def adapter(root: Path, place: ParallelRank | None = None, **more: Any) -> StoreAdapter:
-    rank = ServedRank("m", ModelFacts(**more), place or ParallelRank(0, 1), replicated=False)
+    rank = ServedRank("m", ModelFacts(**more), place or ParallelRank(0, 1), TpPlacement.SHARDED)
     return StoreAdapter(StoreOptions(), StoreSettings(root=root), rank, PAGE)
 
 

@@ -14,12 +14,11 @@ import pytest
 import torch
 import zmq
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import pd_wire
-from kvmover.engines.sglang.devicepool import is_shared, strands_of
-from kvmover.engines.sglang.model import ModelFacts
-from kvmover.engines.sglang.page_parts import part_of
+from kvmover.engines.sglang.devicepool import placement_of, strands_of
+from kvmover.engines.sglang.options import ModelFacts
+from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
 from kvmover.engines.sglang.pd_cache import (
     AuxRows,
     CacheTotals,
@@ -37,6 +36,7 @@ from kvmover.transfer import Pace
 from tests.transfer.mover_fleets import Pair
 
 PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
+SHARDED = TpPlacement.SHARDED
 CONTEXT = SimpleNamespace(attn_cp_size=1, enable_cp_tp_group_sharing=False)
 ATTENTION = CacheTotals(2, 2 * HEADS)
 
@@ -522,10 +522,10 @@ def entry(kind: str, components: list[list[torch.Tensor]], mapping: dict[int, An
 def test_keys_and_values_are_two_planes_of_a_layer() -> None:
     buffers = [torch.zeros(5 * PAGE, HEADS, DIM, dtype=torch.bfloat16) for _ in range(2 * LAYERS)]
     of = entry("MHATokenToKVPool", [buffers], {layer: (layer, LAYERS + layer) for layer in range(LAYERS)}, False)
-    (strand,) = strands_of(of, 0, False)
+    (strand,) = strands_of(of, 0, SHARDED)
     assert strand.buffers == (0, 3, 1, 4, 2, 5)
     assert [strand.own(range(1, 3)), strand.own(range(3))] == [[range(1, 3)], [range(3)]]
-    part = part_of(strand.rows, ParallelRank(0, 1), ModelFacts(), PAGE)
+    part = part_of_rows(strand.rows, ParallelRank(0, 1), ModelFacts(), PAGE)
     assert strand.spec(part.component).allocation_bytes == buffers[0].nbytes
     assert part.nbytes == sum(buffer[:PAGE].nbytes for buffer in buffers)
 
@@ -533,7 +533,7 @@ def test_keys_and_values_are_two_planes_of_a_layer() -> None:
 def test_a_layer_of_the_model_may_wait_for_several_of_a_pools_own() -> None:
     """A draft layer rides with the first layer of the model: two runs."""
     buffers = [torch.zeros(8, 16, dtype=torch.uint8) for _ in range(4)]
-    (strand,) = strands_of(entry("X", [buffers], {0: (0, 3), 1: 1, 2: 2}, True), 0, False)
+    (strand,) = strands_of(entry("X", [buffers], {0: (0, 3), 1: 1, 2: 2}, True), 0, SHARDED)
     assert strand.own(range(1)) == [range(1), range(3, 4)]
     assert strand.own(range(1, 3)) == [range(1, 3)]
     assert strand.own(range(3, 9)) == []
@@ -542,7 +542,7 @@ def test_a_layer_of_the_model_may_wait_for_several_of_a_pools_own() -> None:
 def test_buffers_of_one_shape_are_one_strand_each() -> None:
     temporal = [torch.zeros(9, 4, 4) for _ in range(2)]
     conv = [torch.zeros(9, 6, 3, dtype=torch.bfloat16) for _ in range(2)]
-    a, b = strands_of(entry("MambaPool", [temporal, conv], {0: 0, 1: 1}, True), 0, False)
+    a, b = strands_of(entry("MambaPool", [temporal, conv], {0: 0, 1: 1}, True), 0, SHARDED)
     assert [(s.rows.name, s.rows.dim, s.rows.states, s.buffers) for s in (a, b)] == [
         ("kv.0", 64, 1, (0, 1)),
         ("kv.1", 36, 1, (2, 3)),
@@ -552,14 +552,14 @@ def test_buffers_of_one_shape_are_one_strand_each() -> None:
 def test_buffers_that_cannot_be_described_are_refused() -> None:
     strided = torch.zeros(8, 4, 16, dtype=torch.uint8)[:, 0]
     with pytest.raises(EngineUnsupported, match="do not follow each other"):
-        strands_of(entry("X", [[strided]], {0: 0}, True), 0, False)
+        strands_of(entry("X", [[strided]], {0: 0}, True), 0, SHARDED)
     with pytest.raises(EngineUnsupported, match="layers of different shapes"):
-        strands_of(entry("X", [[torch.zeros(8, 4), torch.zeros(8, 5)]], {0: 0}, True), 0, False)
+        strands_of(entry("X", [[torch.zeros(8, 4), torch.zeros(8, 5)]], {0: 0}, True), 0, SHARDED)
 
 
 def test_latent_pools_are_the_same_on_every_rank_and_others_are_not() -> None:
     latent = type("MLATokenToKVPool", (), {})
     sparse = type("DSATokenToKVPool", (latent,), {})
     named_otherwise = type("Mine", (sparse,), {})
-    assert all(is_shared(kind()) for kind in (latent, sparse, named_otherwise))
-    assert not is_shared(type("MambaPool", (), {})())
+    assert {placement_of(kind()) for kind in (latent, sparse, named_otherwise)} == {TpPlacement.REPLICATED}
+    assert placement_of(type("MambaPool", (), {})()) is SHARDED

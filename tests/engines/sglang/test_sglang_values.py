@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvmover.config import ConfigError
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import SGLANG
-from kvmover.engines.sglang.hits import ALL_PAGES, hits
-from kvmover.engines.sglang.model import ModelFacts, said
-from kvmover.engines.sglang.options import Objects, StoreOptions, parse
-from kvmover.engines.sglang.page_parts import PoolRows, native_part, part_of
+from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions, parse, said
+from kvmover.engines.sglang.page_parts import ALL_PAGES, PoolRows, TpPlacement, hits, native_part, part_of_rows
 from kvmover.errors import KvmoverError, LayoutError
 from kvmover.layout import Fleet
 from kvmover.store import PagePart
@@ -23,7 +20,7 @@ from kvmover.store import PagePart
 ATTENTION = PoolRows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["sglang.hits", "sglang.page_parts", "common.parallel_rank"])
+@pytest.mark.parametrize("name", ["sglang.page_parts", "common.parallel_rank"])
 def test_the_examples_in_the_docstrings_hold(name: str) -> None:
     found = doctest.testmod(import_module(f"kvmover.engines.{name}"))
     assert found.attempted
@@ -92,7 +89,7 @@ def test_every_ranks_part_is_its_fleets_share_of_the_model(heads: int, tp: int, 
         at = fleet.coordinate(rank)
         model = ModelFacts(kv_heads=heads if heads < tp else None, layers=8 if pp > 1 else None)
         rows = PoolRows("kv", 8 // pp, 2, max(1, heads // tp), 128, "bfloat16", first_layer=at.pp * 8 // pp)
-        part = part_of(rows, ParallelRank(at.tp, tp, at.pp, pp), model, 16)
+        part = part_of_rows(rows, ParallelRank(at.tp, tp, at.pp, pp), model, 16)
         assert part == PagePart.of(part.component, fleet.shard(part.component, rank, 16), 16)
         assert (part.component.heads, part.component.layers) == (heads, 8)
 
@@ -100,7 +97,9 @@ def test_every_ranks_part_is_its_fleets_share_of_the_model(heads: int, tp: int, 
 def test_a_fleet_that_knows_its_heads_shares_no_key_with_one_that_does_not() -> None:
     """One head on each of 8 ranks: 8 heads, or 4 that are held twice."""
     rows, place = PoolRows("kv", 8, 2, 1, 128, "bfloat16"), ParallelRank(3, 8)
-    unknown, known = (part_of(rows, place, model, 16).component for model in (ModelFacts(), ModelFacts(kv_heads=4)))
+    unknown, known = (
+        part_of_rows(rows, place, model, 16).component for model in (ModelFacts(), ModelFacts(kv_heads=4))
+    )
     assert (unknown.heads, known.heads) == (8, 4)
 
 
@@ -119,28 +118,28 @@ def test_a_fleet_that_knows_its_heads_shares_no_key_with_one_that_does_not() -> 
 )
 def test_rows_that_mean_something_else_are_another_component(other: dict[str, object]) -> None:
     changed = PoolRows(**{**{name: getattr(ATTENTION, name) for name in PoolRows.__slots__}, **other})
-    parts = [part_of(rows, ParallelRank(0, 1), ModelFacts(), 16) for rows in (ATTENTION, changed)]
+    parts = [part_of_rows(rows, ParallelRank(0, 1), ModelFacts(), 16) for rows in (ATTENTION, changed)]
     assert parts[0].component != parts[1].component
 
 
 def test_bytes_that_torch_calls_uint8_are_told_apart_by_what_the_engine_calls_them() -> None:
     rows = PoolRows("kv", 8, 2, 2, 128, "uint8")
     names = {
-        part_of(rows, ParallelRank(0, 1), ModelFacts(kv_dtype=dtype), 16).component
+        part_of_rows(rows, ParallelRank(0, 1), ModelFacts(kv_dtype=dtype), 16).component
         for dtype in ("fp8_e4m3", "fp8_e5m2", "")
     }
     assert len(names) == 3
 
 
 def test_stages_of_unknown_extent_are_kept_apart() -> None:
-    parts = [part_of(ATTENTION, ParallelRank(0, 1, pp, 2), ModelFacts(), 16) for pp in range(2)]
+    parts = [part_of_rows(ATTENTION, ParallelRank(0, 1, pp, 2), ModelFacts(), 16) for pp in range(2)]
     assert parts[0].component != parts[1].component
     assert [part.box.layers.triple() for part in parts] == [[0, 8, 1]] * 2
 
 
 def test_heads_that_cannot_be_are_refused_by_number() -> None:
     with pytest.raises(LayoutError, match="1 heads on rank 2 of 4; of 9 heads that is 2"):
-        part_of(PoolRows("kv", 8, 2, 1, 128, "bfloat16"), ParallelRank(2, 4), ModelFacts(kv_heads=9), 16)
+        part_of_rows(PoolRows("kv", 8, 2, 1, 128, "bfloat16"), ParallelRank(2, 4), ModelFacts(kv_heads=9), 16)
 
 
 def test_native_parts_are_equal_for_the_same_rank_alone() -> None:
@@ -151,8 +150,8 @@ def test_native_parts_are_equal_for_the_same_rank_alone() -> None:
         ParallelRank(0, 1, 0, 2),
         ParallelRank(0, 1, 1, 2),
     ]
-    own = {native_part("kv", 64, place, shared=False) for place in places}
-    shared = {native_part("kv", 64, place, shared=True) for place in places[:3]}
+    own = {native_part("kv", 64, place, TpPlacement.SHARDED) for place in places}
+    shared = {native_part("kv", 64, place, TpPlacement.REPLICATED) for place in places[:3]}
     assert len(own) == len(places)
     assert len(shared) == 1
     assert {part.nbytes for part in own | shared} == {64}

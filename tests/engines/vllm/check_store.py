@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench import Engine, RequestStatus, Shape
 
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported
 
 PROMPT = [7 * n % 900 + 1 for n in range(100)]
 

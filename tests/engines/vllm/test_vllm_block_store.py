@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvmover.config.settings import StoreSettings
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoreLookup, page_of, part_of
+from kvmover.engines.common import ParallelRank
+from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoreLookup, page_of
 from kvmover.engines.vllm.caches import CacheGroup, ComponentCache, LayerCache, ModelTotals, component_caches
 from kvmover.engines.vllm.connector_metadata import LoadSpec, SaveSpec
-from kvmover.store import Namespace
+from kvmover.store import Namespace, PagePart
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 4, 8, 10
 NAMES = tuple(f"layers.{n}" for n in range(LAYERS))
@@ -60,7 +60,7 @@ class Rank:
         (self.component_cache,) = component_caches(
             [CacheGroup(NAMES, kind, TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS, LAYERS), place
         )
-        self.part = part_of(self.component_cache, place.fleet(TOKENS), rank)
+        self.part = PagePart.held(self.component_cache.component, place.fleet(TOKENS), rank, TOKENS)
         backing = self.whole.flatten().view(torch.uint8)
         settings = StoreSettings(root=root, upkeep_s=0.01, flush_s=0.01)
         blocks = BlockStore.open(settings, SPACE, place.fleet(TOKENS), rank, [(self.component_cache, backing)])

@@ -20,7 +20,7 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
 )
 from kvmover.engines.vllm.params import Remote, answer
-from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, Role
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, RequestOutcome, Role
 
 TOKENS = 16
 REMOTE = Remote("prefill", "p-1", "10.0.0.1", 5600)
@@ -99,7 +99,7 @@ def test_a_prefill_is_offered_with_the_step_that_computes_its_last_token() -> No
     scheduler, request = served()
     assert step(scheduler, (request, 64)) == KvmoverConnectorMetadata()
     assert step(scheduler, (request, 36)).sends == [SendSpec("p-1", "p-1", tables(), 64)]
-    assert scheduler.finished(request, tables(), delivered=True) == (True, answer(REMOTE))
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (True, answer(REMOTE))
     assert step(scheduler) == KvmoverConnectorMetadata(delayed={"p-1"})
     assert (step(scheduler), scheduler.live) == (KvmoverConnectorMetadata(), {})
 
@@ -113,11 +113,11 @@ def test_a_prefill_that_generates_more_is_offered_once() -> None:
 def test_an_aborted_prefill_is_refused_or_withdrawn() -> None:
     scheduler, request = served()
     step(scheduler, (request, 64))
-    assert scheduler.finished(request, tables(), delivered=False) == (False, None)
+    assert scheduler.finished(request, tables(), RequestOutcome.ABORTED) == (False, None)
     assert step(scheduler).refusals == [RefuseSpec("p-1", "the prefill was aborted")]
     scheduler, request = served()
     step(scheduler, (request, 100))
-    assert scheduler.finished(request, tables(), delivered=False) == (True, None)
+    assert scheduler.finished(request, tables(), RequestOutcome.ABORTED) == (True, None)
     assert step(scheduler) == KvmoverConnectorMetadata(
         aborts=[AbortSpec("p-1", "the prefill was aborted")], delayed={"p-1"}
     )
@@ -142,7 +142,7 @@ def test_a_prompt_is_fetched_behind_what_the_engine_has() -> None:
     scheduler.allocated(request, tables(), 0)
     received(scheduler, "d-1")
     assert step(scheduler, (request, 1)) == KvmoverConnectorMetadata()
-    assert scheduler.finished(request, tables(), delivered=True) == (False, None)
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (False, None)
     assert scheduler.live == {}
 
 
@@ -154,7 +154,7 @@ def test_a_prompt_that_the_engine_has_is_released() -> None:
 
 def test_a_request_that_ends_before_it_has_pages_is_released() -> None:
     scheduler, request = fetched()
-    assert scheduler.finished(request, (), delivered=False) == (False, None)
+    assert scheduler.finished(request, (), RequestOutcome.ABORTED) == (False, None)
     assert step(scheduler).releases == [ReleaseSpec(REMOTE, 100)]
 
 
@@ -164,7 +164,7 @@ def test_a_request_that_ends_while_it_is_fetched_is_the_workers_to_report() -> N
     scheduler.allocated(request, tables(), 100)
     step(scheduler)
     request.over = True
-    assert scheduler.finished(request, tables(), delivered=False) == (False, None)
+    assert scheduler.finished(request, tables(), RequestOutcome.ABORTED) == (False, None)
     assert step(scheduler).aborts == [AbortSpec("d-1", "aborted by the scheduler")]
     received(scheduler, "d-1")
     assert scheduler.live == {}
@@ -185,7 +185,7 @@ def test_an_engine_of_another_role_computes_for_itself(role: Role, params: dict[
     assert scheduler.matched(request, 0) == 0
     scheduler.allocated(request, tables(), 0)
     assert step(scheduler, (request, 100)) == KvmoverConnectorMetadata()
-    assert scheduler.finished(request, tables(), delivered=True) == (False, None)
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (False, None)
 
 
 def test_bad_parameters_are_logged_and_the_prompt_computed(caplog: pytest.LogCaptureFixture) -> None:
@@ -199,7 +199,7 @@ def test_where_pages_are_given_back_the_last_token_is_left_to_decode() -> None:
     scheduler, request = served(ConnectorScheduler(TOKENS, windowed=True, home=Home("prefill", "10.0.0.1", 5600)))
     assert (request.num_prompt_tokens, len(request.prompt_token_ids), request.max_tokens) == (99, 99, 1)
     assert step(scheduler, (request, 99)) == KvmoverConnectorMetadata()
-    assert scheduler.finished(request, tables(), delivered=True)[0]
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED)[0]
     assert step(scheduler).sends == [SendSpec("p-1", "p-1", tables(), None)]
     scheduler, request = fetched()
     scheduler.windowed = True
@@ -240,7 +240,7 @@ def test_whole_blocks_are_saved_as_they_are_computed_and_keep_the_request() -> N
     assert step(scheduler, (request, 40)).saves == [SaveSpec("r", (hash_of(0), hash_of(1)), (10, 11))]
     assert step(scheduler, (request, 1)).saves == []
     assert step(scheduler, (request, 59)).saves == [SaveSpec("r", tuple(map(hash_of, range(2, 6))), (12, 13, 14, 15))]
-    assert scheduler.finished(request, tables(), delivered=True) == (True, None)
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (True, None)
     assert step(scheduler).delayed == {"r"}
 
 
@@ -249,7 +249,7 @@ def test_a_preempted_request_has_its_saves_settled_and_is_not_kept_for_them() ->
     scheduler.matched(request, 0)
     step(scheduler, (request, 40))
     request.num_preemptions, request.num_computed_tokens = 1, 0
-    assert scheduler.finished(request, (), delivered=False) == (False, None)
+    assert scheduler.finished(request, (), RequestOutcome.ABORTED) == (False, None)
     assert step(scheduler).preempted == {"r"}
 
 
@@ -268,6 +268,6 @@ def test_a_prefill_for_others_that_is_aborted_while_it_loads_is_refused_too() ->
     scheduler.allocated(request, tables(), 80)
     step(scheduler)
     request.over = True
-    assert scheduler.finished(request, tables(), delivered=False) == (False, None)
+    assert scheduler.finished(request, tables(), RequestOutcome.ABORTED) == (False, None)
     metadata = step(scheduler)
     assert (metadata.refusals, len(metadata.aborts)) == ([RefuseSpec("p-1", "the prefill was aborted")], 1)

@@ -12,17 +12,25 @@ import pytest
 import torch
 
 from kvmover.config import ConfigError
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.common.release import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.vllm import VLLM, handshake_server
-from kvmover.engines.vllm.backing import lies_in, pools_of
-from kvmover.engines.vllm.block_store import page_of, part_of
-from kvmover.engines.vllm.caches import CacheGroup, ComponentCache, LayerCache, ModelTotals, component_caches, number_of
+from kvmover.engines.vllm.block_store import page_of
+from kvmover.engines.vllm.caches import (
+    CacheGroup,
+    ComponentCache,
+    LayerCache,
+    ModelTotals,
+    component_caches,
+    lies_in,
+    number_of,
+    pools_of,
+)
 from kvmover.engines.vllm.options import ConnectorOptions, parse
 from kvmover.engines.vllm.params import Remote, Serve, answer, asked
 from kvmover.errors import TransportError
 from kvmover.layout import Span
-from kvmover.transport.base import Memory, MemoryKind
+from kvmover.store import PagePart
+from kvmover.transport import Memory, MemoryKind
 
 LAYERS, BLOCKS, TOKENS, CONTENT = 4, 6, 8, 10
 NAMES = tuple(f"model.layers.{n}.self_attn.attn" for n in range(LAYERS))
@@ -86,7 +94,7 @@ def test_ranks_hold_the_heads_that_vllm_gives_them(heads: int, tp: int) -> None:
         held = max(1, heads // tp)
         component_cache = one(caches("LBNHC", held)[1], heads, ParallelRank.from_rank(rank, tp, 1))
         assert component_cache.spec.layout.extent_of("head") == held
-        part = part_of(component_cache, ParallelRank.from_rank(rank, tp, 1).fleet(TOKENS), rank)
+        part = PagePart.held(component_cache.component, ParallelRank.from_rank(rank, tp, 1).fleet(TOKENS), rank, TOKENS)
         assert part.box.heads == Span(rank * heads // tp, held)
 
 

@@ -10,9 +10,8 @@ from threading import Event
 import pytest
 import torch
 
-from kvmover.engines.common.parallel_rank import ParallelRank
-from kvmover.engines.vllm.backing import BackedTransport, pools_of
-from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals, component_caches
+from kvmover.engines.common import ParallelRank
+from kvmover.engines.vllm.caches import BackedTransport, CacheGroup, LayerCache, ModelTotals, component_caches, pools_of
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
     KvmoverConnectorMetadata,
