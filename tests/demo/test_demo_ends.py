@@ -138,7 +138,7 @@ def test_the_configuration_is_read_over_what_the_demo_would_do_by_itself(
 
 
 @pytest.mark.timeout(100)
-def test_a_run_writes_its_log_and_serves_its_metrics(tmp_path: Path):
+def test_a_run_writes_its_log_and_serves_its_metrics(crew: None, tmp_path: Path):
     log = tmp_path / "run.jsonl"
     environ = {"KVMOVER_RECORD_RUN_LOG": str(log), "KVMOVER_METRICS_PORT": "0"}
     settings = load(environ=environ, defaults=Settings(mover=MOVER)).settings
