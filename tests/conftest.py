@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import proofs
+
 # No test is a measurement: a busy machine fails none.
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
@@ -19,14 +21,15 @@ _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LEFT_OUT] = {}
+    proofs.proving = "not proof" not in config.option.markexpr
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Counted before `-m` takes them away."""
-    if config.option.markexpr == "not proof and not engine":
-        config.stash[_LEFT_OUT] = {
-            mark: count for mark in TARGETS if (count := sum(bool(item.get_closest_marker(mark)) for item in items))
-        }
+    for mark in TARGETS:
+        count = sum(item.get_closest_marker(mark) is not None for item in items)
+        if count and f"not {mark}" in config.option.markexpr:
+            config.stash[_LEFT_OUT][mark] = count
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

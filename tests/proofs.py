@@ -1,4 +1,4 @@
-"""Families of cases: a plain run takes a few that reach everything once, and `make prove` takes the others."""
+"""Families of cases and searches: a plain run takes a few cases that reach everything once, `make prove` all others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import settings
 
 Case = TypeVar("Case")
+
+#: Whether this run selects proofs: conftest.py says so before any test is imported.
+proving = False
 
 
 def family(cases: Iterable[Any], few: Iterable[Any]) -> list[Any]:
@@ -32,3 +36,8 @@ def covering(cases: Sequence[Case], traits: Callable[[Case], set[Hashable]]) -> 
         missing -= having[best]
         chosen.add(best)
     return [case for number, case in enumerate(cases) if number in chosen]
+
+
+def searched(few: int, many: int, **options: Any) -> Callable[[Any], Any]:
+    """Hypothesis tries a `few` examples in a plain run and `many` in `make prove`."""
+    return lambda test: pytest.mark.searched(settings(max_examples=many if proving else few, **options)(test))

@@ -27,13 +27,8 @@ CONFIG, BUDGETED = choose(RowKind(256, 256), None, CPU), choose(RowKind(256, 256
 
 #: Each kind of tile, word and config once.
 FEW = {
-    *(
-        "aligned-656B-gather",
-        "aligned-256B-relayout-tokens",
-        "aligned-1152B-relayout-units",
-        "aligned-256B-scatter-units",
-    ),
-    *("aligned-132B-contiguous", "aligned-256B-and-656B", "budgeted-2048B-gather"),
+    *("aligned-656B-gather", "aligned-256B-relayout-tokens", "aligned-1152B-relayout-units"),
+    *("aligned-256B-scatter-units", "aligned-132B-contiguous", "aligned-256B-and-656B", "budgeted-2048B-gather"),
     *("word8-256B-gather", "word4-256B-relayout-units", "word2-256B-gather", "word1-256B-relayout-units"),
 }
 

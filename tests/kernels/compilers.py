@@ -30,7 +30,7 @@ LIMIT_S = 240.0
 
 @dataclass(frozen=True)
 class Compiler:
-    """A Triton, `oldest` or `newest`, the compute capability it compiles for, 90 for 9.0, and its cases, `few` or `all`."""
+    """A Triton, `oldest` or `newest`; the compute capability it compiles for, 90 for 9.0; and cases, `few` or `all`."""
 
     triton: str
     architecture: int

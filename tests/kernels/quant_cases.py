@@ -1,6 +1,6 @@
 """Pools of wide rows, fp8 rows and scales for the tests of packing to fp8; and what runs in processes of its own.
 
-Collected by pytest with TRITON_INTERPRET=1, the kernel in Triton's interpreter. As a program it compiles the kernel with
+Collected by pytest with TRITON_INTERPRET=1, the kernel in Triton's interpreter. As a program it compiles the kernel by
 the Triton that comes first on PYTHONPATH and prints what the machine code does, as JSON:
 
     quant_cases.py ARCHITECTURE all|few
