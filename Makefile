@@ -19,7 +19,7 @@ NEWEST_TRITON := 3.9.0
 OLD_TRITON := .triton/$(OLDEST_TRITON)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test simulate engines environments live live-pair lint types wheel perf gpu-check pictures clean
+.PHONY: help setup demo test prove simulate engines environments live live-pair lint types wheel perf gpu-check pictures clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,14 +29,17 @@ setup: $(READY) $(OLD_TRITON)/.ready ## make .venv, with the kvmover command in 
 demo: $(READY) ## move KV between fleets of different shape, and compare the tokens they generate
 	@$(BIN)/kvmover demo
 
-test: setup ## run all tests that this machine can run
+test: setup ## run the tests, a few cases of each family
 	@$(BIN)/python -m pytest -q -n $(JOBS)
+
+prove: simulate ## run what make test leaves out: every case, more examples, 20,000 schedules
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "proof or searched"
 
 simulate: setup ## run 20,000 seeded schedules of the protocol
 	@KVMOVER_SCHEDULES=20000 $(BIN)/python -m pytest -q -n 2 tests/sim -k invariant
 
 engines: setup environments ## build the engines' own environments (GiB), and run our adapters in them
-	@$(BIN)/python -m pytest -q tests/engines
+	@$(BIN)/python -m pytest -q -m engine tests/engines
 
 live: setup environments ## serve with the engines through kvmover, and compare every token (a quarter of an hour); ENGINE=vllm runs one
 	@KVMOVER_LIVE="$(ENGINE)" $(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore-glob='*_peers.py' tests/live

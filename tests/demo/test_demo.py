@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +15,6 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
     pytest.skip("no NIXL wheel is installed", allow_module_level=True)
 
 from kvmover.demo import run as demo
-from kvmover.demo.crew import Crew
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.demo.run import DemoOptions, run, run_demo
 from kvmover.demo.scenario_run import _same_bytes
@@ -27,14 +24,6 @@ from kvmover.transport import nixl_version
 UNEVEN = DemoOptions(scenarios=("uneven",), requests=2)
 
 pytestmark = pytest.mark.timeout(100)
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[None]:
-    """One crew for all runs: starting five processes takes longer than what they do."""
-    with Crew(5) as processes, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "Crew", lambda size: nullcontext(processes))
-        yield
 
 
 @pytest.fixture(scope="module")

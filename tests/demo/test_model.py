@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,8 +83,8 @@ FLEETS = {
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """One process of the world: its part in every fleet it belongs to, and what it heard from it."""
-    torch.set_num_threads(1)
+    """One rank of the world: its part in every fleet it belongs to, and what it heard from it."""
+    torch.set_num_threads(1)  # which each thread of Python has a number of its own of
     store = FileStore(f"{folder}/store", 4)
     for name, fleet in FLEETS.items():
         if rank not in fleet.ranks:
@@ -102,22 +100,12 @@ def run_rank(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which four processes left what they heard in every fleet."""
+    """The folder in which four ranks left what they heard in every fleet, over sockets. Each is a thread: processes, as
+    the demo's are, take seconds to start."""
     folder = tmp_path_factory.mktemp("fleets")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    processes = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], env=environment, stderr=subprocess.PIPE)
-        for rank in range(4)
-    ]
-    try:
-        for process in processes:
-            _, complaint = process.communicate(timeout=90)
-            assert process.returncode == 0, complaint.decode()
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        list(threads.map(run_rank, range(4), [folder] * 4))
     return folder
 
 
@@ -230,7 +218,3 @@ def test_shares_that_cannot_be_are_refused() -> None:
         Transformer(GQA, ModelShard.of_rank(GQA, 1, 2, 0, 1), Alone()).prefill([1], ContiguousCache())
     with pytest.raises(LayoutError, match="nothing to compute of 3 tokens"):
         alone(GQA).prefill([1, 2, 3], ContiguousCache(), start=3)
-
-
-if __name__ == "__main__":
-    run_rank(int(sys.argv[1]), Path(sys.argv[2]))

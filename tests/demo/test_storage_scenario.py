@@ -17,7 +17,7 @@ from kvmover.plan.text import FleetText
 
 
 @pytest.mark.timeout(100)
-def test_a_second_turn_is_served_from_storage_by_a_fleet_of_another_tp(monkeypatch):
+def test_a_second_turn_is_served_from_storage_by_a_fleet_of_another_tp(crew: None, monkeypatch: pytest.MonkeyPatch):
     lives = tuple(FleetText.parse(text) for text in ("tp=2,page=16,order=NHD", "tp=1,page=16,order=HND"))
     small = tuple(replace(scenario, lives=lives) for scenario in choose(("storage",)))
     monkeypatch.setattr(demo, "choose", lambda names: small)

@@ -10,6 +10,7 @@ import pytest
 CHECKS = sorted((Path(__file__).parent / "vllm").glob("check_*.py"))
 
 
+@pytest.mark.engine
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("checks", CHECKS, ids=lambda path: path.stem.removeprefix("check_"))
 def test_against_the_real_engine(checks: Path, in_engine: Callable[[str, Path], None]) -> None:

@@ -1,6 +1,6 @@
 """Compiles the row mover without a GPU, and prints what the machine code does as JSON. Run by test_compiled.py.
 
-    compile_worker.py ARCHITECTURE...
+    compile_worker.py ARCHITECTURE all|few
 
 The Triton is the one that comes first on PYTHONPATH. Row shapes come from regions, by the same rule as a launch's.
 """
@@ -24,6 +24,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 ALIGNED_ROWS = (256, 512, 1024, 2048, 1152, 656)
 #: The two launches that are made where nothing was tuned: without and with a budget of SMs.
 CONFIG, BUDGETED = choose(RowKind(256, 256), None, CPU), choose(RowKind(256, 256), 4, CPU)
+
+#: Each kind of tile, word and config once.
+FEW = {
+    *("aligned-656B-gather", "aligned-256B-relayout-tokens", "aligned-1152B-relayout-units"),
+    *("aligned-256B-scatter-units", "aligned-132B-contiguous", "aligned-256B-and-656B", "budgeted-2048B-gather"),
+    *("word8-256B-gather", "word4-256B-relayout-units", "word2-256B-gather", "word1-256B-relayout-units"),
+}
 
 
 def region(
@@ -87,11 +94,12 @@ def _accesses(config: RowConfig) -> int:
 
 
 def main() -> None:
+    architecture, wanted = int(sys.argv[1]), sys.argv[2]
     results = {
-        f"sm_{architecture}-{name}": report(regions, config, architecture)
-        for architecture in map(int, sys.argv[1:])
+        name: report(regions, config, architecture)
         for config, found in ((CONFIG, cases()), (BUDGETED, budgeted()))
         for name, regions in found.items()
+        if wanted == "all" or name in FEW
     }
     sys.stdout.write(json.dumps({"triton": triton.__version__, "results": results}))
 

@@ -1,13 +1,15 @@
-"""The digest in Triton's interpreter. Run by test_digest.py in a process with TRITON_INTERPRET=1."""
+"""The digest in Triton's interpreter. Run by test_interpreter.py in a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from move_traits import traits
 from row_moves import HND, MOVES, NHD, PACKED, TOGETHER, Move, PoolShape, assert_moved, ids
 
 from kvmover.kernels import digest
@@ -15,6 +17,7 @@ from kvmover.kernels.config import RowConfig
 from kvmover.kernels.digest_reference import End, Logical
 from kvmover.kernels.digest_reference import digest as defined
 from kvmover.kernels.region import Region, RegionError
+from tests.proofs import covering, family
 
 #: Several tiles a region, but few: the interpreter takes milliseconds for each.
 SMALL = RowConfig(block_bytes=2048)
@@ -58,25 +61,35 @@ def run(
         assert torch.equal(again, out), side
 
 
-@pytest.mark.parametrize("move", SOME, ids=ids(SOME))
+@pytest.mark.parametrize("move", family(SOME, few=covering(SOME, traits)), ids=ids(SOME))
 def test_a_move_has_the_digest_of_the_definition(move: Move) -> None:
     run([move], SMALL, None, ends=())
 
 
-@pytest.mark.parametrize("moves", TOGETHER.values(), ids=TOGETHER.keys())
-@pytest.mark.parametrize("sms", [None, 3], ids=lambda sms: f"sms-{sms}")
-def test_regions_of_different_widths_share_a_launch(moves: list[Move], sms: int | None) -> None:
+@pytest.mark.parametrize(
+    ("together", "sms"),
+    family(product(TOGETHER, [None, 3]), few=[("even", None), ("with-nothing", None), ("alignments", 3)]),
+)
+def test_regions_of_different_widths_share_a_launch(together: str, sms: int | None) -> None:
+    moves = TOGETHER[together]
     run(moves, SMALL, sms, results=1 if sms else len(moves), ends=())
 
 
-@pytest.mark.parametrize("block_bytes", [256, 8192])
-def test_any_tile_size_has_the_same_digest(block_bytes: int) -> None:
-    moves = [MOVES[3], MOVES[30]] if block_bytes < 1024 else MOVES[1::9]
-    run(moves, RowConfig(block_bytes=block_bytes), None, ends=("src", "dst"))
+@pytest.mark.parametrize(
+    ("block_bytes", "moves"),
+    family(
+        [(256, (3, 30)), *((8192, tuple(range(first, len(MOVES), 36))) for first in (1, 10, 19, 28))],
+        few=[(256, (3, 30)), (8192, tuple(range(1, len(MOVES), 36)))],
+    ),
+)
+def test_any_tile_size_has_the_same_digest(block_bytes: int, moves: tuple[int, ...]) -> None:
+    run([MOVES[number] for number in moves], RowConfig(block_bytes=block_bytes), None, ends=("src", "dst"))
 
 
-@pytest.mark.parametrize("row_bytes", [3, 4, 12, 16, 24, 132, 256, 1152])
-@pytest.mark.parametrize("units", [1, 4])
+@pytest.mark.parametrize(
+    ("units", "row_bytes"),
+    family(product([1, 4], [3, 4, 12, 16, 24, 132, 256, 1152]), few=[(1, 1152), (4, 3), (4, 12), (4, 16), (4, 24)]),
+)
 def test_merged_heads_have_the_digest_of_the_heads_apart(row_bytes: int, units: int) -> None:
     src, dst = PoolShape(NHD, 4, 3), PoolShape(NHD, 8, 3)
     opened = Move(src, dst, row_bytes, 4, heads=3, layers=1, units=units, seed=row_bytes).open()

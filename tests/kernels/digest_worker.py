@@ -1,6 +1,6 @@
 """Compiles the digest's kernel without a GPU, and prints what the machine code does as JSON. Run by test_digest.py.
 
-    digest_worker.py ARCHITECTURE...
+    digest_worker.py ARCHITECTURE all|few
 
 The Triton is the one that comes first on PYTHONPATH. Row shapes come from regions, by the same rule as a launch's.
 """
@@ -57,15 +57,14 @@ def compiled(moved: Region, heads: int, copies: int, architecture: int) -> bytes
 
 def main() -> None:
     results: dict[str, object] = {}
-    for architecture in map(int, sys.argv[1:]):
-        for name, case in cases().items():
-            code = sass.read(compiled(*case, architecture))
-            results[f"sm_{architecture}-{name}"] = {
-                **asdict(code),
-                "opcodes": dict(code.opcodes),
-                "widths": code.widths(),
-                "spills": code.spills,
-            }
+    for name, case in list(cases().items())[:: 1 if sys.argv[2] == "all" else 2]:
+        code = sass.read(compiled(*case, int(sys.argv[1])))
+        results[name] = {
+            **asdict(code),
+            "opcodes": dict(code.opcodes),
+            "widths": code.widths(),
+            "spills": code.spills,
+        }
     sys.stdout.write(json.dumps({"triton": triton.__version__, "results": results}))
 
 

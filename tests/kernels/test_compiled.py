@@ -1,112 +1,28 @@
-"""The row mover's machine code, for three GPUs and two Tritons, without a GPU: wide accesses, no spills, few registers.
-
-Each Triton compiles in a process of its own under a time limit that also ends ptxas, which Triton runs as a child.
-"""
+"""The row mover's machine code, by two Tritons for three GPUs, without one: wide accesses, no spills, few registers."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from compilers import COMPILERS, LIMIT_S, Limited
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-OLDEST = "3.6.0"
-OLDEST_PATH = ROOT / ".triton" / OLDEST
-ARCHITECTURES = (80, 90, 100)
-LIMIT_S = 240.0
 REGISTERS = 96
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
-
-@dataclass
-class Limited:
-    """A process that is ended with all its children when its time is up."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
-    deadline: float
-
-    @classmethod
-    def start(cls, command: Sequence[object], environment: dict[str, str], output: Path, limit_s: float) -> Limited:
-        with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
-            process = subprocess.Popen(
-                list(map(str, command)), stdout=out, stderr=err, env=environment, cwd=ROOT, start_new_session=True
-            )
-        return cls(process, output, time.monotonic() + limit_s)
-
-    def result(self) -> str:
-        """What it printed. Raises TimeoutExpired at the limit, and AssertionError with its words when it fails."""
-        try:
-            self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        finally:
-            self.kill()
-        assert self.process.returncode == 0, self.output.with_suffix(".err").read_text()
-        return self.output.read_text()
-
-    def kill(self) -> None:
-        """The process group outlives its leader as long as a child lives."""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        finally:
-            self.process.wait()
-
-
 Report = dict[str, dict]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """Reports by Triton version, compiled by all of them at once, without anybody's cache."""
-    paths = {importlib.metadata.version("triton"): ROOT}
-    if (OLDEST_PATH / "triton").exists():
-        paths[OLDEST] = OLDEST_PATH
-    workers: dict[str, Limited] = {}
-    for version, path in paths.items():
-        directory = tmp_path_factory.mktemp(f"triton-{version}")
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(path), str(ROOT)]))
-        environment["PYTHONWARNINGS"] = "default"  # Triton's own are no failure of ours
-        environment["TRITON_CACHE_DIR"] = str(directory / "cache")
-        command = [sys.executable, HERE / "compile_worker.py", *ARCHITECTURES]
-        workers[version] = Limited.start(command, environment, directory / "report.json", LIMIT_S)
-    try:
-        reports = {version: json.loads(worker.result()) for version, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.kill()
-    for version, report in reports.items():
-        assert report["triton"].startswith(version)
-    return {version: report["results"] for version, report in reports.items()}
-
-
-@pytest.fixture(params=["oldest", "newest"])
-def report(request: pytest.FixtureRequest, compiled: dict[str, Report]) -> Report:
-    """By architecture and case, of the oldest and the newest Triton."""
-    version = OLDEST if request.param == "oldest" else importlib.metadata.version("triton")
-    if version not in compiled:
-        pytest.skip(f"Triton {version} is not installed beside the newest; `make setup` does that")
-    return compiled[version]
-
-
-@pytest.fixture(params=ARCHITECTURES, ids=lambda architecture: f"sm_{architecture}")
-def cases(request: pytest.FixtureRequest, report: Report) -> Report:
-    """By case, of one architecture."""
-    prefix = f"sm_{request.param}-"
-    found = {name.removeprefix(prefix): each for name, each in report.items() if name.startswith(prefix)}
-    assert len(found) == 32
+@pytest.fixture(scope="module", params=COMPILERS, ids=str)
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """By case, of one compiler."""
+    found = request.param.reports("compile_worker.py", tmp_path_factory.mktemp(str(request.param)))
+    assert len(found) == {"all": 32, "few": 11}[request.param.cases]
     return found
 
 
@@ -117,7 +33,7 @@ def payload(case: dict) -> dict[str, list[int]]:
 
 def test_aligned_rows_move_in_128_bit_accesses(cases: Report) -> None:
     aligned = {name: payload(case) for name, case in cases.items() if name.startswith(("aligned", "budgeted"))}
-    assert len(aligned) == 24
+    assert aligned
     for name, widths in aligned.items():
         in_flight = cases[name]["accesses"] * (2 if "-and-" in name else 1)
         for kind in ("LDG", "STG"):
@@ -127,7 +43,7 @@ def test_aligned_rows_move_in_128_bit_accesses(cases: Report) -> None:
 @pytest.mark.parametrize("word", [8, 4, 2, 1])
 def test_narrower_words_move_whole(cases: Report, word: int) -> None:
     narrow = {name: payload(case) for name, case in cases.items() if name.startswith(f"word{word}-")}
-    assert len(narrow) == 2
+    assert narrow
     for name, widths in narrow.items():
         assert set(widths["LDG"]) == set(widths["STG"]) == {8 * word}, name
 

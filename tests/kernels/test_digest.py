@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from compilers import COMPILERS, LIMIT_S
 from digest_cases import coordinates, merged
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from row_moves import HND, NAMES, NHD, Move, PoolMemory, PoolShape
-from test_compiled import OLDEST, OLDEST_PATH, ROOT, Limited
 
 from kvmover.kernels import digest as triton_digest
 from kvmover.kernels.digest_reference import Logical, digest
 from kvmover.kernels.region import Region, RegionError
 
-HERE = Path(__file__).parent
-LIMIT_S = 200.0
 LOW, MODULUS = (1 << 32) - 1, 1 << 64
 
 
@@ -235,64 +227,30 @@ def test_a_copy_onto_what_it_reads_is_refused_and_a_digest_alone_is_not() -> Non
     assert digest([itself], coordinates, "src") == digest([itself], coordinates, "dst")
 
 
-@pytest.mark.timeout(300)
-def test_all_cases_hold_in_the_interpreter(interpreted: Callable[[str], str]) -> None:
-    assert "skipped" not in interpreted("digest_cases")
+@pytest.fixture(scope="module", params=COMPILERS, ids=str)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The machine code of the Triton kernel, by case, of one compiler."""
+    found = request.param.reports("digest_worker.py", tmp_path_factory.mktemp(str(request.param)))
+    assert len(found) == {"all": 9, "few": 5}[request.param.cases]
+    return found
 
 
-# The machine code of the Triton kernel, by the oldest and the newest Triton, under a limit that ends ptxas too.
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict]]:
-    """By Triton version, compiled by both at once without anybody's cache: by architecture and case."""
-    paths = {importlib.metadata.version("triton"): ROOT}
-    if (OLDEST_PATH / "triton").exists():
-        paths[OLDEST] = OLDEST_PATH
-    workers: dict[str, Limited] = {}
-    for version, path in paths.items():
-        folder = tmp_path_factory.mktemp(f"digest-{version}")
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(path), str(ROOT)]))
-        environment["PYTHONWARNINGS"] = "default"  # Triton's own are no failure of ours
-        environment["TRITON_CACHE_DIR"] = str(folder / "cache")
-        command = [sys.executable, HERE / "digest_worker.py", 80, 90, 100]
-        workers[version] = Limited.start(command, environment, folder / "report.json", LIMIT_S - 20)
-    try:
-        found = {version: json.loads(worker.result()) for version, worker in workers.items()}
-    finally:
-        for worker in workers.values():
-            worker.kill()
-    assert all(report["triton"].startswith(version) for version, report in found.items())
-    return {version: report["results"] for version, report in found.items()}
-
-
-@pytest.fixture(params=["oldest", "newest"])
-def compiled(request: pytest.FixtureRequest, reports: dict[str, dict[str, dict]]) -> dict[str, dict]:
-    """By architecture and case, of the oldest and the newest Triton."""
-    version = OLDEST if request.param == "oldest" else importlib.metadata.version("triton")
-    if version not in reports:
-        pytest.skip(f"Triton {version} is not installed beside the newest; `make setup` does that")
-    assert len(reports[version]) == 3 * 9
-    return reports[version]
-
-
-@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.timeout(LIMIT_S + 30)
 def test_aligned_rows_move_in_128_bit_accesses(compiled: dict[str, dict]) -> None:
     for name, case in compiled.items():
         widths = {kind: set(bits) for kind, bits in case["widths"].items()}
-        bits = {"word4": {32}, "word1": {8}}.get(name.split("-")[1], {128})
+        bits = {"word4": {32}, "word1": {8}}.get(name.split("-")[0], {128})
         assert widths == {"LDG": bits, "STG": bits - bits if "read" in name else bits}, name
 
 
-@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.timeout(LIMIT_S + 30)
 def test_nothing_spills_and_registers_leave_room(compiled: dict[str, dict]) -> None:
     for name, case in compiled.items():
         assert (case["spills"], case["local_bytes"], case["stack_bytes"]) == (0, 0, 0), name
         assert 0 < case["registers"] <= (128 if "132B-contiguous" in name else 96), name
 
 
-@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.timeout(LIMIT_S + 30)
 def test_instructions_leave_the_memory_the_bottleneck(compiled: dict[str, dict]) -> None:
     """An H200 moves a 16-byte vector each 1.7 cycles an SM, in which its lanes issue some 200 instructions."""
     for name, case in compiled.items():

@@ -1,27 +1,15 @@
-"""Packing to fp8: the definition rounds as e4m3 does and keeps its error bound, and the kernel is the definition.
-
-The interpreter and each Triton's compiler run in processes of their own, all at once, with a time limit that also ends
-ptxas, which Triton runs as a child.
-"""
+"""Packing to fp8: the definition rounds as e4m3 does and keeps its error bound, and the kernel is the definition."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from compilers import COMPILERS, LIMIT_S
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -33,10 +21,6 @@ from kvmover.kernels.config import RowConfig
 from kvmover.kernels.quant_reference import QuantRegion, dequantize, quantize
 from kvmover.kernels.region import RegionError, Side
 
-ROOT = Path(__file__).parent.parent.parent
-OLDEST = "3.6.0"
-NEWEST = importlib.metadata.version("triton")
-LIMIT_S = 240.0
 REGISTERS = 96
 
 #: Every finite magnitude of e4m3, by its code.
@@ -285,55 +269,13 @@ def test_more_rows_than_32_bits_count_are_refused() -> None:
         quant_table.describe([replace(fits, tokens=(1 << 31) - 1)], quant.CONFIG)
 
 
-def limited(command: Sequence[object], environment: dict[str, str], limit_s: float) -> str:
-    """What a process prints. It is ended with all its children when its time is up."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(list(map(str, command)), env=environment, cwd=ROOT, **options) as process:
-        try:
-            out, error = process.communicate(timeout=limit_s)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, f"\n{out}\n{error}"
-    return out
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[str]]]:
-    """The interpreter and the compilers by Triton version, all at once, without anybody's cache."""
-    plain = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    cases = Path(__file__).with_name("quant_cases.py")
-    interpret = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", cases]
-    jobs = {"interpreter": (interpret, {**plain, "TRITON_INTERPRET": "1"})}
-    for version, path in {NEWEST: ROOT, OLDEST: ROOT / ".triton" / OLDEST}.items():
-        if path == ROOT or (path / "triton").exists():
-            cache = tmp_path_factory.mktemp(f"triton-{version}")
-            paths = os.pathsep.join(dict.fromkeys([str(path), str(ROOT)]))
-            environment = {**plain, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(cache)}
-            jobs[version] = [sys.executable, cases], environment
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        yield {name: pool.submit(limited, *job, LIMIT_S) for name, job in jobs.items()}
-
-
-@pytest.mark.timeout(LIMIT_S + 30)
-def test_all_cases_equal_the_definition_in_the_interpreter(running: dict[str, Future[str]]) -> None:
-    out = running["interpreter"].result()
-    assert " passed" in out
-    assert "skipped" not in out, out
-
-
-@pytest.fixture(params=["oldest", "newest"])
-def report(request: pytest.FixtureRequest, running: dict[str, Future[str]]) -> dict[str, dict]:
-    """By launch, of the oldest and the newest Triton."""
-    version = OLDEST if request.param == "oldest" else NEWEST
-    if version not in running:
-        pytest.skip(f"Triton {version} is not installed beside the newest; `make setup` does that")
-    found = json.loads(running[version].result())
-    assert found["triton"].startswith(version)
-    assert len(found["results"]) == 30
-    return found["results"]
+@pytest.fixture(scope="module", params=COMPILERS, ids=str)
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """By launch, of one compiler."""
+    found = request.param.reports("quant_cases.py", tmp_path_factory.mktemp(str(request.param)))
+    sizes = {80: 4, 90: 22, 100: 4}
+    assert len(found) == (sizes[request.param.architecture] if request.param.cases == "all" else 8)
+    return found
 
 
 def widths(launch: dict, kind: str) -> Iterator[int]:
@@ -367,15 +309,3 @@ def test_machine_code(report: dict[str, dict]) -> None:
         scale = [32] * name.endswith("-pack")
         want = ([128] * 2, [128]) if scale else ([64] * 2, [128] * 2)
         assert (loads, stores) == (want[0] * parts, scale + want[1] * parts), name
-
-
-def test_the_time_limit_ends_the_children_too(tmp_path: Path) -> None:
-    """Ending Triton alone would leave a hanging ptxas behind."""
-    note = tmp_path / "child"
-    hang = (
-        f"import subprocess; child = subprocess.Popen(['sleep', '600']); open({str(note)!r}, 'w').write(str(child.pid))"
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        limited([sys.executable, "-c", f"{hang}; child.wait()"], dict(os.environ), 4.0)
-    stat = Path(f"/proc/{note.read_text()}/stat")
-    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from kvmover.errors import LayoutError, PlanError
 from kvmover.layout import Component, CpOrder, Fleet, Span, Stripe
 from kvmover.plan import Plan, Replicas
 from tests.plan.leg_cases import BOTH, PAGES, check, check_balance, check_relations, heads_of, plans
+from tests.proofs import family, searched
 
 
 @pytest.mark.parametrize("replicas", BOTH)
-@pytest.mark.parametrize("heads", range(1, 17))
+@pytest.mark.parametrize("heads", family(range(1, 17), few=(3, 8)))
 def test_every_tensor_parallel_size_to_every_other_is_written_once(heads: int, replicas: Replicas) -> None:
     component = heads_of(heads)
     for src, dst in product(range(1, 17), repeat=2):
@@ -50,13 +51,13 @@ def test_every_number_of_stages_to_every_other_is_written_once() -> None:
             check(Plan(heads_of(2, layers), Fleet(pp=src, tp=2), Fleet(pp=dst), 0, 7))
 
 
-@settings(max_examples=400)
+@searched(few=100, many=400)
 @given(plans())
 def test_any_fleet_to_any_other_is_written_once_with_balanced_replicas(plan: Plan) -> None:
     check_balance(plan, check(plan))
 
 
-@settings(max_examples=80)
+@searched(few=30, many=80)
 @given(plans())
 def test_any_two_fleets_agree_on_who_sends_to_whom(plan: Plan) -> None:
     check_relations(plan, list(plan.legs()))

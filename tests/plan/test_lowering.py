@@ -24,15 +24,16 @@ from tests.plan.lowering_scenes import (
     scene_of,
     scenes,
 )
+from tests.proofs import searched
 
 
-@settings(max_examples=200)
+@searched(few=60, many=200)
 @given(scenes())
 def test_the_direct_route_puts_every_byte_where_a_plain_copy_does(scene: Scene) -> None:
     check_direct(scene)
 
 
-@settings(max_examples=200)
+@searched(few=60, many=200)
 @given(scenes())
 def test_the_packed_route_puts_every_byte_where_a_plain_copy_does(scene: Scene) -> None:
     check_packed(scene)

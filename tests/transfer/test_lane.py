@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mover_cases import Case, Shape, cases
 from mover_fleets import poisoned
@@ -20,6 +20,7 @@ from kvmover.plan.legs import Replicas
 from kvmover.plan.lower import BoxSide
 from kvmover.transfer.memory.regions import region
 from kvmover.transfer.protocol.lane import PIECE_ALIGN_BYTES, Cut, End, Lane, plans_between
+from tests.proofs import searched
 
 
 def end_of(case: Case, shape: Shape, rank: int, pages: int) -> End:
@@ -57,7 +58,7 @@ def rows_of(place: BoxSide, heads: int, tokens: int) -> list[tuple[int, int]]:
     return list(zip(allocation.ravel().tolist(), offset.ravel().tolist(), strict=True))
 
 
-@settings(max_examples=60)
+@searched(few=15, many=60)
 @given(cases())
 def test_both_sides_cut_the_same_chunks(case: Case):
     for src, dst, lane in lanes_of(case):
@@ -74,7 +75,7 @@ def test_both_sides_cut_the_same_chunks(case: Case):
                 np.testing.assert_array_equal(piece.units.dst, same.units.dst)
 
 
-@settings(max_examples=60)
+@searched(few=15, many=60)
 @given(cases())
 def test_every_row_of_a_lane_is_in_exactly_one_chunk(case: Case):
     for src, dst, lane in lanes_of(case):
@@ -93,7 +94,7 @@ def test_every_row_of_a_lane_is_in_exactly_one_chunk(case: Case):
         assert moved == lane.nbytes == expected
 
 
-@settings(max_examples=60)
+@searched(few=15, many=60)
 @given(cases())
 def test_chunks_keep_to_their_size_and_pieces_to_their_alignment(case: Case):
     limit = -(-case.chunk_bytes // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
@@ -114,7 +115,7 @@ def test_chunks_keep_to_their_size_and_pieces_to_their_alignment(case: Case):
             assert end <= chunk.span_bytes < end + PIECE_ALIGN_BYTES
 
 
-@settings(max_examples=30)
+@searched(few=10, many=30)
 @given(cases(most_tokens=40))
 def test_gathering_and_scattering_writes_what_going_direct_writes(case: Case):
     some = (ends for ends in lanes_of(case, pages=40) if ends[2].chunks)
@@ -137,7 +138,7 @@ def test_gathering_and_scattering_writes_what_going_direct_writes(case: Case):
 some_layers = st.integers(1, 5)
 
 
-@settings(max_examples=50)
+@searched(few=15, many=50)
 @given(cases(most_tokens=60), some_layers)
 def test_no_chunk_holds_layers_of_two_groups_and_groups_come_in_order(case: Case, layers: int):
     for _, _, lane in lanes_of(case, layers=layers):
@@ -147,7 +148,7 @@ def test_no_chunk_holds_layers_of_two_groups_and_groups_come_in_order(case: Case
         assert order == sorted(order)
 
 
-@settings(max_examples=50)
+@searched(few=15, many=50)
 @given(cases(most_tokens=60), some_layers)
 def test_a_lane_cut_by_layers_moves_the_same_rows_to_the_same_places(case: Case, layers: int):
     whole = [lane for _, _, lane in lanes_of(case)]
@@ -171,7 +172,7 @@ def rows_moved(
     return set(moved)
 
 
-@settings(max_examples=50)
+@searched(few=15, many=50)
 @given(cases(most_tokens=60), st.integers(0, 5))
 def test_the_reach_of_a_chunk_is_the_last_layer_and_position_of_its_rows(case: Case, layers: int):
     """Counted out, row by row, from what the source and the destination hold."""
@@ -205,7 +206,7 @@ def test_a_chunk_of_two_components_reaches_as_far_as_either():
     assert Lane.between(plans, *ends, Cut(1 << 20)).reach(0, 36) == (3, 36)
 
 
-@settings(max_examples=30)
+@searched(few=10, many=30)
 @given(cases(most_tokens=60), st.integers(0, 3))
 def test_the_pages_of_a_chunk_are_those_that_its_boxes_touch(case: Case, layers: int):
     for src, dst, lane in islice(lanes_of(case, layers=layers), 4):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mover_cases import Case, cases, messages
 from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, Engine, HandClock, Pair, truth_of
@@ -22,6 +22,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.result import Result, Transfer
 from kvmover.transport import LoopbackTransport
+from tests.proofs import searched
 
 ROUTES = [Route.DIRECT, Route.PACKED]
 CHUNK_BYTES = SMALL_CHUNKS.chunk_bytes
@@ -41,7 +42,7 @@ def reasons(transfers: list[Transfer]) -> list[str | None]:
 # Every byte
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@searched(few=15, many=60)
 @given(cases(most_tokens=90), st.sampled_from([None, *ROUTES]), st.sampled_from([1 << 20, 3 << 20]))
 def test_any_fleet_fills_any_other_and_touches_nothing_else(case: Case, route: Route | None, arena_bytes: int):
     costs = replace(SMALL_CHUNKS, chunk_bytes=max(case.chunk_bytes, 512))
@@ -745,7 +746,7 @@ def test_a_grant_outside_the_arena_fails_that_attempt_before_anything_is_packed(
     pair.dst.assert_holds(pair.before)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@searched(few=15, many=40)
 @given(st.lists(st.tuples(messages(["request", "other"]), st.integers(0, 3)), max_size=12), st.sampled_from(ROUTES))
 def test_no_sequence_of_messages_ends_the_loop_or_keeps_a_transfer_from_ending(
     said: list[tuple[wire.AnyMessage, int]], route: Route

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mover_cases import Case, cases
 from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, HandClock, Pair
@@ -19,6 +19,7 @@ from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer
+from tests.proofs import searched
 
 ways = pytest.mark.parametrize(("verb", "route"), [(verb, route) for verb in Verb for route in Route])
 DIGEST = replace(CONFIG, integrity=Integrity.DIGEST)
@@ -127,7 +128,7 @@ def test_a_digest_survives_the_loss_of_the_message_that_carries_it(verb: Verb, r
     pair.assert_landed()
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@searched(few=10, many=25)
 @given(cases(most_tokens=40), st.sampled_from(Route), st.sampled_from([0, 1, 2]), st.data())
 def test_any_damage_is_found_between_any_fleets_and_nothing_whole_is_called_damaged(
     case: Case, route: Route, chunk_layers: int, data: st.DataObject

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Bench, HandClock, Pair
 
@@ -15,6 +15,7 @@ from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL, Gate
+from tests.proofs import searched
 
 LAYERS, TOKENS = 4, 24
 
@@ -109,7 +110,7 @@ def test_a_chunk_goes_exactly_when_its_layers_and_tokens_are_produced(verb: Verb
 corner = st.tuples(st.integers(0, LAYERS), st.integers(0, TOKENS))
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@searched(few=10, many=30)
 @given(
     corners=st.lists(corner, max_size=5),
     promised=st.integers(0, 5),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mover_cases import Case, cases
 from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, HandClock, Pair
@@ -20,6 +20,7 @@ from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer
+from tests.proofs import searched
 
 PULL = replace(CONFIG, verb=Verb.PULL)
 CHUNK_BYTES = SMALL_CHUNKS.chunk_bytes
@@ -31,7 +32,7 @@ def ended(transfer: Transfer) -> Result:
     return transfer.result
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@searched(few=10, many=30)
 @given(cases(most_tokens=60), st.sampled_from([None, *Route]), st.sampled_from(Integrity), st.sampled_from([0, 1, 3]))
 def test_any_fleet_reads_from_any_other_what_that_would_have_written(
     case: Case, route: Route | None, integrity: Integrity, chunk_layers: int

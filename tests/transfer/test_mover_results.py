@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mover_cases import Case, cases
 from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, Engine, HandClock, Pair, Tables
@@ -16,6 +16,7 @@ from kvmover.layout import Fleet, Pool
 from kvmover.plan.cost import Route
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer
+from tests.proofs import searched
 
 
 def ended(transfer: Transfer) -> Result:
@@ -68,7 +69,7 @@ def assert_told(pair: Pair, landed: list[Transfer], way: tuple[Verb, Route], sta
             assert missing == told
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@searched(few=10, many=30)
 @given(
     cases(most_tokens=50),
     st.sampled_from(Verb),

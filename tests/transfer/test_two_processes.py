@@ -14,6 +14,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 from mover_peer import DEADLINE_S, MoverProcess, Side, footprint
 
 from kvmover.plan.cost import Route
+from tests.proofs import family
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -148,18 +149,19 @@ def half_way(process: MoverProcess) -> None:
     assert chunks < 12
 
 
-def test_starting_and_stopping_fifty_times_leaks_nothing(source: MoverProcess):
+@pytest.mark.parametrize("cycles", family([20, 50], few=[20]))
+def test_starting_and_stopping_many_times_leaks_nothing(source: MoverProcess, cycles: int):
     sent = source.ask("fill", 7, SRC_PAGES, TOKENS)
     card = source.ask("card")
     before: list[dict[str, int]] = []
-    for cycle in range(50):
+    for cycle in range(cycles):
         here = Side("cycle", 24, "HND", None)
         here.connect(card)
-        source.ask("send", f"cycle-{cycle}", SRC_PAGES)
-        here.receive(f"cycle-{cycle}", "prefill", 0, 32, DST_PAGES)
-        assert here.outcome(f"cycle-{cycle}", 10)[0] == f"landed {32 * ROW_BYTES} bytes packed"
-        assert source.ask("outcome", f"cycle-{cycle}", 10)[0].startswith("landed")
-        if cycle == 49:
+        source.ask("send", f"{cycles}-{cycle}", SRC_PAGES)
+        here.receive(f"{cycles}-{cycle}", "prefill", 0, 32, DST_PAGES)
+        assert here.outcome(f"{cycles}-{cycle}", 10)[0] == f"landed {32 * ROW_BYTES} bytes packed"
+        assert source.ask("outcome", f"{cycles}-{cycle}", 10)[0].startswith("landed")
+        if cycle == cycles - 1:
             assert here.digest(DST_PAGES, 32) == source.ask("digest", SRC_PAGES, 32) != sent
         here.mover.close()
         assert not here.transport._registered

@@ -33,6 +33,7 @@ from kvmover.transport import (
     Note,
     whole,
 )
+from tests.proofs import family
 from tests.transport.mailbox import Mailbox
 
 NBYTES = 1 << 16
@@ -313,11 +314,12 @@ def counts() -> tuple[int, int]:
 
 
 @pytest.mark.timeout(60)
-def test_fifty_lives_of_a_pair_leave_no_file_or_thread_behind(make: Maker) -> None:
+@pytest.mark.parametrize("lives", family([10, 50], few=[10]))
+def test_many_lives_of_a_pair_leave_no_file_or_thread_behind(make: Maker, lives: int) -> None:
     seen: list[tuple[int, int]] = []
     arrays = [np.zeros(NBYTES, np.uint8) for _ in range(2)]
     memory = [Memory(MemoryKind.HOST, array.ctypes.data, NBYTES) for array in arrays]
-    for life in range(50):
+    for life in range(lives):
         here, there = make(f"here{life}"), make(f"there{life}")
         here.register(memory[0])
         there.register(memory[1])

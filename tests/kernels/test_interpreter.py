@@ -1,0 +1,26 @@
+"""In Triton's interpreter every kernel does what its definition says: one process has the cases of all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CASES = [HERE / f"{kernel}_cases.py" for kernel in ("rows", "digest", "quant")]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("selection", ["not proof", pytest.param("proof", marks=pytest.mark.proof)])
+def test_all_cases_hold_in_the_interpreter(selection: str) -> None:
+    """TRITON_INTERPRET has to be set before Triton is imported, and the tests of compiled code need it unset."""
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", selection, *CASES]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True, timeout=380)
+    out = done.stdout
+    assert done.returncode == 0, f"\n{out}\n{done.stderr}"
+    assert " passed" in out
+    assert all("no sparse file" in line for line in out.splitlines() if line.startswith("SKIPPED"))
