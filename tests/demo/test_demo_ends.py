@@ -197,7 +197,9 @@ def test_ports_for_all_ranks_are_neighbours_that_nobody_listens_on(monkeypatch: 
 @contextmanager
 def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A demo in a session of its own, when its processes have begun."""
-    code = "from kvmover.cli import main; main()"
+    # A shell has those that it starts in the background ignore Ctrl-C, and they hand that down.
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heeds}; from kvmover.cli import main; main()"
     command = [sys.executable, "-c", code, "demo", "--scenario", "gqa"]
     command += ["--watch", "--report", str(folder / "run.html")]
     environ = os.environ | {"TMPDIR": str(folder)}
