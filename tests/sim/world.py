@@ -175,6 +175,7 @@ class World:
         steps.check_memory(seat)
         steps.check_arena(seat)
         steps.check_silence(self.scene, seat)
+        steps.check_quarantine(self.scene, seat)
         steps.check_early(self.scene, seat)
         for order in list(seat.orders):
             if order.transfer.result is None:
@@ -208,7 +209,6 @@ class World:
     def _end(self) -> None:
         """Count what was reached; check what only the end can show."""
         endings.check_told(self.scene)
-        self.seen["left for ever"] += sum(len(seat.mover._destination.quarantine) for seat in self.scene.alive)
         self.seen.update({f"lost {kind}": count for kind, count in self.network.lost.items()})
         for fault in self.scenario.faults:
             match fault:

@@ -98,7 +98,11 @@ def _told(state: Receiving, peer: str, message: wire.ToDestination | wire.Abort,
 
 
 def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], now: float) -> Stepped:
-    """A chunk of a packed source needs a region, once; one that is read from pages is asked for straight away."""
+    """A chunk of a packed source needs a region, once; one that is read from pages is asked for straight away.
+
+    A push offers again what it was granted and could not write in time, and is granted it again: the same region, or the
+    pages, under a lease that has just begun.
+    """
     source = state.sources[peer]
     if state.reason is not None:
         return state, []
@@ -107,15 +111,24 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
         if not before <= first <= stop <= source.chunks:
             return _fail(state, f"{peer} offers chunks {first} to {stop} of {source.chunks}", now)
         before = stop
-    chunks = [chunk for first, stop in ready for chunk in range(first, stop) if (peer, chunk) not in state.ready]
+    offered = [chunk for first, stop in ready for chunk in range(first, stop)]
+    chunks = [chunk for chunk in offered if (peer, chunk) not in state.ready]
+    known = [(chunk, state.regions.get((peer, chunk), 0)) for chunk in offered if _granted(state, (peer, chunk))]
+    again = [_grant(state, peer, known)] if known else []
     if not chunks:
-        return state, []
+        return state, again
     state = replace(state, ready=state.ready | {(peer, chunk) for chunk in chunks})
     if not source.direct:
-        return state, [Lease(peer, chunk) for chunk in chunks]
+        return state, [*again, *(Lease(peer, chunk) for chunk in chunks)]
     if source.verb is Verb.PUSH:
-        return state, []
+        return state, again
     return state, [_grant(state, peer, [(chunk, 0) for chunk in chunks])]
+
+
+def _granted(state: Receiving, key: WriterChunk) -> bool:
+    """Whether a source may write a chunk that is not here."""
+    source = state.sources[key[0]]
+    return source.verb is Verb.PUSH and key not in state.arrived and (source.direct or key in state.regions)
 
 
 def _grant(state: Receiving, peer: str, regions: list[tuple[int, int]]) -> Send:
