@@ -257,6 +257,21 @@ class Mover:
         self._source.abort(transfer, reason)
         self._destination.abort(transfer, reason)
 
+    def forget(self, engine: str, rank: int) -> None:
+        """The process of a rank is dead, as an orchestrator knows that deleted its pod: it is disconnected and not
+        dialled again, and what it might have written is free at once.
+
+        Whoever had the rank before it is forgotten with it. What a process does that is forgotten and lives is not
+        defended against.
+        """
+        self._check_thread()
+        seat, reason = (engine, rank), f"rank {rank} of {engine} is dead, this side was told"
+        self._destination.forget(seat, reason)
+        name = self._core.peers.seated(seat)
+        if name is not None:
+            self._lose(name, reason)
+        self._reconnector.forget(seat)
+
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
 

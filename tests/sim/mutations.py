@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvmover.transfer.destination import credits
 from kvmover.transfer.destination import driver as destination_driver
 from kvmover.transfer.destination import machine as destination_machine
 from kvmover.transfer.destination.driver import DestinationDriver
@@ -176,7 +177,7 @@ def the_arena_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     """The next region follows the last one, whoever has it."""
     ends: dict[int, int] = {}
 
-    def lease(honest: Any, self: Arena, nbytes: int) -> int | None:
+    def lease(honest: Any, self: Arena, nbytes: int, owner: str = "") -> int | None:
         size = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         offset = ends.get(id(self), 0)
         if offset + size > self.nbytes:
@@ -184,12 +185,17 @@ def the_arena_is_a_ring(patch: pytest.MonkeyPatch) -> None:
         if offset in self._leased:  # a ring that counts would stop here; one that overcommits goes on
             offset = (offset + ALIGN_BYTES) % self.nbytes
         if offset + size > self.nbytes or offset in self._leased:
-            return honest(self, nbytes)
+            return honest(self, nbytes, owner)
         ends[id(self)] = offset + size
-        self._leased[offset] = size
+        self._leased[offset], self._owners[offset] = size, owner
+        self._held[owner] += size
         return offset
 
     around(patch, Arena, "lease", lease)
+
+
+def a_source_may_have_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(credits, "within_share", lambda arena, source, nbytes: True)
 
 
 def staging_is_reused_before_a_failed_write_settles(patch: pytest.MonkeyPatch) -> None:
@@ -309,6 +315,11 @@ def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Quarantine, "drained", lambda self, key: [])
 
 
+def a_dead_peer_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """What an orchestrator says of a process is not believed."""
+    patch.setattr(Quarantine, "forget", lambda self, seat: [])
+
+
 def answers_are_answered(patch: pytest.MonkeyPatch) -> None:
     """The destination says Done to a source's Abort, and the source Abort to a Done."""
 
@@ -358,6 +369,8 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (drained_is_said_with_a_write_in_flight, "frail"),
     (quarantine_is_a_release, "default"),
     (the_arena_is_a_ring, "default"),
+    (a_source_may_have_all, "default"),
+    (a_dead_peer_is_waited_for, "frail"),
     (staging_is_reused_before_a_failed_write_settles, "frail"),
     (staging_is_reused_before_it_was_read, "default"),
     (a_lease_that_is_over_leaves_nothing_under_way, "frail"),

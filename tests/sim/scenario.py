@@ -127,12 +127,14 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Crash:
     """A rank dies, and another process takes its place `back_s` later (None: never). `told`: its peers hear of it from
-    the transport; else their notes to it vanish."""
+    the transport; else their notes to it vanish. `forgotten`: an orchestrator tells them that it is dead, when all that
+    it had under way has landed or never will."""
 
     rank: tuple[str, int]
     at_s: float
     back_s: float | None
     told: bool
+    forgotten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,8 @@ def _faults(random: Random, profile: Profile, fleets: dict[str, Fleet]) -> list[
         for rank in range(fleet.size):
             if random.random() < profile.crashes:
                 back = None if random.random() < 0.15 else random.uniform(0.02, 0.6)
-                faults.append(Crash((engine, rank), random.uniform(0, 0.9), back, random.random() < 0.6))
+                at_s, told = random.uniform(0, 0.9), random.random() < 0.6
+                faults.append(Crash((engine, rank), at_s, back, told, back is None and random.random() < 0.7))
             if random.random() < profile.stops:
                 seconds = random.choice([random.uniform(0.02, 0.3), random.uniform(*profile.long_stop_s)])
                 faults.append(Stop((engine, rank), random.uniform(0, 0.8), seconds))

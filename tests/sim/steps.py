@@ -56,6 +56,10 @@ def check_arena(seat: Seat) -> None:
     if set(wards) != arena._quarantined or arena._leased.keys() != {*regions, *wards}:
         known = f"attempts {sorted(regions)}, limbo {sorted(wards)}"
         raise Broken(f"{seat.name}: leased {sorted(arena._leased)}, {sorted(arena._quarantined)} apart; {known}")
+    for owner in arena._held:
+        own = [at for at, of in arena._owners.items() if of == owner]
+        if len(own) > 1 and 2 * arena.leased_by(owner) > arena.nbytes:
+            raise Broken(f"{seat.name}: {owner} has {arena.leased_by(owner)} bytes of {arena.nbytes}")
     spans = sorted((at, at + size) for at, size in arena._leased.items())
     if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
         raise Broken(f"{seat.name}: regions overlap: {spans}")
@@ -100,6 +104,15 @@ def check_quarantine(scene: Scene, seat: Seat) -> None:
         since = scene.idle_since.setdefault((seat.name, key), now)
         if now - since > ASK_S + SLACK_S + 5 * (seat.pace_s + peer.pace_s):
             raise Broken(f"{seat.name}: {key} is kept since {since - 1000:.4f}, and nothing of it is under way")
+
+
+def check_forgotten(seat: Seat, dead: Seat) -> None:
+    """Nothing is kept from a process that is known to be dead, nor is it awaited or dialled."""
+    mover = seat.mover
+    kept = [key for key, ward in mover._destination.quarantine._held.items() if key[0] == dead.name and not ward.reads]
+    awaited = dead.name in set(_awaited(seat))
+    if kept or awaited or mover._core.peers.get(dead.name) or dead.name in mover._reconnector._lost_peers:
+        raise Broken(f"{seat.name}: {dead.name} is dead, as it was told, and not forgotten: {kept}")
 
 
 def _idle(scene: Scene, seat: Seat, peer: Seat, request: str) -> bool:

@@ -12,7 +12,7 @@ from kvmover.plan.cost import Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.leases import WriteLeases
-from kvmover.transfer.destination.state import Event, Heard, ReadEnded, Receiving, Scattered, Source, WriterChunk
+from kvmover.transfer.destination.state import Event, Heard, PeerDead, ReadEnded, Receiving, Scattered, Source, WriterChunk
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.peers.table import Peer
@@ -27,6 +27,7 @@ _CAUSES: dict[type, Cause] = {
     Cancel: Cause.ABORTED,
     wire.Abort: Cause.PEER_ABORTED,
     PeerGone: Cause.PEER_LOST,
+    PeerDead: Cause.PEER_LOST,
     Tick: Cause.DEADLINE,
     ReadEnded: Cause.TRANSPORT,
     Scattered: Cause.INTEGRITY,

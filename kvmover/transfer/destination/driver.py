@@ -28,6 +28,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    PeerDead,
     Read,
     ReadEnded,
     ReadSettled,
@@ -127,6 +128,13 @@ class DestinationDriver:
         self._retransmissions.lost(peer)
         for attempt in list(self._attempts.values()):
             self._step(attempt, PeerGone(peer, reason))
+
+    def forget(self, seat: tuple[str, int], reason: str) -> None:
+        """Whoever sat there is dead, and writes no more: nothing is waited for, nor kept."""
+        for attempt in list(self._attempts.values()):
+            for peer in [peer for peer, place in attempt.seats.items() if place == seat]:
+                self._step(attempt, PeerDead(peer, reason))
+        self._free(self.quarantine.forget(seat))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         for attempt in list(self._attempts.values()):
@@ -234,7 +242,7 @@ class DestinationDriver:
                     self.core.post(peer, attempt.wants[peer])
                 case Lease(peer, chunk):
                     attempt.asked[peer, chunk] = self.core.clock()
-                    self._credits.ask(attempt.id, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
+                    self._credits.ask(attempt.id, peer, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
                 case Read():
                     self._read(attempt, action)
                 case Scatter(peer, chunk, offset):

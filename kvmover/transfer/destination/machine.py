@@ -25,6 +25,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    PeerDead,
     Read,
     ReadEnded,
     ReadSettled,
@@ -65,6 +66,8 @@ def step(state: Receiving, event: Event, now: float) -> Stepped:
             return _read(state, event, (peer, chunk), now)
         case ReadSettled(peer, chunk):
             return _quiet(state, (peer, chunk))
+        case PeerDead(peer, reason):
+            return _dead(state, peer, reason, now) if peer in state.sources else (state, [])
         case Heard() | PeerGone():
             return _heard(state, event, now) if event.peer in state.sources else (state, [])
 
@@ -274,6 +277,22 @@ def _gone(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
     if state.reason is not None:
         return _settle(state, [])
     return (state, []) if state.served(peer) else _fail(state, reason, now)
+
+
+def _dead(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
+    """As one that is gone, but that nothing of it is under way: it has drained."""
+    actions = list[Action]()
+    if state.reason is None and not state.served(peer):
+        state, actions = _fail(state, reason, now)
+    state = replace(state, gone=state.gone | {peer})
+    if state.finished:
+        return state, actions
+    after, more = _drained(state, peer)
+    return (after, [*actions, *more]) if after is not state else _then(_gone(state, peer, reason, now), actions)
+
+
+def _then(stepped: Stepped, before: list[Action]) -> Stepped:
+    return stepped[0], [*before, *stepped[1]]
 
 
 def _tick(state: Receiving, now: float) -> Stepped:

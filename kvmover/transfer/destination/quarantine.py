@@ -63,6 +63,11 @@ class Quarantine:
         isolated.reads.discard(chunk)
         return [] if isolated.reads else self._release(key)
 
+    def forget(self, seat: tuple[str, int]) -> list[int]:
+        """Whoever sat there is dead: offsets to release. Reads of ours end when the transport says so."""
+        keys = [key for key, isolated in self._held.items() if isolated.seat == seat and not isolated.reads]
+        return [offset for key in keys for offset in self._release(key)]
+
     def poll(self, now: float) -> tuple[list[Key], list[int]]:
         """(attempts to ask about again, offsets to release)."""
         over = [key for key, isolated in self._held.items() if now >= isolated.until]
