@@ -85,9 +85,7 @@ DROWSY = replace(
     long_stop_s=(3.3, 6.0),
     copies_s=((0.05, 0.3), (0.05, 0.3), (0.5, 4.0)),
 )
-PROFILES = {
-    profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY)
-}
+PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from tests.sim.seats import Order, Seat
 SLACK_S = 0.5
 
 
-
 def check_states(seat: Seat) -> None:
     """What each state machine promises of its own state."""
     try:

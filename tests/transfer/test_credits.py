@@ -1,5 +1,5 @@
-"""Credits: requests take turns, a long lease blocks nobody, a chunk that needs much is not passed for ever, and no source
-has more than its share."""
+"""Credits: requests take turns, a long lease blocks nobody, a chunk that needs much is not passed for ever, and no
+source has more than its share."""
 
 from __future__ import annotations
 

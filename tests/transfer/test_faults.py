@@ -92,7 +92,8 @@ def test_who_moves_the_bytes_is_killed_mid_chunk_and_restarts_under_the_same_nam
         assert name in (ending.reason or "")
         assert ending.held == (verb is Verb.PUSH), "its writes may be under way; nobody reads for a dead process"
         if verb is Verb.PUSH:
-            crowd.until(lambda: "limbo" not in crowd[survivor].ask("left"), 20, "its lease is over")
+            there = crowd[survivor]
+            crowd.until(lambda there=there: "limbo" not in there.ask("left"), 20, "its lease is over")
         crowd.replace(seat(victim), [survivor])
         crowd.landed(job(verb), source, target)
         crowd.assert_nothing_is_left()

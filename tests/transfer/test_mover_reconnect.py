@@ -185,6 +185,31 @@ def test_a_peer_that_never_comes_back_costs_its_own_regions_for_a_while_and_noth
     assert dials == ([], [])  # given up
 
 
+@routes
+@pytest.mark.parametrize("when", ["while it is awaited", "when it has been given up"])
+def test_a_process_that_is_known_to_be_dead_is_forgotten_and_keeps_nothing(route: Route, when: str):
+    pair, network, clock = pair_of(route)
+    _, landed = in_flight(pair, network)
+    dead, (waits,) = pair.src.movers[1], pair.dst.movers
+    network.cut(name(dead))
+    pair.bench.movers.remove(dead)
+    network.deliver()
+    if when == "when it has been given up":
+        pass_time(pair, 4.0)
+        assert ended(landed).held == (route is Route.DIRECT)
+        assert len(waits._destination.quarantine) == 1
+    waits.forget("prefill", 1)
+    waits.forget("prefill", 1)
+    waits.forget("nobody", 7)
+    pass_time(pair, 1.0)
+    assert ended(landed).cause is Cause.PEER_LOST
+    assert not landed.held
+    assert incoming(pair).leased_bytes == 0
+    assert waits.ranks("prefill") == {0}
+    assert waits._reconnector.due(clock.now + 1e6) == ([], [])
+    pair.bench.assert_nothing_is_left()
+
+
 def test_a_peer_that_is_cut_off_while_nothing_is_under_way_is_missed_by_nobody_until_it_is_asked():
     pair, network, _ = pair_of()
     trouble = pair.src.movers[1]

@@ -12,7 +12,16 @@ from kvmover.plan.cost import Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.leases import WriteLeases
-from kvmover.transfer.destination.state import Event, Heard, PeerDead, ReadEnded, Receiving, Scattered, Source, WriterChunk
+from kvmover.transfer.destination.state import (
+    Event,
+    Heard,
+    PeerDead,
+    ReadEnded,
+    Receiving,
+    Scattered,
+    Source,
+    WriterChunk,
+)
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.peers.table import Peer
@@ -166,9 +175,7 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int) -> Route:
     return choice.route
 
 
-def _want(
-    core: Core, state: Receiving, source: Source, wanted: ReceiveRequest, lease: wire.WriteLease
-) -> wire.Want:
+def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest, lease: wire.WriteLease) -> wire.Want:
     config = core.config
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(

@@ -1,7 +1,7 @@
-"""Write leases: until when each source may write into this rank, said in stamps of the source's own clock. Pure.
+"""Write leases: until when each source may write into this rank, said in stamps of the source's clock. Pure.
 
-Clocks of two hosts are never compared. A source stamps what it says; the newest stamp goes back with what it is granted,
-and on its clock the permission ends `lease_s` after that stamp. The stamp was taken before it was heard here. So on our
+Clocks of two hosts are never compared. A source stamps what it says; the newest stamp goes back with what it is
+granted, and on its clock the permission ends `lease_s` after that stamp. The stamp was taken before it was heard here. So on our
 clock nothing is posted from `lease_s` after it was heard, and nothing lands from `linger_s` after that: however long the
 source is stopped, whether or not it is replaced, and without a word from it.
 

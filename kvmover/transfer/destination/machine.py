@@ -103,8 +103,8 @@ def _told(state: Receiving, peer: str, message: wire.ToDestination | wire.Abort,
 def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], now: float) -> Stepped:
     """A chunk of a packed source needs a region, once; one that is read from pages is asked for straight away.
 
-    A push offers again what it was granted and could not write in time, and is granted it again: the same region, or the
-    pages, under a lease that has just begun.
+    A push offers again what it was granted and could not write in time, and is granted it again: the same region, or
+    the pages, under a lease that has just begun.
     """
     source = state.sources[peer]
     if state.reason is not None:

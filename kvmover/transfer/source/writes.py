@@ -58,8 +58,9 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A chunk of a job on its way: asked for in `round` under a lease of `term`, `staged` at an offset of our arena where
-    it is packed.
+    """A chunk of a job on its way: asked for in `round` under a lease of `term`.
+
+    `staged`: its offset in our arena where it is packed.
     """
 
     job: Job
