@@ -1,9 +1,9 @@
 """Write leases: until when each source may write into this rank, said in stamps of the source's clock. Pure.
 
 Clocks of two hosts are never compared. A source stamps what it says; the newest stamp goes back with what it is
-granted, and on its clock the permission ends `lease_s` after that stamp. The stamp was taken before it was heard here. So on our
-clock nothing is posted from `lease_s` after it was heard, and nothing lands from `linger_s` after that: however long the
-source is stopped, whether or not it is replaced, and without a word from it.
+granted, and on its clock the permission ends `lease_s` after that stamp. The stamp was taken before it was heard here.
+So on our clock nothing is posted from `lease_s` after it was heard, and nothing lands from `linger_s` after that:
+however long the source is stopped, whether or not it is replaced, and without a word from it.
 
 A stamp that was heard at 100.0 s and echoed at 100.4 s lets its source post until 105.0 s at the latest, and what it
 posted then has landed by 145.0 s, with a `lease_s` of 5 and a `linger_s` of 40.

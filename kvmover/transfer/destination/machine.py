@@ -117,7 +117,7 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
     offered = [chunk for first, stop in ready for chunk in range(first, stop)]
     chunks = [chunk for chunk in offered if (peer, chunk) not in state.ready]
     known = [(chunk, state.regions.get((peer, chunk), 0)) for chunk in offered if _granted(state, (peer, chunk))]
-    again = [_grant(state, peer, known)] if known else []
+    again: list[Action] = [_grant(state, peer, known)] if known else []
     if not chunks:
         return state, again
     state = replace(state, ready=state.ready | {(peer, chunk) for chunk in chunks})
