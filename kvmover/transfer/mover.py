@@ -351,7 +351,7 @@ class Mover:
             self._told(peer, message)
 
     def _lend(self, peer: Peer, message: wire.AnyMessage) -> None:
-        """Whatever a message says beside of how long one side may write to the other."""
+        """What a message says of how long one side may write to the other: a lease to us, or a stamp for ours to it."""
         match message:
             case wire.Ping(lease=lease) | wire.Want(lease=lease) | wire.Granted(lease=lease):
                 self._writes.renew(peer.name, lease)
