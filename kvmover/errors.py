@@ -40,6 +40,10 @@ class DeadlineExceeded(TransportError):
     """A wait that reached its deadline. The operation may still be touching memory until quiescence is proved."""
 
 
+class LeaseOver(TransportError):
+    """A write that was not posted, because the permission for it ended before."""
+
+
 class PeerRefused(KvmoverError):
     """A handshake that ended because the two sides do not hold the same model: the message gives both values."""
 

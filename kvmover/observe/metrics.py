@@ -28,6 +28,7 @@ METRICS: Mapping[StrEnum, Metric] = {
             Count.DESCRIPTORS: "Byte runs of the writes and reads that were posted.",
             Count.MESSAGES: "Control messages sent, pings and repetitions included.",
             Count.RESENT_MESSAGES: "Messages sent again because nobody answered.",
+            Count.LAPSED_CHUNKS: "Chunks not written because the permission was over, and granted again.",
             Count.MISMATCHED_CHUNKS: "Chunks that landed with another digest than they were sent with.",
             Count.LATE_MESSAGES: "Messages about what was over when they came.",
             Count.MALFORMED_MESSAGES: "Messages dropped because they made no sense, or came from strangers.",

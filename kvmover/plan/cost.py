@@ -101,14 +101,14 @@ class Choice:
 
 
 #: GPU to GPU over 400 Gb/s RDMA. Packing with 8 SMs of an H200, its slowest row in kernels/tuned; 25 us a chunk are
-#: assumed.
+#: assumed. 8 chunks fill the default arena: a source may have 4 of them at a time, and one that dies leaves 4.
 RDMA = Costs(
     descriptor_us=1.0,
     wire_rate=50e3,
     gather_rate=160e3,
     scatter_rate=160e3,
     chunk_us=25.0,
-    chunk_bytes=32 << 20,
+    chunk_bytes=8 << 20,
 )
 
 #: Between processes of one host through UCX's cma: one system call a descriptor (7 to 10 us where the machine is busy,

@@ -34,7 +34,9 @@ class MoverConfig:
     `ping_s`: time between pings of a peer that owes an answer.
     `resend_s`: time before an unanswered message is resent.
     `silence_s`: a peer that answers nothing for so long is lost. Longer than an engine may go without a poll.
-    `linger_s`: time from a peer's restart until memory that its dead process may write is reused. Longer than a NIC
+    `lease_s`: how long a source may write after it was last heard; renewed by every ping, so several pings
+    long: a write that finds it over costs a round trip more.
+    `linger_s`: time from the end of a source's lease until memory that it may have written is reused. Longer than a NIC
     retries.
     `sandbox_bytes`: memory that peers may write to when they measure the link; at least 128 KiB, or 0: no probes.
     `backoff`: when lost peers are dialled again.
@@ -56,7 +58,8 @@ class MoverConfig:
     ping_s: float = 0.5
     resend_s: float = 1.0
     silence_s: float = 10.0
-    linger_s: float = 60.0
+    lease_s: float = 5.0
+    linger_s: float = 40.0
     sandbox_bytes: int = 1 << 20
     backoff: Backoff = field(default_factory=Backoff)
     costs: Costs = RDMA
@@ -71,7 +74,9 @@ class MoverConfig:
     def __post_init__(self) -> None:
         what = "mover config"
         settle_whole(self, what, LayoutError, arena_bytes=ALIGN_BYTES, sandbox_bytes=0, chunk_layers=0)
-        check_positive(self, what, LayoutError, "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "linger_s")
+        check_positive(
+            self, what, LayoutError, "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "lease_s", "linger_s"
+        )
         if self.sms is not None:
             object.__setattr__(self, "sms", whole(self.sms, f"{what} has sms", LayoutError, 1))
         if 0 < self.sandbox_bytes < LEAST_REGION_BYTES:

@@ -78,6 +78,10 @@ class Core:
         """What an attempt that begins now waits for, on either side."""
         return Patience(self.config.deadline_s, self.config.drain_s, self.config.resend_s)
 
+    def stamp_us(self) -> int:
+        """This side's clock, for what a WriteLease will echo."""
+        return int(self.clock() * 1e6)
+
     def remembered_until(self) -> float:
         """How long an attempt that ends now is remembered: a peer that missed its end has given it up by then."""
         return self.clock() + self.config.deadline_s + self.config.drain_s

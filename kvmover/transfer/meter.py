@@ -20,6 +20,7 @@ class Count(StrEnum):
     MESSAGES = "messages"
     RESENT_MESSAGES = "resent_messages"
     MISMATCHED_CHUNKS = "mismatched_chunks"
+    LAPSED_CHUNKS = "lapsed_chunks"
     LATE_MESSAGES = "late_messages"
     MALFORMED_MESSAGES = "malformed_messages"
     REFUSED_PEERS = "refused_peers"

@@ -28,6 +28,7 @@ from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.core import assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
+from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Quarantine
 from kvmover.transfer.destination.reads import Reads
 from kvmover.transfer.memory.in_flight import InFlight
@@ -84,7 +85,11 @@ class Mover:
             self._core, lambda reading, event: self._destination.read(reading, event), InFlight(transport)
         )
         self._destination = DestinationDriver(
-            self._core, self._reads, Quarantine(self._config.linger_s), time.time_ns()
+            self._core,
+            self._reads,
+            Quarantine(),
+            WriteLeases(self._config.lease_s, self._config.linger_s),
+            time.time_ns(),
         )
         self._liveness = Liveness(self._config.ping_s, self._config.silence_s)
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
@@ -151,7 +156,7 @@ class Mover:
             seal.keys = config.keys
         self._config = self._core.config = config
         self._core.copier.sms = config.sms
-        self._destination.quarantine.linger_s = config.linger_s
+        self._destination.leases.lease_s, self._destination.leases.linger_s = config.lease_s, config.linger_s
         self._liveness.ping_s, self._liveness.silence_s = config.ping_s, config.silence_s
         self._reconnector.policy, self._reconnector.answer_s = config.backoff, config.silence_s
 
@@ -163,13 +168,15 @@ class Mover:
         """
         name = self._seat(self._core.auth.verify_card(card))
         self._liveness.greeted(name, self._core.clock())
-        self._core.say(name, wire.Hello(self._card))
+        self._greet(name)
         return name
+
+    def _greet(self, name: str) -> None:
+        self._core.say(name, wire.Hello(self._card, self._core.stamp_us()))
 
     def _seat(self, card: bytes) -> str:
         rank = read_card(self._model, card)
         name = self._transport.connect(rank.transport)
-        self._destination.quarantine.seated(rank.place.seat, name, self._core.clock())
         self._reconnector.seated(rank.place.seat, name)
         peer = Peer(name, rank, card)
         before = self._core.peers.add(peer)
@@ -250,6 +257,21 @@ class Mover:
         self._source.abort(transfer, reason)
         self._destination.abort(transfer, reason)
 
+    def forget(self, engine: str, rank: int) -> None:
+        """The process of a rank is dead, as an orchestrator knows that deleted its pod: it is disconnected and not
+        dialled again, and what it might have written is free at once.
+
+        Whoever had the rank before it is forgotten with it. What a process does that is forgotten and lives is not
+        defended against.
+        """
+        self._check_thread()
+        seat, reason = (engine, rank), f"rank {rank} of {engine} is dead, this side was told"
+        self._destination.forget(seat, reason)
+        name = self._core.peers.seated(seat)
+        if name is not None:
+            self._lose(name, reason)
+        self._reconnector.forget(seat)
+
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
 
@@ -324,8 +346,23 @@ class Mover:
         if peer is None:
             self.meter.add(Count.MALFORMED_MESSAGES)
             log.warning("dropped a %s from %s, who is not connected", type(message).__name__, note.peer)
-        elif isinstance(message, wire.Ping):
-            self._core.say(peer.name, wire.Pong())
+        else:
+            self._lend(peer, message)
+            self._told(peer, message)
+
+    def _lend(self, peer: Peer, message: wire.AnyMessage) -> None:
+        """What a message says of how long one side may write to the other: a lease to us, or a stamp for ours to it."""
+        match message:
+            case wire.Ping(lease=lease) | wire.Want(lease=lease) | wire.Granted(lease=lease):
+                self._writes.renew(peer.name, lease)
+            case wire.Hello(stamp_us=stamp_us) | wire.Pong(stamp_us=stamp_us) | wire.Offered(stamp_us=stamp_us):
+                self._destination.leases.heard(peer.name, stamp_us, self._core.clock())
+            case _:
+                pass
+
+    def _told(self, peer: Peer, message: wire.AnyMessage) -> None:
+        if isinstance(message, wire.Ping):
+            self._core.say(peer.name, wire.Pong(self._core.stamp_us()))
         elif isinstance(message, wire.ToSource):
             self._source.hear(peer, message)
         elif isinstance(message, wire.ToDestination):
@@ -337,7 +374,8 @@ class Mover:
         try:
             if self._seat(hello.card) != name:
                 raise PeerRefused(f"{name} sent the card of another")
-            self._core.say(name, wire.Pong())
+            self._lend(self._core.peers[name], hello)
+            self._core.say(name, wire.Pong(self._core.stamp_us()))
         except (PeerRefused, TransportError) as error:
             self.meter.add(Count.REFUSED_PEERS)
             log.warning("refused %s: %s", name, error)
@@ -348,9 +386,9 @@ class Mover:
         ping, silent = self._liveness.due(awaited, self._core.clock())
         strangers, deaf = self._liveness.strangers(self._core.clock())
         for name in strangers:
-            self._core.say(name, wire.Hello(self._card))
+            self._greet(name)
         for name in ping:
-            self._core.say(name, wire.Ping())
+            self._core.say(name, wire.Ping(self._destination.leases.renewed(name)))
         for name in (*silent, *deaf):
             self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
 
@@ -362,8 +400,8 @@ class Mover:
             self._core.lost.append((name, f"{name} does not answer"))
         for name, card in dial:
             try:
-                self._core.say(self._seat(card), wire.Hello(self._card))
-                self._core.say(name, wire.Ping())
+                self._greet(self._seat(card))
+                self._core.say(name, wire.Ping(self._destination.leases.renewed(name)))
             except (PeerRefused, TransportError) as error:
                 self._reconnector.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
 

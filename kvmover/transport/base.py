@@ -6,6 +6,7 @@ call to the backend takes: completion, failure and notes from peers all come out
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -167,10 +168,22 @@ class Transport(Protocol):
         """Forget a peer. Operations in flight to it fail; unknown peers are ignored."""
         ...
 
-    def write(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        note: bytes,
+        deadline_s: float,
+        until: float = math.inf,
+    ) -> int:
         """Post a one-sided write and return its ticket; `note` reaches the peer after the bytes.
 
-        Raises DescriptorError or PeerUnknown before anything is posted. Whatever goes wrong later is a `Failed` event.
+        `until`: a time of the transport's clock (`time.monotonic` unless it was given another) from which on nothing is
+        posted any more. It is looked at last of all, so that a process that was stopped before does no harm.
+
+        Raises DescriptorError, PeerUnknown or LeaseOver before anything is posted. Whatever goes wrong later is a
+        `Failed` event.
         """
         ...
 

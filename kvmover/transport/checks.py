@@ -12,7 +12,7 @@ from collections.abc import ItemsView, Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.errors import DescriptorError, ProtocolError
+from kvmover.errors import DescriptorError, LeaseOver, ProtocolError
 from kvmover.transport.base import ADDRESS, COUNT, DEVICE, NBYTES, STRIDE, Descriptors, Memory, MemoryKind
 
 #: NIXL carries larger notes in order too, but 4 MiB takes 95 ms on loopback TCP where 1 MiB takes 1 ms.
@@ -143,6 +143,12 @@ def check_post(note: bytes, deadline_s: float) -> None:
     check_note(note)
     if not 0 < deadline_s < math.inf:
         raise DescriptorError(f"an operation needs a finite deadline in seconds from now, got {deadline_s}")
+
+
+def check_until(until: float, now: float, peer: str) -> None:
+    """Raise LeaseOver from `until` on."""
+    if now >= until:
+        raise LeaseOver(f"the permission to write to {peer} is over")
 
 
 def check_note(note: bytes) -> None:

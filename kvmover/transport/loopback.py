@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from kvmover.transport.base import (
     Note,
     Transport,
 )
-from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
+from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, check_until, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
 
 
@@ -176,8 +177,16 @@ class LoopbackTransport(Transport):
             if flight.peer == peer:
                 self._fail(flight, PeerUnknown(f"disconnected from {peer}"))
 
-    def write(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
-        return self._post("WRITE", peer, local, remote, note, deadline_s)
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        note: bytes,
+        deadline_s: float,
+        until: float = math.inf,
+    ) -> int:
+        return self._post("WRITE", peer, local, remote, note, deadline_s, until)
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
         return self._post("READ", peer, local, remote, note, deadline_s)
@@ -190,12 +199,14 @@ class LoopbackTransport(Transport):
         remote: Descriptors,
         note: bytes,
         deadline_s: float,
+        until: float = math.inf,
     ) -> int:
         ranges = self._reachable(peer)
         check_post(note, deadline_s)
         self.ranges.check(local, "local")
         ranges.check(remote, peer)
         check_runs(local, remote)
+        check_until(until, self._clock(), peer)
         flight = _Flight(next(self._tickets), verb, peer, local, remote, note, self._clock() + deadline_s)
         self._flights[flight.ticket] = flight
         self._network.carry(self, flight)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from kvmover.errors import (
     DeadlineExceeded,
     DescriptorError,
+    LeaseOver,
     PeerLost,
     PeerRefused,
     PeerUnknown,
@@ -21,7 +22,7 @@ from kvmover.errors import (
     TransportUnavailable,
 )
 from kvmover.transport.base import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Timing, Transport
-from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
+from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, check_until, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
 from kvmover.transport.nixl_agent import Handle, NixlAgent, spare_forks, start_agent
 
@@ -162,9 +163,17 @@ class NixlTransport(Transport):
                 self._tell(flight, PeerUnknown(f"disconnected from {peer}"))
         self._sweep(agent)
 
-    def write(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        note: bytes,
+        deadline_s: float,
+        until: float = math.inf,
+    ) -> int:
         """`deadline_s` counts from now. An empty note is not sent. A write that failed may still land, and its note."""
-        return self._post("WRITE", peer, local, remote, note, deadline_s)
+        return self._post("WRITE", peer, local, remote, note, deadline_s, until)
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
         return self._post("READ", peer, local, remote, note, deadline_s)
@@ -177,6 +186,7 @@ class NixlTransport(Transport):
         remote: Descriptors,
         note: bytes,
         deadline_s: float,
+        until: float = math.inf,
     ) -> int:
         agent, known = self._ready(), self._peer(peer)
         check_post(note, deadline_s)
@@ -189,8 +199,13 @@ class NixlTransport(Transport):
             raise self._lose(peer, error) from error
         except agent.errors as error:
             raise DescriptorError(f"NIXL refuses {verb} of {local.count} runs to {peer}: {error}") from error
-        self._tickets += 1
         begun = self._clock()
+        try:  # preparing takes its time
+            check_until(until, begun, peer)
+        except LeaseOver:
+            handle.release()
+            raise
+        self._tickets += 1
         flight = _Flight(self._tickets, peer, local, begun + deadline_s, deadline_s, handle, begun)
         self._flights[flight.ticket] = flight
         self._advance(agent, flight, agent.nixl.transfer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
+import math
 import re
 import struct
 from pathlib import Path
@@ -51,12 +52,20 @@ class Overheard(LoopbackTransport):
         self.to.append((peer, note))
         super().notify(peer, note)
 
-    def write(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        note: bytes,
+        deadline_s: float,
+        until: float = math.inf,
+    ) -> int:
         if note:  # a probe has none
             self.said.append(note)
             self.to.append((peer, note))
             self.written.append(b"".join(_bytes_at(*row[:2]) for row in local.table.tolist()))
-        return super().write(peer, local, remote, note, deadline_s)
+        return super().write(peer, local, remote, note, deadline_s, until)
 
 
 def _bytes_at(address: int, nbytes: int) -> bytes:
@@ -77,6 +86,9 @@ def _moved(config: MoverConfig) -> tuple[list[bytes], list[Overheard], list[Pool
     *sources, destination = movers
     for source in sources:
         destination.connect(source.card)
+    for _ in range(3):  # the first stamps come with Pong
+        for mover in movers:
+            mover.poll()
     transfers = [destination.receive("r", "prefill", range(TOKENS), [[1]], aux_from=[0])]
     transfers += [source.send("r", [[2, 0, 3]], aux=b"beside" if source is sources[0] else None) for source in sources]
     while not all(transfer.ended for transfer in transfers):
@@ -111,6 +123,18 @@ def _steps(route: Route, verb: Verb) -> list[str]:
         return ["Hello", "Want", "Offered", "Granted", "Staged", "Taken", "Done", "Kept"]
     packed = ["Offered", "Granted"] if route is Route.PACKED else []
     return ["Hello", "Want", *packed, "Chunk", "Done"]
+
+
+def test_a_lease_echoes_a_stamp_that_its_source_has_said() -> None:
+    said, _, _ = _moved(MoverConfig(route=Route.PACKED))
+    notes = [message(note) for note in said]
+    stamps = {note["stamp_us"] for note in notes if note["type"] in ("Hello", "Pong", "Offered")}
+    leases = [note["lease"] for note in notes if note["type"] == "Granted"]
+    assert leases
+    for term, echo_us, span_us in leases:
+        assert term >= 1
+        assert echo_us in stamps
+        assert span_us == MoverConfig().lease_s * 1e6
 
 
 def test_page_tables_and_grants_are_what_the_page_says() -> None:
@@ -176,7 +200,7 @@ def test_a_card_is_read_by_the_page() -> None:
     assert end == len(mover.card)
     keys = ("name", "layers", "kv", "heads", "dim", "dtype", "window", "states")
     model = {"name": "tiny", "components": [{key: getattr(KV, key) for key in keys}]}
-    assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([2, model])).digest()
+    assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([3, model])).digest()
     body, _ = unpack(card["body"], 0)
     assert (body["place"]["engine"], body["place"]["rank"], body["place"]["fleet"]["tp"]) == ("prefill", 1, 2)
     assert body["pools"][0]["layout"]["axes"] == ["layer", "kv", "page", "token", "head", "dim"]
@@ -247,7 +271,7 @@ def _kinds(base: type) -> list[type]:
 
 def test_the_numbers_are_the_codes() -> None:
     config = MoverConfig()
-    for name in ("deadline_s", "drain_s", "resend_s", "ping_s", "silence_s", "linger_s"):
+    for name in ("deadline_s", "drain_s", "resend_s", "ping_s", "silence_s", "lease_s", "linger_s"):
         assert f"| `{name}` | {getattr(config, name):g} |" in PAGE
     prose = " ".join(PAGE.split())
     assert f"longer than {wire.MAX_MESSAGE_BYTES:,} bytes" in prose

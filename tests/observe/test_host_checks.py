@@ -237,4 +237,4 @@ def test_chunks_that_fit_no_arena_are_a_problem(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("KVMOVER_MOVER_ARENA_BYTES", "1MiB")
     (found,) = host.configuration()
     assert found.status is Status.PROBLEM
-    assert "a chunk of 32 MiB does not fit 1 MiB of mover.arena_bytes" in found.detail
+    assert "a chunk of 8 MiB does not fit 1 MiB of mover.arena_bytes" in found.detail

@@ -322,7 +322,7 @@ class TestOnTheCommandLine:
             "gather_rate": 160e3,
             "scatter_rate": 160e3,
             "chunk_us": 180.0,
-            "chunk_bytes": 32 << 20,
+            "chunk_bytes": 8 << 20,
             "posting": "inline",
         }
         assert (data["calibration"]["writes"], data["calibration"]["gather_rate"]) == (412, None)

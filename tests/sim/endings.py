@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmover.plan.cost import Route
+from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol.lane import plans_between
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result
@@ -81,6 +82,7 @@ def _note(scene: Scene, order: Order, result: Result) -> None:
         "slow copies": scenario.copy_s[1],
         "slow consumer": order.seat.pace_s,
         "after a restart": len(scene.seats) > len(scene.at),
+        "after a lapse": any(seat.mover.meter.counts[Count.LAPSED_CHUNKS] for seat in scene.seats.values()),
         "by layers": scenario.config.chunk_layers,
     }
     seen.update(f"landed {what}" for what, value in reached.items() if value)

@@ -1,4 +1,4 @@
-"""What is left when all has ended: nothing, but for what a peer may still write that can never be heard again."""
+"""What is left when all has ended: nothing, whoever died, was stopped or was cut off."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ def left(scene: Scene) -> list[str]:
 def _remembered(scene: Scene, seat: Seat) -> list[str]:
     mover = seat.mover
     arena, wards = mover._core.incoming.arena, mover._destination.quarantine._held
-    excused = {key: ward for key, ward in wards.items() if _for_ever(scene, seat, key[0])}
-    given_up = [ward.transfer for ward in excused.values()]
     tables = {
         "attempts": mover._destination._attempts,
         "queue": mover._destination._credits,
-        "limbo": wards.keys() - excused,
+        "limbo": wards,
         "farewells": mover._destination._retransmissions,
         "reads": mover._reads.flights,
         "requests": mover._source._requests,
@@ -30,19 +28,10 @@ def _remembered(scene: Scene, seat: Seat) -> list[str]:
         "writes": mover._writes.flights,
         "later": mover._core.later,
         "staging": mover._core.outgoing.arena._leased,
-        "leased": arena._leased.keys() - arena._quarantined,
-        "held": [order for order in seat.orders if order.transfer not in given_up],
+        "leased": arena._leased,
+        "held": seat.orders,
     }
     return [f"{seat.name} {name}: {len(table)}" for name, table in tables.items() if table]
-
-
-def _for_ever(scene: Scene, seat: Seat, peer: str) -> bool:
-    """Whether nothing can be heard of a peer any more, nor that its place was taken: nothing proves that it is done."""
-    network = scene.network
-    if network.is_dead(peer):
-        place = scene.at[scene.seats[peer].place.seat]
-        return not place.alive or network.unreachable_since(seat.name, place.name) is not None
-    return network.unreachable_since(seat.name, peer) is not None
 
 
 def _strangers(scene: Scene, seat: Seat) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace as changed
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvmover.transfer.destination import credits
 from kvmover.transfer.destination import driver as destination_driver
 from kvmover.transfer.destination import machine as destination_machine
 from kvmover.transfer.destination.driver import DestinationDriver
-from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine
+from kvmover.transfer.destination.leases import WriteLeases
+from kvmover.transfer.destination.quarantine import Quarantine
 from kvmover.transfer.destination.state import Action, Free, Receiving, Source, WriterChunk
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 from kvmover.transfer.peers.liveness import Liveness
@@ -27,6 +30,7 @@ from kvmover.transfer.source.state import Say, Sending
 from kvmover.transfer.source.writes import Part, Writes
 from kvmover.transfer.tombstones import Tombstones
 from kvmover.transport.base import Completed, Failed
+from kvmover.transport.loopback import LoopbackTransport
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 Stepped = tuple[Receiving, list[Action]]
@@ -173,7 +177,7 @@ def the_arena_is_a_ring(patch: pytest.MonkeyPatch) -> None:
     """The next region follows the last one, whoever has it."""
     ends: dict[int, int] = {}
 
-    def lease(honest: Any, self: Arena, nbytes: int) -> int | None:
+    def lease(honest: Any, self: Arena, nbytes: int, owner: str = "") -> int | None:
         size = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         offset = ends.get(id(self), 0)
         if offset + size > self.nbytes:
@@ -181,12 +185,17 @@ def the_arena_is_a_ring(patch: pytest.MonkeyPatch) -> None:
         if offset in self._leased:  # a ring that counts would stop here; one that overcommits goes on
             offset = (offset + ALIGN_BYTES) % self.nbytes
         if offset + size > self.nbytes or offset in self._leased:
-            return honest(self, nbytes)
+            return honest(self, nbytes, owner)
         ends[id(self)] = offset + size
-        self._leased[offset] = size
+        self._leased[offset], self._owners[offset] = size, owner
+        self._held[owner] += size
         return offset
 
     around(patch, Arena, "lease", lease)
+
+
+def a_source_may_have_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(credits, "within_share", lambda arena, source, nbytes: True)
 
 
 def staging_is_reused_before_a_failed_write_settles(patch: pytest.MonkeyPatch) -> None:
@@ -207,13 +216,36 @@ def staging_is_reused_before_it_was_read(patch: pytest.MonkeyPatch) -> None:
     around(patch, Writes, "_gathered", gathered)
 
 
-def a_dead_peer_writes_no_more(patch: pytest.MonkeyPatch) -> None:
-    """What it may have been writing is free as soon as another sits in its place."""
+def a_lease_that_is_over_leaves_nothing_under_way(patch: pytest.MonkeyPatch) -> None:
+    """What a source may still write is free with its lease: what it posted last may take its time."""
+    around(patch, WriteLeases, "retire", lambda honest, self, peer: honest(self, peer) - self.linger_s)
 
-    def seated(honest: Any, self: Quarantine, seat: tuple[str, int], name: str, now: float) -> None:
-        honest(self, seat, name, now - self.linger_s)
 
-    around(patch, Quarantine, "seated", seated)
+def a_lease_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    """A source writes what it was granted, however long ago."""
+    patch.setattr(Writes, "_until", lambda self, entry: math.inf)
+
+
+def a_lease_is_looked_at_before_the_gather_only(patch: pytest.MonkeyPatch) -> None:
+    write = LoopbackTransport.write
+    patch.setattr(LoopbackTransport, "write", lambda self, *arguments: write(self, *arguments[:5]))
+
+
+def a_renewal_revives_old_grants(patch: pytest.MonkeyPatch) -> None:
+    """A source that speaks again may write what it was granted before its lease was given up."""
+
+    def retire(honest: Any, self: WriteLeases, peer: str) -> float:
+        lent, self.term = self._lent.get(peer), self.term - 1
+        until = honest(self, peer)
+        if lent is not None:
+            lent.term = self.term
+        return until
+
+    around(patch, WriteLeases, "retire", retire)
+
+
+def a_lapsed_chunk_is_not_offered_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Writes, "_lapse", lambda self, entry: self._release(entry))
 
 
 def held_pages_are_given_back(patch: pytest.MonkeyPatch) -> None:
@@ -283,14 +315,9 @@ def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Quarantine, "drained", lambda self, key: [])
 
 
-def a_successor_seen_early_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """What is kept from a peer whose place was taken before the attempt failed is kept for ever."""
-
-    def hold(honest: Any, self: Quarantine, key: Key, ward: Isolated) -> None:
-        honest(self, key, ward)
-        ward.until = None
-
-    around(patch, Quarantine, "hold", hold)
+def a_dead_peer_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """What an orchestrator says of a process is not believed."""
+    patch.setattr(Quarantine, "forget", lambda self, seat: [])
 
 
 def answers_are_answered(patch: pytest.MonkeyPatch) -> None:
@@ -342,9 +369,15 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (drained_is_said_with_a_write_in_flight, "frail"),
     (quarantine_is_a_release, "default"),
     (the_arena_is_a_ring, "default"),
+    (a_source_may_have_all, "default"),
+    (a_dead_peer_is_waited_for, "frail"),
     (staging_is_reused_before_a_failed_write_settles, "frail"),
     (staging_is_reused_before_it_was_read, "default"),
-    (a_dead_peer_writes_no_more, "frail"),
+    (a_lease_that_is_over_leaves_nothing_under_way, "frail"),
+    (a_lease_is_not_looked_at, "drowsy"),
+    (a_lease_is_looked_at_before_the_gather_only, "drowsy"),
+    (a_renewal_revives_old_grants, "drowsy"),
+    (a_lapsed_chunk_is_not_offered_again, "drowsy"),
     (held_pages_are_given_back, "default"),
     (held_is_over_with_the_transfer, "default"),
     (gates_are_ignored, "default"),
@@ -355,7 +388,6 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_source_without_chunks_is_told_once, "lossy"),
     (silence_is_never_noticed, "default"),
     (a_peer_that_is_back_releases_nothing, "default"),
-    (a_successor_seen_early_is_forgotten, "frail"),
     (answers_are_answered, "hostile"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
     (reads_count_unconfirmed, "ambushed"),

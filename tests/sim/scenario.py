@@ -54,6 +54,9 @@ class Profile:
     integrity: tuple[Integrity, ...] = (Integrity.NONE, Integrity.NONE, Integrity.DIGEST)
     ambushes: float = 0.3
     crashes: float = 0.12
+    stops: float = 0.2
+    long_stop_s: tuple[float, float] = (1.0, 2.2)
+    copies_s: tuple[tuple[float, float], ...] = ((0.0, 0.0), (0.0, 0.0), (0.001, 0.03), (0.05, 0.3))
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -72,7 +75,17 @@ ECHOES = replace(HOSTILE, name="echoes", duplicates=0.6, corrupt=0.4, calm=0.0, 
 AMBUSHED = replace(HOSTILE, name="ambushed", late_notes=0.3, calm=0.0, verbs=(Verb.PULL,), ambushes=0.8)
 #: Ranks that die with writes under way.
 FRAIL = replace(DEFAULT, name="frail", late=0.3, calm=0.0, crashes=0.5)
-PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL)}
+#: Ranks that are stopped in mid-copy, or whose copies take so long, that their leases are over before they write.
+DROWSY = replace(
+    DEFAULT,
+    name="drowsy",
+    calm=0.0,
+    verbs=(Verb.PUSH,),
+    stops=0.6,
+    long_stop_s=(3.3, 6.0),
+    copies_s=((0.05, 0.3), (0.05, 0.3), (0.5, 4.0)),
+)
+PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +125,14 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Crash:
     """A rank dies, and another process takes its place `back_s` later (None: never). `told`: its peers hear of it from
-    the transport; else their notes to it vanish."""
+    the transport; else their notes to it vanish. `forgotten`: an orchestrator tells them that it is dead, when all that
+    it had under way has landed or never will."""
 
     rank: tuple[str, int]
     at_s: float
     back_s: float | None
     told: bool
+    forgotten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +183,7 @@ class Scenario:
             fleets,
             _config(random, profile, calm),
             calm,
-            random.choice([(0.0, 0.0), (0.0, 0.0), (0.001, 0.03), (0.05, 0.3)]),
+            random.choice(profile.copies_s),
             (0.0 if random.random() < 0.9 else 0.1, random.choice([0.0, 0.0, 0.0, 0.15])),
             random.choice([(), ("layer",), ("layer", "kv")]),
             tuple(
@@ -195,6 +210,7 @@ def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:
         ping_s=0.3,
         resend_s=0.2,
         silence_s=profile.silence_s,
+        lease_s=0.8,
         linger_s=2.2,
         backoff=Backoff(0.1, 0.5),
         costs=Costs(1.0, 1e3, 1e3, 1e3, 10.0, chunk_bytes=random.choice([128, 256, 512])),
@@ -245,9 +261,10 @@ def _faults(random: Random, profile: Profile, fleets: dict[str, Fleet]) -> list[
         for rank in range(fleet.size):
             if random.random() < profile.crashes:
                 back = None if random.random() < 0.15 else random.uniform(0.02, 0.6)
-                faults.append(Crash((engine, rank), random.uniform(0, 0.9), back, random.random() < 0.6))
-            if random.random() < 0.2:
-                seconds = random.choice([random.uniform(0.02, 0.3), random.uniform(1.0, 2.2)])
+                at_s, told = random.uniform(0, 0.9), random.random() < 0.6
+                faults.append(Crash((engine, rank), at_s, back, told, back is None and random.random() < 0.7))
+            if random.random() < profile.stops:
+                seconds = random.choice([random.uniform(0.02, 0.3), random.uniform(*profile.long_stop_s)])
                 faults.append(Stop((engine, rank), random.uniform(0, 0.8), seconds))
     if random.random() < 0.2:
         ranks = random.randrange(fleets["p"].size), random.randrange(fleets["d"].size)

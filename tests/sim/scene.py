@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvmover.transfer.destination.quarantine import Key
 from tests.sim.network import SimNetwork
 from tests.sim.scenario import Profile, Scenario
 from tests.sim.seats import Order, Seat
@@ -21,7 +22,8 @@ class Broken(AssertionError):
 class Scene:
     """`seats` by process name, `at` by place. `seen`: situations that the protocol is there for, and how often.
 
-    `spoilt`: how often an attempt's chunk landed with a wrong bit.
+    `spoilt`: how often an attempt's chunk landed with a wrong bit. `idle_since` [rank, attempt]: since when a peer from
+    whom the rank keeps memory could say that it has drained.
     """
 
     scenario: Scenario
@@ -32,6 +34,7 @@ class Scene:
     orders: list[Order] = field(default_factory=list[Order])
     seen: Counter[str] = field(default_factory=Counter[str])
     spoilt: Counter[Owner] = field(default_factory=Counter[Owner])
+    idle_since: dict[tuple[str, Key], float] = field(default_factory=dict[tuple[str, Key], float])
 
     @property
     def alive(self) -> list[Seat]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+from msgspec import structs
 
+from kvmover.transfer.destination.quarantine import ASK_S
 from kvmover.transfer.protocol import wire
 from tests.sim.network import text_of
 from tests.sim.scene import Broken, Scene
@@ -15,9 +17,6 @@ from tests.sim.seats import Order, Seat
 
 #: A mover acts when it is polled: some heartbeats for what must happen one after the other.
 SLACK_S = 0.5
-
-#: Notes that say the same however often they are said.
-KEEPALIVES = {wire.encode(wire.Ping()), wire.encode(wire.Pong())}
 
 
 def check_states(seat: Seat) -> None:
@@ -56,6 +55,10 @@ def check_arena(seat: Seat) -> None:
     if set(wards) != arena._quarantined or arena._leased.keys() != {*regions, *wards}:
         known = f"attempts {sorted(regions)}, limbo {sorted(wards)}"
         raise Broken(f"{seat.name}: leased {sorted(arena._leased)}, {sorted(arena._quarantined)} apart; {known}")
+    for owner in arena._held:
+        own = [at for at, of in arena._owners.items() if of == owner]
+        if len(own) > 1 and 2 * arena.leased_by(owner) > arena.nbytes:
+            raise Broken(f"{seat.name}: {owner} has {arena.leased_by(owner)} bytes of {arena.nbytes}")
     spans = sorted((at, at + size) for at, size in arena._leased.items())
     if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
         raise Broken(f"{seat.name}: regions overlap: {spans}")
@@ -85,6 +88,42 @@ def check_silence(scene: Scene, seat: Seat) -> None:
             raise Broken(f"{seat.name} still waits for {peer}, which is silent since {since - 1000:.4f}")
 
 
+def check_quarantine(scene: Scene, seat: Seat) -> None:
+    """Nothing is kept from a peer that is there to say that it has drained."""
+    if not scene.profile.ordered or scene.profile.loss:
+        return
+    now, held = scene.network.now, seat.mover._destination.quarantine._held
+    for key in [key for key in scene.idle_since if key[0] == seat.name and key[1] not in held]:
+        del scene.idle_since[key]
+    for key, ward in held.items():
+        peer = scene.seats[key[0]]
+        if ward.reads or not _idle(scene, seat, peer, key[1]):
+            scene.idle_since.pop((seat.name, key), None)
+            continue
+        since = scene.idle_since.setdefault((seat.name, key), now)
+        if now - since > ASK_S + SLACK_S + 5 * (seat.pace_s + peer.pace_s):
+            raise Broken(f"{seat.name}: {key} is kept since {since - 1000:.4f}, and nothing of it is under way")
+
+
+def check_forgotten(seat: Seat, dead: Seat) -> None:
+    """Nothing is kept from a process that is known to be dead, nor is it awaited or dialled."""
+    mover = seat.mover
+    kept = [key for key, ward in mover._destination.quarantine._held.items() if key[0] == dead.name and not ward.reads]
+    awaited = dead.name in set(_awaited(seat))
+    if kept or awaited or mover._core.peers.get(dead.name) or dead.name in mover._reconnector._lost_peers:
+        raise Broken(f"{seat.name}: {dead.name} is dead, as it was told, and not forgotten: {kept}")
+
+
+def _idle(scene: Scene, seat: Seat, peer: Seat, request: str) -> bool:
+    """Whether a peer can be asked, runs, and has nothing in flight to a rank for a request."""
+    network, sending = scene.network, peer.mover._source._requests.get(request)
+    attempt = sending.attempts.get(seat.name) if sending else None
+    known = seat.mover._core.peers.get(peer.name) and peer.mover._core.peers.get(seat.name)
+    runs = peer.alive and all(side.stopped_until(network.now) is None for side in (seat, peer))
+    free = attempt is None or not attempt.state.in_flight
+    return bool(known and runs and free and network.unreachable_since(seat.name, peer.name) is None)
+
+
 def check_early(scene: Scene, seat: Seat) -> None:
     """Nobody who asks for a request that has ended here is kept waiting for it to begin."""
     for name in seat.mover._source._early._early:
@@ -108,6 +147,12 @@ def _waiting_since(seat: Seat, now: float) -> float:
     return max([began, *(until for _, until in seat.stops if until <= now)])
 
 
+def _timeless(message: wire.AnyMessage) -> wire.AnyMessage:
+    """Without what is another whenever it is said again."""
+    fields = {"lease": wire.WriteLease(), "stamp_us": 0}
+    return structs.replace(message, **{name: value for name, value in fields.items() if hasattr(message, name)})
+
+
 @dataclass(slots=True, eq=False)
 class Chatter:
     """Nothing is said again and again faster than what is lost is asked for: (since, last, how often) by note.
@@ -121,9 +166,10 @@ class Chatter:
     )
 
     def check(self, sender: str, peer: str, note: bytes) -> None:
-        if note in KEEPALIVES:
+        message = wire.decode(note)
+        if isinstance(message, wire.Ping | wire.Pong):
             return
-        key, now = (sender, peer, note), self.scene.network.now
+        key, now = (sender, peer, wire.encode(_timeless(message))), self.scene.network.now
         first, last, count = self.said.get(key, (now, 0.0, 0))
         count += now > last
         self.said[key] = first, now, count

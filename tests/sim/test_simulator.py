@@ -19,7 +19,7 @@ from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.world import Broken, simulate
 
 #: Profiles, and of how many schedules in ten each has.
-SHARES = {"default": 3, "lossy": 2, "hostile": 1, "reordered": 1, "echoes": 1, "ambushed": 1, "frail": 1}
+SHARES = {"default": 3, "lossy": 1, "hostile": 1, "reordered": 1, "echoes": 1, "ambushed": 1, "frail": 1, "drowsy": 1}
 
 #: Schedules, in tests of at most so many each, which several workers can share.
 SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", "500"))
@@ -72,6 +72,7 @@ REACHED: dict[str, dict[str, int]] = {
     "hostile": {"lost Abort": 14, "lost Drained": 10, "receive landed": 30, "landed resent": 2},
     "echoes": {"receive landed": 25, "landed resent": 1, "receive held": 14},
     "ambushed": {"pages reused under a read": 18, "given up under a chunk": 22, "receive landed": 12},
+    "drowsy": {"receive landed": 24, "send landed": 17, "receive held and given back": 19, "landed after a lapse": 5},
     "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
 }
 

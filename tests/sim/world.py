@@ -98,7 +98,7 @@ class World:
     def _fault(self, fault: Fault) -> None:
         network = self.network
         match fault:
-            case Crash(rank, back_s=back_s, told=told):
+            case Crash(rank, back_s=back_s, told=told, forgotten=forgotten):
                 seat = self.scene.at[rank]
                 if seat.alive:
                     network.log(lambda: f"{seat.name}: CRASH")
@@ -106,6 +106,8 @@ class World:
                     network.crash(seat.name, told)
                     if back_s is not None:
                         network.after(back_s, lambda: self._start(*rank))
+                    if forgotten:
+                        self._forget(seat)
             case Stop(rank, seconds=seconds):
                 seat = self.scene.at[rank]
                 network.log(lambda: f"{seat.name}: STOPPED for {seconds:.3f} s")
@@ -116,6 +118,20 @@ class World:
                 network.cut(one, other, told)
                 if seconds is not None:
                     network.after(seconds, lambda: self._heal(one, other))
+
+    def _forget(self, dead: Seat) -> None:
+        """Every rank of the other engine is told of a death, as soon as nothing of the dead is under way."""
+        if any(posted.sender is dead.transport for posted in self.network.in_flight):
+            self.network.after(0.05, lambda: self._forget(dead))
+            return
+        for seat in self.scene.alive:
+            if seat.place.engine != dead.place.engine:
+                self.network.log(lambda s=seat: f"{s.name}: is told that {dead.name} is dead")
+                kept = len(seat.mover._destination.quarantine)
+                seat.mover.forget(*dead.place.seat)
+                self.seen["forgotten with memory kept"] += len(seat.mover._destination.quarantine) < kept
+                steps.check_forgotten(seat, dead)
+                self._look(seat)
 
     def _heal(self, one: str, other: str) -> None:
         self.network.log(lambda: f"{one} and {other}: reach each other again")
@@ -175,6 +191,7 @@ class World:
         steps.check_memory(seat)
         steps.check_arena(seat)
         steps.check_silence(self.scene, seat)
+        steps.check_quarantine(self.scene, seat)
         steps.check_early(self.scene, seat)
         for order in list(seat.orders):
             if order.transfer.result is None:
@@ -208,7 +225,6 @@ class World:
     def _end(self) -> None:
         """Count what was reached; check what only the end can show."""
         endings.check_told(self.scene)
-        self.seen["left for ever"] += sum(len(seat.mover._destination.quarantine) for seat in self.scene.alive)
         self.seen.update({f"lost {kind}": count for kind, count in self.network.lost.items()})
         for fault in self.scenario.faults:
             match fault:

@@ -42,6 +42,7 @@ CONFIG = MoverConfig(
     ping_s=0.2,
     resend_s=0.3,
     silence_s=1.5,
+    lease_s=1.0,
     linger_s=0.5,
     costs=Costs(descriptor_us=1, wire_rate=1e3, gather_rate=1e3, scatter_rate=1e3, chunk_us=10, chunk_bytes=32 << 10),
 )
@@ -157,6 +158,9 @@ class Rank:
 
     def connect(self, card: bytes) -> str:
         return self.mover.connect(card)
+
+    def forget(self, engine: str, rank: int) -> None:
+        self.mover.forget(engine, rank)
 
     def nap(self, seconds: float) -> None:
         """Sleep so long after every poll from now on."""

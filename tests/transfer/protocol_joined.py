@@ -170,7 +170,7 @@ class Joined:
                 case receiving.Lease(peer, chunk):
                     assert (peer, chunk) not in self.asked, "leased twice"
                     self.asked.add((peer, chunk))
-                    self.credits.ask(peer, (peer, chunk), SLOT)
+                    self.credits.ask(peer, peer, (peer, chunk), SLOT)
                 case receiving.Read():
                     self._at(0.02, lambda a=action: self._read(a))
                 case receiving.Scatter(peer, chunk, offset):

@@ -1,4 +1,5 @@
-"""Credits: requests take turns, a long lease blocks nobody, and a chunk that needs much is not passed for ever."""
+"""Credits: requests take turns, a long lease blocks nobody, a chunk that needs much is not passed for ever, and no
+source has more than its share."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ def drain(credits: Credits[str, int], arena: Arena) -> list[tuple[str, int]]:
 
 
 def asking(**chunks: list[int]) -> Credits[str, int]:
-    """Requests with chunks of so many slots, numbered."""
+    """Requests with chunks of so many slots, numbered, each of another source."""
     credits = Credits[str, int]()
     for request, slots in chunks.items():
         for chunk, size in enumerate(slots):
-            credits.ask(request, chunk, size * SLOT)
+            credits.ask(request, f"{request} {chunk}", chunk, size * SLOT)
     return credits
 
 
@@ -52,7 +53,7 @@ def test_requests_take_turns_whatever_they_asked_for_first():
 def test_a_request_that_comes_later_waits_for_one_turn_and_not_for_a_queue():
     credits, arena = asking(long=[1] * 100), Arena(2 * SLOT)
     assert drain(credits, arena) == [("long", 0), ("long", 1)]
-    credits.ask("late", 0, SLOT)
+    credits.ask("late", "late", 0, SLOT)
     arena.release(0)
     arena.release(SLOT)
     assert drain(credits, arena) == [("long", 2), ("late", 0)]
@@ -72,7 +73,7 @@ def test_a_large_chunk_is_passed_so_often_and_no_more():
     held: deque[int] = deque(arena.lease(SLOT) or 0 for _ in range(3))
     passed = 0
     for chunk in range(100):
-        credits.ask(f"small {chunk}", chunk, SLOT)
+        credits.ask(f"small {chunk}", f"small {chunk}", chunk, SLOT)
         granted = credits.lease(arena)
         if granted is not None and granted[0] == "large":
             break
@@ -88,8 +89,8 @@ def test_a_large_chunk_is_passed_so_often_and_no_more():
 
 def test_a_request_that_is_given_up_asks_for_nothing_and_lets_others_on():
     credits, arena = asking(large=[2, 1], small=[1]), Arena(2 * SLOT)
-    for _ in range(PATIENCE):
-        credits.ask("others", 0, SLOT)
+    for number in range(PATIENCE):
+        credits.ask("others", f"others {number}", 0, SLOT)
     taken = arena.lease(SLOT)
     for _ in range(PATIENCE + 1):
         granted = credits.lease(arena)
@@ -151,7 +152,10 @@ class Ring:
     in_use: deque[tuple[int, int]] = field(default_factory=deque)
     over: set[int] = field(default_factory=set)
 
-    def lease(self, nbytes: int) -> int | None:
+    def leased_by(self, owner: str) -> int:
+        return 0
+
+    def lease(self, nbytes: int, owner: str = "") -> int | None:
         oldest = self.in_use[0][0] if self.in_use else None
         at = self.head
         if at + nbytes > self.nbytes:  # the rest of the lap is skipped
@@ -183,7 +187,7 @@ def served_beside_a_long_lease(arena: Arena, steps: int) -> int:
             arena.release(offset)
         held.clear()
         for chunk in range(8):
-            credits.ask(f"request {step}", chunk, SLOT)
+            credits.ask(f"request {step}", f"{step} {chunk}", chunk, SLOT)
         while (granted := credits.lease(arena)) is not None:
             held.append(granted[2])
         done += len(held)
@@ -211,3 +215,62 @@ def test_the_ring_of_the_comparison_is_an_honest_one():
                 arena.release(offset)
             done += len(held)
         assert done == 400
+
+
+def sources_of(**chunks: int) -> Credits[str, int]:
+    """One request with so many chunks of one slot from each source."""
+    credits = Credits[str, int]()
+    for source, count in chunks.items():
+        for chunk in range(count):
+            credits.ask("request", source, chunk, SLOT)
+    return credits
+
+
+def test_a_source_has_no_more_than_what_it_leaves_free():
+    credits, arena = sources_of(dying=100), Arena(8 * SLOT)
+    assert len(drain(credits, arena)) == 4
+    credits.ask("other", "healthy", 0, SLOT)
+    credits.ask("other", "healthy", 1, SLOT)
+    credits.ask("other", "healthy", 2, SLOT)
+    assert drain(credits, arena) == [("other", 0), ("other", 1)]
+    assert (arena.leased_by("dying"), arena.leased_by("healthy"), arena.free_bytes) == (4 * SLOT, 2 * SLOT, 2 * SLOT)
+    arena.release(0)
+    assert len(drain(credits, arena)) == 0, "each has what is left free"
+    arena.release(SLOT)
+    assert drain(credits, arena) == [("request", 4)]
+
+
+def test_sources_that_die_one_after_the_other_each_leave_something():
+    credits, arena = Credits[str, int](), Arena(64 * SLOT)
+    taken = list[int]()
+    for source in "abcdef":
+        for chunk in range(100):
+            credits.ask(source, source, chunk, SLOT)
+        taken.append(len(drain(credits, arena)))
+        credits.forget(source)
+    assert taken == [32, 16, 8, 4, 2, 1]
+
+
+def test_many_sources_share_an_arena():
+    credits, arena = sources_of(**{f"source {n}": 100 for n in range(7)}), Arena(64 * SLOT)
+    drain(credits, arena)
+    assert {arena.leased_by(f"source {n}") for n in range(7)} == {8 * SLOT}
+    assert arena.free_bytes == 8 * SLOT
+
+
+def test_a_source_that_has_nothing_may_have_one_region_of_any_size():
+    credits, arena = Credits[str, int](), Arena(4 * SLOT)
+    credits.ask("request", "source", 0, 4 * SLOT)
+    credits.ask("request", "source", 1, 4 * SLOT)
+    assert drain(credits, arena) == [("request", 0)]
+
+
+def test_a_source_over_its_share_keeps_nobody_else_waiting():
+    """Neither another of the same request, nor of another, however often it is passed."""
+    credits, arena = sources_of(slow=100, quick=100), Arena(8 * SLOT)
+    for _ in range(3):
+        assert arena.lease(SLOT, "slow") is not None
+    for _ in range(4 * PATIENCE):
+        granted = credits.lease(arena)
+        assert granted is not None
+        arena.release(granted[2])

@@ -18,6 +18,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    PeerDead,
     Read,
     ReadEnded,
     ReadSettled,
@@ -78,6 +79,36 @@ def test_a_request_that_needs_nothing_is_done_at_once():
     assert state.finished
     assert actions == [*done("a", "b"), EndReceive(None)]
     assert start(receiving()) == (replace(receiving(), finished=True), [EndReceive(None)])
+
+
+def test_what_is_offered_again_is_granted_again_until_it_is_here():
+    """Its lease was over before it could be written."""
+    state, _ = run(ONE, says_offered("a", ((0, 1),)))
+    assert run(state, says_offered("a", ((0, 1),)))[1] == [], "no region is free yet"
+    state, _ = run(state, Leased("a", 0, 512))
+    assert run(state, says_offered("a", ((0, 1),))) == (state, [granted("a", 0, 512)])
+    state, _ = run(state, says_chunk("a", 0))
+    assert run(state, says_offered("a", ((0, 1),)))[1] == []
+    state, actions = run(STRAIGHT, says_offered("b", ((1, 2),)))
+    assert actions == [granted("b", 1, 0)], "pages are granted with the Want"
+    assert run(state, says_offered("b", ((1, 2),)))[1] == [granted("b", 1, 0)]
+
+
+def test_a_peer_that_is_dead_has_drained():
+    state, actions = run(TWO, Leased("a", 0, 512), Leased("b", 1, 1024), PeerDead("a", "a is dead"))
+    assert actions == [*aborts("a is dead", "a", "b"), Free(512)]
+    state, actions = run(state, says_drained("b"))
+    assert actions == [Free(1024), EndReceive("a is dead")]
+    state, _ = run(TWO, Leased("a", 0, 512), Cancel("enough"), says_drained("b"))
+    assert run(state, PeerDead("a", "a is dead"))[1] == [Free(512), EndReceive("enough")]
+    state, _ = run(STRAIGHT, PeerDead("a", "a is dead"), PeerGone("b", "b is lost"))
+    assert state.finished
+
+
+def test_a_peer_that_dies_after_its_part_is_here_fails_nothing():
+    state, _ = run(STRAIGHT, says_chunk("a", 0), PeerDead("a", "a is dead"))
+    assert state.reason is None
+    assert run(state, says_chunk("b", 0), says_chunk("b", 1))[1][-1] == EndReceive(None)
 
 
 def test_a_chunk_is_granted_scattered_freed_and_the_last_one_says_done():

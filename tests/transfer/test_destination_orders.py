@@ -215,13 +215,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.come((peer, chunk), round_)
 
     def come(self, key: WriterChunk, round_: int) -> None:
-        before = self.state
         if self.verb is Verb.PULL:
             self.feed(says_staged(*key, 4096, round_, self.digest))
             return
-        self.feed(says_chunk(*key, round_, self.digest))
-        if self.digest is None and key in self.state.landed - before.landed:
+        direct = key in self.keys() and self.state.sources[key[0]].direct
+        if direct and self.digest is None and self.state.reason is None and round_ >= 0:  # there with its news
             self.sound.add(key)
+        self.feed(says_chunk(*key, round_, self.digest))
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data(), how=st.sampled_from(["well", "badly", "not"]))

@@ -420,8 +420,8 @@ def test_writes_that_never_end_are_given_up_and_what_they_may_touch_is_kept_out_
     incoming, outgoing = pair.dst.movers[0]._core.incoming.arena, pair.src.movers[0]._core.outgoing.arena
     if route is Route.PACKED:
         assert not ended(landed).held
-        assert incoming.quarantined_bytes == incoming.leased_bytes == 4 * CHUNK_BYTES
-        assert outgoing.leased_bytes == 4 * CHUNK_BYTES
+        assert incoming.quarantined_bytes == incoming.leased_bytes == 2 * CHUNK_BYTES  # its share
+        assert outgoing.leased_bytes == 2 * CHUNK_BYTES
     else:
         assert ended(landed).held
     pair.bench.network.deliver()
@@ -627,7 +627,7 @@ def test_another_model_is_refused_with_both_sides_values_and_nothing_is_loaded()
     pair = Pair.of()
     other, _ = stranger(pair, "tay")
     with pytest.raises(
-        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 2; this side holds toy"
+        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 3; this side holds toy"
     ):
         pair.dst.movers[0].connect(other.card)
     assert other._transport.name not in pair.dst.movers[0]._transport._peers

@@ -97,26 +97,31 @@ def test_what_a_cut_off_peer_may_write_comes_back_when_it_is_reached_again_and_h
 
 
 @routes
-def test_what_a_dead_process_may_write_comes_back_long_after_another_took_its_place(route: Route):
+@pytest.mark.parametrize("successor", [True, False])
+def test_what_a_dead_process_may_write_comes_back_whether_or_not_another_takes_its_place(route: Route, successor: bool):
+    """Its lease ends on its own clock, and what it posted before has landed `linger_s` later."""
     pair, network, clock = pair_of(route)
     _, landed = in_flight(pair, network)
+    heard = clock.now
     dead = pair.src.movers[1]
     network.cut(name(dead))
     pair.bench.movers.remove(dead)
-    pair.src.movers[1] = pair.bench.mover(Place("prefill", pair.src.fleet, 1), pair.src.pools[1])
-    pair.dst.movers[0].connect(pair.src.movers[1].card)  # it does not call back: this is all that is heard of it
-    seen = clock.now
+    if successor:
+        pair.src.movers[1] = pair.bench.mover(Place("prefill", pair.src.fleet, 1), pair.src.pools[1])
+        pair.dst.movers[0].connect(pair.src.movers[1].card)  # it does not call back: this is all that is heard of it
     network.deliver()
     pass_time(pair, 4.0)
-    assert "restarted as" in str(ended(landed).reason)
+    assert ("restarted as" in str(ended(landed).reason)) == successor
     held = (incoming(pair).quarantined_bytes, landed.held)
     assert held == ((PART_BYTES, False) if route is Route.PACKED else (0, True))
-    pass_time(pair, seen + PATIENT.linger_s - clock.now - 1)
+    pass_time(pair, heard + PATIENT.lease_s + PATIENT.linger_s - clock.now - 1)
     assert (incoming(pair).quarantined_bytes, landed.held) == held
     pass_time(pair, 2.0)
     assert (incoming(pair).quarantined_bytes, landed.held) == (0, False)
-    lands(pair, "again")
-    pair.bench.assert_nothing_is_left()
+    if successor:
+        lands(pair, "again")
+    pair.bench.movers.append(dead)
+    pair.bench.turn()
 
 
 @routes
@@ -157,16 +162,18 @@ def test_a_destination_that_was_stopped_is_back_when_it_goes_on():
     pair.bench.assert_nothing_is_left()
 
 
-def test_a_peer_that_never_comes_back_costs_its_own_regions_and_nothing_else():
+def test_a_peer_that_never_comes_back_costs_its_own_regions_for_a_while_and_nothing_else():
     pair, network, clock = pair_of()
     _, landed = in_flight(pair, network)
     trouble = pair.src.movers[1]
     network.cut(name(trouble))
     network.deliver()
-    pass_time(pair, 60.0)
+    pass_time(pair, 20.0)
     assert ended(landed).cause is Cause.PEER_LOST
     assert incoming(pair).quarantined_bytes == incoming(pair).leased_bytes == PART_BYTES
-    assert clock.now > 1000 + PATIENT.linger_s
+    pass_time(pair, 40.0)
+    assert clock.now > 1000 + PATIENT.lease_s + PATIENT.linger_s
+    assert incoming(pair).leased_bytes == 0
     other = pair.bench.engine("other", Fleet(page_tokens=4), config=PATIENT)
     pair.dst.connect(other)
     pair.bench.turn()
@@ -176,6 +183,31 @@ def test_a_peer_that_never_comes_back_costs_its_own_regions_and_nothing_else():
     healthy.assert_landed()
     dials = pair.dst.movers[0]._reconnector.due(clock.now + 1e6)
     assert dials == ([], [])  # given up
+
+
+@routes
+@pytest.mark.parametrize("when", ["while it is awaited", "when it has been given up"])
+def test_a_process_that_is_known_to_be_dead_is_forgotten_and_keeps_nothing(route: Route, when: str):
+    pair, network, clock = pair_of(route)
+    _, landed = in_flight(pair, network)
+    dead, (waits,) = pair.src.movers[1], pair.dst.movers
+    network.cut(name(dead))
+    pair.bench.movers.remove(dead)
+    network.deliver()
+    if when == "when it has been given up":
+        pass_time(pair, 4.0)
+        assert ended(landed).held == (route is Route.DIRECT)
+        assert len(waits._destination.quarantine) == 1
+    waits.forget("prefill", 1)
+    waits.forget("prefill", 1)
+    waits.forget("nobody", 7)
+    pass_time(pair, 1.0)
+    assert ended(landed).cause is Cause.PEER_LOST
+    assert not landed.held
+    assert incoming(pair).leased_bytes == 0
+    assert waits.ranks("prefill") == {0}
+    assert waits._reconnector.due(clock.now + 1e6) == ([], [])
+    pair.bench.assert_nothing_is_left()
 
 
 def test_a_peer_that_is_cut_off_while_nothing_is_under_way_is_missed_by_nobody_until_it_is_asked():

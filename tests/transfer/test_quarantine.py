@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvmover.transfer.destination.quarantine import ASK_S, Isolated, Key, Quarantine
 from kvmover.transfer.result import Transfer
 
-LINGER_S = 60.0
+UNTIL = 60.0
 SEAT = ("prefill", 3)
 KEY: Key = ("prefill3.1", "request", 7)
 
 
 def holding(ward: Isolated | None = None) -> Quarantine:
-    limbo = Quarantine(LINGER_S)
+    limbo = Quarantine()
     limbo.hold(KEY, ward or ward_of(0, 256))
     return limbo
 
 
 def ward_of(*offsets: int, reads: set[int] | None = None, transfer: Transfer | None = None) -> Isolated:
-    return Isolated("enough", SEAT, list(offsets), reads or set(), transfer)
+    return Isolated("enough", SEAT, math.inf if reads else UNTIL, list(offsets), reads or set(), transfer)
 
 
 def asked(limbo: Quarantine, now: float) -> list[Key]:
@@ -36,10 +38,11 @@ def held_transfer() -> Transfer:
     return transfer
 
 
-def test_nothing_is_given_back_by_the_clock():
+def test_what_a_peer_may_write_is_kept_until_nothing_of_it_can_land():
     limbo = holding()
-    assert freed(limbo, 1e9) == []
-    assert len(limbo) == 1
+    assert freed(limbo, UNTIL - 0.1) == []
+    assert freed(limbo, UNTIL) == [0, 256]
+    assert len(limbo) == 0
 
 
 def test_the_very_process_that_may_write_says_that_it_has_drained():
@@ -51,44 +54,18 @@ def test_the_very_process_that_may_write_says_that_it_has_drained():
     assert len(limbo) == 0
 
 
-def test_a_successor_in_the_same_seat_is_waited_beside_for_longer_than_a_nic_retries():
+def test_peers_are_asked_now_and_then_until_nothing_of_them_can_land():
     limbo = holding()
-    limbo.seated(("prefill", 2), "prefill2.9", 10.0)
-    limbo.seated(SEAT, "prefill3.1", 10.0)  # the same process, back again
-    assert freed(limbo, 10.0 + 2 * LINGER_S) == []
-    limbo.seated(SEAT, "prefill3.2", 20.0)
-    limbo.seated(SEAT, "prefill3.2", 70.0)  # its second hello
-    limbo.seated(SEAT, "prefill3.3", 75.0)
-    assert freed(limbo, 20.0 + LINGER_S - 0.1) == []
-    assert freed(limbo, 20.0 + LINGER_S) == [0, 256]
-    assert len(limbo) == 0
-
-
-def test_an_attempt_that_ends_after_its_peer_was_followed_counts_from_when_that_was():
-    """The successor's hello is what ends the attempt, so it comes first."""
-    limbo = Quarantine(LINGER_S)
-    limbo.seated(SEAT, "prefill3.1", 5.0)
-    limbo.seated(SEAT, "prefill3.2", 20.0)
-    limbo.hold(KEY, ward_of(0))
-    assert asked(limbo, 21.0) == []
-    assert freed(limbo, 20.0 + LINGER_S - 0.1) == []
-    assert freed(limbo, 20.0 + LINGER_S) == [0]
-
-
-def test_peers_are_asked_now_and_then_until_they_are_followed():
-    limbo = holding()
-    limbo.hold(("prefill4.1", "request", 7), Isolated("enough", ("prefill", 4)))
+    limbo.hold(("prefill4.1", "request", 7), Isolated("enough", ("prefill", 4), 10.5))
     assert asked(limbo, 10.0) == [KEY, ("prefill4.1", "request", 7)]
     assert asked(limbo, 10.0 + ASK_S / 2) == []
-    limbo.seated(SEAT, "prefill3.2", 10.5)
-    assert asked(limbo, 10.0 + ASK_S) == [("prefill4.1", "request", 7)]
+    assert asked(limbo, 10.0 + ASK_S) == [KEY]
     assert limbo.reason(KEY) == "enough"
 
 
 def test_reads_of_our_own_end_with_each_of_them_and_no_word_of_the_peer():
     limbo = holding(ward_of(0, 256, reads={2, 5}))
     assert limbo.drained(KEY) == []
-    limbo.seated(SEAT, "prefill3.2", 0.0)
     assert limbo.poll(1e9) == ([], [])
     assert limbo.settled(KEY, 2) == []
     assert limbo.settled(KEY, 2) == []
@@ -98,17 +75,17 @@ def test_reads_of_our_own_end_with_each_of_them_and_no_word_of_the_peer():
 
 
 def test_the_pages_of_a_transfer_are_held_until_the_last_of_its_peers_is_done_with_them():
-    transfer, limbo = held_transfer(), Quarantine(LINGER_S)
+    transfer, limbo = held_transfer(), Quarantine()
     keys: list[Key] = [(f"prefill{n}.1", "request", 7) for n in range(2)]
     for n, key in enumerate(keys):
-        limbo.hold(key, Isolated("enough", ("prefill", n), transfer=transfer))
+        limbo.hold(key, Isolated("enough", ("prefill", n), UNTIL, transfer=transfer))
     limbo.drained(keys[1])
     assert transfer.held
     limbo.drained(keys[0])
     assert not transfer.held
 
 
-@pytest.mark.parametrize("how", ["drained", "settled", "followed", "closed"])
+@pytest.mark.parametrize("how", ["drained", "settled", "over", "closed"])
 def test_held_pages_come_back_however_the_ward_ends(how: str):
     transfer = held_transfer()
     limbo = holding(ward_of(reads={0} if how == "settled" else None, transfer=transfer))
@@ -116,9 +93,8 @@ def test_held_pages_come_back_however_the_ward_ends(how: str):
         limbo.drained(KEY)
     elif how == "settled":
         limbo.settled(KEY, 0)
-    elif how == "followed":
-        limbo.seated(SEAT, "prefill3.2", 0.0)
-        limbo.poll(LINGER_S)
+    elif how == "over":
+        limbo.poll(UNTIL)
     else:
         limbo.clear()
     assert not transfer.held

@@ -15,6 +15,7 @@ from kvmover.transfer.source.state import (
     EndSend,
     Event,
     Gathered,
+    Lapsed,
     Post,
     Posted,
     Ready,
@@ -75,6 +76,29 @@ def test_a_grant_is_used_once():
 def test_a_grant_that_is_said_again_is_answered_once_the_chunk_was_written():
     state, _ = run(sending(), grant(1, 512), Posted(1), Posted(1, 77), Written(1))
     assert step(state, grant(1, 512), 0.0) == (state, [Say(wire.Chunk("r", 7, 1, 0, 77))])
+
+
+def test_a_chunk_whose_lease_was_over_is_offered_again_and_posted_when_it_is_granted_again():
+    state, actions = run(sending(), grant(0, 256), Posted(0), Lapsed(0))
+    assert actions == [offered((0, 1))]
+    assert run(state, grant(0, 256))[1] == [Post(0, 256)]
+    assert run(state, grant(0, 256), Posted(0), Written(0), Lapsed(1))[1] == [offered((1, 2))]
+
+
+def test_pages_are_written_in_the_latest_term_of_their_attempt():
+    state, _ = run(sending(direct=True), Lapsed(0))
+    later = wire.Granted("r", 7, (wire.Grant(0, 0),), wire.WriteLease(5, 1, 1))
+    state, actions = run(state, later)
+    assert actions == [Post(0, 0, 0, 5)]
+    assert run(state, Lapsed(1), wire.Granted("r", 7, (wire.Grant(1, 0),), wire.WriteLease(4, 1, 1)))[1] == [
+        Post(1, 0, 0, 5)
+    ]
+
+
+def test_a_chunk_that_lapses_after_the_failure_is_not_offered_and_lets_it_drain():
+    state, _ = run(sending(), grant(0, 256), Posted(0), aborted("enough"))
+    state, actions = run(state, Lapsed(0))
+    assert actions == [DRAINED, EndSend("enough")]
 
 
 def test_a_chunk_that_was_not_offered_is_not_posted():

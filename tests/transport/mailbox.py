@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
+import time
 
 from kvmover.errors import DescriptorError, PeerLost, PeerRefused, PeerUnknown, TransportError
 from kvmover.transport import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note
 from kvmover.transport.base import ADDRESS, COUNT, NBYTES, STRIDE
-from kvmover.transport.checks import Ranges, check_note, check_post, check_runs
+from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, check_until
 from kvmover.transport.envelope import TransportCard, seal, unseal
 
 _generations = itertools.count(1)
@@ -61,7 +63,16 @@ class Mailbox:
         self._peers.pop(peer, None)
         self._lost.discard(peer)
 
-    def write(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:
+    def write(
+        self,
+        peer: str,
+        local: Descriptors,
+        remote: Descriptors,
+        note: bytes,
+        deadline_s: float,
+        until: float = math.inf,
+    ) -> int:
+        check_until(until, time.monotonic(), peer)
         return self._post(peer, local, remote, note, deadline_s, writes=True)
 
     def read(self, peer: str, local: Descriptors, remote: Descriptors, note: bytes, deadline_s: float) -> int:

@@ -13,6 +13,7 @@ import pytest
 from kvmover.errors import (
     DeadlineExceeded,
     DescriptorError,
+    LeaseOver,
     PeerLost,
     PeerRefused,
     PeerUnknown,
@@ -119,6 +120,17 @@ def test_a_strided_write_lands_and_its_neighbours_stay(sides: tuple[Side, Side])
     for i, source in enumerate(sources):
         expected[64 + 1000 * i :][:100] = here.array[source : source + 100]
     np.testing.assert_array_equal(there.array, expected)
+
+
+def test_nothing_is_posted_once_the_permission_to_is_over(sides: tuple[Side, Side]) -> None:
+    here, there = sides
+    runs = here.runs((0, 8, 8, 1)), there.runs((0, 8, 8, 1))
+    with pytest.raises(LeaseOver, match=f"permission to write to {there.wire.name} is over"):
+        here.wire.write(there.wire.name, *runs, b"late", 5, time.monotonic() - 1e-3)
+    assert (there.array == POISON).all()
+    here.wire.write(there.wire.name, *runs, b"in time", 5, time.monotonic() + 60)
+    events = collect(here.wire, there.wire, until=2)
+    assert [event for event in events if isinstance(event, Note)] == [Note(here.wire.name, b"in time")]
 
 
 def test_a_read_fetches_and_tells_the_peer(sides: tuple[Side, Side]) -> None:

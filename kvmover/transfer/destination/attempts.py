@@ -11,7 +11,17 @@ from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
-from kvmover.transfer.destination.state import Event, Heard, ReadEnded, Receiving, Scattered, Source, WriterChunk
+from kvmover.transfer.destination.leases import WriteLeases
+from kvmover.transfer.destination.state import (
+    Event,
+    Heard,
+    PeerDead,
+    ReadEnded,
+    Receiving,
+    Scattered,
+    Source,
+    WriterChunk,
+)
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.peers.table import Peer
@@ -26,6 +36,7 @@ _CAUSES: dict[type, Cause] = {
     Cancel: Cause.ABORTED,
     wire.Abort: Cause.PEER_ABORTED,
     PeerGone: Cause.PEER_LOST,
+    PeerDead: Cause.PEER_LOST,
     Tick: Cause.DEADLINE,
     ReadEnded: Cause.TRANSPORT,
     Scattered: Cause.INTEGRITY,
@@ -116,7 +127,7 @@ class ReceiveRequest:
     aux_from: Sequence[int] = ()
 
 
-def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAttempt:
+def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: WriteLeases) -> ReceiveAttempt:
     """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError."""
     config, now = core.config, core.clock()
     with ranges.span(ranges.PLAN, wanted.transfer.request):
@@ -137,7 +148,7 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAt
     seats = {peer.name: peer.card.place.seat for peer in peers}
     attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()))
     for name in lanes:  # a table that no message holds is refused before anything is asked
-        attempt.wants[name] = wire.encode(_want(core, state, sources[name], wanted))
+        attempt.wants[name] = wire.encode(_want(core, state, sources[name], wanted, leases.renewed(name)))
     return attempt
 
 
@@ -164,7 +175,7 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int) -> Route:
     return choice.route
 
 
-def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest) -> wire.Want:
+def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest, lease: wire.WriteLease) -> wire.Want:
     config = core.config
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(
@@ -180,4 +191,5 @@ def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest) 
         source.verb,
         config.integrity is Integrity.DIGEST,
         tuple(wanted.aux_from),
+        lease,
     )

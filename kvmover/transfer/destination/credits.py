@@ -1,7 +1,11 @@
 """Credits: whose chunk gets the next region of an arena. Integers only.
 
-Requests take turns, so that a long one does not keep a short one waiting. A chunk that does not fit lets others pass,
-but only so often: then nothing is leased until there is room for it.
+Requests take turns, and in a request its sources, so that a long one does not keep a short one waiting. A chunk that
+does not fit lets others pass, but only so often: then nothing is leased until there is room for it.
+
+No source may have more than what is left free when it has it (dynamic thresholds, Choudhury and Hahne 1998): half of
+the arena where it is alone, an eighth each of seven. One that dies with all that it may have leaves half of the rest to
+the next. A source that has nothing may have one region of any size.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvmover.transfer.memory.arena import Arena
+from kvmover.transfer.memory.arena import Arena, region_bytes
 
 #: So many regions may go to others while a chunk waits for a larger one.
 PATIENCE = 16
@@ -20,11 +24,22 @@ Request = TypeVar("Request", bound=Hashable)
 Chunk = TypeVar("Chunk")
 
 
+def within_share(arena: Arena, source: str, nbytes: int) -> bool:
+    """Whether a source may have `nbytes` bytes more.
+
+    Of an arena of 8 chunks it may have 4, and with 4 of them quarantined another may have 2.
+    """
+    held, size = arena.leased_by(source), region_bytes(nbytes)
+    return not held or held + size <= arena.free_bytes - size
+
+
 @dataclass(slots=True)
 class _Line(Generic[Chunk]):
-    """One request's chunks in the order they asked, and how often others have passed its first."""
+    """One request's chunks by source, in the order they asked, and how often others have passed its first."""
 
-    chunks: deque[tuple[Chunk, int]] = field(default_factory=deque["tuple[Chunk, int]"])
+    sources: OrderedDict[str, deque[tuple[Chunk, int]]] = field(
+        default_factory=OrderedDict[str, "deque[tuple[Chunk, int]]"]
+    )
     passed: int = 0
 
 
@@ -34,9 +49,9 @@ class Credits(Generic[Request, Chunk]):
 
     _lines: OrderedDict[Request, _Line[Chunk]] = field(default_factory=OrderedDict["Request", "_Line[Chunk]"])
 
-    def ask(self, request: Request, chunk: Chunk, nbytes: int) -> None:
-        """Queue a chunk that needs `nbytes` bytes, which the arena must be able to hold."""
-        self._lines.setdefault(request, _Line()).chunks.append((chunk, nbytes))
+    def ask(self, request: Request, source: str, chunk: Chunk, nbytes: int) -> None:
+        """Queue a chunk of a source that needs `nbytes` bytes, which the arena must be able to hold."""
+        self._lines.setdefault(request, _Line()).sources.setdefault(source, deque()).append((chunk, nbytes))
 
     def forget(self, request: Request) -> None:
         self._lines.pop(request, None)
@@ -44,27 +59,33 @@ class Credits(Generic[Request, Chunk]):
     def lease(self, arena: Arena) -> tuple[Request, Chunk, int] | None:
         """The next (request, chunk, offset), or None when nobody may have a region now."""
         for request, line in self._lines.items():
-            chunk, nbytes = line.chunks[0]
-            offset = arena.lease(nbytes)
+            source = next((s for s, waiting in line.sources.items() if within_share(arena, s, waiting[0][1])), None)
+            if source is None:
+                continue
+            chunk, nbytes = line.sources[source][0]
+            offset = arena.lease(nbytes, source)
             if offset is None:
                 if line.passed >= PATIENCE:
                     return None
                 continue
-            self._served(request, line)
+            self._served(request, line, source)
             return request, chunk, offset
         return None
 
-    def _served(self, request: Request, line: _Line[Chunk]) -> None:
-        """Those before it were passed; it goes to the back."""
+    def _served(self, request: Request, line: _Line[Chunk], source: str) -> None:
+        """Those before it were passed; it goes to the back, and so does the source among those of the request."""
         for other, waiting in self._lines.items():
             if other == request:
                 break
             waiting.passed += 1
         line.passed = 0
-        line.chunks.popleft()
+        waiting = line.sources.pop(source)
+        waiting.popleft()
+        if waiting:
+            line.sources[source] = waiting
         del self._lines[request]
-        if line.chunks:
+        if line.sources:
             self._lines[request] = line
 
     def __len__(self) -> int:
-        return sum(len(line.chunks) for line in self._lines.values())
+        return sum(len(waiting) for line in self._lines.values() for waiting in line.sources.values())

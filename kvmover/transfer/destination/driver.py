@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from kvmover import ranges
 from kvmover.errors import PlanError
@@ -11,6 +14,7 @@ from kvmover.transfer.core import Core
 from kvmover.transfer.destination import machine
 from kvmover.transfer.destination.attempts import Id, ReceiveAttempt, ReceiveRequest, attempt_of, cause_of, close
 from kvmover.transfer.destination.credits import Credits
+from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Isolated, Quarantine, Retransmissions
 from kvmover.transfer.destination.reads import Reading, Reads
 from kvmover.transfer.destination.state import (
@@ -24,6 +28,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    PeerDead,
     Read,
     ReadEnded,
     ReadSettled,
@@ -54,6 +59,7 @@ class DestinationDriver:
     core: Core
     reads: Reads
     quarantine: Quarantine
+    leases: WriteLeases
     generation: int
     _attempts: dict[Id, ReceiveAttempt] = field(default_factory=dict[Id, ReceiveAttempt])
     _ended: TtlMap[Id, str | None] = field(default_factory=lambda: TtlMap["Id", "str | None"](MAX_ENDED))
@@ -65,7 +71,7 @@ class DestinationDriver:
         request = wanted.transfer.request
         if any(open_request == request for open_request, _ in self._attempts):
             raise PlanError(f"request {request} is already being received")
-        attempt = attempt_of(self.core, wanted, self.generation + 1)
+        attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases)
         self.generation += 1
         self._attempts[attempt.id] = attempt
         for name, want in attempt.wants.items():
@@ -123,6 +129,13 @@ class DestinationDriver:
         for attempt in list(self._attempts.values()):
             self._step(attempt, PeerGone(peer, reason))
 
+    def forget(self, seat: tuple[str, int], reason: str) -> None:
+        """Whoever sat there is dead, and writes no more: nothing is waited for, nor kept."""
+        for attempt in list(self._attempts.values()):
+            for peer in [peer for peer, place in attempt.seats.items() if place == seat]:
+                self._step(attempt, PeerDead(peer, reason))
+        self._free(self.quarantine.forget(seat))
+
     def abort(self, transfer: Transfer, reason: str) -> None:
         for attempt in list(self._attempts.values()):
             if attempt.transfer is transfer:
@@ -146,6 +159,7 @@ class DestinationDriver:
             self._step(attempt, Leased(*key, offset))
         for reading in self.reads.settled():
             self._settled(reading)
+        self.leases.expire(now)
         ask, freed = self.quarantine.poll(now)
         self._free(freed)
         for peer, request, generation in ask:
@@ -219,6 +233,8 @@ class DestinationDriver:
         arena = self.core.incoming.arena
         for action in actions:
             match action:
+                case Send(peer, wire.Granted() as granted):
+                    self.core.say(peer, structs.replace(granted, lease=self.leases.renewed(peer)))
                 case Send(peer, message):
                     self.core.say(peer, message)
                 case Ask(peer):
@@ -226,7 +242,7 @@ class DestinationDriver:
                     self.core.post(peer, attempt.wants[peer])
                 case Lease(peer, chunk):
                     attempt.asked[peer, chunk] = self.core.clock()
-                    self._credits.ask(attempt.id, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
+                    self._credits.ask(attempt.id, peer, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
                 case Read():
                     self._read(attempt, action)
                 case Scatter(peer, chunk, offset):
@@ -284,7 +300,8 @@ class DestinationDriver:
         isolated = self.quarantine.get(key)
         if isolated is None:
             reads = {chunk for name, chunk in attempt.state.reading if name == peer}
-            isolated = Isolated(attempt.state.reason or "", attempt.seats[peer], reads=reads)
+            until = math.inf if reads else self.leases.retire(peer)
+            isolated = Isolated(attempt.state.reason or "", attempt.seats[peer], until, reads=reads)
             self.quarantine.hold(key, isolated)
         return isolated
 

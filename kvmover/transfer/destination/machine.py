@@ -25,6 +25,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    PeerDead,
     Read,
     ReadEnded,
     ReadSettled,
@@ -65,6 +66,8 @@ def step(state: Receiving, event: Event, now: float) -> Stepped:
             return _read(state, event, (peer, chunk), now)
         case ReadSettled(peer, chunk):
             return _quiet(state, (peer, chunk))
+        case PeerDead(peer, reason):
+            return _dead(state, peer, reason, now) if peer in state.sources else (state, [])
         case Heard() | PeerGone():
             return _heard(state, event, now) if event.peer in state.sources else (state, [])
 
@@ -98,7 +101,11 @@ def _told(state: Receiving, peer: str, message: wire.ToDestination | wire.Abort,
 
 
 def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], now: float) -> Stepped:
-    """A chunk of a packed source needs a region, once; one that is read from pages is asked for straight away."""
+    """A chunk of a packed source needs a region, once; one that is read from pages is asked for straight away.
+
+    A push offers again what it was granted and could not write in time, and is granted it again: the same region, or
+    the pages, under a lease that has just begun.
+    """
     source = state.sources[peer]
     if state.reason is not None:
         return state, []
@@ -107,15 +114,24 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
         if not before <= first <= stop <= source.chunks:
             return _fail(state, f"{peer} offers chunks {first} to {stop} of {source.chunks}", now)
         before = stop
-    chunks = [chunk for first, stop in ready for chunk in range(first, stop) if (peer, chunk) not in state.ready]
+    offered = [chunk for first, stop in ready for chunk in range(first, stop)]
+    chunks = [chunk for chunk in offered if (peer, chunk) not in state.ready]
+    known = [(chunk, state.regions.get((peer, chunk), 0)) for chunk in offered if _granted(state, (peer, chunk))]
+    again: list[Action] = [_grant(state, peer, known)] if known else []
     if not chunks:
-        return state, []
+        return state, again
     state = replace(state, ready=state.ready | {(peer, chunk) for chunk in chunks})
     if not source.direct:
-        return state, [Lease(peer, chunk) for chunk in chunks]
+        return state, [*again, *(Lease(peer, chunk) for chunk in chunks)]
     if source.verb is Verb.PUSH:
-        return state, []
+        return state, again
     return state, [_grant(state, peer, [(chunk, 0) for chunk in chunks])]
+
+
+def _granted(state: Receiving, key: WriterChunk) -> bool:
+    """Whether a source may write a chunk that is not here."""
+    source = state.sources[key[0]]
+    return source.verb is Verb.PUSH and key not in state.arrived and (source.direct or key in state.regions)
 
 
 def _grant(state: Receiving, peer: str, regions: list[tuple[int, int]]) -> Send:
@@ -261,6 +277,22 @@ def _gone(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
     if state.reason is not None:
         return _settle(state, [])
     return (state, []) if state.served(peer) else _fail(state, reason, now)
+
+
+def _dead(state: Receiving, peer: str, reason: str, now: float) -> Stepped:
+    """As one that is gone, but that nothing of it is under way: it has drained."""
+    actions = list[Action]()
+    if state.reason is None and not state.served(peer):
+        state, actions = _fail(state, reason, now)
+    state = replace(state, gone=state.gone | {peer})
+    if state.finished:
+        return state, actions
+    after, more = _drained(state, peer)
+    return (after, [*actions, *more]) if after is not state else _then(_gone(state, peer, reason, now), actions)
+
+
+def _then(stepped: Stepped, before: list[Action]) -> Stepped:
+    return stepped[0], [*before, *stepped[1]]
 
 
 def _tick(state: Receiving, now: float) -> Stepped:

@@ -1,12 +1,12 @@
 """Quarantine: memory of ended attempts that a peer may still write, until it is known that none does. Pure.
 
-A region or a page is given back when the very process that may write it says that it has drained, or when that process
-is known to be dead, its place taken by another, for longer than a NIC retries. Else it stays out of use: whatever a
-clock says, a stopped process may wake up and write.
+A region or a page is given back when the very process that may write it says that it has drained, or when its lease is
+over and nothing that it posted before can land (see `leases`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from kvmover.transfer.result import Transfer
@@ -23,34 +23,27 @@ Key = tuple[str, str, int]
 class Isolated:
     """What one peer's writes, or our own `reads` from it, may still touch: arena regions and a transfer's pages.
 
-    `seat`: the engine and rank of the peer. `until`: when it ends by itself, known once another sits there.
+    `seat`: the engine and rank of the peer. `until`: when it ends by itself; a read does when the transport says so.
     """
 
     reason: str
     seat: tuple[str, int]
+    until: float = math.inf
     offsets: list[int] = field(default_factory=list[int])
     reads: set[int] = field(default_factory=set[int])
     transfer: Transfer | None = None
-    until: float | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Quarantine:
-    """Wards by (peer, request, generation). `_seated`: who sits where, and since when."""
+    """What is isolated, by (peer, request, generation)."""
 
-    linger_s: float
     _held: dict[Key, Isolated] = field(default_factory=dict[Key, Isolated])
-    _seated: dict[tuple[str, int], tuple[str, float]] = field(
-        default_factory=dict[tuple[str, int], "tuple[str, float]"]
-    )
     _next: float = 0.0
 
     def hold(self, key: Key, isolated: Isolated) -> None:
-        """Keep what a peer may still write, which may be dead already: its successor was seen before we gave up."""
+        """Keep what a peer may still write, or what is read from it."""
         self._held[key] = isolated
-        name, since = self._seated.get(isolated.seat, (key[0], 0.0))
-        if name != key[0] and not isolated.reads:
-            isolated.until = since + self.linger_s
 
     def get(self, key: Key) -> Isolated | None:
         return self._held.get(key)
@@ -70,27 +63,19 @@ class Quarantine:
         isolated.reads.discard(chunk)
         return [] if isolated.reads else self._release(key)
 
-    def seated(self, seat: tuple[str, int], name: str, now: float) -> None:
-        """`name` sits there now: wards of another process end when nothing that it posted can be under way."""
-        if self._seated.get(seat, ("", 0.0))[0] != name:
-            self._seated[seat] = name, now
-        for key, isolated in self._held.items():
-            if isolated.seat == seat and key[0] != name and not isolated.reads and isolated.until is None:
-                isolated.until = now + self.linger_s
+    def forget(self, seat: tuple[str, int]) -> list[int]:
+        """Whoever sat there is dead: offsets to release. Reads of ours end when the transport says so."""
+        keys = [key for key, isolated in self._held.items() if isolated.seat == seat and not isolated.reads]
+        return [offset for key in keys for offset in self._release(key)]
 
     def poll(self, now: float) -> tuple[list[Key], list[int]]:
         """(attempts to ask about again, offsets to release)."""
-        freed = [
-            offset
-            for key in [
-                key for key, isolated in self._held.items() if isolated.until is not None and now >= isolated.until
-            ]
-            for offset in self._release(key)
-        ]
+        over = [key for key, isolated in self._held.items() if now >= isolated.until]
+        freed = [offset for key in over for offset in self._release(key)]
         if now < self._next:
             return [], freed
         self._next = now + ASK_S
-        return [key for key, isolated in self._held.items() if isolated.until is None and not isolated.reads], freed
+        return [key for key, isolated in self._held.items() if not isolated.reads], freed
 
     def reason(self, key: Key) -> str:
         return self._held[key].reason

@@ -51,7 +51,14 @@ class Scattered(msgspec.Struct, frozen=True):
     digest: int | None = None
 
 
-Event = Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | Cancel | Tick
+class PeerDead(msgspec.Struct, frozen=True):
+    """A peer is known to be dead: it writes no more."""
+
+    peer: str
+    reason: str
+
+
+Event = Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | PeerDead | Cancel | Tick
 
 
 class Send(msgspec.Struct, frozen=True):

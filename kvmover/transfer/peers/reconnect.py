@@ -155,6 +155,11 @@ class Reconnector:
         for other in [other for other, line in self._lost_peers.items() if line.seat == seat and other != name]:
             del self._lost_peers[other]
 
+    def forget(self, seat: tuple[str, int]) -> None:
+        """Nobody who sat there is dialled any more."""
+        for name in [name for name, line in self._lost_peers.items() if line.seat == seat]:
+            del self._lost_peers[name]
+
     def due(self, now: float) -> tuple[list[tuple[str, bytes]], list[str]]:
         """(peers to dial with their cards, peers whose dial was not answered)."""
         dial = list[tuple[str, bytes]]()

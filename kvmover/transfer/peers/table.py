@@ -66,6 +66,10 @@ class Peers:
             raise PeerUnknown(f"rank {rank} of {engine} is not connected")
         return self._by_name[name]
 
+    def seated(self, seat: tuple[str, int]) -> str | None:
+        """Who sits at a place, by name."""
+        return self._by_place.get(seat)
+
     def ranks(self, engine: str) -> frozenset[int]:
         return frozenset(rank for known, rank in self._by_place if known == engine)
 

@@ -13,7 +13,7 @@ from kvmover.errors import ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 
-VERSION = 2
+VERSION = 3
 _HEAD = b"kvm" + bytes([VERSION])
 
 #: How a sealed message begins (see `auth`), and what a seal adds to it at most.
@@ -39,18 +39,42 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Base of all control messages. Unknown fields are ignored, so a newer peer may add some."""
 
 
+class WriteLease(msgspec.Struct, frozen=True, array_like=True):
+    """Destination to source: you may write into my memory until `span_us` after you stamped `echo_us`, on your clock.
+
+    `term` counts up. Memory that was granted under an earlier one is not yours any more. Microseconds; all 0: nothing
+    was heard that could be echoed.
+    """
+
+    term: int = 0
+    echo_us: int = 0
+    span_us: int = 0
+
+    @property
+    def until_us(self) -> int:
+        return self.echo_us + self.span_us
+
+
 class Hello(Message, frozen=True):
-    """The sender's card (see `handshake`), so that a peer that was not told of us can answer."""
+    """The sender's card (see `handshake`), so that a peer that was not told of us can answer.
+
+    `stamp_us`, here and elsewhere: the sender's clock, which a WriteLease echoes.
+    """
 
     card: bytes
+    stamp_us: int = 0
 
 
 class Ping(Message, frozen=True):
     """Are you there? Sending it fails when the peer is gone, and a live one answers with Pong."""
 
+    lease: WriteLease = WriteLease()
+
 
 class Pong(Message, frozen=True):
     """Here."""
+
+    stamp_us: int = 0
 
 
 class About(Message, frozen=True):
@@ -74,7 +98,7 @@ class Want(About, frozen=True):
 
     `chunk_layers`: no chunk holds layers of two groups of so many (0: one group). `pages`: for the direct route of a
     push, one int32 little-endian page table a component; empty otherwise. `aux`: source ranks whose payload is awaited,
-    the same for all ranks of the destination.
+    the same for all ranks of the destination. `lease`: also grants the pages of a direct push.
     """
 
     start: int
@@ -87,22 +111,27 @@ class Want(About, frozen=True):
     verb: Verb = Verb.PUSH
     digests: bool = False
     aux: tuple[int, ...] = ()
+    lease: WriteLease = WriteLease()
 
 
 class Offered(About, frozen=True):
     """Source to destination: chunks in the ranges `ready` [first, stop) may be moved, so regions will be used at once.
 
-    `pages`: for the direct route of a pull, the source's page tables.
+    Said again of chunks whose lease was over before they could be written. `pages`: for the direct route of a pull, the
+    source's page tables.
     """
 
     ready: tuple[tuple[int, int], ...]
     pages: tuple[bytes, ...] = ()
+    stamp_us: int = 0
 
 
 class Granted(About, frozen=True):
-    """Destination to source: arena regions for some chunks. Said again, it asks for what became of them."""
+    """Destination to source: arena regions for some chunks, until `lease` is over. Said again, it asks for what became
+    of them."""
 
     grants: tuple[Grant, ...]
+    lease: WriteLease = WriteLease()
 
 
 class Chunk(About, frozen=True):

@@ -18,6 +18,9 @@ from kvmover.transfer.result import Cause, Gate, Result, Transfer
 from kvmover.transfer.source.state import Event, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
 
+#: As many bytes in a message as any stamp takes.
+MAX_STAMP_US = 1 << 62
+
 #: Which event makes an attempt fail for which cause; any other is a peer that breaks the protocol.
 _CAUSES: dict[type[Event], Cause] = {
     Cancel: Cause.ABORTED,
@@ -146,6 +149,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         want.verb,
         _tables(request, want, chunks) if direct and want.verb is Verb.PULL else (),
         0 if direct or want.verb is Verb.PULL else peer.card.arena.nbytes,
+        want.lease.term,
         now,
     )
     return SendAttempt(state, Job(want, peer, lane, request.pages, target), tuple(range(chunks)))
@@ -155,5 +159,5 @@ def _tables(request: Request, want: wire.Want, chunks: int) -> tuple[bytes, ...]
     """Our page tables for who reads from our pages. Raises ProtocolError where no message holds them."""
     pages = encoded(request.pages)
     every = tuple((chunk, chunk + 1) for chunk in range(chunks))
-    wire.encode(wire.Offered(want.request, want.generation, every, pages))
+    wire.encode(wire.Offered(want.request, want.generation, every, pages, MAX_STAMP_US))
     return pages

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.transfer.core import Core
@@ -193,6 +195,7 @@ class SourceDriver:
         reads is nobody's, and one that only seemed dead is never told Kept.
         """
         self._early.lost(peer, reason)
+        self.writes.lost(peer)
         for request in list(self._requests.values()):
             attempt = request.attempts.get(peer)
             if attempt is not None:
@@ -248,6 +251,8 @@ class SourceDriver:
             attempt.state.check()
         for action in actions:
             match action:
+                case Say(wire.Offered() as offer):
+                    self.core.say(attempt.job.peer.name, structs.replace(offer, stamp_us=self.core.stamp_us()))
                 case Say(message):
                     self.core.say(attempt.job.peer.name, message)
                 case Post():

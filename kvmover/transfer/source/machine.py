@@ -19,6 +19,7 @@ from kvmover.transfer.source.state import (
     EndSend,
     Event,
     Gathered,
+    Lapsed,
     Message,
     Own,
     Post,
@@ -38,7 +39,7 @@ Stepped = tuple[Sending, list[Action]]
 def step(state: Sending, event: Event, now: float) -> Stepped:
     """Advance by one event. An ended attempt still hears of its writes, so that it can say Drained."""
     match event:
-        case Posted() | Written() | Gathered() | WriteFailed() | Settled():
+        case Posted() | Written() | Gathered() | Lapsed() | WriteFailed() | Settled():
             return _own(state, event, now)
         case Tick():
             return _tick(state, now)
@@ -65,6 +66,8 @@ def _own(state: Sending, event: Own, now: float) -> Stepped:
             return _settle(state, [])
         case Gathered(chunk, offset, digest):
             return _staged(state, chunk, offset, digest)
+        case Lapsed(chunk):
+            return _lapsed(state, chunk)
         case WriteFailed(chunk, reason, quiescent):
             left = state.in_flight - {chunk} if quiescent else state.in_flight
             return _fail(replace(state, in_flight=left), reason, now)
@@ -77,8 +80,8 @@ def _heard(state: Sending, event: Message | PeerGone, now: float) -> Stepped:
     match event:
         case wire.Want():
             return _asked(state)
-        case wire.Granted(grants=grants):
-            return _granted(state, grants, now)
+        case wire.Granted():
+            return _granted(state, event, now)
         case wire.Taken(chunk=chunk, round=round_):
             return _taken(state, chunk, round_)
         case wire.Done():
@@ -101,7 +104,7 @@ def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
         return state, [Say(wire.Offered(state.request, state.generation, _ranges(chunks), state.pages))]
     fresh = [chunk for chunk in chunks if chunk not in state.granted]
     granted = {**state.granted, **dict.fromkeys(fresh, (0, 0))}
-    return replace(state, granted=granted), [Post(chunk, 0) for chunk in fresh]
+    return replace(state, granted=granted), [Post(chunk, 0, 0, state.term) for chunk in fresh]
 
 
 def _ranges(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -133,10 +136,21 @@ def _told(state: Sending, chunk: int) -> Say:
     return Say(wire.Chunk(state.request, state.generation, chunk, round_, state.digests.get(chunk)))
 
 
-def _granted(state: Sending, grants: tuple[wire.Grant, ...], now: float) -> Stepped:
+def _lapsed(state: Sending, chunk: int) -> Stepped:
+    """What is offered again is granted again, under a lease that has just begun."""
+    granted = {other: grant for other, grant in state.granted.items() if other != chunk}
+    state = replace(state, in_flight=state.in_flight - {chunk}, granted=granted)
+    if _ended(state):
+        return _settle(state, [])
+    return state, [Say(wire.Offered(state.request, state.generation, _ranges((chunk,)), state.pages))]
+
+
+def _granted(state: Sending, granted: wire.Granted, now: float) -> Stepped:
     """The first grant that cannot be fails the attempt; those after it then say why it has failed, once."""
     actions: list[Action] = []
-    for grant in grants:
+    if granted.lease.term > state.term:
+        state = replace(state, term=granted.lease.term)
+    for grant in granted.grants:
         if _ended(state):
             return state, [*actions, *_failed(state)]
         state, more = _grant(state, grant, now)
@@ -161,7 +175,7 @@ def _grant(state: Sending, grant: wire.Grant, now: float) -> Stepped:
         before: list[Action] = [Unstage(chunk)] if chunk in state.staged else []
         granted = {**state.granted, chunk: (grant.offset, grant.round)}
         state = replace(state, granted=granted, written=written, staged=staged)
-        return state, [*before, Post(chunk, grant.offset, grant.round)]
+        return state, [*before, Post(chunk, grant.offset, grant.round, state.term)]
     if chunk in state.staged:
         return state, [_place(state, chunk)]
     return state, [_told(state, chunk)] if state.verb is Verb.PUSH and chunk in state.written else []

@@ -50,6 +50,12 @@ class Settled(msgspec.Struct, frozen=True):
     chunk: int
 
 
+class Lapsed(msgspec.Struct, frozen=True):
+    """A chunk was not written, because the lease under which it was granted is over. Nothing touches memory."""
+
+    chunk: int
+
+
 class Attached(msgspec.Struct, frozen=True):
     """The engine hands over the payload that goes beside the cache."""
 
@@ -57,16 +63,18 @@ class Attached(msgspec.Struct, frozen=True):
 
 
 Message = wire.ToSource | wire.Abort
-Own = Posted | Written | Gathered | WriteFailed | Settled
+Own = Posted | Written | Gathered | Lapsed | WriteFailed | Settled
 Event = Message | Own | Ready | Attached | PeerGone | Cancel | Tick
 
 
 class Post(msgspec.Struct, frozen=True):
-    """Gather a chunk and write it to `offset`, or write it straight; in a pull, gather it. Then report how it went."""
+    """Gather a chunk and write it to `offset`, or write it straight, under a lease of `term`; in a pull, gather it.
+    Then report how it went."""
 
     chunk: int
     offset: int
     round: int = 0
+    term: int = 0
 
 
 class Unstage(msgspec.Struct, frozen=True):
@@ -97,7 +105,7 @@ class Sending(msgspec.Struct, frozen=True):
     `spans` [chunk]: bytes that it takes in an arena. `room_bytes`: of the destination's arena, which grants name places
     of; 0 where they name none. `granted` [chunk]: (offset, round) that may be posted. `in_flight` chunks touch memory
     of ours; `staged` [chunk] wait to be read, at an offset; `written` ended well. `pages`: what an offer of a direct
-    pull carries.
+    pull carries. `term`: of the latest grant; the pages of a direct push are granted as a whole.
     """
 
     request: str
@@ -109,6 +117,7 @@ class Sending(msgspec.Struct, frozen=True):
     verb: Verb = Verb.PUSH
     pages: tuple[bytes, ...] = ()
     room_bytes: int = 0
+    term: int = 0
     quiet_since: float = 0.0
     ready: frozenset[int] = frozenset()
     granted: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict[int, "tuple[int, int]"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover import ranges
-from kvmover.errors import PlanError, TransportError
+from kvmover.errors import LeaseOver, PlanError, TransportError
 from kvmover.kernels.region import Region
 from kvmover.plan.cost import Route
 from kvmover.transfer.core import Core
@@ -23,7 +24,7 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.state import Event, Gathered, Post, Posted, Settled, WriteFailed, Written
+from kvmover.transfer.source.state import Event, Gathered, Lapsed, Post, Posted, Settled, WriteFailed, Written
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 if TYPE_CHECKING:
@@ -57,12 +58,16 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A chunk of a job on its way: asked for in `round`, `staged` at an offset of our arena where it is packed."""
+    """A chunk of a job on its way: asked for in `round` under a lease of `term`.
+
+    `staged`: its offset in our arena where it is packed.
+    """
 
     job: Job
     chunk: int
     offset: int
     round: int
+    term: int
     since: float
     staged: int | None = None
     digest: int | None = None
@@ -71,12 +76,15 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Writes:
-    """What a rank gives out. `tell` hears of each chunk: Posted, then Written, Staged or WriteFailed, then Settled."""
+    """What a rank gives out. `tell` hears of each chunk: Posted, then Written, Staged or WriteFailed, then Settled; or
+    Lapsed. `_leases` [peer]: until when this rank may write there.
+    """
 
     core: Core
     tell: Callable[[Job, Event], None]
     flights: InFlight[Part]
     _queue: deque[Part] = field(default_factory=deque[Part])
+    _leases: dict[str, wire.WriteLease] = field(default_factory=dict[str, wire.WriteLease])
     _staged: dict[tuple[Job, int], Part] = field(default_factory=dict["tuple[Job, int]", Part])
 
     def check(self, job: Job) -> None:
@@ -95,7 +103,28 @@ class Writes:
 
     def post(self, job: Job, grant: Post) -> None:
         """Queue a chunk; it goes out when there is room to pack it."""
-        self._queue.append(Part(job, grant.chunk, grant.offset, grant.round, self.core.clock()))
+        self._queue.append(Part(job, grant.chunk, grant.offset, grant.round, grant.term, self.core.clock()))
+
+    def renew(self, peer: str, lease: wire.WriteLease) -> None:
+        """A destination lets us write for longer. A lease of an earlier term, or that ends sooner, changes nothing."""
+        known = self._leases.get(peer)
+        if known is None or (lease.term, lease.until_us) > (known.term, known.until_us):
+            self._leases[peer] = lease
+
+    def lost(self, peer: str) -> None:
+        """A destination is gone, and what it let us do."""
+        self._leases.pop(peer, None)
+
+    def _until(self, entry: Part) -> float:
+        """When the permission to write a chunk ends, on our clock."""
+        lease = self._leases.get(entry.job.peer.name)
+        return lease.until_us / 1e6 if lease is not None and lease.term == entry.term else -math.inf
+
+    def _lapse(self, entry: Part) -> None:
+        """Nothing is written without a lease: the destination is asked for another."""
+        self._release(entry)
+        self.core.meter.add(Count.LAPSED_CHUNKS)
+        self.tell(entry.job, Lapsed(entry.chunk))
 
     def forget(self, job: Job) -> None:
         """Drop what is queued of an attempt that ended."""
@@ -152,6 +181,9 @@ class Writes:
     def _start(self, entry: Part) -> bool:
         """Begin a chunk, or return False while there is no room to pack it."""
         job, core = entry.job, self.core
+        if job.want.verb is Verb.PUSH and core.clock() >= self._until(entry):  # before it is packed for nothing
+            self._lapse(entry)
+            return True
         if job.want.route is Route.PACKED:
             entry.staged = core.outgoing.arena.lease(job.lane.chunks[entry.chunk].span_bytes)
             if entry.staged is None:
@@ -207,7 +239,11 @@ class Writes:
         try:
             with ranges.span(ranges.POST, job.want.request, ends[0].nbytes):
                 note = self.core.auth.sign(job.peer.name, job.note(entry))
-                ticket = self.core.transport.write(job.peer.name, *ends, note, self.core.config.deadline_s)
+                deadline_s, until = self.core.config.deadline_s, self._until(entry)
+                ticket = self.core.transport.write(job.peer.name, *ends, note, deadline_s, until)
+        except LeaseOver:
+            self._lapse(entry)
+            return
         except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
             self._release(entry)
             self.tell(job, WriteFailed(entry.chunk, str(error), True))

@@ -141,6 +141,10 @@ class AsyncMover:
         """As Mover.reopen: a request of this name will be sent again."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.reopen(request)))
 
+    async def forget(self, engine: str, rank: int) -> None:
+        """As Mover.forget: the process of a rank is known to be dead."""
+        await asyncio.wrap_future(self._progress.submit(lambda mover: mover.forget(engine, rank)))
+
     def snapshot(self) -> Snapshot:
         """Counts, times and gauges, for a MoverCollector; after `close` the last ones. For any thread but a loop's."""
         return self._progress.snapshot()

@@ -78,6 +78,10 @@ class SharedMover:
         """As Mover.reopen: a request of this name will be sent again."""
         self._progress.submit(lambda mover: mover.reopen(request)).result()
 
+    def forget(self, engine: str, rank: int) -> None:
+        """As Mover.forget: the process of a rank is known to be dead."""
+        self._progress.submit(lambda mover: mover.forget(engine, rank)).result()
+
     def produced(self, transfer: Transfer, gate: Gate) -> None:
         """As Mover.produced. Returns at once, also in a signal handler or a callback."""
         self._progress.tell(transfer, lambda mover: mover.produced(transfer, gate))

@@ -69,8 +69,8 @@ def until(condition: Callable[[], bool], within_s: float) -> None:
         time.sleep(0.02)
 
 
-#: Always packed: pages that a peer writes straight into stay with a request for as long as that peer is stopped, and
-#: until another has its place where it was killed.
+#: Always packed: pages that a peer writes straight into stay with a request, and its client waits, for `lease_s` and
+#: `linger_s` where that peer is stopped or was killed.
 _ENVIRONMENT = {
     "KVMOVER_MOVER_ROUTE": "packed",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(_DEADLINE_S),
