@@ -83,7 +83,7 @@ DROWSY = replace(
     verbs=(Verb.PUSH,),
     stops=0.6,
     long_stop_s=(3.3, 6.0),
-    copies_s=((0.05, 0.3), (0.05, 0.3), (0.5, 4.0)),
+    copies_s=((0.05, 0.3), (1.0, 4.0), (2.0, 5.0)),
 )
 PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY)}
 
