@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -25,14 +26,14 @@ from kvmover.transfer.arguments import (
     token_range,
 )
 from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.core import assembled
+from kvmover.transfer.core import Due, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.quarantine import Quarantine
 from kvmover.transfer.destination.reads import Reads
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
-from kvmover.transfer.peers.liveness import Liveness
+from kvmover.transfer.peers.liveness import Duty
 from kvmover.transfer.peers.reconnect import Reconnector
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -50,6 +51,9 @@ log = logging.getLogger(__name__)
 
 #: Between polls of a wait. Two hot pollers on two cores starve each other: a note's round trip grew from 0.1 to 112 ms.
 POLL_SLEEP_S = 100e-6
+
+#: Timers of one poll at most: what falls due at once is worked off over several, so that none of them takes long.
+MAX_TIMERS = 32
 
 
 class Mover:
@@ -86,9 +90,20 @@ class Mover:
         self._destination = DestinationDriver(
             self._core, self._reads, Quarantine(self._config.linger_s), time.time_ns()
         )
-        self._liveness = Liveness(self._config.ping_s, self._config.silence_s)
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
         self._events: deque[Event] = deque()
+        self._when_due: dict[Due, Callable[[Any], None]] = {
+            Due.PEER: self._check_on,
+            Due.DIAL: self._dial,
+            Due.RECEIVE: self._destination.tick,
+            Due.FAREWELL: self._destination.repeat_farewell,
+            Due.QUARANTINE: self._destination.look_at_quarantine,
+            Due.SEND: self._source.tick,
+            Due.REQUEST: self._source.end_of_time,
+            Due.EARLY: self._source.drop_early,
+            Due.TOMBSTONES: self._forget_the_past,
+        }
+        self._forget_the_past(None)
         self._thread: threading.Thread | None = None
 
     @property
@@ -152,8 +167,9 @@ class Mover:
         self._config = self._core.config = config
         self._core.copier.sms = config.sms
         self._destination.quarantine.linger_s = config.linger_s
-        self._liveness.ping_s, self._liveness.silence_s = config.ping_s, config.silence_s
+        self._core.liveness.ping_s, self._core.liveness.silence_s = config.ping_s, config.silence_s
         self._reconnector.policy, self._reconnector.answer_s = config.backoff, config.silence_s
+        self._core.timers.set((Due.DIAL, None), -math.inf)
 
     def connect(self, card: bytes) -> str:
         """Connect the peer behind `card`, tell it of us, and return its name.
@@ -162,7 +178,8 @@ class Mover:
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
         """
         name = self._seat(self._core.auth.verify_card(card))
-        self._liveness.greeted(name, self._core.clock())
+        self._core.liveness.greeted(name, self._core.clock())
+        self._core.timers.sooner((Due.PEER, name), self._core.liveness.due(name))
         self._core.say(name, wire.Hello(self._card))
         return name
 
@@ -170,6 +187,7 @@ class Mover:
         rank = read_card(self._model, card)
         name = self._transport.connect(rank.transport)
         self._destination.quarantine.seated(rank.place.seat, name, self._core.clock())
+        self._destination.watch_quarantine()
         self._reconnector.seated(rank.place.seat, name)
         peer = Peer(name, rank, card)
         before = self._core.peers.add(peer)
@@ -253,7 +271,8 @@ class Mover:
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
 
-        Returns whether anything came in, went out or was done: if so, the next poll should not be long in coming.
+        It costs what happened since the last poll and what is due, not what is open. What was said to a peer since then,
+        in calls between polls too, leaves with it, in one note where it fits. Returns whether anything came in, went out or was done: if so, the next poll should not be long in coming.
         """
         self._check_thread()
         before = self.meter.beats
@@ -266,16 +285,23 @@ class Mover:
             elif not self._reads.handle(event) and not self._core.links.handle(event, self._core.clock()):
                 self._writes.handle(event)
         self._core.copier.poll()
+        due = self._core.timers.take(self._core.clock(), MAX_TIMERS)
+        for what, whose in due:
+            self._when_due[what](whose)
         self._destination.poll()
         self._source.poll()
         self._writes.poll()
         while self._core.later:
             self._core.later.popleft()()
-        self._ping()
-        self._dial()
+        self._flush()
+        return self.meter.beats != before or len(due) == MAX_TIMERS
+
+    def _flush(self) -> None:
+        """Send what was said. Losses that show then are told to both halves, which may say more."""
+        self._core.flush()
         while self._core.lost:
             self._lose(*self._core.lost.popleft())
-        return self.meter.beats != before
+            self._core.flush()
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Poll until all have ended; each has a deadline of its own, so this returns."""
@@ -288,8 +314,10 @@ class Mover:
         """Fail what is open with `reason`, and close the transport: registrations, peers and handles."""
         self._destination.close(reason)
         self._source.close(reason)
-        for name in self._destination.waits_on() | self._source.waits_on():
+        self._core.flush()
+        for name in list(self._core.liveness.awaited):
             self._lose(name, reason)
+        self._core.flush()
         self._transport.close()
         self._source.drop()
         self._destination.quarantine.clear()
@@ -308,22 +336,34 @@ class Mover:
             self.meter.refused(error.refusal)
             log.warning("dropped a message: %s", error)
             return
-        self._liveness.heard(note.peer)
-        if self._reconnector.heard(note.peer, self._core.clock()):
-            self.meter.add(Count.RECONNECTS)
+        self._core.liveness.heard(note.peer)
+        if note.peer in self._reconnector:  # it was lost, and speaks
+            if self._reconnector.heard(note.peer, self._core.clock()):
+                self.meter.add(Count.RECONNECTS)
+            self._core.timers.sooner((Due.DIAL, None), self._core.clock())
         try:
-            message = wire.decode(payload)
+            messages = wire.split(payload)
         except ProtocolError as error:
-            self.meter.add(Count.MALFORMED_MESSAGES)
-            log.warning("dropped a message from %s: %s", note.peer, error)
+            self._malformed(note.peer, error)
             return
+        for encoded in messages:
+            try:
+                self._told(note.peer, wire.decode(encoded))
+            except ProtocolError as error:
+                self._malformed(note.peer, error)
+
+    def _malformed(self, name: str, error: ProtocolError) -> None:
+        self.meter.add(Count.MALFORMED_MESSAGES)
+        log.warning("dropped a message from %s: %s", name, error)
+
+    def _told(self, name: str, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Hello):
-            self._welcome(note.peer, message)
+            self._welcome(name, message)
             return
-        peer = self._core.peers.get(note.peer)
+        peer = self._core.peers.get(name)
         if peer is None:
             self.meter.add(Count.MALFORMED_MESSAGES)
-            log.warning("dropped a %s from %s, who is not connected", type(message).__name__, note.peer)
+            log.warning("dropped a %s from %s, who is not connected", type(message).__name__, name)
         elif isinstance(message, wire.Ping):
             self._core.say(peer.name, wire.Pong())
         elif isinstance(message, wire.ToSource):
@@ -337,24 +377,26 @@ class Mover:
         try:
             if self._seat(hello.card) != name:
                 raise PeerRefused(f"{name} sent the card of another")
+            self._destination.greeted(name)
             self._core.say(name, wire.Pong())
         except (PeerRefused, TransportError) as error:
             self.meter.add(Count.REFUSED_PEERS)
             log.warning("refused %s: %s", name, error)
 
-    def _ping(self) -> None:
+    def _check_on(self, name: str) -> None:
         """A peer that died while it owes us something is noticed by a ping that cannot be sent, or is not answered."""
-        awaited = self._destination.waits_on() | self._source.waits_on()
-        ping, silent = self._liveness.due(awaited, self._core.clock())
-        strangers, deaf = self._liveness.strangers(self._core.clock())
-        for name in strangers:
-            self._core.say(name, wire.Hello(self._card))
-        for name in ping:
-            self._core.say(name, wire.Ping())
-        for name in (*silent, *deaf):
-            self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
+        match self._core.liveness.look(name, self._core.clock()):
+            case Duty.GREET:
+                self._core.say(name, wire.Hello(self._card))
+            case Duty.PING:
+                self._core.say(name, wire.Ping())
+            case Duty.LOSE:
+                self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
+            case None:
+                pass
+        self._core.timers.set((Due.PEER, name), self._core.liveness.due(name))
 
-    def _dial(self) -> None:
+    def _dial(self, _: None) -> None:
         """Reach for lost peers again; what they say, or that they say nothing, decides."""
         now = self._core.clock()
         dial, silent = self._reconnector.due(now)
@@ -366,6 +408,14 @@ class Mover:
                 self._core.say(name, wire.Ping())
             except (PeerRefused, TransportError) as error:
                 self._reconnector.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
+        self._core.timers.set((Due.DIAL, None), self._reconnector.next_due())
+
+    def _forget_the_past(self, _: None) -> None:
+        """What is remembered of attempts and requests that are over expires, looked at once a second."""
+        now = self._core.clock()
+        self._destination.expire(now)
+        self._source.expire(now)
+        self._core.timers.set((Due.TOMBSTONES, None), now + 1.0)
 
     def _lose(self, name: str, reason: str) -> None:
         peer = self._core.peers.get(name)
@@ -374,8 +424,10 @@ class Mover:
             log.warning("lost %s: %s", name, reason)
             if self._core.peers.sits(peer):
                 self._reconnector.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
+                self._core.timers.set((Due.DIAL, None), self._reconnector.next_due())
         self._core.peers.remove(name)
-        self._liveness.forget(name)
+        self._core.outbox.pop(name, None)
+        self._core.liveness.forget(name)
         self._transport.disconnect(name)
         self._destination.lost(name, reason)
         self._source.lost(name, reason)

@@ -8,13 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvmover.transfer.destination.machine import MAX_ROUNDS, start, step
+from kvmover.transfer.destination.machine import MAX_ROUNDS, due, start, step
 from kvmover.transfer.destination.state import (
     Action,
     Ask,
     EndReceive,
     Event,
     Free,
+    Greeted,
     Isolate,
     Lease,
     Leased,
@@ -39,6 +40,7 @@ from tests.transfer.protocol_words import (
     says_chunk,
     says_drained,
     says_kept,
+    says_noted,
     says_offered,
     says_staged,
 )
@@ -95,6 +97,9 @@ class AnyOrder(RuleBasedStateMachine):
         return {(name, chunk) for name, s in sources if peer in (None, name) for chunk in range(s.chunks)}
 
     def feed(self, event: Event) -> None:
+        if due(self.state) > self.now:  # a Tick before that changes nothing
+            between = self.now + 0.999 * (min(due(self.state), self.now + 100.0) - self.now)
+            assert step(self.state, Tick(), between) == (self.state, [])
         before = self.state
         self.state, actions = step(before, event, self.now)
         if before.finished:
@@ -188,6 +193,14 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(peer=anybody, ready=st.lists(st.tuples(some_chunk, some_chunk), max_size=2))
     def offer_anything(self, peer: str, ready: list[tuple[int, int]]) -> None:
         self.feed(says_offered(peer, tuple(ready)))
+
+    @rule(peer=anybody, keeps_ms=st.sampled_from([0, 500, 20_000]))
+    def note(self, peer: str, keeps_ms: int) -> None:
+        self.feed(says_noted(peer, keeps_ms))
+
+    @rule(peer=anybody)
+    def greet(self, peer: str) -> None:
+        self.feed(Greeted(peer))
 
     @rule(peer=st.sampled_from(PEERS), first=st.integers(0, 3))
     def offer(self, peer: str, first: int) -> None:

@@ -76,6 +76,11 @@ class Request:
         asked = {attempt.job.peer.card.place.rank for attempt in self.attempts.values()}
         return self.expected is not None and self.expected <= asked
 
+    @property
+    def passable(self) -> bool:
+        """Whether a gate has passed that had not at the last `look`."""
+        return any(gate.event.query() for gate in self.gates or ())
+
     def look(self) -> bool:
         """Ask the gates that have not passed; whether one has now."""
         passed = [gate for gate in self.gates or () if gate.event.query()]
