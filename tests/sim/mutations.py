@@ -15,7 +15,7 @@ from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine
 from kvmover.transfer.destination.state import Action, Free, Receiving, Source, WriterChunk
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
-from kvmover.transfer.peers.liveness import Liveness
+from kvmover.transfer.peers.liveness import Duty, Liveness
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
@@ -137,7 +137,7 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def a_want_opens_what_is_over(patch: pytest.MonkeyPatch) -> None:
     """A Want that its Abort overtook is taken for a new one."""
-    patch.setattr(SourceDriver, "_over", lambda self, peer, want: False)
+    patch.setattr(SourceDriver, "_past", lambda self, peer, want: False)
 
 
 # What may not be used yet.
@@ -259,7 +259,7 @@ def a_state_goes_with_its_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_lost_is_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(destination_machine, "_again", lambda state, peer: [])
+    patch.setattr(destination_machine, "_again", lambda state, peer, now: [])
 
 
 def what_is_over_is_still_to_come(patch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def what_is_over_is_still_to_come(patch: pytest.MonkeyPatch) -> None:
 
 
 def hello_is_said_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Liveness, "strangers", lambda self, now: ([], []))
+    patch.setattr(Liveness, "greeted", lambda self, peer, now: None)
 
 
 def a_source_without_chunks_is_told_once(patch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,11 @@ def a_source_without_chunks_is_told_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
-    around(patch, Liveness, "due", lambda honest, self, awaited, now: (honest(self, awaited, now)[0], []))
+    def look(honest: Any, self: Liveness, peer: str, now: float) -> Duty | None:
+        duty = honest(self, peer, now)
+        return None if duty is Duty.LOSE else duty
+
+    around(patch, Liveness, "look", look)
 
 
 def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:

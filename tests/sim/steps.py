@@ -121,6 +121,10 @@ class Chatter:
     )
 
     def check(self, sender: str, peer: str, note: bytes) -> None:
+        for message in wire.split(note):
+            self._message(sender, peer, message)
+
+    def _message(self, sender: str, peer: str, note: bytes) -> None:
         if note in KEEPALIVES:
             return
         key, now = (sender, peer, note), self.scene.network.now

@@ -159,7 +159,8 @@ class AnyOrder(RuleBasedStateMachine):
                     key = peer, grant.chunk
                     assert self.state.sources[peer].direct or self.out[grant.offset] == key
                     assert self.grants.get(key, 0) <= grant.round < MAX_ROUNDS
-                    assert key not in self.copying.keys() | self.reading
+                    unasked = self.verb is Verb.PULL and self.state.sources[peer].direct  # a source that did not wait
+                    assert key not in self.copying.keys() | self.reading or unasked
                     self.grants[key] = grant.round
             case wire.Abort(reason=reason):
                 assert peer not in self.state.gone
@@ -232,9 +233,13 @@ class AnyOrder(RuleBasedStateMachine):
         if self.verb is Verb.PULL:
             self.feed(says_staged(*key, 4096, round_, self.digest))
             return
-        self.feed(says_chunk(*key, round_, self.digest))
-        if self.digest is None and key in self.state.landed - before.landed:
+        direct = key in self.keys() and self.state.sources[key[0]].direct
+        lands = direct and self.digest is None and key not in self.sound
+        if lands:  # its bytes are in the pages: with this news all may be here
             self.sound.add(key)
+        self.feed(says_chunk(*key, round_, self.digest))
+        if lands and key not in self.state.landed - before.landed:
+            self.sound.discard(key)
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data(), how=st.sampled_from(["well", "badly", "not"]))

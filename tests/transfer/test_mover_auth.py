@@ -53,8 +53,9 @@ class FaultySealed(FaultyNetwork):
     """Loses and repeats notes by what is said inside of their seals."""
 
     def tell(self, sender: str, peer: str, note: bytes) -> None:
-        copies = [self.copies(sender, peer, wire.decode(message)) for message in wire.split(note[INSIDE:])]
-        for _ in range(max(copies) if 0 not in copies else 0):
+        said = [wire.decode(message) for message in wire.split(note[INSIDE:])]
+        about = next((message for message in said if isinstance(message, wire.About)), said[0])
+        for _ in range(self.copies(sender, peer, about)):
             LoopbackNetwork.tell(self, sender, peer, note)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import methodcaller
 
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
@@ -12,7 +14,7 @@ from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.result import Cause, Gate, Transfer
+from kvmover.transfer.result import Cause, Gate, Passed, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close
 from kvmover.transfer.source.early import Early, EarlyWants
@@ -20,11 +22,15 @@ from kvmover.transfer.source.state import Attached, EndSend, Event, Post, Ready,
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Tombstones
 
+_HAS_PASSED = methodcaller("query")
+
 
 @dataclass(slots=True, eq=False)
 class SourceDriver:
-    """The sending half of a mover. `_gated`: requests that somebody asked for and whose engine is not done; nothing else
-    is looked at in every poll. `_over`: requests that ended since the last one.
+    """The sending half of a mover.
+
+    `_gated`: requests that somebody asked for and whose engine is not done, with `_events` of their gates, which alone
+    are looked at in every poll (None: to be listed anew). `_over`: requests that ended since the last one.
     """
 
     core: Core
@@ -33,6 +39,8 @@ class SourceDriver:
     _early: EarlyWants = field(default_factory=EarlyWants)
     _closed: Tombstones = field(default_factory=Tombstones)
     _gated: dict[str, Request] = field(default_factory=dict[str, Request])
+    _gates: list[tuple[Request, Gate]] = field(default_factory=list["tuple[Request, Gate]"])
+    _events: list[Passed] | None = None
     _over: dict[str, Request] = field(default_factory=dict[str, Request])
 
     def send(self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None) -> None:
@@ -164,6 +172,8 @@ class SourceDriver:
             if isinstance(error, OwnTables):
                 self._fail(request, str(error), Cause.PROTOCOL)
             return
+        if not request.attempts:  # nobody has looked yet
+            request.look()
         request.attempts[peer.name] = attempt
         self.core.awaits(peer.name)
         self._schedule(request, attempt)
@@ -211,8 +221,9 @@ class SourceDriver:
         name = request.transfer.request
         if request.gates and request.attempts and not request.transfer.ended:
             self._gated[name] = request
-        else:
-            self._gated.pop(name, None)
+        elif self._gated.pop(name, None) is None:
+            return
+        self._events = None
 
     def _offer(self, request: Request, attempt: SendAttempt) -> bool:
         """Say which more chunks are in the pages; False where there are none."""
@@ -221,9 +232,19 @@ class SourceDriver:
             self._step(request, attempt, Ready(ready))
         return bool(ready)
 
-    def _look(self, request: Request) -> None:
-        """Offer what has been produced since the last look at its gates."""
-        if request.look():
+    def _look(self) -> None:
+        """Offer what has been produced since the last look: of a thousand gates in 50 us, where they are plain calls."""
+        if self._events is None:
+            self._gates = [(request, gate) for request in self._gated.values() for gate in request.gates or ()]
+            self._events = [gate.event for _, gate in self._gates]
+        passed = list(map(_HAS_PASSED, self._events))
+        if not any(passed):
+            return
+        behind = dict[str, Request]()
+        for request, gate in compress(self._gates, passed):
+            request.let(gate)
+            behind[request.transfer.request] = request
+        for request in behind.values():
             for attempt in list(request.attempts.values()):
                 self._offer(request, attempt)
             self._watch(request)
@@ -252,8 +273,8 @@ class SourceDriver:
 
     def poll(self) -> None:
         """Gates that have passed, and requests that are over."""
-        for request in [request for request in self._gated.values() if request.passable]:
-            self._look(request)
+        if self._gated:
+            self._look()
         while self._over:
             self._forget(self._over.popitem()[1])
 
