@@ -24,6 +24,9 @@ from kvmover.transfer.tombstones import MEMORY_S, SERVED, Tombstones
 
 _HAS_PASSED = methodcaller("query")
 
+#: Gates that one poll asks at most, some 100 ns each and more on a GPU: of more, each poll asks the next.
+MAX_GATES = 400
+
 
 @dataclass(slots=True, eq=False)
 class SourceDriver:
@@ -41,6 +44,7 @@ class SourceDriver:
     _gated: dict[str, Request] = field(default_factory=dict[str, Request])
     _gates: list[tuple[Request, Gate]] = field(default_factory=list["tuple[Request, Gate]"])
     _events: list[Passed] | None = None
+    _next_gate: int = 0
     _over: dict[str, Request] = field(default_factory=dict[str, Request])
 
     def send(self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None) -> None:
@@ -233,15 +237,18 @@ class SourceDriver:
         return bool(ready)
 
     def _look(self) -> None:
-        """Offer what has been produced since the last look: of a thousand gates in 50 us, where they are plain calls."""
+        """Offer what has been produced since the last look at each gate."""
         if self._events is None:
             self._gates = [(request, gate) for request in self._gated.values() for gate in request.gates or ()]
             self._events = [gate.event for _, gate in self._gates]
-        passed = list(map(_HAS_PASSED, self._events))
+        first = self._next_gate if self._next_gate < len(self._events) else 0
+        asked = slice(first, first + MAX_GATES)
+        self._next_gate = asked.stop
+        passed = list(map(_HAS_PASSED, self._events[asked]))
         if not any(passed):
             return
         behind = dict[str, Request]()
-        for request, gate in compress(self._gates, passed):
+        for request, gate in compress(self._gates[asked], passed):
             request.let(gate)
             behind[request.transfer.request] = request
         for request in behind.values():
