@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Due(StrEnum):
+class TimerKind(StrEnum):
     """What a timer is about; beside it stands whose it is."""
 
     PEER = "a peer's ping, or the end of its silence"
@@ -53,8 +53,8 @@ class Due(StrEnum):
     TOMBSTONES = "what is remembered of the past"
 
 
-#: A Due, and the peer, attempt or request.
-Timer = tuple[Due, Hashable]
+#: A TimerKind, and the peer, attempt or request.
+Timer = tuple[TimerKind, Hashable]
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +137,7 @@ class Core:
     def awaits(self, peer: str) -> None:
         """Something more is awaited from a peer: it is pinged while that is so."""
         if self.liveness.awaits(peer):
-            self.timers.sooner((Due.PEER, peer), self.clock())
+            self.timers.sooner((TimerKind.PEER, peer), self.clock())
 
     def awaits_no_more(self, peer: str) -> None:
         """One thing less is awaited from a peer."""

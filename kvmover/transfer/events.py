@@ -21,10 +21,10 @@ class Patience(msgspec.Struct, frozen=True):
     resend_s: float
 
     def again_s(self, repeats: int, *names: str | int) -> float:
-        """How long to wait before asking again for what may not exist yet and was asked for `repeats` times more already.
+        """How long to wait before asking again for what may not exist yet, after asking `repeats` times more already.
 
-        The first time `resend_s`; then twice as long each time, up to 8 times, shortened by up to a quarter by a hash of
-        `names`: the same everywhere and always.
+        The first time `resend_s`; then twice as long each time, up to 8 times, shortened by up to a quarter by a hash
+        of `names`: the same everywhere and always.
         """
         if not repeats:
             return self.resend_s

@@ -26,7 +26,7 @@ from kvmover.transfer.arguments import (
     token_range,
 )
 from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.core import Due, assembled
+from kvmover.transfer.core import TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.quarantine import Quarantine
@@ -92,16 +92,16 @@ class Mover:
         )
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
         self._events: deque[Event] = deque()
-        self._when_due: dict[Due, Callable[[Any], None]] = {
-            Due.PEER: self._check_on,
-            Due.DIAL: self._dial,
-            Due.RECEIVE: self._destination.tick,
-            Due.FAREWELL: self._destination.repeat_farewell,
-            Due.QUARANTINE: self._destination.look_at_quarantine,
-            Due.SEND: self._source.tick,
-            Due.REQUEST: self._source.end_of_time,
-            Due.EARLY: self._source.drop_early,
-            Due.TOMBSTONES: self._forget_the_past,
+        self._when_due: dict[TimerKind, Callable[[Any], None]] = {
+            TimerKind.PEER: self._check_on,
+            TimerKind.DIAL: self._dial,
+            TimerKind.RECEIVE: self._destination.tick,
+            TimerKind.FAREWELL: self._destination.repeat_farewell,
+            TimerKind.QUARANTINE: self._destination.look_at_quarantine,
+            TimerKind.SEND: self._source.tick,
+            TimerKind.REQUEST: self._source.end_of_time,
+            TimerKind.EARLY: self._source.drop_early,
+            TimerKind.TOMBSTONES: self._forget_the_past,
         }
         self._forget_the_past(None)
         self._thread: threading.Thread | None = None
@@ -169,7 +169,7 @@ class Mover:
         self._destination.quarantine.linger_s = config.linger_s
         self._core.liveness.ping_s, self._core.liveness.silence_s = config.ping_s, config.silence_s
         self._reconnector.policy, self._reconnector.answer_s = config.backoff, config.silence_s
-        self._core.timers.set((Due.DIAL, None), -math.inf)
+        self._core.timers.set((TimerKind.DIAL, None), -math.inf)
 
     def connect(self, card: bytes) -> str:
         """Connect the peer behind `card`, tell it of us, and return its name.
@@ -179,7 +179,7 @@ class Mover:
         """
         name = self._seat(self._core.auth.verify_card(card))
         self._core.liveness.greeted(name, self._core.clock())
-        self._core.timers.sooner((Due.PEER, name), self._core.liveness.due(name))
+        self._core.timers.sooner((TimerKind.PEER, name), self._core.liveness.due(name))
         self._core.say(name, wire.Hello(self._card))
         return name
 
@@ -271,8 +271,9 @@ class Mover:
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
 
-        It costs what happened since the last poll and what is due, not what is open. What was said to a peer since then,
-        in calls between polls too, leaves with it, in one note where it fits. Returns whether anything came in, went out or was done: if so, the next poll should not be long in coming.
+        It costs what happened since the last poll and what is due, not what is open. What was said to a peer since, in
+        calls between polls too, leaves with it, in one note where it fits. Returns whether anything came in, went out or
+        was done: if so, the next poll should not be long in coming.
         """
         self._check_thread()
         before = self.meter.beats
@@ -340,7 +341,7 @@ class Mover:
         if note.peer in self._reconnector:  # it was lost, and speaks
             if self._reconnector.heard(note.peer, self._core.clock()):
                 self.meter.add(Count.RECONNECTS)
-            self._core.timers.sooner((Due.DIAL, None), self._core.clock())
+            self._core.timers.sooner((TimerKind.DIAL, None), self._core.clock())
         try:
             messages = wire.split(payload)
         except ProtocolError as error:
@@ -394,7 +395,7 @@ class Mover:
                 self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
             case None:
                 pass
-        self._core.timers.set((Due.PEER, name), self._core.liveness.due(name))
+        self._core.timers.set((TimerKind.PEER, name), self._core.liveness.due(name))
 
     def _dial(self, _: None) -> None:
         """Reach for lost peers again; what they say, or that they say nothing, decides."""
@@ -408,14 +409,14 @@ class Mover:
                 self._core.say(name, wire.Ping())
             except (PeerRefused, TransportError) as error:
                 self._reconnector.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
-        self._core.timers.set((Due.DIAL, None), self._reconnector.next_due())
+        self._core.timers.set((TimerKind.DIAL, None), self._reconnector.next_due())
 
     def _forget_the_past(self, _: None) -> None:
         """What is remembered of attempts and requests that are over expires, looked at once a second."""
         now = self._core.clock()
         self._destination.expire(now)
         self._source.expire(now)
-        self._core.timers.set((Due.TOMBSTONES, None), now + 1.0)
+        self._core.timers.set((TimerKind.TOMBSTONES, None), now + 1.0)
 
     def _lose(self, name: str, reason: str) -> None:
         peer = self._core.peers.get(name)
@@ -424,7 +425,7 @@ class Mover:
             log.warning("lost %s: %s", name, reason)
             if self._core.peers.sits(peer):
                 self._reconnector.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
-                self._core.timers.set((Due.DIAL, None), self._reconnector.next_due())
+                self._core.timers.set((TimerKind.DIAL, None), self._reconnector.next_due())
         self._core.peers.remove(name)
         self._core.outbox.pop(name, None)
         self._core.liveness.forget(name)

@@ -128,7 +128,9 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ticks = Counter[str]()
     for machine in (destination_machine, source_machine):
 
-        def counted(state: Any, event: Any, now: float, honest: Any = machine.step, name: str = machine.__name__) -> Any:
+        def counted(
+            state: Any, event: Any, now: float, honest: Any = machine.step, name: str = machine.__name__
+        ) -> Any:
             ticks[name] += isinstance(event, Tick)
             return honest(state, event, now)
 

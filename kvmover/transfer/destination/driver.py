@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmover import ranges
 from kvmover.errors import PlanError
-from kvmover.transfer.core import Core, Due
+from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import machine
 from kvmover.transfer.destination.attempts import Id, ReceiveAttempt, ReceiveRequest, attempt_of, cause_of, close
 from kvmover.transfer.destination.credits import Credits
@@ -50,7 +50,7 @@ MAX_ENDED = 65536
 
 @dataclass(slots=True, eq=False)
 class DestinationDriver:
-    """The receiving half of a mover. `_room`: the arena or the queue for it changed since somebody was refused a region."""
+    """The receiving half of a mover. `_room`: the arena or its queue changed since nobody could have a region."""
 
     core: Core
     reads: Reads
@@ -173,7 +173,7 @@ class DestinationDriver:
 
     def watch_quarantine(self) -> None:
         """It changed: look at it when it is next due."""
-        self.core.timers.set((Due.QUARANTINE, None), self.quarantine.next_due())
+        self.core.timers.set((TimerKind.QUARANTINE, None), self.quarantine.next_due())
 
     def repeat_farewell(self, key: Key) -> None:
         """Tell a source that owed nothing again of its request and its end."""
@@ -183,7 +183,7 @@ class DestinationDriver:
             self.core.meter.add(Count.RESENT_MESSAGES)
             self.core.post(peer, want)
             self.core.say(peer, wire.Done(request, generation))
-        self.core.timers.set((Due.FAREWELL, key), self._retransmissions.due(key))
+        self.core.timers.set((TimerKind.FAREWELL, key), self._retransmissions.due(key))
 
     def expire(self, now: float) -> None:
         """Forget what is remembered long enough."""
@@ -247,7 +247,7 @@ class DestinationDriver:
     def _apply(self, attempt: ReceiveAttempt, state: Receiving, actions: Sequence[Action]) -> None:
         attempt.state = state
         if attempt.id in self._attempts:
-            self.core.timers.set((Due.RECEIVE, attempt.id), machine.due(state))
+            self.core.timers.set((TimerKind.RECEIVE, attempt.id), machine.due(state))
         for action in actions:
             match action:
                 case Send(peer, message):
@@ -326,7 +326,7 @@ class DestinationDriver:
         for peer in held:
             self._isolate(attempt, peer).transfer = attempt.transfer
         del self._attempts[attempt.id]
-        self.core.timers.cancel((Due.RECEIVE, attempt.id))
+        self.core.timers.cancel((TimerKind.RECEIVE, attempt.id))
         for peer in attempt.state.sources:
             self.core.awaits_no_more(peer)
         until = self.core.remembered_until()
@@ -335,5 +335,5 @@ class DestinationDriver:
             if reason is None and source.idle and peer not in attempt.state.gone:
                 key = (peer, *attempt.id)
                 self._retransmissions.said(key, attempt.wants[peer], now + config.resend_s, until)
-                self.core.timers.set((Due.FAREWELL, key), self._retransmissions.due(key))
+                self.core.timers.set((TimerKind.FAREWELL, key), self._retransmissions.due(key))
         close(attempt, self.core, held)

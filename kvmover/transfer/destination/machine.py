@@ -71,7 +71,9 @@ def step(state: Receiving, event: Event, now: float) -> Stepped:
     if after is state or after.finished or state.reason is not after.reason:
         return after, actions
     news = {action.peer for action in actions if isinstance(action, Send)}
-    return _wait_anew(after, news | {event.peer} if isinstance(event, Heard | PeerGone | Greeted) else news, now), actions
+    return _wait_anew(
+        after, news | {event.peer} if isinstance(event, Heard | PeerGone | Greeted) else news, now
+    ), actions
 
 
 def _happened(state: Receiving, event: Happened, now: float) -> Stepped:
@@ -97,8 +99,8 @@ def _happened(state: Receiving, event: Happened, now: float) -> Stepped:
 
 
 def _wait_anew(state: Receiving, peers: set[str], now: float) -> Receiving:
-    """Who has said something new, or was told something new, has `resend_s` to answer. A source that says nothing new is
-    as good as silent: what it waits for may be lost."""
+    """Who has said something new, or was told something new, has `resend_s` to answer. A source that says nothing new
+    is as good as silent: what it waits for may be lost."""
     if not peers:
         return state
     heard = {**state.heard, **dict.fromkeys(peers, now)}
@@ -316,7 +318,11 @@ def _look(state: Receiving, now: float) -> Stepped:
     silent = [peer for peer in awaited if now >= _again_at(state, peer)]
     heard = {**state.heard, **dict.fromkeys(silent, now)}
     repeats = {**state.repeats, **{peer: state.repeats.get(peer, 0) + 1 for peer in silent}}
-    asked = [action for peer in silent for action in _again(state, peer, now)] if not failed else _aborts(state, set(silent))
+    asked = (
+        [action for peer in silent for action in _again(state, peer, now)]
+        if not failed
+        else _aborts(state, set(silent))
+    )
     state = replace(state, heard=heard, repeats=repeats)
     look_at = min((_again_at(state, peer) for peer in awaited), default=now + state.patience.resend_s)
     return replace(state, look_at=look_at), asked

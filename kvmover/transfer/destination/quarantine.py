@@ -95,9 +95,13 @@ class Quarantine:
 
     def next_due(self) -> float:
         """Before this time `poll` has nothing to say. O(attempts that are held)."""
-        ends = [isolated.until for isolated in self._held.values() if isolated.until is not None]
-        asks = any(isolated.until is None and not isolated.reads for isolated in self._held.values())
-        return min([*ends, *([self._next] if asks else [])], default=math.inf)
+        due = math.inf
+        for isolated in self._held.values():
+            if isolated.until is not None:
+                due = min(due, isolated.until)
+            elif not isolated.reads:
+                due = min(due, self._next)
+        return due
 
     def reason(self, key: Key) -> str:
         return self._held[key].reason

@@ -23,7 +23,7 @@ SEAL_BYTES = 64
 #: A page table of 260,000 pages fits; nothing larger is decoded. NIXL carries notes of this size, and a seal, in order.
 MAX_MESSAGE_BYTES = (1 << 20) - SEAL_BYTES
 
-#: Messages that travel in one note at most: what a poll says to one peer, and no more than a peer should work off at once.
+#: Messages that travel in one note at most: what a poll says to one peer, and no more than a peer should do at once.
 MAX_BATCH = 256
 
 #: First tokens, logprobs and the like: whatever an engine hands over with a request, from one rank.

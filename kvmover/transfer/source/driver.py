@@ -9,7 +9,7 @@ from operator import methodcaller
 
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
-from kvmover.transfer.core import Core, Due
+from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.table import Peer
@@ -60,7 +60,7 @@ class SourceDriver:
         deadline = self.core.clock() + self.core.config.deadline_s
         waiting = None if gates is None else list(gates)
         request = self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
-        self.core.timers.set((Due.REQUEST, transfer.request), deadline)
+        self.core.timers.set((TimerKind.REQUEST, transfer.request), deadline)
         loss = self._early.loss(transfer.request)
         self.reopen(transfer.request)
         if loss is not None:
@@ -205,13 +205,13 @@ class SourceDriver:
             return
         if len(self._early) > known:
             self.core.awaits(peer.name)
-        self.core.timers.set((Due.EARLY, key), self._early.due(*key))
+        self.core.timers.set((TimerKind.EARLY, key), self._early.due(*key))
         self.core.say(peer.name, wire.Noted(*id_, int(keeps_s * 1e3)))
 
     def _take_early(self, request: str) -> list[Early]:
         taken = self._early.take(request)
         for early in taken:
-            self.core.timers.cancel((Due.EARLY, (request, early.peer.name)))
+            self.core.timers.cancel((TimerKind.EARLY, (request, early.peer.name)))
             self.core.awaits_no_more(early.peer.name)
         return taken
 
@@ -266,7 +266,7 @@ class SourceDriver:
         reads is nobody's, and one that only seemed dead is never told Kept.
         """
         for request in self._early.lost(peer, reason):
-            self.core.timers.cancel((Due.EARLY, (request, peer)))
+            self.core.timers.cancel((TimerKind.EARLY, (request, peer)))
             self.core.awaits_no_more(peer)
         for request in list(self._requests.values()):
             attempt = request.attempts.get(peer)
@@ -351,7 +351,7 @@ class SourceDriver:
 
     def _schedule(self, request: Request, attempt: SendAttempt) -> None:
         key = request.transfer.request, attempt.job.peer.name
-        self.core.timers.set((Due.SEND, key), machine.due(attempt.state))
+        self.core.timers.set((TimerKind.SEND, key), machine.due(attempt.state))
 
     def _fail(self, request: Request, reason: str, cause: Cause) -> None:
         """Serve nobody any more: the engine takes the pages back when the transfer ends. The first reason stays."""
@@ -376,7 +376,7 @@ class SourceDriver:
         close(request, self.core)
         self._over[request.transfer.request] = request
         self._watch(request)
-        self.core.timers.cancel((Due.REQUEST, request.transfer.request))
+        self.core.timers.cancel((TimerKind.REQUEST, request.transfer.request))
         self._over_for_all(request.transfer.request, request.reason or SERVED)
 
     def _over_for_all(self, name: str, how: str) -> None:

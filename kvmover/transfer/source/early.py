@@ -86,7 +86,7 @@ class EarlyWants:
         return self._waiting.keys()
 
     def lost(self, peer: str, reason: str) -> list[str]:
-        """Drop what a peer waits for, and say which requests. They are remembered as long as the Wants would have been."""
+        """Drop what a peer waits for, and say of which requests; these are remembered as long as its Wants would be."""
         if peer not in self._waiting:
             return []
         dropped = [request for request, waiting in self._early.items() if peer in waiting]
