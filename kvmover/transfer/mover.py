@@ -272,8 +272,8 @@ class Mover:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
 
         It costs what happened since the last poll and what is due, not what is open. What was said to a peer since, in
-        calls between polls too, leaves with it, in one note where it fits. Returns whether anything came in, went out or
-        was done: if so, the next poll should not be long in coming.
+        calls between polls too, leaves with it, in one note where it fits. Returns whether anything came in, went out
+        or was done: if so, the next poll should not be long in coming.
         """
         self._check_thread()
         before = self.meter.beats
