@@ -27,6 +27,7 @@ METRICS: Mapping[StrEnum, Metric] = {
             Count.RECEIVED_CHUNKS: "Chunks that are in this rank's pages.",
             Count.DESCRIPTORS: "Byte runs of the writes and reads that were posted.",
             Count.MESSAGES: "Control messages sent, pings and repetitions included.",
+            Count.NOTES: "Notes that carried them: what one poll says to one peer travels in one.",
             Count.RESENT_MESSAGES: "Messages sent again because nobody answered.",
             Count.MISMATCHED_CHUNKS: "Chunks that landed with another digest than they were sent with.",
             Count.LAPSED_CHUNKS: "Chunks not written because the permission was over, and granted again.",

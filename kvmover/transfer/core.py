@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from kvmover.errors import PeerLost, PeerUnknown
@@ -20,12 +21,14 @@ from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.regions import allocations
 from kvmover.transfer.meter import Count, Meter
 from kvmover.transfer.peers.links import Links
+from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
 from kvmover.transfer.protocol.handshake import Place, Rank
 from kvmover.transfer.protocol.lane import End
-from kvmover.transfer.protocol.wire import AnyMessage, encode
+from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
 from kvmover.transfer.result import Ending, Result
+from kvmover.transfer.timers import Timers
 from kvmover.transport.base import Memory, Transport
 from kvmover.transport.memory import memory_of, union
 
@@ -34,6 +37,24 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+
+class TimerKind(StrEnum):
+    """What a timer is about; beside it stands whose it is."""
+
+    PEER = "a peer's ping, or the end of its silence"
+    DIAL = "a try at a lost peer"
+    RECEIVE = "an attempt's deadline, or what it says again"
+    SEND = "the same of a source's attempt"
+    REQUEST = "the deadline of a request that is sent"
+    EARLY = "a Want that nobody offers"
+    FAREWELL = "a Want and its Done to who has not answered"
+    QUARANTINE = "memory that a peer may still write"
+    TOMBSTONES = "what is remembered of the past"
+
+
+#: A TimerKind, and the peer, attempt or request.
+Timer = tuple[TimerKind, Hashable]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +69,8 @@ class Staging:
 @dataclass(slots=True, eq=False)
 class Core:
     """The parts of a mover. `sandbox` is what peers may write to measure the way here, empty where they may not.
-    `later` holds what must run outside the event being handled, in order.
+    `later` holds what must run outside the event being handled, in order. `outbox`: what was said to whom and has not
+    left, encoded.
     """
 
     transport: Transport
@@ -68,6 +90,12 @@ class Core:
     watchers: list[Callable[[Ending], None]] = field(default_factory=list["Callable[[Ending], None]"])
     lost: deque[tuple[str, str]] = field(default_factory=deque["tuple[str, str]"])
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
+    outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
+    timers: Timers[Timer] = field(default_factory=Timers[Timer])
+    liveness: Liveness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.liveness = Liveness(self.config.ping_s, self.config.silence_s)
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -87,16 +115,37 @@ class Core:
         return self.clock() + self.config.deadline_s + self.config.drain_s
 
     def say(self, peer: str, message: AnyMessage) -> None:
-        """Send a control message. A peer that cannot be reached is reported lost: every wait on it then ends."""
+        """Send a control message, with all else that this poll says to the peer: it leaves with `flush`."""
         self.post(peer, encode(message))
 
     def post(self, peer: str, encoded: bytes) -> None:
         """As `say`, for a message that is bytes already."""
         self.meter.add(Count.MESSAGES)
-        try:
-            self.transport.notify(peer, self.auth.sign(peer, encoded))
-        except (PeerLost, PeerUnknown) as error:
-            self.lost.append((peer, str(error)))
+        self.outbox.setdefault(peer, []).append(encoded)
+
+    def flush(self) -> None:
+        """Send what was said to everybody. Who cannot be reached is reported lost: every wait on it then ends."""
+        while self.outbox:
+            self.flush_to(next(iter(self.outbox)))
+
+    def flush_to(self, peer: str) -> None:
+        """Send what was said to one peer: before a write to it, whose note would overtake."""
+        for note in notes(self.outbox.pop(peer, ())):
+            self.meter.add(Count.NOTES)
+            try:
+                self.transport.notify(peer, self.auth.sign(peer, note))
+            except (PeerLost, PeerUnknown) as error:
+                self.lost.append((peer, str(error)))
+                return
+
+    def awaits(self, peer: str) -> None:
+        """Something more is awaited from a peer: it is pinged while that is so."""
+        if self.liveness.awaits(peer):
+            self.timers.sooner((TimerKind.PEER, peer), self.clock())
+
+    def awaits_no_more(self, peer: str) -> None:
+        """One thing less is awaited from a peer."""
+        self.liveness.awaits_no_more(peer)
 
     def ended(self, verb: Literal["send", "receive"], request: str, result: Result) -> None:
         """Tell those that watch. What one of them raises is its own affair: no transfer fails for it."""

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
+
+#: What asks for something that need not exist yet is said again after twice as long each time, so many times.
+DOUBLINGS = 3
+
+#: Each wait but the first is shortened by up to this part of it, so that what fell due at once does not do so again.
+JITTER = 0.25
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -11,6 +19,17 @@ class Patience(msgspec.Struct, frozen=True):
     deadline_s: float
     drain_s: float
     resend_s: float
+
+    def again_s(self, repeats: int, *names: str | int) -> float:
+        """How long to wait before asking again for what may not exist yet, after asking `repeats` times more already.
+
+        The first time `resend_s`; then twice as long each time, up to 8 times, shortened by up to a quarter by a hash
+        of `names`: the same everywhere and always.
+        """
+        if not repeats:
+            return self.resend_s
+        hashed = zlib.crc32("/".join(map(str, (*names, repeats))).encode()) / (1 << 32)
+        return self.resend_s * (1 << min(repeats, DOUBLINGS)) * (1 - JITTER * hashed)
 
 
 class Tick(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ class Count(StrEnum):
     RECEIVED_CHUNKS = "received_chunks"
     DESCRIPTORS = "descriptors"
     MESSAGES = "messages"
+    NOTES = "notes"
     RESENT_MESSAGES = "resent_messages"
     MISMATCHED_CHUNKS = "mismatched_chunks"
     LAPSED_CHUNKS = "lapsed_chunks"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -25,7 +26,7 @@ from kvmover.transfer.arguments import (
     token_range,
 )
 from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.core import assembled
+from kvmover.transfer.core import TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.leases import WriteLeases
@@ -33,7 +34,7 @@ from kvmover.transfer.destination.quarantine import Quarantine
 from kvmover.transfer.destination.reads import Reads
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
-from kvmover.transfer.peers.liveness import Liveness
+from kvmover.transfer.peers.liveness import Duty
 from kvmover.transfer.peers.reconnect import Reconnector
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -51,6 +52,9 @@ log = logging.getLogger(__name__)
 
 #: Between polls of a wait. Two hot pollers on two cores starve each other: a note's round trip grew from 0.1 to 112 ms.
 POLL_SLEEP_S = 100e-6
+
+#: Timers of one poll at most: what falls due at once is worked off over several, so that none of them takes long.
+MAX_TIMERS = 32
 
 
 class Mover:
@@ -91,9 +95,20 @@ class Mover:
             WriteLeases(self._config.lease_s, self._config.linger_s),
             time.time_ns(),
         )
-        self._liveness = Liveness(self._config.ping_s, self._config.silence_s)
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
         self._events: deque[Event] = deque()
+        self._when_due: dict[TimerKind, Callable[[Any], None]] = {
+            TimerKind.PEER: self._check_on,
+            TimerKind.DIAL: self._dial,
+            TimerKind.RECEIVE: self._destination.tick,
+            TimerKind.FAREWELL: self._destination.repeat_farewell,
+            TimerKind.QUARANTINE: self._destination.look_at_quarantine,
+            TimerKind.SEND: self._source.tick,
+            TimerKind.REQUEST: self._source.end_of_time,
+            TimerKind.EARLY: self._source.drop_early,
+            TimerKind.TOMBSTONES: self._forget_the_past,
+        }
+        self._forget_the_past(None)
         self._thread: threading.Thread | None = None
 
     @property
@@ -157,8 +172,9 @@ class Mover:
         self._config = self._core.config = config
         self._core.copier.sms = config.sms
         self._destination.leases.lease_s, self._destination.leases.linger_s = config.lease_s, config.linger_s
-        self._liveness.ping_s, self._liveness.silence_s = config.ping_s, config.silence_s
+        self._core.liveness.ping_s, self._core.liveness.silence_s = config.ping_s, config.silence_s
         self._reconnector.policy, self._reconnector.answer_s = config.backoff, config.silence_s
+        self._core.timers.set((TimerKind.DIAL, None), -math.inf)
 
     def connect(self, card: bytes) -> str:
         """Connect the peer behind `card`, tell it of us, and return its name.
@@ -167,7 +183,8 @@ class Mover:
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
         """
         name = self._seat(self._core.auth.verify_card(card))
-        self._liveness.greeted(name, self._core.clock())
+        self._core.liveness.greeted(name, self._core.clock())
+        self._core.timers.sooner((TimerKind.PEER, name), self._core.liveness.due(name))
         self._greet(name)
         return name
 
@@ -275,7 +292,9 @@ class Mover:
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
 
-        Returns whether anything came in, went out or was done: if so, the next poll should not be long in coming.
+        It costs what happened since the last poll and what is due, not what is open. What was said to a peer since, in
+        calls between polls too, leaves with it, in one note where it fits. Returns whether anything came in, went out
+        or was done: if so, the next poll should not be long in coming.
         """
         self._check_thread()
         before = self.meter.beats
@@ -288,16 +307,23 @@ class Mover:
             elif not self._reads.handle(event) and not self._core.links.handle(event, self._core.clock()):
                 self._writes.handle(event)
         self._core.copier.poll()
+        due = self._core.timers.take(self._core.clock(), MAX_TIMERS)
+        for what, whose in due:
+            self._when_due[what](whose)
         self._destination.poll()
         self._source.poll()
         self._writes.poll()
         while self._core.later:
             self._core.later.popleft()()
-        self._ping()
-        self._dial()
+        self._flush()
+        return self.meter.beats != before or len(due) == MAX_TIMERS
+
+    def _flush(self) -> None:
+        """Send what was said. Losses that show then are told to both halves, which may say more."""
+        self._core.flush()
         while self._core.lost:
             self._lose(*self._core.lost.popleft())
-        return self.meter.beats != before
+            self._core.flush()
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Poll until all have ended; each has a deadline of its own, so this returns."""
@@ -310,8 +336,10 @@ class Mover:
         """Fail what is open with `reason`, and close the transport: registrations, peers and handles."""
         self._destination.close(reason)
         self._source.close(reason)
-        for name in self._destination.waits_on() | self._source.waits_on():
+        self._core.flush()
+        for name in list(self._core.liveness.awaited):
             self._lose(name, reason)
+        self._core.flush()
         self._transport.close()
         self._source.drop()
         self._destination.quarantine.clear()
@@ -330,25 +358,44 @@ class Mover:
             self.meter.refused(error.refusal)
             log.warning("dropped a message: %s", error)
             return
-        self._liveness.heard(note.peer)
-        if self._reconnector.heard(note.peer, self._core.clock()):
-            self.meter.add(Count.RECONNECTS)
+        self._core.liveness.heard(note.peer)
+        if note.peer in self._reconnector:  # it was lost, and speaks
+            if self._reconnector.heard(note.peer, self._core.clock()):
+                self.meter.add(Count.RECONNECTS)
+            self._core.timers.sooner((TimerKind.DIAL, None), self._core.clock())
         try:
-            message = wire.decode(payload)
+            messages = wire.split(payload)
         except ProtocolError as error:
-            self.meter.add(Count.MALFORMED_MESSAGES)
-            log.warning("dropped a message from %s: %s", note.peer, error)
+            self._malformed(note.peer, error)
             return
+        for encoded in messages:
+            try:
+                self._told(note.peer, wire.decode(encoded))
+            except ProtocolError as error:
+                self._malformed(note.peer, error)
+
+    def _malformed(self, name: str, error: ProtocolError) -> None:
+        self.meter.add(Count.MALFORMED_MESSAGES)
+        log.warning("dropped a message from %s: %s", name, error)
+
+    def _told(self, name: str, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Hello):
-            self._welcome(note.peer, message)
+            self._welcome(name, message)
             return
-        peer = self._core.peers.get(note.peer)
+        peer = self._core.peers.get(name)
         if peer is None:
             self.meter.add(Count.MALFORMED_MESSAGES)
-            log.warning("dropped a %s from %s, who is not connected", type(message).__name__, note.peer)
-        else:
-            self._lend(peer, message)
-            self._told(peer, message)
+            log.warning("dropped a %s from %s, who is not connected", type(message).__name__, name)
+            return
+        self._lend(peer, message)
+        if isinstance(message, wire.Ping):
+            self._core.say(peer.name, wire.Pong(self._core.stamp_us()))
+        elif isinstance(message, wire.ToSource):
+            self._source.hear(peer, message)
+        elif isinstance(message, wire.ToDestination):
+            self._destination.hear(peer, message)
+        elif isinstance(message, wire.Abort):
+            (self._destination if self._destination.knows(message) else self._source).hear(peer, message)
 
     def _lend(self, peer: Peer, message: wire.AnyMessage) -> None:
         """What a message says of how long one side may write to the other: a lease to us, or a stamp for ours to it."""
@@ -360,39 +407,31 @@ class Mover:
             case _:
                 pass
 
-    def _told(self, peer: Peer, message: wire.AnyMessage) -> None:
-        if isinstance(message, wire.Ping):
-            self._core.say(peer.name, wire.Pong(self._core.stamp_us()))
-        elif isinstance(message, wire.ToSource):
-            self._source.hear(peer, message)
-        elif isinstance(message, wire.ToDestination):
-            self._destination.hear(peer, message)
-        elif isinstance(message, wire.Abort):
-            (self._destination if self._destination.knows(message) else self._source).hear(peer, message)
-
     def _welcome(self, name: str, hello: wire.Hello) -> None:
         try:
             if self._seat(hello.card) != name:
                 raise PeerRefused(f"{name} sent the card of another")
             self._lend(self._core.peers[name], hello)
+            self._destination.greeted(name)
             self._core.say(name, wire.Pong(self._core.stamp_us()))
         except (PeerRefused, TransportError) as error:
             self.meter.add(Count.REFUSED_PEERS)
             log.warning("refused %s: %s", name, error)
 
-    def _ping(self) -> None:
+    def _check_on(self, name: str) -> None:
         """A peer that died while it owes us something is noticed by a ping that cannot be sent, or is not answered."""
-        awaited = self._destination.waits_on() | self._source.waits_on()
-        ping, silent = self._liveness.due(awaited, self._core.clock())
-        strangers, deaf = self._liveness.strangers(self._core.clock())
-        for name in strangers:
-            self._greet(name)
-        for name in ping:
-            self._core.say(name, wire.Ping(self._destination.leases.renewed(name)))
-        for name in (*silent, *deaf):
-            self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
+        match self._core.liveness.look(name, self._core.clock()):
+            case Duty.GREET:
+                self._greet(name)
+            case Duty.PING:
+                self._core.say(name, wire.Ping(self._destination.leases.renewed(name)))
+            case Duty.LOSE:
+                self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
+            case None:
+                pass
+        self._core.timers.set((TimerKind.PEER, name), self._core.liveness.due(name))
 
-    def _dial(self) -> None:
+    def _dial(self, _: None) -> None:
         """Reach for lost peers again; what they say, or that they say nothing, decides."""
         now = self._core.clock()
         dial, silent = self._reconnector.due(now)
@@ -404,6 +443,14 @@ class Mover:
                 self._core.say(name, wire.Ping(self._destination.leases.renewed(name)))
             except (PeerRefused, TransportError) as error:
                 self._reconnector.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
+        self._core.timers.set((TimerKind.DIAL, None), self._reconnector.next_due())
+
+    def _forget_the_past(self, _: None) -> None:
+        """What is remembered of attempts and requests that are over expires, looked at once a second."""
+        now = self._core.clock()
+        self._destination.expire(now)
+        self._source.expire(now)
+        self._core.timers.set((TimerKind.TOMBSTONES, None), now + 1.0)
 
     def _lose(self, name: str, reason: str) -> None:
         peer = self._core.peers.get(name)
@@ -412,8 +459,10 @@ class Mover:
             log.warning("lost %s: %s", name, reason)
             if self._core.peers.sits(peer):
                 self._reconnector.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
+                self._core.timers.set((TimerKind.DIAL, None), self._reconnector.next_due())
         self._core.peers.remove(name)
-        self._liveness.forget(name)
+        self._core.outbox.pop(name, None)
+        self._core.liveness.forget(name)
         self._transport.disconnect(name)
         self._destination.lost(name, reason)
         self._source.lost(name, reason)

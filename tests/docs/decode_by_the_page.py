@@ -14,12 +14,12 @@ _LENGTHS = {0xC4: "B", 0xC5: "H", 0xC6: "I", 0xD9: "B", 0xDA: "H", 0xDB: "I"}
 _LENGTHS |= {0xDC: "H", 0xDD: "I", 0xDE: "H", 0xDF: "I"}
 
 
-def message(note: bytes) -> dict[str, Any]:
-    """The map of a note that is not sealed. Fields that were left out are left out."""
+def messages(note: bytes) -> list[dict[str, Any]]:
+    """The maps of a note that is not sealed. Fields that were left out are left out."""
     assert note[:4] == b"kvm\x03", "a note of this version"
     value, end = unpack(note, 4)
-    assert end == len(note), "one map, and nothing behind it"
-    return value
+    assert end == len(note), "one map or one array of them, and nothing behind it"
+    return value if isinstance(value, list) else [value]
 
 
 def unpack(data: bytes, at: int) -> tuple[Any, int]:

@@ -32,7 +32,7 @@ from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport import Descriptors
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
 from tests.docs import decode_by_the_page as by_the_page
-from tests.docs.decode_by_the_page import ids, message, unpack
+from tests.docs.decode_by_the_page import ids, messages, unpack
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "protocol.md").read_text()
 KV = Component.attention(layers=2, kv_heads=4, head_dim=8, dtype="bfloat16")
@@ -107,13 +107,15 @@ CASES = [(route, verb) for route in Route for verb in Verb]
 @pytest.mark.parametrize(("route", "verb"), CASES, ids=[f"{route}-{verb}" for route, verb in CASES])
 def test_every_note_of_a_request_is_read_by_the_page(route: Route, verb: Verb) -> None:
     said, _, _ = _moved(MoverConfig(route=route, verb=verb, arena_bytes=1 << 20, resend_s=60))
-    heard = [message(note) for note in said]
-    assert heard == [msgspec.msgpack.decode(note[4:]) for note in said]
+    heard = [message for note in said for message in messages(note)]
+    decoded = [msgspec.msgpack.decode(note[4:]) for note in said]
+    assert heard == [message for note in decoded for message in (note if isinstance(note, list) else [note])]
+    assert any(isinstance(note, list) for note in decoded), "several messages travel in one note"
+    spoken = [message["type"] for message in heard]
     rows = {name: (needed, optional) for name, (_, needed, optional) in _messages().items()}
     for each in heard:
         needed, optional = rows[each.pop("type")]
         assert needed <= each.keys() <= needed | optional, each
-    spoken = [message(note)["type"] for note in said]
     assert [kind for kind in dict.fromkeys(spoken) if kind not in ("Ping", "Pong", "Aux")] == _steps(route, verb)
 
 
@@ -127,7 +129,7 @@ def _steps(route: Route, verb: Verb) -> list[str]:
 
 def test_a_lease_echoes_a_stamp_that_its_source_has_said() -> None:
     said, _, _ = _moved(MoverConfig(route=Route.PACKED))
-    notes = [message(note) for note in said]
+    notes = [message for note in said for message in messages(note)]
     stamps = {note["stamp_us"] for note in notes if note["type"] in ("Hello", "Pong", "Offered")}
     leases = [note["lease"] for note in notes if note["type"] == "Granted"]
     assert leases
@@ -139,12 +141,12 @@ def test_a_lease_echoes_a_stamp_that_its_source_has_said() -> None:
 
 def test_page_tables_and_grants_are_what_the_page_says() -> None:
     said, _, _ = _moved(MoverConfig(route=Route.DIRECT, arena_bytes=1 << 20, resend_s=60))
-    wants = [message(note) for note in said if message(note)["type"] == "Want"]
+    wants = [message for note in said for message in messages(note) if message["type"] == "Want"]
     assert [[ids(table) for table in want["pages"]] for want in wants] == [[[1]], [[1]]]
     said, _, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60))
-    for note in said:
-        if message(note)["type"] == "Granted":
-            assert [chunk for chunk, offset, round_ in message(note)["grants"] if (offset % 256, round_) == (0, 0)]
+    for message in (message for note in said for message in messages(note)):
+        if message["type"] == "Granted":
+            assert [chunk for chunk, offset, round_ in message["grants"] if (offset % 256, round_) == (0, 0)]
 
 
 def test_a_packed_chunk_holds_what_the_page_derives() -> None:
@@ -220,7 +222,7 @@ def test_sealed_notes_are_opened_by_the_page() -> None:
             whole = b"".join(struct.pack(">Q", len(part)) + part for part in parts)
             assert (head, tag) == (b"kvs\x01", hmac.digest(secret, whole, "sha256"))
             numbers.setdefault(peer, []).append(int.from_bytes(number, "big"))
-            kinds.add(message(text)["type"])
+            kinds |= {message["type"] for message in messages(text)}
         assert all(seen == list(range(len(seen))) for seen in numbers.values())
     assert len(said) == sum(len(transport.to) for transport in transports)
     assert {"Hello", "Want", "Offered", "Granted", "Chunk", "Done"} <= kinds

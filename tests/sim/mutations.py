@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvmover.transfer import core
 from kvmover.transfer.destination import credits
 from kvmover.transfer.destination import driver as destination_driver
 from kvmover.transfer.destination import machine as destination_machine
@@ -18,7 +19,7 @@ from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Quarantine
 from kvmover.transfer.destination.state import Action, Free, Receiving, Source, WriterChunk
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
-from kvmover.transfer.peers.liveness import Liveness
+from kvmover.transfer.peers.liveness import Duty, Liveness
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
@@ -26,8 +27,10 @@ from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import machine as source_machine
 from kvmover.transfer.source.attempts import Request
 from kvmover.transfer.source.driver import SourceDriver
+from kvmover.transfer.source.early import EarlyWants
 from kvmover.transfer.source.state import Say, Sending
 from kvmover.transfer.source.writes import Part, Writes
+from kvmover.transfer.timers import Timers
 from kvmover.transfer.tombstones import Tombstones
 from kvmover.transport.base import Completed, Failed
 from kvmover.transport.loopback import LoopbackTransport
@@ -141,7 +144,7 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 def a_want_opens_what_is_over(patch: pytest.MonkeyPatch) -> None:
     """A Want that its Abort overtook is taken for a new one."""
-    patch.setattr(SourceDriver, "_over", lambda self, peer, want: False)
+    patch.setattr(SourceDriver, "_past", lambda self, peer, want: False)
 
 
 # What may not be used yet.
@@ -291,7 +294,40 @@ def a_state_goes_with_its_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_lost_is_not_asked_for_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(destination_machine, "_again", lambda state, peer: [])
+    patch.setattr(destination_machine, "_again", lambda state, peer, now: [])
+
+
+def a_want_is_said_once(patch: pytest.MonkeyPatch) -> None:
+    """Every source is taken to have noted what it was asked."""
+
+    def again_at(honest: Any, state: Receiving, peer: str) -> float:
+        at = honest(state, peer)
+        return at if state.reason is not None or destination_machine._pending(state, peer) else max(at, state.deadline)
+
+    around(patch, destination_machine, "_again_at", again_at)
+
+
+def a_want_is_noted_and_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A source says that it keeps a Want, and does not."""
+    patch.setattr(EarlyWants, "take", lambda self, request: [])
+
+
+def a_timer_that_comes_late_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    def take(honest: Any, self: Timers[Any], now: float, most: int) -> list[Any]:
+        due = dict(self._due)
+        return [key for key in honest(self, now, most) if due[key] > now - 0.05]
+
+    around(patch, Timers, "take", take)
+
+
+def timers_come_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Of what falls due at once a poll does the first, and forgets the others."""
+    around(patch, Timers, "take", lambda honest, self, now, most: honest(self, now, most)[:1])
+
+
+def a_note_is_its_last_message(patch: pytest.MonkeyPatch) -> None:
+    """What is said to a peer in one poll is one message, however much it is."""
+    around(patch, core, "notes", lambda honest, messages: honest(messages[-1:]))
 
 
 def what_is_over_is_still_to_come(patch: pytest.MonkeyPatch) -> None:
@@ -300,7 +336,7 @@ def what_is_over_is_still_to_come(patch: pytest.MonkeyPatch) -> None:
 
 
 def hello_is_said_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Liveness, "strangers", lambda self, now: ([], []))
+    patch.setattr(Liveness, "greeted", lambda self, peer, now: None)
 
 
 def a_source_without_chunks_is_told_once(patch: pytest.MonkeyPatch) -> None:
@@ -308,7 +344,11 @@ def a_source_without_chunks_is_told_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
-    around(patch, Liveness, "due", lambda honest, self, awaited, now: (honest(self, awaited, now)[0], []))
+    def look(honest: Any, self: Liveness, peer: str, now: float) -> Duty | None:
+        duty = honest(self, peer, now)
+        return None if duty is Duty.LOSE else duty
+
+    around(patch, Liveness, "look", look)
 
 
 def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -383,6 +423,11 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (gates_are_ignored, "default"),
     (a_state_goes_with_its_layers, "default"),
     (what_is_lost_is_not_asked_for_again, "lossy"),
+    (a_want_is_said_once, "lossy"),
+    (a_want_is_noted_and_forgotten, "lossy"),
+    (a_timer_that_comes_late_is_dropped, "lossy"),
+    (timers_come_one_by_one, "lossy"),
+    (a_note_is_its_last_message, "lossy"),
     (what_is_over_is_still_to_come, "default"),
     (hello_is_said_once, "lossy"),
     (a_source_without_chunks_is_told_once, "lossy"),

@@ -212,10 +212,10 @@ class SimNetwork(LoopbackNetwork):
         times = [self.now + low + late + (high - low) * stream.random(), self.now + low + stream.random() ** 2]
         if self.profile.ordered:
             times[0] = self._last[channel] = max(times[0], self._last.get(channel, 0.0) + 1e-6)
-        elif self.profile.wants_first and isinstance(wire.decode(note), wire.Want):
+        elif self.profile.wants_first and any(isinstance(message, wire.Want) for message in messages_of(note)):
             times[0], twice = self.now + self.profile.delay_s[0], False
         if lost:
-            self.lost[type(wire.decode(note)).__name__] += 1
+            self.lost.update(type(message).__name__ for message in messages_of(note))
             self.log(lambda: f"{sender} -> {peer} LOST {text_of(note)}")
         else:
             for time in times[: 1 + twice]:
@@ -265,11 +265,18 @@ class SimNetwork(LoopbackNetwork):
         return self._streams[key]
 
 
+def messages_of(note: bytes) -> list[wire.AnyMessage]:
+    return [wire.decode(message) for message in wire.split(note)]
+
+
 def text_of(note: bytes) -> str:
     try:
-        message = wire.decode(note)
+        return ", ".join(map(_text, messages_of(note)))
     except ProtocolError as error:
         return str(error)
+
+
+def _text(message: wire.AnyMessage) -> str:
     if isinstance(message, wire.Hello):
         return "Hello"
     if isinstance(message, wire.Want):

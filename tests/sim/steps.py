@@ -166,7 +166,11 @@ class Chatter:
     )
 
     def check(self, sender: str, peer: str, note: bytes) -> None:
-        message = wire.decode(note)
+        for message in wire.split(note):
+            self._message(sender, peer, message)
+
+    def _message(self, sender: str, peer: str, encoded: bytes) -> None:
+        message = wire.decode(encoded)
         if isinstance(message, wire.Ping | wire.Pong):
             return
         key, now = (sender, peer, wire.encode(_timeless(message))), self.scene.network.now
@@ -177,4 +181,4 @@ class Chatter:
         stopped_s = sum(b - a for name in (sender, peer) for a, b in self.scene.seats[name].stops)
         echo = (1 + self.scene.profile.duplicates) ** 2  # of an answer to an answer
         if count > (12 + 10 * stopped_s + 3 * (now - first) / self.scene.scenario.config.ping_s) * echo:
-            raise Broken(f"{sender} -> {peer}: {text_of(note)} said {count} times since {first - 1000:.4f}")
+            raise Broken(f"{sender} -> {peer}: {text_of(encoded)} said {count} times since {first - 1000:.4f}")

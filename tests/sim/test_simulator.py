@@ -63,6 +63,7 @@ REACHED: dict[str, dict[str, int]] = {
     "lossy": {
         **{f"lost {kind}": 5 for kind in ("Aux", "Chunk", "Staged", "Taken", "Kept", "Hello")},
         **{f"lost {kind}": 18 for kind in ("Want", "Offered", "Granted", "Done", "Ping", "Pong")},
+        "lost Noted": 10,
         "receive landed": 90,
         "send landed": 90,
         "landed resent": 7,

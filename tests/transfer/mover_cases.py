@@ -30,6 +30,7 @@ def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.Search
         wire.Ping: (),
         wire.Pong: (),
         wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(numbers, max_size=2).map(tuple)),
+        wire.Noted: (*about, numbers),
         wire.Offered: (*about, ranges, tables),
         wire.Granted: (*about, grants),
         wire.Chunk: (*about, numbers, numbers, digest),

@@ -47,9 +47,9 @@ class FaultyNetwork(LoopbackNetwork):
         super().deliver()
 
     def tell(self, sender: str, peer: str, note: bytes) -> None:
-        copies = self.copies(sender, peer, wire.decode(note))
-        for _ in range(copies):
-            super().tell(sender, peer, note)
+        for message in wire.split(note):
+            for _ in range(self.copies(sender, peer, wire.decode(message))):
+                super().tell(sender, peer, message)
 
     def _land(self, sender: LoopbackTransport, flight: Any) -> None:
         note, target = flight.note, self._members.get(flight.peer)

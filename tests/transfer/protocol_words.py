@@ -11,6 +11,10 @@ WANT = wire.Want("r", 7, 0, 1, Route.PACKED, Replicas.STRIPE, 1 << 20)
 DONE = wire.Done("r", 7)
 
 
+def says_noted(peer: str, keeps_ms: int) -> Heard:
+    return Heard(peer, wire.Noted("r", 7, keeps_ms))
+
+
 def says_offered(peer: str, ready: tuple[tuple[int, int], ...]) -> Heard:
     return Heard(peer, wire.Offered("r", 7, ready))
 

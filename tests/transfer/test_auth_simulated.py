@@ -18,12 +18,13 @@ INSIDE = len(wire.SEALED) + 8 + 32
 @pytest.fixture
 def sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every mover has the key. The simulator, which looks into notes on their way, looks through their seals."""
-    decode = wire.decode
+    decode, split = wire.decode, wire.split
 
-    def through(payload: bytes) -> wire.AnyMessage:
-        return decode(payload[INSIDE:] if payload.startswith(wire.SEALED) else payload)
+    def inside(payload: bytes) -> bytes:
+        return payload[INSIDE:] if payload.startswith(wire.SEALED) else payload
 
-    monkeypatch.setattr(wire, "decode", through)
+    monkeypatch.setattr(wire, "decode", lambda payload: decode(inside(payload)))
+    monkeypatch.setattr(wire, "split", lambda payload: split(inside(payload)))
     monkeypatch.setattr(assembly, "authentication", lambda _, name: MessageAuth(KEYS, name))
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
 
-from kvmover.transfer.destination.machine import start, step
+from kvmover.transfer.destination.machine import due, start, step
 from kvmover.transfer.destination.state import (
     Action,
     Ask,
     EndReceive,
     Event,
     Free,
+    Greeted,
     Isolate,
     Lease,
     Leased,
@@ -37,6 +39,7 @@ from tests.transfer.protocol_words import (
     says_chunk,
     says_drained,
     says_kept,
+    says_noted,
     says_offered,
     says_staged,
 )
@@ -514,12 +517,66 @@ def test_a_read_chunk_that_does_not_match_is_staged_and_read_once_more():
 
 def test_what_is_not_answered_is_said_again_and_not_sooner():
     state, _ = run(TWO, says_offered("b", ((0, 1),)), Leased("b", 0, 512), now=10.0)
-    state = replace(state, quiet_since=10.0)
+    state = replace(state, begun=10.0, look_at=11.0)
     assert step(state, Tick(), 10.9) == (state, [])
     state, actions = step(state, Tick(), 11.0)
     assert actions == [Ask("a"), Ask("b"), granted("b", 0, 512)]  # b may have more to offer
     assert step(state, Tick(), 11.9) == (state, [])
-    assert step(state, Tick(), 12.0)[1] == actions
+    state, actions = step(state, Tick(), 12.0)
+    assert actions == [Ask("b"), granted("b", 0, 512)]  # what was offered is not put off, as what may not exist is
+    assert step(state, Tick(), 13.0)[1][0] == Ask("a")
+
+
+def times_asked(state: Receiving, until: float) -> list[tuple[float, list[Action]]]:
+    """What is said by the clock alone, when a Tick comes whenever one is due."""
+    said = list[tuple[float, list[Action]]]()
+    while (at := due(state)) < until:
+        state, actions = step(state, Tick(), at)
+        if actions:
+            said.append((at, actions))
+    return said
+
+
+def test_a_source_that_does_not_answer_is_asked_later_and_later_and_not_all_at_one_time():
+    said = times_asked(TWO, 30.0)
+    for peer in "ab":
+        times = [at for at, actions in said if Ask(peer) in actions]
+        waits = [after - before for before, after in pairwise([0.0, *times])]
+        assert waits[0] == RESEND_S
+        assert all(0.75 * most < wait <= most for wait, most in zip(waits[1:5], (2.0, 4.0, 8.0, 8.0), strict=True))
+    assert all(len(actions) == 1 for at, actions in said if at > RESEND_S)
+
+
+def test_a_source_that_has_noted_our_want_is_asked_when_it_may_have_forgotten():
+    state, actions = run(TWO, says_noted("a", 20_000), now=0.5)
+    assert actions == []
+    asked = [at for at, actions in times_asked(state, 30.0) if Ask("a") in actions]
+    assert asked[0] == 20.5
+    longer, _ = run(state, says_noted("a", 20_000), now=10.0)
+    assert [at for at, actions in times_asked(longer, 30.4) if Ask("a") in actions] == [30.0]
+
+
+def test_a_source_that_noted_our_want_still_owes_what_it_has_offered_since():
+    state, _ = run(TWO, says_noted("b", 20_000), now=0.5)
+    state, _ = run(state, says_offered("b", ((0, 1),)), Leased("b", 0, 512), now=3.0)
+    assert due(state) <= 4.0
+    assert (4.0, [granted("b", 0, 512)]) in times_asked(state, 4.5)  # not the Want: it says by itself what comes after
+
+
+def test_a_source_that_says_hello_may_have_forgotten_and_is_asked_again():
+    state, _ = run(TWO, says_noted("a", 20_000), says_noted("b", 20_000), now=0.5)
+    state, _ = step(state, Tick(), 2.0)
+    state, actions = run(state, Greeted("a"), now=5.0)
+    assert actions == []
+    assert times_asked(state, 6.5) == [(6.0, [Ask("a")])]
+
+
+def test_a_payload_is_asked_for_once_all_else_is_here_though_the_source_noted_the_want():
+    """Nothing else tells the source that it was lost."""
+    state, _ = run(receiving(a=Source(1, aux=True)), says_noted("a", 20_000), Leased("a", 0, 512), now=0.5)
+    assert times_asked(state, 10.0) == []
+    state, _ = run(state, says_chunk("a", 0), Scattered("a", 0), now=0.5)
+    assert times_asked(state, 2.0) == [(1.5, [Ask("a")])]
 
 
 def test_a_source_that_has_given_everything_is_left_alone():
@@ -539,7 +596,8 @@ def test_only_what_is_new_puts_the_next_question_off():
     state, actions = step(state, Tick(), 1.5)
     assert actions == [granted("b", 0, 0)]
     state, _ = run(state, says_chunk("b", 0), now=2.4)
-    assert step(state, Tick(), 2.6)[1] == [Ask("a")]
+    state, actions = step(state, Tick(), 3.2)
+    assert actions == [Ask("a")]
 
 
 def test_a_source_that_is_read_hears_again_what_was_taken_and_that_all_is_done():

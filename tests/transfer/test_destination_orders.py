@@ -8,13 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvmover.transfer.destination.machine import MAX_ROUNDS, start, step
+from kvmover.transfer.destination.machine import MAX_ROUNDS, due, start, step
 from kvmover.transfer.destination.state import (
     Action,
     Ask,
     EndReceive,
     Event,
     Free,
+    Greeted,
     Isolate,
     Lease,
     Leased,
@@ -39,6 +40,7 @@ from tests.transfer.protocol_words import (
     says_chunk,
     says_drained,
     says_kept,
+    says_noted,
     says_offered,
     says_staged,
 )
@@ -95,6 +97,9 @@ class AnyOrder(RuleBasedStateMachine):
         return {(name, chunk) for name, s in sources if peer in (None, name) for chunk in range(s.chunks)}
 
     def feed(self, event: Event) -> None:
+        if due(self.state) > self.now:  # a Tick before that changes nothing
+            between = self.now + 0.999 * (min(due(self.state), self.now + 100.0) - self.now)
+            assert step(self.state, Tick(), between) == (self.state, [])
         before = self.state
         self.state, actions = step(before, event, self.now)
         if before.finished:
@@ -154,7 +159,8 @@ class AnyOrder(RuleBasedStateMachine):
                     key = peer, grant.chunk
                     assert self.state.sources[peer].direct or self.out[grant.offset] == key
                     assert self.grants.get(key, 0) <= grant.round < MAX_ROUNDS
-                    assert key not in self.copying.keys() | self.reading
+                    unasked = self.verb is Verb.PULL and self.state.sources[peer].direct  # a source that did not wait
+                    assert key not in self.copying.keys() | self.reading or unasked
                     self.grants[key] = grant.round
             case wire.Abort(reason=reason):
                 assert peer not in self.state.gone
@@ -189,6 +195,14 @@ class AnyOrder(RuleBasedStateMachine):
     def offer_anything(self, peer: str, ready: list[tuple[int, int]]) -> None:
         self.feed(says_offered(peer, tuple(ready)))
 
+    @rule(peer=anybody, keeps_ms=st.sampled_from([0, 500, 20_000]))
+    def note(self, peer: str, keeps_ms: int) -> None:
+        self.feed(says_noted(peer, keeps_ms))
+
+    @rule(peer=anybody)
+    def greet(self, peer: str) -> None:
+        self.feed(Greeted(peer))
+
     @rule(peer=st.sampled_from(PEERS), first=st.integers(0, 3))
     def offer(self, peer: str, first: int) -> None:
         if peer in self.state.sources:
@@ -218,10 +232,13 @@ class AnyOrder(RuleBasedStateMachine):
         if self.verb is Verb.PULL:
             self.feed(says_staged(*key, 4096, round_, self.digest))
             return
-        direct = key in self.keys() and self.state.sources[key[0]].direct
-        if direct and self.digest is None and self.state.reason is None and round_ >= 0:  # there with its news
+        before, direct = self.state, key in self.keys() and self.state.sources[key[0]].direct
+        lands = direct and self.digest is None and self.state.reason is None and round_ >= 0 and key not in self.sound
+        if lands:  # its bytes are in the pages: with this news all may be here
             self.sound.add(key)
         self.feed(says_chunk(*key, round_, self.digest))
+        if lands and key not in self.state.landed - before.landed:
+            self.sound.discard(key)
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data(), how=st.sampled_from(["well", "badly", "not"]))

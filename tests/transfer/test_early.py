@@ -39,6 +39,16 @@ def test_the_newest_want_of_each_peer_is_served_once():
     assert len(wants) == 0
 
 
+def test_a_want_that_comes_again_is_kept_as_long_again():
+    wants = EarlyWants()
+    wants.wait(peer("a"), want(generation=2), 10.0)
+    wants.wait(peer("a"), want(generation=1), 20.0)
+    assert wants.due("request", "a") == 10.0
+    wants.wait(peer("a"), want(generation=2), 20.0)
+    assert wants.due("request", "a") == 20.0
+    assert len(wants) == 1
+
+
 def test_what_follows_a_want_is_kept_with_it_and_not_without_end():
     wants, about = EarlyWants(), wire.Done("request", 1)
     assert not wants.follow(peer(), about)
@@ -65,9 +75,11 @@ def test_who_does_not_wait_any_more_is_not_served(how: str):
         assert wants.loss("request") == "it died"
         assert wants.loss("request") is None
     else:
-        wants.expire(9.9)
+        assert wants.due("request", "a") == 10.0
+        assert not wants.drop_late("request", "a", 9.9)
         assert len(wants) == 2
-        wants.expire(10.0)
+        assert wants.drop_late("request", "a", 10.0)
+        assert not wants.drop_late("request", "a", 10.0)
     assert len(wants) == 1
     assert waiting(wants) == [("b", 1)]
     assert wants == EarlyWants()

@@ -669,6 +669,7 @@ def test_a_hello_that_the_transport_cannot_follow_does_not_end_the_loop(monkeypa
 
     monkeypatch.setattr(source._transport, "connect", lost)
     newcomer.connect(source.card)
+    newcomer.poll()
     pair.bench.turn()
     assert source.meter.counts[Count.REFUSED_PEERS] == 1
     still_works(pair)

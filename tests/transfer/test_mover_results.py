@@ -44,7 +44,7 @@ def stop_after(pair: Pair, most: int, side: str, start: int = 0) -> list[Transfe
     assert isinstance(network, FaultyNetwork)
     network.most = most
     sent, landed = pair.send(), pair.receive(start=start)
-    pair.bench.turn(10)
+    pair.bench.turn(12)
     giving_up = zip(pair.src.movers, sent, strict=True) if side == "src" else zip(pair.dst.movers, landed, strict=True)
     for mover, transfer in giving_up:
         mover.abort(transfer, "enough")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvmover.transfer.destination.quarantine import Key, Retransmissions
 
 RESEND_S = 1.0
@@ -18,20 +20,24 @@ def said(*keys: Key) -> Retransmissions:
 
 def test_it_is_said_again_in_intervals_and_not_for_ever():
     farewells = said(KEY)
-    times = [now / 2 for now in range(16, 40) if farewells.again(now / 2, RESEND_S) == [(KEY, b"prefill3.1")]]
+    assert farewells.due(KEY) == 10.0
+    times = [now / 2 for now in range(16, 40) if farewells.again(KEY, now / 2, RESEND_S) == b"prefill3.1"]
     assert times == [10.0, 11.0, 12.0, 13.0, 14.0]
     assert len(farewells) == 0
+    assert farewells.due(KEY) == math.inf
 
 
 def test_one_answer_ends_one_farewell():
-    farewells = said(KEY, OTHER, ("prefill3.1", "request", 8))
+    third = ("prefill3.1", "request", 8)
+    farewells = said(KEY, OTHER, third)
     farewells.heard(KEY)
     farewells.heard(("nobody", "request", 7))
-    assert [key for key, _ in farewells.again(10.0, RESEND_S)] == [OTHER, ("prefill3.1", "request", 8)]
+    assert [farewells.due(key) for key in (KEY, OTHER, third)] == [math.inf, 10.0, 10.0]
+    assert farewells.again(KEY, 10.0, RESEND_S) is None
 
 
 def test_a_lost_peer_is_told_nothing_more():
     farewells = said(KEY, OTHER, ("prefill3.1", "other", 8))
     farewells.lost("prefill3.1")
-    assert farewells.again(10.0, RESEND_S) == [(OTHER, b"prefill4.1")]
     assert len(farewells) == 1
+    assert farewells.again(OTHER, 10.0, RESEND_S) == b"prefill4.1"

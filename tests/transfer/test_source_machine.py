@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from msgspec.structs import replace
 
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.machine import step
+from kvmover.transfer.source.machine import due, step
 from kvmover.transfer.source.state import (
     Action,
     Attached,
@@ -35,6 +37,11 @@ DRAINED = Say(wire.Drained("r", 7))
 KEPT = Say(wire.Kept("r", 7))
 
 
+def unready(chunks: int) -> Sending:
+    """Of a request that the engine has not computed."""
+    return Sending("r", 7, (256,) * chunks, PATIENCE, DEADLINE)
+
+
 def sending(chunks: int = 2, direct: bool = False, verb: Verb = Verb.PUSH) -> Sending:
     """Of a request whose chunks are all ready and offered."""
     state = Sending("r", 7, (256,) * chunks, PATIENCE, DEADLINE, direct, verb)
@@ -57,6 +64,7 @@ def offered(*ready: tuple[int, int]) -> Say:
     return Say(wire.Offered("r", 7, ready))
 
 
+NOTED = Say(wire.Noted("r", 7, int(DEADLINE * 1e3)))
 FLYING = (grant(0, 256), grant(1, 512), Posted(0), Posted(1))
 
 
@@ -284,7 +292,7 @@ def test_a_payload_is_said_when_it_is_there_and_again_when_it_is_asked_for():
 
 def test_a_source_with_a_payload_and_no_chunk_ends_with_done():
     state, actions = run(sending(0), Attached(b"token"), WANT)
-    assert actions == [Say(wire.Aux("r", 7, b"token"))]
+    assert actions == [NOTED, Say(wire.Aux("r", 7, b"token"))]
     assert run(state, DONE)[1] == [KEPT, EndSend(None)]
 
 
@@ -381,6 +389,26 @@ def test_a_destination_that_says_nothing_new_counts_as_silent():
     assert step(state, Tick(), 1.5)[1] == [offered((0, 2))]
     state, _ = run(state, grant(1, 256), now=1.4)
     assert step(state, Tick(), 1.5) == (state, [])
+
+
+def test_who_asks_before_there_is_anything_to_offer_is_told_that_we_know():
+    state, actions = run(unready(2), WANT)
+    assert actions == [NOTED]
+    assert run(state, Ready((0,)), WANT)[1] == [offered((0, 1))]
+
+
+def test_while_there_is_nothing_to_offer_a_silent_destination_is_told_later_and_later():
+    """It may have given the request up, and what it said of that may be lost."""
+    state, times = unready(2), list[float]()
+    while len(times) < 6:
+        state, actions = step(state, Tick(), due(state))
+        assert actions == [offered()]
+        times.append(state.quiet_since)
+    waits = [after - before for before, after in pairwise([0.0, *times])]
+    assert waits[0] == RESEND_S
+    assert all(0.75 * most < wait <= most for wait, most in zip(waits[1:], (2.0, 4.0, 8.0, 8.0, 8.0), strict=True))
+    state, _ = run(state, Ready((0,)), now=times[-1])
+    assert due(state) == times[-1] + RESEND_S
 
 
 def test_an_abort_is_said_again_until_it_is_answered():

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvmover.transfer.events import Cancel, Patience, PeerGone, Tick
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.machine import step
+from kvmover.transfer.source.machine import due, step
 from kvmover.transfer.source.state import (
     Attached,
     EndSend,
@@ -60,6 +60,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def feed(self, event: Event) -> None:
         before = self.state
+        if due(before) > self.now:  # a Tick before that changes nothing
+            between = self.now + 0.999 * (min(due(before), self.now + 100.0) - self.now)
+            assert step(before, Tick(), between) == (before, [])
         self.state, actions = step(before, event, self.now)
         if isinstance(event, wire.Abort):
             self.owed = True
@@ -111,6 +114,8 @@ class AnyOrder(RuleBasedStateMachine):
                 assert self.state.verb is Verb.PULL or not self.state.chunks
                 assert self.done_heard
                 assert self.state.reason is None
+            case wire.Noted():
+                assert not self.produced
             case _:
                 assert isinstance(message, wire.Aux)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import tracemalloc
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mover_cases import kinds_of_messages, messages
 
@@ -126,3 +127,39 @@ def test_a_page_table_that_no_message_holds_is_refused_by_the_side_that_has_it()
     tables = (bytes(wire.MAX_MESSAGE_BYTES),)
     with pytest.raises(ProtocolError, match=r"Want of \d+ bytes is over the limit"):
         wire.encode(wire.Want("r", 1, 0, 10, Route.DIRECT, Replicas.STRIPE, 4096, tables))
+
+
+def test_messages_of_one_poll_travel_in_order_in_as_few_notes_as_hold_them():
+    said = [wire.encode(wire.Done("r", number)) for number in range(2 * wire.MAX_BATCH + 1)]
+    packed = list(wire.notes(said))
+    assert [len(wire.split(note)) for note in packed] == [wire.MAX_BATCH, wire.MAX_BATCH, 1]
+    assert [message for note in packed for message in wire.split(note)] == said
+    assert list(wire.notes([])) == []
+    assert list(wire.notes(said[:1])) == said[:1], "one message alone is as it is"
+
+
+@given(sizes=st.lists(st.integers(0, wire.MAX_MESSAGE_BYTES - 100), min_size=1, max_size=12))
+@settings(max_examples=30)
+def test_no_note_is_longer_than_a_message_may_be(sizes: list[int]):
+    said = [wire.encode(wire.Aux("r", 1, bytes(size))) for size in sizes]
+    packed = list(wire.notes(said))
+    assert all(len(note) <= wire.MAX_MESSAGE_BYTES for note in packed)
+    assert [message for note in packed for message in wire.split(note)] == said
+
+
+@given(damage=st.binary(max_size=20), at=st.integers(0, 60), cut=st.integers(0, 60))
+def test_a_damaged_note_is_refused_or_its_messages_are_and_nothing_else_is_raised(damage: bytes, at: int, cut: int):
+    (whole,) = wire.notes([wire.encode(wire.Done("r", number)) for number in range(3)])
+    note = (whole[:at] + damage + whole[at + len(damage) :])[: len(whole) - cut]
+    with contextlib.suppress(ProtocolError):
+        for message in wire.split(note):
+            with contextlib.suppress(ProtocolError):
+                wire.decode(message)
+
+
+@pytest.mark.parametrize("count", [wire.MAX_BATCH + 1, 0xFFFF])
+def test_a_note_of_too_many_messages_is_refused_before_it_is_unpacked(count: int):
+    body = wire.encode(wire.Ping())[4:]
+    for head in (b"\xdc" + count.to_bytes(2), b"\xdd" + count.to_bytes(4)):
+        with pytest.raises(ProtocolError, match=f"{count} messages is over the limit of {wire.MAX_BATCH}"):
+            wire.split(HEAD + head + body * 3)

@@ -144,7 +144,7 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: Writ
         if not direct and not core.incoming.arena.fits(largest):
             raise PlanError(f"a chunk of {largest} bytes does not fit the arena of {core.incoming.arena.nbytes}")
     request = wanted.transfer.request
-    state = Receiving(request, generation, sources, core.patience, now + config.deadline_s, now)
+    state = Receiving(request, generation, sources, core.patience, now + config.deadline_s, now, now + config.resend_s)
     seats = {peer.name: peer.card.place.seat for peer in peers}
     attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()))
     for name in lanes:  # a table that no message holds is refused before anything is asked

@@ -10,12 +10,12 @@ from msgspec import structs
 
 from kvmover import ranges
 from kvmover.errors import PlanError
-from kvmover.transfer.core import Core
+from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import machine
 from kvmover.transfer.destination.attempts import Id, ReceiveAttempt, ReceiveRequest, attempt_of, cause_of, close
 from kvmover.transfer.destination.credits import Credits
 from kvmover.transfer.destination.leases import WriteLeases
-from kvmover.transfer.destination.quarantine import Isolated, Quarantine, Retransmissions
+from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions
 from kvmover.transfer.destination.reads import Reading, Reads
 from kvmover.transfer.destination.state import (
     Action,
@@ -23,6 +23,7 @@ from kvmover.transfer.destination.state import (
     EndReceive,
     Event,
     Free,
+    Greeted,
     Heard,
     Isolate,
     Lease,
@@ -54,7 +55,7 @@ MAX_ENDED = 65536
 
 @dataclass(slots=True, eq=False)
 class DestinationDriver:
-    """The receiving half of a mover."""
+    """The receiving half of a mover. `_room`: the arena or its queue changed since nobody could have a region."""
 
     core: Core
     reads: Reads
@@ -65,6 +66,7 @@ class DestinationDriver:
     _ended: TtlMap[Id, str | None] = field(default_factory=lambda: TtlMap["Id", "str | None"](MAX_ENDED))
     _credits: Credits[Id, WriterChunk] = field(default_factory=Credits[Id, WriterChunk])
     _retransmissions: Retransmissions = field(default_factory=Retransmissions)
+    _room: bool = False
 
     def receive(self, wanted: ReceiveRequest) -> None:
         """Ask every source rank of an engine for its part. Raises before anything is asked."""
@@ -75,6 +77,7 @@ class DestinationDriver:
         self.generation += 1
         self._attempts[attempt.id] = attempt
         for name, want in attempt.wants.items():
+            self.core.awaits(name)
             self.core.post(name, want)
         self._apply(attempt, *machine.start(attempt.state))
 
@@ -136,6 +139,12 @@ class DestinationDriver:
                 self._step(attempt, PeerDead(peer, reason))
         self._free(self.quarantine.forget(seat))
 
+    def greeted(self, peer: str) -> None:
+        """A peer said Hello: what it had noted is said again."""
+        for attempt in list(self._attempts.values()):
+            if peer in attempt.state.noted:
+                self._step(attempt, Greeted(peer))
+
     def abort(self, transfer: Transfer, reason: str) -> None:
         for attempt in list(self._attempts.values()):
             if attempt.transfer is transfer:
@@ -147,31 +156,52 @@ class DestinationDriver:
             self._step(attempt, Cancel(reason))
 
     def poll(self) -> None:
-        """Deadlines, regions for chunks that wait for one, and what may be given back late."""
-        now = self.core.clock()
-        for attempt in list(self._attempts.values()):
-            self._step(attempt, Tick())
+        """Regions for chunks that wait for one, and reads that may be given back late."""
         arena = self.core.incoming.arena
-        while (granted := self._credits.lease(arena)) is not None:
+        while self._room and (granted := self._credits.lease(arena)) is not None:
             id_, key, offset = granted
             attempt = self._attempts[id_]
-            self.core.meter.took(Stage.CREDIT_WAIT, now - attempt.asked.pop(key))
+            self.core.meter.took(Stage.CREDIT_WAIT, self.core.clock() - attempt.asked.pop(key))
             self._step(attempt, Leased(*key, offset))
+        self._room = False
         for reading in self.reads.settled():
             self._settled(reading)
-        self.leases.expire(now)
-        ask, freed = self.quarantine.poll(now)
+
+    def tick(self, id_: Id) -> None:
+        """The time of an attempt has come: its deadline, or what it says again."""
+        attempt = self._attempts.get(id_)
+        if attempt is not None:
+            self._step(attempt, Tick())
+
+    def look_at_quarantine(self, _: None) -> None:
+        """Free what nothing can write any more, and ask about the rest."""
+        ask, freed = self.quarantine.poll(self.core.clock())
         self._free(freed)
         for peer, request, generation in ask:
             if self.core.peers.get(peer) is not None:
                 self.core.meter.add(Count.RESENT_MESSAGES)
                 reason = self.quarantine.reason((peer, request, generation))
                 self.core.say(peer, wire.Abort(request, generation, reason))
-        for (peer, request, generation), want in self._retransmissions.again(now, self.core.config.resend_s):
+        self.watch_quarantine()
+
+    def watch_quarantine(self) -> None:
+        """It changed: look at it when it is next due."""
+        self.core.timers.set((TimerKind.QUARANTINE, None), self.quarantine.next_due())
+
+    def repeat_farewell(self, key: Key) -> None:
+        """Tell a source that owed nothing again of its request and its end."""
+        peer, request, generation = key
+        want = self._retransmissions.again(key, self.core.clock(), self.core.config.resend_s)
+        if want is not None:
             self.core.meter.add(Count.RESENT_MESSAGES)
             self.core.post(peer, want)
             self.core.say(peer, wire.Done(request, generation))
+        self.core.timers.set((TimerKind.FAREWELL, key), self._retransmissions.due(key))
+
+    def expire(self, now: float) -> None:
+        """Forget what is remembered long enough."""
         self._ended.expire(now)
+        self.leases.expire(now)
 
     def gauges(self) -> dict[Gauge, int]:
         arena = self.core.incoming.arena
@@ -184,9 +214,6 @@ class DestinationDriver:
             Gauge.INCOMING_LEASED_BYTES: arena.leased_bytes,
             Gauge.INCOMING_QUARANTINED_BYTES: arena.quarantined_bytes,
         }
-
-    def waits_on(self) -> set[str]:
-        return {peer for attempt in self._attempts.values() for peer in attempt.state.sources}
 
     def read(self, reading: Reading, event: ReadEnded) -> None:
         """What the reader says becomes of a read."""
@@ -202,10 +229,12 @@ class DestinationDriver:
             self._step(attempt, ReadSettled(reading.peer, reading.chunk))
         else:
             self._free(self.quarantine.settled((reading.peer, *reading.id), reading.chunk))
+            self.watch_quarantine()
 
     def _free(self, offsets: Sequence[int]) -> None:
         for offset in offsets:
             self.core.incoming.arena.release(offset)
+            self._room = True
 
     def _step(self, attempt: ReceiveAttempt, event: Event) -> None:
         before = attempt.state
@@ -215,6 +244,7 @@ class DestinationDriver:
         if before.reason is None and state.reason is not None:
             attempt.cause = cause_of(event)
             self._credits.forget(attempt.id)
+            self._room = True  # others may have waited for its turn
         if len(state.landed) > len(before.landed):
             self._landed(attempt, event)
         self._apply(attempt, state, actions)
@@ -230,7 +260,8 @@ class DestinationDriver:
 
     def _apply(self, attempt: ReceiveAttempt, state: Receiving, actions: Sequence[Action]) -> None:
         attempt.state = state
-        arena = self.core.incoming.arena
+        if attempt.id in self._attempts:
+            self.core.timers.set((TimerKind.RECEIVE, attempt.id), machine.due(state))
         for action in actions:
             match action:
                 case Send(peer, wire.Granted() as granted):
@@ -243,14 +274,15 @@ class DestinationDriver:
                 case Lease(peer, chunk):
                     attempt.asked[peer, chunk] = self.core.clock()
                     self._credits.ask(attempt.id, peer, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
+                    self._room = True
                 case Read():
                     self._read(attempt, action)
                 case Scatter(peer, chunk, offset):
                     self._scatter(attempt, peer, chunk, offset)
                 case Free(offset):
-                    arena.release(offset)
+                    self._free([offset])
                 case Isolate(peer, offset):
-                    arena.quarantine(offset)
+                    self.core.incoming.arena.quarantine(offset)
                     self._isolate(attempt, peer).offsets.append(offset)
                 case Mismatch():
                     attempt.resent += 1
@@ -303,6 +335,7 @@ class DestinationDriver:
             until = math.inf if reads else self.leases.retire(peer)
             isolated = Isolated(attempt.state.reason or "", attempt.seats[peer], until, reads=reads)
             self.quarantine.hold(key, isolated)
+            self.watch_quarantine()
         return isolated
 
     def _finish(self, attempt: ReceiveAttempt, reason: str | None, held: frozenset[str]) -> None:
@@ -310,9 +343,14 @@ class DestinationDriver:
         for peer in held:
             self._isolate(attempt, peer).transfer = attempt.transfer
         del self._attempts[attempt.id]
+        self.core.timers.cancel((TimerKind.RECEIVE, attempt.id))
+        for peer in attempt.state.sources:
+            self.core.awaits_no_more(peer)
         until = self.core.remembered_until()
         self._ended.keep(attempt.id, reason, until)
         for peer, source in attempt.state.sources.items():
             if reason is None and source.idle and peer not in attempt.state.gone:
-                self._retransmissions.said((peer, *attempt.id), attempt.wants[peer], now + config.resend_s, until)
+                key = (peer, *attempt.id)
+                self._retransmissions.said(key, attempt.wants[peer], now + config.resend_s, until)
+                self.core.timers.set((TimerKind.FAREWELL, key), self._retransmissions.due(key))
         close(attempt, self.core, held)

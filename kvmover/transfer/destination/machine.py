@@ -12,6 +12,8 @@ After a failure it tells every source (Abort) and gives the pages back when each
 
 from __future__ import annotations
 
+import math
+
 from msgspec.structs import replace
 
 from kvmover.transfer.destination.state import (
@@ -20,6 +22,8 @@ from kvmover.transfer.destination.state import (
     EndReceive,
     Event,
     Free,
+    Greeted,
+    Happened,
     Heard,
     Isolate,
     Lease,
@@ -49,13 +53,32 @@ def start(state: Receiving) -> Stepped:
     return _progress(state, [])
 
 
+def due(state: Receiving) -> float:
+    """A Tick before this time changes nothing; math.inf: at no time. O(chunks that have arrived) after a failure."""
+    if state.finished:
+        return math.inf
+    if state.reason is not None and state.arrived - state.landed:  # our own copies end by themselves
+        return state.look_at if state.look_at < state.deadline else math.inf
+    return min(state.deadline, state.look_at)
+
+
 def step(state: Receiving, event: Event, now: float) -> Stepped:
     """Advance by one event. Events of an ended request, of strangers and of the past change nothing."""
     if state.finished:
         return state, [Free(event.offset)] if isinstance(event, Leased) else []
+    if isinstance(event, Tick):
+        return _tick(state, now)
+    after, actions = _happened(state, event, now)
+    if after is state or after.finished or state.reason is not after.reason:
+        return after, actions
+    news = {action.peer for action in actions if isinstance(action, Send)}
+    return _wait_anew(
+        after, news | {event.peer} if isinstance(event, Heard | PeerGone | Greeted) else news, now
+    ), actions
+
+
+def _happened(state: Receiving, event: Happened, now: float) -> Stepped:
     match event:
-        case Tick():
-            return _tick(state, now)
         case Cancel(reason):
             return _fail(state, reason, now)
         case Scattered(peer, chunk, digest):
@@ -66,23 +89,32 @@ def step(state: Receiving, event: Event, now: float) -> Stepped:
             return _read(state, event, (peer, chunk), now)
         case ReadSettled(peer, chunk):
             return _quiet(state, (peer, chunk))
+        case Heard() | PeerGone() | PeerDead() | Greeted() if event.peer not in state.sources:
+            return state, []
+        case Heard(peer, message):
+            return _told(state, peer, message, now)
+        case PeerGone(peer, reason):
+            return _gone(state, peer, reason, now)
         case PeerDead(peer, reason):
-            return _dead(state, peer, reason, now) if peer in state.sources else (state, [])
-        case Heard() | PeerGone():
-            return _heard(state, event, now) if event.peer in state.sources else (state, [])
+            return _dead(state, peer, reason, now)
+        case Greeted(peer):
+            return replace(state, noted={other: at for other, at in state.noted.items() if other != peer}), []
 
 
-def _heard(state: Receiving, event: Heard | PeerGone, now: float) -> Stepped:
-    """A source that says nothing new is as good as silent: what it waits for may be lost."""
-    if isinstance(event, PeerGone):
-        after, actions = _gone(state, event.peer, event.reason, now)
-    else:
-        after, actions = _told(state, event.peer, event.message, now)
-    return (after, actions) if after is state else (replace(after, heard={**after.heard, event.peer: now}), actions)
+def _wait_anew(state: Receiving, peers: set[str], now: float) -> Receiving:
+    """Who has said something new, or was told something new, has `resend_s` to answer. A source that says nothing new
+    is as good as silent: what it waits for may be lost."""
+    if not peers:
+        return state
+    heard = {**state.heard, **dict.fromkeys(peers, now)}
+    repeats = {peer: times for peer, times in state.repeats.items() if peer not in peers}
+    return replace(state, heard=heard, repeats=repeats, look_at=min(state.look_at, now + state.patience.resend_s))
 
 
 def _told(state: Receiving, peer: str, message: wire.ToDestination | wire.Abort, now: float) -> Stepped:
     match message:
+        case wire.Noted(keeps_ms=keeps_ms):
+            return _noted(state, peer, now + keeps_ms / 1e3)
         case wire.Offered():
             return _offered(state, peer, message.ready, now)
         case wire.Chunk():
@@ -98,6 +130,13 @@ def _told(state: Receiving, peer: str, message: wire.ToDestination | wire.Abort,
             return _fail(state, message.reason, now)
         case wire.Drained():
             return _drained(state, peer)
+
+
+def _noted(state: Receiving, peer: str, until: float) -> Stepped:
+    """The source has the Want and asks by itself when there is something to move: it is left alone so long."""
+    if state.reason is not None or state.noted.get(peer, 0.0) >= until:
+        return state, []
+    return replace(state, noted={**state.noted, peer: until}), []
 
 
 def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], now: float) -> Stepped:
@@ -301,31 +340,53 @@ def _tick(state: Receiving, now: float) -> Stepped:
             return (state, []) if state.arrived - state.landed else _finish(state, [])
         late = sorted(peer for peer in state.sources if not state.served(peer))
         return _fail(state, f"deadline passed with {state.missing} chunks missing, waiting for {', '.join(late)}", now)
-    return _look(state, now) if now >= state.quiet_since + state.patience.resend_s else (state, [])
+    return _look(state, now) if now >= state.look_at else (state, [])
 
 
 def _look(state: Receiving, now: float) -> Stepped:
     """Say again what was said last to each source that something is awaited from and that is silent for so long."""
     failed = state.reason is not None
     awaited = [p for p in state.sources if (p in state.undrained - state.gone if failed else not state.served(p))]
-    since = {peer: state.heard.get(peer, state.quiet_since) for peer in awaited}
-    silent = [peer for peer in awaited if now >= since[peer] + state.patience.resend_s]
-    since.update(dict.fromkeys(silent, now))
-    state = replace(state, heard={**state.heard, **since}, quiet_since=min(since.values(), default=now))
-    if failed:
-        return state, _aborts(state, set(silent))
-    return state, [action for peer in silent for action in _again(state, peer)]
+    silent = [peer for peer in awaited if now >= _again_at(state, peer)]
+    heard = {**state.heard, **dict.fromkeys(silent, now)}
+    repeats = {**state.repeats, **{peer: state.repeats.get(peer, 0) + 1 for peer in silent}}
+    asked = (
+        [action for peer in silent for action in _again(state, peer, now)]
+        if not failed
+        else _aborts(state, set(silent))
+    )
+    state = replace(state, heard=heard, repeats=repeats)
+    look_at = min((_again_at(state, peer) for peer in awaited), default=now + state.patience.resend_s)
+    return replace(state, look_at=look_at), asked
 
 
-def _again(state: Receiving, peer: str) -> list[Action]:
+def _again_at(state: Receiving, peer: str) -> float:
+    """When a source that says nothing new is asked again. One that owes no answer yet is asked later each time, and one
+    that has noted our Want when it may have forgotten it."""
+    since, patience = state.heard.get(peer, state.begun), state.patience
+    if state.reason is not None or _pending(state, peer):
+        return since + patience.resend_s
+    at = since + patience.again_s(state.repeats.get(peer, 0), state.request, state.generation, peer)
+    return max(at, state.noted.get(peer, at))
+
+
+def _pending(state: Receiving, peer: str) -> bool:
+    """Whether a source owes an answer: for chunks that it has offered, a payload that comes after them, or Done."""
+    owed = state.owed(peer)
+    return not owed or any(key in state.ready for key in owed)
+
+
+def _again(state: Receiving, peer: str, now: float) -> list[Action]:
     """What was said last to a source that is silent since: its answer may be lost, or what it answers to."""
     source, owed = state.sources[peer], state.owed(peer)
     if not owed and peer not in state.awaited_aux:
         return [] if state.missing or state.awaited_aux else [Send(peer, wire.Done(state.request, state.generation))]
-    posted = source.direct and source.verb is Verb.PUSH  # without being asked for each chunk
+    noted = now < state.noted.get(peer, 0.0)  # it says by itself when more is ready
+    posted = source.direct and source.verb is Verb.PUSH and not noted  # without being asked for each chunk
     waiting = [key for key in owed if (key in state.ready or posted) and key not in state.reading]
     granted = [(key[1], state.regions.get(key, 0)) for key in waiting if source.direct or key in state.regions]
-    asked = any(key not in state.ready for key in owed) or peer in state.awaited_aux
+    unoffered = any(key not in state.ready for key in owed) and not noted
+    asked = unoffered or (peer in state.awaited_aux and not (owed and noted))
     again: list[Action] = [Ask(peer)] if asked else []
     return [*again, _grant(state, peer, granted)] if granted else again
 
@@ -340,7 +401,7 @@ def _fail(state: Receiving, reason: str, now: float) -> Stepped:
     actions: list[Action] = [Free(state.regions[key]) for key in free]
     deadline = now + state.patience.drain_s
     state = replace(state, reason=reason, undrained=pushing, regions=regions, deadline=deadline)
-    state = replace(state, quiet_since=now, heard={})
+    state = replace(state, begun=now, look_at=now + state.patience.resend_s, heard={})
     return _settle(state, [*actions, *_aborts(state, set(state.sources) - state.gone)])
 
 

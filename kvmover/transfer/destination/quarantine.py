@@ -77,6 +77,13 @@ class Quarantine:
         self._next = now + ASK_S
         return [key for key, isolated in self._held.items() if not isolated.reads], freed
 
+    def next_due(self) -> float:
+        """Before this time `poll` has nothing to say. O(attempts that are held)."""
+        due = math.inf
+        for isolated in self._held.values():
+            due = min(due, isolated.until, math.inf if isolated.reads else self._next)
+        return due
+
     def reason(self, key: Key) -> str:
         return self._held[key].reason
 
@@ -124,14 +131,20 @@ class Retransmissions:
         for key in [key for key in self._open if key[0] == peer]:
             del self._open[key]
 
-    def again(self, now: float, resend_s: float) -> list[tuple[Key, bytes]]:
-        """Wants to resend now, by key; each is due again `resend_s` later. Those past `until` are dropped."""
-        for key in [key for key, farewell in self._open.items() if now >= farewell.until]:
+    def due(self, key: Key) -> float:
+        """When `again` has something to do for a source; math.inf: never."""
+        farewell = self._open.get(key)
+        return math.inf if farewell is None else min(farewell.due, farewell.until)
+
+    def again(self, key: Key, now: float, resend_s: float) -> bytes | None:
+        """The Want to resend now; it is due again `resend_s` later. One past `until` is dropped."""
+        farewell = self._open.get(key)
+        if farewell is not None and now >= farewell.until:
             del self._open[key]
-        due = [(key, farewell) for key, farewell in self._open.items() if now >= farewell.due]
-        for _, farewell in due:
-            farewell.due = now + resend_s
-        return [(key, farewell.want) for key, farewell in due]
+        if farewell is None or now >= farewell.until or now < farewell.due:
+            return None
+        farewell.due = now + resend_s
+        return farewell.want
 
     def __len__(self) -> int:
         return len(self._open)

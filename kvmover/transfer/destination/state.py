@@ -58,7 +58,14 @@ class PeerDead(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | PeerDead | Cancel | Tick
+class Greeted(msgspec.Struct, frozen=True):
+    """A peer said Hello: it may have forgotten what it had noted, as one that lost us for a moment has."""
+
+    peer: str
+
+
+Happened = Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | PeerDead | Greeted | Cancel
+Event = Happened | Tick
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -148,7 +155,8 @@ class Receiving(msgspec.Struct, frozen=True):
 
     `regions` [writer, chunk] are leased to chunks that have not been scattered. A chunk is `ready` at its source, then
     `reading` (a pull) or on its way, then `arrived`, then `landed`. `heard` [source]: when it last said something new,
-    or was last asked again; none of those that matter has been silent since before `quiet_since`.
+    or was last asked again, for the `repeats`-th time since. `noted` [source]: until when it keeps our Want. Nobody is
+    to be asked again before `look_at`.
     """
 
     request: str
@@ -156,8 +164,11 @@ class Receiving(msgspec.Struct, frozen=True):
     sources: dict[str, Source]
     patience: Patience
     deadline: float
-    quiet_since: float = 0.0
+    begun: float = 0.0
+    look_at: float = 0.0
     heard: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    repeats: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    noted: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     regions: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
     rounds: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
     digests: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])

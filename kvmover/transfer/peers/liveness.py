@@ -7,19 +7,48 @@ itself not running for a while blames nobody.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Duty(StrEnum):
+    """What a peer's turn is for."""
+
+    GREET = "greet"
+    PING = "ping"
+    LOSE = "lose"
 
 
 @dataclass(slots=True)
 class Liveness:
-    """Times in seconds, of which the mover says `now`."""
+    """Times in seconds, of which the mover says `now`. `_awaited`: how many things are awaited from each peer."""
 
     ping_s: float
     silence_s: float
+    _awaited: Counter[str] = field(default_factory=Counter[str])
     _next: dict[str, float] = field(default_factory=dict[str, float])
     _unanswered: dict[str, float] = field(default_factory=dict[str, float])
     _greeted: dict[str, tuple[float, float]] = field(default_factory=dict[str, "tuple[float, float]"])
+
+    @property
+    def awaited(self) -> Collection[str]:
+        """Peers that something is awaited from."""
+        return self._awaited.keys()
+
+    def awaits(self, peer: str) -> bool:
+        """Something more is awaited from a peer; whether nothing was before, so that it is due now."""
+        self._awaited[peer] += 1
+        return self._awaited[peer] == 1
+
+    def awaits_no_more(self, peer: str) -> None:
+        """One thing less is awaited from a peer. From whom nothing is awaited may be silent."""
+        self._awaited[peer] -= 1
+        if self._awaited[peer] <= 0:
+            for table in (self._awaited, self._next, self._unanswered):
+                table.pop(peer, None)
 
     def heard(self, peer: str) -> None:
         """Anything at all, from a peer."""
@@ -34,26 +63,32 @@ class Liveness:
         """A peer is gone: it is not greeted any more."""
         self._greeted.pop(peer, None)
 
-    def strangers(self, now: float) -> tuple[list[str], list[str]]:
-        """(peers to greet again, peers that are lost), of those that have not been heard since they were greeted."""
-        lost = [peer for peer, (since, _) in self._greeted.items() if now - since >= self.silence_s]
-        for peer in lost:
-            del self._greeted[peer]
-        again = [peer for peer, (_, due) in self._greeted.items() if now >= due]
-        for peer in again:
-            self._greeted[peer] = self._greeted[peer][0], now + self.ping_s
-        return again, lost
+    def due(self, peer: str) -> float:
+        """Before this time `look` has nothing to do for a peer; math.inf: not before something else happens."""
+        due = math.inf
+        if peer in self._greeted:
+            since, again = self._greeted[peer]
+            due = min(again, since + self.silence_s)
+        if peer in self._awaited:
+            due = min(due, self._next.get(peer, -math.inf))
+            if peer in self._unanswered:
+                due = min(due, self._unanswered[peer] + self.silence_s)
+        return due
 
-    def due(self, awaited: Collection[str], now: float) -> tuple[list[str], list[str]]:
-        """(peers to ping, peers that are lost), of those that something is awaited from."""
-        for table in (self._next, self._unanswered):
-            for peer in table.keys() - set(awaited):
-                del table[peer]
-        lost = [peer for peer, since in self._unanswered.items() if now - since >= self.silence_s]
-        ping = [peer for peer in awaited if self._next.get(peer, now) <= now and peer not in lost]
-        for peer in ping:
+    def look(self, peer: str, now: float) -> Duty | None:
+        """What to do for a peer now. One that is to be lost is blamed once."""
+        for since in (self._greeted.get(peer, (now, now))[0], self._unanswered.get(peer, now)):
+            if now >= since + self.silence_s:
+                self._greeted.pop(peer, None)
+                self._unanswered.pop(peer, None)
+                if peer in self._awaited:
+                    self._next[peer] = now + self.ping_s
+                return Duty.LOSE
+        if peer in self._greeted and now >= self._greeted[peer][1]:
+            self._greeted[peer] = self._greeted[peer][0], now + self.ping_s
+            return Duty.GREET
+        if peer in self._awaited and now >= self._next.get(peer, now):
             self._next[peer] = now + self.ping_s
             self._unanswered.setdefault(peer, now)
-        for peer in lost:
-            del self._unanswered[peer]
-        return ping, lost
+            return Duty.PING
+        return None

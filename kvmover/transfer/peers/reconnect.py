@@ -172,6 +172,22 @@ class Reconnector:
                 dial.append((name, line.card))
         return dial, silent
 
+    def next_due(self) -> float:
+        """Before this time `due` has nothing to say. O(lost peers)."""
+        return min(map(self._due_of, self._lost_peers.values()), default=math.inf)
+
+    def _due_of(self, line: _LostPeer) -> float:
+        match line.state:
+            case Waiting(due=due):
+                return due
+            case Dialling():
+                return line.since + self.answer_s
+            case Idle():
+                return math.inf
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._lost_peers
+
     def __len__(self) -> int:
         return len(self._lost_peers)
 

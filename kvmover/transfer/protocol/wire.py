@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -23,6 +23,8 @@ SEAL_BYTES = 64
 #: A page table of 260,000 pages fits; nothing larger is decoded. NIXL carries notes of this size, and a seal, in order.
 MAX_MESSAGE_BYTES = (1 << 20) - SEAL_BYTES
 
+#: Messages that travel in one note at most: what a poll says to one peer, and no more than a peer should do at once.
+MAX_BATCH = 256
 
 #: First tokens, logprobs and the like: whatever an engine hands over with a request, from one rank.
 MAX_AUX_BYTES = 64 << 10
@@ -114,6 +116,14 @@ class Want(About, frozen=True):
     lease: WriteLease = WriteLease()
 
 
+class Noted(About, frozen=True):
+    """Source to destination: I know this Want and will answer it when there is something to move. Until `keeps_ms`
+    milliseconds from now it need not be said again.
+    """
+
+    keeps_ms: int
+
+
 class Offered(About, frozen=True):
     """Source to destination: chunks in the ranges `ready` [first, stop) may be moved, so regions will be used at once.
 
@@ -186,11 +196,12 @@ class Drained(About, frozen=True):
 
 
 ToSource = Want | Granted | Taken | Done
-ToDestination = Offered | Chunk | Staged | Aux | Kept | Drained
+ToDestination = Noted | Offered | Chunk | Staged | Aux | Kept | Drained
 AnyMessage = Hello | Ping | Pong | ToSource | ToDestination | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
+_splitter = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 def encode(message: AnyMessage) -> bytes:
@@ -200,6 +211,43 @@ def encode(message: AnyMessage) -> bytes:
         kind = type(message).__name__
         raise ProtocolError(f"{kind} of {len(payload)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     return payload
+
+
+def notes(messages: Sequence[bytes]) -> Iterator[bytes]:
+    """Encoded messages to one peer, in order, as few notes: one message as it is, several as an array of their maps."""
+    first, nbytes = 0, 0
+    for at, message in enumerate(messages):
+        nbytes += len(message) - len(_HEAD)
+        if at > first and (at - first == MAX_BATCH or nbytes > MAX_MESSAGE_BYTES - len(_HEAD) - 3):
+            yield _note(messages[first:at])
+            first, nbytes = at, len(message) - len(_HEAD)
+    if messages:
+        yield _note(messages[first:])
+
+
+def _note(messages: Sequence[bytes]) -> bytes:
+    """An array's head takes 3 bytes at most."""
+    if len(messages) == 1:
+        return messages[0]
+    count = len(messages)
+    array = bytes([0x90 | count]) if count < 16 else b"\xdc" + count.to_bytes(2)
+    return b"".join((_HEAD, array, *(message[len(_HEAD) :] for message in messages)))
+
+
+def split(note: bytes) -> Sequence[bytes]:
+    """The encoded messages of a note, in order. Raises ProtocolError where it is an array and not a whole one."""
+    kind = note[len(_HEAD) : len(_HEAD) + 1]
+    if not note.startswith(_HEAD) or not (b"\x90" <= kind <= b"\x9f" or kind in (b"\xdc", b"\xdd")):
+        return (note,)  # one message, or what `decode` will refuse
+    if len(note) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"note of {len(note)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    count = int.from_bytes(note[len(_HEAD) + 1 : len(_HEAD) + (3 if kind == b"\xdc" else 5)])
+    if kind >= b"\xdc" and count > MAX_BATCH:  # before anything is unpacked
+        raise ProtocolError(f"a note of {count} messages is over the limit of {MAX_BATCH}")
+    try:
+        return [_HEAD + bytes(message) for message in _splitter.decode(note[len(_HEAD) :])]
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"malformed note of {len(note)} bytes: {error}") from error
 
 
 def decode(payload: bytes) -> AnyMessage:

@@ -79,13 +79,16 @@ class Request:
         asked = {attempt.job.peer.card.place.rank for attempt in self.attempts.values()}
         return self.expected is not None and self.expected <= asked
 
-    def look(self) -> bool:
-        """Ask the gates that have not passed; whether one has now."""
-        passed = [gate for gate in self.gates or () if gate.event.query()]
-        if passed and self.gates is not None:
-            self.gates = [gate for gate in self.gates if gate not in passed]
-            self.passed += passed
-        return bool(passed)
+    def look(self) -> None:
+        """Ask the gates that have not passed."""
+        for gate in [gate for gate in self.gates or () if gate.event.query()]:
+            self.let(gate)
+
+    def let(self, gate: Gate) -> None:
+        """A gate has passed: it is asked no more."""
+        if self.gates is not None:
+            self.gates.remove(gate)
+            self.passed.append(gate)
 
     def take_ready(self, attempt: SendAttempt) -> tuple[int, ...]:
         """Chunks that wait no more: what they hold is in the pages."""

@@ -4,34 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import methodcaller
 
 from msgspec import structs
 
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
-from kvmover.transfer.core import Core
+from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.result import Cause, Gate, Transfer
+from kvmover.transfer.result import Cause, Gate, Passed, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close
-from kvmover.transfer.source.early import EarlyWants
+from kvmover.transfer.source.early import Early, EarlyWants
 from kvmover.transfer.source.state import Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Tombstones
 
+_HAS_PASSED = methodcaller("query")
+
+#: Gates that one poll asks at most, some 100 ns each and more on a GPU: of more, each poll asks the next.
+MAX_GATES = 400
+
 
 @dataclass(slots=True, eq=False)
 class SourceDriver:
-    """The sending half of a mover."""
+    """The sending half of a mover.
+
+    `_gated`: requests that somebody asked for and whose engine is not done, with `_events` of their gates, which alone
+    are looked at in every poll (None: to be listed anew). `_over`: requests that ended since the last one.
+    """
 
     core: Core
     writes: Writes
     _requests: dict[str, Request] = field(default_factory=dict[str, Request])
     _early: EarlyWants = field(default_factory=EarlyWants)
     _closed: Tombstones = field(default_factory=Tombstones)
+    _gated: dict[str, Request] = field(default_factory=dict[str, Request])
+    _gates: list[tuple[Request, Gate]] = field(default_factory=list["tuple[Request, Gate]"])
+    _events: list[Passed] | None = None
+    _next_gate: int = 0
+    _over: dict[str, Request] = field(default_factory=dict[str, Request])
 
     def send(self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None) -> None:
         """Offer a request. Destinations that asked already are served at once, the others when they ask.
@@ -46,11 +62,12 @@ class SourceDriver:
         deadline = self.core.clock() + self.core.config.deadline_s
         waiting = None if gates is None else list(gates)
         request = self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
+        self.core.timers.set((TimerKind.REQUEST, transfer.request), deadline)
         loss = self._early.loss(transfer.request)
         self.reopen(transfer.request)
         if loss is not None:
             self._fail(request, loss, Cause.PEER_LOST)
-        for early in self._early.take(transfer.request):
+        for early in self._take_early(transfer.request):
             for message in (early.want, *early.said):
                 self.hear(early.peer, message)
 
@@ -61,6 +78,7 @@ class SourceDriver:
             if request.gates is None:
                 raise PlanError(f"request {transfer.request} was sent as if all of it were in its pages")
             request.gates.append(gate)
+            self._watch(request)
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """Hand over what goes beside the cache, once."""
@@ -85,7 +103,7 @@ class SourceDriver:
     def refuse(self, name: str, reason: str) -> None:
         """A request that this rank will not send: who asks is told at once, and who has asked."""
         self._over_for_all(name, reason)
-        for early in self._early.take(name):
+        for early in self._take_early(name):
             self.core.say(early.peer.name, wire.Abort(name, early.want.generation, reason))
 
     def reopen(self, name: str) -> None:
@@ -112,7 +130,8 @@ class SourceDriver:
         """An unknown attempt has nothing in flight. One that waits for `send` is withdrawn, or hears it then."""
         id_ = message.request, message.generation
         if isinstance(message, wire.Abort):
-            self._early.withdraw(peer, message)
+            if self._early.withdraw(peer, message):
+                self.core.awaits_no_more(peer.name)
             self._close(message.request, peer.name, message.generation, message.reason)
             self.core.say(peer.name, wire.Drained(*id_))
             return
@@ -131,7 +150,7 @@ class SourceDriver:
         self._closed.close((request, peer), generation, reason, self.core.remembered_until())
 
     def _want(self, peer: Peer, want: wire.Want) -> None:
-        if self._over(peer, want):
+        if self._past(peer, want):
             return
         request = self._requests.get(want.request)
         if request is not None and self._forget(request):
@@ -159,11 +178,17 @@ class SourceDriver:
             if isinstance(error, OwnTables):
                 self._fail(request, str(error), Cause.PROTOCOL)
             return
+        if not request.attempts:  # nobody has looked yet
+            request.look()
         request.attempts[peer.name] = attempt
-        self._offer(request, attempt)
+        self.core.awaits(peer.name)
+        self._schedule(request, attempt)
+        self._watch(request)
+        if not self._offer(request, attempt):
+            self._step(request, attempt, want)  # so that it knows that we know
         self._attach(request, attempt)
 
-    def _over(self, peer: Peer, want: wire.Want) -> bool:
+    def _past(self, peer: Peer, want: wire.Want) -> bool:
         """Whether a Want is of the past: its Abort overtook it, or it asks again for what has ended."""
         outcome = self._closed.of(want.request, peer.name, want.generation)
         if outcome is not None and outcome.reason is not None:
@@ -176,14 +201,62 @@ class SourceDriver:
         if ending is not None:
             self.core.say(peer.name, wire.Abort(*id_, ending))
             return
-        if not self._early.wait(peer, want, self.core.clock() + self.core.config.deadline_s):
+        key, keeps_s, known = (want.request, peer.name), self.core.config.deadline_s, len(self._early)
+        if not self._early.wait(peer, want, self.core.clock() + keeps_s):
             self.core.say(peer.name, wire.Abort(*id_, "too many requests wait to be sent"))
+            return
+        if len(self._early) > known:
+            self.core.awaits(peer.name)
+        self.core.timers.set((TimerKind.EARLY, key), self._early.due(*key))
+        self.core.say(peer.name, wire.Noted(*id_, int(keeps_s * 1e3)))
 
-    def _offer(self, request: Request, attempt: SendAttempt) -> None:
-        """Say which more chunks are in the pages."""
+    def _take_early(self, request: str) -> list[Early]:
+        taken = self._early.take(request)
+        for early in taken:
+            self.core.timers.cancel((TimerKind.EARLY, (request, early.peer.name)))
+            self.core.awaits_no_more(early.peer.name)
+        return taken
+
+    def drop_early(self, key: tuple[str, str]) -> None:
+        """Nobody has offered what a destination asked for in time."""
+        if self._early.drop_late(*key, self.core.clock()):
+            self.core.awaits_no_more(key[1])
+
+    def _watch(self, request: Request) -> None:
+        """Look at its gates in every poll, while it has some and somebody asked."""
+        name = request.transfer.request
+        if request.gates and request.attempts and not request.transfer.ended:
+            self._gated[name] = request
+        elif self._gated.pop(name, None) is None:
+            return
+        self._events = None
+
+    def _offer(self, request: Request, attempt: SendAttempt) -> bool:
+        """Say which more chunks are in the pages; False where there are none."""
         ready = request.take_ready(attempt)
         if ready:
             self._step(request, attempt, Ready(ready))
+        return bool(ready)
+
+    def _look(self) -> None:
+        """Offer what has been produced since the last look at each gate."""
+        if self._events is None:
+            self._gates = [(request, gate) for request in self._gated.values() for gate in request.gates or ()]
+            self._events = [gate.event for _, gate in self._gates]
+        first = self._next_gate if self._next_gate < len(self._events) else 0
+        asked = slice(first, first + MAX_GATES)
+        self._next_gate = asked.stop
+        passed = list(map(_HAS_PASSED, self._events[asked]))
+        if not any(passed):
+            return
+        behind = dict[str, Request]()
+        for request, gate in compress(self._gates[asked], passed):
+            request.let(gate)
+            behind[request.transfer.request] = request
+        for request in behind.values():
+            for attempt in list(request.attempts.values()):
+                self._offer(request, attempt)
+            self._watch(request)
 
     def ended(self, job: Job, event: Event) -> None:
         """What the poster says becomes of a chunk."""
@@ -194,7 +267,9 @@ class SourceDriver:
         """A destination is gone, with a read under way perhaps. The pages are free all the same: what a dead process
         reads is nobody's, and one that only seemed dead is never told Kept.
         """
-        self._early.lost(peer, reason)
+        for request in self._early.lost(peer, reason):
+            self.core.timers.cancel((TimerKind.EARLY, (request, peer)))
+            self.core.awaits_no_more(peer)
         self.writes.lost(peer)
         for request in list(self._requests.values()):
             attempt = request.attempts.get(peer)
@@ -207,18 +282,29 @@ class SourceDriver:
             self._fail(request, reason, Cause.ABORTED)
 
     def poll(self) -> None:
-        """Gates that have passed, deadlines of what is open, and of wants that nobody offers."""
-        now = self.core.clock()
-        for request in list(self._requests.values()):
-            produced = request.look()
-            for attempt in list(request.attempts.values()):
-                if produced:
-                    self._offer(request, attempt)
-                self._step(request, attempt, Tick())
-            if now >= request.deadline and not request.transfer.ended:
-                missing = "was served" if request.all_asked else "asked"
-                self._fail(request, f"deadline passed before every destination {missing}", Cause.DEADLINE)
-            self._forget(request)
+        """Gates that have passed, and requests that are over."""
+        if self._gated:
+            self._look()
+        while self._over:
+            self._forget(self._over.popitem()[1])
+
+    def tick(self, key: tuple[str, str]) -> None:
+        """The time of an attempt has come: its deadline, or what it says again."""
+        name, peer = key
+        request = self._requests.get(name)
+        attempt = request.attempts.get(peer) if request is not None else None
+        if request is not None and attempt is not None:
+            self._step(request, attempt, Tick())
+
+    def end_of_time(self, name: str) -> None:
+        """The deadline of a request has passed."""
+        request = self._requests.get(name)
+        if request is not None and not request.transfer.ended:
+            missing = "was served" if request.all_asked else "asked"
+            self._fail(request, f"deadline passed before every destination {missing}", Cause.DEADLINE)
+
+    def expire(self, now: float) -> None:
+        """Forget what is remembered long enough."""
         self._early.expire(now)
         self._closed.expire(now)
 
@@ -233,20 +319,22 @@ class SourceDriver:
             if not request.transfer.ended:
                 self._end(request)
             request.transfer.held = False
+            for attempt in request.attempts.values():
+                if not attempt.state.finished:
+                    self.core.awaits_no_more(attempt.job.peer.name)
         self._requests.clear()
+        self._gated.clear()
 
     def gauges(self) -> dict[Gauge, int]:
         open_ = sum(not request.transfer.ended for request in self._requests.values())
         return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self._early), **self.writes.gauges()}
 
-    def waits_on(self) -> set[str]:
-        """Peers that owe an answer, or are owed a request: page tables are kept for these, and soon pages."""
-        return {*self._early.peers} | {
-            name for r in self._requests.values() for name, a in r.attempts.items() if not a.state.finished
-        }
-
     def _step(self, request: Request, attempt: SendAttempt, event: Event) -> None:
+        finished = attempt.state.finished
         attempt.state, actions = machine.step(attempt.state, event, self.core.clock())
+        self._schedule(request, attempt)
+        if attempt.state.finished and not finished:
+            self.core.awaits_no_more(attempt.job.peer.name)
         if __debug__ and attempt.state.finished:
             attempt.state.check()
         for action in actions:
@@ -266,6 +354,10 @@ class SourceDriver:
             self._fail(request, attempt.state.reason, cause_of(event))
         self._settle(request)
 
+    def _schedule(self, request: Request, attempt: SendAttempt) -> None:
+        key = request.transfer.request, attempt.job.peer.name
+        self.core.timers.set((TimerKind.SEND, key), machine.due(attempt.state))
+
     def _fail(self, request: Request, reason: str, cause: Cause) -> None:
         """Serve nobody any more: the engine takes the pages back when the transfer ends. The first reason stays."""
         if request.reason is None and not request.transfer.ended:
@@ -277,13 +369,19 @@ class SourceDriver:
 
     def _settle(self, request: Request) -> None:
         """End a request that nobody is being served of, if it fails or every destination was."""
-        if request.transfer.ended or any(not a.state.finished for a in request.attempts.values()):
+        if request.transfer.ended:
+            self._over[request.transfer.request] = request
+            return
+        if any(not a.state.finished for a in request.attempts.values()):
             return
         if request.reason is not None or request.all_asked:
             self._end(request)
 
     def _end(self, request: Request) -> None:
         close(request, self.core)
+        self._over[request.transfer.request] = request
+        self._watch(request)
+        self.core.timers.cancel((TimerKind.REQUEST, request.transfer.request))
         self._over_for_all(request.transfer.request, request.reason or SERVED)
 
     def _over_for_all(self, name: str, how: str) -> None:
@@ -292,7 +390,7 @@ class SourceDriver:
     def _forget(self, request: Request) -> bool:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
         over = all(a.state.finished and not a.state.in_flight for a in request.attempts.values())
-        if request.transfer.ended and over:
+        if request.transfer.ended and over and self._requests.get(request.transfer.request) is request:
             request.transfer.held = False
             for name, attempt in request.attempts.items():
                 state = attempt.state

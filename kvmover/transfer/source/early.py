@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class EarlyWants:
         waiting = self._early.get(want.request, {})
         before = waiting.get(peer.name)
         if before is not None and before.want.generation >= want.generation:
+            if before.want.generation == want.generation:
+                before.deadline = deadline
             return True
         table_bytes = self._table_bytes + _bytes(want) - (_bytes(before.want) if before is not None else 0)
         if table_bytes > MAX_TABLE_BYTES or (before is None and self._wants >= MAX_WANTS):
@@ -62,11 +65,13 @@ class EarlyWants:
             early.said.append(message)
         return True
 
-    def withdraw(self, peer: Peer, message: wire.About) -> None:
-        """A destination has given up waiting."""
+    def withdraw(self, peer: Peer, message: wire.About) -> bool:
+        """A destination has given up waiting; False where it did not wait."""
         early = self._early.get(message.request, {}).get(peer.name)
-        if early is not None and early.want.generation == message.generation:
-            self._drop(message.request, peer.name)
+        if early is None or early.want.generation != message.generation:
+            return False
+        self._drop(message.request, peer.name)
+        return True
 
     def take(self, request: str) -> list[Early]:
         """All who wait for a request, which then wait no more."""
@@ -80,13 +85,15 @@ class EarlyWants:
         """All who wait for anything: nothing comes of what is kept for them if they are not there any more."""
         return self._waiting.keys()
 
-    def lost(self, peer: str, reason: str) -> None:
-        """Drop what a peer waits for. Its requests are remembered for as long as its Wants would have been kept."""
+    def lost(self, peer: str, reason: str) -> list[str]:
+        """Drop what a peer waits for, and say of which requests; these are remembered as long as its Wants would be."""
         if peer not in self._waiting:
-            return
-        for request in [request for request, waiting in self._early.items() if peer in waiting]:
+            return []
+        dropped = [request for request, waiting in self._early.items() if peer in waiting]
+        for request in dropped:
             self._lost.keep(request, reason, self._early[request][peer].deadline)
             self._drop(request, peer)
+        return dropped
 
     def loss(self, request: str) -> str | None:
         """Why one who had asked for a request is not there any more, if nobody has asked since; told once."""
@@ -94,10 +101,20 @@ class EarlyWants:
         self._lost.forget(request)
         return reason
 
+    def due(self, request: str, peer: str) -> float:
+        """When the Want of a peer is dropped; math.inf where there is none."""
+        early = self._early.get(request, {}).get(peer)
+        return math.inf if early is None else early.deadline
+
+    def drop_late(self, request: str, peer: str, now: float) -> bool:
+        """Drop a Want whose time is over; False where there is none."""
+        late = now >= self.due(request, peer)
+        if late:
+            self._drop(request, peer)
+        return late
+
     def expire(self, now: float) -> None:
-        for request, waiting in list(self._early.items()):
-            for peer in [peer for peer, early in waiting.items() if now >= early.deadline]:
-                self._drop(request, peer)
+        """Forget losses that are remembered long enough."""
         self._lost.expire(now)
 
     def _drop(self, request: str, peer: str) -> None:

@@ -8,6 +8,8 @@ therefore never takes other bytes for its own, and the source need not wait for 
 
 from __future__ import annotations
 
+import math
+
 from msgspec.structs import replace
 
 from kvmover.transfer.events import Cancel, PeerGone, Tick
@@ -46,12 +48,27 @@ def step(state: Sending, event: Event, now: float) -> Stepped:
         case Cancel(reason):
             return _fail(state, reason, now)
         case Ready(chunks):
-            return _offer(replace(state, ready=state.ready.union(chunks)), chunks)
+            return _offer(_wait_anew(replace(state, ready=state.ready.union(chunks)), now), chunks)
         case Attached(payload):
             return replace(state, aux=payload), [Say(wire.Aux(state.request, state.generation, payload))]
         case _:
             after, actions = _heard(state, event, now)
-            return after if after is state else replace(after, quiet_since=now), actions
+            return after if after is state else _wait_anew(after, now), actions
+
+
+def due(state: Sending) -> float:
+    """A Tick before this time changes nothing; math.inf: at no time."""
+    return math.inf if state.finished else min(state.deadline, _again_at(state))
+
+
+def _again_at(state: Sending) -> float:
+    """When a destination that says nothing new is told again: later each time while there is nothing to offer."""
+    repeats = 0 if state.ready or state.reason is not None else state.repeats
+    return state.quiet_since + state.patience.again_s(repeats, state.request, state.generation)
+
+
+def _wait_anew(state: Sending, now: float) -> Sending:
+    return replace(state, quiet_since=now, repeats=0)
 
 
 def _own(state: Sending, event: Own, now: float) -> Stepped:
@@ -79,7 +96,7 @@ def _heard(state: Sending, event: Message | PeerGone, now: float) -> Stepped:
     """A destination that says nothing new is as good as silent: what it waits for may be lost."""
     match event:
         case wire.Want():
-            return _asked(state)
+            return _asked(state, now)
         case wire.Granted():
             return _granted(state, event, now)
         case wire.Taken(chunk=chunk, round=round_):
@@ -115,14 +132,19 @@ def _ranges(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(firsts, stops, strict=True))
 
 
-def _asked(state: Sending) -> Stepped:
-    """Say everything again that the destination should have heard by now."""
+def _asked(state: Sending, now: float) -> Stepped:
+    """Say everything again that the destination should have heard by now; while that is nothing, that we know."""
     if _ended(state):
         return state, _failed(state)
+    if not state.ready:
+        keeps_ms = max(0, int((state.deadline - now) * 1e3))
+        return state, [Say(wire.Noted(state.request, state.generation, keeps_ms)), *_aux(state)]
     state, actions = _offer(state, tuple(state.ready))
-    if state.aux is not None:
-        actions = [*actions, Say(wire.Aux(state.request, state.generation, state.aux))]
-    return state, actions
+    return state, [*actions, *_aux(state)]
+
+
+def _aux(state: Sending) -> list[Action]:
+    return [] if state.aux is None else [Say(wire.Aux(state.request, state.generation, state.aux))]
 
 
 def _failed(state: Sending) -> list[Action]:
@@ -277,9 +299,9 @@ def _tick(state: Sending, now: float) -> Stepped:
             missing = state.chunks - len(state.written)
             return _fail(state, f"deadline passed with {missing} of {state.chunks} chunks unwritten", now)
         return replace(state, finished=True), [EndSend(state.reason, bool(state.in_flight))]
-    if now < state.quiet_since + state.patience.resend_s:
+    if now < _again_at(state):
         return state, []
-    return _again(replace(state, quiet_since=now))
+    return _again(replace(state, quiet_since=now, repeats=state.repeats + 1))
 
 
 def _again(state: Sending) -> Stepped:

@@ -105,7 +105,8 @@ class Sending(msgspec.Struct, frozen=True):
     `spans` [chunk]: bytes that it takes in an arena. `room_bytes`: of the destination's arena, which grants name places
     of; 0 where they name none. `granted` [chunk]: (offset, round) that may be posted. `in_flight` chunks touch memory
     of ours; `staged` [chunk] wait to be read, at an offset; `written` ended well. `pages`: what an offer of a direct
-    pull carries. `term`: of the latest grant; the pages of a direct push are granted as a whole.
+    pull carries. `term`: of the latest grant; the pages of a direct push are granted as a whole. `repeats`: how often
+    an offer was said again since anything new at `quiet_since`.
     """
 
     request: str
@@ -119,6 +120,7 @@ class Sending(msgspec.Struct, frozen=True):
     room_bytes: int = 0
     term: int = 0
     quiet_since: float = 0.0
+    repeats: int = 0
     ready: frozenset[int] = frozenset()
     granted: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict[int, "tuple[int, int]"])
     digests: dict[int, int] = msgspec.field(default_factory=dict[int, int])

@@ -234,6 +234,7 @@ class Writes:
             return
         if digest is not None:  # if the note is lost, the chunk is told of again with it
             self.tell(job, Posted(entry.chunk, digest))
+        self.core.flush_to(job.peer.name)  # this note would come before what was said in this poll
         begun = self.core.clock()
         ends = self._direct(entry, job.target) if job.target is not None else self._packed(entry)
         try:
