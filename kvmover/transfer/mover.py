@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy.typing as npt
 
 from kvmover import ranges
-from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError, TransportError
+from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PeerReplaced, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer.arguments import (
@@ -72,6 +73,8 @@ class Mover:
         self._model = model
         self._transport = transport
         pools = checked_pools(model, place, pools)
+        if not place.generation:
+            place = msgspec.structs.replace(place, generation=time.time_ns())
         self._core = assembled(transport, place, pools, self._config, clock)
         self._card = write_card(model, self._core.card)
         try:
@@ -84,7 +87,7 @@ class Mover:
             self._core, lambda reading, event: self._destination.read(reading, event), InFlight(transport)
         )
         self._destination = DestinationDriver(
-            self._core, self._reads, Quarantine(self._config.linger_s), time.time_ns()
+            self._core, self._reads, Quarantine(self._config.linger_s), place.generation
         )
         self._liveness = Liveness(self._config.ping_s, self._config.silence_s)
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
@@ -160,23 +163,42 @@ class Mover:
 
         Raises PeerRefused with both sides' values when the peer does not hold the same model; nothing of its card is
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
+        Raises PeerReplaced for a card of a process whose place a newer one took: it opens nothing.
         """
         name = self._seat(self._core.auth.verify_card(card))
         self._liveness.greeted(name, self._core.clock())
         self._core.say(name, wire.Hello(self._card))
         return name
 
-    def _seat(self, card: bytes) -> str:
+    def _seat(self, card: bytes, sender: str | None = None) -> str:
+        """Give the peer behind `card` its seat. Raises, before anything is loaded or anybody loses a seat, for a card
+        that is not of its `sender`, and for one of a process that a newer one has replaced.
+        """
         rank = read_card(self._model, card)
-        name = self._transport.connect(rank.transport)
+        name = self._transport.identify(rank.transport)
+        if sender is not None and sender != name:
+            raise PeerRefused(f"{sender} sent the card of {name}")
+        self._core.peers.admit(rank.place, name)
+        self._transport.connect(rank.transport)
         self._destination.quarantine.seated(rank.place.seat, name, self._core.clock())
         self._reconnector.seated(rank.place.seat, name)
         peer = Peer(name, rank, card)
-        before = self._core.peers.add(peer)
+        over = self._core.peers.add(peer)
         self._core.links.connected(peer, self._core.clock())
-        if before is not None:
+        for before in over:
             self._lose(before, f"rank {rank.place.rank} of {rank.place.engine} restarted as {name}")
         return name
+
+    def disconnect(self, engine: str, rank: int | None = None) -> None:
+        """Part from one rank of `engine`, or from all (None): an engine that was taken out of service is not dialled.
+
+        What is open with them fails with `peer_lost`; unknown ones are ignored. They are connected again by `connect`,
+        or by their own Hello.
+        """
+        self._check_thread()
+        for each in self._core.peers.ranks(engine) if rank is None else {rank} & self._core.peers.ranks(engine):
+            self._lose(self._core.peers.at(engine, each).name, f"this side disconnected rank {each} of {engine}")
+        self._reconnector.forget(engine, rank)
 
     def ranks(self, engine: str) -> frozenset[int]:
         """The ranks of an engine that are connected now. Empty for one that nobody connected, or that was lost."""
@@ -335,8 +357,7 @@ class Mover:
 
     def _welcome(self, name: str, hello: wire.Hello) -> None:
         try:
-            if self._seat(hello.card) != name:
-                raise PeerRefused(f"{name} sent the card of another")
+            self._seat(hello.card, name)
             self._core.say(name, wire.Pong())
         except (PeerRefused, TransportError) as error:
             self.meter.add(Count.REFUSED_PEERS)
@@ -364,6 +385,9 @@ class Mover:
             try:
                 self._core.say(self._seat(card), wire.Hello(self._card))
                 self._core.say(name, wire.Ping())
+            except PeerReplaced as error:
+                self._reconnector.retired(name)
+                log.warning("%s; it is dialled no more", error)
             except (PeerRefused, TransportError) as error:
                 self._reconnector.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
 

@@ -152,6 +152,9 @@ class LoopbackTransport:
         self._ready()
         return seal(TransportCard.of("loopback", self._name, self.ranges, b""))
 
+    def identify(self, metadata: bytes) -> str:
+        return unseal(metadata, "loopback").name
+
     def connect(self, metadata: bytes) -> str:
         self._ready()
         card = unseal(metadata, "loopback")

@@ -111,6 +111,9 @@ class NixlTransport:
     def metadata(self) -> bytes:
         return seal(TransportCard.of("nixl", self._name, self._ranges, self._ready().nixl.get_agent_metadata()))
 
+    def identify(self, metadata: bytes) -> str:
+        return unseal(metadata, "nixl").name
+
     def connect(self, metadata: bytes) -> str:
         """Also takes newer metadata of a connected peer; older or the same changes nothing.
 

@@ -16,7 +16,7 @@ from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine
 from kvmover.transfer.destination.state import Action, Free, Receiving, Source, WriterChunk
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 from kvmover.transfer.peers.liveness import Liveness
-from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
 from kvmover.transfer.protocol.wire import Verb
@@ -279,6 +279,10 @@ def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
     around(patch, Liveness, "due", lambda honest, self, awaited, now: (honest(self, awaited, now)[0], []))
 
 
+def an_older_process_takes_its_seat_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Peers, "admit", lambda self, place, name: None)
+
+
 def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Quarantine, "drained", lambda self, key: [])
 
@@ -355,6 +359,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_source_without_chunks_is_told_once, "lossy"),
     (silence_is_never_noticed, "default"),
     (a_peer_that_is_back_releases_nothing, "default"),
+    (an_older_process_takes_its_seat_back, "replaced"),
     (a_successor_seen_early_is_forgotten, "frail"),
     (answers_are_answered, "hostile"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),

@@ -54,6 +54,7 @@ class Profile:
     integrity: tuple[Integrity, ...] = (Integrity.NONE, Integrity.NONE, Integrity.DIGEST)
     ambushes: float = 0.3
     crashes: float = 0.12
+    replaced: float = 0.0
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -72,7 +73,11 @@ ECHOES = replace(HOSTILE, name="echoes", duplicates=0.6, corrupt=0.4, calm=0.0, 
 AMBUSHED = replace(HOSTILE, name="ambushed", late_notes=0.3, calm=0.0, verbs=(Verb.PULL,), ambushes=0.8)
 #: Ranks that die with writes under way.
 FRAIL = replace(DEFAULT, name="frail", late=0.3, calm=0.0, crashes=0.5)
-PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL)}
+#: Ranks that are cut off, replaced, and heard of again: nobody takes the old process for the new one.
+REPLACED = replace(DEFAULT, name="replaced", calm=0.0, crashes=0.0, replaced=1.0)
+PROFILES = {
+    profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, REPLACED)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,19 @@ class Cut:
     told: bool
 
 
-Fault = Crash | Stop | Cut
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Nobody reaches a live rank any more, for `seconds`; `after_s` later another process takes its place. `told` as in
+    Crash. It is not stopped, and it is back when everybody has given it up and before it has given up everybody."""
+
+    rank: tuple[str, int]
+    at_s: float
+    after_s: float
+    seconds: float
+    told: bool
+
+
+Fault = Crash | Stop | Cut | Replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +257,11 @@ def _by_tokens(random: Random, tokens: int) -> tuple[Step, ...]:
 
 
 def _faults(random: Random, profile: Profile, fleets: dict[str, Fleet]) -> list[Fault]:
+    if random.random() < profile.replaced:  # and nothing else, which could keep it from being heard of again
+        engine = random.choice(ENGINES)
+        after, told = random.uniform(1.6, 2.2), random.random() < 0.5
+        rank = engine, random.randrange(fleets[engine].size)
+        return [Replace(rank, random.uniform(0, 0.6), after, after + random.uniform(0.1, 1.0), told)]
     faults = list[Fault]()
     for engine, fleet in fleets.items():
         for rank in range(fleet.size):

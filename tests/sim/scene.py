@@ -21,7 +21,8 @@ class Broken(AssertionError):
 class Scene:
     """`seats` by process name, `at` by place. `seen`: situations that the protocol is there for, and how often.
 
-    `spoilt`: how often an attempt's chunk landed with a wrong bit.
+    `spoilt`: how often an attempt's chunk landed with a wrong bit. `newest` [mover, place]: the newest process that a
+    mover has seated there.
     """
 
     scenario: Scenario
@@ -32,6 +33,7 @@ class Scene:
     orders: list[Order] = field(default_factory=list[Order])
     seen: Counter[str] = field(default_factory=Counter[str])
     spoilt: Counter[Owner] = field(default_factory=Counter[Owner])
+    newest: Counter[tuple[str, tuple[str, int]]] = field(default_factory=Counter[tuple[str, tuple[str, int]]])
 
     @property
     def alive(self) -> list[Seat]:

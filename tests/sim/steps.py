@@ -23,6 +23,7 @@ KEEPALIVES = {wire.encode(wire.Ping()), wire.encode(wire.Pong())}
 def check_states(seat: Seat) -> None:
     """What each state machine promises of its own state."""
     try:
+        seat.mover._core.peers.check()
         for attempt in seat.mover._destination._attempts.values():
             attempt.state.check()
         for request in seat.mover._source._requests.values():
@@ -91,6 +92,16 @@ def check_early(scene: Scene, seat: Seat) -> None:
         sent = [o for o in scene.orders if o.seat is seat and o.verb == "send" and o.request.name == name]
         if sent and sent[-1].transfer.ended:
             raise Broken(f"{seat.name}: {name} is waited for, and is over")
+
+
+def check_seats(scene: Scene, seat: Seat) -> None:
+    """No process takes a seat again that a newer one has had."""
+    peers = seat.mover._core.peers
+    for place, name in peers._by_place.items():
+        generation = scene.seats[name].place.generation
+        if generation < scene.newest[seat.name, place]:
+            raise Broken(f"{seat.name}: {name} sits at {place}, where {scene.newest[seat.name, place]} processes stood")
+        scene.newest[seat.name, place] = generation
 
 
 def _awaited(seat: Seat) -> Iterator[str]:

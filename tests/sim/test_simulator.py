@@ -17,16 +17,16 @@ import pytest
 from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.world import Broken, simulate
 
-#: Profiles, and of how many schedules in ten each has.
-SHARES = {"default": 3, "lossy": 2, "hostile": 1, "reordered": 1, "echoes": 1, "ambushed": 1, "frail": 1}
+#: Profiles, and of how many schedules in eleven each has.
+SHARES = {"default": 3, "lossy": 2, "hostile": 1, "reordered": 1, "echoes": 1, "ambushed": 1, "frail": 1, "replaced": 1}
 
 #: Schedules, in tests of at most so many each, which several workers can share.
 SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", "1000"))
 BLOCK = 500
 BLOCKS = [
-    (profile, range(first, min(first + BLOCK, SCHEDULES * share // 10)))
+    (profile, range(first, min(first + BLOCK, SCHEDULES * share // 11)))
     for profile, share in SHARES.items()
-    for first in range(0, SCHEDULES * share // 10, BLOCK)
+    for first in range(0, SCHEDULES * share // 11, BLOCK)
 ]
 
 #: A mutation that survives so many schedules is not caught.
@@ -71,6 +71,7 @@ REACHED: dict[str, dict[str, int]] = {
     "hostile": {"lost Abort": 14, "lost Drained": 10, "receive landed": 30, "landed resent": 2},
     "echoes": {"receive landed": 25, "landed resent": 1, "receive held": 14},
     "ambushed": {"pages reused under a read": 18, "given up under a chunk": 22, "receive landed": 12},
+    "replaced": {"replaced and heard of again": 90, "receive landed": 20},
     "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
 }
 

@@ -493,18 +493,6 @@ def test_a_restarted_rank_takes_the_place_of_its_predecessor(who: str, middle: b
     retry.assert_landed()
 
 
-def test_ranks_of_one_engine_that_tell_of_different_fleets_are_not_asked():
-    """A plan made for one fleet and served by another would write past its regions."""
-    pair = Pair.of(Fleet(tp=2, page_tokens=4))
-    bench, other = pair.bench, Fleet(tp=1, pp=2, page_tokens=4)
-    spec = PoolSpec.dense(bench.components[0], other.shard(bench.components[0], 1, 1), 64, 4, "NHD")
-    changed = bench.mover(Place("prefill", other, 1), [Pool.zeros(spec)])
-    pair.dst.movers[0].connect(changed.card)
-    bench.turn()
-    with pytest.raises(PlanError, match="fleet"):
-        pair.receive()
-
-
 def test_closing_ends_what_is_open_as_failed():
     pair = Pair.of()
     served = [*pair.send(), *pair.receive()]
@@ -626,7 +614,7 @@ def test_another_model_is_refused_with_both_sides_values_and_nothing_is_loaded()
     pair = Pair.of()
     other, _ = stranger(pair, "tay")
     with pytest.raises(
-        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 2; this side holds toy"
+        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 3; this side holds toy"
     ):
         pair.dst.movers[0].connect(other.card)
     assert other._transport.name not in pair.dst.movers[0]._transport._peers

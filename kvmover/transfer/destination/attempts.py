@@ -147,9 +147,6 @@ def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, La
     fleet = core.peers.fleet(engine)
     ranks = related(core.components, fleet, core.end.fleet, config.replicas).sources_of(core.end.rank)
     peers = [core.peers.at(engine, rank) for rank in sorted({*ranks, *wanted.aux_from})]
-    for peer in peers:
-        if peer.card.place.fleet != fleet:  # the two sides would derive different chunks
-            raise PlanError(f"{peer.name} is of a fleet {peer.card.place.fleet}, others of {engine} of {fleet}")
     plans = plans_between(core.components, fleet, core.end.fleet, wanted.positions, config.replicas)
     cut = Cut(config.costs.chunk_bytes, config.chunk_layers)
     return peers, {peer.name: Lane.between(plans, peer.end, core.end, cut) for peer in peers}

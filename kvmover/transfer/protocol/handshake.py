@@ -47,11 +47,17 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank stands: an engine by name, its fleet, and the rank's number in it."""
+    """Where a rank stands: an engine by name, its fleet, and the rank's number in it.
+
+    `generation` orders the processes that stand there one after the other: a newer one has the larger number, and no
+    older one takes its place again. 0: the nanoseconds since 1970 at which the mover was made, which will do where the
+    clocks of the machines that a rank may start on differ by less than a restart takes.
+    """
 
     engine: str
     fleet: Fleet
     rank: int
+    generation: int = 0
 
     def __post_init__(self) -> None:
         """Raises LayoutError for a name that is no text, what is no Fleet, and a rank that the fleet does not have."""
@@ -63,6 +69,14 @@ class Place(msgspec.Struct, frozen=True):
         if not 0 <= rank < self.fleet.size:
             raise LayoutError(f"rank {rank} of a fleet of {self.fleet.size} ranks")
         msgspec.structs.force_setattr(self, "rank", rank)
+        generation = whole(self.generation, f"{self.engine} has generation", LayoutError, 0)
+        if generation >= 1 << 63:
+            raise LayoutError(f"{self.engine} has generation = {generation}, which does not fit 63 bits")
+        msgspec.structs.force_setattr(self, "generation", generation)
+
+    def text(self) -> str:
+        """Rank, engine and generation in words, for messages."""
+        return f"rank {self.rank} of {self.engine}, generation {self.generation}"
 
     @property
     def seat(self) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from kvmover.errors import ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 
-VERSION = 2
+VERSION = 3
 _HEAD = b"kvm" + bytes([VERSION])
 
 #: How a sealed message begins (see `auth`), and what a seal adds to it at most.

@@ -129,6 +129,10 @@ class AsyncMover:
         """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
         return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.connect(card)))
 
+    async def disconnect(self, engine: str, rank: int | None = None) -> None:
+        """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
+        await asyncio.wrap_future(self._progress.submit(lambda mover: mover.disconnect(engine, rank)))
+
     async def configure(self, config: MoverConfig) -> None:
         """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
         await asyncio.wrap_future(self._progress.submit(lambda mover: mover.configure(config)))

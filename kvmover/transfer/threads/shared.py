@@ -37,6 +37,10 @@ class SharedMover:
         """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
         return self._progress.submit(lambda mover: mover.connect(card)).result()
 
+    def disconnect(self, engine: str, rank: int | None = None) -> None:
+        """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
+        self._progress.submit(lambda mover: mover.disconnect(engine, rank)).result()
+
     def configure(self, config: MoverConfig) -> None:
         """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
         self._progress.submit(lambda mover: mover.configure(config)).result()
