@@ -239,11 +239,11 @@ class Mover:
 
     def refuse(self, request: str, reason: str) -> None:
         """This rank will not send `request`: destinations that ask, or have asked, hear why instead of waiting."""
-        self._source.refuse(request, reason)
+        self._source.refuse(request_name(request), reason)
 
     def reopen(self, request: str) -> None:
         """A request of this name will be sent though one was before, or was refused: destinations that ask wait."""
-        self._source.reopen(request)
+        self._source.reopen(request_name(request))
 
     def receive(
         self,
@@ -339,13 +339,19 @@ class Mover:
             self.meter.add(Count.MALFORMED_MESSAGES)
             log.warning("dropped a message from %s: %s", note.peer, error)
             return
+        about = message.request if isinstance(message, wire.About) else ""
+        wrong = self._core.contain(about, self._answer, note.peer, message)
+        if wrong is not None and isinstance(message, wire.Want):  # who asked would wait for its deadline
+            self._core.say(note.peer, wire.Abort(message.request, message.generation, wrong))
+
+    def _answer(self, name: str, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Hello):
-            self._welcome(note.peer, message)
+            self._welcome(name, message)
             return
-        peer = self._core.peers.get(note.peer)
+        peer = self._core.peers.get(name)
         if peer is None:
             self.meter.add(Count.MALFORMED_MESSAGES)
-            log.warning("dropped a %s from %s, who is not connected", type(message).__name__, note.peer)
+            log.warning("dropped a %s from %s, who is not connected", type(message).__name__, name)
         elif isinstance(message, wire.Ping):
             self._core.say(peer.name, wire.Pong())
         elif isinstance(message, wire.ToSource):

@@ -13,8 +13,8 @@ from tests.sim.seats import Order, Seat
 Owner = tuple[tuple[str, int], tuple[str, int]]
 
 
-class Broken(AssertionError):
-    """An invariant does not hold."""
+class Broken(BaseException):
+    """An invariant does not hold. No mover takes it for a fault of one of its attempts."""
 
 
 @dataclass(slots=True, eq=False)

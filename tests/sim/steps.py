@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
 from tests.sim.network import text_of
 from tests.sim.scene import Broken, Scene
@@ -21,7 +22,9 @@ KEEPALIVES = {wire.encode(wire.Ping()), wire.encode(wire.Pong())}
 
 
 def check_states(seat: Seat) -> None:
-    """What each state machine promises of its own state."""
+    """What each state machine promises of its own state; and nothing was raised on the way to it."""
+    if seat.mover.meter.counts[Count.FAULTS]:
+        raise Broken(f"{seat.name}: an attempt failed by an exception: python -m tests.sim.replay shows it")
     try:
         seat.mover._core.peers.check()
         for attempt in seat.mover._destination._attempts.values():

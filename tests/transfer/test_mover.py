@@ -717,7 +717,7 @@ def test_a_want_that_makes_no_sense_is_answered_and_the_loop_goes_on(change: dic
     still_works(pair)
 
 
-@pytest.mark.parametrize("offset", [-1, -256, 1 << 20, 2**63, (1 << 20) - CHUNK_BYTES + 1])
+@pytest.mark.parametrize("offset", [1 << 20, wire.MOST, (1 << 20) - CHUNK_BYTES + 1])
 def test_a_grant_outside_the_arena_fails_that_attempt_before_anything_is_packed(offset: int):
     clock = HandClock()
     pair = Pair.of(clock=clock)

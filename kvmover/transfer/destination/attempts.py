@@ -11,7 +11,16 @@ from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
-from kvmover.transfer.destination.state import Event, Heard, ReadEnded, Receiving, Scattered, Source, WriterChunk
+from kvmover.transfer.destination.state import (
+    Event,
+    Heard,
+    OwnFault,
+    ReadEnded,
+    Receiving,
+    Scattered,
+    Source,
+    WriterChunk,
+)
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.peers.table import Peer
@@ -29,6 +38,7 @@ _CAUSES: dict[type, Cause] = {
     Tick: Cause.DEADLINE,
     ReadEnded: Cause.TRANSPORT,
     Scattered: Cause.INTEGRITY,
+    OwnFault: Cause.FAULT,
 }
 
 
@@ -47,6 +57,7 @@ class ReceiveAttempt:
     """A request that this rank wants: its state, its page tables, and the lane from each source.
 
     `wants`: what each source was asked, encoded. `theirs`: page tables of sources that are read from pages to pages.
+    `copying`: chunks that a copy was begun of and has not ended. `faults`: exceptions on this side.
     """
 
     state: Receiving
@@ -59,8 +70,10 @@ class ReceiveAttempt:
     theirs: dict[str, Pages] = field(default_factory=dict[str, Pages])
     aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
     asked: dict[WriterChunk, float] = field(default_factory=dict[WriterChunk, float])
+    copying: set[WriterChunk] = field(default_factory=set[WriterChunk])
     cause: Cause | None = None
     resent: int = 0
+    faults: int = 0
 
     @property
     def id(self) -> Id:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvmover import ranges
 from kvmover.errors import PlanError
 from kvmover.transfer.core import Core
@@ -24,6 +26,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    OwnFault,
     Read,
     ReadEnded,
     ReadSettled,
@@ -40,7 +43,7 @@ from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import decoded
-from kvmover.transfer.result import Transfer
+from kvmover.transfer.result import Cause, Transfer
 from kvmover.transfer.tombstones import TtlMap
 
 #: Attempts that are remembered as over, so that a source that missed how they ended can be told.
@@ -194,6 +197,12 @@ class DestinationDriver:
             self.core.incoming.arena.release(offset)
 
     def _step(self, attempt: ReceiveAttempt, event: Event) -> None:
+        """Advance an attempt; what goes wrong with it ends it and no other."""
+        wrong = self.core.contain(attempt.state.request, self._advance, attempt, event)
+        if wrong is not None:
+            self._fault(attempt, wrong)
+
+    def _advance(self, attempt: ReceiveAttempt, event: Event) -> None:
         before = attempt.state
         state, actions = machine.step(before, event, self.core.clock())
         if __debug__ and state.finished:
@@ -204,6 +213,24 @@ class DestinationDriver:
         if len(state.landed) > len(before.landed):
             self._landed(attempt, event)
         self._apply(attempt, state, actions)
+
+    def _fault(self, attempt: ReceiveAttempt, reason: str) -> None:
+        """Fail an attempt of which something failed here. One that cannot even fail ends with all that it has kept out
+        of use.
+        """
+        attempt.faults += 1
+        if attempt.id not in self._attempts:
+            return
+        if attempt.faults == 1:
+            reading = frozenset((r.peer, r.chunk) for r in self.reads.flights.under_way() if r.id == attempt.id)
+            self._step(attempt, OwnFault(reason, frozenset(attempt.copying), reading))
+            return
+        attempt.cause = attempt.cause or Cause.FAULT
+        self._credits.forget(attempt.id)
+        for (peer, _), offset in attempt.state.regions.items():
+            self._act(attempt, Isolate(peer, offset))
+        attempt.state = replace(attempt.state, reason=attempt.state.reason or reason, finished=True)
+        self._finish(attempt, attempt.state.reason, frozenset(attempt.state.sources))
 
     def _landed(self, attempt: ReceiveAttempt, event: Event) -> None:
         """Count a chunk that is in the pages, by whatever way it came there."""
@@ -216,31 +243,36 @@ class DestinationDriver:
 
     def _apply(self, attempt: ReceiveAttempt, state: Receiving, actions: Sequence[Action]) -> None:
         attempt.state = state
+        request = state.request
+        wrong = [why for action in actions if (why := self.core.contain(request, self._act, attempt, action))]
+        if wrong:
+            self._fault(attempt, wrong[0])
+
+    def _act(self, attempt: ReceiveAttempt, action: Action) -> None:
         arena = self.core.incoming.arena
-        for action in actions:
-            match action:
-                case Send(peer, message):
-                    self.core.say(peer, message)
-                case Ask(peer):
-                    self.core.meter.add(Count.RESENT_MESSAGES)
-                    self.core.post(peer, attempt.wants[peer])
-                case Lease(peer, chunk):
-                    attempt.asked[peer, chunk] = self.core.clock()
-                    self._credits.ask(attempt.id, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
-                case Read():
-                    self._read(attempt, action)
-                case Scatter(peer, chunk, offset):
-                    self._scatter(attempt, peer, chunk, offset)
-                case Free(offset):
-                    arena.release(offset)
-                case Isolate(peer, offset):
-                    arena.quarantine(offset)
-                    self._isolate(attempt, peer).offsets.append(offset)
-                case Mismatch():
-                    attempt.resent += 1
-                    self.core.meter.add(Count.MISMATCHED_CHUNKS)
-                case EndReceive(reason, held):
-                    self._finish(attempt, reason, held)
+        match action:
+            case Send(peer, message):
+                self.core.say(peer, message)
+            case Ask(peer):
+                self.core.meter.add(Count.RESENT_MESSAGES)
+                self.core.post(peer, attempt.wants[peer])
+            case Lease(peer, chunk):
+                attempt.asked[peer, chunk] = self.core.clock()
+                self._credits.ask(attempt.id, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
+            case Read():
+                self._read(attempt, action)
+            case Scatter(peer, chunk, offset):
+                self._scatter(attempt, peer, chunk, offset)
+            case Free(offset):
+                arena.release(offset)
+            case Isolate(peer, offset):
+                arena.quarantine(offset)
+                self._isolate(attempt, peer).offsets.append(offset)
+            case Mismatch():
+                attempt.resent += 1
+                self.core.meter.add(Count.MISMATCHED_CHUNKS)
+            case EndReceive(reason, held):
+                self._finish(attempt, reason, held)
 
     def _read(self, attempt: ReceiveAttempt, read: Read) -> None:
         reading = Reading(attempt.id, read.peer, read.chunk)
@@ -260,6 +292,7 @@ class DestinationDriver:
         packed = core.incoming.tensor[first : first + plan.span_bytes]
 
         def done(digest: int | None) -> None:
+            attempt.copying.discard((peer, chunk))
             seconds = core.clock() - begun
             core.meter.took(Stage.SCATTER, seconds)
             if offset is not None and (source := core.peers.get(peer)) is not None:
@@ -277,6 +310,7 @@ class DestinationDriver:
             if offset is None:
                 regions = [at_rest(r, "dst") for r in regions]
             core.copier.run(Work(regions, logicals, "dst"), core.soon(done))
+            attempt.copying.add((peer, chunk))
 
     def _isolate(self, attempt: ReceiveAttempt, peer: str) -> Isolated:
         """What a peer's writes may still touch of an attempt that ends."""

@@ -25,6 +25,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    OwnFault,
     Read,
     ReadEnded,
     ReadSettled,
@@ -65,6 +66,8 @@ def step(state: Receiving, event: Event, now: float) -> Stepped:
             return _read(state, event, (peer, chunk), now)
         case ReadSettled(peer, chunk):
             return _quiet(state, (peer, chunk))
+        case OwnFault():
+            return _faulted(state, event, now)
         case Heard() | PeerGone():
             return _heard(state, event, now) if event.peer in state.sources else (state, [])
 
@@ -115,18 +118,20 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
         return state, [Lease(peer, chunk) for chunk in chunks]
     if source.verb is Verb.PUSH:
         return state, []
-    return state, [_grant(state, peer, [(chunk, 0) for chunk in chunks])]
+    return state, _grant(state, peer, [(chunk, 0) for chunk in chunks])
 
 
-def _grant(state: Receiving, peer: str, regions: list[tuple[int, int]]) -> Send:
+def _grant(state: Receiving, peer: str, regions: list[tuple[int, int]]) -> list[Action]:
+    """In as many messages as they need."""
     grants = tuple(wire.Grant(chunk, offset, state.rounds.get((peer, chunk), 0)) for chunk, offset in regions)
-    return Send(peer, wire.Granted(state.request, state.generation, grants))
+    parts = (grants[first : first + wire.MAX_GRANTS] for first in range(0, len(grants), wire.MAX_GRANTS))
+    return [Send(peer, wire.Granted(state.request, state.generation, part)) for part in parts]
 
 
 def _leased(state: Receiving, key: WriterChunk, offset: int) -> Stepped:
     if state.reason is not None:
         return state, [Free(offset)]
-    return replace(state, regions={**state.regions, key: offset}), [_grant(state, key[0], [(key[1], offset)])]
+    return replace(state, regions={**state.regions, key: offset}), _grant(state, key[0], [(key[1], offset)])
 
 
 def _unexpected(state: Receiving, key: WriterChunk) -> str | None:
@@ -233,7 +238,7 @@ def _mismatch(state: Receiving, key: WriterChunk, now: float) -> Stepped:
         state, actions = _fail(state, f"chunk {chunk} of {peer} did not match its digest {round_} times", now)
         return state, [Mismatch(peer, chunk), *actions]
     state = replace(state, rounds={**state.rounds, key: round_})
-    return state, [Mismatch(peer, chunk), _grant(state, peer, [(chunk, state.regions.get(key, 0))])]
+    return state, [Mismatch(peer, chunk), *_grant(state, peer, [(chunk, state.regions.get(key, 0))])]
 
 
 def _progress(state: Receiving, actions: list[Action]) -> Stepped:
@@ -295,7 +300,7 @@ def _again(state: Receiving, peer: str) -> list[Action]:
     granted = [(key[1], state.regions.get(key, 0)) for key in waiting if source.direct or key in state.regions]
     asked = any(key not in state.ready for key in owed) or peer in state.awaited_aux
     again: list[Action] = [Ask(peer)] if asked else []
-    return [*again, _grant(state, peer, granted)] if granted else again
+    return [*again, *_grant(state, peer, granted)]
 
 
 def _fail(state: Receiving, reason: str, now: float) -> Stepped:
@@ -310,6 +315,17 @@ def _fail(state: Receiving, reason: str, now: float) -> Stepped:
     state = replace(state, reason=reason, undrained=pushing, regions=regions, deadline=deadline)
     state = replace(state, quiet_since=now, heard={})
     return _settle(state, [*actions, *_aborts(state, set(state.sources) - state.gone)])
+
+
+def _faulted(state: Receiving, event: OwnFault, now: float) -> Stepped:
+    """Fail, and wait for nothing that is not under way: the region of a chunk that arrived is nobody's any more."""
+    over = state.arrived - state.landed - event.copying
+    regions = {key: offset for key, offset in state.regions.items() if key not in over}
+    freed: list[Action] = [Free(offset) for key, offset in state.regions.items() if key in over]
+    reading = state.reading & event.reading
+    state = replace(state, arrived=state.arrived - over, reading=reading, regions=regions)
+    after, actions = _fail(state, event.reason, now) if state.reason is None else _settle(state, [])
+    return after, [*freed, *actions]
 
 
 def _aborts(state: Receiving, peers: set[str]) -> list[Action]:

@@ -51,7 +51,17 @@ class Scattered(msgspec.Struct, frozen=True):
     digest: int | None = None
 
 
-Event = Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | Cancel | Tick
+class OwnFault(msgspec.Struct, frozen=True):
+    """Something of this attempt failed on this side. Of its copies and reads only `copying` and `reading` are under
+    way; the others never began, or will never be heard of.
+    """
+
+    reason: str
+    copying: frozenset[WriterChunk] = frozenset()
+    reading: frozenset[WriterChunk] = frozenset()
+
+
+Event = OwnFault | Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | Cancel | Tick
 
 
 class Send(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -24,6 +25,27 @@ SEAL_BYTES = 64
 MAX_MESSAGE_BYTES = (1 << 20) - SEAL_BYTES
 
 
+#: Lengths of a request's name and of a reason, in characters.
+MAX_REQUEST_CHARACTERS = 256
+MAX_REASON_CHARACTERS = 1024
+
+#: Chunks of one lane, and grants in one message. 16,384 chunks of the default 32 MiB are 512 GiB.
+MAX_CHUNKS = 16384
+MAX_GRANTS = 4096
+
+#: Ranks of a fleet, and components of a model.
+MAX_RANKS = 65536
+MAX_COMPONENTS = 256
+
+#: What all addresses, lengths and counts stay below, so that no sum of two of them leaves 64 bits.
+MOST = (1 << 63) - 1
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+Tables = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
+Ranges = Annotated[tuple[tuple[Natural, Natural], ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+
 #: First tokens, logprobs and the like: whatever an engine hands over with a request, from one rank.
 MAX_AUX_BYTES = 64 << 10
 
@@ -36,7 +58,10 @@ class Verb(StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base of all control messages. Unknown fields are ignored, so a newer peer may add some."""
+    """Base of all control messages. Unknown fields are ignored, so a newer peer may add some.
+
+    What is decoded is within the bounds of its fields; what is made here is held to them where it is made.
+    """
 
 
 class Hello(Message, frozen=True):
@@ -56,16 +81,16 @@ class Pong(Message, frozen=True):
 class About(Message, frozen=True):
     """Base of messages about one attempt at one request. The destination numbers its attempts."""
 
-    request: str
-    generation: int
+    request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARACTERS)]
+    generation: Natural
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
     """Chunk `chunk` has a region at `offset` of the destination's arena. `round` counts how often it was asked for."""
 
-    chunk: int
-    offset: int
-    round: int = 0
+    chunk: Natural
+    offset: Natural
+    round: Natural = 0
 
 
 class Want(About, frozen=True):
@@ -77,16 +102,16 @@ class Want(About, frozen=True):
     the same for all ranks of the destination.
     """
 
-    start: int
-    stop: int
+    start: Natural
+    stop: Natural
     route: Route
     replicas: Replicas
-    chunk_bytes: int
-    pages: tuple[bytes, ...] = ()
-    chunk_layers: int = 0
+    chunk_bytes: Positive
+    pages: Tables = ()
+    chunk_layers: Natural = 0
     verb: Verb = Verb.PUSH
     digests: bool = False
-    aux: tuple[int, ...] = ()
+    aux: Annotated[tuple[RankNumber, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
 
 
 class Offered(About, frozen=True):
@@ -95,14 +120,14 @@ class Offered(About, frozen=True):
     `pages`: for the direct route of a pull, the source's page tables.
     """
 
-    ready: tuple[tuple[int, int], ...]
-    pages: tuple[bytes, ...] = ()
+    ready: Ranges
+    pages: Tables = ()
 
 
 class Granted(About, frozen=True):
     """Destination to source: arena regions for some chunks. Said again, it asks for what became of them."""
 
-    grants: tuple[Grant, ...]
+    grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_GRANTS)]
 
 
 class Chunk(About, frozen=True):
@@ -111,31 +136,31 @@ class Chunk(About, frozen=True):
     `digest`: of the chunk's rows as they were in the source's pool (see `kernels.digest_reference`).
     """
 
-    chunk: int
-    round: int = 0
+    chunk: Natural
+    round: Natural = 0
     digest: int | None = None
 
 
 class Staged(About, frozen=True):
     """Source to destination, in a pull: the chunk lies at `offset` of the source's arena, or in its pages; read it."""
 
-    chunk: int
-    offset: int
-    round: int = 0
+    chunk: Natural
+    offset: Natural
+    round: Natural = 0
     digest: int | None = None
 
 
 class Taken(About, frozen=True):
     """Destination to source, in a pull: the chunk was read, its staging memory is free."""
 
-    chunk: int
-    round: int = 0
+    chunk: Natural
+    round: Natural = 0
 
 
 class Aux(About, frozen=True):
     """Source to destination: what the engine hands over beside the cache."""
 
-    payload: bytes
+    payload: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)]
 
 
 class Done(About, frozen=True):
@@ -147,9 +172,13 @@ class Kept(About, frozen=True):
 
 
 class Abort(About, frozen=True):
-    """Either way: this attempt is over, and why."""
+    """Either way: this attempt is over, and why. A longer reason is cut."""
 
-    reason: str
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
+
+    def __post_init__(self) -> None:
+        if len(self.reason) > MAX_REASON_CHARACTERS:
+            msgspec.structs.force_setattr(self, "reason", f"{self.reason[: MAX_REASON_CHARACTERS - 3]}...")
 
 
 class Drained(About, frozen=True):

@@ -15,7 +15,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.wire import Verb, decoded, encoded
 from kvmover.transfer.result import Cause, Gate, Result, Transfer
-from kvmover.transfer.source.state import Event, Sending, WriteFailed
+from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
 
 #: Which event makes an attempt fail for which cause; any other is a peer that breaks the protocol.
@@ -25,6 +25,7 @@ _CAUSES: dict[type[Event], Cause] = {
     PeerGone: Cause.PEER_LOST,
     Tick: Cause.DEADLINE,
     WriteFailed: Cause.TRANSPORT,
+    Faulted: Cause.FAULT,
 }
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.transfer.core import Core
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
+from kvmover.transfer.peers.budget import Budget
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.result import Cause, Gate, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close
 from kvmover.transfer.source.early import EarlyWants
-from kvmover.transfer.source.state import Attached, EndSend, Event, Post, Ready, Say, Unstage
+from kvmover.transfer.source.state import Action, Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Tombstones
 
@@ -28,8 +31,12 @@ class SourceDriver:
     core: Core
     writes: Writes
     _requests: dict[str, Request] = field(default_factory=dict[str, Request])
-    _early: EarlyWants = field(default_factory=EarlyWants)
-    _closed: Tombstones = field(default_factory=Tombstones)
+    _early: EarlyWants = field(init=False)
+    _closed: Tombstones = field(init=False)
+
+    def __post_init__(self) -> None:
+        budget = Budget()
+        self._early, self._closed = EarlyWants(budget), Tombstones(budget)
 
     def send(self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None) -> None:
         """Offer a request. Destinations that asked already are served at once, the others when they ask.
@@ -49,7 +56,8 @@ class SourceDriver:
         if loss is not None:
             self._fail(request, loss, Cause.PEER_LOST)
         for early in self._early.take(transfer.request):
-            for message in (early.want, *early.said):
+            for message in early.messages():
+                assert isinstance(message, wire.About)
                 self.hear(early.peer, message)
 
     def produced(self, transfer: Transfer, gate: Gate) -> None:
@@ -84,7 +92,7 @@ class SourceDriver:
         """A request that this rank will not send: who asks is told at once, and who has asked."""
         self._over_for_all(name, reason)
         for early in self._early.take(name):
-            self.core.say(early.peer.name, wire.Abort(name, early.want.generation, reason))
+            self.core.say(early.peer.name, wire.Abort(name, early.generation, reason))
 
     def reopen(self, name: str) -> None:
         """A request of this name is still to come, whatever became of one before: who asks for it waits."""
@@ -114,7 +122,7 @@ class SourceDriver:
             self._close(message.request, peer.name, message.generation, message.reason)
             self.core.say(peer.name, wire.Drained(*id_))
             return
-        if self._early.follow(peer, message):
+        if isinstance(message, wire.ToSource) and self._early.follow(peer, message):
             return
         self.core.meter.add(Count.LATE_MESSAGES)
         outcome = self._closed.of(message.request, peer.name, message.generation)
@@ -130,6 +138,10 @@ class SourceDriver:
 
     def _want(self, peer: Peer, want: wire.Want) -> None:
         if self._over(peer, want):
+            return
+        if len(want.aux) > self.core.end.fleet.size:
+            reason = f"payloads of {len(want.aux)} ranks of a fleet of {self.core.end.fleet.size}"
+            self.core.say(peer.name, wire.Abort(want.request, want.generation, reason))
             return
         request = self._requests.get(want.request)
         if request is not None and self._forget(request):
@@ -207,7 +219,7 @@ class SourceDriver:
         """Gates that have passed, deadlines of what is open, and of wants that nobody offers."""
         now = self.core.clock()
         for request in list(self._requests.values()):
-            produced = request.look()
+            produced = self._look(request)
             for attempt in list(request.attempts.values()):
                 if produced:
                     self._offer(request, attempt)
@@ -218,6 +230,15 @@ class SourceDriver:
             self._forget(request)
         self._early.expire(now)
         self._closed.expire(now)
+
+    def _look(self, request: Request) -> bool:
+        """Whether a gate has passed: an event that cannot be asked fails its request."""
+        before = len(request.passed)
+        wrong = self.core.contain(request.transfer.request, request.look)
+        if wrong is not None:
+            request.gates = []
+            self._fail(request, wrong, Cause.FAULT)
+        return len(request.passed) > before
 
     def close(self, reason: str) -> None:
         """Fail what is open and tell its destinations."""
@@ -243,22 +264,43 @@ class SourceDriver:
         }
 
     def _step(self, request: Request, attempt: SendAttempt, event: Event) -> None:
+        """Advance an attempt; what goes wrong with it ends it and no other."""
+        wrong = self.core.contain(attempt.state.request, self._advance, request, attempt, event)
+        if wrong is not None:
+            self._fault(request, attempt, wrong)
+
+    def _advance(self, request: Request, attempt: SendAttempt, event: Event) -> None:
         attempt.state, actions = machine.step(attempt.state, event, self.core.clock())
         if __debug__ and attempt.state.finished:
             attempt.state.check()
-        for action in actions:
-            match action:
-                case Say(message):
-                    self.core.say(attempt.job.peer.name, message)
-                case Post():
-                    self.writes.post(attempt.job, action)
-                case Unstage(chunk):
-                    self.writes.unstage(attempt.job, chunk)
-                case EndSend(_, held):
-                    self.writes.forget(attempt.job)
-                    request.held |= held
+        for action in actions:  # all of them, whatever becomes of one
+            wrong = self.core.contain(attempt.state.request, self._act, request, attempt, action)
+            if wrong is not None:
+                self._fault(request, attempt, wrong)
         if attempt.state.reason is not None:
             self._fail(request, attempt.state.reason, cause_of(event))
+        self._settle(request)
+
+    def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
+        match action:
+            case Say(message):
+                self.core.say(attempt.job.peer.name, message)
+            case Post():
+                self.writes.post(attempt.job, action)
+            case Unstage(chunk):
+                self.writes.unstage(attempt.job, chunk)
+            case EndSend(_, held):
+                self.writes.forget(attempt.job)
+                request.held |= held
+
+    def _fault(self, request: Request, attempt: SendAttempt, reason: str) -> None:
+        """End an attempt that cannot go on as it is. What it has in flight is followed to its end."""
+        state = attempt.state
+        attempt.state = replace(state, reason=state.reason or reason, staged={}, peer_waits=False, finished=True)
+        self.writes.drop(attempt.job)
+        request.held |= bool(state.in_flight)
+        self.core.say(attempt.job.peer.name, wire.Abort(state.request, state.generation, reason))
+        self._fail(request, reason, Cause.FAULT)
         self._settle(request)
 
     def _fail(self, request: Request, reason: str, cause: Cause) -> None:

@@ -23,7 +23,7 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.state import Event, Gathered, Post, Posted, Settled, WriteFailed, Written
+from kvmover.transfer.source.state import Event, Faulted, Gathered, Post, Posted, Settled, WriteFailed, Written
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A chunk of a job on its way: asked for in `round`, `staged` at an offset of our arena where it is packed."""
+    """A chunk of a job on its way: asked for in `round`, `staged` at an offset of our arena where it is packed.
+
+    `posting`: the transport has been handed it and has not returned; what it does if it raises now, nobody knows.
+    """
 
     job: Job
     chunk: int
@@ -67,6 +70,7 @@ class Part:
     staged: int | None = None
     digest: int | None = None
     runs: int = 1
+    posting: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +104,20 @@ class Writes:
     def forget(self, job: Job) -> None:
         """Drop what is queued of an attempt that ended."""
         self._queue = deque(entry for entry in self._queue if entry.job is not job)
+
+    def drop(self, job: Job) -> None:
+        """As `forget`, and nobody reads what waits to be read."""
+        self.forget(job)
+        for chunk in [chunk for other, chunk in self._staged if other is job]:
+            self.unstage(job, chunk)
+
+    def _do(self, entry: Part, act: Callable[..., None], *arguments: object) -> None:
+        """What goes wrong with a chunk fails its attempt alone, and holds nothing."""
+        wrong = self.core.contain(entry.job.want.request, act, entry, *arguments)
+        if wrong is not None:
+            if not entry.posting:
+                self._release(entry)
+            self.tell(entry.job, Faulted(entry.chunk, wrong, not entry.posting))
 
     def unstage(self, job: Job, chunk: int) -> None:
         """A chunk that waited to be read waits no more."""
@@ -159,18 +177,21 @@ class Writes:
         core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since)
         core.meter.routes[job.want.route.value] += 1
         self.tell(job, Posted(entry.chunk))
+        self._do(entry, self._begin)
+        return True
+
+    def _begin(self, entry: Part) -> None:
         if entry.staged is not None:
             self._gather(entry, entry.staged)
-        elif job.want.digests:
-            self._copy([at_rest(r, "src") for r in self._regions(entry, core.outgoing.tensor)], entry)
+        elif entry.job.want.digests:
+            self._copy(entry, [at_rest(r, "src") for r in self._regions(entry, self.core.outgoing.tensor)])
         else:
             self._gathered(entry, None)
-        return True
 
     def _gather(self, entry: Part, staged: int) -> None:
         span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
         with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
-            self._copy(self._regions(entry, self.core.outgoing.tensor[staged : staged + span_bytes]), entry)
+            self._copy(entry, self._regions(entry, self.core.outgoing.tensor[staged : staged + span_bytes]))
 
     def _regions(self, entry: Part, packed: torch.Tensor) -> list[Region]:
         """From the pools to a packed chunk."""
@@ -179,7 +200,7 @@ class Writes:
             for component, box in entry.job.lane.gather_boxes(entry.chunk, entry.job.source)
         ]
 
-    def _copy(self, regions: list[Region], entry: Part) -> None:
+    def _copy(self, entry: Part, regions: list[Region]) -> None:
         core, job, begun = self.core, entry.job, self.core.clock()
         marks = job.lane.marks(entry.chunk) if job.want.digests else None
         logicals = None if marks is None else [logical(m, r) for m, r in zip(marks, regions, strict=True)]
@@ -189,7 +210,7 @@ class Writes:
             core.meter.took(Stage.GATHER, seconds)
             if entry.staged is not None:
                 core.links.gathered(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
-            self._gathered(entry, digest)
+            self._do(entry, self._gathered, digest)
 
         core.copier.run(Work(regions, logicals), core.soon(done))
 
@@ -207,8 +228,10 @@ class Writes:
         try:
             with ranges.span(ranges.POST, job.want.request, ends[0].nbytes):
                 note = self.core.auth.sign(job.peer.name, job.note(entry))
+                entry.posting = True
                 ticket = self.core.transport.write(job.peer.name, *ends, note, self.core.config.deadline_s)
         except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
+            entry.posting = False
             self._release(entry)
             self.tell(job, WriteFailed(entry.chunk, str(error), True))
             return
