@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -124,4 +125,13 @@ def request_name(given: object) -> str:
         given.encode()
     except UnicodeEncodeError as error:
         raise PlanError(f"a request's name {given!r} is not Unicode text: {error}") from None
+    return given
+
+
+def deadline_of(given: object, configured_s: float) -> float:
+    """Seconds that a request may take. Raises PlanError for what is no finite number above 0."""
+    if given is None:
+        return configured_s
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise PlanError(f"deadline_s = {given!r}; it must be a number of seconds above 0")
     return given

@@ -21,6 +21,7 @@ from kvmover.transfer.arguments import (
     check_offered,
     check_wanted,
     checked_pools,
+    deadline_of,
     page_tables,
     request_name,
     token_range,
@@ -210,6 +211,7 @@ class Mover:
         pages: Sequence[npt.ArrayLike],
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
+        deadline_s: float | None = None,
     ) -> Transfer:
         """Offer a request whose KV is in `pages`: one page table a component, ids in the order of the request.
 
@@ -221,12 +223,13 @@ class Mover:
         `aux`: at most 64 KiB that go to every destination rank that asks this rank for them, exactly once. The pages
         belong to the transfer until it has ended, and longer while `transfer.held`. Whoever asks for a request that has
         ended is told how, at once, for an hour: send its name again before it is asked for again, or `reopen` it.
+        `deadline_s`: seconds from now at which it fails; None: as configured.
         """
         self._check_thread()
         tables = page_tables(pages)
         check_offered(tables, self._core.pools, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
-        self._source.send(transfer, tables, gates, aux)
+        self._source.send(transfer, tables, gates, aux, deadline_of(deadline_s, self._config.deadline_s))
         return transfer
 
     def produced(self, transfer: Transfer, gate: Gate) -> None:
@@ -252,19 +255,22 @@ class Mover:
         positions: range,
         pages: Sequence[npt.ArrayLike],
         aux_from: Sequence[int] = (),
+        deadline_s: float | None = None,
     ) -> Transfer:
         """Ask `engine` for `positions` of a request and land them in `pages`.
 
         `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
         sent. Page tables cover the request from its beginning. `aux_from`: ranks of `engine` whose payload the transfer
         waits for, the same on every rank of this fleet. Raises PlanError, LayoutError or PeerUnknown before asking
-        anything: for page ids as `send`, and for a page that two parts of the request would land in.
+        anything: for page ids as `send`, and for a page that two parts of the request would land in. `deadline_s`:
+        seconds from now at which it fails; None: as configured.
         """
         self._check_thread()
         tables, tokens = page_tables(pages), token_range(positions)
         check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
-        self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, aux_from))
+        seconds = deadline_of(deadline_s, self._config.deadline_s)
+        self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, seconds, aux_from))
         return transfer
 
     def abort(self, transfer: Transfer, reason: str) -> None:

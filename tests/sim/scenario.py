@@ -257,7 +257,7 @@ def _by_tokens(random: Random, tokens: int) -> tuple[Step, ...]:
 
 
 def _faults(random: Random, profile: Profile, fleets: dict[str, Fleet]) -> list[Fault]:
-    if profile.replaced and random.random() < profile.replaced:  # and nothing else, which could keep it from being heard of again
+    if profile.replaced and random.random() < profile.replaced:  # and nothing else: it must be heard of again
         engine = random.choice(ENGINES)
         after, told = random.uniform(1.6, 2.2), random.random() < 0.5
         rank = engine, random.randrange(fleets[engine].size)

@@ -16,7 +16,7 @@ from kvmover.transfer.source.early import EarlyWants
 
 
 def peer(name: str = "decode0.1") -> Any:
-    return SimpleNamespace(name=name)
+    return SimpleNamespace(name=name, card=SimpleNamespace(place=SimpleNamespace(engine=f"engine of {name}")))
 
 
 def want(request: str = "request", generation: int = 1, table_bytes: int = 0) -> wire.Want:
@@ -63,8 +63,8 @@ def test_who_does_not_wait_any_more_is_not_served(how: str):
     elif how == "lost":
         wants.lost("stranger", "it died")
         wants.lost("a", "it died")
-        assert wants.loss("request") == "it died"
-        assert wants.loss("request") is None
+        assert wants.loss("request") == {"engine of a": "it died"}
+        assert wants.loss("request") == {}
     else:
         wants.expire(9.9)
         assert len(wants) == 2
@@ -75,7 +75,8 @@ def test_who_does_not_wait_any_more_is_not_served(how: str):
 
 
 def test_a_loss_is_told_as_long_as_the_want_would_have_been_kept_and_nobody_asks_again():
-    for then, told in [("nothing", "it died"), ("it expires", None), ("another asks", None), ("the same asks", None)]:
+    died = {"engine of a": "it died"}
+    for then, told in [("nothing", died), ("it expires", {}), ("another asks", died), ("the same asks", {})]:
         wants = EarlyWants()
         wants.wait(peer("a"), want(generation=4), 10.0)
         wants.lost("a", "it died")

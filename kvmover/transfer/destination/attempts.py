@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmover import ranges
-from kvmover.errors import PlanError
+from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
@@ -22,6 +22,7 @@ from kvmover.transfer.destination.state import (
     WriterChunk,
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
+from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -120,12 +121,13 @@ def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceiveRequest:
-    """`positions` of a request of `engine` into `pages`, and payloads of the ranks `aux_from`."""
+    """`positions` of a request of `engine` into `pages` within `deadline_s`, and payloads of the ranks `aux_from`."""
 
     transfer: Transfer
     engine: str
     positions: range
     pages: Pages
+    deadline_s: float
     aux_from: Sequence[int] = ()
 
 
@@ -138,19 +140,22 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAt
         for lane in lanes.values():
             lane.check_pages(lane.dst, wanted.pages)
     sources: dict[str, Source] = {}
+    layers = dict.fromkeys(lanes, config.chunk_layers)
     for peer in peers:
-        lane, aux = lanes[peer.name], peer.card.place.rank in wanted.aux_from
-        direct = _route(core, peer, lane, runs[peer.name]) is Route.DIRECT
-        sources[peer.name] = Source(len(lane.chunks), direct, config.verb, aux)
-        largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
-        if not direct and not core.incoming.arena.fits(largest):
-            raise PlanError(f"a chunk of {largest} bytes does not fit the arena of {core.incoming.arena.nbytes}")
+        direct = _route(core, peer, lanes[peer.name], runs[peer.name], wanted) is Route.DIRECT
+        if not direct:
+            lanes[peer.name], layers[peer.name] = _fitting(core, peer, lanes[peer.name], wanted)
+        aux = peer.card.place.rank in wanted.aux_from
+        sources[peer.name] = Source(len(lanes[peer.name].chunks), direct, config.verb, aux)
     request = wanted.transfer.request
-    state = Receiving(request, generation, sources, core.patience, now + config.deadline_s, now)
+    state = Receiving(request, generation, sources, core.patience, now + wanted.deadline_s, now)
     seats = {peer.name: peer.card.place.seat for peer in peers}
     attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()))
     for name in lanes:  # a table that no message holds is refused before anything is asked
-        attempt.wants[name] = wire.encode(_want(core, state, sources[name], wanted))
+        try:
+            attempt.wants[name] = wire.encode(_want(core, state, sources[name], layers[name], wanted))
+        except ProtocolError as error:
+            raise PlanError(f"{error}; the packed route sends no page tables") from error
     return attempt
 
 
@@ -165,16 +170,37 @@ def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, La
     return peers, {peer.name: Lane.between(plans, peer.end, core.end, cut) for peer in peers}
 
 
-def _route(core: Core, peer: Peer, lane: Lane, runs: int) -> Route:
+def _fitting(core: Core, peer: Peer, lane: Lane, wanted: ReceiveRequest) -> tuple[Lane, int]:
+    """A lane whose chunks fit both arenas, and the layers of a chunk that make it so: where one unit of all layers is
+    too large, as few as fit. 126 layers of 8 heads of 128, 128-token pages, are 66 MB a unit: 125 layers fit 64 MiB.
+
+    Raises PlanError where one layer of a unit does not fit.
+    """
+    layers, arena_bytes = core.config.chunk_layers, min(core.incoming.arena.nbytes, peer.card.staging.nbytes)
+    arena_bytes = arena_bytes // ALIGN_BYTES * ALIGN_BYTES  # regions are whole multiples of it
+    while (largest := max((chunk.span_bytes for chunk in lane.chunks), default=0)) > arena_bytes:
+        held = layers or max(component.layers for component in core.components)
+        if held == 1:
+            raise PlanError(f"a chunk of {largest} bytes, of one layer, does not fit the arena of {arena_bytes}")
+        layers = max(1, min(held - 1, held * arena_bytes // largest))
+        fleet = peer.card.place.fleet
+        plans = plans_between(core.components, fleet, core.end.fleet, wanted.positions, core.config.replicas)
+        lane = Lane.between(plans, peer.end, core.end, Cut(core.config.costs.chunk_bytes, layers))
+    return lane, layers
+
+
+def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest) -> Route:
     config = core.config
     if config.route is not None or not lane.nbytes:
         return config.route or Route.PACKED
+    if config.verb is wire.Verb.PUSH and 4 * sum(table.size for table in wanted.pages) > wire.MAX_TABLE_BYTES:
+        return Route.PACKED  # no message holds its page tables
     choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs)
     log.debug("from %s, %s", peer.name, choice.why())
     return choice.route
 
 
-def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest) -> wire.Want:
+def _want(core: Core, state: Receiving, source: Source, chunk_layers: int, wanted: ReceiveRequest) -> wire.Want:
     config = core.config
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(
@@ -186,7 +212,7 @@ def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest) 
         config.replicas,
         config.costs.chunk_bytes,
         encoded(wanted.pages) if told else (),
-        config.chunk_layers,
+        chunk_layers,
         source.verb,
         config.integrity is Integrity.DIGEST,
         tuple(wanted.aux_from),

@@ -25,6 +25,9 @@ SEAL_BYTES = 64
 MAX_MESSAGE_BYTES = (1 << 20) - SEAL_BYTES
 
 
+#: Page tables of one message, which has a few numbers and a name of at most 1 KiB beside them.
+MAX_TABLE_BYTES = MAX_MESSAGE_BYTES - (4 << 10)
+
 #: Lengths of a request's name and of a reason, in characters.
 MAX_REQUEST_CHARACTERS = 256
 MAX_REASON_CHARACTERS = 1024

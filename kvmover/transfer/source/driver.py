@@ -38,27 +38,31 @@ class SourceDriver:
         budget = Budget()
         self._early, self._closed = EarlyWants(budget), Tombstones(budget)
 
-    def send(self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None) -> None:
+    def send(
+        self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None, deadline_s: float
+    ) -> None:
         """Offer a request. Destinations that asked already are served at once, the others when they ask.
 
-        One that asked and was lost since ends the request, as it would have a moment later: nobody else asks for it.
+        An engine of which one that asked was lost since is not served, as it would not have been a moment later; that
+        ends the request where no other engine has asked.
         """
         if transfer.request in self._requests:
             raise PlanError(f"request {transfer.request} is already being sent")
         if len(pages) != len(self.core.pools):
             raise PlanError(f"{len(pages)} page tables for {len(self.core.pools)} components")
         check_aux(aux)
-        deadline = self.core.clock() + self.core.config.deadline_s
+        deadline = transfer.started + deadline_s
         waiting = None if gates is None else list(gates)
         request = self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
-        loss = self._early.loss(transfer.request)
+        lost = self._early.loss(transfer.request)
         self.reopen(transfer.request)
-        if loss is not None:
-            self._fail(request, loss, Cause.PEER_LOST)
+        request.failed.update((engine, (reason, Cause.PEER_LOST)) for engine, reason in lost.items())
+        request.expected.update(dict.fromkeys(lost, frozenset[int]()))
         for early in self._early.take(transfer.request):
             for message in early.messages():
                 assert isinstance(message, wire.About)
                 self.hear(early.peer, message)
+        self._settle(request)
 
     def produced(self, transfer: Transfer, gate: Gate) -> None:
         """One more event to wait for, of a request that was sent before all of it was computed."""
@@ -149,8 +153,9 @@ class SourceDriver:
         if request is None:
             self._ask_early(peer, want)
             return
-        if request.reason is not None:
-            self.core.say(peer.name, wire.Abort(want.request, want.generation, request.reason))
+        over = self._over_for(request, peer, want)
+        if over is not None:
+            self.core.say(peer.name, wire.Abort(want.request, want.generation, over))
             return
         before = request.attempts.get(peer.name)
         if before is not None and want.generation <= before.state.generation:
@@ -179,6 +184,16 @@ class SourceDriver:
         if outcome is not None and outcome.reason is not None:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, outcome.reason))
         return outcome is not None
+
+    def _over_for(self, request: Request, peer: Peer, want: wire.Want) -> str | None:
+        """How a request has ended, or is ending, for a peer that asks; None where it may be served."""
+        if request.reason is not None:
+            return request.reason
+        if (known := request.failed.get(peer.card.place.engine)) is not None:
+            return known[0]
+        before = request.attempts.get(peer.name)
+        known_attempt = before is not None and want.generation <= before.state.generation
+        return SERVED if request.transfer.ended and not known_attempt else None
 
     def _ask_early(self, peer: Peer, want: wire.Want) -> None:
         id_ = want.request, want.generation
@@ -278,7 +293,7 @@ class SourceDriver:
             if wrong is not None:
                 self._fault(request, attempt, wrong)
         if attempt.state.reason is not None:
-            self._fail(request, attempt.state.reason, cause_of(event))
+            self._part(request, attempt, attempt.state.reason, cause_of(event))
         self._settle(request)
 
     def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
@@ -300,7 +315,7 @@ class SourceDriver:
         self.writes.drop(attempt.job)
         request.held |= bool(state.in_flight)
         self.core.say(attempt.job.peer.name, wire.Abort(state.request, state.generation, reason))
-        self._fail(request, reason, Cause.FAULT)
+        self._part(request, attempt, reason, Cause.FAULT)
         self._settle(request)
 
     def _fail(self, request: Request, reason: str, cause: Cause) -> None:
@@ -312,10 +327,24 @@ class SourceDriver:
                 self._step(request, attempt, Cancel(reason))
             self._settle(request)
 
+    def _part(self, request: Request, attempt: SendAttempt, reason: str, cause: Cause) -> None:
+        """What fails one rank of an engine fails its other ranks, and no other engine. The first reason stays."""
+        engine = attempt.job.peer.card.place.engine
+        if request.reason is None and engine not in request.failed and not request.transfer.ended:
+            request.failed[engine] = reason, cause
+            for each in request.of(engine):
+                self.writes.forget(each.job)
+                self._step(request, each, Cancel(reason))
+
     def _settle(self, request: Request) -> None:
-        """End a request that nobody is being served of, if it fails or every destination was."""
+        """End a request that nobody is being served of, if it fails or every engine that asked was served or failed.
+
+        It has landed where one of them was served.
+        """
         if request.transfer.ended or any(not a.state.finished for a in request.attempts.values()):
             return
+        if request.reason is None and request.all_asked and request.expected.keys() <= request.failed.keys():
+            request.reason, request.cause = next(iter(request.failed.values()))
         if request.reason is not None or request.all_asked:
             self._end(request)
 

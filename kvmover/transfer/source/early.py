@@ -37,7 +37,7 @@ class Early:
 
 @dataclass(slots=True)
 class EarlyWants:
-    """The newest Want of each (request, peer), and requests of which one who had asked was lost, by why.
+    """The newest Want of each (request, peer), and requests of which one who had asked was lost, by engine and why.
 
     All that is kept is of the peer's `budget`.
     """
@@ -45,7 +45,7 @@ class EarlyWants:
     budget: Budget = field(default_factory=Budget)
     _early: dict[str, dict[str, Early]] = field(default_factory=dict[str, dict[str, Early]])
     _waiting: Counter[str] = field(default_factory=Counter[str])
-    _lost: TtlMap[str, str] = field(default_factory=lambda: TtlMap[str, str](MAX_LOST))
+    _lost: TtlMap[str, dict[str, str]] = field(default_factory=lambda: TtlMap[str, dict[str, str]](MAX_LOST))
     _wants: int = 0
 
     def wait(self, peer: Peer, want: wire.Want, deadline: float) -> bool:
@@ -63,7 +63,7 @@ class EarlyWants:
         if before is None:
             self._wants += 1
             self._waiting[peer.name] += 1
-        self._lost.forget(want.request)
+        (self._lost.get(want.request) or {}).pop(peer.card.place.engine, None)
         self._early.setdefault(want.request, {})[peer.name] = early
         return True
 
@@ -101,14 +101,18 @@ class EarlyWants:
         if peer not in self._waiting:
             return
         for request in [request for request, waiting in self._early.items() if peer in waiting]:
-            self._lost.keep(request, reason, self._early[request][peer].deadline)
+            early = self._early[request][peer]
+            known = self._lost.get(request) or {}
+            self._lost.keep(request, {**known, early.peer.card.place.engine: reason}, early.deadline)
             self._drop(request, peer)
 
-    def loss(self, request: str) -> str | None:
-        """Why one who had asked for a request is not there any more, if nobody has asked since; told once."""
-        reason = self._lost.get(request)
+    def loss(self, request: str) -> dict[str, str]:
+        """By engine, why one who had asked for a request is not there any more, if nobody of it has asked since; told
+        once.
+        """
+        lost = self._lost.get(request) or {}
         self._lost.forget(request)
-        return reason
+        return lost
 
     def expire(self, now: float) -> None:
         for request, waiting in list(self._early.items()):

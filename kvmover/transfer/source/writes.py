@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -75,12 +75,17 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Writes:
-    """What a rank gives out. `tell` hears of each chunk: Posted, then Written, Staged or WriteFailed, then Settled."""
+    """What a rank gives out. `tell` hears of each chunk: Posted, then Written, Staged or WriteFailed, then Settled.
+
+    Destinations take turns, and each may hold as many bytes of staging memory as are left free for the others, or one
+    chunk: who is stopped, or reads slowly, stalls nobody else. `_held` [destination]: bytes of regions it has.
+    """
 
     core: Core
     tell: Callable[[Job, Event], None]
     flights: InFlight[Part]
-    _queue: deque[Part] = field(default_factory=deque[Part])
+    _queue: OrderedDict[str, deque[Part]] = field(default_factory=OrderedDict[str, "deque[Part]"])
+    _held: Counter[str] = field(default_factory=Counter[str])
     _staged: dict[tuple[Job, int], Part] = field(default_factory=dict["tuple[Job, int]", Part])
 
     def check(self, job: Job) -> None:
@@ -99,11 +104,14 @@ class Writes:
 
     def post(self, job: Job, grant: Post) -> None:
         """Queue a chunk; it goes out when there is room to pack it."""
-        self._queue.append(Part(job, grant.chunk, grant.offset, grant.round, self.core.clock()))
+        waiting = self._queue.setdefault(job.peer.name, deque())
+        waiting.append(Part(job, grant.chunk, grant.offset, grant.round, self.core.clock()))
 
     def forget(self, job: Job) -> None:
         """Drop what is queued of an attempt that ended."""
-        self._queue = deque(entry for entry in self._queue if entry.job is not job)
+        waiting = self._queue.pop(job.peer.name, ())
+        if left := deque(entry for entry in waiting if entry.job is not job):
+            self._queue[job.peer.name] = left
 
     def drop(self, job: Job) -> None:
         """As `forget`, and nobody reads what waits to be read."""
@@ -127,7 +135,7 @@ class Writes:
 
     def gauges(self) -> dict[Gauge, int]:
         return {
-            Gauge.CHUNKS_WAITING_FOR_STAGING: len(self._queue),
+            Gauge.CHUNKS_WAITING_FOR_STAGING: sum(map(len, self._queue.values())),
             Gauge.CHUNKS_WAITING_TO_BE_READ: len(self._staged),
             Gauge.WRITES_UNDER_WAY: len(self.flights),
             Gauge.OUTGOING_ARENA_BYTES: self.core.outgoing.arena.nbytes,
@@ -139,13 +147,28 @@ class Writes:
         for entry in self.flights.settled():
             self._release(entry)
             self.tell(entry.job, Settled(entry.chunk))
-        while self._queue:
-            entry = self._queue.popleft()  # first: what a start that fails tells may `forget`, and replace the queue
-            if not self._start(entry):
-                self._queue.appendleft(entry)
-                return
-            if self.core.copier.inline:
-                return  # its write goes before the next is packed, into a region that is free by then and in the cache
+        begun = True
+        while begun:
+            begun = False
+            for peer in list(self._queue):  # a turn each; what a start tells may `forget`, and replace what waits
+                begun |= self._turn(peer)
+                if begun and self.core.copier.inline:
+                    return  # its write goes before the next is packed, into a region that is free and in the cache
+
+    def _turn(self, peer: str) -> bool:
+        """Begin the first chunk of a destination; False where none waits, or there is no room for it."""
+        waiting = self._queue.get(peer)
+        if not waiting:
+            return False
+        entry = waiting.popleft()
+        if not self._start(entry):
+            waiting.appendleft(entry)
+            return False
+        if self._queue.get(peer) is waiting:  # to the back
+            del self._queue[peer]
+            if waiting:
+                self._queue[peer] = waiting
+        return True
 
     def handle(self, event: Completed | Failed) -> bool:
         """The end of a write on this side; False for an operation of somebody else."""
@@ -171,7 +194,7 @@ class Writes:
         """Begin a chunk, or return False while there is no room to pack it."""
         job, core = entry.job, self.core
         if job.want.route is Route.PACKED:
-            entry.staged = core.outgoing.arena.lease(job.lane.chunks[entry.chunk].span_bytes)
+            entry.staged = self._lease(job.peer.name, job.lane.chunks[entry.chunk].span_bytes)
             if entry.staged is None:
                 return False
         core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since)
@@ -179,6 +202,16 @@ class Writes:
         self.tell(job, Posted(entry.chunk))
         self._do(entry, self._begin)
         return True
+
+    def _lease(self, peer: str, span_bytes: int) -> int | None:
+        """A region for a destination's chunk, or None while it has its share or there is no room."""
+        arena, held = self.core.outgoing.arena, self._held.get(peer, 0)
+        if held and held + span_bytes > arena.nbytes - arena.leased_bytes:
+            return None
+        offset = arena.lease(span_bytes)
+        if offset is not None:
+            self._held[peer] += span_bytes
+        return offset
 
     def _begin(self, entry: Part) -> None:
         if entry.staged is not None:
@@ -260,3 +293,7 @@ class Writes:
         if entry.staged is not None:
             self.core.outgoing.arena.release(entry.staged)
             entry.staged = None
+            peer, span_bytes = entry.job.peer.name, entry.job.lane.chunks[entry.chunk].span_bytes
+            self._held[peer] -= span_bytes
+            if not self._held[peer]:
+                del self._held[peer]
