@@ -6,11 +6,12 @@ import gc
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
 import pytest
-from mover_fleets import CONFIG, HandClock, Pair
+from mover_fleets import CONFIG, Bench, HandClock, Pair
 
 from kvmover.errors import PeerRefused, PlanError
 from kvmover.layout import Fleet, Layout, Pool, PoolSpec
@@ -23,7 +24,8 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Card, Place, Rank, read_card
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause
-from kvmover.transport import Memory, MemoryKind
+from kvmover.transport import Memory, MemoryKind, NixlTransport, Transport
+from kvmover.transport.envelope import seal, unseal
 
 FLEET = Fleet(page_tokens=4)
 WANT = wire.Want("request", 1, 0, 100, Route.PACKED, Replicas.STRIPE, 4096)
@@ -369,6 +371,13 @@ def test_an_exception_inside_one_attempt_fails_that_attempt_and_leaves_nothing_b
     pair.bench.assert_nothing_is_left()
 
 
+class NixlBench(Bench):
+    """Movers over agents of NIXL, all in this process."""
+
+    def transport(self, name: str) -> Transport:
+        return NixlTransport(name)
+
+
 def test_a_gate_that_cannot_be_asked_fails_its_request():
     from kvmover.transfer.result import Gate
 
@@ -395,3 +404,19 @@ def test_an_exception_while_a_want_is_answered_reaches_who_asked(monkeypatch: py
     assert landed.result is not None
     assert landed.result.cause is Cause.PEER_ABORTED
     assert "Planted" in str(landed.result.reason)
+
+
+@pytest.mark.skipif(not any(map(find_spec, ("nixl_cu13", "nixl_cu12"))), reason="no NIXL wheel is installed")
+def test_metadata_of_an_agent_whose_name_is_no_text_is_refused_and_unloaded():
+    bench = NixlBench(Pair.of().bench.components, CONFIG)
+    try:
+        source, other = bench.engine("prefill", FLEET).movers[0], bench.engine("stranger", FLEET).movers[0]
+        card = unseal(other._core.card.transport, "nixl")
+        name = card.name.encode()
+        odd = msgspec.structs.replace(card, agent=card.agent.replace(name, b"\xff" + name[1:]))
+        with pytest.raises(PeerRefused, match="holds the agent"):
+            source.connect(card_of(other, transport=seal(odd)))
+        assert source.connect(other.card) == other._transport.name
+    finally:
+        for mover in bench.movers:
+            mover.close()

@@ -224,8 +224,8 @@ BAD_TABLES = {
 
 def offered_unchecked(mover: Mover, request: str, tables: list[np.ndarray]) -> Transfer:
     """As `send` of a process that checks nothing: what a destination has to live with."""
-    transfer = Transfer(request, 0.0)
-    mover._source.send(transfer, tuple(tables), None, None)
+    transfer = Transfer(request, mover._core.clock())
+    mover._source.send(transfer, tuple(tables), None, None, mover.config.deadline_s)
     return transfer
 
 

@@ -140,11 +140,11 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAt
         for lane in lanes.values():
             lane.check_pages(lane.dst, wanted.pages)
     sources: dict[str, Source] = {}
-    layers = dict.fromkeys(lanes, config.chunk_layers)
+    cuts = dict.fromkeys(lanes, Cut(config.costs.chunk_bytes, config.chunk_layers))
     for peer in peers:
         direct = _route(core, peer, lanes[peer.name], runs[peer.name], wanted) is Route.DIRECT
         if not direct:
-            lanes[peer.name], layers[peer.name] = _fitting(core, peer, lanes[peer.name], wanted)
+            lanes[peer.name], cuts[peer.name] = _fitting(core, peer, lanes[peer.name], cuts[peer.name], wanted)
         aux = peer.card.place.rank in wanted.aux_from
         sources[peer.name] = Source(len(lanes[peer.name].chunks), direct, config.verb, aux)
     request = wanted.transfer.request
@@ -153,7 +153,7 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAt
     attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()))
     for name in lanes:  # a table that no message holds is refused before anything is asked
         try:
-            attempt.wants[name] = wire.encode(_want(core, state, sources[name], layers[name], wanted))
+            attempt.wants[name] = wire.encode(_want(core, state, sources[name], cuts[name], wanted))
         except ProtocolError as error:
             raise PlanError(f"{error}; the packed route sends no page tables") from error
     return attempt
@@ -170,23 +170,26 @@ def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, La
     return peers, {peer.name: Lane.between(plans, peer.end, core.end, cut) for peer in peers}
 
 
-def _fitting(core: Core, peer: Peer, lane: Lane, wanted: ReceiveRequest) -> tuple[Lane, int]:
-    """A lane whose chunks fit both arenas, and the layers of a chunk that make it so: where one unit of all layers is
-    too large, as few as fit. 126 layers of 8 heads of 128, 128-token pages, are 66 MB a unit: 125 layers fit 64 MiB.
+def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut, wanted: ReceiveRequest) -> tuple[Lane, Cut]:
+    """A lane whose chunks fit both arenas, and the cut that makes it so: where one unit of all layers is too large, as
+    few layers as fit. 126 layers of 8 heads of 128, 128-token pages, are 66 MB a unit: 125 layers fit 64 MiB.
 
     Raises PlanError where one layer of a unit does not fit.
     """
-    layers, arena_bytes = core.config.chunk_layers, min(core.incoming.arena.nbytes, peer.card.staging.nbytes)
+    arena_bytes = min(core.incoming.arena.nbytes, peer.card.staging.nbytes)
     arena_bytes = arena_bytes // ALIGN_BYTES * ALIGN_BYTES  # regions are whole multiples of it
     while (largest := max((chunk.span_bytes for chunk in lane.chunks), default=0)) > arena_bytes:
-        held = layers or max(component.layers for component in core.components)
-        if held == 1:
+        layers = cut.layers or max(component.layers for component in core.components)
+        if layers == 1 and cut.nbytes <= arena_bytes:
             raise PlanError(f"a chunk of {largest} bytes, of one layer, does not fit the arena of {arena_bytes}")
-        layers = max(1, min(held - 1, held * arena_bytes // largest))
+        if cut.nbytes > arena_bytes:
+            cut = Cut(max(1, arena_bytes), cut.layers)
+        else:
+            cut = Cut(cut.nbytes, max(1, min(layers - 1, layers * arena_bytes // largest)))
         fleet = peer.card.place.fleet
         plans = plans_between(core.components, fleet, core.end.fleet, wanted.positions, core.config.replicas)
-        lane = Lane.between(plans, peer.end, core.end, Cut(core.config.costs.chunk_bytes, layers))
-    return lane, layers
+        lane = Lane.between(plans, peer.end, core.end, cut)
+    return lane, cut
 
 
 def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest) -> Route:
@@ -200,7 +203,7 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest
     return choice.route
 
 
-def _want(core: Core, state: Receiving, source: Source, chunk_layers: int, wanted: ReceiveRequest) -> wire.Want:
+def _want(core: Core, state: Receiving, source: Source, cut: Cut, wanted: ReceiveRequest) -> wire.Want:
     config = core.config
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(
@@ -210,9 +213,9 @@ def _want(core: Core, state: Receiving, source: Source, chunk_layers: int, wante
         wanted.positions.stop,
         Route.DIRECT if source.direct else Route.PACKED,
         config.replicas,
-        config.costs.chunk_bytes,
+        cut.nbytes,
         encoded(wanted.pages) if told else (),
-        chunk_layers,
+        cut.layers,
         source.verb,
         config.integrity is Integrity.DIGEST,
         tuple(wanted.aux_from),
