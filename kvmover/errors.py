@@ -48,6 +48,10 @@ class PeerRefused(KvmoverError):
     """A handshake that ended because the two sides do not hold the same model: the message gives both values."""
 
 
+class PeerReplaced(PeerRefused):
+    """A card of a process whose place a newer one has taken, or had taken: the message has both generations."""
+
+
 class ProtocolError(KvmoverError):
     """A control message that is malformed, too large, or of a version this side does not speak."""
 

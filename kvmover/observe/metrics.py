@@ -37,6 +37,7 @@ METRICS: Mapping[StrEnum, Metric] = {
             Count.LOST_PEERS: "Peers that died, fell silent or were replaced.",
             Count.RECONNECTS: "Lost peers that were reached again.",
             Count.POLLS: "Polls: 50 a second with nothing to do, if a Progress makes them.",
+            Count.FAULTS: "Exceptions that failed one attempt and nothing else: a bug, or a broken device.",
             Count.POLL_FAULTS: "Polls that raised and so failed all open transfers: a bug, or a broken device.",
         },
     ),

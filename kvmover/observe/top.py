@@ -37,6 +37,7 @@ _FAULTS = {
     "kvmover_mismatched_chunks_total": "chunks with another digest",
     "kvmover_malformed_messages_total": "messages malformed",
     "kvmover_unopened_messages_total": "messages without a good seal",
+    "kvmover_faults_total": "faults in one attempt",
     "kvmover_poll_faults_total": "polls that raised",
     "kvmover_ledger_faults_total": "ledger events that do not balance",
 }

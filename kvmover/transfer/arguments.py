@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import Pool
 from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.protocol.wire import MAX_REQUEST_CHARACTERS
 
 #: No pool has more pages, so that ids of any type can be compared with its size.
 _MOST = int(np.iinfo(np.int64).max)
@@ -114,7 +116,23 @@ def token_range(positions: object) -> range:
 
 
 def request_name(given: object) -> str:
-    """Raises PlanError for what is no text."""
+    """Raises PlanError for what is no text, and for more of it than a message may name."""
     if not isinstance(given, str):
         raise PlanError(f"a request is named by text, got {given!r}")
+    if len(given) > MAX_REQUEST_CHARACTERS:
+        most = MAX_REQUEST_CHARACTERS
+        raise PlanError(f"a request's name has {len(given)} characters, and at most {most} may be: {given[:40]}...")
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise PlanError(f"a request's name {given!r} is not Unicode text: {error}") from None
+    return given
+
+
+def deadline_of(given: object, configured_s: float) -> float:
+    """Seconds that a request may take. Raises PlanError for what is no finite number above 0."""
+    if given is None:
+        return configured_s
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+        raise PlanError(f"deadline_s = {given!r}; it must be a number of seconds above 0")
     return given

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from kvmover.errors import PeerLost, PeerUnknown
+from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
 from kvmover.transfer.config import MoverConfig
@@ -146,6 +146,19 @@ class Core:
     def awaits_no_more(self, peer: str) -> None:
         """One thing less is awaited from a peer."""
         self.liveness.awaits_no_more(peer)
+
+    def contain(self, request: str, act: Callable[..., object], *arguments: object) -> str | None:
+        """Why `act` failed, or None. Whatever it raises is the affair of one attempt at `request`: who calls this ends
+        that attempt for this reason, and others never hear of it.
+        """
+        try:
+            act(*arguments)
+        except Exception as error:
+            self.meter.add(Count.FAULTS)
+            log.exception("request %s failed on this side", request, extra={"request": request})
+            words = str(error) if isinstance(error, KvmoverError) else f"{type(error).__name__}: {error}"
+            return f"{self.card.place.text()} failed: {words}"
+        return None
 
     def ended(self, verb: Literal["send", "receive"], request: str, result: Result) -> None:
         """Tell those that watch. What one of them raises is its own affair: no transfer fails for it."""

@@ -28,6 +28,7 @@ class Count(StrEnum):
     LOST_PEERS = "lost_peers"
     RECONNECTS = "reconnects"
     POLLS = "polls"
+    FAULTS = "faults"
     POLL_FAULTS = "poll_faults"
 
 

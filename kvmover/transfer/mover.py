@@ -11,16 +11,18 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy.typing as npt
 
 from kvmover import ranges
-from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError, TransportError
+from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PeerReplaced, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer.arguments import (
     check_offered,
     check_wanted,
     checked_pools,
+    deadline_of,
     page_tables,
     request_name,
     token_range,
@@ -77,6 +79,8 @@ class Mover:
         self._model = model
         self._transport = transport
         pools = checked_pools(model, place, pools)
+        if not place.generation:
+            place = msgspec.structs.replace(place, generation=time.time_ns())
         self._core = assembled(transport, place, pools, self._config, clock)
         self._card = write_card(model, self._core.card)
         try:
@@ -93,7 +97,7 @@ class Mover:
             self._reads,
             Quarantine(),
             WriteLeases(self._config.lease_s, self._config.linger_s),
-            time.time_ns(),
+            place.generation,
         )
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
         self._events: deque[Event] = deque()
@@ -181,6 +185,7 @@ class Mover:
 
         Raises PeerRefused with both sides' values when the peer does not hold the same model; nothing of its card is
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
+        Raises PeerReplaced for a card of a process whose place a newer one took: it opens nothing.
         """
         name = self._seat(self._core.auth.verify_card(card))
         self._core.liveness.greeted(name, self._core.clock())
@@ -191,16 +196,34 @@ class Mover:
     def _greet(self, name: str) -> None:
         self._core.say(name, wire.Hello(self._card, self._core.stamp_us()))
 
-    def _seat(self, card: bytes) -> str:
+    def _seat(self, card: bytes, sender: str | None = None) -> str:
+        """Give the peer behind `card` its seat. Raises, before anything is loaded or anybody loses a seat, for a card
+        that is not of its `sender`, and for one of a process that a newer one has replaced.
+        """
         rank = read_card(self._model, card)
-        name = self._transport.connect(rank.transport)
+        name = self._transport.identify(rank.transport)
+        if sender is not None and sender != name:
+            raise PeerRefused(f"{sender} sent the card of {name}")
+        self._core.peers.admit(rank.place, name)
+        self._transport.connect(rank.transport)
         self._reconnector.seated(rank.place.seat, name)
         peer = Peer(name, rank, card)
-        before = self._core.peers.add(peer)
+        over = self._core.peers.add(peer)
         self._core.links.connected(peer, self._core.clock())
-        if before is not None:
+        for before in over:
             self._lose(before, f"rank {rank.place.rank} of {rank.place.engine} restarted as {name}")
         return name
+
+    def disconnect(self, engine: str, rank: int | None = None) -> None:
+        """Part from one rank of `engine`, or from all (None): an engine that was taken out of service is not dialled.
+
+        What is open with them fails with `peer_lost`; unknown ones are ignored. They are connected again by `connect`,
+        or by their own Hello.
+        """
+        self._check_thread()
+        for each in self._core.peers.ranks(engine) if rank is None else {rank} & self._core.peers.ranks(engine):
+            self._lose(self._core.peers.at(engine, each).name, f"this side disconnected rank {each} of {engine}")
+        self._reconnector.forget(engine, rank)
 
     def ranks(self, engine: str) -> frozenset[int]:
         """The ranks of an engine that are connected now. Empty for one that nobody connected, or that was lost."""
@@ -212,6 +235,7 @@ class Mover:
         pages: Sequence[npt.ArrayLike],
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
+        deadline_s: float | None = None,
     ) -> Transfer:
         """Offer a request whose KV is in `pages`: one page table a component, ids in the order of the request.
 
@@ -223,12 +247,13 @@ class Mover:
         `aux`: at most 64 KiB that go to every destination rank that asks this rank for them, exactly once. The pages
         belong to the transfer until it has ended, and longer while `transfer.held`. Whoever asks for a request that has
         ended is told how, at once, for an hour: send its name again before it is asked for again, or `reopen` it.
+        `deadline_s`: seconds from now at which it fails; None: as configured.
         """
         self._check_thread()
         tables = page_tables(pages)
         check_offered(tables, self._core.pools, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
-        self._source.send(transfer, tables, gates, aux)
+        self._source.send(transfer, tables, gates, aux, deadline_of(deadline_s, self._config.deadline_s))
         return transfer
 
     def produced(self, transfer: Transfer, gate: Gate) -> None:
@@ -241,11 +266,11 @@ class Mover:
 
     def refuse(self, request: str, reason: str) -> None:
         """This rank will not send `request`: destinations that ask, or have asked, hear why instead of waiting."""
-        self._source.refuse(request, reason)
+        self._source.refuse(request_name(request), reason)
 
     def reopen(self, request: str) -> None:
         """A request of this name will be sent though one was before, or was refused: destinations that ask wait."""
-        self._source.reopen(request)
+        self._source.reopen(request_name(request))
 
     def receive(
         self,
@@ -254,19 +279,22 @@ class Mover:
         positions: range,
         pages: Sequence[npt.ArrayLike],
         aux_from: Sequence[int] = (),
+        deadline_s: float | None = None,
     ) -> Transfer:
         """Ask `engine` for `positions` of a request and land them in `pages`.
 
         `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
         sent. Page tables cover the request from its beginning. `aux_from`: ranks of `engine` whose payload the transfer
         waits for, the same on every rank of this fleet. Raises PlanError, LayoutError or PeerUnknown before asking
-        anything: for page ids as `send`, and for a page that two parts of the request would land in.
+        anything: for page ids as `send`, and for a page that two parts of the request would land in. `deadline_s`:
+        seconds from now at which it fails; None: as configured.
         """
         self._check_thread()
         tables, tokens = page_tables(pages), token_range(positions)
         check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
-        self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, aux_from))
+        seconds = deadline_of(deadline_s, self._config.deadline_s)
+        self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, seconds, aux_from))
         return transfer
 
     def abort(self, transfer: Transfer, reason: str) -> None:
@@ -287,7 +315,7 @@ class Mover:
         name = self._core.peers.seated(seat)
         if name is not None:
             self._lose(name, reason)
-        self._reconnector.forget(seat)
+        self._reconnector.forget(engine, rank)
 
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
@@ -370,15 +398,24 @@ class Mover:
             return
         for encoded in messages:
             try:
-                self._told(note.peer, wire.decode(encoded))
+                message = wire.decode(encoded)
             except ProtocolError as error:
                 self._malformed(note.peer, error)
+            else:
+                self._told(note.peer, message)
 
     def _malformed(self, name: str, error: ProtocolError) -> None:
         self.meter.add(Count.MALFORMED_MESSAGES)
         log.warning("dropped a message from %s: %s", name, error)
 
     def _told(self, name: str, message: wire.AnyMessage) -> None:
+        """What goes wrong with a message ends its attempt, and no other."""
+        about = message.request if isinstance(message, wire.About) else ""
+        wrong = self._core.contain(about, self._answer, name, message)
+        if wrong is not None and isinstance(message, wire.Want):  # who asked would wait for its deadline
+            self._core.say(name, wire.Abort(message.request, message.generation, wrong))
+
+    def _answer(self, name: str, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Hello):
             self._welcome(name, message)
             return
@@ -409,8 +446,7 @@ class Mover:
 
     def _welcome(self, name: str, hello: wire.Hello) -> None:
         try:
-            if self._seat(hello.card) != name:
-                raise PeerRefused(f"{name} sent the card of another")
+            self._seat(hello.card, name)
             self._lend(self._core.peers[name], hello)
             self._destination.greeted(name)
             self._core.say(name, wire.Pong(self._core.stamp_us()))
@@ -441,6 +477,9 @@ class Mover:
             try:
                 self._greet(self._seat(card))
                 self._core.say(name, wire.Ping(self._destination.leases.renewed(name)))
+            except PeerReplaced as error:
+                self._reconnector.retired(name)
+                log.warning("%s; it is dialled no more", error)
             except (PeerRefused, TransportError) as error:
                 self._reconnector.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
         self._core.timers.set((TimerKind.DIAL, None), self._reconnector.next_due())

@@ -8,9 +8,11 @@ is not one that is still to come: whoever asks for it late computes at once inst
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from kvmover.transfer.peers.budget import Budget
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -18,21 +20,23 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class TtlMap(Generic[Key, Value]):
-    """A map of at most `most` entries, each with a time `until` in seconds at which it expires.
+    """A map of at most `most` entries, each with a time `until` in seconds at which it expires. `dropped` hears of each
+    that goes.
 
     Entries expire in the order in which they were kept: one whose time comes before an earlier entry's waits for that.
     """
 
     most: int
+    dropped: Callable[[Key, Value], None] = lambda key, value: None
     _entries: OrderedDict[Key, tuple[Value, float]] = field(
         default_factory=OrderedDict["Key", "tuple[Value, float]"], init=False
     )
 
     def keep(self, key: Key, value: Value, until: float) -> None:
         """Set the entry of `key`, which expires at `until`."""
-        self._entries.pop(key, None)
+        self.forget(key)
         if len(self._entries) >= self.most:
-            self._entries.popitem(last=False)
+            self.forget(next(iter(self._entries)))
         self._entries[key] = value, until
 
     def get(self, key: Key) -> Value | None:
@@ -40,7 +44,9 @@ class TtlMap(Generic[Key, Value]):
         return entry[0] if entry is not None else None
 
     def forget(self, key: Key) -> None:
-        self._entries.pop(key, None)
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.dropped(key, entry[0])
 
     def expire(self, now: float) -> None:
         """Delete the entries whose time has come."""
@@ -48,7 +54,7 @@ class TtlMap(Generic[Key, Value]):
             key, (_, until) = next(iter(self._entries.items()))
             if now < until:
                 return
-            del self._entries[key]
+            self.forget(key)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -77,17 +83,27 @@ class Outcome:
 
 @dataclass(slots=True)
 class Tombstones:
-    """Attempts by (request, peer), of which the newest counts, and requests by name."""
+    """Attempts by (request, peer), of which the newest counts, and requests by name.
 
-    _attempts: TtlMap[tuple[str, str], Outcome] = field(
-        default_factory=lambda: TtlMap["tuple[str, str]", Outcome](MAX_TOMBSTONES)
-    )
+    An attempt is kept of its peer's `budget`: of one that says too much nothing more is remembered, which harms no
+    other.
+    """
+
+    budget: Budget = field(default_factory=Budget)
+    _attempts: TtlMap[tuple[str, str], Outcome] = field(init=False)
     _requests: TtlMap[str, str] = field(default_factory=lambda: TtlMap[str, str](MAX_TOMBSTONES))
+
+    def __post_init__(self) -> None:
+        self._attempts = TtlMap(MAX_TOMBSTONES, lambda key, how: self.budget.give(key[1], _bytes(key, how)))
 
     def close(self, key: tuple[str, str], generation: int, reason: str | None, until: float) -> None:
         before = self._attempts.get(key)
-        if before is None or before.generation <= generation:
-            self._attempts.keep(key, Outcome(generation, reason), until)
+        if before is not None and before.generation > generation:
+            return
+        self._attempts.forget(key)
+        outcome = Outcome(generation, reason)
+        if self.budget.take(key[1], _bytes(key, outcome)):
+            self._attempts.keep(key, outcome, until)
 
     def of(self, request: str, peer: str, generation: int) -> Outcome | None:
         """How an attempt of this generation or of an earlier one ended, if it has."""
@@ -107,3 +123,8 @@ class Tombstones:
     def expire(self, now: float) -> None:
         self._attempts.expire(now)
         self._requests.expire(now)
+
+
+def _bytes(key: tuple[str, str], how: Outcome) -> int:
+    """What its texts take, four bytes a character at most."""
+    return 4 * (len(key[0]) + len(how.reason or ""))

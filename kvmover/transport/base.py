@@ -160,6 +160,10 @@ class Transport(Protocol):
         """What a peer needs to connect; taken after all registrations."""
         ...
 
+    def identify(self, metadata: bytes) -> str:
+        """The name of the peer behind `metadata`, of which nothing is loaded. Raises PeerRefused as `connect` does."""
+        ...
+
     def connect(self, metadata: bytes) -> str:
         """Load a peer's metadata and return the peer's name. Raises PeerRefused on bytes that are not whole."""
         ...

@@ -157,6 +157,9 @@ class LoopbackTransport(Transport):
         self._ready()
         return seal(TransportCard.of("loopback", self._name, self.ranges, b""))
 
+    def identify(self, metadata: bytes) -> str:
+        return unseal(metadata, "loopback").name
+
     def connect(self, metadata: bytes) -> str:
         self._ready()
         card = unseal(metadata, "loopback")

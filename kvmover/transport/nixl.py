@@ -112,6 +112,9 @@ class NixlTransport(Transport):
     def metadata(self) -> bytes:
         return seal(TransportCard.of("nixl", self._name, self._ranges, self._ready().nixl.get_agent_metadata()))
 
+    def identify(self, metadata: bytes) -> str:
+        return unseal(metadata, "nixl").name
+
     def connect(self, metadata: bytes) -> str:
         """Also takes newer metadata of a connected peer; older or the same changes nothing.
 
@@ -142,9 +145,10 @@ class NixlTransport(Transport):
 
     def _load_card(self, agent: NixlAgent, card: TransportCard) -> None:
         try:
-            loaded = agent.nixl.add_remote_agent(card.agent).decode()
-            if loaded != card.name:
-                agent.nixl.remove_remote_agent(loaded)
+            held: bytes = agent.nixl.add_remote_agent(card.agent)
+            loaded = held.decode(errors="replace")
+            if held != card.name.encode():  # of any bytes: NIXL's names are not text
+                agent.nixl.remove_remote_agent(held)
                 raise PeerRefused(f"metadata of {card.name} holds the agent {loaded}")
             # The first transfer would wait 0.1-0.5 s for this. It returns at once and connects in the background.
             agent.nixl.make_connection(loaded)

@@ -21,8 +21,8 @@ from tests.sim.geometry import Bytes, Index
 from tests.sim.network import SimNetwork
 
 
-class Touched(AssertionError):
-    """Somebody changed memory under a running copy."""
+class Touched(BaseException):
+    """Somebody changed memory under a running copy. No mover takes it for a fault of one of its attempts."""
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from kvmover.transfer.destination.quarantine import Quarantine
 from kvmover.transfer.destination.state import Action, Free, Receiving, Source, WriterChunk
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 from kvmover.transfer.peers.liveness import Duty, Liveness
-from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
 from kvmover.transfer.protocol.wire import Verb
@@ -351,6 +351,10 @@ def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
     around(patch, Liveness, "look", look)
 
 
+def an_older_process_takes_its_seat_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Peers, "admit", lambda self, place, name: None)
+
+
 def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Quarantine, "drained", lambda self, key: [])
 
@@ -433,6 +437,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_source_without_chunks_is_told_once, "lossy"),
     (silence_is_never_noticed, "default"),
     (a_peer_that_is_back_releases_nothing, "default"),
+    (an_older_process_takes_its_seat_back, "replaced"),
     (answers_are_answered, "hostile"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
     (reads_count_unconfirmed, "ambushed"),

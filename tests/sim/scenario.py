@@ -57,6 +57,7 @@ class Profile:
     stops: float = 0.2
     long_stop_s: tuple[float, float] = (1.0, 2.2)
     copies_s: tuple[tuple[float, float], ...] = ((0.0, 0.0), (0.0, 0.0), (0.001, 0.03), (0.05, 0.3))
+    replaced: float = 0.0
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -85,7 +86,11 @@ DROWSY = replace(
     long_stop_s=(3.3, 6.0),
     copies_s=((0.05, 0.3), (1.0, 4.0), (2.0, 5.0)),
 )
-PROFILES = {profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY)}
+#: Ranks that are cut off, replaced, and heard of again: nobody takes the old process for the new one.
+REPLACED = replace(DEFAULT, name="replaced", calm=0.0, crashes=0.0, replaced=1.0)
+PROFILES = {
+    profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY, REPLACED)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,19 @@ class Cut:
     told: bool
 
 
-Fault = Crash | Stop | Cut
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Nobody reaches a live rank any more, for `seconds`; `after_s` later another process takes its place. `told` as in
+    Crash. It is not stopped, and it is back when everybody has given it up and before it has given up everybody."""
+
+    rank: tuple[str, int]
+    at_s: float
+    after_s: float
+    seconds: float
+    told: bool
+
+
+Fault = Crash | Stop | Cut | Replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +273,11 @@ def _by_tokens(random: Random, tokens: int) -> tuple[Step, ...]:
 
 
 def _faults(random: Random, profile: Profile, fleets: dict[str, Fleet]) -> list[Fault]:
+    if profile.replaced and random.random() < profile.replaced:  # and nothing else: it must be heard of again
+        engine = random.choice(ENGINES)
+        after, told = random.uniform(1.6, 2.2), random.random() < 0.5
+        rank = engine, random.randrange(fleets[engine].size)
+        return [Replace(rank, random.uniform(0, 0.6), after, after + random.uniform(0.1, 1.0), told)]
     faults = list[Fault]()
     for engine, fleet in fleets.items():
         for rank in range(fleet.size):

@@ -14,8 +14,8 @@ from tests.sim.seats import Order, Seat
 Owner = tuple[tuple[str, int], tuple[str, int]]
 
 
-class Broken(AssertionError):
-    """An invariant does not hold."""
+class Broken(BaseException):
+    """An invariant does not hold. No mover takes it for a fault of one of its attempts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,8 @@ class Scene:
     """`seats` by process name, `at` by place. `seen`: situations that the protocol is there for, and how often.
 
     `spoilt`: how often an attempt's chunk landed with a wrong bit. `idle_since` [rank, attempt]: since when a peer from
-    whom the rank keeps memory could say that it has drained.
+    whom the rank keeps memory could say that it has drained. `newest` [mover, place]: the newest process that a mover
+    has seated there.
     """
 
     scenario: Scenario
@@ -35,6 +36,7 @@ class Scene:
     seen: Counter[str] = field(default_factory=Counter[str])
     spoilt: Counter[Owner] = field(default_factory=Counter[Owner])
     idle_since: dict[tuple[str, Key], float] = field(default_factory=dict[tuple[str, Key], float])
+    newest: Counter[tuple[str, tuple[str, int]]] = field(default_factory=Counter[tuple[str, tuple[str, int]]])
 
     @property
     def alive(self) -> list[Seat]:

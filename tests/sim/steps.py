@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import structs
 
 from kvmover.transfer.destination.quarantine import ASK_S
+from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
 from tests.sim.network import text_of
 from tests.sim.scene import Broken, Scene
@@ -20,8 +21,11 @@ SLACK_S = 0.5
 
 
 def check_states(seat: Seat) -> None:
-    """What each state machine promises of its own state."""
+    """What each state machine promises of its own state; and nothing was raised on the way to it."""
+    if seat.mover.meter.counts[Count.FAULTS]:
+        raise Broken(f"{seat.name}: an attempt failed by an exception: python -m tests.sim.replay shows it")
     try:
+        seat.mover._core.peers.check()
         for attempt in seat.mover._destination._attempts.values():
             attempt.state.check()
         for request in seat.mover._source._requests.values():
@@ -130,6 +134,16 @@ def check_early(scene: Scene, seat: Seat) -> None:
         sent = [o for o in scene.orders if o.seat is seat and o.verb == "send" and o.request.name == name]
         if sent and sent[-1].transfer.ended:
             raise Broken(f"{seat.name}: {name} is waited for, and is over")
+
+
+def check_seats(scene: Scene, seat: Seat) -> None:
+    """No process takes a seat again that a newer one has had."""
+    peers = seat.mover._core.peers
+    for place, name in peers._by_place.items():
+        generation = scene.seats[name].place.generation
+        if generation < scene.newest[seat.name, place]:
+            raise Broken(f"{seat.name}: {name} sits at {place}, where {scene.newest[seat.name, place]} processes stood")
+        scene.newest[seat.name, place] = generation
 
 
 def _awaited(seat: Seat) -> Iterator[str]:

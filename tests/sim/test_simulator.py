@@ -18,16 +18,26 @@ from tests.proofs import family
 from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.world import Broken, simulate
 
-#: Profiles, and of how many schedules in ten each has.
-SHARES = {"default": 3, "lossy": 1, "hostile": 1, "reordered": 1, "echoes": 1, "ambushed": 1, "frail": 1, "drowsy": 1}
+#: Profiles, and of how many schedules in twelve each has.
+SHARES = {
+    "default": 3,
+    "lossy": 2,
+    "hostile": 1,
+    "reordered": 1,
+    "echoes": 1,
+    "ambushed": 1,
+    "frail": 1,
+    "drowsy": 1,
+    "replaced": 1,
+}
 
 #: Schedules, in tests of at most so many each, which several workers can share.
 SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", "500"))
 BLOCK = 500
 BLOCKS = [
-    (profile, range(first, min(first + BLOCK, SCHEDULES * share // 10)))
+    (profile, range(first, min(first + BLOCK, SCHEDULES * share // 12)))
     for profile, share in SHARES.items()
-    for first in range(0, SCHEDULES * share // 10, BLOCK)
+    for first in range(0, SCHEDULES * share // 12, BLOCK)
 ]
 
 #: A mutation that survives so many schedules is not caught.
@@ -74,6 +84,7 @@ REACHED: dict[str, dict[str, int]] = {
     "echoes": {"receive landed": 25, "landed resent": 1, "receive held": 14},
     "ambushed": {"pages reused under a read": 18, "given up under a chunk": 22, "receive landed": 12},
     "drowsy": {"receive landed": 24, "send landed": 17, "receive held and given back": 19, "landed after a lapse": 5},
+    "replaced": {"replaced and heard of again": 90, "receive landed": 20},
     "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
 }
 

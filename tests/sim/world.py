@@ -16,7 +16,7 @@ from tests.sim.engines import Engines
 from tests.sim.flights import Flights
 from tests.sim.left import left
 from tests.sim.network import Posted, SimNetwork
-from tests.sim.scenario import ENGINES, PROFILES, Crash, Cut, Fault, Scenario, Stop
+from tests.sim.scenario import ENGINES, PROFILES, Crash, Cut, Fault, Replace, Scenario, Stop
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order, Request, Seat, seated
 
@@ -118,6 +118,14 @@ class World:
                 network.cut(one, other, told)
                 if seconds is not None:
                     network.after(seconds, lambda: self._heal(one, other))
+            case Replace((engine, number) as rank, after_s=after_s, seconds=seconds, told=told):
+                old = self.scene.at[rank]
+                others = [seat.name for seat in self.scene.alive if seat.place.engine != engine]
+                network.log(lambda: f"{old.name}: CUT OFF from everybody for {seconds} s, told {told}")
+                for other in others:
+                    network.cut(old.name, other, told)
+                    network.after(seconds, lambda other=other: self._heal(old.name, other))
+                network.after(after_s, lambda: self._start(engine, number))
 
     def _forget(self, dead: Seat) -> None:
         """Every rank of the other engine is told of a death, as soon as nothing of the dead is under way."""
@@ -193,6 +201,7 @@ class World:
         steps.check_silence(self.scene, seat)
         steps.check_quarantine(self.scene, seat)
         steps.check_early(self.scene, seat)
+        steps.check_seats(self.scene, seat)
         for order in list(seat.orders):
             if order.transfer.result is None:
                 steps.check_deadline(self.scene, order)
@@ -230,6 +239,8 @@ class World:
             match fault:
                 case Cut(seconds=seconds):
                     self.seen["cut for ever" if seconds is None else "cut and healed"] += 1
+                case Replace():
+                    self.seen["replaced and heard of again"] += 1
                 case Crash(back_s=back_s):
                     self.seen["crashed for ever" if back_s is None else "crashed and came back"] += 1
                 case Stop(seconds=seconds) if seconds > self.scenario.config.silence_s:

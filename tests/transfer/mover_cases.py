@@ -24,12 +24,13 @@ def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.Search
     grants = st.lists(st.builds(wire.Grant, numbers, numbers, numbers), max_size=5).map(tuple)
     tables = st.lists(st.binary(max_size=64), max_size=3).map(tuple)
     digest = st.none() | st.integers(0, 2**64 - 1)
-    choices = (st.sampled_from(Route), st.sampled_from(Replicas), numbers, tables, numbers, st.sampled_from(wire.Verb))
+    positive, ranks = st.integers(1, 4) | st.integers(1, wire.MOST), st.integers(0, wire.MAX_RANKS - 1)
+    choices = (st.sampled_from(Route), st.sampled_from(Replicas), positive, tables, numbers, st.sampled_from(wire.Verb))
     fields: dict[type, tuple[st.SearchStrategy[Any], ...]] = {
         wire.Hello: (st.binary(max_size=100),),
         wire.Ping: (),
         wire.Pong: (),
-        wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(numbers, max_size=2).map(tuple)),
+        wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(ranks, max_size=2).map(tuple)),
         wire.Noted: (*about, numbers),
         wire.Offered: (*about, ranges, tables),
         wire.Granted: (*about, grants),

@@ -9,13 +9,14 @@ import pytest
 
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
+from kvmover.transfer.peers import budget
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.source import early
 from kvmover.transfer.source.early import EarlyWants
 
 
 def peer(name: str = "decode0.1") -> Any:
-    return SimpleNamespace(name=name)
+    return SimpleNamespace(name=name, card=SimpleNamespace(place=SimpleNamespace(engine=f"engine of {name}")))
 
 
 def want(request: str = "request", generation: int = 1, table_bytes: int = 0) -> wire.Want:
@@ -24,7 +25,7 @@ def want(request: str = "request", generation: int = 1, table_bytes: int = 0) ->
 
 
 def waiting(wants: EarlyWants, request: str = "request") -> list[tuple[str, int]]:
-    return [(each.peer.name, each.want.generation) for each in wants.take(request)]
+    return [(each.peer.name, each.generation) for each in wants.take(request)]
 
 
 def test_the_newest_want_of_each_peer_is_served_once():
@@ -57,7 +58,7 @@ def test_what_follows_a_want_is_kept_with_it_and_not_without_end():
     assert not wants.follow(peer("stranger"), about)
     assert all(wants.follow(peer(), about) for _ in range(early.MAX_MESSAGES + 5))
     (each,) = wants.take("request")
-    assert each.said == [about] * early.MAX_MESSAGES
+    assert each.messages() == [want(), *[about] * early.MAX_MESSAGES]
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "lost", "late"])
@@ -72,8 +73,8 @@ def test_who_does_not_wait_any_more_is_not_served(how: str):
     elif how == "lost":
         wants.lost("stranger", "it died")
         wants.lost("a", "it died")
-        assert wants.loss("request") == "it died"
-        assert wants.loss("request") is None
+        assert wants.loss("request") == {"engine of a": "it died"}
+        assert wants.loss("request") == {}
     else:
         assert wants.due("request", "a") == 10.0
         assert not wants.drop_late("request", "a", 9.9)
@@ -86,7 +87,8 @@ def test_who_does_not_wait_any_more_is_not_served(how: str):
 
 
 def test_a_loss_is_told_as_long_as_the_want_would_have_been_kept_and_nobody_asks_again():
-    for then, told in [("nothing", "it died"), ("it expires", None), ("another asks", None), ("the same asks", None)]:
+    died = {"engine of a": "it died"}
+    for then, told in [("nothing", died), ("it expires", {}), ("another asks", died), ("the same asks", {})]:
         wants = EarlyWants()
         wants.wait(peer("a"), want(generation=4), 10.0)
         wants.lost("a", "it died")
@@ -110,18 +112,17 @@ def test_who_waits_is_known_until_the_last_request_is_served():
     assert not wants.peers
 
 
-def test_wants_are_bounded_by_number_and_by_the_bytes_of_their_page_tables(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(early, "MAX_WANTS", 3)
-    monkeypatch.setattr(early, "MAX_TABLE_BYTES", 1000)
+def test_what_is_kept_for_a_peer_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(budget, "PEER_BYTES", 4000)
     wants = EarlyWants()
-    assert wants.wait(peer("a"), want("one", 1, 600), 10.0)
-    assert not wants.wait(peer("a"), want("two", 1, 401), 10.0)
-    assert wants.wait(peer("a"), want("one", 2, 400), 10.0), "in place of the one before"
-    assert wants.wait(peer("a"), want("two", 1, 600), 10.0)
-    assert wants.wait(peer("a"), want("three", 1), 10.0)
-    assert not wants.wait(peer("a"), want("four", 1), 10.0)
-    assert waiting(wants, "two") == [("a", 1)]
-    assert wants.wait(peer("b"), want("five", 1, 600), 10.0)
-    for request in ("one", "three", "five"):
-        assert waiting(wants, request)
+    assert wants.wait(peer("a"), want("one", 1, 2000), 10.0)
+    assert not wants.wait(peer("a"), want("two", 1, 1400), 10.0)
+    assert wants.wait(peer("b"), want("two", 1, 1400), 10.0), "another has its own"
+    assert wants.wait(peer("a"), want("one", 2, 1000), 10.0), "in place of the one before"
+    assert wants.wait(peer("a"), want("two", 1, 1000), 10.0)
+    for _ in range(early.MAX_MESSAGES):
+        assert wants.follow(peer("a"), wire.Granted("two", 1, (wire.Grant(1, 300, 300),) * 20))
+    assert wants.budget.kept_bytes("a") <= 4000
+    assert len(wants.take("two")[0].said) < early.MAX_MESSAGES
+    assert waiting(wants, "one") == [("a", 2)]
     assert wants == EarlyWants()

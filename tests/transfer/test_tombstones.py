@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmover.transfer import tombstones as closed
+from kvmover.transfer.peers import budget
 from kvmover.transfer.tombstones import Tombstones
 
 KEY = ("request", "decode0.1")
@@ -75,3 +76,20 @@ def test_news_of_what_is_remembered_push_out_nobody(monkeypatch: pytest.MonkeyPa
     for name in ("one", "two"):
         assert memory.of(name, "decode0.1", 9)
         assert memory.ending(name)
+
+
+def test_of_a_peer_that_says_too_much_nothing_more_is_remembered_and_of_others_everything(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(budget, "PEER_BYTES", 10_000)
+    memory = Tombstones()
+    for n in range(100):
+        memory.close((f"request-{n}", "loud.1"), 1, "x" * 100, 10.0)
+        memory.close((f"request-{n}", f"quiet.{n}"), 1, "enough", 10.0)
+    loud = [n for n in range(100) if memory.of(f"request-{n}", "loud.1", 1)]
+    assert loud == list(range(len(loud)))
+    assert 5 < len(loud) < 20
+    assert memory.budget.kept_bytes("loud.1") <= 10_000
+    assert all(memory.of(f"request-{n}", f"quiet.{n}", 1) for n in range(100))
+    memory.expire(10.0)
+    assert memory.budget.kept_bytes("loud.1") == 0

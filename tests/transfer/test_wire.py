@@ -163,3 +163,50 @@ def test_a_note_of_too_many_messages_is_refused_before_it_is_unpacked(count: int
     for head in (b"\xdc" + count.to_bytes(2), b"\xdd" + count.to_bytes(4)):
         with pytest.raises(ProtocolError, match=f"{count} messages is over the limit of {wire.MAX_BATCH}"):
             wire.split(HEAD + head + body * 3)
+
+
+WANT = wire.Want("r", 1, 0, 8, Route.PACKED, Replicas.STRIPE, 4096)
+BEYOND: list[wire.AnyMessage] = [
+    wire.Done("r" * 257, 1),
+    wire.Done("r", -1),
+    wire.Done("r", 1 << 63),
+    wire.Granted("r", 1, (wire.Grant(0, 0),) * (wire.MAX_GRANTS + 1)),
+    wire.Granted("r", 1, (wire.Grant(-1, 0),)),
+    wire.Granted("r", 1, (wire.Grant(0, -256),)),
+    wire.Granted("r", 1, (wire.Grant(0, 1 << 63),)),
+    wire.Granted("r", 1, (wire.Grant(0, 0, -1),)),
+    wire.Offered("r", 1, ((-1, 2),)),
+    wire.Offered("r", 1, ((0, 1),) * (wire.MAX_CHUNKS + 1)),
+    wire.Offered("r", 1, (), (b"",) * (wire.MAX_COMPONENTS + 1)),
+    wire.Chunk("r", 1, -1),
+    wire.Staged("r", 1, 0, -4096),
+    wire.Taken("r", 1, 0, -1),
+    wire.Aux("r", 1, bytes(wire.MAX_AUX_BYTES + 1)),
+    *(
+        msgspec.structs.replace(WANT, **change)
+        for change in (
+            {"start": -1},
+            {"stop": 1 << 63},
+            {"chunk_bytes": 0},
+            {"chunk_layers": -1},
+            {"pages": (b"",) * (wire.MAX_COMPONENTS + 1)},
+            {"aux": (wire.MAX_RANKS,)},
+            {"aux": (0,) * (wire.MAX_RANKS + 1)},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("message", BEYOND, ids=lambda message: str(message)[:60])
+def test_a_number_or_a_length_beyond_its_bound_is_malformed(message: wire.AnyMessage):
+    with pytest.raises(ProtocolError, match="malformed"):
+        wire.decode(wire.encode(message))
+
+
+def test_a_long_reason_is_cut_where_it_is_said_and_refused_where_it_was_not():
+    said = wire.Abort("r", 1, "x" * 5000)
+    assert wire.decode(wire.encode(said)) == said
+    assert said.reason == "x" * 1021 + "..."
+    longer = msgspec.msgpack.encode({"type": "Abort", "request": "r", "generation": 1, "reason": "x" * 1025})
+    with pytest.raises(ProtocolError, match="1024"):
+        wire.decode(HEAD + longer)

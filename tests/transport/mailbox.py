@@ -46,6 +46,9 @@ class Mailbox:
         self._check_open()
         return seal(TransportCard.of("mailbox", self.name, self.ranges, b""))
 
+    def identify(self, metadata: bytes) -> str:
+        return unseal(metadata, "mailbox").name
+
     def connect(self, metadata: bytes) -> str:
         self._check_open()
         card = unseal(metadata, "mailbox")

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvmover import ranges
-from kvmover.errors import PlanError
+from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
@@ -15,6 +17,7 @@ from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.state import (
     Event,
     Heard,
+    OwnFault,
     PeerDead,
     ReadEnded,
     Receiving,
@@ -23,6 +26,7 @@ from kvmover.transfer.destination.state import (
     WriterChunk,
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
+from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -40,6 +44,7 @@ _CAUSES: dict[type, Cause] = {
     Tick: Cause.DEADLINE,
     ReadEnded: Cause.TRANSPORT,
     Scattered: Cause.INTEGRITY,
+    OwnFault: Cause.FAULT,
 }
 
 
@@ -58,6 +63,7 @@ class ReceiveAttempt:
     """A request that this rank wants: its state, its page tables, and the lane from each source.
 
     `wants`: what each source was asked, encoded. `theirs`: page tables of sources that are read from pages to pages.
+    `copying`: chunks that a copy was begun of and has not ended. `faults`: exceptions on this side.
     """
 
     state: Receiving
@@ -70,8 +76,10 @@ class ReceiveAttempt:
     theirs: dict[str, Pages] = field(default_factory=dict[str, Pages])
     aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
     asked: dict[WriterChunk, float] = field(default_factory=dict[WriterChunk, float])
+    copying: set[WriterChunk] = field(default_factory=set[WriterChunk])
     cause: Cause | None = None
     resent: int = 0
+    faults: int = 0
 
     @property
     def id(self) -> Id:
@@ -118,12 +126,13 @@ def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceiveRequest:
-    """`positions` of a request of `engine` into `pages`, and payloads of the ranks `aux_from`."""
+    """`positions` of a request of `engine` into `pages` within `deadline_s`, and payloads of the ranks `aux_from`."""
 
     transfer: Transfer
     engine: str
     positions: range
     pages: Pages
+    deadline_s: float
     aux_from: Sequence[int] = ()
 
 
@@ -136,19 +145,23 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: Writ
         for lane in lanes.values():
             lane.check_pages(lane.dst, wanted.pages)
     sources: dict[str, Source] = {}
+    cuts = dict.fromkeys(lanes, Cut(config.costs.chunk_bytes, config.chunk_layers))
     for peer in peers:
-        lane, aux = lanes[peer.name], peer.card.place.rank in wanted.aux_from
-        direct = _route(core, peer, lane, runs[peer.name]) is Route.DIRECT
-        sources[peer.name] = Source(len(lane.chunks), direct, config.verb, aux)
-        largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
-        if not direct and not core.incoming.arena.fits(largest):
-            raise PlanError(f"a chunk of {largest} bytes does not fit the arena of {core.incoming.arena.nbytes}")
+        direct = _route(core, peer, lanes[peer.name], runs[peer.name], wanted) is Route.DIRECT
+        if not direct:
+            lanes[peer.name], cuts[peer.name] = _fitting(core, peer, lanes[peer.name], cuts[peer.name], wanted)
+        aux = peer.card.place.rank in wanted.aux_from
+        sources[peer.name] = Source(len(lanes[peer.name].chunks), direct, config.verb, aux)
     request = wanted.transfer.request
-    state = Receiving(request, generation, sources, core.patience, now + config.deadline_s, now, now + config.resend_s)
+    state = Receiving(request, generation, sources, core.patience, now + wanted.deadline_s, now, now + config.resend_s)
     seats = {peer.name: peer.card.place.seat for peer in peers}
     attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()))
     for name in lanes:  # a table that no message holds is refused before anything is asked
-        attempt.wants[name] = wire.encode(_want(core, state, sources[name], wanted, leases.renewed(name)))
+        want = _want(core, state, sources[name], cuts[name], wanted)
+        try:
+            attempt.wants[name] = wire.encode(replace(want, lease=leases.renewed(name)))
+        except ProtocolError as error:
+            raise PlanError(f"{error}; the packed route sends no page tables") from error
     return attempt
 
 
@@ -158,24 +171,45 @@ def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, La
     fleet = core.peers.fleet(engine)
     ranks = related(core.components, fleet, core.end.fleet, config.replicas).sources_of(core.end.rank)
     peers = [core.peers.at(engine, rank) for rank in sorted({*ranks, *wanted.aux_from})]
-    for peer in peers:
-        if peer.card.place.fleet != fleet:  # the two sides would derive different chunks
-            raise PlanError(f"{peer.name} is of a fleet {peer.card.place.fleet}, others of {engine} of {fleet}")
     plans = plans_between(core.components, fleet, core.end.fleet, wanted.positions, config.replicas)
     cut = Cut(config.costs.chunk_bytes, config.chunk_layers)
     return peers, {peer.name: Lane.between(plans, peer.end, core.end, cut) for peer in peers}
 
 
-def _route(core: Core, peer: Peer, lane: Lane, runs: int) -> Route:
+def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut, wanted: ReceiveRequest) -> tuple[Lane, Cut]:
+    """A lane whose chunks fit both arenas, and the cut that makes it so: where one unit of all layers is too large, as
+    few layers as fit. 126 layers of 8 heads of 128, 128-token pages, are 66 MB a unit: 125 layers fit 64 MiB.
+
+    Raises PlanError where one layer of a unit does not fit.
+    """
+    arena_bytes = min(core.incoming.arena.nbytes, peer.card.staging.nbytes)
+    arena_bytes = arena_bytes // ALIGN_BYTES * ALIGN_BYTES  # regions are whole multiples of it
+    while (largest := max((chunk.span_bytes for chunk in lane.chunks), default=0)) > arena_bytes:
+        layers = cut.layers or max(component.layers for component in core.components)
+        if layers == 1 and cut.nbytes <= arena_bytes:
+            raise PlanError(f"a chunk of {largest} bytes, of one layer, does not fit the arena of {arena_bytes}")
+        if cut.nbytes > arena_bytes:
+            cut = Cut(max(1, arena_bytes), cut.layers)
+        else:
+            cut = Cut(cut.nbytes, max(1, min(layers - 1, layers * arena_bytes // largest)))
+        fleet = peer.card.place.fleet
+        plans = plans_between(core.components, fleet, core.end.fleet, wanted.positions, core.config.replicas)
+        lane = Lane.between(plans, peer.end, core.end, cut)
+    return lane, cut
+
+
+def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest) -> Route:
     config = core.config
     if config.route is not None or not lane.nbytes:
         return config.route or Route.PACKED
+    if config.verb is wire.Verb.PUSH and 4 * sum(table.size for table in wanted.pages) > wire.MAX_TABLE_BYTES:
+        return Route.PACKED  # no message holds its page tables
     choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs)
     log.debug("from %s, %s", peer.name, choice.why())
     return choice.route
 
 
-def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest, lease: wire.WriteLease) -> wire.Want:
+def _want(core: Core, state: Receiving, source: Source, cut: Cut, wanted: ReceiveRequest) -> wire.Want:
     config = core.config
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(
@@ -185,11 +219,10 @@ def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest, 
         wanted.positions.stop,
         Route.DIRECT if source.direct else Route.PACKED,
         config.replicas,
-        config.costs.chunk_bytes,
+        cut.nbytes,
         encoded(wanted.pages) if told else (),
-        config.chunk_layers,
+        cut.layers,
         source.verb,
         config.integrity is Integrity.DIGEST,
         tuple(wanted.aux_from),
-        lease,
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from kvmover import ranges
 from kvmover.errors import PlanError
@@ -29,6 +29,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    OwnFault,
     PeerDead,
     Read,
     ReadEnded,
@@ -46,7 +47,7 @@ from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import decoded
-from kvmover.transfer.result import Transfer
+from kvmover.transfer.result import Cause, Transfer
 from kvmover.transfer.tombstones import TtlMap
 
 #: Attempts that are remembered as over, so that a source that missed how they ended can be told.
@@ -237,6 +238,12 @@ class DestinationDriver:
             self._room = True
 
     def _step(self, attempt: ReceiveAttempt, event: Event) -> None:
+        """Advance an attempt; what goes wrong with it ends it and no other."""
+        wrong = self.core.contain(attempt.state.request, self._advance, attempt, event)
+        if wrong is not None:
+            self._fault(attempt, wrong)
+
+    def _advance(self, attempt: ReceiveAttempt, event: Event) -> None:
         before = attempt.state
         state, actions = machine.step(before, event, self.core.clock())
         if __debug__ and state.finished:
@@ -248,6 +255,24 @@ class DestinationDriver:
         if len(state.landed) > len(before.landed):
             self._landed(attempt, event)
         self._apply(attempt, state, actions)
+
+    def _fault(self, attempt: ReceiveAttempt, reason: str) -> None:
+        """Fail an attempt of which something failed here. One that cannot even fail ends with all that it has kept out
+        of use.
+        """
+        attempt.faults += 1
+        if attempt.id not in self._attempts:
+            return
+        if attempt.faults == 1:
+            reading = frozenset((r.peer, r.chunk) for r in self.reads.flights.under_way() if r.id == attempt.id)
+            self._step(attempt, OwnFault(reason, frozenset(attempt.copying), reading))
+            return
+        attempt.cause = attempt.cause or Cause.FAULT
+        self._credits.forget(attempt.id)
+        for (peer, _), offset in attempt.state.regions.items():
+            self._act(attempt, Isolate(peer, offset))
+        attempt.state = replace(attempt.state, reason=attempt.state.reason or reason, finished=True)
+        self._finish(attempt, attempt.state.reason, frozenset(attempt.state.sources))
 
     def _landed(self, attempt: ReceiveAttempt, event: Event) -> None:
         """Count a chunk that is in the pages, by whatever way it came there."""
@@ -262,33 +287,38 @@ class DestinationDriver:
         attempt.state = state
         if attempt.id in self._attempts:
             self.core.timers.set((TimerKind.RECEIVE, attempt.id), machine.due(state))
-        for action in actions:
-            match action:
-                case Send(peer, wire.Granted() as granted):
-                    self.core.say(peer, structs.replace(granted, lease=self.leases.renewed(peer)))
-                case Send(peer, message):
-                    self.core.say(peer, message)
-                case Ask(peer):
-                    self.core.meter.add(Count.RESENT_MESSAGES)
-                    self.core.post(peer, attempt.wants[peer])
-                case Lease(peer, chunk):
-                    attempt.asked[peer, chunk] = self.core.clock()
-                    self._credits.ask(attempt.id, peer, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
-                    self._room = True
-                case Read():
-                    self._read(attempt, action)
-                case Scatter(peer, chunk, offset):
-                    self._scatter(attempt, peer, chunk, offset)
-                case Free(offset):
-                    self._free([offset])
-                case Isolate(peer, offset):
-                    self.core.incoming.arena.quarantine(offset)
-                    self._isolate(attempt, peer).offsets.append(offset)
-                case Mismatch():
-                    attempt.resent += 1
-                    self.core.meter.add(Count.MISMATCHED_CHUNKS)
-                case EndReceive(reason, held):
-                    self._finish(attempt, reason, held)
+        request = state.request
+        wrong = [why for action in actions if (why := self.core.contain(request, self._act, attempt, action))]
+        if wrong:
+            self._fault(attempt, wrong[0])
+
+    def _act(self, attempt: ReceiveAttempt, action: Action) -> None:
+        match action:
+            case Send(peer, wire.Granted() as granted):
+                self.core.say(peer, replace(granted, lease=self.leases.renewed(peer)))
+            case Send(peer, message):
+                self.core.say(peer, message)
+            case Ask(peer):
+                self.core.meter.add(Count.RESENT_MESSAGES)
+                self.core.post(peer, attempt.wants[peer])
+            case Lease(peer, chunk):
+                attempt.asked[peer, chunk] = self.core.clock()
+                self._credits.ask(attempt.id, peer, (peer, chunk), attempt.lanes[peer].chunks[chunk].span_bytes)
+                self._room = True
+            case Read():
+                self._read(attempt, action)
+            case Scatter(peer, chunk, offset):
+                self._scatter(attempt, peer, chunk, offset)
+            case Free(offset):
+                self._free([offset])
+            case Isolate(peer, offset):
+                self.core.incoming.arena.quarantine(offset)
+                self._isolate(attempt, peer).offsets.append(offset)
+            case Mismatch():
+                attempt.resent += 1
+                self.core.meter.add(Count.MISMATCHED_CHUNKS)
+            case EndReceive(reason, held):
+                self._finish(attempt, reason, held)
 
     def _read(self, attempt: ReceiveAttempt, read: Read) -> None:
         reading = Reading(attempt.id, read.peer, read.chunk)
@@ -308,6 +338,7 @@ class DestinationDriver:
         packed = core.incoming.tensor[first : first + plan.span_bytes]
 
         def done(digest: int | None) -> None:
+            attempt.copying.discard((peer, chunk))
             seconds = core.clock() - begun
             core.meter.took(Stage.SCATTER, seconds)
             if offset is not None and (source := core.peers.get(peer)) is not None:
@@ -325,6 +356,7 @@ class DestinationDriver:
             if offset is None:
                 regions = [at_rest(r, "dst") for r in regions]
             core.copier.run(Work(regions, logicals, "dst"), core.soon(done))
+            attempt.copying.add((peer, chunk))
 
     def _isolate(self, attempt: ReceiveAttempt, peer: str) -> Isolated:
         """What a peer's writes may still touch of an attempt that ends."""

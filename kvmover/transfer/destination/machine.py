@@ -29,6 +29,7 @@ from kvmover.transfer.destination.state import (
     Lease,
     Leased,
     Mismatch,
+    OwnFault,
     PeerDead,
     Read,
     ReadEnded,
@@ -89,6 +90,8 @@ def _happened(state: Receiving, event: Happened, now: float) -> Stepped:
             return _read(state, event, (peer, chunk), now)
         case ReadSettled(peer, chunk):
             return _quiet(state, (peer, chunk))
+        case OwnFault():
+            return _faulted(state, event, now)
         case Heard() | PeerGone() | PeerDead() | Greeted() if event.peer not in state.sources:
             return state, []
         case Heard(peer, message):
@@ -156,7 +159,7 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
     offered = [chunk for first, stop in ready for chunk in range(first, stop)]
     chunks = [chunk for chunk in offered if (peer, chunk) not in state.ready]
     known = [(chunk, state.regions.get((peer, chunk), 0)) for chunk in offered if _granted(state, (peer, chunk))]
-    again: list[Action] = [_grant(state, peer, known)] if known else []
+    again: list[Action] = _grant(state, peer, known) if known else []
     if not chunks:
         return state, again
     state = replace(state, ready=state.ready | {(peer, chunk) for chunk in chunks})
@@ -164,7 +167,7 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
         return state, [*again, *(Lease(peer, chunk) for chunk in chunks)]
     if source.verb is Verb.PUSH:
         return state, again
-    return state, [_grant(state, peer, [(chunk, 0) for chunk in chunks])]
+    return state, _grant(state, peer, [(chunk, 0) for chunk in chunks])
 
 
 def _granted(state: Receiving, key: WriterChunk) -> bool:
@@ -173,15 +176,17 @@ def _granted(state: Receiving, key: WriterChunk) -> bool:
     return source.verb is Verb.PUSH and key not in state.arrived and (source.direct or key in state.regions)
 
 
-def _grant(state: Receiving, peer: str, regions: list[tuple[int, int]]) -> Send:
+def _grant(state: Receiving, peer: str, regions: list[tuple[int, int]]) -> list[Action]:
+    """In as many messages as they need."""
     grants = tuple(wire.Grant(chunk, offset, state.rounds.get((peer, chunk), 0)) for chunk, offset in regions)
-    return Send(peer, wire.Granted(state.request, state.generation, grants))
+    parts = (grants[first : first + wire.MAX_GRANTS] for first in range(0, len(grants), wire.MAX_GRANTS))
+    return [Send(peer, wire.Granted(state.request, state.generation, part)) for part in parts]
 
 
 def _leased(state: Receiving, key: WriterChunk, offset: int) -> Stepped:
     if state.reason is not None:
         return state, [Free(offset)]
-    return replace(state, regions={**state.regions, key: offset}), [_grant(state, key[0], [(key[1], offset)])]
+    return replace(state, regions={**state.regions, key: offset}), _grant(state, key[0], [(key[1], offset)])
 
 
 def _unexpected(state: Receiving, key: WriterChunk) -> str | None:
@@ -288,7 +293,7 @@ def _mismatch(state: Receiving, key: WriterChunk, now: float) -> Stepped:
         state, actions = _fail(state, f"chunk {chunk} of {peer} did not match its digest {round_} times", now)
         return state, [Mismatch(peer, chunk), *actions]
     state = replace(state, rounds={**state.rounds, key: round_})
-    return state, [Mismatch(peer, chunk), _grant(state, peer, [(chunk, state.regions.get(key, 0))])]
+    return state, [Mismatch(peer, chunk), *_grant(state, peer, [(chunk, state.regions.get(key, 0))])]
 
 
 def _progress(state: Receiving, actions: list[Action]) -> Stepped:
@@ -388,7 +393,7 @@ def _again(state: Receiving, peer: str, now: float) -> list[Action]:
     unoffered = any(key not in state.ready for key in owed) and not noted
     asked = unoffered or (peer in state.awaited_aux and not (owed and noted))
     again: list[Action] = [Ask(peer)] if asked else []
-    return [*again, _grant(state, peer, granted)] if granted else again
+    return [*again, *_grant(state, peer, granted)]
 
 
 def _fail(state: Receiving, reason: str, now: float) -> Stepped:
@@ -403,6 +408,17 @@ def _fail(state: Receiving, reason: str, now: float) -> Stepped:
     state = replace(state, reason=reason, undrained=pushing, regions=regions, deadline=deadline)
     state = replace(state, begun=now, look_at=now + state.patience.resend_s, heard={})
     return _settle(state, [*actions, *_aborts(state, set(state.sources) - state.gone)])
+
+
+def _faulted(state: Receiving, event: OwnFault, now: float) -> Stepped:
+    """Fail, and wait for nothing that is not under way: the region of a chunk that arrived is nobody's any more."""
+    over = state.arrived - state.landed - event.copying
+    regions = {key: offset for key, offset in state.regions.items() if key not in over}
+    freed: list[Action] = [Free(offset) for key, offset in state.regions.items() if key in over]
+    reading = state.reading & event.reading
+    state = replace(state, arrived=state.arrived - over, reading=reading, regions=regions)
+    after, actions = _fail(state, event.reason, now) if state.reason is None else _settle(state, [])
+    return after, [*freed, *actions]
 
 
 def _aborts(state: Receiving, peers: set[str]) -> list[Action]:

@@ -51,6 +51,16 @@ class Scattered(msgspec.Struct, frozen=True):
     digest: int | None = None
 
 
+class OwnFault(msgspec.Struct, frozen=True):
+    """Something of this attempt failed on this side. Of its copies and reads only `copying` and `reading` are under
+    way; the others never began, or will never be heard of.
+    """
+
+    reason: str
+    copying: frozenset[WriterChunk] = frozenset()
+    reading: frozenset[WriterChunk] = frozenset()
+
+
 class PeerDead(msgspec.Struct, frozen=True):
     """A peer is known to be dead: it writes no more."""
 
@@ -64,7 +74,7 @@ class Greeted(msgspec.Struct, frozen=True):
     peer: str
 
 
-Happened = Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | PeerDead | Greeted | Cancel
+Happened = OwnFault | Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | PeerDead | Greeted | Cancel
 Event = Happened | Tick
 
 

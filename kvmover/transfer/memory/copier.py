@@ -50,7 +50,7 @@ class Copier:
         return self.device.type == "cpu"
 
     def run(self, work: Work, done: Done) -> None:
-        """Do it and have `poll` call `done` when the bytes are in place."""
+        """Do it and have `poll` call `done` when the bytes are in place. When it raises, nothing of it is under way."""
         if self.inline:
             from kvmover.kernels import digest_reference, reference
 
@@ -63,7 +63,11 @@ class Copier:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._stream):
-            total = self._launch(work)
+            try:
+                total = self._launch(work)
+            except Exception:  # a part of it may have been launched, into memory that is free once this is raised
+                self._stream.synchronize()
+                raise
             event = torch.cuda.Event()
             event.record()
         self._running.append((event, total, done))

@@ -50,5 +50,9 @@ class InFlight(Generic[T]):
         still = self.transport.unsettled()
         return [self._unsettled.pop(ticket) for ticket in list(self._unsettled) if ticket not in still]
 
+    def under_way(self) -> list[T]:
+        """All that may still touch memory."""
+        return [*(what for what, _ in self._posted.values()), *self._unsettled.values()]
+
     def __len__(self) -> int:
         return len(self._posted) + len(self._unsettled)

@@ -155,9 +155,15 @@ class Reconnector:
         for other in [other for other, line in self._lost_peers.items() if line.seat == seat and other != name]:
             del self._lost_peers[other]
 
-    def forget(self, seat: tuple[str, int]) -> None:
-        """Nobody who sat there is dialled any more."""
-        for name in [name for name, line in self._lost_peers.items() if line.seat == seat]:
+    def retired(self, name: str) -> None:
+        """Another process has taken the place of `name`, which is dialled no more."""
+        self._lost_peers.pop(name, None)
+
+    def forget(self, engine: str, rank: int | None) -> None:
+        """Dial nobody of an engine, or nobody at one rank of it, until they are lost again."""
+        for name in [
+            n for n, lost in self._lost_peers.items() if lost.seat[0] == engine and rank in (None, lost.seat[1])
+        ]:
             del self._lost_peers[name]
 
     def due(self, now: float) -> tuple[list[tuple[str, bytes]], list[str]]:

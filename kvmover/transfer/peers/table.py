@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from kvmover.errors import PeerUnknown
+from kvmover.errors import PeerRefused, PeerReplaced, PeerUnknown
 from kvmover.layout.fleet import Fleet
-from kvmover.transfer.protocol.handshake import Rank
+from kvmover.transfer.protocol.handshake import Place, Rank
 from kvmover.transfer.protocol.lane import End
 
 
@@ -23,20 +24,84 @@ class Peer:
         return End(self.card.place.fleet, self.card.place.rank, self.card.pools)
 
 
+#: Engines whose newest incarnation is remembered, the latest ones: each costs some 300 bytes and 100 more a rank.
+MAX_ENGINES = 65536
+
+
+@dataclass(slots=True)
+class _Incarnation:
+    """What was seen of an engine: the fleet of its newest process, the newest generation of that fleet and of any
+    fleet before it, and by rank the newest (generation, transport name).
+    """
+
+    fleet: Fleet
+    newest: int
+    outdated: int = -1
+    ranks: dict[int, tuple[int, str]] = field(default_factory=dict[int, "tuple[int, str]"])
+
+
 @dataclass(slots=True)
 class Peers:
-    """The table of connected ranks."""
+    """The table of connected ranks. A process has one seat, and an older one never gets what a newer one has had.
+
+    A fleet is a value of an engine's generation: a newer process of another fleet takes the seats of all that stand in
+    the old one.
+    """
 
     _by_name: dict[str, Peer] = field(default_factory=dict[str, Peer])
     _by_place: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    _seen: OrderedDict[str, _Incarnation] = field(default_factory=OrderedDict[str, _Incarnation])
 
-    def add(self, peer: Peer) -> str | None:
-        """Seat a peer, and return the name of the one that sat there: an incarnation that is over."""
-        place = peer.card.place.seat
-        before = self._by_place.get(place)
-        self._by_place[place] = peer.name
+    def admit(self, place: Place, name: str) -> None:
+        """Raise PeerRefused where `name` may not sit at `place`, PeerReplaced where a newer process has been there."""
+        known = self._by_name.get(name)
+        if known is not None and known.card.place != place:
+            raise PeerRefused(f"{name} is {known.card.place.text()} and cannot be {place.text()} as well")
+        seen = self._seen.get(place.engine)
+        if seen is None:
+            return
+        if place.fleet != seen.fleet and place.generation <= seen.newest:
+            raise PeerReplaced(
+                f"{place.text()}, of {place.fleet}: the engine came back as {seen.fleet}, generation {seen.newest}"
+            )
+        newest, holder = seen.ranks.get(place.rank, (seen.outdated, ""))
+        if place.generation < newest or (place.generation == newest and name != holder):
+            raise PeerReplaced(f"{name}, {place.text()}, was replaced by generation {newest} {holder}".rstrip())
+
+    def add(self, peer: Peer) -> tuple[str, ...]:
+        """Seat a peer that was admitted, and return the names of those whose seats it took: processes that are over."""
+        place = peer.card.place
+        seen = self._seen.pop(place.engine, None)
+        replaced = [self._by_place.get(place.seat)]
+        if seen is None:
+            seen = _Incarnation(place.fleet, place.generation)
+        elif seen.fleet != place.fleet:
+            replaced += [name for (engine, _), name in self._by_place.items() if engine == place.engine]
+            seen = _Incarnation(place.fleet, place.generation, seen.newest)
+        seen.newest = max(seen.newest, place.generation)
+        seen.ranks[place.rank] = place.generation, peer.name
+        self._seen[place.engine] = seen
+        over = tuple(dict.fromkeys(name for name in replaced if name is not None and name != peer.name))
+        for name in over:
+            del self._by_place[self._by_name[name].card.place.seat]
+        self._by_place[place.seat] = peer.name
         self._by_name[peer.name] = peer
-        return before if before != peer.name else None
+        self._trim()
+        return over
+
+    def _trim(self) -> None:
+        """Forget the engine that was seen longest ago, of those that nobody is connected of."""
+        if len(self._seen) > MAX_ENGINES:
+            connected = {engine for engine, _ in self._by_place}
+            oldest = next((engine for engine in self._seen if engine not in connected), None)
+            if oldest is not None:
+                del self._seen[oldest]
+
+    def check(self) -> None:
+        """Raise AssertionError where somebody sits twice, or ranks of one engine stand in two fleets. O(peers)."""
+        assert len({*self._by_place.values()}) == len(self._by_place), f"a peer has several seats: {self._by_place}"
+        fleets = {(engine, self._by_name[name].card.place.fleet) for (engine, _), name in self._by_place.items()}
+        assert len(fleets) == len({engine for engine, _ in fleets}), f"engines in several fleets: {fleets}"
 
     def remove(self, name: str) -> None:
         peer = self._by_name.pop(name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Annotated
 
 import msgspec
 
@@ -12,10 +13,17 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.numbers import whole
-from kvmover.transfer.protocol.wire import VERSION
+from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION
 from kvmover.transport.base import Memory
 
 MAX_CARD_BYTES = 4 << 20
+
+#: Lengths of the names of an engine and of a host, in characters, and of both models' text.
+MAX_NAME_CHARACTERS = 256
+MAX_MODEL_CHARACTERS = 1 << 16
+
+#: Tensors of one component: more than a model has layers, times two.
+MAX_ALLOCATIONS = 4096
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -47,22 +55,42 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank stands: an engine by name, its fleet, and the rank's number in it."""
+    """Where a rank stands: an engine by name, its fleet, and the rank's number in it.
+
+    `generation` orders the processes that stand there one after the other: a newer one has the larger number, and no
+    older one takes its place again. 0: the nanoseconds since 1970 at which the mover was made, which will do where the
+    clocks of the machines that a rank may start on differ by less than a restart takes.
+    """
 
     engine: str
     fleet: Fleet
     rank: int
+    generation: int = 0
 
     def __post_init__(self) -> None:
-        """Raises LayoutError for a name that is no text, what is no Fleet, and a rank that the fleet does not have."""
+        """Raises LayoutError for a name that is no text or too long, what is no Fleet or too large a one, a rank that
+        the fleet does not have, and a generation of more than 63 bits.
+        """
         if not isinstance(self.engine, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"an engine is named by text, got {self.engine!r}")
+        if len(self.engine) > MAX_NAME_CHARACTERS:
+            raise LayoutError(f"an engine's name of {len(self.engine)} characters; at most {MAX_NAME_CHARACTERS}")
         if not isinstance(self.fleet, Fleet):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise LayoutError(f"{self.engine} has fleet = {self.fleet!r}, which is no Fleet")
+        if self.fleet.size > MAX_RANKS:
+            raise LayoutError(f"{self.engine} has a fleet of {self.fleet.size} ranks; at most {MAX_RANKS}")
         rank = whole(self.rank, f"{self.engine} has rank", LayoutError, -math.inf)
         if not 0 <= rank < self.fleet.size:
             raise LayoutError(f"rank {rank} of a fleet of {self.fleet.size} ranks")
         msgspec.structs.force_setattr(self, "rank", rank)
+        generation = whole(self.generation, f"{self.engine} has generation", LayoutError, 0)
+        if generation > MOST:
+            raise LayoutError(f"{self.engine} has generation = {generation}, which does not fit 63 bits")
+        msgspec.structs.force_setattr(self, "generation", generation)
+
+    def text(self) -> str:
+        """Rank, engine and generation in words, for messages."""
+        return f"rank {self.rank} of {self.engine}, generation {self.generation}"
 
     @property
     def seat(self) -> tuple[str, int]:
@@ -79,20 +107,23 @@ class Rank(msgspec.Struct, frozen=True):
     """
 
     place: Place
-    pools: tuple[PoolSpec, ...]
-    allocations: tuple[tuple[Memory, ...], ...]
+    pools: Annotated[tuple[PoolSpec, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
+    allocations: Annotated[
+        tuple[Annotated[tuple[Memory, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)], ...],
+        msgspec.Meta(max_length=MAX_COMPONENTS),
+    ]
     arena: Memory
     staging: Memory
     transport: bytes
-    host: str = ""
+    host: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     sandbox: Memory | None = None
 
 
 class Card(msgspec.Struct, frozen=True):
     """Digest first, the rest unread: `body` is a Rank, decoded only when the digests agree."""
 
-    digest: bytes
-    model: str
+    digest: Annotated[bytes, msgspec.Meta(max_length=32)]
+    model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)]
     body: bytes
 
 
@@ -121,6 +152,11 @@ def read_card(model: Model, card: bytes) -> Rank:
 def _check(model: Model, rank: Rank) -> None:
     """What a decoded card must satisfy before anything is computed from it."""
     place = rank.place
+    staging = [rank.arena, rank.staging, *([rank.sandbox] if rank.sandbox else [])]
+    for memory in (*staging, *(memory for memories in rank.allocations for memory in memories)):
+        numbers = memory.address, memory.nbytes, memory.device, memory.address + memory.nbytes
+        if min(numbers) < 0 or max(numbers) > MOST:
+            raise PeerRefused(f"the card names {memory}, which is beyond 64 bits")
     if not 0 <= place.rank < place.fleet.size:
         raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
     if not len(rank.pools) == len(rank.allocations) == len(model.components):
@@ -130,6 +166,10 @@ def _check(model: Model, rank: Rank) -> None:
         shard = place.fleet.shard(component, place.rank, 1)
         if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):
             raise PeerRefused(f"pool of {spec.component.name}, {spec.page_tokens}-token pages, does not fit its fleet")
+        for axis, extent, stride in zip(spec.layout.axes, spec.layout.shape, spec.layout.stride, strict=True):
+            if extent * max(stride, 1) * component.element_bytes > MOST:
+                shape = f"{axis} extent {extent}, stride {stride}"
+                raise PeerRefused(f"pool of {component.name} has {shape}: beyond 64 bits")
         extents = {
             "layer": shard.layers.count,
             "kv": component.kv,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from kvmover.layout.span import Span
 from kvmover.plan.legs import Leg, Plan, Replicas
 from kvmover.plan.lower import Box, BoxSide, Held, box, count_runs, packed_place, page_ids, pool_place, units_of
 from kvmover.plan.units import Units
+from kvmover.transfer.protocol.wire import MAX_CHUNKS
 
 #: Pieces of a chunk start at multiples of this, so that every piece can be moved in 16-byte words.
 PIECE_ALIGN_BYTES = 16
@@ -71,7 +73,10 @@ class Lane:
 
     @classmethod
     def between(cls, plans: Sequence[Plan | None], src: End, dst: End, cut: Cut) -> Lane:
-        """Pure and the same on both sides: page ids stay out of it. None for a component of which nothing is wanted."""
+        """Pure and the same on both sides: page ids stay out of it. None for a component of which nothing is wanted.
+
+        Raises PlanError for more than MAX_CHUNKS chunks: nobody derives more because a peer says so.
+        """
         held_src, held_dst, legs = list[Held](), list[Held](), list[Leg | None]()
         for plan, source, target in zip(plans, src.pools, dst.pools, strict=True):
             if plan:
@@ -82,7 +87,9 @@ class Lane:
             held_dst.append(Held(target, shards[1]))
             legs.append(plan.leg(src.rank, dst.rank) if plan else None)
         units = tuple(units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, held_src, held_dst, strict=True))
-        chunks = tuple(_chunks(legs, [held.spec for held in held_src], units, cut))
+        chunks = tuple(islice(_chunks(legs, [held.spec for held in held_src], units, cut), MAX_CHUNKS + 1))
+        if len(chunks) > MAX_CHUNKS:
+            raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
         return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, chunks)
 
     @cached_property

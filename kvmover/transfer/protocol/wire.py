@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -26,6 +27,30 @@ MAX_MESSAGE_BYTES = (1 << 20) - SEAL_BYTES
 #: Messages that travel in one note at most: what a poll says to one peer, and no more than a peer should do at once.
 MAX_BATCH = 256
 
+#: Page tables of one message, which has a few numbers and a name of at most 1 KiB beside them.
+MAX_TABLE_BYTES = MAX_MESSAGE_BYTES - (4 << 10)
+
+#: Lengths of a request's name and of a reason, in characters.
+MAX_REQUEST_CHARACTERS = 256
+MAX_REASON_CHARACTERS = 1024
+
+#: Chunks of one lane, and grants in one message. 16,384 chunks of the default 32 MiB are 512 GiB.
+MAX_CHUNKS = 16384
+MAX_GRANTS = 4096
+
+#: Ranks of a fleet, and components of a model.
+MAX_RANKS = 65536
+MAX_COMPONENTS = 256
+
+#: What all addresses, lengths and counts stay below, so that no sum of two of them leaves 64 bits.
+MOST = (1 << 63) - 1
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+Tables = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
+Ranges = Annotated[tuple[tuple[Natural, Natural], ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+
 #: First tokens, logprobs and the like: whatever an engine hands over with a request, from one rank.
 MAX_AUX_BYTES = 64 << 10
 
@@ -38,7 +63,10 @@ class Verb(StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base of all control messages. Unknown fields are ignored, so a newer peer may add some."""
+    """Base of all control messages. Unknown fields are ignored, so a newer peer may add some.
+
+    What is decoded is within the bounds of its fields; what is made here is held to them where it is made.
+    """
 
 
 class WriteLease(msgspec.Struct, frozen=True, array_like=True):
@@ -48,9 +76,9 @@ class WriteLease(msgspec.Struct, frozen=True, array_like=True):
     was heard that could be echoed.
     """
 
-    term: int = 0
-    echo_us: int = 0
-    span_us: int = 0
+    term: Natural = 0
+    echo_us: Natural = 0
+    span_us: Natural = 0
 
     @property
     def until_us(self) -> int:
@@ -64,7 +92,7 @@ class Hello(Message, frozen=True):
     """
 
     card: bytes
-    stamp_us: int = 0
+    stamp_us: Natural = 0
 
 
 class Ping(Message, frozen=True):
@@ -76,22 +104,22 @@ class Ping(Message, frozen=True):
 class Pong(Message, frozen=True):
     """Here."""
 
-    stamp_us: int = 0
+    stamp_us: Natural = 0
 
 
 class About(Message, frozen=True):
     """Base of messages about one attempt at one request. The destination numbers its attempts."""
 
-    request: str
-    generation: int
+    request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARACTERS)]
+    generation: Natural
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
     """Chunk `chunk` has a region at `offset` of the destination's arena. `round` counts how often it was asked for."""
 
-    chunk: int
-    offset: int
-    round: int = 0
+    chunk: Natural
+    offset: Natural
+    round: Natural = 0
 
 
 class Want(About, frozen=True):
@@ -103,16 +131,16 @@ class Want(About, frozen=True):
     the same for all ranks of the destination. `lease`: also grants the pages of a direct push.
     """
 
-    start: int
-    stop: int
+    start: Natural
+    stop: Natural
     route: Route
     replicas: Replicas
-    chunk_bytes: int
-    pages: tuple[bytes, ...] = ()
-    chunk_layers: int = 0
+    chunk_bytes: Positive
+    pages: Tables = ()
+    chunk_layers: Natural = 0
     verb: Verb = Verb.PUSH
     digests: bool = False
-    aux: tuple[int, ...] = ()
+    aux: Annotated[tuple[RankNumber, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
     lease: WriteLease = WriteLease()
 
 
@@ -121,7 +149,7 @@ class Noted(About, frozen=True):
     milliseconds from now it need not be said again.
     """
 
-    keeps_ms: int
+    keeps_ms: Natural
 
 
 class Offered(About, frozen=True):
@@ -131,16 +159,16 @@ class Offered(About, frozen=True):
     source's page tables.
     """
 
-    ready: tuple[tuple[int, int], ...]
-    pages: tuple[bytes, ...] = ()
-    stamp_us: int = 0
+    ready: Ranges
+    pages: Tables = ()
+    stamp_us: Natural = 0
 
 
 class Granted(About, frozen=True):
     """Destination to source: arena regions for some chunks, until `lease` is over. Said again, it asks for what became
     of them."""
 
-    grants: tuple[Grant, ...]
+    grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_GRANTS)]
     lease: WriteLease = WriteLease()
 
 
@@ -150,31 +178,31 @@ class Chunk(About, frozen=True):
     `digest`: of the chunk's rows as they were in the source's pool (see `kernels.digest_reference`).
     """
 
-    chunk: int
-    round: int = 0
+    chunk: Natural
+    round: Natural = 0
     digest: int | None = None
 
 
 class Staged(About, frozen=True):
     """Source to destination, in a pull: the chunk lies at `offset` of the source's arena, or in its pages; read it."""
 
-    chunk: int
-    offset: int
-    round: int = 0
+    chunk: Natural
+    offset: Natural
+    round: Natural = 0
     digest: int | None = None
 
 
 class Taken(About, frozen=True):
     """Destination to source, in a pull: the chunk was read, its staging memory is free."""
 
-    chunk: int
-    round: int = 0
+    chunk: Natural
+    round: Natural = 0
 
 
 class Aux(About, frozen=True):
     """Source to destination: what the engine hands over beside the cache."""
 
-    payload: bytes
+    payload: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)]
 
 
 class Done(About, frozen=True):
@@ -186,9 +214,13 @@ class Kept(About, frozen=True):
 
 
 class Abort(About, frozen=True):
-    """Either way: this attempt is over, and why."""
+    """Either way: this attempt is over, and why. A longer reason is cut."""
 
-    reason: str
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
+
+    def __post_init__(self) -> None:
+        if len(self.reason) > MAX_REASON_CHARACTERS:
+            msgspec.structs.force_setattr(self, "reason", f"{self.reason[: MAX_REASON_CHARACTERS - 3]}...")
 
 
 class Drained(About, frozen=True):

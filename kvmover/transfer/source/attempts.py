@@ -15,7 +15,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.wire import Verb, decoded, encoded
 from kvmover.transfer.result import Cause, Gate, Result, Transfer
-from kvmover.transfer.source.state import Event, Sending, WriteFailed
+from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
 
 #: As many bytes in a message as any stamp takes.
@@ -28,6 +28,7 @@ _CAUSES: dict[type[Event], Cause] = {
     PeerGone: Cause.PEER_LOST,
     Tick: Cause.DEADLINE,
     WriteFailed: Cause.TRANSPORT,
+    Faulted: Cause.FAULT,
 }
 
 
@@ -56,10 +57,11 @@ class SendAttempt:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request that this rank offers. `expected`: destination ranks that will ask, known from the first that does.
+    """A request that this rank offers. `expected` [engine]: ranks that will ask, known from the first that does.
 
-    `gates`: what has to pass before more is in the pages; None where everything is. `reason`: why it is failing; its
-    transfer ends when no destination is being served any more.
+    `gates`: what has to pass before more is in the pages; None where everything is. `failed` [engine]: why it is not
+    served any more, and by which cause; what fails one engine fails no other. `reason`: why the request is failing for
+    all; its transfer ends when no destination is being served any more.
     """
 
     transfer: Transfer
@@ -68,7 +70,8 @@ class Request:
     deadline: float
     aux: bytes | None = None
     passed: list[Gate] = field(default_factory=list[Gate])
-    expected: frozenset[int] | None = None
+    expected: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    failed: dict[str, tuple[str, Cause]] = field(default_factory=dict[str, "tuple[str, Cause]"])
     attempts: dict[str, SendAttempt] = field(default_factory=dict[str, SendAttempt])
     reason: str | None = None
     cause: Cause | None = None
@@ -76,8 +79,14 @@ class Request:
 
     @property
     def all_asked(self) -> bool:
-        asked = {attempt.job.peer.card.place.rank for attempt in self.attempts.values()}
-        return self.expected is not None and self.expected <= asked
+        """Whether engines have asked, and every rank of each that has not failed."""
+        asked = {attempt.job.peer.card.place.seat for attempt in self.attempts.values()}
+        waited = ((engine, rank) for engine, ranks in self.expected.items() for rank in ranks)
+        return bool(self.expected) and all(seat in asked for seat in waited if seat[0] not in self.failed)
+
+    def of(self, engine: str) -> list[SendAttempt]:
+        """The attempts of an engine's ranks."""
+        return [attempt for attempt in self.attempts.values() if attempt.job.peer.card.place.engine == engine]
 
     def look(self) -> None:
         """Ask the gates that have not passed."""
@@ -127,14 +136,15 @@ def check_aux(payload: bytes | None) -> None:
 
 def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> SendAttempt:
     """The attempt that serves `want`. Raises ValueError or ProtocolError on one that cannot be met."""
-    config, fleet, theirs = core.config, core.end.fleet, peer.card.place.fleet
+    fleet, place = core.end.fleet, peer.card.place
+    theirs = place.fleet
     tables = [len(t) for t, p in zip(request.pages, core.end.pools, strict=True) if not p.component.states]
     if tables and want.stop > (min(tables) + 1) * fleet.page_tokens * fleet.cp:  # before so much is computed
         raise PlanError(f"page tables are too short for {want.stop} positions")
-    if request.expected is None:
+    if place.engine not in request.expected:
         relation = related(core.components, fleet, theirs, want.replicas)
         everyone = frozenset(range(theirs.size)) if core.end.rank in want.aux else frozenset[int]()
-        request.expected = relation.destinations_of(core.end.rank) | everyone
+        request.expected[place.engine] = relation.destinations_of(core.end.rank) | everyone
     plans = plans_between(core.components, fleet, theirs, range(want.start, want.stop), want.replicas)
     lane = Lane.between(plans, core.end, peer.end, Cut(want.chunk_bytes, want.chunk_layers))
     direct = want.route is Route.DIRECT
@@ -147,7 +157,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         want.generation,
         tuple(chunk.span_bytes for chunk in lane.chunks),
         core.patience,
-        now + config.deadline_s,
+        now + request.deadline - request.transfer.started,
         direct,
         want.verb,
         _tables(request, want, chunks) if direct and want.verb is Verb.PULL else (),

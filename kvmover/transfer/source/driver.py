@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 from itertools import compress
 from operator import methodcaller
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
+from kvmover.transfer.peers.budget import Budget
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.result import Cause, Gate, Passed, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close
 from kvmover.transfer.source.early import Early, EarlyWants
-from kvmover.transfer.source.state import Attached, EndSend, Event, Post, Ready, Say, Unstage
+from kvmover.transfer.source.state import Action, Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Tombstones
 
@@ -41,35 +42,44 @@ class SourceDriver:
     core: Core
     writes: Writes
     _requests: dict[str, Request] = field(default_factory=dict[str, Request])
-    _early: EarlyWants = field(default_factory=EarlyWants)
-    _closed: Tombstones = field(default_factory=Tombstones)
+    _early: EarlyWants = field(init=False)
+    _closed: Tombstones = field(init=False)
     _gated: dict[str, Request] = field(default_factory=dict[str, Request])
     _gates: list[tuple[Request, Gate]] = field(default_factory=list["tuple[Request, Gate]"])
     _events: list[Passed] | None = None
     _next_gate: int = 0
     _over: dict[str, Request] = field(default_factory=dict[str, Request])
 
-    def send(self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None) -> None:
+    def __post_init__(self) -> None:
+        budget = Budget()
+        self._early, self._closed = EarlyWants(budget), Tombstones(budget)
+
+    def send(
+        self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None, deadline_s: float
+    ) -> None:
         """Offer a request. Destinations that asked already are served at once, the others when they ask.
 
-        One that asked and was lost since ends the request, as it would have a moment later: nobody else asks for it.
+        An engine of which one that asked was lost since is not served, as it would not have been a moment later; that
+        ends the request where no other engine has asked.
         """
         if transfer.request in self._requests:
             raise PlanError(f"request {transfer.request} is already being sent")
         if len(pages) != len(self.core.pools):
             raise PlanError(f"{len(pages)} page tables for {len(self.core.pools)} components")
         check_aux(aux)
-        deadline = self.core.clock() + self.core.config.deadline_s
+        deadline = transfer.started + deadline_s
         waiting = None if gates is None else list(gates)
         request = self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
         self.core.timers.set((TimerKind.REQUEST, transfer.request), deadline)
-        loss = self._early.loss(transfer.request)
+        lost = self._early.loss(transfer.request)
         self.reopen(transfer.request)
-        if loss is not None:
-            self._fail(request, loss, Cause.PEER_LOST)
+        request.failed.update((engine, (reason, Cause.PEER_LOST)) for engine, reason in lost.items())
+        request.expected.update(dict.fromkeys(lost, frozenset[int]()))
         for early in self._take_early(transfer.request):
-            for message in (early.want, *early.said):
+            for message in early.messages():
+                assert isinstance(message, wire.About)
                 self.hear(early.peer, message)
+        self._settle(request)
 
     def produced(self, transfer: Transfer, gate: Gate) -> None:
         """One more event to wait for, of a request that was sent before all of it was computed."""
@@ -104,7 +114,7 @@ class SourceDriver:
         """A request that this rank will not send: who asks is told at once, and who has asked."""
         self._over_for_all(name, reason)
         for early in self._take_early(name):
-            self.core.say(early.peer.name, wire.Abort(name, early.want.generation, reason))
+            self.core.say(early.peer.name, wire.Abort(name, early.generation, reason))
 
     def reopen(self, name: str) -> None:
         """A request of this name is still to come, whatever became of one before: who asks for it waits."""
@@ -135,7 +145,7 @@ class SourceDriver:
             self._close(message.request, peer.name, message.generation, message.reason)
             self.core.say(peer.name, wire.Drained(*id_))
             return
-        if self._early.follow(peer, message):
+        if isinstance(message, wire.ToSource) and self._early.follow(peer, message):
             return
         self.core.meter.add(Count.LATE_MESSAGES)
         outcome = self._closed.of(message.request, peer.name, message.generation)
@@ -152,14 +162,19 @@ class SourceDriver:
     def _want(self, peer: Peer, want: wire.Want) -> None:
         if self._past(peer, want):
             return
+        if len(want.aux) > self.core.end.fleet.size:
+            reason = f"payloads of {len(want.aux)} ranks of a fleet of {self.core.end.fleet.size}"
+            self.core.say(peer.name, wire.Abort(want.request, want.generation, reason))
+            return
         request = self._requests.get(want.request)
         if request is not None and self._forget(request):
             request = None
         if request is None:
             self._ask_early(peer, want)
             return
-        if request.reason is not None:
-            self.core.say(peer.name, wire.Abort(want.request, want.generation, request.reason))
+        over = self._over_for(request, peer, want)
+        if over is not None:
+            self.core.say(peer.name, wire.Abort(want.request, want.generation, over))
             return
         before = request.attempts.get(peer.name)
         if before is not None and want.generation <= before.state.generation:
@@ -178,8 +193,11 @@ class SourceDriver:
             if isinstance(error, OwnTables):
                 self._fail(request, str(error), Cause.PROTOCOL)
             return
-        if not request.attempts:  # nobody has looked yet
-            request.look()
+        wrong = None if request.attempts else self.core.contain(want.request, request.look)  # nobody has looked yet
+        if wrong is not None:
+            self._fail(request, wrong, Cause.FAULT)
+            self.core.say(peer.name, wire.Abort(want.request, want.generation, wrong))
+            return
         request.attempts[peer.name] = attempt
         self.core.awaits(peer.name)
         self._schedule(request, attempt)
@@ -194,6 +212,16 @@ class SourceDriver:
         if outcome is not None and outcome.reason is not None:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, outcome.reason))
         return outcome is not None
+
+    def _over_for(self, request: Request, peer: Peer, want: wire.Want) -> str | None:
+        """How a request has ended, or is ending, for a peer that asks; None where it may be served."""
+        if request.reason is not None:
+            return request.reason
+        if (known := request.failed.get(peer.card.place.engine)) is not None:
+            return known[0]
+        before = request.attempts.get(peer.name)
+        known_attempt = before is not None and want.generation <= before.state.generation
+        return SERVED if request.transfer.ended and not known_attempt else None
 
     def _ask_early(self, peer: Peer, want: wire.Want) -> None:
         id_ = want.request, want.generation
@@ -222,6 +250,14 @@ class SourceDriver:
         if self._early.drop_late(*key, self.core.clock()):
             self.core.awaits_no_more(key[1])
 
+    def _has_passed(self, request: Request, gate: Gate) -> bool:
+        """Ask one event. What it raises fails its request, and no other."""
+        found: list[bool] = []
+        wrong = self.core.contain(request.transfer.request, lambda: found.append(gate.event.query()))
+        if wrong is not None:
+            self._fail(request, wrong, Cause.FAULT)
+        return any(found)
+
     def _watch(self, request: Request) -> None:
         """Look at its gates in every poll, while it has some and somebody asked."""
         name = request.transfer.request
@@ -246,7 +282,10 @@ class SourceDriver:
         first = self._next_gate if self._next_gate < len(self._events) else 0
         asked = slice(first, first + MAX_GATES)
         self._next_gate = asked.stop
-        passed = list(map(_HAS_PASSED, self._events[asked]))
+        try:
+            passed = list(map(_HAS_PASSED, self._events[asked]))
+        except Exception:  # whose event it is shows when they are asked one by one
+            passed = [self._has_passed(request, gate) for request, gate in self._gates[asked]]
         if not any(passed):
             return
         behind = dict[str, Request]()
@@ -330,6 +369,12 @@ class SourceDriver:
         return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self._early), **self.writes.gauges()}
 
     def _step(self, request: Request, attempt: SendAttempt, event: Event) -> None:
+        """Advance an attempt; what goes wrong with it ends it and no other."""
+        wrong = self.core.contain(attempt.state.request, self._advance, request, attempt, event)
+        if wrong is not None:
+            self._fault(request, attempt, wrong)
+
+    def _advance(self, request: Request, attempt: SendAttempt, event: Event) -> None:
         finished = attempt.state.finished
         attempt.state, actions = machine.step(attempt.state, event, self.core.clock())
         self._schedule(request, attempt)
@@ -337,21 +382,39 @@ class SourceDriver:
             self.core.awaits_no_more(attempt.job.peer.name)
         if __debug__ and attempt.state.finished:
             attempt.state.check()
-        for action in actions:
-            match action:
-                case Say(wire.Offered() as offer):
-                    self.core.say(attempt.job.peer.name, structs.replace(offer, stamp_us=self.core.stamp_us()))
-                case Say(message):
-                    self.core.say(attempt.job.peer.name, message)
-                case Post():
-                    self.writes.post(attempt.job, action)
-                case Unstage(chunk):
-                    self.writes.unstage(attempt.job, chunk)
-                case EndSend(_, held):
-                    self.writes.forget(attempt.job)
-                    request.held |= held
+        for action in actions:  # all of them, whatever becomes of one
+            wrong = self.core.contain(attempt.state.request, self._act, request, attempt, action)
+            if wrong is not None:
+                self._fault(request, attempt, wrong)
         if attempt.state.reason is not None:
-            self._fail(request, attempt.state.reason, cause_of(event))
+            self._part(request, attempt, attempt.state.reason, cause_of(event))
+        self._settle(request)
+
+    def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
+        match action:
+            case Say(wire.Offered() as offer):
+                self.core.say(attempt.job.peer.name, replace(offer, stamp_us=self.core.stamp_us()))
+            case Say(message):
+                self.core.say(attempt.job.peer.name, message)
+            case Post():
+                self.writes.post(attempt.job, action)
+            case Unstage(chunk):
+                self.writes.unstage(attempt.job, chunk)
+            case EndSend(_, held):
+                self.writes.forget(attempt.job)
+                request.held |= held
+
+    def _fault(self, request: Request, attempt: SendAttempt, reason: str) -> None:
+        """End an attempt that cannot go on as it is. What it has in flight is followed to its end."""
+        state = attempt.state
+        attempt.state = replace(state, reason=state.reason or reason, staged={}, peer_waits=False, finished=True)
+        self._schedule(request, attempt)
+        if not state.finished:
+            self.core.awaits_no_more(attempt.job.peer.name)
+        self.writes.drop(attempt.job)
+        request.held |= bool(state.in_flight)
+        self.core.say(attempt.job.peer.name, wire.Abort(state.request, state.generation, reason))
+        self._part(request, attempt, reason, Cause.FAULT)
         self._settle(request)
 
     def _schedule(self, request: Request, attempt: SendAttempt) -> None:
@@ -367,13 +430,27 @@ class SourceDriver:
                 self._step(request, attempt, Cancel(reason))
             self._settle(request)
 
+    def _part(self, request: Request, attempt: SendAttempt, reason: str, cause: Cause) -> None:
+        """What fails one rank of an engine fails its other ranks, and no other engine. The first reason stays."""
+        engine = attempt.job.peer.card.place.engine
+        if request.reason is None and engine not in request.failed and not request.transfer.ended:
+            request.failed[engine] = reason, cause
+            for each in request.of(engine):
+                self.writes.forget(each.job)
+                self._step(request, each, Cancel(reason))
+
     def _settle(self, request: Request) -> None:
-        """End a request that nobody is being served of, if it fails or every destination was."""
+        """End a request that nobody is being served of, if it fails or every engine that asked was served or failed.
+
+        It has landed where one of them was served.
+        """
         if request.transfer.ended:
             self._over[request.transfer.request] = request
             return
         if any(not a.state.finished for a in request.attempts.values()):
             return
+        if request.reason is None and request.all_asked and request.expected.keys() <= request.failed.keys():
+            request.reason, request.cause = next(iter(request.failed.values()))
         if request.reason is not None or request.all_asked:
             self._end(request)
 

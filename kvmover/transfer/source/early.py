@@ -7,68 +7,84 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from kvmover.transfer.peers.budget import Budget
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.tombstones import TtlMap
 
-#: What comes on top is refused or dropped, so that a peer cannot fill the memory: wants of all peers, bytes of the page
-#: tables in them, and messages after one of them.
-MAX_WANTS = 65536
-MAX_TABLE_BYTES = 256 << 20
+#: Messages after one Want; what comes on top is dropped, and said again.
 MAX_MESSAGES = 16
+
+#: Requests of which one who had asked was lost, the latest ones.
+MAX_LOST = 65536
 
 
 @dataclass(slots=True, eq=False)
 class Early:
-    """One destination that waits, its Want, and messages that followed it."""
+    """One destination that waits, its Want, and messages that followed it, all as bytes: decoded they take up to 20
+    times as much.
+    """
 
     peer: Peer
-    want: wire.Want
+    generation: int
+    want: bytes
     deadline: float
-    said: list[wire.About] = field(default_factory=list[wire.About])
+    said: list[bytes] = field(default_factory=list[bytes])
+
+    def messages(self) -> list[wire.AnyMessage]:
+        """The Want and what followed it."""
+        return [wire.decode(each) for each in (self.want, *self.said)]
 
 
 @dataclass(slots=True)
 class EarlyWants:
-    """The newest Want of each (request, peer), and requests of which one who had asked was lost, by why."""
+    """The newest Want of each (request, peer), and requests of which one who had asked was lost, by engine and why.
 
+    All that is kept is of the peer's `budget`.
+    """
+
+    budget: Budget = field(default_factory=Budget)
     _early: dict[str, dict[str, Early]] = field(default_factory=dict[str, dict[str, Early]])
     _waiting: Counter[str] = field(default_factory=Counter[str])
-    _lost: TtlMap[str, str] = field(default_factory=lambda: TtlMap[str, str](MAX_WANTS))
+    _lost: TtlMap[str, dict[str, str]] = field(default_factory=lambda: TtlMap[str, dict[str, str]](MAX_LOST))
     _wants: int = 0
-    _table_bytes: int = 0
 
     def wait(self, peer: Peer, want: wire.Want, deadline: float) -> bool:
-        """Keep a Want until its request is sent; False where too many are kept."""
-        waiting = self._early.get(want.request, {})
-        before = waiting.get(peer.name)
-        if before is not None and before.want.generation >= want.generation:
-            if before.want.generation == want.generation:
+        """Keep a Want until its request is sent; False where too much is kept for the peer."""
+        before = self._early.get(want.request, {}).get(peer.name)
+        if before is not None and before.generation >= want.generation:
+            if before.generation == want.generation:
                 before.deadline = deadline
             return True
-        table_bytes = self._table_bytes + _bytes(want) - (_bytes(before.want) if before is not None else 0)
-        if table_bytes > MAX_TABLE_BYTES or (before is None and self._wants >= MAX_WANTS):
+        early = Early(peer, want.generation, wire.encode(want), deadline)
+        if before is not None:
+            self._give(before)
+        if not self.budget.take(peer.name, len(early.want)):
+            if before is not None:
+                self._forget(want.request, peer.name)
             return False
-        self._wants += before is None
-        self._waiting[peer.name] += before is None
-        self._table_bytes = table_bytes
-        self._lost.forget(want.request)
-        self._early.setdefault(want.request, waiting)[peer.name] = Early(peer, want, deadline)
+        if before is None:
+            self._wants += 1
+            self._waiting[peer.name] += 1
+        (self._lost.get(want.request) or {}).pop(peer.card.place.engine, None)
+        self._early.setdefault(want.request, {})[peer.name] = early
         return True
 
-    def follow(self, peer: Peer, message: wire.About) -> bool:
+    def follow(self, peer: Peer, message: wire.ToSource) -> bool:
         """Keep what is said about a Want that waits; False where none does."""
         early = self._early.get(message.request, {}).get(peer.name)
-        if early is None or early.want.generation != message.generation:
+        if early is None or early.generation != message.generation:
             return False
         if len(early.said) < MAX_MESSAGES:
-            early.said.append(message)
+            said = wire.encode(message)
+            if self.budget.take(peer.name, len(said)):
+                early.said.append(said)
         return True
 
     def withdraw(self, peer: Peer, message: wire.About) -> bool:
         """A destination has given up waiting; False where it did not wait."""
         early = self._early.get(message.request, {}).get(peer.name)
-        if early is None or early.want.generation != message.generation:
+        if early is None or early.generation != message.generation:
             return False
         self._drop(message.request, peer.name)
         return True
@@ -91,15 +107,19 @@ class EarlyWants:
             return []
         dropped = [request for request, waiting in self._early.items() if peer in waiting]
         for request in dropped:
-            self._lost.keep(request, reason, self._early[request][peer].deadline)
+            early = self._early[request][peer]
+            known = self._lost.get(request) or {}
+            self._lost.keep(request, {**known, early.peer.card.place.engine: reason}, early.deadline)
             self._drop(request, peer)
         return dropped
 
-    def loss(self, request: str) -> str | None:
-        """Why one who had asked for a request is not there any more, if nobody has asked since; told once."""
-        reason = self._lost.get(request)
+    def loss(self, request: str) -> dict[str, str]:
+        """By engine, why one who had asked for a request is not there any more, if nobody of it has asked since; told
+        once.
+        """
+        lost = self._lost.get(request) or {}
         self._lost.forget(request)
-        return reason
+        return lost
 
     def due(self, request: str, peer: str) -> float:
         """When the Want of a peer is dropped; math.inf where there is none."""
@@ -118,7 +138,15 @@ class EarlyWants:
         self._lost.expire(now)
 
     def _drop(self, request: str, peer: str) -> None:
-        self._table_bytes -= _bytes(self._early[request].pop(peer).want)
+        self._give(self._early[request][peer])
+        self._forget(request, peer)
+
+    def _give(self, early: Early) -> None:
+        for each in (early.want, *early.said):
+            self.budget.give(early.peer.name, len(each))
+
+    def _forget(self, request: str, peer: str) -> None:
+        del self._early[request][peer]
         self._wants -= 1
         self._waiting[peer] -= 1
         if not self._waiting[peer]:
@@ -128,7 +156,3 @@ class EarlyWants:
 
     def __len__(self) -> int:
         return self._wants
-
-
-def _bytes(want: wire.Want) -> int:
-    return sum(map(len, want.pages))

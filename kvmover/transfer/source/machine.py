@@ -168,39 +168,59 @@ def _lapsed(state: Sending, chunk: int) -> Stepped:
 
 
 def _granted(state: Sending, granted: wire.Granted, now: float) -> Stepped:
-    """The first grant that cannot be fails the attempt; those after it then say why it has failed, once."""
-    actions: list[Action] = []
+    """The first grant that cannot be fails the attempt. A chunk that one message names twice is looked at once: no
+    message has more answers than there are chunks.
+    """
+    if _ended(state):
+        return state, _failed(state)
     if granted.lease.term > state.term:
         state = replace(state, term=granted.lease.term)
+    actions: list[Action] = []
+    fresh = dict[int, wire.Grant]()
+    seen = set[int]()
     for grant in granted.grants:
-        if _ended(state):
-            return state, [*actions, *_failed(state)]
-        state, more = _grant(state, grant, now)
-        actions += more
-    return state, actions
+        if grant.chunk in seen:
+            continue
+        seen.add(grant.chunk)
+        if wrong := _wrong(state, grant):
+            state, more = _fail(_accept(state, fresh), wrong, now)
+            return state, [*actions, *more]
+        if _is_fresh(state, grant):
+            fresh[grant.chunk] = grant
+            actions += [Unstage(grant.chunk)] if grant.chunk in state.staged else []
+            actions.append(Post(grant.chunk, grant.offset, grant.round, state.term))
+        elif grant.chunk in state.staged:
+            actions.append(_place(state, grant.chunk))
+        elif state.verb is Verb.PUSH and grant.chunk in state.written:
+            actions.append(_told(state, grant.chunk))
+    return _accept(state, fresh), actions
 
 
-def _grant(state: Sending, grant: wire.Grant, now: float) -> Stepped:
+def _wrong(state: Sending, grant: wire.Grant) -> str | None:
+    """Why a grant cannot be, if so."""
+    if not 0 <= grant.chunk < state.chunks:
+        return f"granted chunk {grant.chunk} of {state.chunks}"
+    if state.room_bytes and not 0 <= grant.offset <= state.room_bytes - state.spans[grant.chunk]:
+        return f"grant at {grant.offset} leaves the arena of {state.room_bytes} bytes"
+    return None
+
+
+def _is_fresh(state: Sending, grant: wire.Grant) -> bool:
     """A grant of a round is used once; said again, it asks what became of the chunk. One of the next round comes when
     the last is over for the destination; for us it may still be in flight, and then it has to be said again."""
     chunk = grant.chunk
-    if not 0 <= chunk < state.chunks:
-        return _fail(state, f"granted chunk {chunk} of {state.chunks}", now)
-    if state.room_bytes and not 0 <= grant.offset <= state.room_bytes - state.spans[chunk]:
-        return _fail(state, f"grant at {grant.offset} leaves the arena of {state.room_bytes} bytes", now)
     if chunk not in state.ready:  # only a push from pool to pool may be asked for before it was offered
-        return state, []
+        return False
     known = state.granted.get(chunk)
-    over = chunk in state.written or chunk in state.staged
-    if known is None or (over and grant.round > known[1]):
-        written, staged = state.written - {chunk}, {k: v for k, v in state.staged.items() if k != chunk}
-        before: list[Action] = [Unstage(chunk)] if chunk in state.staged else []
-        granted = {**state.granted, chunk: (grant.offset, grant.round)}
-        state = replace(state, granted=granted, written=written, staged=staged)
-        return state, [*before, Post(chunk, grant.offset, grant.round, state.term)]
-    if chunk in state.staged:
-        return state, [_place(state, chunk)]
-    return state, [_told(state, chunk)] if state.verb is Verb.PUSH and chunk in state.written else []
+    return known is None or ((chunk in state.written or chunk in state.staged) and grant.round > known[1])
+
+
+def _accept(state: Sending, fresh: dict[int, wire.Grant]) -> Sending:
+    if not fresh:
+        return state
+    granted = {**state.granted, **{chunk: (grant.offset, grant.round) for chunk, grant in fresh.items()}}
+    staged = {chunk: offset for chunk, offset in state.staged.items() if chunk not in fresh}
+    return replace(state, granted=granted, written=state.written - fresh.keys(), staged=staged)
 
 
 def _staged(state: Sending, chunk: int, offset: int, digest: int | None) -> Stepped:

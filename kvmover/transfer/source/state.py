@@ -44,6 +44,10 @@ class WriteFailed(msgspec.Struct, frozen=True):
     quiescent: bool
 
 
+class Faulted(WriteFailed, frozen=True):
+    """As WriteFailed, for a fault of this side: nothing was wrong with the wire."""
+
+
 class Settled(msgspec.Struct, frozen=True):
     """A write that failed without quiescence cannot touch memory any more."""
 

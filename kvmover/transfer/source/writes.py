@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,7 +24,17 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.state import Event, Gathered, Lapsed, Post, Posted, Settled, WriteFailed, Written
+from kvmover.transfer.source.state import (
+    Event,
+    Faulted,
+    Gathered,
+    Lapsed,
+    Post,
+    Posted,
+    Settled,
+    WriteFailed,
+    Written,
+)
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 if TYPE_CHECKING:
@@ -61,6 +71,8 @@ class Part:
     """A chunk of a job on its way: asked for in `round` under a lease of `term`.
 
     `staged`: its offset in our arena where it is packed.
+
+    `posting`: the transport has been handed it and has not returned; what it does if it raises now, nobody knows.
     """
 
     job: Job
@@ -72,19 +84,24 @@ class Part:
     staged: int | None = None
     digest: int | None = None
     runs: int = 1
+    posting: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Writes:
     """What a rank gives out. `tell` hears of each chunk: Posted, then Written, Staged or WriteFailed, then Settled; or
     Lapsed. `_leases` [peer]: until when this rank may write there.
+
+    Destinations take turns, and each may hold as many bytes of staging memory as are left free for the others, or one
+    chunk: who is stopped, or reads slowly, stalls nobody else. `_held` [destination]: bytes of regions it has.
     """
 
     core: Core
     tell: Callable[[Job, Event], None]
     flights: InFlight[Part]
-    _queue: deque[Part] = field(default_factory=deque[Part])
     _leases: dict[str, wire.WriteLease] = field(default_factory=dict[str, wire.WriteLease])
+    _queue: OrderedDict[str, deque[Part]] = field(default_factory=OrderedDict[str, "deque[Part]"])
+    _held: Counter[str] = field(default_factory=Counter[str])
     _staged: dict[tuple[Job, int], Part] = field(default_factory=dict["tuple[Job, int]", Part])
 
     def check(self, job: Job) -> None:
@@ -103,7 +120,8 @@ class Writes:
 
     def post(self, job: Job, grant: Post) -> None:
         """Queue a chunk; it goes out when there is room to pack it."""
-        self._queue.append(Part(job, grant.chunk, grant.offset, grant.round, grant.term, self.core.clock()))
+        waiting = self._queue.setdefault(job.peer.name, deque())
+        waiting.append(Part(job, grant.chunk, grant.offset, grant.round, grant.term, self.core.clock()))
 
     def renew(self, peer: str, lease: wire.WriteLease) -> None:
         """A destination lets us write for longer. A lease of an earlier term, or that ends sooner, changes nothing."""
@@ -128,7 +146,23 @@ class Writes:
 
     def forget(self, job: Job) -> None:
         """Drop what is queued of an attempt that ended."""
-        self._queue = deque(entry for entry in self._queue if entry.job is not job)
+        waiting = self._queue.pop(job.peer.name, ())
+        if left := deque(entry for entry in waiting if entry.job is not job):
+            self._queue[job.peer.name] = left
+
+    def drop(self, job: Job) -> None:
+        """As `forget`, and nobody reads what waits to be read."""
+        self.forget(job)
+        for chunk in [chunk for other, chunk in self._staged if other is job]:
+            self.unstage(job, chunk)
+
+    def _do(self, entry: Part, act: Callable[..., None], *arguments: object) -> None:
+        """What goes wrong with a chunk fails its attempt alone, and holds nothing."""
+        wrong = self.core.contain(entry.job.want.request, act, entry, *arguments)
+        if wrong is not None:
+            if not entry.posting:
+                self._release(entry)
+            self.tell(entry.job, Faulted(entry.chunk, wrong, not entry.posting))
 
     def unstage(self, job: Job, chunk: int) -> None:
         """A chunk that waited to be read waits no more."""
@@ -138,7 +172,7 @@ class Writes:
 
     def gauges(self) -> dict[Gauge, int]:
         return {
-            Gauge.CHUNKS_WAITING_FOR_STAGING: len(self._queue),
+            Gauge.CHUNKS_WAITING_FOR_STAGING: sum(map(len, self._queue.values())),
             Gauge.CHUNKS_WAITING_TO_BE_READ: len(self._staged),
             Gauge.WRITES_UNDER_WAY: len(self.flights),
             Gauge.OUTGOING_ARENA_BYTES: self.core.outgoing.arena.nbytes,
@@ -150,13 +184,28 @@ class Writes:
         for entry in self.flights.settled():
             self._release(entry)
             self.tell(entry.job, Settled(entry.chunk))
-        while self._queue:
-            entry = self._queue.popleft()  # first: what a start that fails tells may `forget`, and replace the queue
-            if not self._start(entry):
-                self._queue.appendleft(entry)
-                return
-            if self.core.copier.inline:
-                return  # its write goes before the next is packed, into a region that is free by then and in the cache
+        begun = True
+        while begun:
+            begun = False
+            for peer in list(self._queue):  # a turn each; what a start tells may `forget`, and replace what waits
+                begun |= self._turn(peer)
+                if begun and self.core.copier.inline:
+                    return  # its write goes before the next is packed, into a region that is free and in the cache
+
+    def _turn(self, peer: str) -> bool:
+        """Begin the first chunk of a destination; False where none waits, or there is no room for it."""
+        waiting = self._queue.get(peer)
+        if not waiting:
+            return False
+        entry = waiting.popleft()
+        if not self._start(entry):
+            waiting.appendleft(entry)
+            return False
+        if self._queue.get(peer) is waiting:  # to the back
+            del self._queue[peer]
+            if waiting:
+                self._queue[peer] = waiting
+        return True
 
     def handle(self, event: Completed | Failed) -> bool:
         """The end of a write on this side; False for an operation of somebody else."""
@@ -185,24 +234,37 @@ class Writes:
             self._lapse(entry)
             return True
         if job.want.route is Route.PACKED:
-            entry.staged = core.outgoing.arena.lease(job.lane.chunks[entry.chunk].span_bytes)
+            entry.staged = self._lease(job.peer.name, job.lane.chunks[entry.chunk].span_bytes)
             if entry.staged is None:
                 return False
         core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since)
         core.meter.routes[job.want.route.value] += 1
         self.tell(job, Posted(entry.chunk))
+        self._do(entry, self._begin)
+        return True
+
+    def _lease(self, peer: str, span_bytes: int) -> int | None:
+        """A region for a destination's chunk, or None while it has its share or there is no room."""
+        arena, held = self.core.outgoing.arena, self._held.get(peer, 0)
+        if held and held + span_bytes > arena.nbytes - arena.leased_bytes:
+            return None
+        offset = arena.lease(span_bytes)
+        if offset is not None:
+            self._held[peer] += span_bytes
+        return offset
+
+    def _begin(self, entry: Part) -> None:
         if entry.staged is not None:
             self._gather(entry, entry.staged)
-        elif job.want.digests:
-            self._copy([at_rest(r, "src") for r in self._regions(entry, core.outgoing.tensor)], entry)
+        elif entry.job.want.digests:
+            self._copy(entry, [at_rest(r, "src") for r in self._regions(entry, self.core.outgoing.tensor)])
         else:
             self._gathered(entry, None)
-        return True
 
     def _gather(self, entry: Part, staged: int) -> None:
         span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
         with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
-            self._copy(self._regions(entry, self.core.outgoing.tensor[staged : staged + span_bytes]), entry)
+            self._copy(entry, self._regions(entry, self.core.outgoing.tensor[staged : staged + span_bytes]))
 
     def _regions(self, entry: Part, packed: torch.Tensor) -> list[Region]:
         """From the pools to a packed chunk."""
@@ -211,7 +273,7 @@ class Writes:
             for component, box in entry.job.lane.gather_boxes(entry.chunk, entry.job.source)
         ]
 
-    def _copy(self, regions: list[Region], entry: Part) -> None:
+    def _copy(self, entry: Part, regions: list[Region]) -> None:
         core, job, begun = self.core, entry.job, self.core.clock()
         marks = job.lane.marks(entry.chunk) if job.want.digests else None
         logicals = None if marks is None else [logical(m, r) for m, r in zip(marks, regions, strict=True)]
@@ -221,7 +283,7 @@ class Writes:
             core.meter.took(Stage.GATHER, seconds)
             if entry.staged is not None:
                 core.links.gathered(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
-            self._gathered(entry, digest)
+            self._do(entry, self._gathered, digest)
 
         core.copier.run(Work(regions, logicals), core.soon(done))
 
@@ -241,11 +303,14 @@ class Writes:
             with ranges.span(ranges.POST, job.want.request, ends[0].nbytes):
                 note = self.core.auth.sign(job.peer.name, job.note(entry))
                 deadline_s, until = self.core.config.deadline_s, self._until(entry)
+                entry.posting = True
                 ticket = self.core.transport.write(job.peer.name, *ends, note, deadline_s, until)
         except LeaseOver:
+            entry.posting = False
             self._lapse(entry)
             return
         except TransportError as error:  # refused before anything was posted: the chunk failed, quietly
+            entry.posting = False
             self._release(entry)
             self.tell(job, WriteFailed(entry.chunk, str(error), True))
             return
@@ -274,3 +339,7 @@ class Writes:
         if entry.staged is not None:
             self.core.outgoing.arena.release(entry.staged)
             entry.staged = None
+            peer, span_bytes = entry.job.peer.name, entry.job.lane.chunks[entry.chunk].span_bytes
+            self._held[peer] -= span_bytes
+            if not self._held[peer]:
+                del self._held[peer]

@@ -100,13 +100,14 @@ class AsyncMover:
         pages: Sequence[npt.ArrayLike],
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
+        deadline_s: float | None = None,
     ) -> AsyncTransfer:
         """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
         Returns at once, before the offer is made: `await` the result for its Result. What Mover.send raises is raised
         there. The pages belong to the transfer until it has ended and is not held.
         """
-        begun = self._progress.begin(lambda mover: mover.send(request, pages, gates, aux))
+        begun = self._progress.begin(lambda mover: mover.send(request, pages, gates, aux, deadline_s))
         return AsyncTransfer(self._progress, begun)
 
     def receive(
@@ -116,18 +117,23 @@ class AsyncMover:
         positions: range,
         pages: Sequence[npt.ArrayLike],
         aux_from: Sequence[int] = (),
+        deadline_s: float | None = None,
     ) -> AsyncTransfer:
         """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
 
         Returns at once: `await` the result for its Result. PlanError and PeerUnknown are raised there. A cancelled task
         aborts the transfer.
         """
-        begun = self._progress.begin(lambda mover: mover.receive(request, engine, positions, pages, aux_from))
-        return AsyncTransfer(self._progress, begun)
+        wanted = request, engine, positions, pages, aux_from, deadline_s
+        return AsyncTransfer(self._progress, self._progress.begin(lambda mover: mover.receive(*wanted)))
 
     async def connect(self, card: bytes) -> str:
         """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
         return await asyncio.wrap_future(self._progress.submit(lambda mover: mover.connect(card)))
+
+    async def disconnect(self, engine: str, rank: int | None = None) -> None:
+        """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
+        await asyncio.wrap_future(self._progress.submit(lambda mover: mover.disconnect(engine, rank)))
 
     async def configure(self, config: MoverConfig) -> None:
         """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""

@@ -37,6 +37,10 @@ class SharedMover:
         """Connect the peer behind `card` and return its transport name. Raises PeerRefused."""
         return self._progress.submit(lambda mover: mover.connect(card)).result()
 
+    def disconnect(self, engine: str, rank: int | None = None) -> None:
+        """As Mover.disconnect: part from one rank of `engine`, or from all (None)."""
+        self._progress.submit(lambda mover: mover.disconnect(engine, rank)).result()
+
     def configure(self, config: MoverConfig) -> None:
         """As Mover.configure: behave by `config` from the next request on. Raises LayoutError."""
         self._progress.submit(lambda mover: mover.configure(config)).result()
@@ -47,13 +51,14 @@ class SharedMover:
         pages: Sequence[npt.ArrayLike],
         gates: Sequence[Gate] | None = None,
         aux: bytes | None = None,
+        deadline_s: float | None = None,
     ) -> Transfer:
         """As Mover.send: offer a request whose KV is in `pages`, one page table [page] of integers a component.
 
         Returns once the offer is made. The pages belong to the transfer until it has ended and is not held. Raises
         PlanError for page tables that do not fit.
         """
-        return self._progress.begin(lambda mover: mover.send(request, pages, gates, aux)).result()
+        return self._progress.begin(lambda mover: mover.send(request, pages, gates, aux, deadline_s)).result()
 
     def receive(
         self,
@@ -62,13 +67,15 @@ class SharedMover:
         positions: range,
         pages: Sequence[npt.ArrayLike],
         aux_from: Sequence[int] = (),
+        deadline_s: float | None = None,
     ) -> Transfer:
         """As Mover.receive: ask `engine` for tokens `positions` of a request and land them in `pages`.
 
         Returns once the sources are asked; `wait` or `ended` say when it is over. Raises PlanError and PeerUnknown
         before anything is asked.
         """
-        return self._progress.begin(lambda mover: mover.receive(request, engine, positions, pages, aux_from)).result()
+        wanted = request, engine, positions, pages, aux_from, deadline_s
+        return self._progress.begin(lambda mover: mover.receive(*wanted)).result()
 
     def refuse(self, request: str, reason: str) -> None:
         """As Mover.refuse: whoever asks for `request`, now or later, is told `reason`."""

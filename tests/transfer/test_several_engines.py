@@ -1,0 +1,208 @@
+"""Several decode engines ask one source for one request, or for its staging memory: what one does costs no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from mover_fleets import CONFIG, Bench, HandClock, Pair, truth_of
+from mover_network import FaultyNetwork
+
+from kvmover.layout import Component, Fleet
+from kvmover.plan.cost import Route
+from kvmover.transfer.meter import Gauge
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.result import Cause, Gate, Result, Transfer
+from kvmover.transfer.tombstones import SERVED
+
+TOKENS = 32
+QUICK = replace(CONFIG, route=Route.PACKED)
+
+
+class Passed:
+    def query(self) -> bool:
+        return True
+
+
+class Scene:
+    """A source of TP1 and decode engines A, B of `tp` ranks each, with a request that lies in the source's pools."""
+
+    def __init__(self, *tp: int) -> None:
+        self.clock, self.network = HandClock(), FaultyNetwork()
+        self.bench = Bench((Component.attention(2, 2, 64, "bfloat16"),), QUICK, self.clock, self.network)
+        self.source = self.bench.engine("prefill", Fleet(page_tokens=4))
+        self.engines = [self.bench.engine(name, Fleet(tp=n, page_tokens=4)) for name, n in zip("AB", tp, strict=True)]
+        for engine in self.engines:
+            engine.connect(self.source)
+        self.bench.turn()
+        self.tables, self.truth = self.source.tables(TOKENS), truth_of(self.bench.components, TOKENS)
+        self.source.fill(self.tables, self.truth)
+        self.wanted = [engine.tables(TOKENS, 1) for engine in self.engines]
+        self.before = [engine.snapshot() for engine in self.engines]
+
+    def send(self, gates: list[Gate] | None = None) -> Transfer:
+        return self.source.movers[0].send("request", self.tables[0], gates)
+
+    def receive(self, engine: int, rank: int = 0) -> Transfer:
+        mover, table = self.engines[engine].movers[rank], self.wanted[engine][rank]
+        return mover.receive("request", "prefill", range(TOKENS), table)
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / 0.25)):
+            self.clock.now += 0.25
+            self.bench.turn(12)
+
+    def cut(self, mover: Mover) -> None:
+        self.network.cut(mover._transport.name)
+        self.bench.movers.remove(mover)
+
+    def holds(self, engine: int) -> None:
+        target = self.engines[engine]
+        target.assert_holds(target.landed(self.before[engine], self.wanted[engine], self.truth))
+
+
+def result(transfer: Transfer) -> Result:
+    assert transfer.result is not None, "it is open"
+    return transfer.result
+
+
+def reasons(*transfers: Transfer) -> list[str | None]:
+    return [result(transfer).reason for transfer in transfers]
+
+
+def test_ranks_of_two_engines_are_told_apart():
+    """Rank 0 of one and rank 1 of another are not the two ranks of either."""
+    scene = Scene(2, 2)
+    sent = scene.send()
+    first = [scene.receive(0, 0), scene.receive(1, 1)]
+    scene.pass_time(1.0)
+    assert reasons(*first) == [None, None]
+    assert not sent.ended
+    second = [scene.receive(0, 1), scene.receive(1, 0)]
+    scene.pass_time(1.0)
+    assert reasons(sent, *second) == [None] * 3
+    scene.holds(0)
+    scene.holds(1)
+    scene.bench.assert_nothing_is_left()
+
+
+def test_two_engines_that_ask_before_it_is_sent_are_both_served():
+    scene = Scene(1, 2)
+    asked = [scene.receive(0), scene.receive(1, 0), scene.receive(1, 1)]
+    scene.pass_time(0.5)
+    sent = scene.send()
+    scene.pass_time(1.0)
+    assert reasons(sent, *asked) == [None] * 4
+    scene.holds(0)
+    scene.holds(1)
+
+
+def test_who_asks_after_the_request_was_served_hears_so_at_once():
+    scene = Scene(1, 1)
+    asked, sent = scene.receive(0), scene.send()
+    scene.pass_time(0.5)
+    assert reasons(asked, sent) == [None, None]
+    late = scene.receive(1)
+    scene.pass_time(0.5)
+    assert reasons(late) == [SERVED]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before it is sent", "while it is computed"])
+def test_an_engine_that_dies_fails_no_other_that_asks(early: bool):
+    scene = Scene(1, 1)
+    sent = None if early else scene.send(gates=[])
+    scene.receive(0)
+    asked = scene.receive(1)
+    scene.pass_time(0.5)
+    scene.cut(scene.engines[0].movers[0])
+    scene.pass_time(1.0)
+    if sent is None:
+        sent = scene.send()
+    else:
+        assert not sent.ended
+        scene.source.movers[0].produced(sent, Gate(Passed()))
+    scene.pass_time(2.0)
+    assert reasons(asked, sent) == [None, None]
+    scene.holds(1)
+
+
+def test_an_engine_that_gives_up_fails_its_own_ranks_and_no_other():
+    scene = Scene(2, 1)
+    sent = scene.send(gates=[])
+    mine, sibling, other = scene.receive(0, 0), scene.receive(0, 1), scene.receive(1)
+    scene.pass_time(0.5)
+    scene.engines[0].movers[0].abort(mine, "the user left")
+    scene.pass_time(1.0)
+    assert reasons(mine, sibling) == ["the user left"] * 2
+    assert not sent.ended
+    assert not other.ended
+    scene.source.movers[0].produced(sent, Gate(Passed()))
+    scene.pass_time(1.0)
+    assert reasons(other, sent) == [None] * 2
+    scene.holds(1)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before it is sent", "while it is computed"])
+def test_a_request_whose_every_engine_failed_has_failed_and_gives_its_pages_back(early: bool):
+    scene = Scene(1, 1)
+    scene.receive(0)
+    sent = None if early else scene.send(gates=[])
+    scene.pass_time(0.5)
+    scene.cut(scene.engines[0].movers[0])
+    scene.pass_time(1.0)
+    sent = sent or scene.send()
+    assert result(sent).cause is Cause.PEER_LOST
+    late = scene.receive(1)
+    scene.pass_time(1.0)
+    assert "is lost" in str(reasons(late)[0])
+
+
+@pytest.mark.parametrize("verb", list(Verb))
+def test_a_destination_that_stops_leaves_staging_memory_to_the_others(verb: Verb):
+    """It was granted twelve chunks of 4 KiB, more than the staging arena holds, and none of them leaves it."""
+    network, config = FaultyNetwork(), replace(CONFIG, arena_bytes=8 * 4096, verb=verb)
+    pair = Pair.of(config=config, clock=HandClock(), network=network, tokens=48)
+    bench, source = pair.bench, pair.src.movers[0]
+    stopped = bench.engine("stopped", Fleet(page_tokens=4), config=replace(config, arena_bytes=32 * 4096))
+    stopped.connect(pair.src)
+    bench.turn()
+    source.send("its", pair.src_tables[0])
+    stopped.movers[0].receive("its", "prefill", range(48), stopped.tables(48)[0])
+    network.hold()
+    for mover in (stopped.movers[0], source, stopped.movers[0]):
+        mover.poll()
+    bench.movers.remove(stopped.movers[0])
+    for _ in range(20):
+        source.poll()
+    assert source.snapshot().gauges[Gauge.OUTGOING_LEASED_BYTES] == 4 * 4096
+    assert source.snapshot().gauges[Gauge.CHUNKS_WAITING_FOR_STAGING] == 8
+    network.deliver()
+    if verb is Verb.PULL:  # nothing of it went, and the others are served
+        transfers = [*pair.send("theirs"), *pair.receive("theirs")]
+        bench.ended(transfers)
+        assert reasons(*transfers) == [None, None]
+        pair.assert_landed()
+        assert source.snapshot().gauges[Gauge.OUTGOING_LEASED_BYTES] == 4 * 4096
+
+
+def test_destinations_take_turns_for_staging_memory():
+    """One that was granted twelve chunks before another was granted one does not send them all before it."""
+    network, config = FaultyNetwork(), replace(CONFIG, arena_bytes=16 * 4096)
+    pair = Pair.of(config=config, clock=HandClock(), network=network, tokens=48)
+    bench, source = pair.bench, pair.src.movers[0]
+    other = bench.engine("other", Fleet(page_tokens=4))
+    other.connect(pair.src)
+    bench.turn()
+    source.send("long", pair.src_tables[0])
+    source.send("short", [pair.src_tables[0][0][:1]])
+    first, second = pair.dst.movers[0], other.movers[0]
+    first.receive("long", "prefill", range(48), pair.dst_tables[0])
+    second.receive("short", "prefill", range(4), [other.tables(4)[0][0]])
+    for mover in (first, second, source, first, second):
+        mover.poll()
+    network.hold()
+    for _ in range(2):
+        source.poll()
+    under_way = [part.job.peer.name for part in source._writes.flights.under_way()]
+    assert sorted(under_way) == sorted([first._transport.name, second._transport.name])
