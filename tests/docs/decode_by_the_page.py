@@ -16,7 +16,7 @@ _LENGTHS |= {0xDC: "H", 0xDD: "I", 0xDE: "H", 0xDF: "I"}
 
 def message(note: bytes) -> dict[str, Any]:
     """The map of a note that is not sealed. Fields that were left out are left out."""
-    assert note[:4] == b"kvm\x02", "a note of this version"
+    assert note[:4] == b"kvm\x03", "a note of this version"
     value, end = unpack(note, 4)
     assert end == len(note), "one map, and nothing behind it"
     return value

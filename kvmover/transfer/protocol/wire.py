@@ -13,7 +13,7 @@ from kvmover.errors import ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 
-VERSION = 2
+VERSION = 3
 _HEAD = b"kvm" + bytes([VERSION])
 
 #: How a sealed message begins (see `auth`), and what a seal adds to it at most.
@@ -92,11 +92,13 @@ class Want(About, frozen=True):
 class Offered(About, frozen=True):
     """Source to destination: chunks in the ranges `ready` [first, stop) may be moved, so regions will be used at once.
 
-    `pages`: for the direct route of a pull, the source's page tables.
+    `pages`: for the direct route of a pull, of the source's page tables what was not said before: so many pages of
+    each, which `first_pages` counts (none: 0 of each).
     """
 
     ready: tuple[tuple[int, int], ...]
     pages: tuple[bytes, ...] = ()
+    first_pages: tuple[int, ...] = ()
 
 
 class Granted(About, frozen=True):
@@ -189,8 +191,17 @@ def decode(payload: bytes) -> AnyMessage:
         raise ProtocolError(f"malformed message of {len(payload)} bytes: {error}") from error
 
 
+#: Of one page id in a message.
+PAGE_ID_BYTES = 4
+
+
 def encoded(pages: Sequence[npt.NDArray[np.int64]]) -> tuple[bytes, ...]:
     return tuple(table.astype("<i4").tobytes() for table in pages)
+
+
+def lengths(tables: Sequence[bytes]) -> tuple[int, ...]:
+    """How many pages each of some encoded tables names."""
+    return tuple(len(table) // PAGE_ID_BYTES for table in tables)
 
 
 def decoded(tables: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], ...]:

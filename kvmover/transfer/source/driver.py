@@ -43,7 +43,7 @@ class SourceDriver:
         check_aux(aux)
         deadline = self.core.clock() + self.core.config.deadline_s
         waiting = None if gates is None else list(gates)
-        request = self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
+        request = self._requests[transfer.request] = Request(transfer, list(pages), waiting, deadline, aux)
         loss = self._early.loss(transfer.request)
         self.reopen(transfer.request)
         if loss is not None:
@@ -52,13 +52,19 @@ class SourceDriver:
             for message in (early.want, *early.said):
                 self.hear(early.peer, message)
 
-    def produced(self, transfer: Transfer, gate: Gate) -> None:
-        """One more event to wait for, of a request that was sent before all of it was computed."""
+    def produced(self, transfer: Transfer, gate: Gate, pages: Pages | None) -> None:
+        """One more event to wait for, and more pages, of a request that was sent before all of it was computed."""
         request = self._open(transfer)
-        if request is not None:
-            if request.gates is None:
-                raise PlanError(f"request {transfer.request} was sent as if all of it were in its pages")
-            request.gates.append(gate)
+        if request is None or transfer.ended:
+            return
+        if request.gates is None:
+            raise PlanError(f"request {transfer.request} was sent as if all of it were in its pages")
+        if pages is not None:
+            request.name(pages, self.core.pools)
+        request.gates.append(gate)
+        request.deadline = self.core.clock() + self.core.config.deadline_s
+        for attempt in list(request.attempts.values()) if pages is not None else ():
+            self._offer(request, attempt)  # of what a gate covers that had passed before
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """Hand over what goes beside the cache, once."""
@@ -152,6 +158,8 @@ class SourceDriver:
             with ranges.span(ranges.PLAN, want.request):
                 attempt = attempt_for(self.core, request, peer, want)
                 self.writes.check(attempt.job)
+                if request.gates is None:
+                    attempt.job.check_source()
         except (ValueError, ProtocolError) as error:  # PlanError, LayoutError, or page tables that are none
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
             if isinstance(error, OwnTables):
@@ -179,9 +187,13 @@ class SourceDriver:
 
     def _offer(self, request: Request, attempt: SendAttempt) -> None:
         """Say which more chunks are in the pages."""
-        ready = request.take_ready(attempt)
+        try:
+            ready = request.take_ready(attempt)
+        except OwnTables as error:
+            self._fail(request, str(error), Cause.PROTOCOL)
+            return
         if ready:
-            self._step(request, attempt, Ready(ready))
+            self._step(request, attempt, Ready(ready, attempt.tables()))
 
     def ended(self, job: Job, event: Event) -> None:
         """What the poster says becomes of a chunk."""
@@ -201,7 +213,7 @@ class SourceDriver:
     def abort(self, transfer: Transfer, reason: str) -> None:
         request = self._open(transfer)
         if request is not None:
-            self._fail(request, reason, Cause.ABORTED)
+            self._fail(request, request.told(reason), Cause.ABORTED)
 
     def poll(self) -> None:
         """Gates that have passed, deadlines of what is open, and of wants that nobody offers."""
@@ -211,10 +223,13 @@ class SourceDriver:
             for attempt in list(request.attempts.values()):
                 if produced:
                     self._offer(request, attempt)
+                if now >= attempt.state.deadline and attempt.unnamed():
+                    self._fail(request, request.told("deadline passed"), Cause.DEADLINE)
                 self._step(request, attempt, Tick())
             if now >= request.deadline and not request.transfer.ended:
                 missing = "was served" if request.all_asked else "asked"
-                self._fail(request, f"deadline passed before every destination {missing}", Cause.DEADLINE)
+                reason = request.told(f"deadline passed before every destination {missing}")
+                self._fail(request, reason, Cause.DEADLINE)
             self._forget(request)
         self._early.expire(now)
         self._closed.expire(now)

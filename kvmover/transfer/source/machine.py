@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, lengths
 from kvmover.transfer.source.state import (
     Action,
     Attached,
@@ -44,8 +44,8 @@ def step(state: Sending, event: Event, now: float) -> Stepped:
             return _tick(state, now)
         case Cancel(reason):
             return _fail(state, reason, now)
-        case Ready(chunks):
-            return _offer(replace(state, ready=state.ready.union(chunks)), chunks)
+        case Ready(chunks, pages):
+            return _offer(replace(state, ready=state.ready.union(chunks), pages=pages), chunks)
         case Attached(payload):
             return replace(state, aux=payload), [Say(wire.Aux(state.request, state.generation, payload))]
         case _:
@@ -98,10 +98,19 @@ def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
     if _ended(state) or not chunks:
         return state, []
     if not state.direct or state.verb is Verb.PULL:
-        return state, [Say(wire.Offered(state.request, state.generation, _ranges(chunks), state.pages))]
+        offer = wire.Offered(state.request, state.generation, _ranges(chunks), *_unsaid(state))
+        return replace(state, said_pages=lengths(state.pages)), [Say(offer)]
     fresh = [chunk for chunk in chunks if chunk not in state.granted]
     granted = {**state.granted, **dict.fromkeys(fresh, (0, 0))}
     return replace(state, granted=granted), [Post(chunk, 0) for chunk in fresh]
+
+
+def _unsaid(state: Sending) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """What no offer has said of our page tables, and where it begins: each page id is said once, if nothing is lost."""
+    first = state.said_pages
+    if not any(first):
+        return state.pages, ()
+    return tuple(table[said * PAGE_ID_BYTES :] for table, said in zip(state.pages, first, strict=True)), first
 
 
 def _ranges(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -116,7 +125,7 @@ def _asked(state: Sending) -> Stepped:
     """Say everything again that the destination should have heard by now."""
     if _ended(state):
         return state, _failed(state)
-    state, actions = _offer(state, tuple(state.ready))
+    state, actions = _offer(replace(state, said_pages=()), tuple(state.ready))
     if state.aux is not None:
         actions = [*actions, Say(wire.Aux(state.request, state.generation, state.aux))]
     return state, actions
