@@ -52,7 +52,7 @@ class Job:
     target: Pages | None
 
     def check_source(self, chunk: int | None = None) -> None:
-        """Raise OwnTables where our page tables do not cover a chunk (None: all of the lane) or name what is no page."""
+        """Raise OwnTables where our page tables do not cover a chunk (None: all of it), or name no page of ours."""
         try:
             if chunk is None:
                 self.lane.check_pages(self.lane.src, self.source)
