@@ -125,10 +125,16 @@ def _asked(state: Sending) -> Stepped:
     """Say everything again that the destination should have heard by now."""
     if _ended(state):
         return state, _failed(state)
-    state, actions = _offer(replace(state, said_pages=()), tuple(state.ready))
+    pushes = state.direct and state.verb is Verb.PUSH
+    actions: list[Action] = [] if pushes or not state.ready else [_whole_offer(state)]
     if state.aux is not None:
         actions = [*actions, Say(wire.Aux(state.request, state.generation, state.aux))]
     return state, actions
+
+
+def _whole_offer(state: Sending) -> Say:
+    """All that is ready, with all pages: what was said before may be lost."""
+    return Say(wire.Offered(state.request, state.generation, _ranges(tuple(state.ready)), state.pages))
 
 
 def _failed(state: Sending) -> list[Action]:
@@ -281,5 +287,4 @@ def _again(state: Sending) -> Stepped:
     """A destination that is silent may not have heard, or its Done or Abort is lost: any message makes it answer."""
     if state.reason is not None:
         return state, [Say(wire.Abort(state.request, state.generation, state.reason))]
-    offer = wire.Offered(state.request, state.generation, _ranges(tuple(state.ready)), state.pages)
-    return state, [Say(offer), *(_place(state, chunk) for chunk in state.staged)]
+    return state, [_whole_offer(state), *(_place(state, chunk) for chunk in state.staged)]
