@@ -45,6 +45,7 @@ REACHED: dict[str, dict[str, int]] = {
         "pull direct landed": 8,
         "pull packed landed": 5,
         "landed gated": 20,
+        "landed grown": 12,
         "landed by layers": 9,
         "landed aux": 15,
         "landed hybrid": 10,
