@@ -15,6 +15,7 @@ from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Bench, HandClock, Pair, T
 from kvmover.errors import PlanError
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan.cost import Route
+from kvmover.transfer.destination.attempts import spliced
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL, Cause, Gate
 from kvmover.transfer.source.attempts import Needs
@@ -303,3 +304,50 @@ def test_pages_cannot_be_added_to_a_request_that_is_all_there():
     transfer = mover.send("request", pair.src_tables[0])
     with pytest.raises(PlanError, match="as if all of it were in its pages"):
         mover.produced(transfer, Gate(None), [[1], [1], []])
+
+
+def test_a_destination_that_asks_for_more_than_is_computed_waits_and_hears_how_it_ended():
+    """A request that is still growing: 24 tokens are asked for, and the source ends with 16."""
+    pair = growing()
+    mover, (asked,) = pair.src.movers[0], pair.receive()
+    compute(pair, before(LAYERS, 16))
+    transfer = mover.send("request", [[], [], []], [])
+    mover.produced(transfer, Gate(None, tokens=16), part(pair.src_tables[0], [0, 0, 0], [4, 4, 0]))
+    pair.bench.turn(12)
+    assert landed_rows(pair) == 16
+    assert not asked.ended
+    mover.abort(transfer, "generation stopped at 16 tokens")
+    pair.bench.ended([transfer, asked])
+    assert asked.result is not None
+    assert str(asked.result.reason).startswith("generation stopped at 16 tokens: no pages were named for tokens of")
+    assert asked.result.cause is Cause.PEER_ABORTED
+    assert asked.result.incomplete[0] == (4, 5)
+    pair.bench.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("known", "more", "first", "spliced_pages"),
+    [
+        ([], [1, 2], (), [1, 2]),
+        ([1, 2], [3], (2,), [1, 2, 3]),
+        ([1, 2], [2, 3], (1,), [1, 2, 3]),
+        ([1, 2], [1], (), [1, 2]),
+        ([1, 2], [4], (3,), None),
+        ([1, 2], [], (2,), [1, 2]),
+        ([1, 2], [3, 4, 5, 6], (2,), [1, 2, 3, 4]),
+        ([1, 2], [3], (-1,), None),
+    ],
+    ids=str,
+)
+def test_page_ids_are_put_behind_those_known_and_a_gap_is_noticed(
+    known: list[int], more: list[int], first: tuple[int, ...], spliced_pages: list[int] | None
+):
+    """Of a source of whose table 4 pages are wanted."""
+    tables = (np.array(known, np.int64),) if known else ()
+    got = spliced(tables, (np.array(more, np.int64),), first, (4,))
+    assert (got and got[0].tolist()) == spliced_pages
+
+
+def test_another_number_of_tables_than_there_are_components_is_refused():
+    with pytest.raises(PlanError, match="2 page tables for 1 components"):
+        spliced((), (np.zeros(1, np.int64),) * 2, (), (4,))
