@@ -121,9 +121,14 @@ class DestinationDriver:
             tables = spliced(known, decoded(offer.pages), offer.first_pages, lane.source_reads)
             if tables is None:
                 return False
+            before = 0
             for first, stop in offer.ready:
-                for chunk in range(max(first, 0), min(stop, len(lane.chunks))):
-                    lane.check_chunk(chunk, tables)
+                if not before <= first <= stop <= len(lane.chunks):
+                    break  # the state machine fails the attempt for it
+                before = stop
+                for chunk in range(first, stop):
+                    if (peer, chunk) not in attempt.state.ready:
+                        lane.check_chunk(chunk, tables)
         except ValueError as error:
             self._step(attempt, Heard(peer, wire.Abort(*attempt.id, f"page tables of {peer}: {error}")))
             return False

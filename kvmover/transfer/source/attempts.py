@@ -69,6 +69,10 @@ class SendAttempt:
             self._needs[chunk] = Needs(*lane.reach(chunk, self.job.want.stop), lane.source_pages(chunk))
         return self._needs[chunk]
 
+    def forget(self, chunk: int) -> None:
+        """A chunk that waits no more."""
+        del self._needs[chunk]
+
     def tables(self) -> tuple[bytes, ...]:
         """Our page tables so far, as far as the destination needs them, where it reads from pages."""
         if not _is_read_from_pages(self.job.want):
@@ -144,6 +148,7 @@ class Request:
             ready = tuple(chunk for chunk in ready if attempt.needs(chunk).met(self.passed, named))
             for chunk in ready:
                 attempt.job.check_source(chunk)
+                attempt.forget(chunk)
         gone = frozenset(ready)
         attempt.waiting = tuple(chunk for chunk in attempt.waiting if chunk not in gone)
         return ready
