@@ -16,6 +16,7 @@ from kvmover.errors import PlanError
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan.cost import Route
 from kvmover.transfer.destination.attempts import spliced
+from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL, Cause, Gate
 from kvmover.transfer.source.attempts import Needs
@@ -186,8 +187,6 @@ def test_a_chunk_is_ready_when_a_passed_gate_covers_it_and_all_its_pages_are_nam
 
 def test_page_ids_cross_the_wire_once_in_a_pull_from_pages(monkeypatch: pytest.MonkeyPatch):
     """Of 6 pages in three parts, and 4 of the window that are some, no offer says one again."""
-    from kvmover.transfer.protocol import wire
-
     pair = growing(Route.DIRECT, Verb.PULL)
     offers: list[wire.Offered] = []
     decode = wire.decode
@@ -351,3 +350,25 @@ def test_page_ids_are_put_behind_those_known_and_a_gap_is_noticed(
 def test_another_number_of_tables_than_there_are_components_is_refused():
     with pytest.raises(PlanError, match="2 page tables for 1 components"):
         spliced((), (np.zeros(1, np.int64),) * 2, (), (4,))
+
+
+@pytest.mark.parametrize(
+    "ready", [((0, 9),), ((1, 2), (0, 1)), ((-1, 1),), ((0, 1),) * 100_000], ids=["9", "2", "-1", "many"]
+)
+def test_an_offer_of_chunks_that_are_none_fails_the_attempt_whatever_pages_come_with_it(
+    ready: tuple[tuple[int, int], ...],
+):
+    pair = growing(Route.DIRECT, Verb.PULL, chunk_layers=0)
+    (asked,) = pair.receive()
+    pair.bench.turn()
+    destination, source = pair.dst.movers[0]._destination, pair.src.movers[0]
+    (attempt,) = destination._attempts.values()
+    (chunks,) = (each.chunks for each in attempt.state.sources.values())
+    assert chunks < 9
+    pages = tuple(table.astype("<i4").tobytes() for table in pair.src_tables[0])
+    (peer,) = (destination.core.peers.get(name) for name in attempt.lanes)
+    assert peer is not None
+    destination.hear(peer, wire.Offered(*attempt.id, ready, pages))
+    assert "offers chunks" in str(attempt.state.reason)
+    pair.bench.ended([asked])
+    assert not source._source._requests
