@@ -80,7 +80,7 @@ def _one(name: str, **columns: str) -> dict[str, str]:
 
 def numbers() -> str:
     """The block between the markers of docs/measurements.md."""
-    parts = (_live, _kernels, _budgets, _transfer, _plan, _reference, _prefix, _policies, _store)
+    parts = (_live, _kernels, _budgets, _transfer, _growth, _plan, _reference, _prefix, _policies, _store)
     return "\n".join(line for lines in filter(None, (part() for part in parts)) for line in (*lines, ""))
 
 
@@ -123,16 +123,17 @@ def _live() -> list[str]:
         lines.append(f"| {_ENGINES[engine]} | {len(mine)} | {' | '.join(map(str, sums))} |")
     lines += [
         "",
-        "Prompts of 300 tokens one by one, then 20 at once, each way in turn in one run; milliseconds, CPU seconds of"
-        " all servers of a way:",
+        "Prompts one by one, then some at once, each way in turn in one run; milliseconds, CPU seconds of all servers"
+        " of a way:",
         "",
-        "| | | TTFT p50, p99 | request p50, p99 | requests/s | CPU s a request |",
-        "|---|---|---|---|---|---|",
+        "| | | prompt tokens | TTFT p50, p99 | request p50, p99 | requests/s | CPU s a request |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in read("live_peers"):
         times = [f"{row[f'{what}_p50_ms']}, {row[f'{what}_p99_ms']}" for what in ("ttft", "request")]
         rates = f"{row['requests_per_s']} | {row['server_cpu_s_a_request']}"
-        lines.append(f"| {_ENGINES[row['engine']]} | {row['way']} | {' | '.join(times)} | {rates} |")
+        prompts = row["prompt_tokens"]
+        lines.append(f"| {_ENGINES[row['engine']]} | {row['way']} | {prompts} | {' | '.join(times)} | {rates} |")
     return lines
 
 
@@ -192,6 +193,22 @@ def _transfer() -> list[str]:
     kib = next(row["kib"] for row in small if row["kib"] != "0")
     cells = [f"{row['what']} {row['p50_us']} ({row['p99_us']})" for row in small]
     return [*lines, "", f"16 tokens, {kib} KiB, from asking to landed, p50 (p99) in microseconds: {', '.join(cells)}."]
+
+
+def _growth() -> list[str]:
+    rows = read("growth")
+    about = rows[0]
+    lines = [
+        f"**A prompt computed in {about['chunks']} chunks** of {about['compute_ms_a_chunk']} ms,"
+        f" {int(about['tokens']):,} tokens, 256 MiB, two processes over NIXL: from its last chunk computed to landed"
+        f" ({_about(about)}):",
+        "",
+        "| | ms, median (10th to 90th percentile) |",
+        "|---|---|",
+    ]
+    for row in rows:
+        lines.append(f"| {row['way']} | {row['after_last_chunk_ms']} ({row['low_ms']} to {row['high_ms']}) |")
+    return lines
 
 
 def _plan() -> list[str]:

@@ -64,18 +64,27 @@ def _table(number: int, given: object) -> npt.NDArray[np.int64]:
 
 
 def check_offered(tables: PageTables, pools: Sequence[Pool], fleet: Fleet) -> None:
-    """Raise PlanError for tables of a request to be sent that are not of these pools.
+    """Raise PlanError for tables of a whole request to be sent that are not of these pools.
+
+    A rank may hold nothing of a request only where context parallelism divides it.
+    """
+    check_named(tables, pools)
+    for table, pool in zip(tables, pools, strict=True):
+        component = pool.spec.component
+        if not (table != -1).any() and component.cp_parts(fleet.cp) == 1:
+            raise PlanError(f"page table of {component.name} is empty; a request has at least one page")
+
+
+def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) -> None:
+    """Raise PlanError for tables, of a request to be sent or of its beginning, that name pages of no pool here.
 
     All of it is checked: which pages are asked for, only destinations know. A component with a window may begin with
-    -1, which is no page: what lies before the window is never read. A rank may hold nothing of a request only where
-    context parallelism divides it.
+    -1, which is no page: what lies before the window is never read.
     """
     if len(tables) != len(pools):
         raise PlanError(f"{len(tables)} page tables for {len(pools)} components")
     for table, pool in zip(tables, pools, strict=True):
         component = pool.spec.component
-        if not table.size and component.cp_parts(fleet.cp) == 1:
-            raise PlanError(f"page table of {component.name} is empty; a request has at least one page")
         held = table[_leading_gaps(component, table) :]
         if held.size and not 0 <= held.min() <= held.max() < pool.spec.pages:
             odd = int(held.min() if held.min() < 0 else held.max())
@@ -103,7 +112,7 @@ def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:
     if component.window is None or not table.size:
         return 0
     there = np.flatnonzero(table != -1)
-    return int(there[0]) if there.size else 0
+    return int(there[0]) if there.size else table.size
 
 
 def token_range(positions: object) -> range:

@@ -19,6 +19,7 @@ from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PeerReplaced,
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer.arguments import (
+    check_named,
     check_offered,
     check_wanted,
     checked_pools,
@@ -243,7 +244,8 @@ class Mover:
         that are not of this rank's pools, and for an empty table of a rank that must hold some of the request.
 
         Every destination rank that holds a part of ours may fetch it until the transfer ends. `gates`: what has to pass
-        before more is read, for a request that is still being computed (see `produced`); None: all of it is there.
+        before more is read, for a request that is still being computed, of which `pages` may be the beginning, as empty
+        as may be (see `produced`); None: all of it is there.
         `aux`: at most 64 KiB that go to every destination rank that asks this rank for them, exactly once. The pages
         belong to the transfer until it has ended, and longer while `transfer.held`. Whoever asks for a request that has
         ended is told how, at once, for an hour: send its name again before it is asked for again, or `reopen` it.
@@ -251,14 +253,24 @@ class Mover:
         """
         self._check_thread()
         tables = page_tables(pages)
-        check_offered(tables, self._core.pools, self._core.end.fleet)
+        if gates is None:
+            check_offered(tables, self._core.pools, self._core.end.fleet)
+        else:
+            check_named(tables, self._core.pools)
         transfer = Transfer(request_name(request), self._core.clock())
         self._source.send(transfer, tables, gates, aux, deadline_of(deadline_s, self._config.deadline_s))
         return transfer
 
-    def produced(self, transfer: Transfer, gate: Gate) -> None:
-        """Add a gate to a request that was sent with some, as many as none: `gates=[]` promises nothing yet."""
-        self._source.produced(transfer, gate)
+    def produced(self, transfer: Transfer, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
+        """Add a gate to a request that was sent with some, as many as none: `gates=[]` promises nothing yet.
+
+        `pages`: what is added to the end of its page tables, one list a component, as `send` takes them; lists may be
+        empty. A prefill in chunks names the pages of each as it computes it: those of 512 tokens by
+        `produced(transfer, Gate(event, tokens=512), [[4, 9]])`, and so on. What a passed gate covers moves as soon as
+        its pages are named. The time that the transfer may take begins anew. Raises PlanError, and adds nothing, as
+        `send`, and for a request that was sent without gates. Of a transfer that has ended nothing is kept.
+        """
+        self._source.produced(transfer, gate, None if pages is None else page_tables(pages))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """Hand over the `aux` of a request that was sent without: the first token is known after the last layer."""

@@ -36,13 +36,14 @@ class Passed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Once `event` has passed, layers below `layers` of positions below `tokens` are in the pages.
+    """Once `event` has passed (None: it has), layers below `layers` of positions below `tokens` are in the pages.
 
     Layers by number in the whole model, positions in the whole request. A prefill that computes layer by layer records
-    an event a group of layers, one that computes in chunks an event a chunk; one that does both, for each pair.
+    an event a group of layers, one that computes in chunks an event a chunk; one that does both, for each pair. Pages
+    may be named later than the gate passes: what is in them moves when both has happened.
     """
 
-    event: Passed
+    event: Passed | None
     layers: int = ALL
     tokens: int = ALL
 

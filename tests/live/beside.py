@@ -61,7 +61,7 @@ def measure(engine: str, ways: Mapping[str, Way], prompts: Sequence[Prompt], cro
         }
         for name in ways
     ]
-    _keep(engine, rows)
+    _keep(rows)
 
 
 def _cpu_s(way: Way) -> float:
@@ -76,9 +76,10 @@ def _times(what: str, seconds: Sequence[float]) -> dict[str, object]:
     }
 
 
-def _keep(engine: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """In the place of the engine's last ones in perf/results/live_peers.csv."""
+def _keep(rows: Sequence[Mapping[str, object]]) -> None:
+    """In the place of the last ones of these ways in perf/results/live_peers.csv."""
+    names = {(row["engine"], row["way"]) for row in rows}
     others: list[dict[str, str]] = []
     if (record.RESULTS / "live_peers.csv").exists():
-        others = [row for row in record.read("live_peers") if row["engine"] != engine]
+        others = [row for row in record.read("live_peers") if (row["engine"], row["way"]) not in names]
     record.write("live_peers", [*({name: row[name] for name in rows[0]} for row in others), *rows])

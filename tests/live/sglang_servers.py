@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,12 @@ def sglang(
         arguments += ["--disaggregation-transfer-backend", backend, "--disaggregation-mode", *mode]
         arguments += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     return Command(name, _GROUND, "sglang.launch_server", arguments, port, own, bootstrap_port)
+
+
+def of_tree(command: Command, tree: Path) -> Command:
+    """The same server with the kvmover of another tree."""
+    own = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(_FIXTURE), str(tree)])}
+    return replace(command, ground=Ground("sglang", (*_GROUND.modules, "kvmover"), own))
 
 
 def hicache(root: Path, layout: str, **options: Any) -> tuple[str, ...]:

@@ -76,6 +76,7 @@ def _note(scene: Scene, order: Order, result: Result) -> None:
         seen[f"{scenario.config.verb.value} {route.value} landed"] += 1
     reached = {
         "gated": order.request.asked.steps,
+        "grown": order.request.asked.named,
         "aux": order.request.asked.aux_from,
         "hybrid": len(order.pages) > 1,
         "resent": result.resent,

@@ -73,13 +73,16 @@ class Engines:
         said = gates[: self.random.choice([0, 1, len(gates)])]
         now, later = (None, payload) if asked.aux_s else (payload, None)
         # What is in the pages is laid there first: the mover may act within the call.
-        order = Order("send", request, seat, pages, numbers, None)
+        order = Order("send", request, seat, pages, numbers, None, named=[0] * len(pages))
         if not gates:
             seat.put((seat.memory, seat.expected), order, Step(0.0))
-        order.transfer = seat.mover.send(request.name, pages, said if gates else None, now)
-        for gate, step in zip(gates, asked.steps, strict=True):
+            order.computed.append(Step(0.0))
+        first, *shares = asked.named or (1.0,) * (len(gates) + 1)
+        order.transfer = seat.mover.send(request.name, order.part(first), said if gates else None, now)
+        for gate, step, share in zip(gates, asked.steps, shares, strict=True):
             self.scene.network.after(
-                step.seconds, lambda g=gate, s=step, told=gate in said: self._computed(order, g, s, told)
+                step.seconds,
+                lambda g=gate, s=step, told=gate in said, share=share: self._computed(order, g, s, told, share),
             )
         if payload is not None:
             request.payloads.setdefault(rank, set()).add(payload)
@@ -87,7 +90,7 @@ class Engines:
             self.scene.network.after(asked.aux_s, lambda: self._attach(order, later))
         return order
 
-    def _computed(self, order: Order, gate: Gate, step: Step, told: bool) -> None:
+    def _computed(self, order: Order, gate: Gate, step: Step, told: bool, share: float) -> None:
         seat = order.seat
         if order.closed or not seat.alive:
             return
@@ -95,8 +98,12 @@ class Engines:
         seat.put((seat.memory, seat.expected), order, step)
         assert isinstance(gate.event, Passing)
         gate.event.passed = True
+        order.computed.append(step)
+        pages = order.part(share) if order.request.asked.named else None
         if not told:
-            seat.mover.produced(order.transfer, gate)
+            seat.mover.produced(order.transfer, gate, pages)
+        elif pages is not None:  # its gate is known, and may have passed: a gate for nothing brings the pages
+            seat.mover.produced(order.transfer, Gate(None, 0, 0), pages)
 
     def _attach(self, order: Order, payload: bytes) -> None:
         if order.seat.alive and not order.closed:

@@ -8,6 +8,7 @@ from dataclasses import replace as changed
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvmover.transfer import core
@@ -281,6 +282,29 @@ def gates_are_ignored(patch: pytest.MonkeyPatch) -> None:
     around(patch, Request, "take_ready", take_ready)
 
 
+def pages_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """A chunk goes when its gate has passed, and takes page 0 for pages that nobody has named."""
+
+    def take_ready(honest: Any, self: Request, attempt: Any) -> tuple[int, ...]:
+        named = self.pages[:]
+        for number, (table, most) in enumerate(zip(named, attempt.job.lane.source_reads, strict=True)):
+            self.pages[number] = np.pad(table, (0, max(0, most - len(table))))
+        ready = honest(self, attempt)
+        self.pages[:] = named if not ready else self.pages
+        return ready
+
+    around(patch, Request, "take_ready", take_ready)
+
+
+def lost_page_ids_are_not_missed(patch: pytest.MonkeyPatch) -> None:
+    """What a source says of its page tables is put behind what it said before, whatever was lost between."""
+
+    def spliced(honest: Any, known: Any, more: Any, first: Any, most: Any) -> Any:
+        return honest(known, more, [len(table) for table in known], most)
+
+    around(patch, destination_driver, "spliced", spliced)
+
+
 def a_state_goes_with_its_layers(patch: pytest.MonkeyPatch) -> None:
     """A state is sent when its layers have seen some of the tokens."""
 
@@ -425,6 +449,8 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (held_pages_are_given_back, "default"),
     (held_is_over_with_the_transfer, "default"),
     (gates_are_ignored, "default"),
+    (pages_are_not_awaited, "default"),
+    (lost_page_ids_are_not_missed, "pulled"),
     (a_state_goes_with_its_layers, "default"),
     (what_is_lost_is_not_asked_for_again, "lossy"),
     (a_want_is_said_once, "lossy"),

@@ -64,6 +64,8 @@ class Profile:
 DEFAULT = Profile("default")
 #: Nothing goes wrong but that notes are lost, so every request must land: what is lost is asked for again.
 LOSSY = Profile("lossy", loss=0.1, late=0.0, late_reads=0.0, calm=1.0, silence_s=4.0)
+#: Reads from sources that name their pages part by part, of which many parts are lost.
+PULLED = replace(LOSSY, name="pulled", loss=0.3, verbs=(Verb.PULL,))
 #: What nobody promises, and nothing may be corrupted by.
 REORDERED = Profile(
     "reordered", ordered=False, loss=0.03, duplicates=0.25, late=0.1, corrupt=0.25, delay_s=(0.001, 0.15)
@@ -89,7 +91,8 @@ DROWSY = replace(
 #: Ranks that are cut off, replaced, and heard of again: nobody takes the old process for the new one.
 REPLACED = replace(DEFAULT, name="replaced", calm=0.0, crashes=0.0, replaced=1.0)
 PROFILES = {
-    profile.name: profile for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY, REPLACED)
+    profile.name: profile
+    for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY, REPLACED, PULLED)
 }
 
 
@@ -106,11 +109,12 @@ class Step:
 class Asked:
     """A request of `tokens` tokens, of which those from `start` on are wanted.
 
-    `begin_s` [engine]: when its ranks are called. `steps`: how it is computed (none: all of it is there). `aux_from`:
-    source ranks with a payload, handed over `aux_s` later (0: with the request). `abort`: which engine gives it up,
-    and when. `ambush`: the source gives it up while so many-th of its chunks is under way. `refused`: the source says
-    that it will not send it. `retries`: how often it is asked for again when it
-    failed, and `again` also when it landed, under the same name.
+    `begin_s` [engine]: when its ranks are called. `steps`: how it is computed (none: all of it is there). `named`:
+    which share of each page table a source names with the request, and then with each step (none: all of it with the
+    request). `aux_from`: source ranks with a payload, handed over `aux_s` later (0: with the request). `abort`: which
+    engine gives it up, and when. `ambush`: the source gives it up while so many-th of its chunks is under way.
+    `refused`: the source says that it will not send it. `retries`: how often it is asked for again when it failed, and
+    `again` also when it landed, under the same name.
     """
 
     name: str
@@ -118,6 +122,7 @@ class Asked:
     start: int
     begin_s: tuple[float, float]
     steps: tuple[Step, ...] = ()
+    named: tuple[float, ...] = ()
     aux_from: tuple[int, ...] = ()
     aux_s: float = 0.0
     abort: tuple[str, float] | None = None
@@ -243,12 +248,14 @@ def _request(random: Random, profile: Profile, name: str, sources: int, calm: bo
     tokens = random.randint(1, 12)
     first = random.uniform(0, 0.3)
     begin = first + random.choice([0, random.uniform(0, 0.3)]), first + random.choice([0, random.uniform(0, 0.3)])
+    start, steps = random.choice([0, 0, 0, random.randint(0, tokens)]), _steps(random, tokens)
     asked = Asked(
         name,
         tokens,
-        random.choice([0, 0, 0, random.randint(0, tokens)]),
+        start,
         begin,
-        random.choice([(), (), _by_layers(random), _by_tokens(random, tokens)]),
+        steps,
+        _shares(random, len(steps)),
         tuple(random.sample(range(sources), random.randint(1, sources))) if random.random() < 0.3 else (),
         random.choice([0.0, random.uniform(0, 0.3)]),
     )
@@ -258,6 +265,17 @@ def _request(random: Random, profile: Profile, name: str, sources: int, calm: bo
     ambush = random.choice([0, 0, 0, 1, 1, 2, 3, 5]) if random.random() < profile.ambushes else None
     retries, again = random.choice([0, 1, 2]), random.random() < 0.3
     return replace(asked, abort=abort, ambush=ambush, refused=random.random() < 0.04, retries=retries, again=again)
+
+
+def _steps(random: Random, tokens: int) -> tuple[Step, ...]:
+    return random.choice([(), (), _by_layers(random), _by_tokens(random, tokens)])
+
+
+def _shares(random: Random, steps: int) -> tuple[float, ...]:
+    """A table that is named part by part, ahead of what is computed or behind it; the last step names the rest."""
+    if not steps or random.random() < 0.4:
+        return ()
+    return (*sorted(random.choice([0.0, random.random(), 1.0]) for _ in range(steps)), 1.0)
 
 
 def _by_layers(random: Random) -> tuple[Step, ...]:

@@ -75,7 +75,8 @@ class Request:
 class Order:
     """A send or a receive of one rank, from the call until the engine has its pages back.
 
-    `pages` [component], `numbers` the same pages as the geometry counts them. `generation` of a receive's attempt.
+    `pages` [component], `numbers` the same pages as the geometry counts them. `generation` of a receive's attempt. Of a
+    send, `computed` so far, and how many pages of each table are `named`; `seen` are chunks that were found ready.
     """
 
     verb: Literal["send", "receive"]
@@ -86,6 +87,16 @@ class Order:
     transfer: Transfer
     generation: int = 0
     closed: bool = False
+    computed: list[Step] = field(default_factory=list[Step])
+    named: list[int] = field(default_factory=list[int])
+    seen: set[tuple[str, int, int]] = field(default_factory=set["tuple[str, int, int]"])
+
+    def part(self, share: float) -> list[npt.NDArray[np.int64]]:
+        """The pages of each table that come to `share` of it, behind those named; they are named from here on."""
+        stop = [max(named, round(len(table) * share)) for named, table in zip(self.named, self.pages, strict=True)]
+        tables = [table[a:b] for table, a, b in zip(self.pages, self.named, stop, strict=True)]
+        self.named = stop
+        return tables
 
     @property
     def name(self) -> str:

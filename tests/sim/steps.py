@@ -12,6 +12,7 @@ from msgspec import structs
 from kvmover.transfer.destination.quarantine import ASK_S
 from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.source.attempts import SendAttempt
 from tests.sim.network import text_of
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order, Seat
@@ -33,6 +34,37 @@ def check_states(seat: Seat) -> None:
                 attempt.state.check()
     except AssertionError as error:
         raise Broken(f"{seat.name}: {error}") from error
+
+
+def check_ready(seat: Seat) -> None:
+    """No chunk is offered, or goes, before its rows were computed and all its pages named."""
+    for order in seat.orders:
+        request = seat.mover._source._requests.get(order.request.name) if order.verb == "send" else None
+        if request is None or request.transfer is not order.transfer:
+            continue
+        for peer, attempt in request.attempts.items():
+            for chunk in attempt.state.ready:
+                key = peer, attempt.state.generation, chunk
+                if key not in order.seen:
+                    order.seen.add(key)
+                    _check_chunk(order, attempt, chunk)
+
+
+def _check_chunk(order: Order, attempt: SendAttempt, chunk: int) -> None:
+    lane, tokens = attempt.job.lane, order.request.asked.tokens
+    for piece in lane.chunks[chunk].pieces:
+        held = lane.src[piece.component]
+        pages = piece.units.src // held.spec.page_tokens
+        if pages.max() >= order.named[piece.component]:
+            raise Broken(
+                f"{order.name}: chunk {chunk} goes with {order.named} pages named, and needs page {pages.max()}"
+            )
+        positions = np.array(list(held.shard.positions or ()))
+        last = positions[piece.units.src + piece.units.tokens - 1].max()
+        needed = tokens - 1 if held.spec.component.states else last
+        layers = piece.leg.layers.stop
+        if not any(layers <= step.layers and needed < step.tokens for step in order.computed):
+            raise Broken(f"{order.name}: chunk {chunk} goes before it was computed")
 
 
 def check_memory(seat: Seat) -> None:

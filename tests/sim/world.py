@@ -196,6 +196,7 @@ class World:
         for posted in self.flights.into.get(seat.name, ()):
             self.flights.still_its_own(posted)
         steps.check_states(seat)
+        steps.check_ready(seat)
         steps.check_memory(seat)
         steps.check_arena(seat)
         steps.check_silence(self.scene, seat)

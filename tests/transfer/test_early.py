@@ -113,7 +113,7 @@ def test_who_waits_is_known_until_the_last_request_is_served():
 
 
 def test_what_is_kept_for_a_peer_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(budget, "PEER_BYTES", 4000)
+    monkeypatch.setattr(budget, "PEER_BYTES", 5024)
     wants = EarlyWants()
     assert wants.wait(peer("a"), want("one", 1, 2000), 10.0)
     assert not wants.wait(peer("a"), want("two", 1, 1400), 10.0)
@@ -122,7 +122,7 @@ def test_what_is_kept_for_a_peer_has_a_budget_of_its_own(monkeypatch: pytest.Mon
     assert wants.wait(peer("a"), want("two", 1, 1000), 10.0)
     for _ in range(early.MAX_MESSAGES):
         assert wants.follow(peer("a"), wire.Granted("two", 1, (wire.Grant(1, 300, 300),) * 20))
-    assert wants.budget.kept_bytes("a") <= 4000
+    assert wants.budget.kept_bytes("a") <= 5024
     assert len(wants.take("two")[0].said) < early.MAX_MESSAGES
     assert waiting(wants, "one") == [("a", 2)]
     assert wants == EarlyWants()

@@ -155,6 +155,24 @@ def test_gates_and_payloads_reach_the_mover_in_order():
         threads.pair.assert_landed()
 
 
+def test_pages_that_are_named_from_another_thread_reach_the_mover_in_order_and_bad_ones_fail_the_transfer():
+    with Threads.of() as threads:
+        source, target = threads.start()
+        (table,) = threads.pair.src_tables[0]
+        landed = target.receive("request", "prefill", range(100), threads.pair.dst_tables[0])
+        sent = source.send("request", [[]], gates=[])
+        for first in range(0, len(table), 10):
+            source.produced(sent, Gate(None, tokens=(first + 10) * 4), [table[first : first + 10]])
+        finish([sent, landed], source, target)
+        landed.landed()
+        threads.pair.assert_landed()
+        bad = source.send("bad", [[]], gates=[])
+        source.produced(bad, Gate(None), [[64]])
+        source.wait([bad], 10)
+        assert bad.result is not None
+        assert str(bad.result.reason).startswith("page id 64 is outside a pool of 64 pages")
+
+
 def test_a_callback_runs_once_in_the_thread_and_may_begin_the_next_request():
     with Threads.of(tokens=8) as threads:
         source, target = threads.start()

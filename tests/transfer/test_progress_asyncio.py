@@ -67,9 +67,11 @@ def test_a_request_that_is_still_computed_is_told_of_its_progress():
     async def main(threads: Threads) -> None:
         source, target = movers(threads, ASLEEP)
         asked = target.receive("request", "prefill", range(100), threads.pair.dst_tables[0], aux_from=[0])
-        sending = source.send("request", threads.pair.src_tables[0], gates=[])
+        (table,) = threads.pair.src_tables[0]
+        sending = source.send("request", [table[:5]], gates=[])
         event = Event()
-        sending.produced(Gate(event))
+        sending.produced(Gate(event, tokens=20))
+        sending.produced(Gate(event), [table[5:]])
         sending.attach(b"first token")
         event.passed = True
         assert (await asked).aux == {0: b"first token"}

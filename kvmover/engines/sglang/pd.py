@@ -7,7 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,16 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine, engine_pd, pd_wire
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
-from kvmover.engines.sglang.pd_cache import AuxRows, caches_of, layers_of, page_table, pool_of, refuse, whole_of
+from kvmover.engines.sglang.pd_cache import (
+    AuxRows,
+    caches_of,
+    chunk_table,
+    layers_of,
+    page_table,
+    pool_of,
+    refuse,
+    whole_of,
+)
 from kvmover.engines.sglang.transfer_driver import Bell, TransferDriver, Wanted
 from kvmover.errors import PeerRefused, PlanError, TransportError
 from kvmover.layout import Fleet
@@ -27,7 +36,7 @@ from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.start import Observers
 from kvmover.transfer import Model, Mover, Place
-from kvmover.transfer.result import Gate
+from kvmover.transfer.result import ALL, Gate
 from kvmover.transport import NixlTransport
 
 if TYPE_CHECKING:
@@ -41,11 +50,12 @@ _MOST_ROOMS = 1 << 16
 
 @dataclass(slots=True)
 class Outgoing:
-    """A request whose pages the prefill has produced so far, in order from the first that decode lacks."""
+    """A request that the prefill has computed `pages` pages of, from the first that decode lacks. `begun`: decode may
+    fetch those."""
 
     prefix_tokens: int = 0
-    pages: list[npt.NDArray[np.int64]] = field(default_factory=list["npt.NDArray[np.int64]"])
-    gates: list[Gate] = field(default_factory=list[Gate])
+    pages: int = 0
+    begun: bool = False
 
 
 class KvmoverManager(engine_pd.CommonKVManager):
@@ -219,20 +229,35 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool, **more: Any
     ) -> None:
-        """Pages of a chunk. They move when the last are there: the mover takes a request's page table whole."""
-        room, event = bootstrap_room, more.get("wait_event")
+        """Pages of a chunk, which move once they are computed. States, and windows, are told with the last chunk."""
+        room = bootstrap_room
         if self.request_status.get(room, FAILED) == FAILED:
             return
-        outgoing = self._outgoing[room]
-        outgoing.pages.append(np.asarray(kv_indices, np.int64))
-        outgoing.gates += [Gate(event)] if event is not None else []
-        if is_last_chunk:
-            try:
-                tables = self._tables(outgoing.prefix_tokens, np.concatenate(outgoing.pages), more["state_indices"])
+        outgoing, pages = self._outgoing[room], np.asarray(kv_indices, np.int64)
+        states = more["state_indices"] if is_last_chunk else None
+        aux = self._rows.take(more["aux_index"]) if is_last_chunk else None
+        try:
+            tables = self._chunk_tables(outgoing, pages, states)
+            outgoing.pages += len(pages)
+            tokens = outgoing.prefix_tokens + outgoing.pages * self.kv_args.page_size
+            gate = Gate(more.get("wait_event"), tokens=ALL if is_last_chunk else tokens)
+            if is_last_chunk:
                 self.update_status(room, TRANSFERRING)
-                self._driver.send(room, tables, outgoing.gates or None, self._rows.take(more["aux_index"]))
-            except PlanError as error:
-                self.give_up(room, str(error))
+            if outgoing.begun:
+                self._driver.produced(room, gate, tables, aux)
+            else:
+                self._driver.send(room, tables, [gate], aux)
+                outgoing.begun = True
+        except PlanError as error:
+            self.give_up(room, str(error))
+
+    def _chunk_tables(
+        self, outgoing: Outgoing, pages: npt.NDArray[np.int64], states: Sequence[Any] | None
+    ) -> list[npt.NDArray[np.int64]]:
+        """What a chunk adds to the page tables."""
+        size, before = self.kv_args.page_size, outgoing.pages if outgoing.begun else None
+        prefix = outgoing.prefix_tokens // size
+        return [chunk_table(cache, prefix, before, pages, states, size) for cache in self._caches]
 
     def expect(self, room: int) -> None:
         """The scheduler has a request of this number, which is not the one that may have failed under it before."""

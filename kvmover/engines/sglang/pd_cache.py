@@ -196,6 +196,25 @@ def page_table(
     return np.concatenate([np.full(length - len(own), own[0] if len(own) else 0, np.int64), own])
 
 
+def chunk_table(
+    cache: RankCache,
+    prefix_pages: int,
+    before: int | None,
+    pages: npt.NDArray[np.int64],
+    states: Sequence[Any] | None,
+    page_tokens: int,
+) -> npt.NDArray[np.int64]:
+    """What a chunk of a prefill adds to `page_table`, behind `before` pages of earlier chunks (None: it is the first).
+
+    `states` None: other chunks follow. SGLang tells state indices with the last: what goes by them is named then.
+    """
+    if cache.by is None:
+        return page_table(cache, prefix_pages if before is None else 0, pages, (), page_tokens)
+    if states is None:
+        return np.zeros(0, np.int64)
+    return page_table(cache, prefix_pages + (before or 0), pages, states, page_tokens)
+
+
 def _attention(name: str, own: Buffers, kv: int, heads: int, place: ParallelRank, tokens: int) -> Iterator[RankCache]:
     """Pages `token head dim`: K of every layer, then V. K and V of different dims are caches of their own."""
     layers = len(own.items) // kv

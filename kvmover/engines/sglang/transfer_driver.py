@@ -77,11 +77,22 @@ class TransferDriver:
         with self._lock:
             self.mover.reopen(str(room))
 
-    def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate] | None, aux: bytes) -> None:
-        """Offer a request's pages, a table a component: see `Mover.send`. Raises PlanError."""
+    def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate], aux: bytes | None) -> None:
+        """Offer a request's pages, a table a component, or those of its first chunk. Raises PlanError."""
         with self._lock:
             self._open[room] = self.mover.send(str(room), pages, gates, aux)
             self._called()
+
+    def produced(self, room: int, gate: Gate, pages: Sequence[npt.NDArray[np.int64]], aux: bytes | None) -> None:
+        """More of a request that is being sent: the pages of a chunk, and with the last what goes beside the cache.
+
+        Nothing of one that is over."""
+        with self._lock:
+            if room in self._open:
+                self.mover.produced(self._open[room], gate, pages)
+                if aux is not None:
+                    self.mover.attach(self._open[room], aux)
+                self._called()
 
     def receive(self, room: int, wanted: Wanted) -> None:
         """Fetch a request once its engine is connected; `turn` begins it, and tells how it ended."""

@@ -12,12 +12,24 @@ Tables = tuple[list[int], ...]
 
 @dataclass(frozen=True, slots=True)
 class SendSpec:
-    """Offer a request. `computed` positions are in its pages before this step, all of it after; None: all of it is."""
+    """Offer a request, or the beginning of one that is prefilled in chunks. `computed` positions are in its pages
+    before this step, those below `stop` after it (None: all of it); `computed` None: all of it is there."""
 
     request: str
     transfer: str
     tables: Tables
     computed: int | None
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrowSpec:
+    """The next chunk of a request that was offered: block ids that come behind those named before, and below which
+    position all is in its pages after this step (None: all of it)."""
+
+    request: str
+    tables: Tables
+    stop: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,7 @@ class KvmoverConnectorMetadata:
     `delayed` requests have finished and keep their pages until each rank reports them as sent."""
 
     sends: list[SendSpec] = field(default_factory=list[SendSpec])
+    growths: list[GrowSpec] = field(default_factory=list[GrowSpec])
     receives: list[ReceiveSpec] = field(default_factory=list[ReceiveSpec])
     releases: list[ReleaseSpec] = field(default_factory=list[ReleaseSpec])
     refusals: list[RefuseSpec] = field(default_factory=list[RefuseSpec])

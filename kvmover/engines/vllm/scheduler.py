@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
+    GrowSpec,
     KvmoverConnectorMetadata,
     LoadSpec,
     ReceiveSpec,
@@ -64,7 +65,8 @@ class RequestOutcome(Enum):
 class Live:
     """A request that the scheduler knows. `preemptions`: how often it had been preempted when its pages were last seen.
 
-    `sent`: its transfer was ordered. `begun`: its fetch was, or needs none. `fetching`: pages are being written.
+    `offered`: positions that its transfer was told to wait for, in `named` blocks of each group; 0 before it was
+    ordered. `begun`: its fetch was, or needs none. `fetching`: pages are being written.
     `saved`: blocks ordered to be stored. `first`: the block from which on the store was asked. `looked`: after which
     preemption it was read, once: what could not be read then is computed.
     """
@@ -72,7 +74,8 @@ class Live:
     request: Any
     ask: Serve | Remote | None
     preemptions: int
-    sent: bool = False
+    offered: int = 0
+    named: tuple[int, ...] = ()
     begun: bool = False
     fetching: bool = False
     saved: int = 0
@@ -148,10 +151,10 @@ class ConnectorScheduler:
             if known is None:
                 continue
             before = known.request.num_computed_tokens
-            offers, saves = self._offers(known, before + count), self._saves(known, before + count)
+            offers, saves = self._offers(known), self._saves(known, before + count)
             tables = state.get_block_ids(name) if offers or saves else None  # a copy, as long as the request
             if tables is not None and offers:
-                self._offer(known, before, tables)
+                self._offer(known, before, before + count, tables)
             if tables is not None and saves:
                 self._save(known, saves, tables)
         metadata, self.metadata = self.metadata, KvmoverConnectorMetadata()
@@ -212,15 +215,21 @@ class ConnectorScheduler:
         """Positions that a decode engine fetches."""
         return max(1, request.num_prompt_tokens - 1) if self.windowed else request.num_prompt_tokens
 
-    def _offers(self, known: Live, after: int) -> bool:
-        """Whether this step computes the last tokens of a prefill: it has all its pages, and may be fetched."""
-        is_due = isinstance(known.ask, Serve) and not known.sent and not self.windowed
-        return is_due and after >= known.request.num_prompt_tokens
+    def _offers(self, known: Live) -> bool:
+        """Whether this step computes tokens of a prompt that others fetch: a chunk of it, or the last."""
+        is_due = isinstance(known.ask, Serve) and not self.windowed
+        return is_due and known.offered < known.request.num_prompt_tokens
 
-    def _offer(self, known: Live, before: int, tables: Tables) -> None:
+    def _offer(self, known: Live, before: int, after: int, tables: Tables) -> None:
+        """Name the blocks that this step fills: the prompt's first, or what has come since the last step."""
         assert isinstance(known.ask, Serve)
-        known.sent = True
-        self.metadata.sends.append(SendSpec(known.request.request_id, known.ask.transfer, _copied(tables), before))
+        request, stop = known.request, after if after < known.request.num_prompt_tokens else None
+        if known.offered:
+            more = tuple(table[named:] for table, named in zip(tables, known.named, strict=True))
+            self.metadata.growths.append(GrowSpec(request.request_id, more, stop))
+        else:
+            self.metadata.sends.append(SendSpec(request.request_id, known.ask.transfer, _copied(tables), before, stop))
+        known.offered, known.named = after, tuple(map(len, tables))
 
     def _saves(self, known: Live, after: int) -> range:
         """Blocks that are whole after this step and were not ordered to be stored."""
@@ -238,21 +247,21 @@ class ConnectorScheduler:
     def _served(self, known: Live, ask: Serve, tables: Tables, outcome: RequestOutcome) -> bool:
         """Whether the pages of a prefill for another engine are still needed."""
         name, delivered = known.request.request_id, outcome is RequestOutcome.DELIVERED
-        if delivered and not known.sent:
+        if delivered and not known.offered:
             self.metadata.sends.append(SendSpec(name, ask.transfer, _copied(tables), None))
-        elif not delivered and known.sent:
+        elif not delivered and known.offered:
             self.metadata.aborts.append(AbortSpec(name, "the prefill was aborted"))
         elif not delivered:
             self.metadata.refusals.append(RefuseSpec(ask.transfer, "the prefill was aborted"))
-        return delivered or known.sent
+        return delivered or known.offered > 0
 
     def _preempted(self, name: str, known: Live) -> None:
         """Its pages are somebody else's. What was stored of it stays; what was offered is computed again."""
-        if known.sent:
+        if known.offered:
             self.metadata.aborts.append(AbortSpec(name, "the prefill was preempted"))
-        if known.sent or known.saved:
+        if known.offered or known.saved:
             self.metadata.preempted.add(name)
-        known.preemptions, known.sent, known.saved = known.request.num_preemptions, False, 0
+        known.preemptions, known.offered, known.saved = known.request.num_preemptions, 0, 0
 
 
 def _copied(tables: Tables) -> Tables:

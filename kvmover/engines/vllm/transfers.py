@@ -66,14 +66,17 @@ class RequestTransfers:
         tables = [np.asarray(table, np.int64) for table in pages]
         self._sends[request] = self._started(lambda mover: mover.send(transfer, tables, gates))
 
-    def produced(self, request: str, gate: Gate) -> None:
-        """One more event to wait for."""
+    def produced(self, request: str, gate: Gate, pages: Pages | None) -> None:
+        """One more event to wait for, and pages that come behind those named before. Nothing of a request whose
+        transfer is over while its prefill goes on."""
+        tables = None if pages is None else [np.asarray(table, np.int64) for table in pages]
 
         def produced(done: Future[Transfer]) -> None:
             if done.exception() is None:
-                self.progress.tell(done.result(), lambda mover: mover.produced(done.result(), gate))
+                self.progress.tell(done.result(), lambda mover: mover.produced(done.result(), gate, tables))
 
-        self._sends[request].add_done_callback(produced)
+        if request in self._sends:
+            self._sends[request].add_done_callback(produced)
 
     def receive(self, spec: ReceiveSpec, pages: Pages) -> None:
         """Fetch positions of a request into its pages, a table a component; `received` tells how it ended."""

@@ -54,6 +54,15 @@ class Ended:
 
 
 @dataclass(slots=True)
+class Computing:
+    """A request of which this step computes the positions below `stop`, and blocks of it that nobody was told of."""
+
+    request: str
+    stop: int
+    pages: list[list[int]] | None = None
+
+
+@dataclass(slots=True)
 class ConnectorWorker:
     """A rank. `layers`: names of the model's layers whose caches it holds, in order, the first of which is number
     `first_layer` of the model; None where layers of several components make no one order."""
@@ -68,7 +77,7 @@ class ConnectorWorker:
     told: Tell = failed
     counts: Counter[str] = field(default_factory=Counter[str])
     _settled: KvmoverConnectorMetadata | None = None
-    _computing: list[SendSpec] = field(default_factory=list[SendSpec])
+    _computing: list[Computing] = field(default_factory=list[Computing])
     _fetching: dict[str, ReceiveSpec] = field(default_factory=dict[str, ReceiveSpec])
     _delayed: set[str] = field(default_factory=set[str])
     _endings: list[RankEnding] = field(default_factory=list[RankEnding])
@@ -98,6 +107,8 @@ class ConnectorWorker:
             self.transfers.refuse(refusal.transfer, refusal.reason)
         for send in metadata.sends:
             self._send(send)
+        for growth in metadata.growths:
+            self._computing.append(Computing(growth.request, _positions(growth.stop), self._pages(growth.tables)))
         for receive in metadata.receives:
             self._fetching[receive.request] = receive
             self.transfers.receive(receive, self._pages(receive.tables))
@@ -113,16 +124,12 @@ class ConnectorWorker:
             return
         done = self.layers.index(layer) + 1
         if done % self.layer_wise == 0 and done < len(self.layers):
-            gate = Gate(self.mark(), self.first_layer + done)
-            for send in self._computing:
-                self.transfers.produced(send.request, gate)
+            self._produced(self.first_layer + done)
 
     def end(self, metadata: KvmoverConnectorMetadata) -> None:
         """The forward pass of a step has been launched."""
         if self._computing:
-            gate = Gate(self.mark())
-            for send in self._computing:
-                self.transfers.produced(send.request, gate)
+            self._produced(ALL)
             self._computing = []
         if self.offload and metadata.saves:
             ready = self.mark()
@@ -164,9 +171,16 @@ class ConnectorWorker:
     def _send(self, send: SendSpec) -> None:
         gates = None
         if send.computed is not None:
-            self._computing.append(send)
+            self._computing.append(Computing(send.request, _positions(send.stop)))
             gates = [Gate(self.mark(), ALL, send.computed)] if send.computed else []
         self.transfers.send(send.request, send.transfer, self._pages(send.tables), gates)
+
+    def _produced(self, layers: int) -> None:
+        """Once what is launched has been computed, layers below `layers` of this step's chunks are in their pages."""
+        event = self.mark()
+        for chunk in self._computing:
+            self.transfers.produced(chunk.request, Gate(event, layers, chunk.stop), chunk.pages)
+            chunk.pages = None
 
     def _pages(self, tables: Tables) -> list[list[int]]:
         """A page table a component: pages of the kernels, of the blocks of its group."""
@@ -208,3 +222,8 @@ class ConnectorWorker:
         self._endings.append(RankEnding(way, over.request, landed is not None, microseconds))
         if landed and landed.nbytes:
             self.counts[f"{way}_bytes"] += landed.nbytes
+
+
+def _positions(stop: int | None) -> int:
+    """Below which all is computed; None stands for all of a request."""
+    return ALL if stop is None else stop

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvmover import ranges
@@ -122,6 +123,24 @@ def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
                 for component, pages in lane.target_pages(chunk):
                     missing[component].update(pages.tolist())
     return tuple(tuple(sorted(pages)) for pages in missing)
+
+
+def spliced(known: Pages, more: Pages, first: Sequence[int], most: Sequence[int]) -> Pages | None:
+    """A source's page tables of which `known` was said before and `more` is said now, `first` [component] being how
+    many pages were said before it; no longer than `most`. None where something between the two was lost.
+
+    Raises PlanError for other than one table a component.
+    """
+    known, first = known or tuple(table[:0] for table in more), first or [0] * len(more)
+    if not len(known) == len(more) == len(first) == len(most):
+        raise PlanError(f"{len(more)} page tables for {len(most)} components")
+    if any(not 0 <= at <= len(there) for at, there in zip(first, known, strict=True)):
+        return None
+    longer = (
+        there if at + len(new) <= len(there) else np.concatenate([there[:at], new])
+        for there, new, at in zip(known, more, first, strict=True)
+    )
+    return tuple(table[:pages] for table, pages in zip(longer, most, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

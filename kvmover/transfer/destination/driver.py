@@ -12,7 +12,15 @@ from kvmover import ranges
 from kvmover.errors import PlanError
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import machine
-from kvmover.transfer.destination.attempts import Id, ReceiveAttempt, ReceiveRequest, attempt_of, cause_of, close
+from kvmover.transfer.destination.attempts import (
+    Id,
+    ReceiveAttempt,
+    ReceiveRequest,
+    attempt_of,
+    cause_of,
+    close,
+    spliced,
+)
 from kvmover.transfer.destination.credits import Credits
 from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions
@@ -112,12 +120,25 @@ class DestinationDriver:
         self.core.say(peer.name, wire.Done(*id_) if reason is None else wire.Abort(*id_, reason))
 
     def _take_tables(self, attempt: ReceiveAttempt, peer: str, offer: wire.Offered) -> bool:
-        """Page tables of a source whose pages we read; False, and the attempt fails, where they cannot be right."""
-        if peer not in attempt.lanes:
+        """Page tables of a source whose pages we read; False, and the attempt fails, where they cannot be right.
+
+        False too for what follows tables that were lost: the source says all of it again when it hears nothing.
+        """
+        lane, known = attempt.lanes.get(peer), attempt.theirs.get(peer, ())
+        if lane is None:
             return False
         try:
-            tables = decoded(offer.pages)
-            attempt.lanes[peer].check_pages(attempt.lanes[peer].src, tables)
+            tables = spliced(known, decoded(offer.pages), offer.first_pages, lane.source_reads)
+            if tables is None:
+                return False
+            before = 0
+            for first, stop in offer.ready:
+                if not before <= first <= stop <= len(lane.chunks):
+                    break  # the state machine fails the attempt for it
+                before = stop
+                for chunk in range(first, stop):
+                    if (peer, chunk) not in attempt.state.ready:
+                        lane.check_chunk(chunk, tables)
         except ValueError as error:
             self._step(attempt, Heard(peer, wire.Abort(*attempt.id, f"page tables of {peer}: {error}")))
             return False

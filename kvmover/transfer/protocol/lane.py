@@ -131,18 +131,42 @@ class Lane:
         pieces = self.chunks[chunk].pieces
         return max(p.leg.layers.stop for p in pieces), max(self._stop(p, stop) for p in pieces)
 
+    def source_pages(self, chunk: int) -> tuple[int, ...]:
+        """How many pages of each of the source's tables a chunk needs to be named."""
+        needed = [0] * len(self.src)
+        for piece in self.chunks[chunk].pieces:
+            last = int(piece.units.src.max()) // self.src[piece.component].spec.page_tokens
+            needed[piece.component] = max(needed[piece.component], last + 1)
+        return tuple(needed)
+
+    @cached_property
+    def source_reads(self) -> tuple[int, ...]:
+        """How many pages of each of the source's tables the whole lane needs."""
+        last = [max((int(units.src.max()) for units in groups), default=-1) for groups in self.units]
+        return tuple(at // held.spec.page_tokens + 1 for at, held in zip(last, self.src, strict=True))
+
+    def source_tokens(self, component: int, first_page: int) -> range:
+        """From the first to the last position of the lane that lies in the source's pages from `first_page` on."""
+        ends = [end for units in self.units[component] for end in (units.src, units.src + units.tokens - 1)]
+        at = np.concatenate(ends) if ends else np.zeros(0, np.int64)
+        at = at[at // self.src[component].spec.page_tokens >= first_page]
+        if not at.size:
+            return range(0)
+        positions = self._position(component, at)
+        return range(int(positions.min()), int(positions.max()) + 1)
+
     def _stop(self, piece: Piece, stop: int) -> int:
         if self.src[piece.component].spec.component.states:
             return stop  # a state is final when every token has been through it
-        return int(self._position(piece, piece.units.src + piece.units.tokens - 1).max()) + 1
+        return int(self._position(piece.component, piece.units.src + piece.units.tokens - 1).max()) + 1
 
     def _positions(self, piece: Piece) -> npt.NDArray[np.int64]:
         """Logical position of each unit's first token [unit], the same from either side."""
-        return self._position(piece, piece.units.src)
+        return self._position(piece.component, piece.units.src)
 
-    def _position(self, piece: Piece, tokens_at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _position(self, component: int, tokens_at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Logical position of each of the source's tokens."""
-        held = self.src[piece.component].shard.positions
+        held = self.src[component].shard.positions
         assert held is not None, "a piece was cut from positions that nobody holds"
         run, token = np.divmod(tokens_at, held.width)
         return run * held.step + token + held.start
@@ -164,6 +188,11 @@ class Lane:
         for groups, own, src, table in zip(self.units, held, self.src, pages, strict=True):
             for units in groups:
                 page_ids(own, units.src if own is src else units.dst, table)
+
+    def check_chunk(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> None:
+        """As `check_pages` for the source, of one chunk: of a request whose pages are named as they are computed."""
+        for piece in self.chunks[chunk].pieces:
+            page_ids(self.src[piece.component], piece.units.src, pages[piece.component])
 
     def target_pages(self, chunk: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """(component, indices into the destination's page table) that a chunk touches."""

@@ -155,12 +155,13 @@ class Noted(About, frozen=True):
 class Offered(About, frozen=True):
     """Source to destination: chunks in the ranges `ready` [first, stop) may be moved, so regions will be used at once.
 
-    Said again of chunks whose lease was over before they could be written. `pages`: for the direct route of a pull, the
-    source's page tables.
+    Said again of chunks whose lease was over before they could be written. `pages`: for the direct route of a pull, of
+    the source's page tables what was not said before: so many pages of each, which `first_pages` counts (none: 0 each).
     """
 
     ready: Ranges
     pages: Tables = ()
+    first_pages: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_COMPONENTS)] = ()
     stamp_us: Natural = 0
 
 
@@ -298,8 +299,17 @@ def decode(payload: bytes) -> AnyMessage:
         raise ProtocolError(f"malformed message of {len(payload)} bytes: {error}") from error
 
 
+#: Of one page id in a message.
+PAGE_ID_BYTES = 4
+
+
 def encoded(pages: Sequence[npt.NDArray[np.int64]]) -> tuple[bytes, ...]:
     return tuple(table.astype("<i4").tobytes() for table in pages)
+
+
+def lengths(tables: Sequence[bytes]) -> tuple[int, ...]:
+    """How many pages each of some encoded tables names."""
+    return tuple(len(table) // PAGE_ID_BYTES for table in tables)
 
 
 def decoded(tables: Sequence[bytes]) -> tuple[npt.NDArray[np.int64], ...]:

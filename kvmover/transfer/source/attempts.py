@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from kvmover.errors import PlanError
+from kvmover.layout.pool import Pool
 from kvmover.plan.cost import Route
+from kvmover.transfer.arguments import check_named
 from kvmover.transfer.core import Core
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
-from kvmover.transfer.protocol.wire import Verb, decoded, encoded
+from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, decoded, encoded
 from kvmover.transfer.result import Cause, Gate, Result, Transfer
 from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
@@ -37,6 +43,22 @@ def cause_of(event: Event) -> Cause:
     return _CAUSES.get(type(event), Cause.PROTOCOL)
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What must be there before a chunk can go: layers below `layers` of positions below `tokens`, and so many `pages`
+    of each page table, named.
+    """
+
+    layers: int
+    tokens: int
+    pages: tuple[int, ...]
+
+    def met(self, passed: Iterable[Gate], named: Sequence[int]) -> bool:
+        """Whether one of the gates that passed covers the chunk, and tables of `named` pages do."""
+        produced = any(self.layers <= gate.layers and self.tokens <= gate.tokens for gate in passed)
+        return produced and all(need <= there for need, there in zip(self.pages, named, strict=True))
+
+
 @dataclass(slots=True, eq=False)
 class SendAttempt:
     """One destination's attempt at a request. `waiting`: chunks that the engine has not produced."""
@@ -44,31 +66,52 @@ class SendAttempt:
     state: Sending
     job: Job
     waiting: tuple[int, ...]
+    _needs: dict[int, Needs] = field(default_factory=dict[int, Needs])
 
-    def behind(self, passed: list[Gate]) -> Callable[[int], bool]:
-        """Whether all that a chunk reaches into was produced before one of the gates that passed."""
+    def needs(self, chunk: int) -> Needs:
+        if chunk not in self._needs:
+            lane = self.job.lane
+            self._needs[chunk] = Needs(*lane.reach(chunk, self.job.want.stop), lane.source_pages(chunk))
+        return self._needs[chunk]
 
-        def produced(chunk: int) -> bool:
-            layer, token = self.job.lane.reach(chunk, self.job.want.stop)
-            return any(layer <= gate.layers and token <= gate.tokens for gate in passed)
+    def forget(self, chunk: int) -> None:
+        """A chunk that waits no more."""
+        del self._needs[chunk]
 
-        return produced
+    def tables(self) -> tuple[bytes, ...]:
+        """Our page tables so far, as far as the destination needs them, where it reads from pages."""
+        if not _is_read_from_pages(self.job.want):
+            return ()
+        return encoded([table[:most] for table, most in zip(self.job.source, self.job.lane.source_reads, strict=True)])
+
+    def unnamed(self) -> str:
+        """Which tokens have no page, of those that wait; empty where all have."""
+        missing, lane = list[str](), self.job.lane
+        named = tuple(map(len, self.job.source))
+        for number, (held, there) in enumerate(zip(lane.src, named, strict=True)):
+            if self.waiting and there < lane.source_reads[number]:
+                tokens = lane.source_tokens(number, there)
+                missing.append(f"{held.spec.component.name} {tokens.start} to {tokens.stop}")
+        return f"no pages were named for tokens of {', '.join(missing)}" if missing else ""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """A request that this rank offers. `expected` [engine]: ranks that will ask, known from the first that does.
 
-    `gates`: what has to pass before more is in the pages; None where everything is. `failed` [engine]: why it is not
-    served any more, and by which cause; what fails one engine fails no other. `reason`: why the request is failing for
-    all; its transfer ends when no destination is being served any more.
+    `pages`: its tables so far, the very list that its jobs read. `gates`: what has to pass before more is in the pages;
+    None where everything is. `passed`: gates that have, less those that a later one covers. `failed` [engine]: why it
+    is not served any more, and by which cause; what fails one engine fails no other. `reason`: why the request is
+    failing for all; its transfer ends when no destination is being served any more. `deadline_s`: how long it has from
+    when it was sent, or more of it was produced.
     """
 
     transfer: Transfer
-    pages: Pages
+    pages: list[npt.NDArray[np.int64]]
     gates: list[Gate] | None
     deadline: float
     aux: bytes | None = None
+    deadline_s: float = math.inf
     passed: list[Gate] = field(default_factory=list[Gate])
     expected: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     failed: dict[str, tuple[str, Cause]] = field(default_factory=dict[str, "tuple[str, Cause]"])
@@ -88,23 +131,54 @@ class Request:
         """The attempts of an engine's ranks."""
         return [attempt for attempt in self.attempts.values() if attempt.job.peer.card.place.engine == engine]
 
+    def told(self, reason: str) -> str:
+        """`reason`, and which tokens were asked for and have no pages."""
+        missing = next((unnamed for attempt in self.attempts.values() if (unnamed := attempt.unnamed())), "")
+        return f"{reason}: {missing}" if missing else reason
+
     def look(self) -> None:
         """Ask the gates that have not passed."""
-        for gate in [gate for gate in self.gates or () if gate.event.query()]:
+        for gate in [gate for gate in self.gates or () if gate.event is None or gate.event.query()]:
             self.let(gate)
 
     def let(self, gate: Gate) -> None:
         """A gate has passed: it is asked no more."""
         if self.gates is not None:
             self.gates.remove(gate)
-            self.passed.append(gate)
+            self.passed = _uncovered([*self.passed, gate])
+
+    def name(self, pages: Pages, pools: Sequence[Pool]) -> None:
+        """Add to the end of the page tables. Raises PlanError, and adds nothing."""
+        if len(pages) != len(self.pages):
+            raise PlanError(f"{len(pages)} page tables for {len(self.pages)} components")
+        longer = [np.concatenate(pair) for pair in zip(self.pages, pages, strict=True)]
+        check_named(longer, pools)
+        self.pages[:] = longer
 
     def take_ready(self, attempt: SendAttempt) -> tuple[int, ...]:
-        """Chunks that wait no more: what they hold is in the pages."""
-        ready = attempt.waiting if self.gates is None else tuple(filter(attempt.behind(self.passed), attempt.waiting))
+        """Chunks that wait no more: what they hold is in the pages, and those are named.
+
+        Raises OwnTables where a page of theirs is none. Of a request that is all there the Want was checked already.
+        """
+        ready = attempt.waiting
+        if self.gates is not None:
+            named = tuple(map(len, self.pages))
+            ready = tuple(chunk for chunk in ready if attempt.needs(chunk).met(self.passed, named))
+            for chunk in ready:
+                attempt.job.check_source(chunk)
+                attempt.forget(chunk)
         gone = frozenset(ready)
         attempt.waiting = tuple(chunk for chunk in attempt.waiting if chunk not in gone)
         return ready
+
+
+def _uncovered(gates: Sequence[Gate]) -> list[Gate]:
+    """The gates that no other covers, of equal ones the first: a prefill of a thousand chunks leaves one."""
+    left = list[Gate]()
+    for gate in sorted(gates, key=lambda gate: (-gate.layers, -gate.tokens)):
+        if not left or gate.tokens > left[-1].tokens:
+            left.append(gate)
+    return left
 
 
 def close(request: Request, core: Core) -> None:
@@ -138,8 +212,8 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     """The attempt that serves `want`. Raises ValueError or ProtocolError on one that cannot be met."""
     fleet, place = core.end.fleet, peer.card.place
     theirs = place.fleet
-    tables = [len(t) for t, p in zip(request.pages, core.end.pools, strict=True) if not p.component.states]
-    if tables and want.stop > (min(tables) + 1) * fleet.page_tokens * fleet.cp:  # before so much is computed
+    most = _most_pages(core, request)
+    if most is not None and want.stop > (most + 1) * fleet.page_tokens * fleet.cp:  # before so much is computed
         raise PlanError(f"page tables are too short for {want.stop} positions")
     if place.engine not in request.expected:
         relation = related(core.components, fleet, theirs, want.replicas)
@@ -160,17 +234,33 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         now + request.deadline - request.transfer.started,
         direct,
         want.verb,
-        _tables(request, want, chunks) if direct and want.verb is Verb.PULL else (),
-        0 if direct or want.verb is Verb.PULL else peer.card.arena.nbytes,
-        want.lease.term,
-        now,
+        room_bytes=0 if direct or want.verb is Verb.PULL else peer.card.arena.nbytes,
+        term=want.lease.term,
+        quiet_since=now,
     )
+    if _is_read_from_pages(want):
+        _check_offer(want, lane)
     return SendAttempt(state, Job(want, peer, lane, request.pages, target), tuple(range(chunks)))
 
 
-def _tables(request: Request, want: wire.Want, chunks: int) -> tuple[bytes, ...]:
-    """Our page tables for who reads from our pages. Raises ProtocolError where no message holds them."""
-    pages = encoded(request.pages)
-    every = tuple((chunk, chunk + 1) for chunk in range(chunks))
-    wire.encode(wire.Offered(want.request, want.generation, every, pages, MAX_STAMP_US))
-    return pages
+def _most_pages(core: Core, request: Request) -> int | None:
+    """Of how many pages the request can be at the most: of those named, or while it grows, of those that are there.
+
+    None where nothing says it: states are no tokens, and of a growing window what lies before is no page.
+    """
+    pools = [(table, pool) for table, pool in zip(request.pages, core.end.pools, strict=True)]
+    if request.gates is None:
+        return min((len(table) for table, pool in pools if not pool.component.states), default=None)
+    dense = [pool.pages for _, pool in pools if not pool.component.states and pool.component.window is None]
+    return min(dense, default=None)
+
+
+def _is_read_from_pages(want: wire.Want) -> bool:
+    return want.route is Route.DIRECT and want.verb is Verb.PULL
+
+
+def _check_offer(want: wire.Want, lane: Lane) -> None:
+    """Raise ProtocolError where no message holds our page tables, for who reads from our pages."""
+    every = tuple((chunk, chunk + 1) for chunk in range(len(lane.chunks)))
+    tables = tuple(bytes(PAGE_ID_BYTES * most) for most in lane.source_reads)
+    wire.encode(wire.Offered(want.request, want.generation, every, tables, tuple(map(len, tables)), MAX_STAMP_US))

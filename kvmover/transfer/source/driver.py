@@ -69,7 +69,9 @@ class SourceDriver:
         check_aux(aux)
         deadline = transfer.started + deadline_s
         waiting = None if gates is None else list(gates)
-        request = self._requests[transfer.request] = Request(transfer, pages, waiting, deadline, aux)
+        request = self._requests[transfer.request] = Request(
+            transfer, list(pages), waiting, deadline, aux, deadline - self.core.clock()
+        )
         self.core.timers.set((TimerKind.REQUEST, transfer.request), deadline)
         lost = self._early.loss(transfer.request)
         self.reopen(transfer.request)
@@ -81,14 +83,23 @@ class SourceDriver:
                 self.hear(early.peer, message)
         self._settle(request)
 
-    def produced(self, transfer: Transfer, gate: Gate) -> None:
-        """One more event to wait for, of a request that was sent before all of it was computed."""
+    def produced(self, transfer: Transfer, gate: Gate, pages: Pages | None) -> None:
+        """One more event to wait for, and more pages, of a request that was sent before all of it was computed."""
         request = self._open(transfer)
-        if request is not None:
-            if request.gates is None:
-                raise PlanError(f"request {transfer.request} was sent as if all of it were in its pages")
-            request.gates.append(gate)
-            self._watch(request)
+        if request is None or transfer.ended:
+            return
+        if request.gates is None:
+            raise PlanError(f"request {transfer.request} was sent as if all of it were in its pages")
+        if pages is not None:
+            request.name(pages, self.core.pools)
+        request.gates.append(gate)
+        if gate.event is None:
+            request.let(gate)
+        request.deadline = self.core.clock() + request.deadline_s
+        self.core.timers.set((TimerKind.REQUEST, transfer.request), request.deadline)
+        self._watch(request)
+        for attempt in list(request.attempts.values()) if pages is not None or gate.event is None else ():
+            self._offer(request, attempt)  # of what a gate covers that has passed
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """Hand over what goes beside the cache, once."""
@@ -188,6 +199,8 @@ class SourceDriver:
             with ranges.span(ranges.PLAN, want.request):
                 attempt = attempt_for(self.core, request, peer, want)
                 self.writes.check(attempt.job)
+                if request.gates is None:
+                    attempt.job.check_source()
         except (ValueError, ProtocolError) as error:  # PlanError, LayoutError, or page tables that are none
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
             if isinstance(error, OwnTables):
@@ -253,7 +266,9 @@ class SourceDriver:
     def _has_passed(self, request: Request, gate: Gate) -> bool:
         """Ask one event. What it raises fails its request, and no other."""
         found: list[bool] = []
-        wrong = self.core.contain(request.transfer.request, lambda: found.append(gate.event.query()))
+        wrong = self.core.contain(
+            request.transfer.request, lambda: found.append(gate.event is None or gate.event.query())
+        )
         if wrong is not None:
             self._fail(request, wrong, Cause.FAULT)
         return any(found)
@@ -269,16 +284,21 @@ class SourceDriver:
 
     def _offer(self, request: Request, attempt: SendAttempt) -> bool:
         """Say which more chunks are in the pages; False where there are none."""
-        ready = request.take_ready(attempt)
+        try:
+            ready = request.take_ready(attempt)
+        except OwnTables as error:
+            self._fail(request, str(error), Cause.PROTOCOL)
+            return False
         if ready:
-            self._step(request, attempt, Ready(ready))
+            self._step(request, attempt, Ready(ready, attempt.tables()))
         return bool(ready)
 
     def _look(self) -> None:
         """Offer what has been produced since the last look at each gate."""
         if self._events is None:
             self._gates = [(request, gate) for request in self._gated.values() for gate in request.gates or ()]
-            self._events = [gate.event for _, gate in self._gates]
+            self._events = [gate.event for _, gate in self._gates if gate.event is not None]
+            assert len(self._events) == len(self._gates), "a gate without an event has passed when it is named"
         first = self._next_gate if self._next_gate < len(self._events) else 0
         asked = slice(first, first + MAX_GATES)
         self._next_gate = asked.stop
@@ -318,7 +338,7 @@ class SourceDriver:
     def abort(self, transfer: Transfer, reason: str) -> None:
         request = self._open(transfer)
         if request is not None:
-            self._fail(request, reason, Cause.ABORTED)
+            self._fail(request, request.told(reason), Cause.ABORTED)
 
     def poll(self) -> None:
         """Gates that have passed, and requests that are over."""
@@ -333,6 +353,8 @@ class SourceDriver:
         request = self._requests.get(name)
         attempt = request.attempts.get(peer) if request is not None else None
         if request is not None and attempt is not None:
+            if self.core.clock() >= attempt.state.deadline and attempt.unnamed():
+                self._fail(request, request.told("deadline passed"), Cause.DEADLINE)
             self._step(request, attempt, Tick())
 
     def end_of_time(self, name: str) -> None:
@@ -340,7 +362,8 @@ class SourceDriver:
         request = self._requests.get(name)
         if request is not None and not request.transfer.ended:
             missing = "was served" if request.all_asked else "asked"
-            self._fail(request, f"deadline passed before every destination {missing}", Cause.DEADLINE)
+            reason = request.told(f"deadline passed before every destination {missing}")
+            self._fail(request, reason, Cause.DEADLINE)
 
     def expire(self, now: float) -> None:
         """Forget what is remembered long enough."""

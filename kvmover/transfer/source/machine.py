@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, lengths
 from kvmover.transfer.source.state import (
     Action,
     Attached,
@@ -47,8 +47,9 @@ def step(state: Sending, event: Event, now: float) -> Stepped:
             return _tick(state, now)
         case Cancel(reason):
             return _fail(state, reason, now)
-        case Ready(chunks):
-            return _offer(_wait_anew(replace(state, ready=state.ready.union(chunks)), now), chunks)
+        case Ready(chunks, pages):
+            ready = replace(state, ready=state.ready.union(chunks), pages=pages)
+            return _offer(_wait_anew(ready, now), chunks)
         case Attached(payload):
             return replace(state, aux=payload), [Say(wire.Aux(state.request, state.generation, payload))]
         case _:
@@ -118,10 +119,19 @@ def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
     if _ended(state) or not chunks:
         return state, []
     if not state.direct or state.verb is Verb.PULL:
-        return state, [Say(wire.Offered(state.request, state.generation, _ranges(chunks), state.pages))]
+        offer = wire.Offered(state.request, state.generation, _ranges(chunks), *_unsaid(state))
+        return replace(state, said_pages=lengths(state.pages)), [Say(offer)]
     fresh = [chunk for chunk in chunks if chunk not in state.granted]
     granted = {**state.granted, **dict.fromkeys(fresh, (0, 0))}
     return replace(state, granted=granted), [Post(chunk, 0, 0, state.term) for chunk in fresh]
+
+
+def _unsaid(state: Sending) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
+    """What no offer has said of our page tables, and where it begins: each page id is said once, if nothing is lost."""
+    first = state.said_pages
+    if not any(first):
+        return state.pages, ()
+    return tuple(table[said * PAGE_ID_BYTES :] for table, said in zip(state.pages, first, strict=True)), first
 
 
 def _ranges(chunks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -139,12 +149,19 @@ def _asked(state: Sending, now: float) -> Stepped:
     if not state.ready:
         keeps_ms = max(0, int((state.deadline - now) * 1e3))
         return state, [Say(wire.Noted(state.request, state.generation, keeps_ms)), *_aux(state)]
-    state, actions = _offer(state, tuple(state.ready))
+    actions: list[Action] = [_whole_offer(state)]
+    if state.direct and state.verb is Verb.PUSH:
+        state, actions = _offer(state, tuple(state.ready))
     return state, [*actions, *_aux(state)]
 
 
 def _aux(state: Sending) -> list[Action]:
     return [] if state.aux is None else [Say(wire.Aux(state.request, state.generation, state.aux))]
+
+
+def _whole_offer(state: Sending) -> Say:
+    """All that is ready, with all pages: what was said before may be lost."""
+    return Say(wire.Offered(state.request, state.generation, _ranges(tuple(state.ready)), state.pages))
 
 
 def _failed(state: Sending) -> list[Action]:
@@ -328,5 +345,4 @@ def _again(state: Sending) -> Stepped:
     """A destination that is silent may not have heard, or its Done or Abort is lost: any message makes it answer."""
     if state.reason is not None:
         return state, [Say(wire.Abort(state.request, state.generation, state.reason))]
-    offer = wire.Offered(state.request, state.generation, _ranges(tuple(state.ready)), state.pages)
-    return state, [Say(offer), *(_place(state, chunk) for chunk in state.staged)]
+    return state, [_whole_offer(state), *(_place(state, chunk) for chunk in state.staged)]

@@ -10,9 +10,10 @@ from kvmover.transfer.protocol.wire import Verb
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The engine has produced some chunks."""
+    """The engine has produced some chunks. `pages`: our tables so far, where the destination reads from pages."""
 
     chunks: tuple[int, ...]
+    pages: tuple[bytes, ...] = ()
 
 
 class Posted(msgspec.Struct, frozen=True):
@@ -108,9 +109,9 @@ class Sending(msgspec.Struct, frozen=True):
 
     `spans` [chunk]: bytes that it takes in an arena. `room_bytes`: of the destination's arena, which grants name places
     of; 0 where they name none. `granted` [chunk]: (offset, round) that may be posted. `in_flight` chunks touch memory
-    of ours; `staged` [chunk] wait to be read, at an offset; `written` ended well. `pages`: what an offer of a direct
-    pull carries. `term`: of the latest grant; the pages of a direct push are granted as a whole. `repeats`: how often
-    an offer was said again since anything new at `quiet_since`.
+    of ours; `staged` [chunk] wait to be read, at an offset; `written` ended well. `pages`: our page tables so far in a
+    direct pull, of each of which the first `said_pages` were in an offer. `term`: of the latest grant; the pages of a
+    direct push are granted as a whole. `repeats`: how often an offer was repeated since anything new at `quiet_since`.
     """
 
     request: str
@@ -121,6 +122,7 @@ class Sending(msgspec.Struct, frozen=True):
     direct: bool = False
     verb: Verb = Verb.PUSH
     pages: tuple[bytes, ...] = ()
+    said_pages: tuple[int, ...] = ()
     room_bytes: int = 0
     term: int = 0
     quiet_since: float = 0.0

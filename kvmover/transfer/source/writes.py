@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,14 +52,25 @@ class OwnTables(PlanError):
 class Job:
     """What one attempt moves from where to where. `want`: what the destination asked for.
 
-    `target`: its page tables where chunks are written from pool to pool; None elsewhere.
+    `source`: our page tables so far, the request's own list. `target`: the destination's where chunks are written from
+    pool to pool; None elsewhere.
     """
 
     want: wire.Want
     peer: Peer
     lane: Lane
-    source: Pages
+    source: Sequence[npt.NDArray[np.int64]]
     target: Pages | None
+
+    def check_source(self, chunk: int | None = None) -> None:
+        """Raise OwnTables where our page tables do not cover a chunk (None: all of it), or name no page of ours."""
+        try:
+            if chunk is None:
+                self.lane.check_pages(self.lane.src, self.source)
+            else:
+                self.lane.check_chunk(chunk, self.source)
+        except PlanError as error:
+            raise OwnTables(str(error)) from error
 
     def note(self, part_: Part) -> bytes:
         want = self.want
@@ -105,11 +116,7 @@ class Writes:
     _staged: dict[tuple[Job, int], Part] = field(default_factory=dict["tuple[Job, int]", Part])
 
     def check(self, job: Job) -> None:
-        """Raise PlanError, before anything is sent, for page tables or chunks that do not fit."""
-        try:
-            job.lane.check_pages(job.lane.src, job.source)
-        except PlanError as error:
-            raise OwnTables(str(error)) from error
+        """Raise PlanError, before anything is sent, for the destination's page tables or chunks that do not fit."""
         if job.target is not None:
             job.lane.check_pages(job.lane.dst, job.target)
         if job.want.route is Route.DIRECT:

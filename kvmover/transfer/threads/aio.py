@@ -43,9 +43,9 @@ class AsyncTransfer:
         """None before it has begun, which it has when it ended, and where it could not begin."""
         return self._begun.result() if self._begun.done() and self._begun.exception() is None else None
 
-    def produced(self, gate: Gate) -> None:
+    def produced(self, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
         """As Mover.produced; it takes effect once the transfer has begun. Returns at once."""
-        self._tell(lambda mover, transfer: mover.produced(transfer, gate))
+        self._tell(lambda mover, transfer: mover.produced(transfer, gate, pages))
 
     def attach(self, payload: bytes) -> None:
         """As Mover.attach, at most 64 KiB. Returns at once."""

@@ -89,9 +89,9 @@ class SharedMover:
         """As Mover.forget: the process of a rank is known to be dead."""
         self._progress.submit(lambda mover: mover.forget(engine, rank)).result()
 
-    def produced(self, transfer: Transfer, gate: Gate) -> None:
+    def produced(self, transfer: Transfer, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
         """As Mover.produced. Returns at once, also in a signal handler or a callback."""
-        self._progress.tell(transfer, lambda mover: mover.produced(transfer, gate))
+        self._progress.tell(transfer, lambda mover: mover.produced(transfer, gate, pages))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """As Mover.attach, at most 64 KiB. Returns at once."""

@@ -24,6 +24,7 @@ from kvmover.engines.sglang.pd_cache import (
     CacheTotals,
     RankCache,
     caches_of,
+    chunk_table,
     layers_of,
     page_table,
     pool_of,
@@ -188,6 +189,27 @@ def test_a_state_has_a_page_table_of_its_own_and_index_keys_skip_the_prefix() ->
     pages, told_of = np.array([7, 8]), [np.array([5, 6], np.int32), [np.array(3)]]
     assert page_table(state, 1, pages, told_of, PAGE).tolist() == [3]
     assert page_table(keys, 1, pages, told_of, PAGE).tolist() == [5, 5, 6]
+
+
+@pytest.mark.parametrize("sizes", [(5,), (1, 4), (0, 2, 3), (2, 3, 0)], ids=str)
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_the_chunks_of_a_prefill_name_the_pages_of_the_whole(sizes: tuple[int, ...], prefix: int) -> None:
+    caches = [
+        RankCache("kv", (0,), 99, 1, 1),
+        RankCache("window", (0,), 99, 1, 1, window=2 * PAGE, by=0),
+        RankCache("state", (0,), 99, 1, 1, states=1, by=1),
+    ]
+    pages, states = np.arange(40, 40 + sum(sizes)), [[43, 44], [7]]
+    for cache in caches:
+        told, before = list[int](), None
+        for number, size in enumerate(sizes):
+            first, last = before or 0, number + 1 == len(sizes)
+            chunk = pages[first : first + size]
+            told += chunk_table(cache, prefix, before, chunk, states if last else None, PAGE).tolist()
+            before = first + size
+        whole = page_table(cache, prefix, pages, states, PAGE).tolist()
+        assert told[prefix * (cache.by is None) :] == whole[prefix * (cache.by is None) :]
+        assert len(told) == len(whole)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
+    GrowSpec,
     KvmoverConnectorMetadata,
     LoadSpec,
     ReceiveSpec,
@@ -67,7 +68,8 @@ def tables(blocks: int = 7) -> tuple[list[int], ...]:
 
 def step(scheduler: ConnectorScheduler, *scheduled: tuple[Request, int]) -> KvmoverConnectorMetadata:
     """A step that computes so many tokens of some requests."""
-    state = SimpleNamespace(get_block_ids=lambda name: tables())
+    blocks = {request.request_id: -(-(request.num_computed_tokens + count) // TOKENS) for request, count in scheduled}
+    state = SimpleNamespace(get_block_ids=lambda name: tables(blocks[name]))
     counts = {request.request_id: count for request, count in scheduled}
     metadata = scheduler.build(SimpleNamespace(num_scheduled_tokens=counts, kv_connector_block_state=state))
     for request, count in scheduled:
@@ -95,10 +97,13 @@ def fetched() -> tuple[ConnectorScheduler, Request]:
     return scheduler, request
 
 
-def test_a_prefill_is_offered_with_the_step_that_computes_its_last_token() -> None:
+def test_a_prefill_is_offered_with_its_first_step_and_each_step_names_the_blocks_that_it_fills() -> None:
+    """Chunks of 40, 40 and 20 tokens in blocks of 16: the second begins in a block that the first named."""
     scheduler, request = served()
-    assert step(scheduler, (request, 64)) == KvmoverConnectorMetadata()
-    assert step(scheduler, (request, 36)).sends == [SendSpec("p-1", "p-1", tables(), 64)]
+    first, second, last = (step(scheduler, (request, count)) for count in (40, 40, 20))
+    assert first == KvmoverConnectorMetadata(sends=[SendSpec("p-1", "p-1", tables(3), 0, 40)])
+    assert second == KvmoverConnectorMetadata(growths=[GrowSpec("p-1", ([13, 14],), 80)])
+    assert last == KvmoverConnectorMetadata(growths=[GrowSpec("p-1", ([15, 16],), None)])
     assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (True, answer(REMOTE))
     assert step(scheduler) == KvmoverConnectorMetadata(delayed={"p-1"})
     assert (step(scheduler), scheduler.live) == (KvmoverConnectorMetadata(), {})
@@ -112,11 +117,10 @@ def test_a_prefill_that_generates_more_is_offered_once() -> None:
 
 def test_an_aborted_prefill_is_refused_or_withdrawn() -> None:
     scheduler, request = served()
-    step(scheduler, (request, 64))
     assert scheduler.finished(request, tables(), RequestOutcome.ABORTED) == (False, None)
     assert step(scheduler).refusals == [RefuseSpec("p-1", "the prefill was aborted")]
     scheduler, request = served()
-    step(scheduler, (request, 100))
+    step(scheduler, (request, 64))
     assert scheduler.finished(request, tables(), RequestOutcome.ABORTED) == (True, None)
     assert step(scheduler) == KvmoverConnectorMetadata(
         aborts=[AbortSpec("p-1", "the prefill was aborted")], delayed={"p-1"}
@@ -125,13 +129,15 @@ def test_an_aborted_prefill_is_refused_or_withdrawn() -> None:
 
 def test_a_preempted_prefill_is_withdrawn_and_offered_again_when_it_is_computed_again() -> None:
     scheduler, request = served()
-    step(scheduler, (request, 100))
+    step(scheduler, (request, 64))
     request.num_preemptions, request.num_computed_tokens = 1, 0
-    metadata = step(scheduler, (request, 64))
+    metadata = step(scheduler, (request, 48))
     assert metadata == KvmoverConnectorMetadata(
-        aborts=[AbortSpec("p-1", "the prefill was preempted")], preempted={"p-1"}
+        sends=[SendSpec("p-1", "p-1", tables(3), 0, 48)],
+        aborts=[AbortSpec("p-1", "the prefill was preempted")],
+        preempted={"p-1"},
     )
-    assert [send.computed for send in step(scheduler, (request, 36)).sends] == [64]
+    assert step(scheduler, (request, 52)).growths == [GrowSpec("p-1", ([13, 14, 15, 16],), None)]
 
 
 def test_a_prompt_is_fetched_behind_what_the_engine_has() -> None:

@@ -14,6 +14,7 @@ from kvmover.engines.common import ParallelRank
 from kvmover.engines.vllm.caches import BackedTransport, CacheGroup, LayerCache, ModelTotals, component_caches, pools_of
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
+    GrowSpec,
     KvmoverConnectorMetadata,
     ReceiveSpec,
     RefuseSpec,
@@ -225,6 +226,39 @@ def test_chunks_of_a_prompt_are_fetched_while_the_last_is_computed(make: Callabl
     assert_landed(src, dst)
 
 
+def test_chunks_of_a_prompt_are_fetched_as_they_are_computed_and_named(
+    make: Callable[..., Engine],
+) -> None:
+    """A block is a chunk of the transfer here. The first step computes a block and a half, the last the rest."""
+    src, dst = filled(make("src", layer_wise=2)), make("dst", layer_wise=2, chunk_bytes=2 * HEADS * TOKENS * CONTENT)
+    truth = src.cache.clone()
+    src.cache[:, SRC[0][1:]] = POISON
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", (SRC[0][:2],), 0, 12)]))
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
+    src.marks[-1].passed = True
+    dst.until(lambda: torch.equal(dst.cache[:, 7], truth[:, 3]))
+    src.step(KvmoverConnectorMetadata(growths=[GrowSpec("p", (SRC[0][2:],), None)]))
+    layers, rest = src.marks[-2:]
+    src.cache[:2, SRC[0][1:]] = truth[:2, SRC[0][1:]]
+    layers.passed = True
+    dst.until(lambda: torch.equal(dst.cache[:2, 9, :, :4], truth[:2, 4, :, :4]))
+    assert (dst.cache[2:, 9] == POISON).all()
+    src.cache[2:, SRC[0][1:]] = truth[2:, SRC[0][1:]]
+    rest.passed = True
+    assert dst.take() == Ended(received={"d"})
+    assert_landed(src, dst)
+
+
+def test_a_chunk_of_a_request_whose_transfer_is_over_is_told_to_nobody(make: Callable[..., Engine]) -> None:
+    src = filled(make("src"))
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", (SRC[0][:1],), 0, 8)]))
+    src.worker.transfers.abort("p", "the decode engine left")
+    src.until(lambda: not src.worker.transfers.is_sending("p") or bool(src.step()))
+    src.step(KvmoverConnectorMetadata(growths=[GrowSpec("p", (SRC[0][1:],), None)]))
+    src.step(KvmoverConnectorMetadata(delayed={"p"}))
+    assert src.told == Ended(sent={"p"})
+
+
 def test_a_release_serves_the_request_and_is_told_to_nobody(make: Callable[..., Engine]) -> None:
     src, dst = filled(make("src")), make("dst")
     src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
@@ -428,12 +462,14 @@ class Recorder(RequestTransfers):
 
     def __init__(self) -> None:
         self.gates: dict[str, list[Gate]] = {}
+        self.named: dict[str, list[list[list[int]] | None]] = {}
 
     def send(self, request: str, transfer: str, pages: object, gates: Sequence[Gate] | None) -> None:
         self.gates[request] = list(gates or ())
 
-    def produced(self, request: str, gate: Gate) -> None:
+    def produced(self, request: str, gate: Gate, pages: list[list[int]] | None) -> None:
         self.gates[request].append(gate)
+        self.named.setdefault(request, []).append(pages)
 
 
 def test_gates_count_layers_of_the_whole_model_and_tokens_of_earlier_steps() -> None:
@@ -456,6 +492,25 @@ def test_gates_count_layers_of_the_whole_model_and_tokens_of_earlier_steps() -> 
     ]
     worker.end(KvmoverConnectorMetadata())
     assert len(transfers.gates["first"]) == 3
+
+
+def test_a_chunks_gates_end_at_its_tokens_and_its_pages_are_named_once() -> None:
+    transfers = Recorder()
+    names = tuple(f"layers.{n}" for n in range(4))
+    worker = ConnectorWorker((), transfers, None, Mark, names, layer_wise=2)
+    for metadata in (
+        KvmoverConnectorMetadata(sends=[SendSpec("p", "a", (), 0, 32)]),
+        KvmoverConnectorMetadata(growths=[GrowSpec("p", (), 64)]),
+        KvmoverConnectorMetadata(growths=[GrowSpec("p", (), None)]),
+    ):
+        worker.before(metadata)
+        worker.begin(metadata)
+        for layer in names:
+            worker.computed(layer)
+        worker.end(metadata)
+    corners = [(2, 32), (ALL, 32), (2, 64), (ALL, 64), (2, ALL), (ALL, ALL)]
+    assert [(gate.layers, gate.tokens) for gate in transfers.gates["p"]] == corners
+    assert transfers.named["p"] == [None, None, [], None, [], None]
 
 
 def test_pages_of_a_preempted_prefill_are_free_when_the_step_begins(make: Callable[..., Engine]) -> None:
