@@ -13,6 +13,7 @@ from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import Layout
 from kvmover.needs import need
 from kvmover.numbers import whole
+from kvmover.sharing import allocate
 from kvmover.vocabulary import PACKED_AXES
 
 if TYPE_CHECKING:
@@ -175,6 +176,19 @@ class Pool:
 
         size = spec.allocation_bytes
         return cls(spec, tuple(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(spec.allocations)))
+
+    @classmethod
+    def shared(cls, spec: PoolSpec) -> Pool:
+        """A zeroed pool in memory that other processes of this host and user may map: for the mapped route.
+
+        The memory is given back with the last process that has it. Raises MissingLibrary without torch, and LayoutError
+        where there is no such memory: it takes Linux.
+        """
+        need("torch", "a pool", "torch")
+        import torch
+
+        size = spec.allocation_bytes
+        return cls(spec, tuple(torch.frombuffer(allocate(size), dtype=torch.uint8) for _ in range(spec.allocations)))
 
     def plane(self, layer: int, kv: int) -> torch.Tensor:
         """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is.

@@ -1,4 +1,4 @@
-"""The cost model chooses direct or packed, by what each would take on a given wire, and says why."""
+"""The cost model chooses a route, by what each would take on a given wire, and says why."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from kvmover.errors import PlanError
 
 
 class Route(StrEnum):
-    """How a leg's bytes travel: straight from pool to pool, or gathered, written once a chunk, and scattered."""
+    """How a leg's bytes travel: written from pool to pool by the transport, or gathered, written once a chunk, and
+    scattered, or copied from pool to pool by a rank that has mapped the other's.
+    """
 
     DIRECT = "direct"
     PACKED = "packed"
+    MAPPED = "mapped"
+
+
+#: What any two ranks can do, and what two ranks of one host can whose pools lie in shared memory.
+BY_WIRE = frozenset({Route.DIRECT, Route.PACKED})
+BY_HOST = frozenset(Route)
 
 
 class Posting(StrEnum):
@@ -66,29 +74,45 @@ class Costs:
         )
         return first / self.gather_rate + slowest + first / self.scatter_rate
 
+    def mapped_us(self, nbytes: int) -> float:
+        """One copy, with strides at both ends: at the slower of the rates that are measured with strides at one."""
+        return nbytes / min(self.gather_rate, self.scatter_rate)
+
     def chunks(self, nbytes: int) -> int:
         """How many chunks `nbytes` bytes take: rounded up."""
         return -(-nbytes // self.chunk_bytes)
 
-    def choose(self, nbytes: int, runs: int) -> Choice:
-        """The cheaper route for `nbytes` bytes that lie in `runs` runs; direct when they tie."""
-        direct, packed = self.direct_us(nbytes, runs), self.packed_us(nbytes, self.chunks(nbytes))
-        return Choice(Route.DIRECT if direct <= packed else Route.PACKED, nbytes, runs, direct, packed)
+    def choose(self, nbytes: int, runs: int, among: frozenset[Route] = BY_WIRE) -> Choice:
+        """The cheapest route of `among` for `nbytes` bytes that lie in `runs` runs; direct when they tie."""
+        took = {
+            Route.DIRECT: self.direct_us(nbytes, runs),
+            Route.PACKED: self.packed_us(nbytes, self.chunks(nbytes)),
+            Route.MAPPED: self.mapped_us(nbytes),
+        }
+        best = min((route for route in Route if route in among), key=took.__getitem__)
+        mapped = took[Route.MAPPED] if Route.MAPPED in among else None
+        return Choice(best, nbytes, runs, took[Route.DIRECT], took[Route.PACKED], mapped)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A route with the two estimates behind it."""
+    """A route with the estimates behind it; `mapped_us` is None where neither end can map the other."""
 
     route: Route
     nbytes: int
     runs: int
     direct_us: float
     packed_us: float
+    mapped_us: float | None = None
 
     def why(self) -> str:
         """One line: `packed: 131072 runs of 512 B would take 131.1 ms to post, the packed route 1.5 ms`."""
         run = self.nbytes // self.runs
+        if self.route is Route.MAPPED and self.mapped_us is not None:
+            return (
+                f"mapped: one copy takes {self.mapped_us / 1e3:.1f} ms, {self.runs} runs of {run} B would take"
+                f" {self.direct_us / 1e3:.1f} ms, the packed route {self.packed_us / 1e3:.1f} ms"
+            )
         if self.route is Route.DIRECT:
             return (
                 f"direct: {self.runs} runs of {run} B take {self.direct_us / 1e3:.1f} ms as they are,"

@@ -17,6 +17,7 @@ from kvmover.transfer.events import Patience
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.memory.copier import Copier
 from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.mapped import Mappings, shares
 from kvmover.transfer.memory.regions import allocations
 from kvmover.transfer.meter import Count, Meter
 from kvmover.transfer.peers.links import Links
@@ -62,6 +63,7 @@ class Core:
     clock: Callable[[], float]
     links: Links
     sandbox: torch.Tensor
+    mappings: Mappings
     auth: MessageAuth | NoAuth = field(default_factory=NoAuth)
     peers: Peers = field(default_factory=Peers)
     meter: Meter = field(default_factory=Meter)
@@ -123,8 +125,19 @@ def assembled(
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs = tuple(pool.spec for pool in pools)
+    shared = shares(memories)
+    mappings = Mappings(bool(shared))
     card = Rank(
-        place, specs, memories, incoming.memory, outgoing.memory, transport.metadata(), socket.gethostname(), sandbox
+        place,
+        specs,
+        memories,
+        incoming.memory,
+        outgoing.memory,
+        transport.metadata(),
+        socket.gethostname(),
+        sandbox,
+        shared,
+        mappings.machine if shared else "",
     )
     return Core(
         transport,
@@ -138,6 +151,7 @@ def assembled(
         clock,
         Links(transport, type(transport).__name__, sandbox, InFlight(transport)),
         probed,
+        mappings,
         authentication(config.keys, transport.name),
     )
 

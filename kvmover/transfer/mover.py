@@ -375,6 +375,7 @@ class Mover:
             if self._core.peers.sits(peer):
                 self._reconnector.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
         self._core.peers.remove(name)
+        self._core.mappings.forget(name)
         self._liveness.forget(name)
         self._transport.disconnect(name)
         self._destination.lost(name, reason)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvmover import ranges
 from kvmover.errors import PlanError
-from kvmover.plan.cost import Route
+from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.state import Event, Heard, ReadEnded, Receiving, Scattered, Source, WriterChunk
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class ReceiveAttempt:
     """A request that this rank wants: its state, its page tables, and the lane from each source.
 
-    `wants`: what each source was asked, encoded. `theirs`: page tables of sources that are read from pages to pages.
+    `routes`: by which each source is to send. `wants`: what it was asked, encoded. `theirs`: page tables of sources that are read from pages to pages.
     """
 
     state: Receiving
@@ -55,6 +55,7 @@ class ReceiveAttempt:
     lanes: dict[str, Lane]
     seats: dict[str, tuple[str, int]]
     runs: int
+    routes: dict[str, Route]
     wants: dict[str, bytes] = field(default_factory=dict[str, bytes])
     theirs: dict[str, Pages] = field(default_factory=dict[str, Pages])
     aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
@@ -80,7 +81,7 @@ def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
         sum(lane.nbytes for lane in lanes),
         attempt.runs,
         sum(len(lane.chunks) for lane in lanes),
-        tuple(Route.DIRECT if s.direct else Route.PACKED for s in state.sources.values() if s.chunks),
+        tuple(attempt.routes[peer] for peer, source in state.sources.items() if source.chunks),
         sum(bool(lane.chunks) for lane in lanes),
         bool(held),
         attempt.cause,
@@ -124,10 +125,11 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAt
         runs = {name: lane.direct_runs for name, lane in lanes.items()}
         for lane in lanes.values():
             lane.check_pages(lane.dst, wanted.pages)
-    sources: dict[str, Source] = {}
+    sources, routes = dict[str, Source](), dict[str, Route]()
     for peer in peers:
         lane, aux = lanes[peer.name], peer.card.place.rank in wanted.aux_from
-        direct = _route(core, peer, lane, runs[peer.name]) is Route.DIRECT
+        route = routes[peer.name] = _route(core, peer, lane, runs[peer.name])
+        direct = route is not Route.PACKED
         sources[peer.name] = Source(len(lane.chunks), direct, config.verb, aux)
         largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
         if not direct and not core.incoming.arena.fits(largest):
@@ -135,9 +137,9 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAt
     request = wanted.transfer.request
     state = Receiving(request, generation, sources, core.patience, now + config.deadline_s, now)
     seats = {peer.name: peer.card.place.seat for peer in peers}
-    attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()))
+    attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()), routes)
     for name in lanes:  # a table that no message holds is refused before anything is asked
-        attempt.wants[name] = wire.encode(_want(core, state, sources[name], wanted))
+        attempt.wants[name] = wire.encode(_want(core, attempt, name, wanted))
     return attempt
 
 
@@ -156,23 +158,32 @@ def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, La
 
 
 def _route(core: Core, peer: Peer, lane: Lane, runs: int) -> Route:
+    """The configured route, or the cheapest that there is. Raises PlanError where the configured one is impossible."""
     config = core.config
-    if config.route is not None or not lane.nbytes:
-        return config.route or Route.PACKED
-    choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs)
+    if not lane.nbytes:
+        return Route.DIRECT if config.route is Route.DIRECT else Route.PACKED
+    if config.route is Route.MAPPED and not core.mappings.both(peer):
+        raise PlanError(
+            f"route = mapped, but this rank and {peer.name} cannot map each other's pools: both must be processes of"
+            " one host and user with pools in shared memory (Pool.shared)"
+        )
+    if config.route is not None:
+        return config.route
+    among = BY_HOST if core.mappings.both(peer) else BY_WIRE
+    choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs, among)
     log.debug("from %s, %s", peer.name, choice.why())
     return choice.route
 
 
-def _want(core: Core, state: Receiving, source: Source, wanted: ReceiveRequest) -> wire.Want:
-    config = core.config
+def _want(core: Core, attempt: ReceiveAttempt, peer: str, wanted: ReceiveRequest) -> wire.Want:
+    config, state, source = core.config, attempt.state, attempt.state.sources[peer]
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(
         state.request,
         state.generation,
         wanted.positions.start,
         wanted.positions.stop,
-        Route.DIRECT if source.direct else Route.PACKED,
+        attempt.routes[peer],
         config.replicas,
         config.costs.chunk_bytes,
         encoded(wanted.pages) if told else (),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
+from kvmover.sharing import Access
 from kvmover.transfer.core import Core
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Stage
@@ -131,10 +132,15 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         request.expected = relation.destinations_of(core.end.rank) | everyone
     plans = plans_between(core.components, fleet, theirs, range(want.start, want.stop), want.replicas)
     lane = Lane.between(plans, core.end, peer.end, Cut(want.chunk_bytes, want.chunk_layers))
-    direct = want.route is Route.DIRECT
+    direct = want.route is not Route.PACKED
     target = None
+    mapped = None
     if direct and want.verb is Verb.PUSH:
         target = decoded(want.pages)
+        if want.route is Route.MAPPED:
+            mapped = core.mappings.pools(peer, Access.WRITE)
+            if mapped is None:
+                raise PlanError(f"{core.transport.name} cannot map the pools of {peer.name}")
     chunks, now = len(lane.chunks), core.clock()
     state = Sending(
         want.request,
@@ -148,7 +154,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         0 if direct or want.verb is Verb.PULL else peer.card.arena.nbytes,
         now,
     )
-    return SendAttempt(state, Job(want, peer, lane, request.pages, target), tuple(range(chunks)))
+    return SendAttempt(state, Job(want, peer, lane, request.pages, target, mapped), tuple(range(chunks)))
 
 
 def _tables(request: Request, want: wire.Want, chunks: int) -> tuple[bytes, ...]:

@@ -17,7 +17,8 @@ from kvmover.plan.cost import Route
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.in_flight import InFlight
-from kvmover.transfer.memory.regions import Ends, at_rest, descriptors, join, logical, part, region
+from kvmover.transfer.memory.mapped import Mapped
+from kvmover.transfer.memory.regions import Ends, at_rest, between, descriptors, join, logical, part, region
 from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -41,7 +42,8 @@ class OwnTables(PlanError):
 class Job:
     """What one attempt moves from where to where. `want`: what the destination asked for.
 
-    `target`: its page tables where chunks are written from pool to pool; None elsewhere.
+    `target`: its page tables where chunks are written from pool to pool, and `mapped` its pools where we copy into
+    them; None elsewhere.
     """
 
     want: wire.Want
@@ -49,6 +51,7 @@ class Job:
     lane: Lane
     source: Pages
     target: Pages | None
+    mapped: Mapped | None = None
 
     def note(self, part_: Part) -> bytes:
         want = self.want
@@ -87,7 +90,7 @@ class Writes:
             raise OwnTables(str(error)) from error
         if job.target is not None:
             job.lane.check_pages(job.lane.dst, job.target)
-        if job.want.route is Route.DIRECT:
+        if job.want.route is not Route.PACKED:
             return
         largest = max((chunk.span_bytes for chunk in job.lane.chunks), default=0)
         if largest and not self.core.outgoing.arena.fits(largest):
@@ -161,6 +164,9 @@ class Writes:
         self.tell(job, Posted(entry.chunk))
         if entry.staged is not None:
             self._gather(entry, entry.staged)
+        elif job.mapped is not None and job.target is not None:
+            boxes = job.lane.direct_boxes(entry.chunk, job.source, job.target)
+            self._copy(between(boxes, [pool.tensors for pool in core.pools], job.mapped), entry)
         elif job.want.digests:
             self._copy([at_rest(r, "src") for r in self._regions(entry, core.outgoing.tensor)], entry)
         else:
@@ -189,6 +195,8 @@ class Writes:
             core.meter.took(Stage.GATHER, seconds)
             if entry.staged is not None:
                 core.links.gathered(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
+            elif job.mapped is not None:
+                core.links.copied(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
             self._gathered(entry, digest)
 
         core.copier.run(Work(regions, logicals), core.soon(done))
@@ -202,6 +210,9 @@ class Writes:
             return
         if digest is not None:  # if the note is lost, the chunk is told of again with it
             self.tell(job, Posted(entry.chunk, digest))
+        if job.mapped is not None:
+            self._landed(entry)
+            return
         begun = self.core.clock()
         ends = self._direct(entry, job.target) if job.target is not None else self._packed(entry)
         try:
@@ -217,6 +228,16 @@ class Writes:
         entry.runs = ends[0].count
         self.core.meter.add(Count.DESCRIPTORS, entry.runs)
         self.flights.add(ticket, entry, now)
+
+    def _landed(self, entry: Part) -> None:
+        """A copy of our own put a chunk into the peer's pages. The note comes after: to send it takes a system call,
+        and to hear of it another, so who hears of the bytes sees them.
+        """
+        core, job = self.core, entry.job
+        core.post(job.peer.name, job.note(entry))
+        core.meter.add(Count.SENT_CHUNKS)
+        core.meter.add(Count.SENT_BYTES, job.lane.chunks[entry.chunk].nbytes)
+        self.tell(job, Written(entry.chunk))
 
     def _packed(self, entry: Part) -> tuple[Descriptors, Descriptors]:
         assert entry.staged is not None, "a packed chunk is staged before it is written"
