@@ -118,16 +118,14 @@ def _token(path: str) -> str | None:
     return token if len(token) < len(name) else None
 
 
-def map_share(share: Share, nbytes: int, access: Access) -> memoryview:
-    """`nbytes` bytes of another process, mapped until the last view of them is gone, also if that process dies.
+def map_file(share: Share, access: Access) -> memoryview:
+    """The whole file that a share of another process lies in, until the last view of it is gone, whoever dies.
 
-    Raises NotShared where the file is not the one that was announced, is too short, or could shrink, and where the
-    kernel does not let us.
+    Raises NotShared where the file is not the one that was announced, or could shrink, and where the kernel does not
+    let us.
     """
     import fcntl
 
-    if min(share.pid, share.fd, share.offset, nbytes) < 0:
-        raise NotShared(f"{share} with {nbytes} bytes names no memory")
     path = f"/proc/{share.pid}/fd/{share.fd}"
     if _token(path) != share.token:  # before it is opened: to open another file might do something
         raise NotShared(f"{path} is not the memory that was announced")
@@ -140,10 +138,7 @@ def map_share(share: Share, nbytes: int, access: Access) -> memoryview:
             raise NotShared(f"{path} is not the memory that was announced")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise NotShared(f"{path} may be shrunk by who made it")
-        size = os.fstat(fd).st_size
-        if share.offset + nbytes > size:
-            raise NotShared(f"{path} has {size} bytes; {nbytes} from {share.offset} on were announced")
         how = mmap.ACCESS_WRITE if access is Access.WRITE else mmap.ACCESS_READ
-        return memoryview(mmap.mmap(fd, size, access=how))[share.offset : share.offset + nbytes]
+        return memoryview(mmap.mmap(fd, 0, access=how))  # all of it
     finally:
         os.close(fd)

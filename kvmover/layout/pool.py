@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: Axes that a pool may spread over allocations of their own: one tensor a layer, or one a layer and K/V.
 TABLE_AXES: tuple[str, ...] = ("layer", "kv")
 
+#: Allocations of a shared pool start at multiples of this in their file.
+_ALIGN_BYTES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
@@ -187,8 +190,9 @@ class Pool:
         need("torch", "a pool", "torch")
         import torch
 
-        size = spec.allocation_bytes
-        return cls(spec, tuple(torch.frombuffer(allocate(size), dtype=torch.uint8) for _ in range(spec.allocations)))
+        size = -(-spec.allocation_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        every = torch.frombuffer(allocate(size * spec.allocations), dtype=torch.uint8)
+        return cls(spec, tuple(part[: spec.allocation_bytes] for part in every.split(size)))
 
     def plane(self, layer: int, kv: int) -> torch.Tensor:
         """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is.

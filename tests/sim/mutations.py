@@ -306,6 +306,17 @@ def answers_are_answered(patch: pytest.MonkeyPatch) -> None:
     around(patch, DestinationDriver, "_late", late)
 
 
+def a_chunk_is_told_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
+    """The note of a mapped chunk goes out when its copy begins."""
+
+    def copy(honest: Any, self: Writes, regions: Any, entry: Part) -> None:
+        if entry.job.mapped is not None:
+            self.core.post(entry.job.peer.name, entry.job.note(entry))
+        honest(self, regions, entry)
+
+    around(patch, Writes, "_copy", copy)
+
+
 # What the engine is told.
 
 
@@ -357,6 +368,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_peer_that_is_back_releases_nothing, "default"),
     (a_successor_seen_early_is_forgotten, "frail"),
     (answers_are_answered, "hostile"),
+    (a_chunk_is_told_before_it_is_copied, "default"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
     (reads_count_unconfirmed, "ambushed"),
 ]

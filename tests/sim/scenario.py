@@ -154,6 +154,7 @@ class Scenario:
     copy_s: tuple[float, float]
     pace_s: tuple[float, float]
     separate: tuple[str, ...]
+    shared: bool
     requests: tuple[Asked, ...]
     faults: tuple[Fault, ...] = field(default=())
 
@@ -163,14 +164,16 @@ class Scenario:
         calm = random.random() < profile.calm
         components = random.choice(MODELS)
         fleets = {engine: _fleet(random) for engine in ENGINES}
+        config = _config(random, profile, calm)
         return cls(
             components,
             fleets,
-            _config(random, profile, calm),
+            config,
             calm,
             random.choice([(0.0, 0.0), (0.0, 0.0), (0.001, 0.03), (0.05, 0.3)]),
             (0.0 if random.random() < 0.9 else 0.1, random.choice([0.0, 0.0, 0.0, 0.15])),
             random.choice([(), ("layer",), ("layer", "kv")]),
+            config.route is Route.MAPPED or random.random() < 0.2,
             tuple(
                 _request(random, profile, f"r{i}", fleets["p"].size, calm) for i in range(random.choice([1, 2, 2, 3]))
             ),
@@ -198,7 +201,7 @@ def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:
         linger_s=2.2,
         backoff=Backoff(0.1, 0.5),
         costs=Costs(1.0, 1e3, 1e3, 1e3, 10.0, chunk_bytes=random.choice([128, 256, 512])),
-        route=random.choice([Route.DIRECT, Route.PACKED, None]),
+        route=random.choice([*Route, None]),
         verb=random.choice(profile.verbs),
         replicas=random.choice(list(Replicas)),
         chunk_layers=random.choice([0, 0, 1]),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvmover.sharing import Access, NotShared, Share, machine, map_share, shares_of
+from kvmover.sharing import Access, NotShared, Share, machine, map_file, shares_of
 from kvmover.transfer.peers.table import Peer
 from kvmover.transport.base import Memory, MemoryKind
 
@@ -64,8 +64,10 @@ class Mappings:
         if not card.shares or not self.machine or card.machine != self.machine:
             return None
         try:
+            every = {share.token: share for pool in card.shares for share in pool}
+            files = {token: map_file(share, access) for token, share in every.items()}
             return tuple(
-                tuple(_tensor(share, memory, access) for share, memory in zip(pool, memories, strict=True))
+                tuple(_tensor(files[share.token], share, memory) for share, memory in zip(pool, memories, strict=True))
                 for pool, memories in zip(card.shares, card.allocations, strict=True)
             )
         except NotShared as error:
@@ -78,9 +80,12 @@ class Mappings:
             self._mapped.pop((peer, access), None)
 
 
-def _tensor(share: Share, memory: Memory, access: Access) -> torch.Tensor:
+def _tensor(file: memoryview, share: Share, memory: Memory) -> torch.Tensor:
     import torch
 
+    part = file[share.offset : share.offset + memory.nbytes]
+    if share.offset < 0 or len(part) != memory.nbytes:
+        raise NotShared(f"{memory.nbytes} bytes from {share.offset} on of a file of {len(file)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a tensor that must not be written: nobody does
-        return torch.frombuffer(map_share(share, memory.nbytes, access), dtype=torch.uint8)
+        return torch.frombuffer(part, dtype=torch.uint8)
