@@ -68,7 +68,7 @@ def machine() -> str:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
 
@@ -81,9 +81,7 @@ def shares_of(ranges: Sequence[tuple[int, int]]) -> list[Share | None]:
     return [_share(address, nbytes, files, fds) for address, nbytes in ranges]
 
 
-def _share(
-    address: int, nbytes: int, files: Sequence[tuple[int, int, int, str]], fds: dict[str, int]
-) -> Share | None:
+def _share(address: int, nbytes: int, files: Sequence[tuple[int, int, int, str]], fds: dict[str, int]) -> Share | None:
     """A mapping may be listed in parts, as after mprotect(2)."""
     for start, stop, at, token in files:
         if start <= address < stop and token in fds:
@@ -103,7 +101,7 @@ def _lines(path: Path) -> list[str]:
 def _descriptors() -> dict[str, int]:
     """What of ours is open, by token; the lowest descriptor of each, since later ones are those that map it again."""
     fds: dict[str, int] = {}
-    for fd in sorted(int(name) for name in os.listdir("/proc/self/fd")):
+    for fd in sorted(int(path.name) for path in Path("/proc/self/fd").iterdir()):
         if token := _token(f"/proc/self/fd/{fd}"):
             fds.setdefault(token, fd)
     return fds
@@ -111,7 +109,7 @@ def _descriptors() -> dict[str, int]:
 
 def _token(path: str) -> str | None:
     try:
-        name = os.readlink(path)
+        name = str(Path(path).readlink())
     except OSError:
         return None
     token = name.removeprefix(f"/memfd:{_PREFIX}").removesuffix(" (deleted)")

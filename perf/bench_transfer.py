@@ -1,9 +1,10 @@
 """Transfers between two processes of one host, and bytes a rank: what the mover makes of the wire under it.
 
 64 and 256 MiB: packed, pulled, checked, direct and mapped against one contiguous NIXL write of the bytes. All copies
-run on the same two cores. Mapped copies the bytes once, row by row, on one of them. Packed copies the bytes three times, two of them on the source's core: with a gather at 12 GB/s and
-a write at 8 that leaves 0.6 of the write, less what each chunk takes beside its bytes. Rows are 512 B, NHD to HND, so
-going direct is one descriptor for each.
+run on the same two cores, on pools in shared memory. Packed copies the bytes three times, two of them on the source's
+core: with a gather at 12 GB/s and a write at 8 that leaves 0.6 of the write, less what each chunk takes beside its
+bytes. Mapped copies them once, row by row, on one core. Rows are 512 B, NHD to HND, so going direct is one descriptor
+for each.
 
 Small requests: 16 tokens, from asking to landed, against a note there and back. Striping: bytes that each of eight
 ranks with the same latent sends. `python -m perf.bench_transfer [throughput] [latency] [striping]`, all by default.

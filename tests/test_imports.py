@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"deprecated", "enums", "errors", "needs", "numbers", "vocabulary"}
+PURE = {"deprecated", "enums", "errors", "needs", "numbers", "sharing", "vocabulary"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "ranges", "transfer", "transport"}
 KEEPING = PURE | {"cache.ledger", "cache.prefix"}
@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "needs": {"errors"},
     "numbers": {"errors"},
     "ranges": set(),
+    "sharing": {"errors"},
     "vocabulary": set(),
     "kernels": set(),
     "layout": PURE,

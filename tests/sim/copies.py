@@ -1,7 +1,7 @@
 """Gathers and scatters that take virtual time, in the order they were begun, as on a stream of a GPU.
 
-Half of the bytes are put in place at once and the others at the end. Until then nobody may change what is read or what will be written: memory that
-was given back too early shows here.
+Half of the bytes are put in place at once and the others at the end. Until then nobody may change what is read or what
+will be written, but who lends us its pools: memory that was given back too early shows here.
 """
 
 from __future__ import annotations

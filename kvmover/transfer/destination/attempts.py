@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 class ReceiveAttempt:
     """A request that this rank wants: its state, its page tables, and the lane from each source.
 
-    `routes`: by which each source is to send. `wants`: what it was asked, encoded. `theirs`: page tables of sources that are read from pages to pages.
+    `routes`: by which each source is to send. `wants`: what it was asked, encoded. `theirs`: page tables of sources
+    that are read from pages to pages.
     """
 
     state: Receiving
