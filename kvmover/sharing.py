@@ -25,7 +25,7 @@ _MAPPED = re.compile(
 )
 
 
-class Access(Enum):
+class MapMode(Enum):
     """What another process's memory is mapped for."""
 
     READ = "read"
@@ -33,7 +33,7 @@ class Access(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SharedRange:
     """Where a memory lies in a shared file: `offset` bytes from the beginning of what `pid` has open as `fd`."""
 
     pid: int
@@ -73,7 +73,7 @@ def machine() -> str:
         return ""
 
 
-def shares_of(ranges: Sequence[tuple[int, int]]) -> list[Share | None]:
+def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
     """The share that each (address, bytes) of this process lies in as a whole; None for memory of its own."""
     found = [match for line in _lines(Path("/proc/self/maps")) if (match := _MAPPED.match(line))]
     files = [(int(m[1], 16), int(m[2], 16), int(m[3], 16), m[4]) for m in found]
@@ -81,13 +81,15 @@ def shares_of(ranges: Sequence[tuple[int, int]]) -> list[Share | None]:
     return [_share(address, nbytes, files, fds) for address, nbytes in ranges]
 
 
-def _share(address: int, nbytes: int, files: Sequence[tuple[int, int, int, str]], fds: dict[str, int]) -> Share | None:
+def _share(
+    address: int, nbytes: int, files: Sequence[tuple[int, int, int, str]], fds: dict[str, int]
+) -> SharedRange | None:
     """A mapping may be listed in parts, as after mprotect(2)."""
     for start, stop, at, token in files:
         if start <= address < stop and token in fds:
             parts = (min(e, address + nbytes) - max(s, address) for s, e, _, other in files if other == token)
             if sum(part for part in parts if part > 0) == nbytes:
-                return Share(os.getpid(), fds[token], token, at + address - start)
+                return SharedRange(os.getpid(), fds[token], token, at + address - start)
     return None
 
 
@@ -116,7 +118,7 @@ def _token(path: str) -> str | None:
     return token if len(token) < len(name) else None
 
 
-def map_file(share: Share, access: Access) -> memoryview:
+def map_file(share: SharedRange, access: MapMode) -> memoryview:
     """The whole file that a share of another process lies in, until the last view of it is gone, whoever dies.
 
     Raises NotShared where the file is not the one that was announced, or could shrink, and where the kernel does not
@@ -128,7 +130,7 @@ def map_file(share: Share, access: Access) -> memoryview:
     if _token(path) != share.token:  # before it is opened: to open another file might do something
         raise NotShared(f"{path} is not the memory that was announced")
     try:
-        fd = os.open(path, (os.O_RDWR if access is Access.WRITE else os.O_RDONLY) | os.O_CLOEXEC)
+        fd = os.open(path, (os.O_RDWR if access is MapMode.WRITE else os.O_RDONLY) | os.O_CLOEXEC)
     except OSError as error:
         raise NotShared(f"{path} cannot be opened: {error.strerror}") from error
     try:
@@ -136,7 +138,7 @@ def map_file(share: Share, access: Access) -> memoryview:
             raise NotShared(f"{path} is not the memory that was announced")
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise NotShared(f"{path} may be shrunk by who made it")
-        how = mmap.ACCESS_WRITE if access is Access.WRITE else mmap.ACCESS_READ
+        how = mmap.ACCESS_WRITE if access is MapMode.WRITE else mmap.ACCESS_READ
         return memoryview(mmap.mmap(fd, 0, access=how))  # all of it
     finally:
         os.close(fd)

@@ -13,7 +13,7 @@ TEXTS: Mapping[str, str] = {
     "mover.silence_s": "Seconds without an answer until a peer is lost; longer than an engine may go without a poll.",
     "mover.linger_s": "Seconds from a peer's restart until memory that its dead process may still write is reused.",
     "mover.sandbox_bytes": "Bytes of memory that peers write to, to measure the link: at least 128 KiB; 0: no probes.",
-    "mover.route": "The route of every chunk, `mapped` on one host; `none`: measured costs choose it for each pair of ranks.",
+    "mover.route": "The route of every chunk; `none`: measured costs choose it for each pair of ranks.",
     "mover.verb": "push: the source writes; pull: the destination reads. Unset: in vLLM pull.",
     "mover.replicas": "stripe: ranks with equal shards each send a part of the pages; elect: one of them sends all.",
     "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvmover.layout import Component, Pool
-from kvmover.sharing import Access
+from kvmover.sharing import MapMode
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.mover import Mover
@@ -198,11 +198,11 @@ class SimMappings:
     def both(self, peer: Peer) -> bool:
         return self.ours
 
-    def pools(self, peer: Peer, access: Access) -> Mapped | None:
+    def pools(self, peer: Peer, access: MapMode) -> Mapped | None:
         if not self.ours:
             return None
         pools = tuple(pool.tensors for pool in self.seats[peer.name].mover._core.pools)
-        if access is Access.WRITE:
+        if access is MapMode.WRITE:
             self.written.add(peer.name)
         else:
             self.lent.update(tensor.data_ptr() for tensors in pools for tensor in tensors)

@@ -14,14 +14,14 @@ from mover_fleets import CONFIG, SMALL_CHUNKS, Pair
 from kvmover.errors import PeerRefused, PlanError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import BY_HOST, HOST, Costs, Route
-from kvmover.sharing import Access, NotShared, Share, allocate, map_file, shares_of
+from kvmover.sharing import MapMode, NotShared, SharedRange, allocate, map_file, shares_of
 from kvmover.transfer.protocol.handshake import read_card, write_card
 from kvmover.transfer.protocol.wire import Verb
 
 MAPPED = replace(CONFIG, route=Route.MAPPED)
 
 
-def of(memory: mmap.mmap, offset: int, nbytes: int) -> Share | None:
+def of(memory: mmap.mmap, offset: int, nbytes: int) -> SharedRange | None:
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     return shares_of([(address + offset, nbytes)])[0]
 
@@ -31,10 +31,10 @@ def test_what_is_written_on_one_side_is_read_on_the_other():
     share = of(memory, 100, 1000)
     assert share is not None
     assert (share.pid, share.offset) == (os.getpid(), 100)
-    there = map_file(share, Access.WRITE)
+    there = map_file(share, MapMode.WRITE)
     there[100] = 7
     assert memory[100] == 7
-    assert map_file(share, Access.READ).readonly
+    assert map_file(share, MapMode.READ).readonly
 
 
 def test_memory_of_a_process_alone_is_no_share():
@@ -52,7 +52,7 @@ def test_a_number_that_was_given_to_another_file_opens_nothing():
     assert other is not None
     for wrong in (replace(share, token="0" * 32), replace(share, fd=0), replace(share, pid=1), replace(share, pid=-1)):
         with pytest.raises(NotShared, match="not the memory that was announced"):
-            map_file(wrong, Access.READ)
+            map_file(wrong, MapMode.READ)
 
 
 def test_memory_that_could_shrink_under_a_reader_is_not_mapped():
@@ -60,7 +60,7 @@ def test_memory_that_could_shrink_under_a_reader_is_not_mapped():
     fd = os.memfd_create(f"kvmover-{token}", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 100)
     with pytest.raises(NotShared, match="may be shrunk"):
-        map_file(Share(os.getpid(), fd, token, 0), Access.READ)
+        map_file(SharedRange(os.getpid(), fd, token, 0), MapMode.READ)
     os.close(fd)
     with pytest.raises(OSError, match="not permitted"):
         allocate(100).resize(50)
@@ -74,7 +74,7 @@ def test_no_descriptor_is_left_when_a_pool_and_its_mappings_are_gone():
     assert len(os.listdir("/proc/self/fd")) == before + 1, "one file for four allocations"
     share = shares_of([(pool.tensors[3].data_ptr(), pool.tensors[3].numel())])[0]
     assert share is not None
-    there = map_file(share, Access.WRITE)
+    there = map_file(share, MapMode.WRITE)
     there[share.offset] = 9
     assert pool.tensors[3][0] == 9
     del pool, there
@@ -101,7 +101,7 @@ def test_a_peer_of_another_machine_is_not_mapped():
 def test_costs_choose_the_mapped_route_where_both_ends_map(verb: Verb, gather_rate: float, due: Route):
     pair = Pair.of(config=MAPPED)
     costs = Costs(1.0, 1e3, gather_rate, 1e4, 10.0, SMALL_CHUNKS.chunk_bytes)
-    pair.dst.movers[0].configure(replace(CONFIG, costs=costs, verb=verb))
+    pair.dst.movers[0].configure(replace(CONFIG, route=None, costs=costs, verb=verb))
     sent, landed = pair.send(), pair.receive()
     pair.bench.ended([*sent, *landed])
     assert landed[0].landed().routes == sent[0].landed().routes == (due,)
@@ -134,8 +134,8 @@ def test_shares_that_reach_over_their_file_are_not_mapped():
     mappings, peer = pair.dst.movers[0]._core.mappings, next(iter(pair.dst.movers[0]._core.peers._by_name.values()))
     far = replace(peer.card.shares[0][0], offset=1 << 30)
     wrong = replace(peer, name="wrong", card=msgspec.structs.replace(peer.card, shares=((far,),)))
-    assert mappings.pools(peer, Access.READ) is not None
-    assert mappings.pools(wrong, Access.READ) is None
+    assert mappings.pools(peer, MapMode.READ) is not None
+    assert mappings.pools(wrong, MapMode.READ) is None
 
 
 def test_one_copy_is_cheaper_than_three_and_than_a_call_a_run():

@@ -14,7 +14,7 @@ from mover_peer import DEADLINE_S, MoverProcess, Side
 from test_two_processes import DST_PAGES, NOTICED_S, SRC_PAGES, TOKENS, half_way
 
 from kvmover.plan.cost import Route
-from kvmover.sharing import Access
+from kvmover.sharing import MapMode
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -68,7 +68,7 @@ def test_a_destination_that_is_killed_leaves_its_memory_to_who_copies_into_it(he
     here.send("doomed", SRC_PAGES)
     victim.ask("receive", "doomed", "here", 0, TOKENS, DST_PAGES)
     half_way(Local(here))
-    mapped = here.mover._core.mappings.pools(here.mover._core.peers[name], Access.WRITE)
+    mapped = here.mover._core.mappings.pools(here.mover._core.peers[name], MapMode.WRITE)
     assert mapped is not None
     victim.kill()
     said, seconds = here.outcome("doomed", DEADLINE_S)

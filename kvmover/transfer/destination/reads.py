@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvmover.errors import TransportError
 from kvmover.plan.lower import Box
-from kvmover.sharing import Access
+from kvmover.sharing import MapMode
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.state import ReadEnded
 from kvmover.transfer.memory.copier import Work
@@ -60,7 +60,7 @@ class Reads:
     def mapped(self, reading: Reading, boxes: Sequence[tuple[int, Box]]) -> None:
         """From the source's pages, which lie in memory of ours too, to ours: a copy of this rank's own."""
         core, peer = self.core, self.core.peers.get(reading.peer)
-        theirs = core.mappings.pools(peer, Access.READ) if peer else None
+        theirs = core.mappings.pools(peer, MapMode.READ) if peer else None
         if peer is None or theirs is None:
             self._refuse(reading, f"the pools of {reading.peer} are not mapped")
             return

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvmover.sharing import Access, NotShared, Share, machine, map_file, shares_of
+from kvmover.sharing import MapMode, NotShared, SharedRange, machine, map_file, shares_of
 from kvmover.transfer.peers.table import Peer
 from kvmover.transport.base import Memory, MemoryKind
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Mapped = tuple[tuple["torch.Tensor", ...], ...]
 
 
-def shares(allocations: Sequence[Sequence[Memory]]) -> tuple[tuple[Share, ...], ...]:
+def shares(allocations: Sequence[Sequence[Memory]]) -> tuple[tuple[SharedRange, ...], ...]:
     """What a card says of pools that all lie in shared memory of this host; empty where some do not."""
     every = [memory for pool in allocations for memory in pool]
     if any(memory.kind is not MemoryKind.HOST for memory in every):
@@ -41,8 +41,8 @@ class Mappings:
 
     ours: bool
     machine: str = field(default_factory=machine)
-    _mapped: dict[tuple[str, Access], Mapped | None] = field(
-        default_factory=dict["tuple[str, Access]", "Mapped | None"]
+    _mapped: dict[tuple[str, MapMode], Mapped | None] = field(
+        default_factory=dict["tuple[str, MapMode]", "Mapped | None"]
     )
 
     def both(self, peer: Peer) -> bool:
@@ -50,16 +50,16 @@ class Mappings:
 
         The peer is taken to be allowed what we are: it may look, since we may.
         """
-        return self.ours and self.pools(peer, Access.READ) is not None
+        return self.ours and self.pools(peer, MapMode.READ) is not None
 
-    def pools(self, peer: Peer, access: Access) -> Mapped | None:
+    def pools(self, peer: Peer, access: MapMode) -> Mapped | None:
         """The peer's pools, or None where it is elsewhere, does not share them, or the kernel does not let us."""
         key = peer.name, access
         if key not in self._mapped:
             self._mapped[key] = self._map(peer, access)
         return self._mapped[key]
 
-    def _map(self, peer: Peer, access: Access) -> Mapped | None:
+    def _map(self, peer: Peer, access: MapMode) -> Mapped | None:
         card = peer.card
         if not card.shares or not self.machine or card.machine != self.machine:
             return None
@@ -76,11 +76,11 @@ class Mappings:
 
     def forget(self, peer: str) -> None:
         """The peer is gone. Copies under way keep what they need."""
-        for access in Access:
+        for access in MapMode:
             self._mapped.pop((peer, access), None)
 
 
-def _tensor(file: memoryview, share: Share, memory: Memory) -> torch.Tensor:
+def _tensor(file: memoryview, share: SharedRange, memory: Memory) -> torch.Tensor:
     import torch
 
     part = file[share.offset : share.offset + memory.nbytes]

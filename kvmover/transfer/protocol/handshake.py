@@ -12,7 +12,7 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.numbers import whole
-from kvmover.sharing import Share
+from kvmover.sharing import SharedRange
 from kvmover.transfer.protocol.wire import VERSION
 from kvmover.transport.base import Memory
 
@@ -88,7 +88,7 @@ class Rank(msgspec.Struct, frozen=True):
     transport: bytes
     host: str = ""
     sandbox: Memory | None = None
-    shares: tuple[tuple[Share, ...], ...] = ()
+    shares: tuple[tuple[SharedRange, ...], ...] = ()
     machine: str = ""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
-from kvmover.sharing import Access
+from kvmover.sharing import MapMode
 from kvmover.transfer.core import Core
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Stage
@@ -138,7 +138,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     if direct and want.verb is Verb.PUSH:
         target = decoded(want.pages)
         if want.route is Route.MAPPED:
-            mapped = core.mappings.pools(peer, Access.WRITE)
+            mapped = core.mappings.pools(peer, MapMode.WRITE)
             if mapped is None:
                 raise PlanError(f"{core.transport.name} cannot map the pools of {peer.name}")
     chunks, now = len(lane.chunks), core.clock()
