@@ -1,12 +1,12 @@
 """Equal layouts, nothing to convert: what the mover costs over raw NIXL with the same descriptors.
 
-The geometry is that of CollectiveX's kv-transfer benchmark (SemiAnalysis InferenceX): an MLA latent of 61 layers x 1,408
-B a token and GQA of 94 layers x K and V x 1,024 B, pages of 16 and of 64 tokens, random page tables that both sides
+The geometry is that of CollectiveX's kv-transfer benchmark (SemiAnalysis InferenceX): an MLA latent of 61 layers x
+1,408 B a token and GQA of 94 layers x K and V x 1,024 B, pages of 16 and of 64 tokens, random page tables that both sides
 derive from one seed, pools twice as large as the request. Any byte's value follows from its place in the source's pool.
 
 A contender has five hooks: prepare (not in the time, but reported), post, wait, verify, close. `bulk` is one contiguous
-read of as many bytes; `NIXL paged` has its descriptors and handles made beforehand and only posts them. kvmover is timed
-from asking to landed: the request is planned, descriptors are made, and both sides talk, in that time.
+read of as many bytes; `NIXL paged` has its descriptors and handles made beforehand and only posts them. kvmover is
+timed from asking to landed: the request is planned, descriptors are made, and both sides talk, in that time.
 
 `python -m perf.bench_collectivex [--rounds 9] [--device cpu] [mla-64 ...]`, all cases by default.
 """
@@ -324,7 +324,11 @@ CONTENDERS: dict[str, Callable[[Pair], Contender]] = {
     "kvmover auto, pushed": lambda pair: Moved(pair, Verb.PUSH),
 }
 #: What each is compared with: the same descriptors in the same direction.
-BESIDE = {name: "NIXL paged, written" if "push" in name else "NIXL paged, read" for name in CONTENDERS}
+BESIDE = {
+    name: "NIXL paged, written" if name.endswith(("pushed", "written")) else "NIXL paged, read" for name in CONTENDERS
+}
+    name: "NIXL paged, written" if name.endswith(("pushed", "written")) else "NIXL paged, read" for name in CONTENDERS
+}
 
 
 @dataclass(slots=True)

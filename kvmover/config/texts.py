@@ -29,6 +29,7 @@ TEXTS: Mapping[str, str] = {
     "mover.costs.scatter_rate": "Bytes per microsecond of the scatter kernel, assumed until measured.",
     "mover.costs.chunk_us": "Microseconds that a chunk takes beside its bytes, whatever its size.",
     "mover.costs.chunk_bytes": "Target size of a chunk, in bytes. The arena must hold one, better several.",
+    "mover.costs.pool_chunk_bytes": "The same of a chunk that takes no arena (direct, mapped); 0: as the others.",
     "mover.costs.posting": "ahead: descriptors are posted while others travel (NIC); inline: posting copies (CPU).",
     "progress.share": "The polling thread sleeps for this fraction of the time since the last event.",
     "progress.shortest_s": "Shortest sleep between polls, seconds.",

@@ -192,7 +192,8 @@ class Pool:
 
         size = -(-spec.allocation_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         every = torch.frombuffer(allocate(size * spec.allocations), dtype=torch.uint8)
-        return cls(spec, tuple(part[: spec.allocation_bytes] for part in every.split(size)))
+        starts = range(0, size * spec.allocations, size)
+        return cls(spec, tuple(every[start : start + spec.allocation_bytes] for start in starts))
 
     def plane(self, layer: int, kv: int) -> torch.Tensor:
         """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is.

@@ -131,6 +131,8 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int) -> ReceiveAt
         lane, aux = lanes[peer.name], peer.card.place.rank in wanted.aux_from
         route = routes[peer.name] = _route(core, peer, lane, runs[peer.name])
         direct = route is not Route.PACKED
+        if config.costs.cut_bytes(route) != config.costs.chunk_bytes:
+            lane = lanes[peer.name] = lane.recut(Cut(config.costs.cut_bytes(route), config.chunk_layers))
         sources[peer.name] = Source(len(lane.chunks), direct, config.verb, aux)
         largest = max((chunk.span_bytes for chunk in lane.chunks), default=0)
         if not direct and not core.incoming.arena.fits(largest):
@@ -186,7 +188,7 @@ def _want(core: Core, attempt: ReceiveAttempt, peer: str, wanted: ReceiveRequest
         wanted.positions.stop,
         attempt.routes[peer],
         config.replicas,
-        config.costs.chunk_bytes,
+        config.costs.cut_bytes(attempt.routes[peer]),
         encoded(wanted.pages) if told else (),
         config.chunk_layers,
         source.verb,
