@@ -1,8 +1,9 @@
 """Equal layouts, nothing to convert: what the mover costs over raw NIXL with the same descriptors.
 
 The geometry is that of CollectiveX's kv-transfer benchmark (SemiAnalysis InferenceX): an MLA latent of 61 layers x
-1,408 B a token and GQA of 94 layers x K and V x 1,024 B, pages of 16 and of 64 tokens, random page tables that both sides
-derive from one seed, pools twice as large as the request. Any byte's value follows from its place in the source's pool.
+1,408 B a token and GQA of 94 layers x K and V x 1,024 B, pages of 16 and of 64 tokens, random page tables that both
+sides derive from one seed, pools twice as large as the request. Any byte's value follows from its place in the source's
+pool.
 
 A contender has five hooks: prepare (not in the time, but reported), post, wait, verify, close. `bulk` is one contiguous
 read of as many bytes; `NIXL paged` has its descriptors and handles made beforehand and only posts them. kvmover is

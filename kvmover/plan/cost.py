@@ -94,8 +94,9 @@ class Costs:
         return -(-nbytes // self.chunk_bytes)
 
     def choose(self, nbytes: int, runs: int, among: frozenset[Route] = BY_WIRE) -> Choice:
-        """The cheapest route of `among` for `nbytes` bytes that lie in `runs` runs. Mapped goes before direct when they tie, and
-        direct before packed: the one that asks for less.
+        """The cheapest route of `among` for `nbytes` bytes that lie in `runs` runs.
+
+        When they tie mapped goes before direct, and direct before packed: the one that asks for less.
         """
         took = {
             Route.MAPPED: self.mapped_us(nbytes),
