@@ -328,8 +328,6 @@ CONTENDERS: dict[str, Callable[[Pair], Contender]] = {
 BESIDE = {
     name: "NIXL paged, written" if name.endswith(("pushed", "written")) else "NIXL paged, read" for name in CONTENDERS
 }
-    name: "NIXL paged, written" if name.endswith(("pushed", "written")) else "NIXL paged, read" for name in CONTENDERS
-}
 
 
 @dataclass(slots=True)
