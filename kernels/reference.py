@@ -8,13 +8,15 @@ rows of 512 B in the cache, take reached 46 GB/s and put 13 where torch's index_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from .overlap import check_apart
-from .region import Offsets, Region, Side
+from .region import Offsets, Region, Side, even_distance
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,10 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Rows are copied through a temporary of about this size where neither side is dense, so that it stays in the L2 cache.
 TEMPORARY_BYTES = 1 << 19
+
+#: Boxes that lie alike at both ends are copied one by one from this size on: twice as fast as through a temporary, on
+#: 512-byte rows in memory 6 GB/s against 3. A box takes 2 us beside its bytes.
+LEAST_BOX_BYTES = 16 << 10
 
 
 def move(regions: Sequence[Region]) -> None:
@@ -52,10 +58,51 @@ def _copy(region: Region) -> None:
             _take(src, src.index(), dst.bytes())
         elif apart and src.dense:
             _put(dst, dst.index(), src.bytes())
+        elif apart and (boxes := _Boxes.of(region, planes)) is not None:
+            boxes.copy(src.memory, dst.memory)
         else:
             # One for all groups: fresh memory costs a page fault every 4 KiB, three times what the copy takes.
             part = np.empty(TEMPORARY_BYTES, np.uint8) if part is None else part
             _copy_in_parts(src, dst, part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """A region as boxes that lie alike: each end of one is an array of rows with even distances.
+
+    `shape` and the strides of both ends, in bytes, are those of a box [plane, head, token]; `starts` [box] where each
+    begins. One box is a unit, or a plane of one where planes are at uneven distances.
+    """
+
+    row_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[tuple[int, ...], tuple[int, ...]]
+    starts: tuple[Offsets, Offsets]
+
+    @classmethod
+    def of(cls, region: Region, planes: Offsets) -> _Boxes | None:
+        """None where boxes are so small that copying them one by one takes longer than by index."""
+        ends = region.src, region.dst
+        steps = [even_distance(end.offset[planes]) for end in ends]
+        box = region.heads * region.tokens * region.row_bytes
+        shape = (region.heads, region.tokens)
+        strides = [(end.head_bytes, end.token_bytes) for end in ends]
+        if steps[0] is not None and steps[1] is not None:
+            starts = [end.offset[planes[0]] + end.units for end in ends]
+            shape, box = (len(planes), *shape), len(planes) * box
+            strides = [(step, *stride) for step, stride in zip(steps, strides, strict=True)]
+        else:
+            starts = [(end.offset[planes, None] + end.units).reshape(-1) for end in ends]
+        if box < LEAST_BOX_BYTES:
+            return None
+        return cls(region.row_bytes, shape, (strides[0], strides[1]), (starts[0], starts[1]))
+
+    def copy(self, source: Bytes, target: Bytes) -> None:
+        """Every row once, from memory to memory."""
+        row = f"V{self.row_bytes}"
+        for src, dst in zip(*(starts.tolist() for starts in self.starts), strict=True):
+            rows = np.ndarray(self.shape, row, source.data, src, self.strides[0])
+            np.ndarray(self.shape, row, target.data, dst, self.strides[1])[...] = rows
 
 
 def _copy_in_parts(src: _Rows, dst: _Rows, part: Bytes) -> None:
@@ -95,7 +142,6 @@ class _Rows:
     def __init__(self, memory: torch.Tensor, starts: Offsets, run_bytes: int) -> None:
         self.memory: Bytes = memory.numpy()
         self.starts, self.run_bytes = starts, run_bytes
-        self.width = int(np.gcd(np.gcd.reduce(starts), run_bytes))
         self.dense = bool((np.diff(starts) == run_bytes).all())
 
     @classmethod
@@ -118,6 +164,10 @@ class _Rows:
         for _, offsets in loops:
             starts = (offsets[:, None] + starts).reshape(-1)
         return cls(side.memory[allocation], starts, run_bytes)
+
+    @cached_property
+    def width(self) -> int:
+        return int(np.gcd(np.gcd.reduce(self.starts), self.run_bytes))
 
     @property
     def nbytes(self) -> int:

@@ -152,12 +152,16 @@ def plan(
     link: Annotated[
         str | None, typer.Option(help="Which link of the calibration, if it has several.", metavar="HOST[/TRANSPORT]")
     ] = None,
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="Processes of one host with pools in shared memory, its costs assumed.")
+    ] = False,
     svg: Annotated[Path | None, typer.Option(help="Also draw it.", metavar="FILE")] = None,
     every_leg: Annotated[bool, typer.Option("--every-leg", help="Do not fold equal legs of large fleets.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show who sends what to whom, by which route, and why."""
-    from kvmover.plan import RDMA, Plan, Replicas
+    from kvmover.plan import HOST, RDMA, Plan, Replicas
+    from kvmover.plan.cost import BY_HOST, BY_WIRE
     from kvmover.plan.text import explain, link_as_data, plan_as_data
 
     given = {"kv_heads": kv_heads, "head_dim": head_dim, "latent_dim": latent_dim}
@@ -166,13 +170,15 @@ def plan(
     _check_size(tokens, source, target)
     answer = Plan(cache, source.fleet, target.fleet, 0, tokens, Replicas(replicas))
     measured = _link(calibration, link)
-    legs = list(explain(answer, source.order, target.order, measured.costs(RDMA) if measured else RDMA))
+    assumed, among = (HOST, BY_HOST) if one_host else (RDMA, BY_WIRE)
+    costs = measured.costs(assumed) if measured else assumed
+    legs = list(explain(answer, source.order, target.order, costs, among))
     if svg:
         from kvmover.observe.picture import draw
 
         _write(svg, draw(answer, source, target, legs))
     if as_json:
-        print(json.dumps(plan_as_data(answer, legs) | (link_as_data(measured, RDMA) if measured else {})))
+        print(json.dumps(plan_as_data(answer, legs) | (link_as_data(measured, assumed) if measured else {})))
         return
     from kvmover.observe.plan_table import MOST_LEGS, print_plan
 
@@ -180,7 +186,7 @@ def plan(
     if note:
         print(note)
     if measured:
-        print(f"calibrated: {measured.why(RDMA)}")
+        print(f"calibrated: {measured.why(assumed)}")
 
 
 def _cache(

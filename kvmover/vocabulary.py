@@ -67,8 +67,8 @@ Leg: what one rank sends to one rank of a request: the intersection of two Shard
     >>> leg.heads == plan.src_shard(1).heads & plan.dst_shard(0).heads
     True
 
-Route: how the bytes of a Leg travel: direct, one descriptor a run, or packed: gathered, written, scattered. The cheaper
-one is chosen, and both give the same bytes.
+Route: how the bytes of a Leg travel: direct, one descriptor a run, or packed: gathered, written, scattered, or mapped:
+copied from pool to pool. The cheapest one is chosen, and all give the same bytes.
 
     >>> from kvmover.plan import RDMA
     >>> [RDMA.choose(nbytes=1 << 20, runs=runs).route.value for runs in (16, 2048)]

@@ -1,9 +1,10 @@
 """Transfers between two processes of one host, and bytes a rank: what the mover makes of the wire under it.
 
-64 and 256 MiB: packed, pulled, checked and direct against one contiguous NIXL write of the bytes. All copies run on
-the same two cores. Packed copies the bytes three times, two of them on the source's core: with a gather at 12 GB/s and
-a write at 8 that leaves 0.6 of the write, less what each chunk takes beside its bytes. Rows are 512 B, NHD to HND, so
-going direct is one descriptor for each.
+64 and 256 MiB: packed, pulled, checked, direct and mapped against one contiguous NIXL write of the bytes. All copies
+run on the same two cores, on pools in shared memory. Packed copies the bytes three times, two of them on the source's
+core: with a gather at 12 GB/s and a write at 8 that leaves 0.6 of the write, less what each chunk takes beside its
+bytes. Mapped copies them once, row by row, on one core. Rows are 512 B, NHD to HND, so going direct is one descriptor
+for each.
 
 Small requests: 16 tokens, from asking to landed, against a note there and back. Striping: bytes that each of eight
 ranks with the same latent sends. `python -m perf.bench_transfer [throughput] [latency] [striping]`, all by default.
@@ -58,14 +59,19 @@ CASES = {
     "packed, 16 MiB chunks, digests": Case(chunks(16, integrity=Integrity.DIGEST), every=3),
     "direct": Case(chunks(16, route=Route.DIRECT), every=3),
     "direct, pulled": Case(chunks(16, route=Route.DIRECT, verb=Verb.PULL), every=3),
+    "mapped": Case(chunks(16, route=Route.MAPPED)),
+    "mapped, pulled": Case(chunks(16, route=Route.MAPPED, verb=Verb.PULL)),
     "packed, 16 MiB chunks, more of them": Case(chunks(16), 4096),
     "pulled, 16 MiB chunks, more of them": Case(chunks(16, verb=Verb.PULL), 4096),
+    "mapped, more of them": Case(chunks(16, route=Route.MAPPED), 4096),
+    "mapped, pulled, more of them": Case(chunks(16, route=Route.MAPPED, verb=Verb.PULL), 4096),
 }
 SMALL = {
     "packed": PACKED,
     "packed, pulled": replace(PACKED, verb=Verb.PULL),
     "packed, digests": replace(PACKED, integrity=Integrity.DIGEST),
     "direct": replace(PACKED, route=Route.DIRECT),
+    "mapped": replace(PACKED, route=Route.MAPPED),
     "direct, pulled": replace(PACKED, route=Route.DIRECT, verb=Verb.PULL),
 }
 
@@ -89,6 +95,7 @@ def report(spreads: Mapping[str, Spread], plain: Mapping[int, Spread]) -> None:
     rows: list[dict[str, object]] = []
     for name, tokens, spread in sorted(every, key=lambda entry: entry[1]):
         nbytes = tokens * COMPONENT.token_bytes
+        packed = "packed, 16 MiB chunks" + (", more of them" if tokens > 1024 else "")
         direct_s = spreads["direct"].median / CASES["direct"].tokens * tokens
         rows.append(
             {
@@ -100,12 +107,14 @@ def report(spreads: Mapping[str, Spread], plain: Mapping[int, Spread]) -> None:
                 "p90_gb_per_s": round(nbytes / spread.low / 1e9, 3),
                 "of_contiguous": round(plain[tokens].median / spread.median, 3),
                 "of_direct": round(direct_s / spread.median, 2),
+                "of_packed": round(spreads[packed].median / spread.median, 2),
             }
         )
         row = rows[-1]
         print(
             f"{row['mib']:>3} MiB, {name:<30} {row['gb_per_s']:>7} GB/s ({row['p10_gb_per_s']} to"
-            f" {row['p90_gb_per_s']}), {row['of_contiguous']} of contiguous, {row['of_direct']} x direct"
+            f" {row['p90_gb_per_s']}), {row['of_contiguous']} of contiguous, {row['of_direct']} x direct,"
+            f" {row['of_packed']} x packed"
         )
     print(f"wrote {write('transfer', rows)}")
 

@@ -45,7 +45,8 @@ def build(engine: str, order: str) -> Side:
     torch.set_num_threads(1)  # two teams of spinning workers on two cores starve each other
     spec = PoolSpec.dense(COMPONENT, FLEET.shard(COMPONENT, 0, TOKENS), PAGES, PAGE_TOKENS, order)
     assert spec.allocation_bytes == NBYTES
-    pool = Pool(spec, (torch.randint(0, 255, (NBYTES,), dtype=torch.uint8),))
+    pool = Pool.shared(spec)  # whatever the route is, the pools are the same
+    pool.tensors[0].random_(0, 255)
     buffer = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8)
     transport = NixlTransport(engine)
     transport.register(memory_of(buffer))

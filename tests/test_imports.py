@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"deprecated", "enums", "errors", "exposition", "needs", "numbers", "vocabulary"}
+PURE = {"deprecated", "enums", "errors", "exposition", "needs", "numbers", "sharing", "vocabulary"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "ranges", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.ledger", "cache.prefix"}
@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "needs": {"errors"},
     "numbers": {"errors"},
     "ranges": set(),
+    "sharing": {"errors"},
     "vocabulary": set(),
     "kernels": set(),
     "layout": PURE,

@@ -20,6 +20,7 @@ from kvmover.layout.fleet import Shard
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.observe.metrics import MoverCollector
 from kvmover.observe.start import Observers
+from kvmover.plan.cost import Route
 from kvmover.plan.text import FleetText
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
@@ -61,12 +62,12 @@ class DemoRank:
         at = fleet.coordinate(seat.rank)
         self._shard: Shard = fleet.shard(component, seat.rank, 1)
         spec = PoolSpec.dense(component, self._shard, seat.pages, fleet.page_tokens, seat.fleet.order)
-        self._pool = Pool.zeros(spec)
+        config = seat.settings.mover_config()
+        config = replace(config, route=config.route or seat.scenario.route)
+        self._pool = Pool.shared(spec) if config.route is Route.MAPPED else Pool.zeros(spec)
         comm = Gloo.join(FileStore(seat.store, fleet.size), seat.rank, fleet.tp, fleet.pp)
         share = ModelShard.of_rank(seat.scenario.model, fleet.tp, fleet.pp, at.tp, at.pp)
         self._model = Transformer(seat.scenario.model, share, comm)
-        config = seat.settings.mover_config()
-        config = replace(config, route=config.route or seat.scenario.route)
         model = Model(seat.scenario.name, (component,))
         place = Place(seat.engine, fleet, seat.rank)
         self._mover = Mover(NixlTransport(f"{seat.engine}-{seat.rank}"), model, place, [self._pool], config)

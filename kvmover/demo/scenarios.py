@@ -93,6 +93,16 @@ SCENARIOS = (
         ),
         route=Route.PACKED,  # few enough runs to go direct, which would not show the interleaving
     ),
+    replace(
+        Scenario.of(
+            "mapped",
+            "GQA, 2 KV heads, TP2 to TP1, pools in shared memory: each rank copies into the other's pages",
+            GQA,
+            "tp=2,page=16,order=NHD",
+            "tp=1,page=64,order=HND",
+        ),
+        route=Route.MAPPED,
+    ),
     Scenario.stored(
         "storage",
         "GQA, 8 KV heads, TP4, then TP2, then TP4 again: each starts empty, over one page store",

@@ -13,6 +13,7 @@ from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import Layout
 from kvmover.needs import need
 from kvmover.numbers import whole
+from kvmover.sharing import allocate
 from kvmover.vocabulary import PACKED_AXES, PACKED_ORDER
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Axes that a pool may spread over allocations of their own: one tensor a layer, or one a layer and K/V.
 TABLE_AXES: tuple[str, ...] = ("layer", "kv")
+
+#: Allocations of a shared pool start at multiples of this in their file.
+_ALIGN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +184,21 @@ class Pool:
 
         size = spec.allocation_bytes
         return cls(spec, tuple(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(spec.allocations)))
+
+    @classmethod
+    def shared(cls, spec: PoolSpec) -> Pool:
+        """A zeroed pool in memory that other processes of this host and user may map: for the mapped route.
+
+        The memory is given back with the last process that has it. Raises MissingLibrary without torch, and LayoutError
+        where there is no such memory: it takes Linux.
+        """
+        need("torch", "a pool", "torch")
+        import torch
+
+        size = -(-spec.allocation_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        every = torch.frombuffer(allocate(size * spec.allocations), dtype=torch.uint8)
+        starts = range(0, size * spec.allocations, size)
+        return cls(spec, tuple(every[start : start + spec.allocation_bytes] for start in starts))
 
     def plane(self, layer: int, kv: int) -> torch.Tensor:
         """A view [page, token, head, dim] of one plane in the component's dtype, strided as the pool is.

@@ -38,7 +38,7 @@ POLICY = """<meta http-equiv="Content-Security-Policy" content="default-src 'non
 _MOST_NAMED = 20
 
 _VERBS = {"send": "sent", "receive": "received"}
-_ROUTES = ("direct", "packed", "both")
+_ROUTES = ("direct", "packed", "mapped", "both")
 
 
 def write_report(logs: Iterable[Path], html: Path) -> Lines:

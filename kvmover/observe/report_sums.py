@@ -123,7 +123,7 @@ def bytes_by_bin(transfers: Iterable[Moved], verb: str, bins: Bins) -> list[floa
 
 
 def route_of(line: Moved) -> str:
-    """`direct`, `packed`, or `both` where sources of one transfer differ; `none` where nothing was to be moved."""
+    """The route, or `both` where sources of one transfer differ; `none` where nothing was to be moved."""
     routes = set(line.routes)
     return "both" if len(routes) > 1 else str(next(iter(routes), "none"))
 

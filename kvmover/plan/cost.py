@@ -1,4 +1,4 @@
-"""The cost model chooses direct or packed, by what each would take on a given wire, and says why."""
+"""The cost model chooses a route, by what each would take on a given wire, and says why."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from kvmover.errors import PlanError
 
 
 class Route(StrEnum):
-    """How a leg's bytes travel: straight from pool to pool, or gathered, written once a chunk, and scattered."""
+    """How a leg's bytes travel: written from pool to pool by the transport, or gathered, written once a chunk, and
+    scattered, or copied from pool to pool by a rank that has mapped the other's.
+    """
 
     DIRECT = "direct"
     PACKED = "packed"
+    MAPPED = "mapped"
+
+
+#: What any two ranks can do, and what two ranks of one host can whose pools lie in shared memory.
+BY_WIRE = frozenset({Route.DIRECT, Route.PACKED})
+BY_HOST = frozenset(Route)
 
 
 class Posting(StrEnum):
@@ -36,6 +44,7 @@ class Costs:
 
     The formulas are in DESIGN.md, section 6, "Costs". `descriptor_us` is what software takes to post one; a NIC's
     message rate is far higher: 1.08 us for 4 KiB, 1.8 us for 16 KiB descriptors on 400 Gb/s (uccl#677, vllm#53825).
+    `pool_chunk_bytes`: of a chunk that goes from pool to pool and takes no arena; 0: `chunk_bytes`, as the others.
     """
 
     descriptor_us: float
@@ -45,12 +54,15 @@ class Costs:
     chunk_us: float
     chunk_bytes: int
     posting: Posting = Posting.AHEAD
+    pool_chunk_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("descriptor_us", "wire_rate", "gather_rate", "scatter_rate", "chunk_us", "chunk_bytes"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise PlanError(f"costs with {name} = {value}; it must be positive")
+        if not 0 <= self.pool_chunk_bytes < math.inf:
+            raise PlanError(f"costs with pool_chunk_bytes = {self.pool_chunk_bytes}; it must not be negative")
         settle(self, "costs", PlanError, posting=Posting)
 
     def direct_us(self, nbytes: int, runs: int) -> float:
@@ -66,29 +78,55 @@ class Costs:
         )
         return first / self.gather_rate + slowest + first / self.scatter_rate
 
+    def mapped_us(self, nbytes: int) -> float:
+        """One copy, with strides at both ends: at the slower of the rates that are measured with strides at one.
+
+        But no slower than the wire, which between processes of one host is a copy by the same cores.
+        """
+        return nbytes / max(min(self.gather_rate, self.scatter_rate), self.wire_rate)
+
+    def cut_bytes(self, route: Route) -> int:
+        """Most bytes of a chunk that goes by `route`."""
+        return self.chunk_bytes if route is Route.PACKED else self.pool_chunk_bytes or self.chunk_bytes
+
     def chunks(self, nbytes: int) -> int:
         """How many chunks `nbytes` bytes take: rounded up."""
         return -(-nbytes // self.chunk_bytes)
 
-    def choose(self, nbytes: int, runs: int) -> Choice:
-        """The cheaper route for `nbytes` bytes that lie in `runs` runs; direct when they tie."""
-        direct, packed = self.direct_us(nbytes, runs), self.packed_us(nbytes, self.chunks(nbytes))
-        return Choice(Route.DIRECT if direct <= packed else Route.PACKED, nbytes, runs, direct, packed)
+    def choose(self, nbytes: int, runs: int, among: frozenset[Route] = BY_WIRE) -> Choice:
+        """The cheapest route of `among` for `nbytes` bytes that lie in `runs` runs.
+
+        When they tie mapped goes before direct, and direct before packed: the one that asks for less.
+        """
+        took = {
+            Route.MAPPED: self.mapped_us(nbytes),
+            Route.DIRECT: self.direct_us(nbytes, runs),
+            Route.PACKED: self.packed_us(nbytes, self.chunks(nbytes)),
+        }
+        best = min((route for route in took if route in among), key=took.__getitem__)
+        mapped = took[Route.MAPPED] if Route.MAPPED in among else None
+        return Choice(best, nbytes, runs, took[Route.DIRECT], took[Route.PACKED], mapped)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A route with the two estimates behind it."""
+    """A route with the estimates behind it; `mapped_us` is None where neither end can map the other."""
 
     route: Route
     nbytes: int
     runs: int
     direct_us: float
     packed_us: float
+    mapped_us: float | None = None
 
     def why(self) -> str:
         """One line: `packed: 131072 runs of 512 B would take 131.1 ms to post, the packed route 1.5 ms`."""
         run = self.nbytes // self.runs
+        if self.route is Route.MAPPED and self.mapped_us is not None:
+            return (
+                f"mapped: one copy takes {self.mapped_us / 1e3:.1f} ms, {self.runs} runs of {run} B would take"
+                f" {self.direct_us / 1e3:.1f} ms, the packed route {self.packed_us / 1e3:.1f} ms"
+            )
         if self.route is Route.DIRECT:
             return (
                 f"direct: {self.runs} runs of {run} B take {self.direct_us / 1e3:.1f} ms as they are,"
@@ -112,7 +150,8 @@ RDMA = Costs(
 )
 
 #: Between processes of one host through UCX's cma: one system call a descriptor (7 to 10 us where the machine is busy,
-#: 1.5 us where it is not), copies on the same cores.
+#: 1.5 us where it is not), copies on the same cores. Packed chunks stay in the last cache; what goes from pool to pool
+#: does not pass it, and 176 MB in chunks of 8 MiB took twice as long as in one.
 HOST = Costs(
     descriptor_us=7.0,
     wire_rate=4e3,
@@ -121,4 +160,5 @@ HOST = Costs(
     chunk_us=100.0,
     chunk_bytes=8 << 20,
     posting=Posting.INLINE,
+    pool_chunk_bytes=64 << 20,
 )

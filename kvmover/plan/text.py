@@ -13,7 +13,7 @@ from kvmover.layout.layout import axes_of
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import EMPTY
 from kvmover.plan.calibration import Calibration
-from kvmover.plan.cost import Choice, Costs
+from kvmover.plan.cost import BY_WIRE, Choice, Costs, Route
 from kvmover.plan.legs import Leg, Plan
 from kvmover.plan.lower import Held, count_runs
 
@@ -74,13 +74,15 @@ class Explained:
     chunks: int
 
 
-def explain(plan: Plan, src_order: str, dst_order: str, costs: Costs) -> Iterator[Explained]:
-    """Every leg of `plan` between dense pools of the given axis orders, with its route."""
+def explain(
+    plan: Plan, src_order: str, dst_order: str, costs: Costs, among: frozenset[Route] = BY_WIRE
+) -> Iterator[Explained]:
+    """Every leg of `plan` between dense pools of the given axis orders, with its route of `among`."""
     for leg in plan.legs():
         src = _held(plan, plan.src, plan.src_shard(leg.src_rank), src_order)
         dst = _held(plan, plan.dst, plan.dst_shard(leg.dst_rank), dst_order)
         nbytes = leg.nbytes(plan.component)
-        yield Explained(leg, nbytes, costs.choose(nbytes, count_runs(leg, src, dst)), costs.chunks(nbytes))
+        yield Explained(leg, nbytes, costs.choose(nbytes, count_runs(leg, src, dst), among), costs.chunks(nbytes))
 
 
 def _held(plan: Plan, fleet: Fleet, shard: Shard, order: str) -> Held:

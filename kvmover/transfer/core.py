@@ -18,6 +18,7 @@ from kvmover.transfer.events import Patience
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.memory.copier import Copier
 from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.mapped import Mappings, shares
 from kvmover.transfer.memory.regions import allocations
 from kvmover.transfer.meter import Count, Meter
 from kvmover.transfer.peers.links import Links
@@ -84,6 +85,8 @@ class Core:
     clock: Callable[[], float]
     links: Links
     sandbox: torch.Tensor
+    mappings: Mappings
+    liveness: Liveness
     auth: MessageAuth | NoAuth = field(default_factory=NoAuth)
     peers: Peers = field(default_factory=Peers)
     meter: Meter = field(default_factory=Meter)
@@ -92,10 +95,6 @@ class Core:
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
-    liveness: Liveness = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.liveness = Liveness(self.config.ping_s, self.config.silence_s)
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -189,8 +188,19 @@ def assembled(
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs = tuple(pool.spec for pool in pools)
+    shared = shares(memories)
+    mappings = Mappings(bool(shared))
     card = Rank(
-        place, specs, memories, incoming.memory, outgoing.memory, transport.metadata(), socket.gethostname(), sandbox
+        place,
+        specs,
+        memories,
+        incoming.memory,
+        outgoing.memory,
+        transport.metadata(),
+        socket.gethostname(),
+        sandbox,
+        shared,
+        mappings.machine if shared else "",
     )
     return Core(
         transport,
@@ -204,6 +214,8 @@ def assembled(
         clock,
         Links(transport, type(transport).__name__, sandbox, InFlight(transport)),
         probed,
+        mappings,
+        Liveness(config.ping_s, config.silence_s),
         authentication(config.keys, transport.name),
     )
 

@@ -512,6 +512,7 @@ class Mover:
                 self._reconnector.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
                 self._core.timers.set((TimerKind.DIAL, None), self._reconnector.next_due())
         self._core.peers.remove(name)
+        self._core.mappings.forget(name)
         self._core.outbox.pop(name, None)
         self._core.liveness.forget(name)
         self._transport.disconnect(name)

@@ -80,7 +80,8 @@ def _moved(config: MoverConfig) -> tuple[list[bytes], list[Overheard], list[Pool
     movers, pools, transports = list[Mover](), list[Pool](), list[Overheard]()
     for engine, fleet, rank in (("prefill", WIDE, 0), ("prefill", WIDE, 1), ("decode", NARROW, 0)):
         spec = PoolSpec.dense(KV, fleet.shard(KV, rank, 1), 4, fleet.page_tokens, "NHD")
-        pools.append(Pool(spec, (torch.randint(256, (spec.allocation_bytes,), dtype=torch.uint8),)))
+        pools.append(Pool.shared(spec) if config.route is Route.MAPPED else Pool.zeros(spec))
+        pools[-1].tensors[0].random_(0, 256)
         transports.append(Overheard(network, f"{engine}-{rank}", said))
         movers.append(Mover(transports[-1], MODEL, Place(engine, fleet, rank), pools[-1:], config))
     *sources, destination = movers
@@ -206,7 +207,18 @@ def test_a_card_is_read_by_the_page() -> None:
     body, _ = unpack(card["body"], 0)
     assert (body["place"]["engine"], body["place"]["rank"], body["place"]["fleet"]["tp"]) == ("prefill", 1, 2)
     assert body["pools"][0]["layout"]["axes"] == ["layer", "kv", "page", "token", "head", "dim"]
-    assert body.keys() == {"place", "pools", "allocations", "arena", "staging", "transport", "host", "sandbox"}
+    assert body.keys() == {
+        "place",
+        "pools",
+        "allocations",
+        "arena",
+        "staging",
+        "transport",
+        "host",
+        "sandbox",
+        "shares",
+        "machine",
+    }
     mover.close()
 
 

@@ -41,7 +41,7 @@ class Engine:
                 PoolSpec.dense(c, fleet.shard(c, rank, TOKENS), 16, c.page_tokens(fleet.page_tokens), order)
                 for c in STRANGE
             ]
-            pools = [Pool.zeros(spec) for spec in specs]
+            pools = [Pool.shared(spec) if config.route is Route.MAPPED else Pool.zeros(spec) for spec in specs]
             for pool in pools:
                 pool.tensors[0].fill_(0xEE)
             transport = Mailbox(street, f"{name}-{rank}")

@@ -44,7 +44,7 @@ def of_report(*names: str) -> list[str]:
 GROUPS = {
     "ranks of a plan": [svg.colour(rank) for rank in range(8)],
     "tiers and losses": of_report("device", "host", "storage", "lost"),
-    "routes and failures": of_report("direct", "packed", "both", "none", "failed"),
+    "routes and failures": of_report("direct", "packed", "mapped", "both", "none", "failed"),
     "directions": of_report("send", "receive"),
     "quantiles": of_report("p50", "p99"),
 }

@@ -324,6 +324,7 @@ class TestOnTheCommandLine:
             "chunk_us": 180.0,
             "chunk_bytes": 8 << 20,
             "posting": "inline",
+            "pool_chunk_bytes": 0,
         }
         assert (data["calibration"]["writes"], data["calibration"]["gather_rate"]) == (412, None)
 

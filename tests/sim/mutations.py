@@ -401,6 +401,17 @@ def answers_are_answered(patch: pytest.MonkeyPatch) -> None:
     around(patch, DestinationDriver, "_late", late)
 
 
+def a_chunk_is_told_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
+    """The note of a mapped chunk goes out when its copy begins."""
+
+    def copy(honest: Any, self: Writes, regions: Any, entry: Part) -> None:
+        if entry.job.mapped is not None:
+            self.core.post(entry.job.peer.name, entry.job.note(entry))
+        honest(self, regions, entry)
+
+    around(patch, Writes, "_copy", copy)
+
+
 # What the engine is told.
 
 
@@ -465,6 +476,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_peer_that_is_back_releases_nothing, "default"),
     (an_older_process_takes_its_seat_back, "replaced"),
     (answers_are_answered, "hostile"),
+    (a_chunk_is_told_before_it_is_copied, "default"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
     (reads_count_unconfirmed, "ambushed"),
 ]

@@ -58,6 +58,8 @@ class Profile:
     long_stop_s: tuple[float, float] = (1.0, 2.2)
     copies_s: tuple[tuple[float, float], ...] = ((0.0, 0.0), (0.0, 0.0), (0.001, 0.03), (0.05, 0.3))
     replaced: float = 0.0
+    routes: tuple[Route | None, ...] = (*Route, None)
+    sharing: float = 0.2
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -79,6 +81,7 @@ AMBUSHED = replace(HOSTILE, name="ambushed", late_notes=0.3, calm=0.0, verbs=(Ve
 #: Ranks that die with writes under way.
 FRAIL = replace(DEFAULT, name="frail", late=0.3, calm=0.0, crashes=0.5)
 #: Ranks that are stopped in mid-copy, or whose copies take so long, that their leases are over before they write.
+#: Copies into mapped pools are writes, and end within `linger_s`: there are none.
 DROWSY = replace(
     DEFAULT,
     name="drowsy",
@@ -87,6 +90,8 @@ DROWSY = replace(
     stops=0.6,
     long_stop_s=(3.3, 6.0),
     copies_s=((0.05, 0.3), (1.0, 4.0), (2.0, 5.0)),
+    routes=(Route.PACKED, Route.DIRECT, None),
+    sharing=0.0,
 )
 #: Ranks that are cut off, replaced, and heard of again: nobody takes the old process for the new one.
 REPLACED = replace(DEFAULT, name="replaced", calm=0.0, crashes=0.0, replaced=1.0)
@@ -191,6 +196,7 @@ class Scenario:
     copy_s: tuple[float, float]
     pace_s: tuple[float, float]
     separate: tuple[str, ...]
+    shared: bool
     requests: tuple[Asked, ...]
     faults: tuple[Fault, ...] = field(default=())
 
@@ -200,14 +206,16 @@ class Scenario:
         calm = random.random() < profile.calm
         components = random.choice(MODELS)
         fleets = {engine: _fleet(random) for engine in ENGINES}
+        config = _config(random, profile, calm)
         return cls(
             components,
             fleets,
-            _config(random, profile, calm),
+            config,
             calm,
             random.choice(profile.copies_s),
             (0.0 if random.random() < 0.9 else 0.1, random.choice([0.0, 0.0, 0.0, 0.15])),
             random.choice([(), ("layer",), ("layer", "kv")]),
+            config.route is Route.MAPPED or random.random() < profile.sharing,
             tuple(
                 _request(random, profile, f"r{i}", fleets["p"].size, calm) for i in range(random.choice([1, 2, 2, 3]))
             ),
@@ -236,7 +244,7 @@ def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:
         linger_s=2.2,
         backoff=Backoff(0.1, 0.5),
         costs=Costs(1.0, 1e3, 1e3, 1e3, 10.0, chunk_bytes=random.choice([128, 256, 512])),
-        route=random.choice([Route.DIRECT, Route.PACKED, None]),
+        route=random.choice(profile.routes),
         verb=random.choice(profile.verbs),
         replicas=random.choice(list(Replicas)),
         chunk_layers=random.choice([0, 0, 1]),

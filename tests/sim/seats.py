@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -13,8 +12,11 @@ import numpy.typing as npt
 import torch
 
 from kvmover.layout import Component, Pool
+from kvmover.sharing import MapMode
 from kvmover.transfer.memory.arena import Arena
+from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Transfer
 from tests.sim.copies import SimCopier
@@ -192,10 +194,44 @@ class Seat:
         return sum(max(0.0, min(until, b) - max(since, a)) for a, b in self.stops)
 
 
+@dataclass(slots=True, eq=False)
+class SimMappings:
+    """Stands in for a mover's Mappings: all processes of a scenario that shares its pools are on one host.
+
+    `written`: peers whose pools we may write. `lent`: addresses of pools that we may read.
+    """
+
+    ours: bool
+    seats: dict[str, Seat]
+    written: set[str] = field(default_factory=set[str])
+    lent: set[int] = field(default_factory=set[int])
+
+    def both(self, peer: Peer) -> bool:
+        return self.ours
+
+    def pools(self, peer: Peer, access: MapMode) -> Mapped | None:
+        if not self.ours:
+            return None
+        pools = tuple(pool.tensors for pool in self.seats[peer.name].mover._core.pools)
+        if access is MapMode.WRITE:
+            self.written.add(peer.name)
+        else:
+            self.lent.update(tensor.data_ptr() for tensors in pools for tensor in tensors)
+        return pools
+
+    def forget(self, peer: str) -> None:
+        """A mapping outlives its peer."""
+
+
 def seated(
-    scenario: Scenario, network: SimNetwork, engine: str, rank: int, noise: tuple[Random, np.random.Generator]
+    scenario: Scenario,
+    network: SimNetwork,
+    engine: str,
+    rank: int,
+    noise: tuple[Random, np.random.Generator],
+    seats: dict[str, Seat],
 ) -> Seat:
-    """A process with pools of noise, not connected to anybody."""
+    """A process with pools of noise, not connected to anybody. `seats`: all that ever were, by name."""
     fleet, random, filler = scenario.fleets[engine], *noise
     order, separate = ("NHD", scenario.separate) if engine == "p" else ("HND", ())
     geometry = Geometry.of(scenario.components, fleet, rank, order, separate)
@@ -212,8 +248,14 @@ def seated(
         random.shuffle(pages)
     pace = scenario.pace_s[engine == "d"]
     made = Seat(place, transport, mover, geometry, memory, memory.copy(), free, pace)
-    on_end: Callable[[], None] = lambda: setattr(made, "dirty", True)  # noqa: E731
-    mover._core.copier = SimCopier(network, transport.name, scenario.copy_s, on_end)
+    mappings = SimMappings(scenario.shared, seats)
+
+    def touched() -> None:
+        for seat in (made, *(seats[name] for name in mappings.written)):
+            seat.dirty = True
+
+    mover._core.mappings = mappings  # pyright: ignore[reportAttributeAccessIssue]
+    mover._core.copier = SimCopier(network, transport.name, scenario.copy_s, touched, mappings.lent)
     for staging in (mover._core.outgoing, mover._core.incoming):
         staging.arena = Scorched(staging.arena.nbytes, staging.tensor.numpy())
     mover._destination.generation = network.births(f"{engine}{rank}") * 1_000_000

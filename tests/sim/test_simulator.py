@@ -66,7 +66,7 @@ REACHED: dict[str, dict[str, int]] = {
         "landed slow consumer": 8,
         "landed after a restart": 3,
         "pages reused under a read": 10,
-        "given up under a chunk": 13,
+        "given up under a chunk": 11,
         "refused": 2,
         "stopped for longer than silence": 11,
         "crashed and came back": 12,

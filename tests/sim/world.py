@@ -147,7 +147,7 @@ class World:
 
     def _start(self, engine: str, rank: int) -> None:
         """A process that connects to every rank of the other engine that is alive."""
-        made = seated(self.scenario, self.network, engine, rank, (self.random, self.filler))
+        made = seated(self.scenario, self.network, engine, rank, (self.random, self.filler), self.scene.seats)
         self.network.log(lambda: f"{made.name}: starts")
         self.scene.seats[made.name] = self.scene.at[engine, rank] = made
         for other in self.scene.at.values():

@@ -82,7 +82,8 @@ class Bench:
                 PoolSpec.dense(c, fleet.shard(c, rank, 1), pages, c.page_tokens(fleet.page_tokens), order, separate)
                 for c in self.components
             ]
-            pools.append([poisoned(spec) for spec in specs])
+            shared = (config or self.config).route is Route.MAPPED
+            pools.append([poisoned(spec, shared) for spec in specs])
             ranks.append(self.mover(Place(name, fleet, rank), pools[-1], config))
         return Engine(name, fleet, self.components, ranks, pools)
 
@@ -208,8 +209,8 @@ class Engine:
         return max(lengths, default=start + 1) - start
 
 
-def poisoned(spec: PoolSpec) -> Pool:
-    pool = Pool.zeros(spec)
+def poisoned(spec: PoolSpec, shared: bool = False) -> Pool:
+    pool = Pool.shared(spec) if shared else Pool.zeros(spec)
     for tensor in pool.tensors:
         tensor.fill_(POISON)
     return pool

@@ -40,10 +40,12 @@ CONFIG = MoverConfig(
 class Side:
     """One rank that is a whole fleet: a mover over NIXL, and a pool whose rows can be made up and hashed."""
 
-    def __init__(self, engine: str, page_tokens: int, order: str, route: Route | None, model: str = "toy") -> None:
+    def __init__(
+        self, engine: str, page_tokens: int, order: str, route: Route | None, model: str = "toy", pools: str = "zeros"
+    ) -> None:
         fleet = Fleet(page_tokens=page_tokens)
         specs = [PoolSpec.dense(c, fleet.shard(c, 0, 1), PAGES, page_tokens, order) for c in COMPONENTS]
-        self._pools = [Pool.zeros(spec) for spec in specs]
+        self._pools = [getattr(Pool, pools)(spec) for spec in specs]
         for pool in self._pools:
             pool.tensors[0].fill_(POISON)
         config = MoverConfig(CONFIG.arena_bytes, DEADLINE_S, costs=CONFIG.costs, route=route)

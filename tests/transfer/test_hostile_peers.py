@@ -336,7 +336,8 @@ PLANTED = [
     for what in ("gather", "scatter", "post", "source's step", "destination's step", "read")
     for verb in Verb
     for route in Route
-    if not (what in ("gather", "scatter") and route is Route.DIRECT)
+    if not (what in ("gather", "scatter") and route is not Route.PACKED)
+    if not (what in ("post", "read") and route is Route.MAPPED)
     if not (what == "post" and verb is Verb.PULL)
     if not (what == "read" and verb is Verb.PUSH)
 ]

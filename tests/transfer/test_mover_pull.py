@@ -14,7 +14,7 @@ from mover_network import FaultyNetwork
 
 from kvmover.errors import ProtocolError
 from kvmover.layout import Component, Fleet
-from kvmover.plan.cost import Route
+from kvmover.plan.cost import BY_WIRE, Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
@@ -25,6 +25,9 @@ from tests.proofs import searched
 PULL = replace(CONFIG, verb=Verb.PULL)
 CHUNK_BYTES = SMALL_CHUNKS.chunk_bytes
 routes = pytest.mark.parametrize("route", list(Route))
+
+#: Of which the wire carries the bytes, so that a test can hold them up.
+wires = pytest.mark.parametrize("route", sorted(BY_WIRE))
 
 
 def ended(transfer: Transfer) -> Result:
@@ -66,7 +69,7 @@ def test_any_fleet_reads_from_any_other_what_that_would_have_written(
     bench.assert_nothing_is_left()
 
 
-@routes
+@wires
 def test_a_pull_says_what_was_moved_and_how(route: Route):
     pair = Pair.of(Fleet(tp=2, page_tokens=4), config=replace(PULL, route=route))
     sent, landed = pair.send(), pair.receive()
@@ -107,7 +110,7 @@ def test_full_staging_memory_waits_instead_of_failing(src_arena: int, dst_arena:
     bench.assert_nothing_is_left()
 
 
-@routes
+@wires
 @pytest.mark.parametrize("side", ["src", "dst"])
 def test_a_reader_in_flight_is_waited_for_by_its_own_side_only(route: Route, side: str):
     """The source's pages come back at once, and what the reader gets then is not taken for the request."""
@@ -134,7 +137,7 @@ def test_a_reader_in_flight_is_waited_for_by_its_own_side_only(route: Route, sid
         pair.dst.assert_holds(pair.before)
 
 
-@routes
+@wires
 def test_reads_that_never_end_are_given_up_and_what_they_touch_comes_back_when_they_do(route: Route):
     clock = HandClock()
     pair = Pair.of(config=replace(PULL, route=route, arena_bytes=4 * CHUNK_BYTES), clock=clock)

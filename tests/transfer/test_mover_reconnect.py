@@ -85,7 +85,7 @@ def test_what_a_cut_off_peer_may_write_comes_back_when_it_is_reached_again_and_h
     if route is Route.PACKED:
         assert incoming(pair).quarantined_bytes == incoming(pair).leased_bytes == PART_BYTES
         pair.dst.assert_holds(pair.before)
-    assert landed.held == (route is Route.DIRECT)
+    assert landed.held == (route is not Route.PACKED)
     network.heal(name(trouble))
     pass_time(pair, 8.0)
     assert incoming(pair).leased_bytes == 0
@@ -196,7 +196,7 @@ def test_a_process_that_is_known_to_be_dead_is_forgotten_and_keeps_nothing(route
     network.deliver()
     if when == "when it has been given up":
         pass_time(pair, 4.0)
-        assert ended(landed).held == (route is Route.DIRECT)
+        assert ended(landed).held == (route is not Route.PACKED)
         assert len(waits._destination.quarantine) == 1
     waits.forget("prefill", 1)
     waits.forget("prefill", 1)

@@ -251,7 +251,7 @@ def test_closing_fails_what_is_open_and_frees_everybody_who_waits():
         assert not waiting.is_alive()
         assert (reason(landed), landed.held) == ("this side closed", False)
         source.wait([sent], WITHIN_S)
-        assert "this side closed" in str(reason(sent))
+        assert "closed" in str(reason(sent)), "as it was told, or as it found when it answered"
         with pytest.raises(TransportError, match="the mover of decode rank 0 is closed: this side closed"):
             target.receive("again", "prefill", range(100), threads.pair.dst_tables[0])
         target.abort(landed, "too late")

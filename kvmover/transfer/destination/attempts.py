@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
-from kvmover.plan.cost import Route
+from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.leases import WriteLeases
@@ -63,8 +63,9 @@ log = logging.getLogger(__name__)
 class ReceiveAttempt:
     """A request that this rank wants: its state, its page tables, and the lane from each source.
 
-    `wants`: what each source was asked, encoded. `theirs`: page tables of sources that are read from pages to pages.
-    `copying`: chunks that a copy was begun of and has not ended. `faults`: exceptions on this side.
+    `routes`: by which each source is to send. `wants`: what it was asked, encoded. `theirs`: page tables of sources
+    that are read from pages to pages. `copying`: chunks that a copy was begun of and has not ended. `faults`:
+    exceptions on this side.
     """
 
     state: Receiving
@@ -73,6 +74,7 @@ class ReceiveAttempt:
     lanes: dict[str, Lane]
     seats: dict[str, tuple[str, int]]
     runs: int
+    routes: dict[str, Route]
     wants: dict[str, bytes] = field(default_factory=dict[str, bytes])
     theirs: dict[str, Pages] = field(default_factory=dict[str, Pages])
     aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
@@ -100,7 +102,7 @@ def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
         sum(lane.nbytes for lane in lanes),
         attempt.runs,
         sum(len(lane.chunks) for lane in lanes),
-        tuple(Route.DIRECT if s.direct else Route.PACKED for s in state.sources.values() if s.chunks),
+        tuple(attempt.routes[peer] for peer, source in state.sources.items() if source.chunks),
         sum(bool(lane.chunks) for lane in lanes),
         bool(held),
         attempt.cause,
@@ -163,20 +165,22 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: Writ
         runs = {name: lane.direct_runs for name, lane in lanes.items()}
         for lane in lanes.values():
             lane.check_pages(lane.dst, wanted.pages)
-    sources: dict[str, Source] = {}
-    cuts = dict.fromkeys(lanes, Cut(config.costs.chunk_bytes, config.chunk_layers))
+    sources, routes, cuts = dict[str, Source](), dict[str, Route](), dict[str, Cut]()
     for peer in peers:
-        direct = _route(core, peer, lanes[peer.name], runs[peer.name], wanted) is Route.DIRECT
-        if not direct:
-            lanes[peer.name], cuts[peer.name] = _fitting(core, peer, lanes[peer.name], cuts[peer.name], wanted)
-        aux = peer.card.place.rank in wanted.aux_from
-        sources[peer.name] = Source(len(lanes[peer.name].chunks), direct, config.verb, aux)
+        name, aux = peer.name, peer.card.place.rank in wanted.aux_from
+        route = routes[name] = _route(core, peer, lanes[name], runs[name], wanted)
+        cut = cuts[name] = Cut(config.costs.cut_bytes(route), config.chunk_layers)
+        if cut.nbytes != config.costs.chunk_bytes:
+            lanes[name] = lanes[name].recut(cut)
+        if route is Route.PACKED:
+            lanes[name], cuts[name] = _fitting(core, peer, lanes[name], cut)
+        sources[name] = Source(len(lanes[name].chunks), route is not Route.PACKED, config.verb, aux)
     request = wanted.transfer.request
     state = Receiving(request, generation, sources, core.patience, now + wanted.deadline_s, now, now + config.resend_s)
     seats = {peer.name: peer.card.place.seat for peer in peers}
-    attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()))
+    attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()), routes)
     for name in lanes:  # a table that no message holds is refused before anything is asked
-        want = _want(core, state, sources[name], cuts[name], wanted)
+        want = _want(core, attempt, name, cuts[name], wanted)
         try:
             attempt.wants[name] = wire.encode(replace(want, lease=leases.renewed(name)))
         except ProtocolError as error:
@@ -195,7 +199,7 @@ def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, La
     return peers, {peer.name: Lane.between(plans, peer.end, core.end, cut) for peer in peers}
 
 
-def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut, wanted: ReceiveRequest) -> tuple[Lane, Cut]:
+def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut) -> tuple[Lane, Cut]:
     """A lane whose chunks fit both arenas, and the cut that makes it so: where one unit of all layers is too large, as
     few layers as fit. 126 layers of 8 heads of 128, 128-token pages, are 66 MB a unit: 125 layers fit 64 MiB.
 
@@ -211,32 +215,39 @@ def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut, wanted: ReceiveReques
             cut = Cut(max(1, arena_bytes), cut.layers)
         else:
             cut = Cut(cut.nbytes, max(1, min(layers - 1, layers * arena_bytes // largest)))
-        fleet = peer.card.place.fleet
-        plans = plans_between(core.components, fleet, core.end.fleet, wanted.positions, core.config.replicas)
-        lane = Lane.between(plans, peer.end, core.end, cut)
+        lane = lane.recut(cut)
     return lane, cut
 
 
 def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest) -> Route:
+    """The configured route, or the cheapest that there is. Raises PlanError where the configured one is impossible."""
     config = core.config
-    if config.route is not None or not lane.nbytes:
-        return config.route or Route.PACKED
+    if not lane.nbytes:
+        return Route.DIRECT if config.route is Route.DIRECT else Route.PACKED
+    if config.route is Route.MAPPED and not core.mappings.both(peer):
+        raise PlanError(
+            f"route = mapped, but this rank and {peer.name} cannot map each other's pools: both must be processes of"
+            " one host and user with pools in shared memory (Pool.shared)"
+        )
+    if config.route is not None:
+        return config.route
     if config.verb is wire.Verb.PUSH and 4 * sum(table.size for table in wanted.pages) > wire.MAX_TABLE_BYTES:
         return Route.PACKED  # no message holds its page tables
-    choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs)
+    among = BY_HOST if core.mappings.both(peer) else BY_WIRE
+    choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs, among)
     log.debug("from %s, %s", peer.name, choice.why())
     return choice.route
 
 
-def _want(core: Core, state: Receiving, source: Source, cut: Cut, wanted: ReceiveRequest) -> wire.Want:
-    config = core.config
+def _want(core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: ReceiveRequest) -> wire.Want:
+    config, state, source = core.config, attempt.state, attempt.state.sources[peer]
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(
         state.request,
         state.generation,
         wanted.positions.start,
         wanted.positions.stop,
-        Route.DIRECT if source.direct else Route.PACKED,
+        attempt.routes[peer],
         config.replicas,
         cut.nbytes,
         encoded(wanted.pages) if told else (),

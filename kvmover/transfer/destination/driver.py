@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvmover import ranges
 from kvmover.errors import PlanError
+from kvmover.plan.cost import Route
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import machine
 from kvmover.transfer.destination.attempts import (
@@ -350,6 +351,8 @@ class DestinationDriver:
         elif theirs is None:
             missing = f"{read.peer} did not say where its pages are"
             self._step(attempt, ReadEnded(read.peer, read.chunk, missing))
+        elif attempt.routes[read.peer] is Route.MAPPED:
+            self.reads.mapped(reading, lane.direct_boxes(read.chunk, theirs, attempt.pages))
         else:
             self.reads.direct(reading, lane.direct_boxes(read.chunk, theirs, attempt.pages))
 

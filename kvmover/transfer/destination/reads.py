@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from kvmover.errors import TransportError
 from kvmover.plan.lower import Box
+from kvmover.sharing import MapMode
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.state import ReadEnded
+from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.in_flight import InFlight
-from kvmover.transfer.memory.regions import Ends, descriptors, join, part
+from kvmover.transfer.memory.regions import Ends, between, descriptors, join, part
 from kvmover.transfer.meter import Count, Stage
 from kvmover.transport.base import Completed, Descriptors, Failed
 
@@ -54,6 +56,24 @@ class Reads:
         ]
         remote, local = zip(*tables, strict=True)
         self._post(reading, join(own.arena, local), join(peer.card.arena, remote))
+
+    def mapped(self, reading: Reading, boxes: Sequence[tuple[int, Box]]) -> None:
+        """From the source's pages, which lie in memory of ours too, to ours: a copy of this rank's own."""
+        core, peer = self.core, self.core.peers.get(reading.peer)
+        theirs = core.mappings.pools(peer, MapMode.READ) if peer else None
+        if peer is None or theirs is None:
+            self._refuse(reading, f"the pools of {reading.peer} are not mapped")
+            return
+        begun, host = core.clock(), peer.card.host
+        regions = between(boxes, theirs, [pool.tensors for pool in core.pools])
+
+        def done(_: int | None) -> None:
+            seconds = core.clock() - begun
+            core.meter.took(Stage.WIRE, seconds)
+            core.links.copied(host, sum(region.nbytes for region in regions), seconds)
+            self.tell(reading, ReadEnded(reading.peer, reading.chunk))
+
+        core.copier.run(Work(regions), core.soon(done))
 
     def _refuse(self, reading: Reading, reason: str) -> None:
         """Nothing was posted; said from the mover's loop, not from inside the step that asked."""

@@ -147,7 +147,9 @@ Action = Send | Ask | Lease | Read | Scatter | Free | Isolate | Mismatch | EndRe
 
 
 class Source(msgspec.Struct, frozen=True):
-    """One source rank's part: how many chunks, by which route and verb, and whether a payload is awaited from it."""
+    """One source rank's part: how many chunks, from pool to pool (`direct`) or through arenas, by which verb, and
+    whether a payload is awaited from it.
+    """
 
     chunks: int
     direct: bool = False

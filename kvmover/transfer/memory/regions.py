@@ -29,6 +29,15 @@ def region(b: Box, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> 
     return Region(_side(b.src, src), _side(b.dst, dst), b.heads, b.tokens, b.row_bytes)
 
 
+def between(
+    boxes: Sequence[tuple[int, Box]],
+    src: Sequence[Sequence[torch.Tensor]],
+    dst: Sequence[Sequence[torch.Tensor]],
+) -> list[Region]:
+    """Boxes from pool to pool [component] with the memory of both."""
+    return [region(b, src[component], dst[component]) for component, b in boxes]
+
+
 def _side(place: BoxSide, memory: Sequence[torch.Tensor]) -> Side:
     return Side(tuple(memory), place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
 

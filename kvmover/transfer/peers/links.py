@@ -96,6 +96,11 @@ class Links:
     def scattered(self, host: str, nbytes: int, seconds: float) -> None:
         self._links.setdefault(host, _Link()).measured.scattered(nbytes, seconds * 1e6)
 
+    def copied(self, host: str, nbytes: int, seconds: float) -> None:
+        """A copy from pool to pool took that long: it reads as a gather does and writes as a scatter does."""
+        self.gathered(host, nbytes, seconds)
+        self.scattered(host, nbytes, seconds)
+
     def costs(self, host: str, base: Costs, now: float) -> Costs:
         """`base`, with what was measured on the way to `host`."""
         calibration = self._calibration(host, base, now)

@@ -13,6 +13,7 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.numbers import whole
+from kvmover.sharing import SharedRange
 from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION
 from kvmover.transport.base import Memory
 
@@ -103,7 +104,8 @@ class Rank(msgspec.Struct, frozen=True):
 
     `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory that packed chunks are
     written to, `staging` what they are read from, `sandbox` what anybody may write to in order to measure the way here.
-    Ranks of one `host` share what is measured.
+    Ranks of one `host` share what is measured. `shares`: where each allocation lies in shared memory of `machine`, as
+    `allocations`; empty where they do not.
     """
 
     place: Place
@@ -117,6 +119,8 @@ class Rank(msgspec.Struct, frozen=True):
     transport: bytes
     host: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     sandbox: Memory | None = None
+    shares: tuple[tuple[SharedRange, ...], ...] = ()
+    machine: str = ""
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -162,6 +166,9 @@ def _check(model: Model, rank: Rank) -> None:
     if not len(rank.pools) == len(rank.allocations) == len(model.components):
         counts = f"{len(rank.pools)} pools, {len(rank.allocations)} lists of allocations"
         raise PeerRefused(f"the card has {counts}; the model has {len(model.components)} components")
+    if rank.shares and list(map(len, rank.shares)) != list(map(len, rank.allocations)):
+        counts = f"{sum(map(len, rank.shares))} shares for {sum(map(len, rank.allocations))} allocations"
+        raise PeerRefused(f"the card has {counts}; each must have one, or none")
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
         if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):

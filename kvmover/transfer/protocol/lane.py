@@ -92,6 +92,11 @@ class Lane:
             raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
         return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, chunks)
 
+    def recut(self, cut: Cut) -> Lane:
+        """The same lane in other chunks."""
+        chunks = tuple(_chunks(self.legs, [held.spec for held in self.src], self.units, cut))
+        return replace(self, chunks=chunks)
+
     @cached_property
     def nbytes(self) -> int:
         return sum(chunk.nbytes for chunk in self.chunks)

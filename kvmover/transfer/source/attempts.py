@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvmover.errors import PlanError
 from kvmover.layout.pool import Pool
 from kvmover.plan.cost import Route
+from kvmover.sharing import MapMode
 from kvmover.transfer.arguments import check_named
 from kvmover.transfer.core import Core
 from kvmover.transfer.events import Cancel, PeerGone, Tick
@@ -221,17 +222,22 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         request.expected[place.engine] = relation.destinations_of(core.end.rank) | everyone
     plans = plans_between(core.components, fleet, theirs, range(want.start, want.stop), want.replicas)
     lane = Lane.between(plans, core.end, peer.end, Cut(want.chunk_bytes, want.chunk_layers))
-    direct = want.route is Route.DIRECT
+    direct = want.route is not Route.PACKED
     target = None
+    mapped = None
     if direct and want.verb is Verb.PUSH:
         target = decoded(want.pages)
+        if want.route is Route.MAPPED:
+            mapped = core.mappings.pools(peer, MapMode.WRITE)
+            if mapped is None:
+                raise PlanError(f"{core.transport.name} cannot map the pools of {peer.name}")
     chunks, now = len(lane.chunks), core.clock()
     state = Sending(
         want.request,
         want.generation,
         tuple(chunk.span_bytes for chunk in lane.chunks),
         core.patience,
-        now + request.deadline - request.transfer.started,
+        now + request.deadline_s,
         direct,
         want.verb,
         room_bytes=0 if direct or want.verb is Verb.PULL else peer.card.arena.nbytes,
@@ -240,7 +246,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     )
     if _is_read_from_pages(want):
         _check_offer(want, lane)
-    return SendAttempt(state, Job(want, peer, lane, request.pages, target), tuple(range(chunks)))
+    return SendAttempt(state, Job(want, peer, lane, request.pages, target, mapped), tuple(range(chunks)))
 
 
 def _most_pages(core: Core, request: Request) -> int | None:
@@ -256,7 +262,7 @@ def _most_pages(core: Core, request: Request) -> int | None:
 
 
 def _is_read_from_pages(want: wire.Want) -> bool:
-    return want.route is Route.DIRECT and want.verb is Verb.PULL
+    return want.route is not Route.PACKED and want.verb is Verb.PULL
 
 
 def _check_offer(want: wire.Want, lane: Lane) -> None:

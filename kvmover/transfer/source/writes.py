@@ -18,7 +18,8 @@ from kvmover.plan.cost import Route
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.in_flight import InFlight
-from kvmover.transfer.memory.regions import Ends, at_rest, descriptors, join, logical, part, region
+from kvmover.transfer.memory.mapped import Mapped
+from kvmover.transfer.memory.regions import Ends, at_rest, between, descriptors, join, logical, part, region
 from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -53,7 +54,7 @@ class Job:
     """What one attempt moves from where to where. `want`: what the destination asked for.
 
     `source`: our page tables so far, the request's own list. `target`: the destination's where chunks are written from
-    pool to pool; None elsewhere.
+    pool to pool, and `mapped` its pools where we copy into them; None elsewhere.
     """
 
     want: wire.Want
@@ -61,6 +62,7 @@ class Job:
     lane: Lane
     source: Sequence[npt.NDArray[np.int64]]
     target: Pages | None
+    mapped: Mapped | None = None
 
     def check_source(self, chunk: int | None = None) -> None:
         """Raise OwnTables where our page tables do not cover a chunk (None: all of it), or name no page of ours."""
@@ -119,7 +121,7 @@ class Writes:
         """Raise PlanError, before anything is sent, for the destination's page tables or chunks that do not fit."""
         if job.target is not None:
             job.lane.check_pages(job.lane.dst, job.target)
-        if job.want.route is Route.DIRECT:
+        if job.want.route is not Route.PACKED:
             return
         largest = max((chunk.span_bytes for chunk in job.lane.chunks), default=0)
         if largest and not self.core.outgoing.arena.fits(largest):
@@ -263,6 +265,9 @@ class Writes:
     def _begin(self, entry: Part) -> None:
         if entry.staged is not None:
             self._gather(entry, entry.staged)
+        elif entry.job.mapped is not None and entry.job.target is not None:
+            boxes = entry.job.lane.direct_boxes(entry.chunk, entry.job.source, entry.job.target)
+            self._copy(entry, between(boxes, [pool.tensors for pool in self.core.pools], entry.job.mapped))
         elif entry.job.want.digests:
             self._copy(entry, [at_rest(r, "src") for r in self._regions(entry, self.core.outgoing.tensor)])
         else:
@@ -290,6 +295,8 @@ class Writes:
             core.meter.took(Stage.GATHER, seconds)
             if entry.staged is not None:
                 core.links.gathered(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
+            elif job.mapped is not None:
+                core.links.copied(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
             self._do(entry, self._gathered, digest)
 
         core.copier.run(Work(regions, logicals), core.soon(done))
@@ -303,6 +310,9 @@ class Writes:
             return
         if digest is not None:  # if the note is lost, the chunk is told of again with it
             self.tell(job, Posted(entry.chunk, digest))
+        if job.mapped is not None:
+            self._landed(entry)
+            return
         self.core.flush_to(job.peer.name)  # this note would come before what was said in this poll
         begun = self.core.clock()
         ends = self._direct(entry, job.target) if job.target is not None else self._packed(entry)
@@ -326,6 +336,16 @@ class Writes:
         entry.runs = ends[0].count
         self.core.meter.add(Count.DESCRIPTORS, entry.runs)
         self.flights.add(ticket, entry, now)
+
+    def _landed(self, entry: Part) -> None:
+        """A copy of our own put a chunk into the peer's pages. The note comes after: to send it takes a system call,
+        and to hear of it another, so who hears of the bytes sees them.
+        """
+        core, job = self.core, entry.job
+        core.post(job.peer.name, job.note(entry))
+        core.meter.add(Count.SENT_CHUNKS)
+        core.meter.add(Count.SENT_BYTES, job.lane.chunks[entry.chunk].nbytes)
+        self.tell(job, Written(entry.chunk))
 
     def _packed(self, entry: Part) -> tuple[Descriptors, Descriptors]:
         assert entry.staged is not None, "a packed chunk is staged before it is written"

@@ -1,0 +1,144 @@
+"""Shared memory: bytes of one process that other processes of its host and user map, and copy to and from themselves.
+
+A share is an anonymous file in memory (memfd_create(2)): it has no name in any file system, is gone with the last
+process that maps it, and is sealed, so that nobody can shrink it under a reader. Another process opens it through
+/proc/PID/fd, which the kernel allows to processes of the same user, and knows it by its token, 128 random bits. So a
+number that is reused, or another container's, opens nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from uuid import uuid4
+
+from kvmover.errors import LayoutError
+
+_PREFIX = "kvmover-"
+_MAPPED = re.compile(
+    rf"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ \d+\s+/memfd:{_PREFIX}([0-9a-f]{{32}}) \(deleted\)$"
+)
+
+
+class MapMode(Enum):
+    """What another process's memory is mapped for."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRange:
+    """Where a memory lies in a shared file: `offset` bytes from the beginning of what `pid` has open as `fd`."""
+
+    pid: int
+    fd: int
+    token: str
+    offset: int
+
+
+class NotShared(LayoutError):
+    """Memory of another process that this one may not, or cannot, map."""
+
+
+def allocate(nbytes: int) -> mmap.mmap:
+    """Zeroed memory that others may map. It lives as long as the answer, or a view of it. Raises LayoutError."""
+    if not hasattr(os, "memfd_create"):
+        raise LayoutError("memory that other processes map is to be had on Linux only")
+    import fcntl
+
+    fd = os.memfd_create(f"{_PREFIX}{uuid4().hex}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return mmap.mmap(fd, nbytes)  # which keeps a descriptor of its own, open as long as it is
+    finally:
+        os.close(fd)
+
+
+def machine() -> str:
+    """Which host this is, since its last boot, and whose processes are seen: those of one answer can find each other.
+
+    Empty where nothing can be mapped.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
+    """The share that each (address, bytes) of this process lies in as a whole; None for memory of its own."""
+    found = [match for line in _lines(Path("/proc/self/maps")) if (match := _MAPPED.match(line))]
+    files = [(int(m[1], 16), int(m[2], 16), int(m[3], 16), m[4]) for m in found]
+    fds = _descriptors() if files else {}
+    return [_share(address, nbytes, files, fds) for address, nbytes in ranges]
+
+
+def _share(
+    address: int, nbytes: int, files: Sequence[tuple[int, int, int, str]], fds: dict[str, int]
+) -> SharedRange | None:
+    """A mapping may be listed in parts, as after mprotect(2)."""
+    for start, stop, at, token in files:
+        if start <= address < stop and token in fds:
+            parts = (min(e, address + nbytes) - max(s, address) for s, e, _, other in files if other == token)
+            if sum(part for part in parts if part > 0) == nbytes:
+                return SharedRange(os.getpid(), fds[token], token, at + address - start)
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _descriptors() -> dict[str, int]:
+    """What of ours is open, by token; the lowest descriptor of each, since later ones are those that map it again."""
+    fds: dict[str, int] = {}
+    for fd in sorted(int(path.name) for path in Path("/proc/self/fd").iterdir()):
+        if token := _token(f"/proc/self/fd/{fd}"):
+            fds.setdefault(token, fd)
+    return fds
+
+
+def _token(path: str) -> str | None:
+    try:
+        name = str(Path(path).readlink())
+    except OSError:
+        return None
+    token = name.removeprefix(f"/memfd:{_PREFIX}").removesuffix(" (deleted)")
+    return token if len(token) < len(name) else None
+
+
+def map_file(share: SharedRange, access: MapMode) -> memoryview:
+    """The whole file that a share of another process lies in, until the last view of it is gone, whoever dies.
+
+    Raises NotShared where the file is not the one that was announced, or could shrink, and where the kernel does not
+    let us.
+    """
+    import fcntl
+
+    path = f"/proc/{share.pid}/fd/{share.fd}"
+    if _token(path) != share.token:  # before it is opened: to open another file might do something
+        raise NotShared(f"{path} is not the memory that was announced")
+    try:
+        fd = os.open(path, (os.O_RDWR if access is MapMode.WRITE else os.O_RDONLY) | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotShared(f"{path} cannot be opened: {error.strerror}") from error
+    try:
+        if _token(f"/proc/self/fd/{fd}") != share.token:
+            raise NotShared(f"{path} is not the memory that was announced")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise NotShared(f"{path} may be shrunk by who made it")
+        how = mmap.ACCESS_WRITE if access is MapMode.WRITE else mmap.ACCESS_READ
+        return memoryview(mmap.mmap(fd, 0, access=how))  # all of it
+    finally:
+        os.close(fd)

@@ -1,0 +1,79 @@
+"""The mapped route between processes: who is killed under a copy leaves the other alive, and its memory mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
+    pytest.skip("no NIXL wheel is installed", allow_module_level=True)
+
+from mover_peer import DEADLINE_S, MoverProcess, Side
+from test_two_processes import DST_PAGES, NOTICED_S, SRC_PAGES, TOKENS, half_way
+
+from kvmover.plan.cost import Route
+from kvmover.sharing import MapMode
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def victim() -> Iterator[MoverProcess]:
+    process = MoverProcess("victim", 24, "HND", Route.MAPPED, "toy", "shared")
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def here() -> Iterator[Side]:
+    side = Side("here", 24, "HND", Route.MAPPED, pools="shared")
+    yield side
+    side.mover.close()
+
+
+class Local:
+    """A side of this process, asked as one of another is."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+
+    def ask(self, verb: str) -> int:
+        self._side.mover.poll()
+        return getattr(self._side, verb)()
+
+
+def test_a_source_that_is_killed_while_it_copies_ends_the_request_and_touches_no_neighbour(
+    here: Side, victim: MoverProcess
+):
+    name = here.connect(victim.ask("card"))
+    victim.ask("slow_down", 0.05)
+    victim.ask("send", "doomed", SRC_PAGES)
+    here.receive("doomed", "victim", 0, TOKENS, DST_PAGES)
+    half_way(Local(here))
+    victim.kill()
+    said, seconds = here.outcome("doomed", DEADLINE_S)
+    assert said.startswith(f"TransferFailed: doomed: {name} is lost")
+    assert seconds < NOTICED_S
+    assert here.digest([page - 1 for page in DST_PAGES], TOKENS) == Side.poisoned_digest(TOKENS)
+
+
+def test_a_destination_that_is_killed_leaves_its_memory_to_who_copies_into_it(here: Side, victim: MoverProcess):
+    name = victim.ask("name")
+    victim.ask("connect", here.card())
+    while here.mover._core.peers.get(name) is None:
+        here.mover.poll()
+    victim.ask("slow_down", 0.05)
+    here.send("doomed", SRC_PAGES)
+    victim.ask("receive", "doomed", "here", 0, TOKENS, DST_PAGES)
+    half_way(Local(here))
+    mapped = here.mover._core.mappings.pools(here.mover._core.peers[name], MapMode.WRITE)
+    assert mapped is not None
+    victim.kill()
+    said, seconds = here.outcome("doomed", DEADLINE_S)
+    assert said.startswith(f"TransferFailed: doomed: {name} is lost")
+    assert seconds < NOTICED_S
+    for pool in mapped:
+        pool[0].fill_(7)
+        assert int(pool[0].sum(dtype=int)) == 7 * pool[0].numel()
