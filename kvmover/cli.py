@@ -41,7 +41,7 @@ _FAILED, _REFUSED = 1, 2
 _MOST_RANKS, _MOST_PAGES = 1 << 17, 10_000_000
 
 #: What `--scenario` and `--policy` take: the modules that have them load numpy and torch.
-SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "storage")
+SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "storage")
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
     pytest.skip("no NIXL wheel is installed", allow_module_level=True)
 
 from kvmover.layout import Fleet
-from kvmover.plan.cost import Route
+from kvmover.plan.cost import BY_WIRE, Route
 from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.fault_crowd import Crowd, some
 from tests.transfer.fault_rank import CONFIG, Job, RankProcess, Seat
@@ -149,7 +149,7 @@ def test_a_destination_is_killed_and_the_source_has_its_pages_back_long_before_t
     crowd.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", BY_WIRE)
 def test_a_source_that_was_stopped_until_its_lease_was_over_writes_nothing(crowd: Crowd, route: Route) -> None:
     """Stopped between a grant and its write, and woken when its memory is somebody else's. It has no successor."""
     source, target = crowd["prefill"], crowd["decode"]
