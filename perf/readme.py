@@ -45,6 +45,22 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
         f"{packed['gb_per_s']} GB/s",
         f"a descriptor a row: {direct['gb_per_s']}; one contiguous write: {whole['gb_per_s']}",
     )
+    equal = {"case": "mla-64"}
+    auto, direct, paged = (
+        _one("collectivex", contender=who, **equal)
+        for who in ("kvmover auto, pushed", "kvmover direct, pushed", "NIXL paged, written")
+    )
+    yield (
+        "equal layouts on one host, 176 MB in MLA pages of 64 tokens",
+        f"{auto['gb_per_s']} GB/s (pools mapped)",
+        f"raw NIXL, a descriptor a page and layer: {paged['gb_per_s']}; kvmover so: {direct['gb_per_s']}",
+    )
+    grown, whole_ = (_one("growth", way=way)["after_last_chunk_ms"] for way in ("pushed, as computed", "pushed, whole"))
+    yield (
+        "256 MiB computed in 8 chunks: from the last one computed to landed",
+        f"{grown} ms",
+        f"sent when all is computed: {whole_}",
+    )
     plan = _one("bench_plan", what="plan and lower, packed", layers="80", page_tokens="64")
     every = _one("bench_plan", what="list every row, direct", layers="80", page_tokens="64")
     yield (
@@ -61,10 +77,8 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
         f"SGLang's Rust core: {int(core['requests_per_s']):,}",
     )
     stored = {"medium": "disk, O_DIRECT", "page_kib": "64"}
-    for what, column, unit in (("set", "gb_s", "GB/s"), ("exists", "us_for_128", "us")):
-        mine, theirs = (_one("store", who=who, what=what, **stored)[column] for who in ("kvmover nixl", "sglang nixl"))
-        asked = "page store on a disk, writing pages of 64 KiB" if what == "set" else "page store, looking up 128 pages"
-        yield asked, f"{mine} {unit}", f"SGLang's NIXL store: {theirs} {unit}"
+    mine, theirs = (_one("store", who=who, what="set", **stored)["gb_s"] for who in ("kvmover nixl", "sglang nixl"))
+    yield "page store on a disk, writing pages of 64 KiB", f"{mine} GB/s", f"SGLang's NIXL store: {theirs} GB/s"
     for engine, name, way in (("sglang", "SGLang", "nixl backend"), ("vllm", "vLLM", "NixlConnector")):
         mine, theirs = (
             _one("live_peers", engine=engine, way=who)["ttft_p50_ms"] for who in ("kvmover", way.split()[0])
@@ -80,7 +94,21 @@ def _one(name: str, **columns: str) -> dict[str, str]:
 
 def numbers() -> str:
     """The block between the markers of docs/measurements.md."""
-    parts = (_live, _kernels, _budgets, _transfer, _growth, _plan, _reference, _prefix, _policies, _store)
+    parts = (
+        _live,
+        _kernels,
+        _budgets,
+        _transfer,
+        _equal,
+        _growth,
+        _request,
+        _waiting,
+        _plan,
+        _reference,
+        _prefix,
+        _policies,
+        _store,
+    )
     return "\n".join(line for lines in filter(None, (part() for part in parts)) for line in (*lines, ""))
 
 
@@ -193,6 +221,52 @@ def _transfer() -> list[str]:
     kib = next(row["kib"] for row in small if row["kib"] != "0")
     cells = [f"{row['what']} {row['p50_us']} ({row['p99_us']})" for row in small]
     return [*lines, "", f"16 tokens, {kib} KiB, from asking to landed, p50 (p99) in microseconds: {', '.join(cells)}."]
+
+
+def _equal() -> list[str]:
+    rows = read("collectivex")
+    who = list(dict.fromkeys(row["contender"] for row in rows))
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    lines = [
+        "**Equal layouts**, nothing to convert, random page tables, two processes of one host: GB/s, median (10th to"
+        " 90th percentile). kvmover from asking to landed, NIXL from post to done. MLA: 61 layers of 1,408 B a token,"
+        " 2,048 tokens; GQA: 94 layers, K and V of 1,024 B, 1,024 tokens; pages of 64 and 16"
+        f" ({_about(rows[0])}):",
+        "",
+        f"| | {' | '.join(cases)} |",
+        f"|---|{'---|' * len(cases)}",
+    ]
+    for contender in who:
+        found = {row["case"]: row for row in rows if row["contender"] == contender}
+        cells = [f"{found[c]['gb_per_s']} ({found[c]['p10_gb_per_s']} to {found[c]['p90_gb_per_s']})" for c in cases]
+        lines.append(f"| {contender} | {' | '.join(cells)} |")
+    return lines
+
+
+def _request() -> list[str]:
+    rows = read("request")
+    lines = [
+        "**CPU of a request beside its bytes**, both sides together, prompts of 1 to 512 tokens, loopback, no copies;"
+        f" before: commit {rows[0]['before']} in the same run ({_about(rows[0])}):",
+        "",
+        "| | before, microseconds | now | times |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {row['what']} | {row['before_us']} | {row['now_us']} | {row['ratio']} |" for row in rows]
+    return lines
+
+
+def _waiting() -> list[str]:
+    rows = read("waiting")
+    lines = [
+        f"**{int(rows[0]['open']):,} requests that wait for their prefill**, CPU time, polled 100 times a second;"
+        f" before: commit d77baa8 in the same run ({_about(rows[0])}):",
+        "",
+        "| | before | now |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {row['case']} | {row['before']} | {row['now']} |" for row in rows]
+    return lines
 
 
 def _growth() -> list[str]:

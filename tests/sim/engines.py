@@ -60,7 +60,7 @@ class Engines:
     def _receive(self, request: Request, seat: Seat, pages: tuple[Index, ...], numbers: list[int]) -> Order:
         asked = request.asked
         wanted = range(asked.start, asked.tokens)
-        transfer = seat.mover.receive(request.name, "p", wanted, pages, asked.aux_from)
+        transfer = seat.mover.receive(request.name, "p", wanted, pages, asked.aux_from, asked.deadline_s)
         order = Order("receive", request, seat, pages, numbers, transfer, seat.mover._destination.generation)
         request.received[seat.place.rank] += 1
         seat.open_to.update(dict.fromkeys(numbers, order))
@@ -78,7 +78,9 @@ class Engines:
             seat.put((seat.memory, seat.expected), order, Step(0.0))
             order.computed.append(Step(0.0))
         first, *shares = asked.named or (1.0,) * (len(gates) + 1)
-        order.transfer = seat.mover.send(request.name, order.part(first), said if gates else None, now)
+        order.transfer = seat.mover.send(
+            request.name, order.part(first), said if gates else None, now, asked.deadline_s
+        )
         for gate, step, share in zip(gates, asked.steps, shares, strict=True):
             self.scene.network.after(
                 step.seconds,

@@ -116,6 +116,11 @@ class SimNetwork(LoopbackNetwork):
         return self.now
 
     @property
+    def apart(self) -> list[frozenset[str]]:
+        """Pairs that are cut off from each other."""
+        return list(self._apart)
+
+    @property
     def pending(self) -> int:
         return len(self._agenda)
 

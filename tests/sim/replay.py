@@ -13,7 +13,7 @@ from tests.sim.world import Broken, simulate
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
-    parser.add_argument("profile", nargs="?", choices=sorted(PROFILES), default="default")
+    parser.add_argument("profile", nargs="?", choices=sorted({*PROFILES, "swarm"}), default="default")
     chosen = parser.parse_args()
     logging.disable(logging.CRITICAL)
     try:

@@ -101,6 +101,33 @@ PROFILES = {
 }
 
 
+#: How much of each fault a swarm may have.
+_SWARM = {
+    "loss": 0.15,
+    "duplicates": 0.6,
+    "late": 0.3,
+    "late_reads": 0.4,
+    "late_notes": 0.3,
+    "corrupt": 0.4,
+    "ambushes": 0.8,
+    "crashes": 0.5,
+    "stops": 0.6,
+    "replaced": 0.5,
+}
+
+
+def profile_of(name: str, seed: int) -> Profile:
+    """The profile of that name. Every seed of `swarm` has its own: half of the faults never happen, the others as often
+    as chance says, so that a fault that hides another one is often away.
+    """
+    if name != "swarm":
+        return PROFILES[name]
+    random = Random(f"swarm {seed}")
+    faults = {fault: random.choice([0.0, random.uniform(0, most)]) for fault, most in _SWARM.items()}
+    ordered, wants_first = random.random() < 0.7, random.random() < 0.5
+    return replace(DEFAULT, name=name, calm=0.0, ordered=ordered, wants_first=wants_first, **faults)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """So long after a rank offered a request, layers below `layers` of positions below `tokens` are computed."""
@@ -120,6 +147,7 @@ class Asked:
     engine gives it up, and when. `ambush`: the source gives it up while so many-th of its chunks is under way.
     `refused`: the source says that it will not send it. `retries`: how often it is asked for again when it failed, and
     `again` also when it landed, under the same name.
+    `deadline_s`: its own (None: the movers').
     """
 
     name: str
@@ -135,6 +163,7 @@ class Asked:
     refused: bool = False
     retries: int = 0
     again: bool = False
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

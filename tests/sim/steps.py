@@ -102,7 +102,7 @@ def check_arena(seat: Seat) -> None:
 
 def check_deadline(scene: Scene, order: Order) -> None:
     config, seat, started, now = scene.scenario.config, order.seat, order.transfer.started, scene.network.now
-    late = now - started - config.deadline_s - config.drain_s
+    late = now - started - (order.request.asked.deadline_s or config.deadline_s) - config.drain_s
     if seat.mover._core.copier.busy:  # its own copies end by themselves, however long the queue of them is
         return
     if late > SLACK_S + 5 * seat.pace_s + seat.stopped_within(started, now):

@@ -16,9 +16,9 @@ import pytest
 
 from tests.proofs import family
 from tests.sim.mutations import MUTATIONS, Mutation
-from tests.sim.world import Broken, simulate
+from tests.sim.world import Broken, World, simulate
 
-#: Profiles, and of how many schedules in thirteen each has.
+#: Profiles, and of how many schedules in fifteen each has.
 SHARES = {
     "default": 3,
     "lossy": 2,
@@ -30,15 +30,16 @@ SHARES = {
     "drowsy": 1,
     "replaced": 1,
     "pulled": 1,
+    "swarm": 2,
 }
 
 #: Schedules, in tests of at most so many each, which several workers can share.
 SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", "500"))
 BLOCK = 500
 BLOCKS = [
-    (profile, range(first, min(first + BLOCK, SCHEDULES * share // 13)))
+    (profile, range(first, min(first + BLOCK, SCHEDULES * share // 15)))
     for profile, share in SHARES.items()
-    for first in range(0, SCHEDULES * share // 13, BLOCK)
+    for first in range(0, SCHEDULES * share // 15, BLOCK)
 ]
 
 #: A mutation that survives so many schedules is not caught.
@@ -141,6 +142,12 @@ def test_a_broken_rule_is_caught(mutation: Mutation, profile: str, monkeypatch: 
     mutation(monkeypatch)
     with pytest.raises(Broken, match=r"seed \d+, profile"):
         _run(range(MUTANT_SCHEDULES), profile)
+
+
+@pytest.mark.parametrize("profile", ["swarm", "frail", "replaced", "reordered"])
+def test_when_faults_stop_a_request_lands_whatever_was(profile: str):
+    for seed in range(SCHEDULES // 100):
+        World(seed, profile).recover()
 
 
 def _run(seeds: range, profile: str) -> Counter[str]:

@@ -16,7 +16,7 @@ from tests.sim.engines import Engines
 from tests.sim.flights import Flights
 from tests.sim.left import left
 from tests.sim.network import Posted, SimNetwork
-from tests.sim.scenario import ENGINES, PROFILES, Crash, Cut, Fault, Replace, Scenario, Stop
+from tests.sim.scenario import CALM_S, ENGINES, LOSSY, Asked, Crash, Cut, Fault, Replace, Scenario, Stop, profile_of
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order, Request, Seat, seated
 
@@ -26,6 +26,8 @@ __all__ = ["Broken", "World", "simulate"]
 IDLE_S, BUSY_S = 0.4, 0.08
 #: No schedule is longer than this in virtual time, so what is still open then never ends.
 HORIZON_S = 30.0
+#: Between what `recover` does: longer than a lost peer waits for its next dial.
+MEETING_S = 2.0
 #: No schedule has so much under way at once, unless every answer is answered.
 CROWD = 2000
 
@@ -37,7 +39,7 @@ class World:
         planned.keep()
         self.random = Random(f"world {seed}")
         self.filler = np.random.default_rng(seed)
-        wire = PROFILES[profile]
+        wire = profile_of(profile, seed)
         self.scenario = scenario = Scenario.draw(seed, wire)
         self.network = SimNetwork(seed, replace(wire, late=0.0, late_reads=0.0) if scenario.calm else wire)
         self.network.trace = [] if trace else None
@@ -71,6 +73,44 @@ class World:
         return self.scene.seen
 
     def run(self) -> World:
+        self._run_until_quiet()
+        self._end()
+        return self
+
+    def recover(self) -> World:
+        """Run, end all faults, and ask for one request more: whatever was, it must land."""
+        self._run_until_quiet()
+        network, scene = self.network, self.scene
+        network.profile = scene.profile = replace(LOSSY, loss=0.0, corrupt=0.0)
+        for one, other in map(sorted, list(network.apart)):
+            network.heal(one, other)
+        for place, seat in list(scene.at.items()):
+            if not seat.alive:
+                self._start(*place)
+        network.after(MEETING_S, self._meet)
+        asked = Asked("last", 8, 0, (2 * MEETING_S, 2 * MEETING_S), deadline_s=CALM_S)
+        request = self.requests[asked.name] = Request.of(asked, self.scenario.components, self.filler)
+        for engine, begin in zip(ENGINES, asked.begin_s, strict=True):
+            self.engines.order_all(request, engine, begin)
+        network.after(3 * MEETING_S, lambda: None)  # not quiet before
+        self._run_until_quiet()
+        last = [order for order in scene.orders if order.request is request]
+        if len(last) != sum(fleet.size for fleet in self.scenario.fleets.values()):
+            raise Broken(f"nothing is wrong any more, and only {len(last)} ranks began")
+        for order in last:
+            if order.transfer.result is None or not order.transfer.result.landed:
+                raise Broken(f"nothing is wrong any more, and {order.name}: {order.transfer.result}")
+        self._end()
+        return self
+
+    def _meet(self) -> None:
+        """Everybody hears of everybody again, as a directory tells, who has been given up too."""
+        for seat in self.scene.alive:
+            for other in self.scene.alive:
+                if other.place.engine != seat.place.engine and seat.mover._core.peers.get(other.name) is None:
+                    seat.mover.connect(other.mover.card)
+
+    def _run_until_quiet(self) -> None:
         network, started = self.network, self.network.now
         while not self._quiet():
             if network.now > started + HORIZON_S:
@@ -78,8 +118,6 @@ class World:
             if network.pending > CROWD:
                 raise Broken(f"{network.pending} things are under way at once")
             network.step()
-        self._end()
-        return self
 
     # What goes wrong.
 
