@@ -142,7 +142,7 @@ def test_a_decode_that_is_killed_while_transfers_are_open(pair: Pair, results: R
     held = pair.first.metrics("vllm:kv_cache_usage_perc")["vllm:kv_cache_usage_perc"]
     pair.first.pause()
     with begun(lambda half: ask(pair.second, half[0], 16, half[1]), computed[:10]) as answers:
-        until(lambda: pair.open_transfers(pair.second, "kvmover_open_receives") >= 5, 20)
+        until(lambda: pair.open_transfers(pair.second, "kvmover_open_receives") >= 10, 20)
         pair.second.kill()
         got = [answer.result() for answer in answers]
     assert all(answer.status == 0 for answer in got)
