@@ -59,6 +59,9 @@ POLL_SLEEP_S = 100e-6
 #: Timers of one poll at most: what falls due at once is worked off over several, so that none of them takes long.
 MAX_TIMERS = 32
 
+#: Messages of one poll, up to the note that reaches them: what a thousand requests say at once is heard over several.
+MAX_HEARD = 256
+
 
 class Mover:
     """One rank's pools and its connections. Not thread-safe; nothing happens between calls of `poll`.
@@ -340,10 +343,11 @@ class Mover:
         before = self.meter.beats
         self.meter.counts[Count.POLLS] += 1
         self._events += self._transport.poll()
-        while self._events:  # one at a time: an error costs no event but the one it comes from
+        left = MAX_HEARD
+        while self._events and left > 0:  # one at a time: an error costs no event but the one it comes from
             event = self._events.popleft()
             if isinstance(event, Note):
-                self._hear(event)
+                left -= self._hear(event)
             elif not self._reads.handle(event) and not self._core.links.handle(event, self._core.clock()):
                 self._writes.handle(event)
         self._core.copier.poll()
@@ -356,7 +360,7 @@ class Mover:
         while self._core.later:
             self._core.later.popleft()()
         self._flush()
-        return self.meter.beats != before or len(due) == MAX_TIMERS
+        return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events)
 
     def _flush(self) -> None:
         """Send what was said. Losses that show then are told to both halves, which may say more."""
@@ -390,14 +394,14 @@ class Mover:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _hear(self, note: Note) -> None:
-        """No message, whatever its bytes, ends the loop."""
+    def _hear(self, note: Note) -> int:
+        """How many messages it held, at least one. None of them, whatever its bytes, ends the loop."""
         try:
             payload = self._core.auth.verify(note.peer, note.payload)
         except Unverified as error:  # not even a sign of life
             self.meter.refused(error.refusal)
             log.warning("dropped a message: %s", error)
-            return
+            return 1
         self._core.liveness.heard(note.peer)
         if note.peer in self._reconnector:  # it was lost, and speaks
             if self._reconnector.heard(note.peer, self._core.clock()):
@@ -407,7 +411,7 @@ class Mover:
             messages = wire.split(payload)
         except ProtocolError as error:
             self._malformed(note.peer, error)
-            return
+            return 1
         for encoded in messages:
             try:
                 message = wire.decode(encoded)
@@ -415,6 +419,7 @@ class Mover:
                 self._malformed(note.peer, error)
             else:
                 self._told(note.peer, message)
+        return max(1, len(messages))
 
     def _malformed(self, name: str, error: ProtocolError) -> None:
         self.meter.add(Count.MALFORMED_MESSAGES)

@@ -180,6 +180,27 @@ def test_what_falls_due_at_once_is_worked_off_over_several_polls(monkeypatch: py
     assert ticks.total() == 3 * MAX_TIMERS
 
 
+def test_what_is_said_at_once_is_heard_over_several_polls(monkeypatch: pytest.MonkeyPatch):
+    pair = waiting(tp=8, requests=0)
+    monkeypatch.setattr(mover_module, "MAX_HEARD", 4)
+    heard, target, answer = Counter[str](), pair.dst.movers[0], Mover._answer
+    monkeypatch.setattr(
+        Mover, "_answer", lambda mover, *said: (heard.update([mover._core.card.place.engine]), answer(mover, *said))
+    )
+    for number in range(3):
+        target.receive(f"r{number}", "prefill", range(8), [[0, 1]])
+    target.poll()
+    for mover in pair.src.movers:  # a note of up to three Noted from each of 8 ranks
+        mover.poll()
+    heard.clear()
+    polls = 0
+    while target.poll():
+        polls += 1
+        assert heard["decode"] <= polls * (4 + 2)
+        assert heard["decode"] >= polls * 4 or not target._events
+    assert heard["decode"] >= 3 * 8
+
+
 def test_deadlines_pass_however_many_fall_due_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mover_module, "MAX_TIMERS", 4)
     pair = waiting()
