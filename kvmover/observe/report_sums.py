@@ -41,7 +41,7 @@ class Bins:
         width_s = next((each for each in _WIDTHS_S if span_s / each < _MOST_BINS - 1), None)
         if width_s is None:
             width_s = ceil(span_s / (_MOST_BINS - 1) / _DAY_S) * _DAY_S
-        start_s = floor(first_s / width_s) * width_s
+        start_s = min(floor(first_s / width_s) * width_s, first_s)  # 35 * 0.01 is more than 0.35
         return cls(float(start_s), width_s, max(1, floor((last_s - start_s) / width_s) + 1))
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import rundata
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvmover import cli
@@ -177,6 +177,7 @@ def test_names_of_many_lanes_do_not_lie_upon_each_other() -> None:
 
 
 @given(st.floats(0, 2e9), st.floats(0, 1e7))
+@example(0.35, 0.5)
 def test_bins_hold_the_whole_time_and_are_few(first_s: float, span_s: float) -> None:
     bins = Bins.over(first_s, first_s + span_s)
     assert 1 <= bins.count <= 61
