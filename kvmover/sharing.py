@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -46,19 +47,32 @@ class NotShared(LayoutError):
     """Memory of another process that this one may not, or cannot, map."""
 
 
+#: What this process allocated and still has, by token: the descriptor that others open.
+_FILES: dict[str, int] = {}
+
+
 def allocate(nbytes: int) -> mmap.mmap:
     """Zeroed memory that others may map. It lives as long as the answer, or a view of it. Raises LayoutError."""
     if not hasattr(os, "memfd_create"):
         raise LayoutError("memory that other processes map is to be had on Linux only")
     import fcntl
 
-    fd = os.memfd_create(f"{_PREFIX}{uuid4().hex}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    token = uuid4().hex
+    fd = os.memfd_create(f"{_PREFIX}{token}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return mmap.mmap(fd, nbytes)  # which keeps a descriptor of its own, open as long as it is
-    finally:
+        memory = mmap.mmap(fd, nbytes)
+    except BaseException:
         os.close(fd)
+        raise
+    _FILES[token] = fd
+    weakref.finalize(memory, _close, token).atexit = False
+    return memory
+
+
+def _close(token: str) -> None:
+    os.close(_FILES.pop(token))
 
 
 def machine() -> str:
@@ -77,19 +91,16 @@ def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
     """The share that each (address, bytes) of this process lies in as a whole; None for memory of its own."""
     found = [match for line in _lines(Path("/proc/self/maps")) if (match := _MAPPED.match(line))]
     files = [(int(m[1], 16), int(m[2], 16), int(m[3], 16), m[4]) for m in found]
-    fds = _descriptors() if files else {}
-    return [_share(address, nbytes, files, fds) for address, nbytes in ranges]
+    return [_share(address, nbytes, files) for address, nbytes in ranges]
 
 
-def _share(
-    address: int, nbytes: int, files: Sequence[tuple[int, int, int, str]], fds: dict[str, int]
-) -> SharedRange | None:
+def _share(address: int, nbytes: int, files: Sequence[tuple[int, int, int, str]]) -> SharedRange | None:
     """A mapping may be listed in parts, as after mprotect(2)."""
     for start, stop, at, token in files:
-        if start <= address < stop and token in fds:
+        if start <= address < stop and token in _FILES:
             parts = (min(e, address + nbytes) - max(s, address) for s, e, _, other in files if other == token)
             if sum(part for part in parts if part > 0) == nbytes:
-                return SharedRange(os.getpid(), fds[token], token, at + address - start)
+                return SharedRange(os.getpid(), _FILES[token], token, at + address - start)
     return None
 
 
@@ -98,15 +109,6 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-
-
-def _descriptors() -> dict[str, int]:
-    """What of ours is open, by token; the lowest descriptor of each, since later ones are those that map it again."""
-    fds: dict[str, int] = {}
-    for fd in sorted(int(path.name) for path in Path("/proc/self/fd").iterdir()):
-        if token := _token(f"/proc/self/fd/{fd}"):
-            fds.setdefault(token, fd)
-    return fds
 
 
 def _token(path: str) -> str | None:

@@ -55,6 +55,20 @@ def test_a_number_that_was_given_to_another_file_opens_nothing():
             map_file(wrong, MapMode.READ)
 
 
+def test_a_share_is_announced_by_the_descriptor_that_stays_whoever_maps_it_meanwhile():
+    """Both ends may be one process: what maps the memory there may have a lower descriptor, and goes first."""
+    low = os.open(os.devnull, os.O_RDONLY)
+    memory = allocate(mmap.PAGESIZE)
+    first = of(memory, 0, 10)
+    assert first is not None
+    os.close(low)
+    mapped = map_file(first, MapMode.READ)
+    share = of(memory, 0, 10)
+    assert share == first
+    del mapped
+    assert len(map_file(share, MapMode.READ)) == mmap.PAGESIZE
+
+
 def test_memory_that_could_shrink_under_a_reader_is_not_mapped():
     token = "f" * 32
     fd = os.memfd_create(f"kvmover-{token}", os.MFD_ALLOW_SEALING)
@@ -71,7 +85,7 @@ def test_no_descriptor_is_left_when_a_pool_and_its_mappings_are_gone():
     spec = PoolSpec.dense(attention, fleet.shard(attention, 0, 1), 8, 4, "NHD", ("layer", "kv"))
     before = len(os.listdir("/proc/self/fd"))
     pool = Pool.shared(spec)
-    assert len(os.listdir("/proc/self/fd")) == before + 1, "one file for four allocations"
+    assert len(os.listdir("/proc/self/fd")) == before + 2, "one file for four allocations, and its mapping"
     share = shares_of([(pool.tensors[3].data_ptr(), pool.tensors[3].numel())])[0]
     assert share is not None
     there = map_file(share, MapMode.WRITE)
