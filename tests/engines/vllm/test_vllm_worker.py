@@ -97,6 +97,10 @@ class Engine:
         taken, self.told = self.told, Ended()
         return taken
 
+    def heard(self) -> None:
+        """Its thread has heard all that it was told."""
+        self.worker.transfers.progress.snapshot()
+
     def rows(self, blocks: Sequence[int]) -> torch.Tensor:
         return self.cache[:, list(blocks)]
 
@@ -409,6 +413,7 @@ def test_a_preempted_prefill_says_so_until_it_is_offered_again(
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     assert "the prefill was preempted" in caplog.text
     src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    src.heard()
     dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     assert dst.take() == Ended(received={"d"})
     assert_landed(src, dst)
@@ -525,6 +530,7 @@ def test_pages_of_a_preempted_prefill_are_free_when_the_step_begins(make: Callab
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     assert (dst.cache == POISON).all()
     filled(src).step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    src.heard()
     dst.step(KvmoverConnectorMetadata(receives=[ReceiveSpec("d", REMOTE, 0, 20, DST)]))
     assert dst.take() == Ended(received={"d"})
     assert_landed(src, dst)
