@@ -43,6 +43,10 @@ class Flights:
         for page, order in target.pages:
             if (order.request.name, order.generation) != id_:
                 raise Broken(f"{posted}: to page {page}, which is open to {order.name}, {order.generation}")
+        if self.scene.network.is_revoked(posted):
+            self.scene.seen["written to a slab that was renewed"] += 1
+            self.only_the_lost_are_shut_out(posted)
+            return
         if not target.pages and target.owner != (id_, (posted.sender.name, message.chunk)):
             raise Broken(f"{posted}: to the region at {target.offset}, which belongs to {target.owner}")
 
@@ -73,6 +77,9 @@ class Flights:
         seat = target.seat
         if not seat.alive:
             return
+        if self.scene.network.is_revoked(posted):
+            self.only_the_lost_are_shut_out(posted)
+            return
         for page, order in target.pages:
             if seat.open_to.get(page) is not order:
                 raise Broken(f"{posted}: in flight to page {page}, which is not open to {order.name} any more")
@@ -84,6 +91,17 @@ class Flights:
         leased = attempt is not None and attempt.state.regions.get(key) == target.offset
         if not leased and (ward is None or target.offset not in ward.offsets):
             raise Broken(f"{posted}: in flight to the region at {target.offset}, which is not leased to it any more")
+
+    def only_the_lost_are_shut_out(self, posted: Posted) -> None:
+        """No slab is registered anew under a region that a chunk has, and no chunk is written by keys from before."""
+        target, message = self.targets[posted], posted.message
+        if target.pages:
+            raise Broken(f"{posted}: to pages that are registered no more")
+        if message is None:
+            return
+        attempt = target.seat.mover._destination._attempts.get((message.request, message.generation))
+        if attempt is not None and attempt.state.regions.get((posted.sender.name, message.chunk)) == target.offset:
+            raise Broken(f"{posted}: to the region at {target.offset}, which it has, but its registration is over")
 
     def untouched(self, order: Order) -> None:
         """Nothing under way touches pages that are given back, but reads from a source, which then must not count."""

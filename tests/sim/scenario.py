@@ -13,6 +13,7 @@ from kvmover.transfer.config import Integrity, MoverConfig
 from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL
+from kvmover.transport import Revocation
 
 MODELS = (
     (Component("attention", 2, 2, 2, 16, "uint8"),),
@@ -235,7 +236,8 @@ class Scenario:
         calm = random.random() < profile.calm
         components = random.choice(MODELS)
         fleets = {engine: _fleet(random) for engine in ENGINES}
-        config = _config(random, profile, calm)
+        revocation = Random(f"revocation {seed}").choice([None, None, Revocation.UNPROVEN])
+        config = replace(_config(random, profile, calm), revocation=revocation)
         return cls(
             components,
             fleets,

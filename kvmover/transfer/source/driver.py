@@ -416,7 +416,9 @@ class SourceDriver:
     def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
         match action:
             case Say(wire.Offered() as offer):
-                self.core.say(attempt.job.peer.name, replace(offer, stamp_us=self.core.stamp_us()))
+                peer, stamp_us = attempt.job.peer.name, self.core.stamp_us()
+                known = self.writes.registrations.known(peer)
+                self.core.say(peer, replace(offer, stamp_us=stamp_us, registration=known))
             case Say(message):
                 self.core.say(attempt.job.peer.name, message)
             case Post():
