@@ -95,8 +95,8 @@ class NixlTransport(Transport):
 
     @property
     def revocation(self) -> Revocation:
-        """NIXL promises nothing. Over UCX's tcp and cma a write with the old metadata lands in memory that its owner has
-        deregistered, and so does one that was under way (1.5.1, measured).
+        """NIXL promises nothing. Over UCX's tcp and cma a write by old metadata lands in memory that its owner has
+        deregistered, and over tcp so does what was under way (1.5.1, measured).
         """
         return Revocation.UNPROVEN
 

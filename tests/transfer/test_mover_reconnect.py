@@ -1,6 +1,6 @@
 """Peers that are cut off, stopped, restarted and back again: what they may write is kept out of use until then.
 
-The transport is taken to prove nothing of memory that is deregistered, as NIXL does not; see `test_renewals` for others.
+The transport is taken to prove nothing of deregistered memory, as NIXL does not; see `test_renewals` for others.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from kvmover.transport import Revocation
 
 #: What each of two source ranks has of a request, all of which is granted at once.
 PART_BYTES = 100 * 512
-PATIENT = replace(
-    CONFIG, backoff=Backoff(jitter=0, attempts=5), linger_s=20.0, revocation=Revocation.UNPROVEN
-)
+PATIENT = replace(CONFIG, backoff=Backoff(jitter=0, attempts=5), linger_s=20.0, revocation=Revocation.UNPROVEN)
 routes = pytest.mark.parametrize("route", list(Route))
 
 

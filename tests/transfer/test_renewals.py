@@ -1,4 +1,4 @@
-"""Slabs: what a lost peer may write is registered anew, so that its regions are free at once and its writes go nowhere."""
+"""Slabs: what a lost peer may write is registered anew, so its regions are free at once and its writes go nowhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Trouble:
         self.pair.dst.connect(other)
         self.bench.turn()
         self.healthy = Pair.request(self.bench, other, self.pair.dst, 100, seed=7)
-        self.healthy.dst_tables = [[table + 1 - 2 * (table % 2 == 0) for table in rank] for rank in self.pair.dst_tables]
+        self.healthy.dst_tables = [
+            [table + 1 - 2 * (table % 2 == 0) for table in rank] for rank in self.pair.dst_tables
+        ]
         self.healthy.before = self.pair.dst.snapshot()
 
     @property

@@ -31,9 +31,7 @@ class NixlBench(Bench):
 
 def test_a_peer_goes_on_by_new_keys_when_another_has_died_and_its_slabs_were_registered_anew():
     costs = replace(CONFIG.costs, chunk_bytes=CHUNK_BYTES)
-    config = replace(
-        CONFIG, route=Route.PACKED, arena_bytes=8 * CHUNK_BYTES, costs=costs, revocation=Revocation.PROVEN
-    )
+    config = replace(CONFIG, route=Route.PACKED, arena_bytes=8 * CHUNK_BYTES, costs=costs, revocation=Revocation.PROVEN)
     bench = NixlBench((Component("attention", 2, 2, 2, 64, "bfloat16"),), config)
     doomed, healthy, target = (bench.engine(name, Fleet(page_tokens=4)) for name in ("doomed", "healthy", "decode"))
     (decode,), (dying,) = target.movers, doomed.movers

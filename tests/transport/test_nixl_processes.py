@@ -24,8 +24,8 @@ from kvmover.transport import (
     Memory,
     MemoryKind,
     NixlTransport,
-    Revocation,
     Note,
+    Revocation,
     memory_of,
     whole,
 )

@@ -1,4 +1,4 @@
-"""Renewals: slabs that only lost peers may still write are registered anew, and who writes to them is told the new keys.
+"""Renewals: slabs that only lost peers may write are registered anew, and who writes there next is told the new keys.
 
 A peer whose writes cannot be waited for is shut out: what it posted, or will post, is for a registration that is over,
 and the transport proves that nothing of it lands. So its regions are free at once, and not `linger_s` after its lease.

@@ -96,7 +96,7 @@ class Arena:
         self._quarantined.add(offset)
 
     def renew(self, slab: int) -> list[int]:
-        """The slab was registered anew: nothing that a peer does reaches its regions. Returns their offsets, now free."""
+        """The slab was registered anew: no peer reaches its regions. Returns their offsets, now free."""
         freed = [offset for offset in self._leased if self.slab_of(offset) == slab]
         if healthy := [offset for offset in freed if offset not in self._quarantined]:
             raise LayoutError(f"slab {slab} is renewed under the regions at {healthy}, which are in use")

@@ -73,8 +73,8 @@ Event = Message | Own | Ready | Attached | PeerGone | Cancel | Tick
 
 
 class Post(msgspec.Struct, frozen=True):
-    """Gather a chunk and write it to `offset`, or write it straight, under a lease of `term` and by what the destination
-    says in `registration`; in a pull, gather it. Then report how it went."""
+    """Gather a chunk and write it to `offset`, or write it straight, under a lease of `term`, to memory of a
+    `registration`; in a pull, gather it. Then report how it went."""
 
     chunk: int
     offset: int
