@@ -48,9 +48,7 @@ class Trouble:
         self.pair.dst.connect(other)
         self.bench.turn()
         self.healthy = Pair.request(self.bench, other, self.pair.dst, 100, seed=7)
-        self.healthy.dst_tables = [
-            [table + 1 - 2 * (table % 2 == 0) for table in rank] for rank in self.pair.dst_tables
-        ]
+        self.healthy.dst_tables = [[table - 1 for table in rank] for rank in self.pair.dst_tables]  # which are odd
         self.healthy.before = self.pair.dst.snapshot()
 
     @property

@@ -234,7 +234,7 @@ def test_a_stopped_peer_is_a_deadline_and_its_end_is_seen_when_it_wakes(
 def test_ucx_writes_to_memory_that_was_deregistered_by_what_a_peer_knew_of_it_before(
     tls: str | None, start: Callable[[str], PeerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over tcp and over cma (None). So NIXL proves nothing here, and says so. Whoever hears of it goes on by new keys."""
+    """Over tcp and over cma (None): NIXL proves nothing, and says so. Who hears of it goes on by new keys."""
     if tls is not None:
         monkeypatch.setenv("UCX_TLS", tls)
     side = Here()
