@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from mover_fleets import CONFIG, POISON, Bench, HandClock, Pair
 from mover_network import FaultyNetwork
 
-from kvmover.errors import LayoutError
+from kvmover.errors import LayoutError, TransportUnavailable
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Costs, Route
 from kvmover.transfer.config import MoverConfig
@@ -19,7 +20,7 @@ from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.result import Cause, Transfer
-from kvmover.transport import Revocation
+from kvmover.transport import Memory, Revocation
 
 PROVEN, UNPROVEN = Revocation.PROVEN, Revocation.UNPROVEN
 #: Of every request of a hundred tokens, from one source: 25 chunks of 4 KiB. An arena of 16 chunks, in 8 slabs of 2.
@@ -236,6 +237,41 @@ def test_registrations_that_are_of_somebody_else_or_nonsense_are_dropped():
     trouble.bench.ended(transfers)
     assert ends_well(transfers)
     trouble.pair.assert_landed()
+
+
+def test_a_slab_that_cannot_be_registered_again_is_used_no_more_and_the_others_are(monkeypatch: pytest.MonkeyPatch):
+    trouble = Trouble()
+    trouble.cut()
+    memory, honest = trouble.target._core.incoming.slab(1), trouble.target._transport.register
+
+    def register(given: Memory) -> None:
+        if given == memory:
+            raise TransportUnavailable("no memory can be pinned")
+        honest(given)
+
+    monkeypatch.setattr(trouble.target._transport, "register", register)
+    trouble.pass_time(1.0)
+    assert trouble.arena.leased_bytes == 0
+    assert trouble.arena.shut == {1}
+    trouble.network._held = None
+    trouble.target._core.incoming.tensor.fill_(POISON)
+    transfers = [*trouble.healthy.send("next"), *trouble.healthy.receive("next")]
+    trouble.bench.ended(transfers)
+    assert ends_well(transfers)
+    trouble.healthy.assert_landed()
+    slabs = np.frombuffer(incoming(trouble.target), np.uint8).reshape(8, SLAB_BYTES)
+    assert [bool((slab == POISON).all()) for slab in slabs[:3]] == [False, True, False]
+
+
+def test_who_is_told_to_trust_the_transport_no_more_shuts_no_slab():
+    trouble = Trouble()
+    trouble.arena.shut = frozenset({3})
+    trouble.target.configure(replace(ROOMY, revocation=UNPROVEN))
+    trouble.cut()
+    trouble.pass_time(1.0)
+    assert not trouble.arena.shut
+    assert trouble.arena.quarantined_bytes
+    assert not trouble.renewed
 
 
 # Integers.

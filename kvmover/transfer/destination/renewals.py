@@ -34,6 +34,8 @@ class Renewals:
     def renew(self) -> None:
         """Renew what can be. Of the slabs that others still use, one takes no leases until they have given it back."""
         core, arena = self.core, self.core.incoming.arena
+        if core.revocation is Revocation.UNPROVEN:
+            arena.shut = self._broken
         if core.revocation is Revocation.UNPROVEN or not (arena.shut or arena.quarantined_bytes):
             return
         lost = self.quarantine.offsets(lambda peer: core.peers.get(peer) is None)

@@ -416,9 +416,7 @@ class SourceDriver:
     def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
         match action:
             case Say(wire.Offered() as offer):
-                peer, stamp_us = attempt.job.peer.name, self.core.stamp_us()
-                known = self.writes.registrations.known(peer)
-                self.core.say(peer, replace(offer, stamp_us=stamp_us, registration=known))
+                self.core.say(attempt.job.peer.name, self.writes.registrations.stamped(attempt.job.peer.name, offer))
             case Say(message):
                 self.core.say(attempt.job.peer.name, message)
             case Post():

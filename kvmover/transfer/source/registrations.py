@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvmover.errors import PeerLost, PeerRefused, TransportError
 from kvmover.transfer.core import Core
 from kvmover.transfer.meter import Count
@@ -25,6 +27,10 @@ class Registrations:
         """The newest registration that writes to a destination are posted for."""
         seated = self.core.peers.get(peer)
         return max(self._loaded.get(peer, 0), seated.card.registration if seated is not None else 0)
+
+    def stamped(self, peer: str, offer: wire.Offered) -> wire.Offered:
+        """An offer as it is said now: with this side's clock, for a lease, and what is known of the destination."""
+        return replace(offer, stamp_us=self.core.stamp_us(), registration=self.known(peer))
 
     def waits(self, peer: str) -> bool:
         """Whether nothing may be posted to a destination until what is under way there has ended."""
