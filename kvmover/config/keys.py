@@ -113,6 +113,7 @@ TEXTS: Mapping[str, str] = {
     "mover.silence_s": "Seconds without an answer until a peer is lost; longer than an engine may go without a poll.",
     "mover.lease_s": "Seconds that a source may write after it was last heard. Renewed by pings: several of them long.",
     "mover.linger_s": "Seconds from the end of a source's lease until memory that it may still write is reused.",
+    "mover.revocation": "Whether deregistering memory is taken to shut writers out. Unset: as the transport proves.",
     "mover.sandbox_bytes": "Bytes of memory that peers write to, to measure the link: at least 128 KiB; 0: no probes.",
     "mover.route": "The route of every chunk; `none`: measured costs choose it for each pair of ranks.",
     "mover.verb": "push: the source writes; pull: the destination reads. Unset: in vLLM pull.",

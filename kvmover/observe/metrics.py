@@ -36,6 +36,7 @@ METRICS: Mapping[StrEnum, Metric] = {
             Count.REFUSED_PEERS: "Peers turned away because they hold another model.",
             Count.LOST_PEERS: "Peers that died, fell silent or were replaced.",
             Count.RECONNECTS: "Lost peers that were reached again.",
+            Count.RENEWED_SLABS: "Slabs of the arena that were registered anew, to shut lost peers out.",
             Count.POLLS: "Polls: 50 a second with nothing to do, if a Progress makes them.",
             Count.FAULTS: "Exceptions that failed one attempt and nothing else: a bug, or a broken device.",
             Count.POLL_FAULTS: "Polls that raised and so failed all open transfers: a bug, or a broken device.",

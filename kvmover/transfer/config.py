@@ -15,6 +15,7 @@ from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol.auth import Keys
 from kvmover.transfer.protocol.wire import Verb
+from kvmover.transport.base import Revocation
 
 
 class Integrity(StrEnum):
@@ -38,6 +39,8 @@ class MoverConfig:
     long: a write that finds it over costs a round trip more.
     `linger_s`: time from the end of a source's lease until memory that it may have written is reused. Longer than a NIC
     retries.
+    `revocation`: whether to deregister memory is taken to end what peers may do to it; regions of a lost peer are then
+    free at once. None: as the transport proves.
     `sandbox_bytes`: memory that peers may write to when they measure the link; at least 128 KiB, or 0: no probes.
     `backoff`: when lost peers are dialled again.
     `costs`: assumed costs, replaced by measured ones.
@@ -60,6 +63,7 @@ class MoverConfig:
     silence_s: float = 10.0
     lease_s: float = 5.0
     linger_s: float = 40.0
+    revocation: Revocation | None = None
     sandbox_bytes: int = 1 << 20
     backoff: Backoff = field(default_factory=Backoff)
     costs: Costs = RDMA
@@ -86,6 +90,8 @@ class MoverConfig:
         settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity)
         if self.route is not None:
             settle(self, what, LayoutError, route=Route)
+        if self.revocation is not None:
+            settle(self, what, LayoutError, revocation=Revocation)
         for name, kind in (("backoff", Backoff), ("costs", Costs), ("keys", Keys | None)):
             if not isinstance(getattr(self, name), kind):
                 raise LayoutError(f"{what} has {name} = {getattr(self, name)!r}; it must be a {name.capitalize()}")

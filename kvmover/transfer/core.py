@@ -6,7 +6,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ from kvmover.transfer.memory.copier import Copier
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mappings, shares
 from kvmover.transfer.memory.regions import allocations
+from kvmover.transfer.memory.slabs import slab_bytes
 from kvmover.transfer.meter import Count, Meter
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.liveness import Liveness
@@ -30,7 +31,7 @@ from kvmover.transfer.protocol.lane import End
 from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
 from kvmover.transfer.result import Ending, Result
 from kvmover.transfer.timers import Timers
-from kvmover.transport.base import Memory, Transport
+from kvmover.transport.base import Memory, Revocation, Transport
 from kvmover.transport.memory import memory_of, union
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ class Staging:
     memory: Memory
     arena: Arena
 
+    def slab(self, number: int) -> Memory:
+        """What is registered of a slab."""
+        nbytes = self.arena.slab_bytes
+        return replace(self.memory, address=self.memory.address + number * nbytes, nbytes=nbytes)
+
 
 @dataclass(slots=True, eq=False)
 class Core:
@@ -99,6 +105,11 @@ class Core:
     @property
     def components(self) -> tuple[Component, ...]:
         return tuple(pool.component for pool in self.end.pools)
+
+    @property
+    def revocation(self) -> Revocation:
+        """Whether to deregister memory ends what peers may do to it."""
+        return self.config.revocation or self.transport.revocation
 
     @property
     def patience(self) -> Patience:
@@ -180,11 +191,16 @@ def assembled(
     import torch
 
     device = pools[0].tensors[0].device
-    outgoing, incoming = (_staging(config.arena_bytes, device) for _ in range(2))
+    revocation = config.revocation or transport.revocation
+    outgoing = _staging(config.arena_bytes, 0, device)  # only read by peers, which does no harm however late it is
+    incoming = _staging(
+        config.arena_bytes, slab_bytes(config.arena_bytes, config.costs.chunk_bytes, revocation), device
+    )
+    slabs = map(incoming.slab, range(incoming.arena.slabs))
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
     sandbox = memory_of(probed) if config.sandbox_bytes else None
     memories = tuple(allocations(pool) for pool in pools)
-    ours = [outgoing.memory, incoming.memory, *([sandbox] if sandbox else [])]
+    ours = [outgoing.memory, *slabs, *([sandbox] if sandbox else [])]
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs = tuple(pool.spec for pool in pools)
@@ -220,8 +236,8 @@ def assembled(
     )
 
 
-def _staging(nbytes: int, device: torch.device) -> Staging:
+def _staging(nbytes: int, slab_bytes: int, device: torch.device) -> Staging:
     import torch
 
     tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return Staging(tensor, memory_of(tensor), Arena(nbytes))
+    return Staging(tensor, memory_of(tensor), Arena(nbytes, slab_bytes))

@@ -27,6 +27,7 @@ class Count(StrEnum):
     REFUSED_PEERS = "refused_peers"
     LOST_PEERS = "lost_peers"
     RECONNECTS = "reconnects"
+    RENEWED_SLABS = "renewed_slabs"
     POLLS = "polls"
     FAULTS = "faults"
     POLL_FAULTS = "poll_faults"

@@ -35,6 +35,7 @@ from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Quarantine
 from kvmover.transfer.destination.reads import Reads
+from kvmover.transfer.destination.renewals import Renewals
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
 from kvmover.transfer.peers.liveness import Duty
@@ -45,6 +46,7 @@ from kvmover.transfer.protocol.auth import MessageAuth, Unverified
 from kvmover.transfer.protocol.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.result import Ending, Gate, Transfer
 from kvmover.transfer.source.driver import SourceDriver
+from kvmover.transfer.source.registrations import Registrations
 from kvmover.transfer.source.writes import Writes
 from kvmover.transport.base import Event, Note, Transport
 
@@ -86,21 +88,27 @@ class Mover:
         if not place.generation:
             place = msgspec.structs.replace(place, generation=time.time_ns())
         self._core = assembled(transport, place, pools, self._config, clock)
-        self._card = write_card(model, self._core.card)
         try:
             read_card(model, self._card)  # what peers would refuse us for, we refuse now
         except PeerRefused as error:
             raise LayoutError(str(error)) from error
-        self._writes = Writes(self._core, lambda job, event: self._source.ended(job, event), InFlight(transport))
+        self._writes = Writes(
+            self._core,
+            lambda job, event: self._source.ended(job, event),
+            InFlight(transport),
+            Registrations(self._core),
+        )
         self._source = SourceDriver(self._core, self._writes)
         self._reads = Reads(
             self._core, lambda reading, event: self._destination.read(reading, event), InFlight(transport)
         )
+        quarantine = Quarantine()
         self._destination = DestinationDriver(
             self._core,
             self._reads,
-            Quarantine(),
+            quarantine,
             WriteLeases(self._config.lease_s, self._config.linger_s),
+            Renewals(self._core, quarantine),
             place.generation,
         )
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
@@ -165,6 +173,11 @@ class Mover:
     def card(self) -> bytes:
         """The bytes that a peer needs to connect. The engine carries them there by its own means."""
         return self._core.auth.sign_card(self._card)
+
+    @property
+    def _card(self) -> bytes:
+        """As it is now: memory may have been registered anew."""
+        return write_card(self._model, self._core.card)
 
     def configure(self, config: MoverConfig) -> None:
         """Behave by `config` from the next request on. Raises LayoutError for another size of the arenas, and for keys
@@ -444,6 +457,8 @@ class Mover:
         self._lend(peer, message)
         if isinstance(message, wire.Ping):
             self._core.say(peer.name, wire.Pong(self._core.stamp_us()))
+        elif isinstance(message, wire.Registered):
+            self._writes.registrations.heard(peer.name, message)
         elif isinstance(message, wire.ToSource):
             self._source.hear(peer, message)
         elif isinstance(message, wire.ToDestination):
@@ -452,12 +467,17 @@ class Mover:
             (self._destination if self._destination.knows(message) else self._source).hear(peer, message)
 
     def _lend(self, peer: Peer, message: wire.AnyMessage) -> None:
-        """What a message says of how long one side may write to the other: a lease to us, or a stamp for ours to it."""
+        """What a message says of how one side may write to the other: a lease to us, a stamp for ours to it, and which
+        registrations of ours it knows.
+        """
         match message:
             case wire.Ping(lease=lease) | wire.Want(lease=lease) | wire.Granted(lease=lease):
                 self._writes.renew(peer.name, lease)
-            case wire.Hello(stamp_us=stamp_us) | wire.Pong(stamp_us=stamp_us) | wire.Offered(stamp_us=stamp_us):
+            case wire.Hello(stamp_us=stamp_us) | wire.Pong(stamp_us=stamp_us):
                 self._destination.leases.heard(peer.name, stamp_us, self._core.clock())
+            case wire.Offered(stamp_us=stamp_us, registration=registration):
+                self._destination.leases.heard(peer.name, stamp_us, self._core.clock())
+                self._destination.renewals.offered(peer.name, registration)
             case _:
                 pass
 

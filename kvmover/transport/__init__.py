@@ -13,6 +13,7 @@ from kvmover.transport.base import (
     Memory,
     MemoryKind,
     Note,
+    Revocation,
     Timing,
     Transport,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "NixlAgent",
     "NixlTransport",
     "Note",
+    "Revocation",
     "Timing",
     "Transport",
     "memory_of",

@@ -28,6 +28,13 @@ class MemoryKind(StrEnum):
     DEVICE = "VRAM"
 
 
+class Revocation(StrEnum):
+    """Whether nothing that a peer posted before a deregistration lands after it: known of the transport, or not."""
+
+    PROVEN = "proven"
+    UNPROVEN = "unproven"
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """A contiguous byte range of one process. The owner keeps it allocated while it is registered.
@@ -145,8 +152,16 @@ class Transport(Protocol):
         """Unique for ever: a restarted process gets another name, so stale metadata can never be taken for it."""
         ...
 
+    @property
+    def revocation(self) -> Revocation:
+        """Whether `deregister` ends what peers may do, even if they do not know: the same for all memory, for ever."""
+        ...
+
     def register(self, memory: Memory) -> None:
-        """Make `memory` reachable by one-sided operations. Registering the same range twice is an error."""
+        """Make `memory` reachable by one-sided operations. Registering the same range twice is an error.
+
+        A range that was deregistered and is registered again is another to peers: they need new metadata for it.
+        """
         ...
 
     def deregister(self, memory: Memory) -> None:

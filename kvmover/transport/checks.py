@@ -80,6 +80,10 @@ class Ranges:
         for device in np.unique(devices).tolist():
             self._check_rows(descriptors.kind, device, table[devices == device], owner)
 
+    def serials(self, descriptors: Descriptors) -> frozenset[int]:
+        """The serial numbers of the registered ranges that runs begin in."""
+        return frozenset(serial for memory, serial in self._serials.items() if touches(descriptors, memory))
+
     def _holds(self, kind: MemoryKind, address: int, nbytes: int, device: int, stride: int, count: int) -> bool:
         """Whether one row lies in one registered range; the arithmetic of arrays is for many."""
         starts, ends = self._table(kind, device)

@@ -25,6 +25,7 @@ from kvmover.transport.base import (
     Memory,
     MemoryKind,
     Note,
+    Revocation,
     Transport,
 )
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, check_until, touches
@@ -33,13 +34,17 @@ from kvmover.transport.envelope import TransportCard, seal, unseal
 
 @dataclass(slots=True)
 class _Flight:
-    """A posted operation. `landed` once the bytes are copied or never will be, `told` once its event is out."""
+    """A posted operation. `landed` once the bytes are copied or never will be, `told` once its event is out.
+
+    `registrations`: the serial numbers of the peer's ranges that it is for, as this side knows them.
+    """
 
     ticket: int
     verb: Literal["WRITE", "READ"]
     peer: str
     local: Descriptors
     remote: Descriptors
+    registrations: frozenset[int]
     note: bytes
     deadline: float
     error: TransportError | None = None
@@ -93,17 +98,28 @@ class LoopbackNetwork:
             raise _lost(peer)
         self._members[peer].inbox.append(Note(sender, note))
 
+    def refusal(self, flight: _Flight) -> DescriptorError | None:
+        """Why an operation may not touch the peer's memory: it was deregistered since, or registered anew.
+
+        A NIC refuses as much. UCX over TCP or between processes writes what is still mapped.
+        """
+        peer = self._members[flight.peer]
+        try:
+            peer.ranges.check(flight.remote, flight.peer)
+        except DescriptorError as error:
+            return error
+        if flight.registrations != peer.ranges.serials(flight.remote):
+            return DescriptorError(f"{flight.peer} has registered that memory anew")
+        return None
+
     def _land(self, sender: LoopbackTransport, flight: _Flight) -> None:
         flight.landed = True
         peer = self._members.get(flight.peer)
         if sender.name not in self._members or peer is None or flight.peer in self._cut:
             flight.error = _lost(flight.peer)
             return
-        try:
-            peer.ranges.check(flight.remote, flight.peer)
-        except DescriptorError as error:
-            # NIXL would write to memory that the peer has deregistered, or crash the peer where it is unmapped.
-            flight.error = error
+        flight.error = self.refusal(flight)
+        if flight.error is not None:
             return
         ours, theirs = _starts(flight.local), _starts(flight.remote)
         sources, targets = (ours, theirs) if flight.verb == "WRITE" else (theirs, ours)
@@ -135,6 +151,11 @@ class LoopbackTransport(Transport):
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def revocation(self) -> Revocation:
+        """The network compares registrations when an operation lands."""
+        return Revocation.PROVEN
 
     def unsettled(self) -> frozenset[int]:
         """Tickets that failed and may still touch memory; `poll` takes out those that have ended since."""
@@ -210,7 +231,8 @@ class LoopbackTransport(Transport):
         ranges.check(remote, peer)
         check_runs(local, remote)
         check_until(until, self._clock(), peer)
-        flight = _Flight(next(self._tickets), verb, peer, local, remote, note, self._clock() + deadline_s)
+        ticket, serials = next(self._tickets), ranges.serials(remote)
+        flight = _Flight(ticket, verb, peer, local, remote, serials, note, self._clock() + deadline_s)
         self._flights[flight.ticket] = flight
         self._network.carry(self, flight)
         return flight.ticket

@@ -28,6 +28,7 @@ from perf import config_page
 OTHERS = {
     "mover.arena_bytes": "512",
     "mover.route": "direct",
+    "mover.revocation": "proven",
     "mover.verb": "pull",
     "mover.replicas": "elect",
     "mover.integrity": "digest",
@@ -323,7 +324,7 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     """Every process of an engine reads one: it has no use for torch, nor for a store, a tree or tiers it never opens.
 
     Besides the configuration, errors and old names that leaves what a MoverConfig is made of, of the store its policy,
-    and layouts and plans, which the words of the wire are made of.
+    and layouts and plans, which the words of the wire are made of, and of the transport its interface.
     """
     code = "import sys, kvmover.config\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -331,7 +332,8 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
     ours = [name for name in loaded if name.startswith("kvmover.")]
     parts = {"config", "deprecated", "enums", "errors", "layout", "needs", "numbers", "plan", "store", "transfer"}
-    parts |= {"sharing", "vocabulary"}
+    parts |= {"sharing", "transport", "vocabulary"}
     assert {name.split(".")[1] for name in ours} == parts
     assert [name for name in ours if name.startswith("kvmover.store.")] == ["kvmover.store.policy"]
+    assert [name for name in ours if name.startswith("kvmover.transport.")] == ["kvmover.transport.base"]
     assert {"kvmover.transfer.mover", "kvmover.transfer.threads.progress"}.isdisjoint(ours)

@@ -218,6 +218,7 @@ def test_a_card_is_read_by_the_page() -> None:
         "sandbox",
         "shares",
         "machine",
+        "registration",
     }
     mover.close()
 

@@ -27,11 +27,14 @@ class Target:
 
 @dataclass(slots=True, eq=False)
 class Flights:
-    """What is under way. `into` [process]: operations that will change its memory."""
+    """What is under way. `into` [process]: operations that will change its memory. `revoked`: those that cannot land,
+    since the memory was registered anew.
+    """
 
     scene: Scene
     targets: dict[Posted, Target] = field(default_factory=dict[Posted, Target])
     into: dict[str, dict[Posted, None]] = field(default_factory=dict[str, "dict[Posted, None]"])
+    revoked: set[Posted] = field(default_factory=set[Posted])
 
     def posted(self, posted: Posted) -> None:
         target = self.targets[posted] = self._aim(posted)
@@ -43,6 +46,9 @@ class Flights:
         for page, order in target.pages:
             if (order.request.name, order.generation) != id_:
                 raise Broken(f"{posted}: to page {page}, which is open to {order.name}, {order.generation}")
+        if self.scene.network.is_revoked(posted):
+            self._by_old_keys(posted)
+            return
         if not target.pages and target.owner != (id_, (posted.sender.name, message.chunk)):
             raise Broken(f"{posted}: to the region at {target.offset}, which belongs to {target.owner}")
 
@@ -55,6 +61,8 @@ class Flights:
     def ended(self, posted: Posted, spoilt: bool) -> None:
         """It touches memory no longer."""
         target = self.targets.pop(posted)
+        self.scene.seen["write refused"] += posted in self.revoked
+        self.revoked.discard(posted)
         del self.into[target.seat.name][posted]
         target.seat.dirty = True
         if not spoilt:
@@ -73,6 +81,9 @@ class Flights:
         seat = target.seat
         if not seat.alive:
             return
+        if self.scene.network.is_revoked(posted):
+            self._shut_out(posted)
+            return
         for page, order in target.pages:
             if seat.open_to.get(page) is not order:
                 raise Broken(f"{posted}: in flight to page {page}, which is not open to {order.name} any more")
@@ -84,6 +95,21 @@ class Flights:
         leased = attempt is not None and attempt.state.regions.get(key) == target.offset
         if not leased and (ward is None or target.offset not in ward.offsets):
             raise Broken(f"{posted}: in flight to the region at {target.offset}, which is not leased to it any more")
+
+    def _by_old_keys(self, posted: Posted) -> None:
+        """No chunk is written by keys that are over while its grant is not."""
+        target, message = self.targets[posted], posted.message
+        attempt = message and target.seat.mover._destination._attempts.get((message.request, message.generation))
+        if message and attempt and attempt.state.regions.get((posted.sender.name, message.chunk)) == target.offset:
+            raise Broken(f"{posted}: to the region at {target.offset}, which it has, by keys that are over")
+        self.revoked.add(posted)
+
+    def _shut_out(self, posted: Posted) -> None:
+        """Memory is registered anew under writes of those who are lost, and of nobody else."""
+        seat = self.targets[posted].seat
+        if posted not in self.revoked and seat.mover._core.peers.get(posted.sender.name) is not None:
+            raise Broken(f"{posted}: {seat.name} has shut it out, and is connected to its writer")
+        self.revoked.add(posted)
 
     def untouched(self, order: Order) -> None:
         """Nothing under way touches pages that are given back, but reads from a source, which then must not count."""

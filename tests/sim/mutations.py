@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 from kvmover.transfer import core
-from kvmover.transfer.destination import credits
+from kvmover.transfer.destination import credits, renewals
 from kvmover.transfer.destination import driver as destination_driver
 from kvmover.transfer.destination import machine as destination_machine
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Quarantine
+from kvmover.transfer.destination.renewals import Renewals
 from kvmover.transfer.destination.state import Action, Free, Receiving, Source, WriterChunk
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
+from kvmover.transfer.memory.slabs import Renewal
 from kvmover.transfer.peers.liveness import Duty, Liveness
 from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol import wire
@@ -200,6 +202,30 @@ def the_arena_is_a_ring(patch: pytest.MonkeyPatch) -> None:
 
 def a_source_may_have_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(credits, "within_share", lambda arena, source, nbytes: True)
+
+
+def a_slab_is_renewed_under_its_neighbours(patch: pytest.MonkeyPatch) -> None:
+    """Whoever else has a region of it is shut out with the lost."""
+    patch.setattr(renewals, "renewal", lambda arena, lost: Renewal(tuple(sorted(set(map(arena.slab_of, lost))))))
+
+    def renew(self: Arena, slab: int) -> list[int]:
+        freed = [offset for offset in self._quarantined if self.slab_of(offset) == slab]
+        for offset in freed:
+            self.release(offset)
+        self._registrations[slab] = self.registration + 1
+        return freed
+
+    patch.setattr(Arena, "renew", renew)
+
+
+def a_slab_is_released_and_not_renewed(patch: pytest.MonkeyPatch) -> None:
+    """Regions of the lost are free, and their writes land."""
+    patch.setattr(Renewals, "_renew", lambda self, slab: self.quarantine.revoked(self.core.incoming.arena.renew(slab)))
+
+
+def nobody_is_told_of_a_registration(patch: pytest.MonkeyPatch) -> None:
+    """Regions of a renewed slab are granted as if everybody knew its keys."""
+    patch.setattr(Renewals, "granted", lambda self, source, granted: granted)
 
 
 def staging_is_reused_before_a_failed_write_settles(patch: pytest.MonkeyPatch) -> None:
@@ -448,6 +474,9 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (drained_is_said_with_a_write_in_flight, "frail"),
     (quarantine_is_a_release, "default"),
     (the_arena_is_a_ring, "default"),
+    (a_slab_is_renewed_under_its_neighbours, "revoked"),
+    (a_slab_is_released_and_not_renewed, "revoked"),
+    (nobody_is_told_of_a_registration, "revoked"),
     (a_source_may_have_all, "default"),
     (a_dead_peer_is_waited_for, "frail"),
     (staging_is_reused_before_a_failed_write_settles, "frail"),

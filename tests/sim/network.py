@@ -179,6 +179,10 @@ class SimNetwork(LoopbackNetwork):
             return None
         return self._dead.get(other) or self._apart.get(frozenset((one, other)))
 
+    def is_revoked(self, posted: Posted) -> bool:
+        """Whether an operation is for memory that was deregistered, or registered anew, since: it cannot land."""
+        return posted.flight.peer in self._members and self.refusal(posted.flight) is not None
+
     # What is carried.
 
     def carry(self, sender: LoopbackTransport, flight: _Flight) -> None:
@@ -244,6 +248,10 @@ class SimNetwork(LoopbackNetwork):
         if flight.peer in self._dead or not (whole or survives) or (dead and not posted.writes):
             self.log(lambda: f"{posted} came to nothing")
             flight.error = PeerLost(f"{flight.peer} is lost")
+            self.on_end(posted, False)
+        elif self.is_revoked(posted):
+            self.log(lambda: f"{posted} was refused: its registration is over")
+            flight.error = self.refusal(flight)
             self.on_end(posted, False)
         else:
             self.log(lambda: f"{posted} landed{', spoilt' if spoilt else ''}{', its writer dead' if dead else ''}")

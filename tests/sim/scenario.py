@@ -13,6 +13,7 @@ from kvmover.transfer.config import Integrity, MoverConfig
 from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL
+from kvmover.transport import Revocation
 
 MODELS = (
     (Component("attention", 2, 2, 2, 16, "uint8"),),
@@ -60,6 +61,7 @@ class Profile:
     replaced: float = 0.0
     routes: tuple[Route | None, ...] = (*Route, None)
     sharing: float = 0.2
+    revocations: tuple[Revocation | None, ...] = (None, None, Revocation.UNPROVEN)
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -93,11 +95,21 @@ DROWSY = replace(
     routes=(Route.PACKED, Route.DIRECT, None),
     sharing=0.0,
 )
+#: Ranks that die or are cut off with writes under way, into arenas of slabs that are registered anew.
+REVOKED = replace(
+    FRAIL,
+    name="revoked",
+    late=0.5,
+    verbs=(Verb.PUSH,),
+    routes=(Route.PACKED,),
+    sharing=0.0,
+    revocations=(Revocation.PROVEN,),
+)
 #: Ranks that are cut off, replaced, and heard of again: nobody takes the old process for the new one.
 REPLACED = replace(DEFAULT, name="replaced", calm=0.0, crashes=0.0, replaced=1.0)
 PROFILES = {
     profile.name: profile
-    for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, DROWSY, REPLACED, PULLED)
+    for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, REVOKED, DROWSY, REPLACED, PULLED)
 }
 
 
@@ -235,7 +247,8 @@ class Scenario:
         calm = random.random() < profile.calm
         components = random.choice(MODELS)
         fleets = {engine: _fleet(random) for engine in ENGINES}
-        config = _config(random, profile, calm)
+        revocation = Random(f"revocation {seed}").choice(profile.revocations)
+        config = replace(_config(random, profile, calm), revocation=revocation)
         return cls(
             components,
             fleets,

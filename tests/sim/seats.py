@@ -29,7 +29,7 @@ from tests.sim.scenario import Asked, Scenario, Step
 class Scorched(Arena):
     """An arena whose memory is overwritten as soon as it is given back: who still reads it shows."""
 
-    memory: Bytes
+    memory: Bytes = field(kw_only=True)
 
     def release(self, offset: int) -> None:
         self.memory[offset : offset + self._leased[offset]] ^= 0xFF
@@ -257,6 +257,7 @@ def seated(
     mover._core.mappings = mappings  # pyright: ignore[reportAttributeAccessIssue]
     mover._core.copier = SimCopier(network, transport.name, scenario.copy_s, touched, mappings.lent)
     for staging in (mover._core.outgoing, mover._core.incoming):
-        staging.arena = Scorched(staging.arena.nbytes, staging.tensor.numpy())
+        arena = staging.arena
+        staging.arena = Scorched(arena.nbytes, arena.slab_bytes, memory=staging.tensor.numpy())
     mover._destination.generation = network.births(f"{engine}{rank}") * 1_000_000
     return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 from msgspec import structs
@@ -95,9 +94,10 @@ def check_arena(seat: Seat) -> None:
         own = [at for at, of in arena._owners.items() if of == owner]
         if len(own) > 1 and 2 * arena.leased_by(owner) > arena.nbytes:
             raise Broken(f"{seat.name}: {owner} has {arena.leased_by(owner)} bytes of {arena.nbytes}")
-    spans = sorted((at, at + size) for at, size in arena._leased.items())
-    if any(stop > start for (_, stop), (start, _) in pairwise(spans)):
-        raise Broken(f"{seat.name}: regions overlap: {spans}")
+    try:
+        arena.check()
+    except AssertionError as error:
+        raise Broken(f"{seat.name}: {error}") from error
 
 
 def check_deadline(scene: Scene, order: Order) -> None:

@@ -18,7 +18,7 @@ from tests.proofs import family
 from tests.sim.mutations import MUTATIONS, Mutation
 from tests.sim.world import Broken, World, simulate
 
-#: Profiles, and of how many schedules in fifteen each has.
+#: Profiles, and of how many schedules in sixteen each has.
 SHARES = {
     "default": 3,
     "lossy": 2,
@@ -27,6 +27,7 @@ SHARES = {
     "echoes": 1,
     "ambushed": 1,
     "frail": 1,
+    "revoked": 1,
     "drowsy": 1,
     "replaced": 1,
     "pulled": 1,
@@ -37,9 +38,9 @@ SHARES = {
 SCHEDULES = int(os.environ.get("KVMOVER_SCHEDULES", "500"))
 BLOCK = 500
 BLOCKS = [
-    (profile, range(first, min(first + BLOCK, SCHEDULES * share // 15)))
+    (profile, range(first, min(first + BLOCK, SCHEDULES * share // 16)))
     for profile, share in SHARES.items()
-    for first in range(0, SCHEDULES * share // 15, BLOCK)
+    for first in range(0, SCHEDULES * share // 16, BLOCK)
 ]
 
 #: A mutation that survives so many schedules is not caught.
@@ -89,6 +90,7 @@ REACHED: dict[str, dict[str, int]] = {
     "drowsy": {"receive landed": 24, "send landed": 17, "receive held and given back": 19, "landed after a lapse": 5},
     "replaced": {"replaced and heard of again": 90, "receive landed": 20},
     "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
+    "revoked": {"slab renewed": 7, "write refused": 3, "receive landed": 10},
 }
 
 

@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 
 from kvmover.errors import KvmoverError
+from kvmover.transfer.meter import Count
 from kvmover.transfer.result import Result
 from tests.sim import endings, planned, steps
 from tests.sim.copies import Touched
@@ -273,6 +274,8 @@ class World:
     def _end(self) -> None:
         """Count what was reached; check what only the end can show."""
         endings.check_told(self.scene)
+        meters = [seat.mover.meter.counts for seat in self.scene.seats.values()]
+        self.seen["slab renewed"] += sum(counts[Count.RENEWED_SLABS] for counts in meters)
         self.seen.update({f"lost {kind}": count for kind, count in self.network.lost.items()})
         for fault in self.scenario.faults:
             match fault:

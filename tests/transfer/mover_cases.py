@@ -30,6 +30,7 @@ def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.Search
         wire.Hello: (st.binary(max_size=100),),
         wire.Ping: (),
         wire.Pong: (),
+        wire.Registered: (st.binary(max_size=64), numbers),
         wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(ranks, max_size=2).map(tuple)),
         wire.Noted: (*about, numbers),
         wire.Offered: (*about, ranges, tables),

@@ -112,7 +112,8 @@ class Bench:
             core = mover._core
             for staging in (core.incoming, core.outgoing):
                 assert (staging.arena.leased_bytes, staging.arena.quarantined_bytes) == (0, 0)
-                assert staging.arena._free == [(0, staging.arena.nbytes)]
+                staging.arena.check()
+                assert len(staging.arena._free) == staging.arena.slabs
             assert not mover._destination._attempts
             assert not mover._destination._credits
             assert not mover._destination.quarantine

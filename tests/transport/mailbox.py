@@ -11,7 +11,7 @@ import math
 import time
 
 from kvmover.errors import DescriptorError, PeerLost, PeerRefused, PeerUnknown, TransportError
-from kvmover.transport import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note
+from kvmover.transport import Completed, Descriptors, Event, Failed, Memory, MemoryKind, Note, Revocation
 from kvmover.transport.base import ADDRESS, COUNT, NBYTES, STRIDE
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, check_until
 from kvmover.transport.envelope import TransportCard, seal, unseal
@@ -24,6 +24,7 @@ class Mailbox:
 
     def __init__(self, street: dict[str, Mailbox], hint: str) -> None:
         self.name = f"{hint}.{next(_generations)}"
+        self.revocation = Revocation.UNPROVEN  # old metadata still reaches a range that is registered again
         self.inbox: list[Event] = []
         self.ranges = Ranges()
         self._street = street

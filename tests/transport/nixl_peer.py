@@ -31,7 +31,14 @@ class PeerProcess:
         self.name, self.metadata, self.address = self._receive(30)
 
     def ask(self, command: str, *arguments: object) -> Any:
+        self.tell(command, *arguments)
+        return self.answer()
+
+    def tell(self, command: str, *arguments: object) -> None:
+        """As `ask`, of a process that may be paused: it does so when it goes on."""
         self._pipe.send((command, arguments))
+
+    def answer(self) -> Any:
         return self._receive(20)
 
     def runs(self, offset: int, nbytes: int, stride: int, count: int) -> Descriptors:
@@ -88,6 +95,16 @@ class _Served:
         for event in self._transport.poll():
             if isinstance(event, Note):
                 self.take(event)
+
+    def anew(self, value: int) -> bytes:
+        """Deregister the array, fill it, and register it again: what its owner does who trusts that nobody writes it.
+        Returns the new metadata.
+        """
+        memory = Memory(MemoryKind.HOST, self._array.ctypes.data, self._array.nbytes)
+        self._transport.deregister(memory)
+        self._array[:] = value
+        self._transport.register(memory)
+        return self._transport.metadata()
 
     def fill(self, value: int) -> None:
         self._array[:] = value

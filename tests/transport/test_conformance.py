@@ -32,6 +32,7 @@ from kvmover.transport import (
     MemoryKind,
     NixlTransport,
     Note,
+    Revocation,
     whole,
 )
 from tests.proofs import family
@@ -257,6 +258,25 @@ def test_connecting_twice_is_once_and_newer_metadata_adds_memory(sides: tuple[Si
         here.wire.write(there.wire.name, run, there.runs((0, 16, 16, 1)), b"", 5)
     here.wire.write(there.wire.name, run, more.runs((16, 16, 16, 1)), b"", 5)
     assert isinstance(collect(here.wire, until=1)[0], Completed)
+
+
+def test_memory_that_is_registered_anew_is_reached_by_newer_metadata(sides: tuple[Side, Side]) -> None:
+    here, there = sides
+    run = here.runs((0, 16, 16, 1)), there.runs((32, 16, 16, 1))
+    there.wire.deregister(there.memory)
+    there.wire.register(there.memory)
+    if there.wire.revocation is Revocation.PROVEN:
+        here.wire.write(there.wire.name, *run, b"old", 5)
+        (refused,) = collect(here.wire, until=1)
+        assert isinstance(refused, Failed)
+        assert isinstance(refused.error, DescriptorError)
+        assert refused.quiescent
+        assert (there.array == POISON).all()
+    here.wire.connect(there.wire.metadata())
+    here.wire.write(there.wire.name, *run, b"new", 5)
+    assert isinstance(collect(here.wire, until=1)[0], Completed)
+    assert collect(there.wire, until=1) == [Note(here.wire.name, b"new")]
+    np.testing.assert_array_equal(there.array[32:48], here.array[:16])
 
 
 def test_corrupt_metadata_is_refused_and_harms_no_later_connection(make: Maker) -> None:

@@ -25,6 +25,7 @@ from kvmover.transport import (
     MemoryKind,
     NixlTransport,
     Note,
+    Revocation,
     memory_of,
     whole,
 )
@@ -227,6 +228,53 @@ def test_a_stopped_peer_is_a_deadline_and_its_end_is_seen_when_it_wakes(
         time.sleep(PAUSE_S)
     assert sleeper.ask("notes", 1) == [(here.wire.name, b"late", b"")]
     here.wire.deregister(here.memory)
+
+
+@pytest.mark.parametrize("tls", ["tcp", None])
+def test_ucx_writes_to_memory_that_was_deregistered_by_what_a_peer_knew_of_it_before(
+    tls: str | None, start: Callable[[str], PeerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over tcp and over cma (None): NIXL proves nothing, and says so. Who hears of it goes on by new keys."""
+    if tls is not None:
+        monkeypatch.setenv("UCX_TLS", tls)
+    side = Here()
+    try:
+        peer = start("forgetful")
+        side.meet(peer)
+        metadata = peer.ask("anew", 7)
+        late = side.wire.write(peer.name, side.runs(MIB, 4096, 4096, 1), peer.runs(0, 4096, 4096, 1), b"late", 10)
+        assert side.collect(1) == [Completed(late)]
+        assert peer.ask("notes", 1) == [(side.wire.name, b"late", b"")]
+        np.testing.assert_array_equal(peer.ask("content", 4096), side.array[MIB : MIB + 4096])
+        assert side.wire.revocation is Revocation.UNPROVEN
+        side.wire.connect(metadata)
+        side.wire.write(peer.name, side.runs(0, 4096, 4096, 1), peer.runs(0, 4096, 4096, 1), b"new", 10)
+        assert isinstance(side.collect(1)[0], Completed)
+        assert peer.ask("notes", 1) == [(side.wire.name, b"new", b"")]
+        np.testing.assert_array_equal(peer.ask("content", 4096), side.array[:4096])
+    finally:
+        side.wire.close()
+
+
+@pytest.mark.usefixtures("only_tcp")
+def test_ucx_goes_on_with_a_write_whose_target_is_deregistered_under_it(
+    here: Here, start: Callable[[str], PeerProcess]
+) -> None:
+    sleeper = start("sleeper")
+    here.meet(sleeper)
+    here.wire.write(sleeper.name, here.runs(0, 8, 8, 1), sleeper.runs(0, 8, 8, 1), b"", 10)
+    here.collect(1)
+    sleeper.pause()
+    here.array[:] = 3
+    ticket = here.wire.write(sleeper.name, whole(here.memory), sleeper.runs(0, NBYTES, NBYTES, 1), b"late", 20)
+    sleeper.tell("anew", 7)
+    sleeper.resume()
+    sleeper.answer()
+    assert here.collect(1) == [Completed(ticket)]
+    assert sleeper.ask("notes", 1) == [(here.wire.name, b"late", b"")]
+    content = sleeper.ask("histogram", 0)
+    assert content[3] + content[7] == NBYTES
+    assert content[3] > 0, "bytes that were written after its owner had filled it anew"
 
 
 @pytest.mark.usefixtures("only_tcp")

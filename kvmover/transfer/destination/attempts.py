@@ -205,7 +205,7 @@ def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut) -> tuple[Lane, Cut]:
 
     Raises PlanError where one layer of a unit does not fit.
     """
-    arena_bytes = min(core.incoming.arena.nbytes, peer.card.staging.nbytes)
+    arena_bytes = min(core.incoming.arena.slab_bytes, peer.card.staging.nbytes)
     arena_bytes = arena_bytes // ALIGN_BYTES * ALIGN_BYTES  # regions are whole multiples of it
     while (largest := max((chunk.span_bytes for chunk in lane.chunks), default=0)) > arena_bytes:
         layers = cut.layers or max(component.layers for component in core.components)

@@ -26,6 +26,7 @@ from kvmover.transfer.destination.credits import Credits
 from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions
 from kvmover.transfer.destination.reads import Reading, Reads
+from kvmover.transfer.destination.renewals import Renewals
 from kvmover.transfer.destination.state import (
     Action,
     Ask,
@@ -55,7 +56,7 @@ from kvmover.transfer.memory.regions import at_rest, logical, region
 from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.wire import decoded
+from kvmover.transfer.protocol.wire import Verb, decoded
 from kvmover.transfer.result import Cause, Transfer
 from kvmover.transfer.tombstones import TtlMap
 
@@ -71,6 +72,7 @@ class DestinationDriver:
     reads: Reads
     quarantine: Quarantine
     leases: WriteLeases
+    renewals: Renewals
     generation: int
     _attempts: dict[Id, ReceiveAttempt] = field(default_factory=dict[Id, ReceiveAttempt])
     _ended: TtlMap[Id, str | None] = field(default_factory=lambda: TtlMap["Id", "str | None"](MAX_ENDED))
@@ -152,6 +154,8 @@ class DestinationDriver:
 
     def lost(self, peer: str, reason: str) -> None:
         self._retransmissions.lost(peer)
+        self.renewals.lost(peer)
+        self._room = True  # what it may still write may be taken from it
         for attempt in list(self._attempts.values()):
             self._step(attempt, PeerGone(peer, reason))
 
@@ -181,6 +185,8 @@ class DestinationDriver:
     def poll(self) -> None:
         """Regions for chunks that wait for one, and reads that may be given back late."""
         arena = self.core.incoming.arena
+        if self._room:
+            self.renewals.renew()
         while self._room and (granted := self._credits.lease(arena)) is not None:
             id_, key, offset = granted
             attempt = self._attempts[id_]
@@ -317,6 +323,9 @@ class DestinationDriver:
     def _act(self, attempt: ReceiveAttempt, action: Action) -> None:
         match action:
             case Send(peer, wire.Granted() as granted):
+                source = attempt.state.sources[peer]
+                if source.verb is Verb.PUSH and not source.direct:
+                    granted = self.renewals.granted(peer, granted)
                 self.core.say(peer, replace(granted, lease=self.leases.renewed(peer)))
             case Send(peer, message):
                 self.core.say(peer, message)
@@ -336,6 +345,7 @@ class DestinationDriver:
             case Isolate(peer, offset):
                 self.core.incoming.arena.quarantine(offset)
                 self._isolate(attempt, peer).offsets.append(offset)
+                self._room = True
             case Mismatch():
                 attempt.resent += 1
                 self.core.meter.add(Count.MISMATCHED_CHUNKS)

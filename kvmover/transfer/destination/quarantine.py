@@ -1,12 +1,14 @@
 """Quarantine: memory of ended attempts that a peer may still write, until it is known that none does. Pure.
 
 A region or a page is given back when the very process that may write it says that it has drained, or when its lease is
-over and nothing that it posted before can land (see `leases`).
+over and nothing that it posted before can land (see `leases`). Regions also when the peer is lost and their memory was
+registered anew (see `renewals`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from kvmover.transfer.result import Transfer
@@ -67,6 +69,18 @@ class Quarantine:
         """Whoever sat there is dead: offsets to release. Reads of ours end when the transport says so."""
         keys = [key for key, isolated in self._held.items() if isolated.seat == seat and not isolated.reads]
         return [offset for key in keys for offset in self._release(key)]
+
+    def offsets(self, lost: Callable[[str], bool]) -> frozenset[int]:
+        """Regions that nobody but peers who are `lost` may touch."""
+        held = (isolated for key, isolated in self._held.items() if not isolated.reads and lost(key[0]))
+        return frozenset(offset for isolated in held for offset in isolated.offsets)
+
+    def revoked(self, offsets: Collection[int]) -> None:
+        """Nothing reaches these regions any more, which are released. Pages stay held."""
+        for key, isolated in list(self._held.items()):
+            isolated.offsets = [offset for offset in isolated.offsets if offset not in offsets]
+            if not isolated.offsets and not isolated.reads and isolated.transfer is None:
+                del self._held[key]
 
     def poll(self, now: float) -> tuple[list[Key], list[int]]:
         """(attempts to ask about again, offsets to release)."""

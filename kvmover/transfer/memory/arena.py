@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import ItemsView
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvmover.errors import LayoutError
 
@@ -18,9 +20,15 @@ class Arena:
 
     No ring: a long-lived lease blocks nobody but itself. A quarantined region is one that a peer may still write; it
     stays out of circulation until `release` is told that this is over.
+
+    No region straddles two slabs of `slab_bytes` bytes (0: the arena is one), each of which is registered by itself.
+    Slabs that are `shut` take no leases.
     """
 
     nbytes: int
+    slab_bytes: int = 0
+    shut: frozenset[int] = field(init=False, default=frozenset())
+    _registrations: list[int] = field(init=False)
     _free: list[tuple[int, int]] = field(init=False)
     _leased: dict[int, int] = field(init=False, default_factory=dict[int, int])
     _owners: dict[int, str] = field(init=False, default_factory=dict[int, str])
@@ -30,11 +38,22 @@ class Arena:
     def __post_init__(self) -> None:
         if self.nbytes < ALIGN_BYTES:
             raise LayoutError(f"arena of {self.nbytes} bytes is below {ALIGN_BYTES}")
-        self._free = [(0, self.nbytes)]
+        self.slab_bytes = self.slab_bytes or self.nbytes
+        self._registrations = [0] * self.slabs
+        self._free = [(slab * self.slab_bytes, self.slab_bytes) for slab in range(self.slabs)]
+
+    @property
+    def slabs(self) -> int:
+        """How many; what is left behind them is of no use."""
+        return self.nbytes // self.slab_bytes
+
+    def slab_of(self, offset: int) -> int:
+        """The number of the slab that a region is in."""
+        return offset // self.slab_bytes
 
     def fits(self, nbytes: int) -> bool:
         """Whether there is ever room for `nbytes` bytes: a region takes whole multiples of ALIGN_BYTES."""
-        return region_bytes(nbytes) <= self.nbytes
+        return region_bytes(nbytes) <= self.slab_bytes
 
     def lease(self, nbytes: int, owner: str = "") -> int | None:
         """Offset of a region of at least `nbytes` bytes, or None while there is no room. Raises when there never is.
@@ -42,10 +61,11 @@ class Arena:
         `owner`: for whose sake, which `leased_by` counts by.
         """
         size = region_bytes(nbytes)
-        if size > self.nbytes:
-            raise LayoutError(f"region of {nbytes} bytes does not fit an arena of {self.nbytes}")
+        if size > self.slab_bytes:
+            what = "an arena" if self.slabs == 1 else "a slab"
+            raise LayoutError(f"region of {nbytes} bytes does not fit {what} of {self.slab_bytes}")
         for i, (offset, room) in enumerate(self._free):
-            if room >= size:
+            if room >= size and not (self.shut and self.slab_of(offset) in self.shut):
                 self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
                 self._leased[offset] = size
                 self._owners[offset] = owner
@@ -54,7 +74,7 @@ class Arena:
         return None
 
     def release(self, offset: int) -> None:
-        """Give a region back; its neighbours merge with it."""
+        """Give a region back; its neighbours in the slab merge with it."""
         size = self._leased.pop(offset)
         owner = self._owners.pop(offset)
         self._held[owner] -= size
@@ -62,9 +82,9 @@ class Arena:
             del self._held[owner]
         self._quarantined.discard(offset)
         at = bisect_left(self._free, (offset, 0))
-        if at < len(self._free) and offset + size == self._free[at][0]:
+        if at < len(self._free) and offset + size == self._free[at][0] and (offset + size) % self.slab_bytes:
             size += self._free.pop(at)[1]
-        if at and sum(self._free[at - 1]) == offset:
+        if at and sum(self._free[at - 1]) == offset and offset % self.slab_bytes:
             offset, before = self._free.pop(at - 1)
             size += before
         insort(self._free, (offset, size))
@@ -74,6 +94,29 @@ class Arena:
         if offset not in self._leased:
             raise LayoutError(f"no region is leased at {offset}")
         self._quarantined.add(offset)
+
+    def renew(self, slab: int) -> list[int]:
+        """The slab was registered anew: no peer reaches its regions. Returns their offsets, now free."""
+        freed = [offset for offset in self._leased if self.slab_of(offset) == slab]
+        if healthy := [offset for offset in freed if offset not in self._quarantined]:
+            raise LayoutError(f"slab {slab} is renewed under the regions at {healthy}, which are in use")
+        for offset in freed:
+            self.release(offset)
+        self._registrations[slab] = self.registration + 1
+        return freed
+
+    @property
+    def registration(self) -> int:
+        """How often slabs were renewed."""
+        return max(self._registrations)
+
+    def registration_of(self, offset: int) -> int:
+        """The renewal that a peer must know of to reach a region; 0: none."""
+        return self._registrations[self.slab_of(offset)]
+
+    def leased(self) -> ItemsView[int, int]:
+        """Offset and bytes of each region."""
+        return self._leased.items()
 
     def leased_by(self, owner: str) -> int:
         """Bytes of its regions, the quarantined ones included."""
@@ -90,6 +133,15 @@ class Arena:
     @property
     def quarantined_bytes(self) -> int:
         return sum(self._leased[offset] for offset in self._quarantined)
+
+    def check(self) -> None:
+        """Raise AssertionError where regions overlap, straddle slabs or are forgotten. O(regions)."""
+        spans = sorted([*self._free, *self._leased.items()])
+        assert all(offset + size <= after for (offset, size), (after, _) in pairwise(spans)), f"overlap: {spans}"
+        assert sum(size for _, size in spans) == self.slabs * self.slab_bytes, f"a region is forgotten: {spans}"
+        straddling = [offset for offset, size in spans if self.slab_of(offset) != self.slab_of(offset + size - 1)]
+        assert not straddling, f"regions at {straddling} straddle slabs of {self.slab_bytes} bytes"
+        assert self._quarantined <= self._leased.keys(), "a region is quarantined that nobody has leased"
 
 
 def region_bytes(nbytes: int) -> int:

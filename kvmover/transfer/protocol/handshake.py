@@ -14,7 +14,7 @@ from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.numbers import whole
 from kvmover.sharing import SharedRange
-from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION
+from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
 from kvmover.transport.base import Memory
 
 MAX_CARD_BYTES = 4 << 20
@@ -105,7 +105,8 @@ class Rank(msgspec.Struct, frozen=True):
     `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory that packed chunks are
     written to, `staging` what they are read from, `sandbox` what anybody may write to in order to measure the way here.
     Ranks of one `host` share what is measured. `shares`: where each allocation lies in shared memory of `machine`, as
-    `allocations`; empty where they do not.
+    `allocations`; empty where they do not. `registration`: how often parts of `arena` were registered anew, which
+    `transport` knows of.
     """
 
     place: Place
@@ -121,6 +122,7 @@ class Rank(msgspec.Struct, frozen=True):
     sandbox: Memory | None = None
     shares: tuple[tuple[SharedRange, ...], ...] = ()
     machine: str = ""
+    registration: Natural = 0
 
 
 class Card(msgspec.Struct, frozen=True):

@@ -107,6 +107,15 @@ class Pong(Message, frozen=True):
     stamp_us: Natural = 0
 
 
+class Registered(Message, frozen=True):
+    """Destination to source: memory of mine was registered anew, for the `registration`-th time. `transport` is what my
+    card would say now; with what you know of me writes to it fail.
+    """
+
+    transport: bytes
+    registration: Natural
+
+
 class About(Message, frozen=True):
     """Base of messages about one attempt at one request. The destination numbers its attempts."""
 
@@ -157,20 +166,23 @@ class Offered(About, frozen=True):
 
     Said again of chunks whose lease was over before they could be written. `pages`: for the direct route of a pull, of
     the source's page tables what was not said before: so many pages of each, which `first_pages` counts (none: 0 each).
+    `registration`: the newest of the destination's that the source knows.
     """
 
     ready: Ranges
     pages: Tables = ()
     first_pages: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_COMPONENTS)] = ()
     stamp_us: Natural = 0
+    registration: Natural = 0
 
 
 class Granted(About, frozen=True):
     """Destination to source: arena regions for some chunks, until `lease` is over. Said again, it asks for what became
-    of them."""
+    of them. `registration`: what the source must know to reach them."""
 
     grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_GRANTS)]
     lease: WriteLease = WriteLease()
+    registration: Natural = 0
 
 
 class Chunk(About, frozen=True):
@@ -230,7 +242,7 @@ class Drained(About, frozen=True):
 
 ToSource = Want | Granted | Taken | Done
 ToDestination = Noted | Offered | Chunk | Staged | Aux | Kept | Drained
-AnyMessage = Hello | Ping | Pong | ToSource | ToDestination | Abort
+AnyMessage = Hello | Ping | Pong | Registered | ToSource | ToDestination | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

@@ -416,7 +416,7 @@ class SourceDriver:
     def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
         match action:
             case Say(wire.Offered() as offer):
-                self.core.say(attempt.job.peer.name, replace(offer, stamp_us=self.core.stamp_us()))
+                self.core.say(attempt.job.peer.name, self.writes.registrations.stamped(attempt.job.peer.name, offer))
             case Say(message):
                 self.core.say(attempt.job.peer.name, message)
             case Post():

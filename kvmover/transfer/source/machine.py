@@ -205,7 +205,7 @@ def _granted(state: Sending, granted: wire.Granted, now: float) -> Stepped:
         if _is_fresh(state, grant):
             fresh[grant.chunk] = grant
             actions += [Unstage(grant.chunk)] if grant.chunk in state.staged else []
-            actions.append(Post(grant.chunk, grant.offset, grant.round, state.term))
+            actions.append(Post(grant.chunk, grant.offset, grant.round, state.term, granted.registration))
         elif grant.chunk in state.staged:
             actions.append(_place(state, grant.chunk))
         elif state.verb is Verb.PUSH and grant.chunk in state.written:

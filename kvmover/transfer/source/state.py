@@ -73,13 +73,14 @@ Event = Message | Own | Ready | Attached | PeerGone | Cancel | Tick
 
 
 class Post(msgspec.Struct, frozen=True):
-    """Gather a chunk and write it to `offset`, or write it straight, under a lease of `term`; in a pull, gather it.
-    Then report how it went."""
+    """Gather a chunk and write it to `offset`, or write it straight, under a lease of `term`, to memory of a
+    `registration`; in a pull, gather it. Then report how it went."""
 
     chunk: int
     offset: int
     round: int = 0
     term: int = 0
+    registration: int = 0
 
 
 class Unstage(msgspec.Struct, frozen=True):

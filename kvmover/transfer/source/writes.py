@@ -25,6 +25,7 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
 from kvmover.transfer.protocol.wire import Verb
+from kvmover.transfer.source.registrations import Registrations
 from kvmover.transfer.source.state import (
     Event,
     Faulted,
@@ -81,7 +82,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A chunk of a job on its way: asked for in `round` under a lease of `term`.
+    """A chunk of a job on its way: asked for in `round` under a lease of `term`, to memory of a `registration`.
 
     `staged`: its offset in our arena where it is packed.
 
@@ -93,6 +94,7 @@ class Part:
     offset: int
     round: int
     term: int
+    registration: int
     since: float
     staged: int | None = None
     digest: int | None = None
@@ -112,6 +114,7 @@ class Writes:
     core: Core
     tell: Callable[[Job, Event], None]
     flights: InFlight[Part]
+    registrations: Registrations
     _leases: dict[str, wire.WriteLease] = field(default_factory=dict[str, wire.WriteLease])
     _queue: OrderedDict[str, deque[Part]] = field(default_factory=OrderedDict[str, "deque[Part]"])
     _held: Counter[str] = field(default_factory=Counter[str])
@@ -130,7 +133,8 @@ class Writes:
     def post(self, job: Job, grant: Post) -> None:
         """Queue a chunk; it goes out when there is room to pack it."""
         waiting = self._queue.setdefault(job.peer.name, deque())
-        waiting.append(Part(job, grant.chunk, grant.offset, grant.round, grant.term, self.core.clock()))
+        now = self.core.clock()
+        waiting.append(Part(job, grant.chunk, grant.offset, grant.round, grant.term, grant.registration, now))
 
     def renew(self, peer: str, lease: wire.WriteLease) -> None:
         """A destination lets us write for longer. A lease of an earlier term, or that ends sooner, changes nothing."""
@@ -141,6 +145,7 @@ class Writes:
     def lost(self, peer: str) -> None:
         """A destination is gone, and what it let us do."""
         self._leases.pop(peer, None)
+        self.registrations.lost(peer)
 
     def _until(self, entry: Part) -> float:
         """When the permission to write a chunk ends, on our clock."""
@@ -190,6 +195,7 @@ class Writes:
 
     def poll(self) -> None:
         """Writes that settled late, and chunks that wait for staging memory."""
+        self.registrations.poll()
         for entry in self.flights.settled():
             self._release(entry)
             self.tell(entry.job, Settled(entry.chunk))
@@ -240,6 +246,11 @@ class Writes:
         """Begin a chunk, or return False while there is no room to pack it."""
         job, core = entry.job, self.core
         if job.want.verb is Verb.PUSH and core.clock() >= self._until(entry):  # before it is packed for nothing
+            self._lapse(entry)
+            return True
+        if self.registrations.waits(job.peer.name):
+            return False
+        if entry.registration > self.registrations.known(job.peer.name):  # the news was lost, and comes with the grant
             self._lapse(entry)
             return True
         if job.want.route is Route.PACKED:

@@ -1,0 +1,76 @@
+"""Renewals: slabs that only lost peers may write are registered anew, and who writes there next is told the new keys.
+
+A peer whose writes cannot be waited for is shut out: what it posted, or will post, is for a registration that is over,
+and the transport proves that nothing of it lands. So its regions are free at once, and not `linger_s` after its lease.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from kvmover.errors import TransportError
+from kvmover.transfer.core import Core
+from kvmover.transfer.destination.quarantine import Quarantine
+from kvmover.transfer.memory.slabs import renewal
+from kvmover.transfer.meter import Count
+from kvmover.transfer.protocol import wire
+from kvmover.transport.base import Revocation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Renewals:
+    """The registrations of the incoming arena. `_known` [source]: the newest that it knows, or was just told."""
+
+    core: Core
+    quarantine: Quarantine
+    _known: dict[str, int] = field(default_factory=dict[str, int])
+    _broken: frozenset[int] = frozenset()
+
+    def renew(self) -> None:
+        """Renew what can be. Of the slabs that others still use, one takes no leases until they have given it back."""
+        core, arena = self.core, self.core.incoming.arena
+        if core.revocation is Revocation.UNPROVEN:
+            arena.shut = self._broken
+        if core.revocation is Revocation.UNPROVEN or not (arena.shut or arena.quarantined_bytes):
+            return
+        lost = self.quarantine.offsets(lambda peer: core.peers.get(peer) is None)
+        found = renewal(arena, lost)
+        for slab in found.now:
+            self._renew(slab)
+        arena.shut = self._broken | ({found.next} if found.next is not None else frozenset())
+        if found.now:
+            core.card = replace(core.card, transport=core.transport.metadata(), registration=arena.registration)
+
+    def _renew(self, slab: int) -> None:
+        core, memory = self.core, self.core.incoming.slab(slab)
+        core.transport.deregister(memory)
+        freed = core.incoming.arena.renew(slab)
+        self.quarantine.revoked(freed)
+        core.meter.add(Count.RENEWED_SLABS)
+        log.info("slab %d of the arena is registered anew: %d regions of lost peers are free", slab, len(freed))
+        try:
+            core.transport.register(memory)
+        except TransportError as error:
+            self._broken |= {slab}
+            log.error("slab %d of the arena cannot be registered again and is out of use: %s", slab, error)
+
+    def offered(self, source: str, registration: int) -> None:
+        """A source says what it knows; it may have missed what it was told since."""
+        self._known[source] = registration
+
+    def lost(self, source: str) -> None:
+        self._known.pop(source, None)
+
+    def granted(self, source: str, granted: wire.Granted) -> wire.Granted:
+        """A grant of regions that `source` writes, which it has been told how to reach."""
+        arena = self.core.incoming.arena
+        needed = max((arena.registration_of(grant.offset) for grant in granted.grants), default=0)
+        if needed > self._known.get(source, 0):
+            self._known[source] = arena.registration
+            self.core.say(source, wire.Registered(self.core.card.transport, arena.registration))
+        return replace(granted, registration=needed)
