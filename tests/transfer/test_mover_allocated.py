@@ -189,7 +189,7 @@ def test_a_request_whose_pages_stop_coming_ends_at_its_deadline_and_says_so(verb
     assert asked.result.cause is Cause.DEADLINE
     assert "deadline passed with 2 chunks missing, 2 of them without pages here" in str(asked.result.reason)
     whole = verb is Verb.PUSH  # nobody has confirmed that what was read was kept
-    assert asked.result.incomplete == (() if whole else (0, 1),)
+    assert asked.result.incomplete == ((2, 3) if whole else (0, 1, 2, 3),)
     pair.bench.assert_nothing_is_left()
 
 

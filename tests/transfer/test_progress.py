@@ -21,6 +21,7 @@ from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Pair, Truth, truth_of
 from progress_cases import Threads
 
 from kvmover.errors import DeadlineExceeded, KvmoverError, LayoutError, PeerUnknown, PlanError, TransportError
+from kvmover.plan.cost import Route
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.result import Cause, Gate, Transfer

@@ -155,7 +155,7 @@ def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
 
 
 def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
-    """Page table indices, a component, of pages that a chunk is missing from, of those that were named.
+    """Page table indices, a component, of pages that a chunk is missing from, named or not.
 
     What was read counts only if its source has confirmed that it was still its own.
     """
@@ -164,7 +164,7 @@ def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
         for chunk in range(len(lane.chunks)):
             if (peer, chunk) not in state.landed or peer in state.unconfirmed:
                 for component, pages in lane.target_pages(chunk):
-                    missing[component].update(pages[pages < len(attempt.pages[component])].tolist())
+                    missing[component].update(pages.tolist())
     return tuple(tuple(sorted(pages)) for pages in missing)
 
 
