@@ -46,8 +46,8 @@ for n, rank in enumerate(prefill):  # in the place of a forward pass: 64 tokens 
         plane[[5, 2, 7, 0]] = bits[:, 2 * n : 2 * n + 2].reshape(4, 16, 2, 64)
     decode.mover.connect(rank.mover.card)
 
-page = decode.free.pop()
-wanted = decode.mover.receive("request-1", "prefill", range(64), pages=[[page]])
+wanted = decode.mover.receive("request-1", "prefill", range(64), pages=None)  # a page is named once one is free
+decode.mover.allocated(wanted, [[page := decode.free.pop()]])
 drive(wanted, *(rank.mover.send("request-1", pages=[[5, 2, 7, 0]]) for rank in prefill))
 wanted.landed()  # raises TransferFailed with the reason, if it failed
 assert torch.equal(torch.stack([plane[page] for plane in planes(decode.pool)]), truth)

@@ -107,6 +107,23 @@ def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fl
                 raise PlanError(f"page id {int(twice[0])} is twice in the page table of {component.name}")
 
 
+def check_allocated(tables: PageTables, pools: Sequence[Pool], most: Sequence[int]) -> None:
+    """Raise PlanError for tables of a request to be received that are longer than it needs: `most` pages each."""
+    for table, pool, needed in zip(tables, pools, most, strict=True):
+        if len(table) > needed:
+            name = pool.spec.component.name
+            raise PlanError(f"{len(table)} pages are named of {name}, of which the request needs {needed} here")
+
+
+def table_lengths(components: Sequence[Component], fleet: Fleet, rank: int, tokens: int) -> tuple[int, ...]:
+    """How many pages a rank needs of each component for a request of `tokens` tokens, from its beginning."""
+    lengths = list[int]()
+    for component in components:
+        held = fleet.shard(component, rank, max(tokens, 1)).positions
+        lengths.append(-(-held.tokens // component.page_tokens(fleet.page_tokens)) if held else 0)
+    return tuple(lengths)
+
+
 def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:
     """How many entries at the beginning are no page."""
     if component.window is None or not table.size:

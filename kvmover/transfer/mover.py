@@ -305,25 +305,38 @@ class Mover:
         request: str,
         engine: str,
         positions: range,
-        pages: Sequence[npt.ArrayLike],
+        pages: Sequence[npt.ArrayLike] | None,
         aux_from: Sequence[int] = (),
         deadline_s: float | None = None,
     ) -> Transfer:
         """Ask `engine` for `positions` of a request and land them in `pages`.
 
         `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
-        sent. Page tables cover the request from its beginning. `aux_from`: ranks of `engine` whose payload the transfer
+        sent. Page tables cover the request from its beginning; None: pages are named as they are allocated, by
+        `allocated`. `aux_from`: ranks of `engine` whose payload the transfer
         waits for, the same on every rank of this fleet. Raises PlanError, LayoutError or PeerUnknown before asking
         anything: for page ids as `send`, and for a page that two parts of the request would land in. `deadline_s`:
         seconds from now at which it fails; None: as configured.
         """
         self._check_thread()
-        tables, tokens = page_tables(pages), token_range(positions)
-        check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
+        tables, tokens = None if pages is None else page_tables(pages), token_range(positions)
+        if tables is not None:
+            check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
         seconds = deadline_of(deadline_s, self._config.deadline_s)
         self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, seconds, aux_from))
         return transfer
+
+    def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:
+        """Name pages of a request that was received with None: they are added to the end of its page tables.
+
+        One list a component, as `receive` takes them; lists may be empty. What has its pages moves, the rest waits for
+        them until the deadline, which covers that too: of 8 pages, `allocated(transfer, [[4, 9]])` lets the first two
+        land. The pages belong to the transfer from here on. Raises PlanError, and adds nothing: for page ids as
+        `receive`, for more pages than the request needs, and for a request that was received with its pages. Of a
+        transfer that has ended, or is failing, nothing is kept.
+        """
+        self._destination.allocated(transfer, page_tables(pages))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         """Give a transfer up: it ends, with `reason` on both sides, when no write can touch its pages any more."""

@@ -63,7 +63,7 @@ class Result:
     `cause`: why it failed, in a word for a metric; None when it landed.
     `resent`: chunks that did not match their digest at first.
     `incomplete`: one tuple a component, indices into the page table of the pages that this rank asked for and that are
-    not whole; empty where all landed.
+    not whole, also of those that were never named (`Mover.allocated`); empty where all landed.
     `aux`: payloads by source rank.
     """
 

@@ -7,6 +7,8 @@ from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol.lane import plans_between
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result
+from kvmover.transfer.tombstones import SERVED
+from tests.sim.scenario import OTHER
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order
 
@@ -21,15 +23,35 @@ def check_result(scene: Scene, order: Order, result: Result) -> None:
     if result.landed == (result.cause is not None):
         raise Broken(f"{order.name} ended with reason {result.reason} and cause {result.cause}")
     if not result.landed and not scene.twice_spoilt(order.request.name):
-        if scene.calm:
+        if scene.calm and not _came_late(order, result):
             raise Broken(f"{order.name} failed though nothing went wrong: {result.reason}")
         # A source that gives up reuses what is being read, so a pull may find the wrong bytes without a wrong bit.
         if result.cause is Cause.INTEGRITY and scene.scenario.config.verb is Verb.PUSH:
             raise Broken(f"{order.name} failed for its digests, but nothing was spoilt twice: {result.reason}")
     if order.verb == "receive":
+        _check_apart(scene, order, result)
         _check_pages(scene, order, result)
         if result.landed:
             _note(scene, order, result)
+
+
+def _came_late(order: Order, result: Result) -> bool:
+    """Of two decode engines one may ask when the other was served, and the request is over."""
+    return order.request.asked.other_s is not None and result.reason == SERVED
+
+
+def _check_apart(scene: Scene, order: Order, result: Result) -> None:
+    """No engine is served by half because another was served."""
+    engine, request = order.seat.place.engine, order.request
+    if request.asked.other_s is None:
+        return
+    twins = [o.transfer.result for o in scene.orders if o.request is request and o.verb == "receive" and o is not order]
+    if any(twin is not None and not twin.landed for twin in twins) and result.landed:
+        scene.seen["landed where another failed"] += 1
+    alone = scene.calm and scene.scenario.fleets["p"].size == 1
+    own = [o for o in scene.orders if o.request is request and o.seat.place.engine == engine and o.transfer.result]
+    if alone and len({o.transfer.result.landed for o in own if o.transfer.result}) > 1:
+        raise Broken(f"{order.name} ended otherwise than the other ranks of its engine: {result.reason}")
 
 
 def check_landed(order: Order, result: Result) -> None:
@@ -77,6 +99,8 @@ def _note(scene: Scene, order: Order, result: Result) -> None:
     reached = {
         "gated": order.request.asked.steps,
         "grown": order.request.asked.named,
+        "allocated": order.request.asked.allocated,
+        "at a second engine": order.seat.place.engine == OTHER,
         "aux": order.request.asked.aux_from,
         "hybrid": len(order.pages) > 1,
         "resent": result.resent,
@@ -98,7 +122,7 @@ def check_told(scene: Scene) -> None:
         result = order.transfer.result
         if order.verb == "send" or result is None or result.landed:
             continue
-        if order.request.received[order.seat.place.rank] > 1:
+        if order.request.received[order.seat.place.seat] > 1 or order.request.asked.other_s is not None:
             continue
         sources = _sources(scene, order)
         for other in scene.orders:

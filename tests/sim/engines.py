@@ -11,14 +11,14 @@ import numpy as np
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer.result import Gate
 from tests.sim.geometry import PAGES, Index
-from tests.sim.scenario import ENGINES, Step
+from tests.sim.scenario import Step
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order, Passing, Request, Seat
 
 
 @dataclass(slots=True, eq=False)
 class Engines:
-    """Both engines of a scene. `look` checks a rank, after every call of its mover."""
+    """The engines of a scene. `look` checks a rank, after every call of its mover."""
 
     scene: Scene
     random: Random
@@ -59,12 +59,30 @@ class Engines:
 
     def _receive(self, request: Request, seat: Seat, pages: tuple[Index, ...], numbers: list[int]) -> Order:
         asked = request.asked
-        wanted = range(asked.start, asked.tokens)
-        transfer = seat.mover.receive(request.name, "p", wanted, pages, asked.aux_from, asked.deadline_s)
+        wanted, tables = range(asked.start, asked.tokens), None if asked.allocated else pages
+        transfer = seat.mover.receive(request.name, "p", wanted, tables, asked.aux_from, asked.deadline_s)
         order = Order("receive", request, seat, pages, numbers, transfer, seat.mover._destination.generation)
-        request.received[seat.place.rank] += 1
-        seat.open_to.update(dict.fromkeys(numbers, order))
+        request.received[seat.place.seat] += 1
+        if tables is not None:
+            order.named = [len(table) for table in tables]
+            seat.open_to.update(dict.fromkeys(numbers, order))
+            return order
+        order.named = [0] * len(pages)
+        for seconds, share in asked.allocated:
+            self.scene.network.after(seconds, lambda share=share: self._allocated(order, share))
         return order
+
+    def _allocated(self, order: Order, share: float) -> None:
+        """What is named from here on may be written, and nothing before."""
+        seat = order.seat
+        if order.closed or order.transfer.ended or not seat.alive:
+            return
+        tables = order.part(share)
+        numbers = (page + number * PAGES for number, table in enumerate(tables) for page in table.tolist())
+        seat.open_to.update(dict.fromkeys(numbers, order))
+        self.scene.network.log(lambda: f"{order.name}: has pages {[table.tolist() for table in tables]} too")
+        seat.mover.allocated(order.transfer, tables)
+        self.look(seat)
 
     def _send(self, request: Request, seat: Seat, pages: tuple[Index, ...], numbers: list[int]) -> Order:
         asked, rank = request.asked, seat.place.rank
@@ -128,7 +146,7 @@ class Engines:
             self._recycle(order)
             return
         for page in order.numbers:
-            del seat.open_to[page]
+            seat.open_to.pop(page, None)
         assert order.transfer.result is not None
         landed = order.transfer.result.landed
         if landed:
@@ -138,7 +156,7 @@ class Engines:
         if request.retries > 0 and (request.asked.again or not landed):
             request.retries -= 1
             delay = self.random.choice([0.0, self.random.uniform(0, 0.3)]) + 0.2 * landed
-            for engine in ENGINES:
+            for engine in request.asked.begins:
                 self.order_all(request, engine, delay)
 
     def _recycle(self, order: Order) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.sim.scenario import linked
 from tests.sim.scene import Scene
 from tests.sim.seats import Seat
 
@@ -35,11 +36,11 @@ def _remembered(scene: Scene, seat: Seat) -> list[str]:
 
 
 def _strangers(scene: Scene, seat: Seat) -> list[str]:
-    """Ranks of the other engine that live and can be reached are connected, whatever has happened before."""
+    """Ranks of another engine that live and can be reached are connected, whatever has happened before."""
     return [
         f"{seat.name} does not know {other.name}"
         for other in scene.alive
-        if other.place.engine != seat.place.engine
+        if linked(other.place.engine, seat.place.engine)
         and scene.network.unreachable_since(seat.name, other.name) is None
         and seat.mover._core.peers.get(other.name) is None
     ]

@@ -15,6 +15,7 @@ from kvmover.transfer import core
 from kvmover.transfer.destination import credits, renewals
 from kvmover.transfer.destination import driver as destination_driver
 from kvmover.transfer.destination import machine as destination_machine
+from kvmover.transfer.destination.attempts import ReceiveAttempt
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Quarantine
@@ -28,7 +29,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import machine as source_machine
-from kvmover.transfer.source.attempts import Request
+from kvmover.transfer.source.attempts import Request, SendAttempt
 from kvmover.transfer.source.driver import SourceDriver
 from kvmover.transfer.source.early import EarlyWants
 from kvmover.transfer.source.state import Say, Sending
@@ -331,6 +332,40 @@ def lost_page_ids_are_not_missed(patch: pytest.MonkeyPatch) -> None:
     around(patch, destination_driver, "spliced", spliced)
 
 
+def pages_here_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """A chunk is granted when it is offered, and takes page 0 for pages that the engine has not named."""
+    around(
+        patch,
+        destination_driver,
+        "attempt_of",
+        lambda honest, *given: _unawaited(honest(*given)),
+    )
+
+
+def _unawaited(attempt: Any) -> Any:
+    attempt.state = msgspec.structs.replace(attempt.state, unnamed=frozenset())
+    if attempt.most is not None:
+        attempt.pages = tuple(np.zeros(pages, np.int64) for pages in attempt.most)
+    return attempt
+
+
+def pages_there_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """A source takes page 0 for pages that a destination it writes into has not named."""
+
+    def placed(honest: Any, self: SendAttempt) -> tuple[int, ...]:
+        if self.job.target is not None:
+            pairs = zip(self.job.target, self.job.lane.target_reads, strict=True)
+            self.job.target[:] = [np.pad(table, (0, max(0, most - len(table)))) for table, most in pairs]
+        return honest(self)
+
+    around(patch, SendAttempt, "placed", placed)
+
+
+def any_answer_notes_all_pages(patch: pytest.MonkeyPatch) -> None:
+    """A destination takes it that a source has all its pages noted, whenever it has noted some."""
+    patch.setattr(ReceiveAttempt, "has_noted", lambda self, peer, noted: True)
+
+
 def a_state_goes_with_its_layers(patch: pytest.MonkeyPatch) -> None:
     """A state is sent when its layers have seen some of the tokens."""
 
@@ -438,6 +473,26 @@ def a_chunk_is_told_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
     around(patch, Writes, "_copy", copy)
 
 
+# Several engines.
+
+
+def what_fails_one_engine_fails_all(patch: pytest.MonkeyPatch) -> None:
+    def part(self: SourceDriver, request: Request, attempt: SendAttempt, reason: str, cause: Any) -> None:
+        self._fail(request, reason, cause)
+
+    patch.setattr(SourceDriver, "_part", part)
+
+
+def ranks_are_counted_without_their_engine(patch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of one engine and rank 1 of another are taken for both ranks of each."""
+
+    def all_asked(self: Request) -> bool:
+        asked = {attempt.job.peer.card.place.rank for attempt in self.attempts.values()}
+        return bool(self.expected) and all(ranks <= asked for ranks in self.expected.values())
+
+    patch.setattr(Request, "all_asked", property(all_asked))
+
+
 # What the engine is told.
 
 
@@ -491,6 +546,9 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (gates_are_ignored, "default"),
     (pages_are_not_awaited, "default"),
     (lost_page_ids_are_not_missed, "pulled"),
+    (pages_here_are_not_awaited, "default"),
+    (pages_there_are_not_awaited, "default"),
+    (any_answer_notes_all_pages, "lossy"),
     (a_state_goes_with_its_layers, "default"),
     (what_is_lost_is_not_asked_for_again, "lossy"),
     (a_want_is_said_once, "lossy"),
@@ -506,6 +564,8 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (an_older_process_takes_its_seat_back, "replaced"),
     (answers_are_answered, "hostile"),
     (a_chunk_is_told_before_it_is_copied, "default"),
+    (what_fails_one_engine_fails_all, "frail"),
+    (ranks_are_counted_without_their_engine, "lossy"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
     (reads_count_unconfirmed, "ambushed"),
 ]

@@ -29,6 +29,14 @@ CALM_S = 12.0
 #: Grids of (tp, pp, cp).
 GRIDS = ((1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3))
 ENGINES = ("p", "d")
+#: A second decode engine, in so many schedules of all, and so many requests of those.
+OTHER = "e"
+OTHERS, OTHER_ASKS = 0.25, 0.7
+
+
+def linked(one: str, other: str) -> bool:
+    """Whether ranks of two engines know each other: the prefill and any decode do, two decodes do not."""
+    return (one == "p") != (other == "p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +161,14 @@ class Step:
 class Asked:
     """A request of `tokens` tokens, of which those from `start` on are wanted.
 
-    `begin_s` [engine]: when its ranks are called. `steps`: how it is computed (none: all of it is there). `named`:
-    which share of each page table a source names with the request, and then with each step (none: all of it with the
-    request). `aux_from`: source ranks with a payload, handed over `aux_s` later (0: with the request). `abort`: which
-    engine gives it up, and when. `ambush`: the source gives it up while so many-th of its chunks is under way.
-    `refused`: the source says that it will not send it. `retries`: how often it is asked for again when it failed, and
-    `again` also when it landed, under the same name.
-    `deadline_s`: its own (None: the movers').
+    `begin_s` [engine]: when its ranks are called, and `other_s` those of the second decode engine (None: never).
+    `steps`: how it is computed (none: all of it is there). `named`: which share of each page table a source names with
+    the request, and then with each step (none: all of it with the request). `allocated`: (seconds, share) of each table
+    that a destination has named so long after it asked (none: all of it with the request). `aux_from`: source ranks
+    with a payload, handed over `aux_s` later (0: with the request). `abort`: which engine gives it up, and when.
+    `ambush`: the source gives it up while so many-th of its chunks is under way. `refused`: the source says that it
+    will not send it. `retries`: how often it is asked for again when it failed, and `again` also when it landed, under
+    the same name. `deadline_s`: its own (None: the movers').
     """
 
     name: str
@@ -176,6 +185,14 @@ class Asked:
     retries: int = 0
     again: bool = False
     deadline_s: float | None = None
+    allocated: tuple[tuple[float, float], ...] = ()
+    other_s: float | None = None
+
+    @property
+    def begins(self) -> dict[str, float]:
+        """By engine, when its ranks are called."""
+        other = {} if self.other_s is None else {OTHER: self.other_s}
+        return {**dict(zip(ENGINES, self.begin_s, strict=True)), **other}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +266,7 @@ class Scenario:
         fleets = {engine: _fleet(random) for engine in ENGINES}
         revocation = Random(f"revocation {seed}").choice(profile.revocations)
         config = replace(_config(random, profile, calm), revocation=revocation)
-        return cls(
+        scenario = cls(
             components,
             fleets,
             config,
@@ -262,6 +279,32 @@ class Scenario:
                 _request(random, profile, f"r{i}", fleets["p"].size, calm) for i in range(random.choice([1, 2, 2, 3]))
             ),
             () if calm else tuple(_faults(random, profile, fleets)),
+        )
+        return scenario._allocating(Random(f"allocated {seed}"))._asked_twice(Random(f"other {seed}"), profile)
+
+    def _allocating(self, random: Random) -> Scenario:
+        """Some requests get their pages at the destination part by part."""
+        shared = (_parts(random) if random.random() < 0.3 else () for _ in self.requests)
+        requests = (replace(asked, allocated=parts) for asked, parts in zip(self.requests, shared, strict=True))
+        return replace(self, requests=tuple(requests))
+
+    def _asked_twice(self, random: Random, profile: Profile) -> Scenario:
+        """In some schedules there is another decode engine, which asks for some of the requests too."""
+        if random.random() >= OTHERS:
+            return self
+        fleet = _fleet(random)
+        requests = (
+            replace(asked, other_s=asked.begin_s[1] + random.choice([0.0, random.uniform(0, 0.1)]))
+            if random.random() < OTHER_ASKS
+            else asked
+            for asked in self.requests
+        )
+        faults = () if self.calm or (self.faults and profile.replaced) else _faults_of(random, profile, OTHER, fleet)
+        return replace(
+            self,
+            fleets={**self.fleets, OTHER: fleet},
+            requests=tuple(requests),
+            faults=(*self.faults, *faults),
         )
 
     @property
@@ -340,6 +383,27 @@ def _by_tokens(random: Random, tokens: int) -> tuple[Step, ...]:
     return Step(times[0], tokens=random.randint(1, tokens)), Step(times[1], layers=1), Step(times[2])
 
 
+def _parts(random: Random) -> tuple[tuple[float, float], ...]:
+    """When a destination has which share of its pages; the last time all."""
+    times = sorted(random.choice([0.0, random.uniform(0, 0.5)]) for _ in range(random.choice([1, 2, 3])))
+    shares = sorted(random.choice([0.0, random.random()]) for _ in times[1:])
+    return tuple(zip(times, (*shares, 1.0), strict=True))
+
+
+def _faults_of(random: Random, profile: Profile, engine: str, fleet: Fleet) -> list[Fault]:
+    """Ranks of one engine that die, or are stopped."""
+    faults = list[Fault]()
+    for rank in range(fleet.size):
+        if random.random() < profile.crashes:
+            back = None if random.random() < 0.15 else random.uniform(0.02, 0.6)
+            at_s, told = random.uniform(0, 0.9), random.random() < 0.6
+            faults.append(Crash((engine, rank), at_s, back, told, back is None and random.random() < 0.7))
+        if random.random() < profile.stops:
+            seconds = random.choice([random.uniform(0.02, 0.3), random.uniform(*profile.long_stop_s)])
+            faults.append(Stop((engine, rank), random.uniform(0, 0.8), seconds))
+    return faults
+
+
 def _faults(random: Random, profile: Profile, fleets: dict[str, Fleet]) -> list[Fault]:
     if profile.replaced and random.random() < profile.replaced:  # and nothing else: it must be heard of again
         engine = random.choice(ENGINES)
@@ -348,14 +412,7 @@ def _faults(random: Random, profile: Profile, fleets: dict[str, Fleet]) -> list[
         return [Replace(rank, random.uniform(0, 0.6), after, after + random.uniform(0.1, 1.0), told)]
     faults = list[Fault]()
     for engine, fleet in fleets.items():
-        for rank in range(fleet.size):
-            if random.random() < profile.crashes:
-                back = None if random.random() < 0.15 else random.uniform(0.02, 0.6)
-                at_s, told = random.uniform(0, 0.9), random.random() < 0.6
-                faults.append(Crash((engine, rank), at_s, back, told, back is None and random.random() < 0.7))
-            if random.random() < profile.stops:
-                seconds = random.choice([random.uniform(0.02, 0.3), random.uniform(*profile.long_stop_s)])
-                faults.append(Stop((engine, rank), random.uniform(0, 0.8), seconds))
+        faults += _faults_of(random, profile, engine, fleet)
     if random.random() < 0.2:
         ranks = random.randrange(fleets["p"].size), random.randrange(fleets["d"].size)
         seconds = None if random.random() < 0.25 else random.uniform(0.1, 1.5)

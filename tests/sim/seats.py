@@ -50,14 +50,14 @@ class Passing:
 class Request:
     """What is moved: `truth` [component], each [layer, kv, head, position, byte]. `chunks`: moved so far.
 
-    `received` [rank]: how often a destination rank has asked. `payloads` [rank]: what sources have handed over.
+    `received` [engine, rank]: how often a destination rank has asked. `payloads` [rank]: what sources have handed over.
     """
 
     asked: Asked
     truth: tuple[Bytes, ...]
     retries: int
     chunks: int = 0
-    received: Counter[int] = field(default_factory=Counter[int])
+    received: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     payloads: dict[int, set[bytes]] = field(default_factory=dict[int, "set[bytes]"])
 
     @property
@@ -77,8 +77,9 @@ class Request:
 class Order:
     """A send or a receive of one rank, from the call until the engine has its pages back.
 
-    `pages` [component], `numbers` the same pages as the geometry counts them. `generation` of a receive's attempt. Of a
-    send, `computed` so far, and how many pages of each table are `named`; `seen` are chunks that were found ready.
+    `pages` [component], of each of which so many are `named`, and `numbers`, those of them as the geometry counts them
+    that a receive may be written to, and a send is made of. `generation` of a receive's attempt. Of a send, `computed`
+    so far; `seen` are chunks that were found ready.
     """
 
     verb: Literal["send", "receive"]
@@ -246,7 +247,7 @@ def seated(
     free = [list(range(PAGES)) for _ in scenario.components]
     for pages in free:
         random.shuffle(pages)
-    pace = scenario.pace_s[engine == "d"]
+    pace = scenario.pace_s[engine != "p"]
     made = Seat(place, transport, mover, geometry, memory, memory.copy(), free, pace)
     mappings = SimMappings(scenario.shared, seats)
 

@@ -13,6 +13,7 @@ from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.source.attempts import SendAttempt
 from tests.sim.network import text_of
+from tests.sim.scenario import OTHER
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order, Seat
 
@@ -98,6 +99,17 @@ def check_arena(seat: Seat) -> None:
         arena.check()
     except AssertionError as error:
         raise Broken(f"{seat.name}: {error}") from error
+
+
+def check_apart(scene: Scene, seat: Seat) -> None:
+    """What fails one decode engine fails no other that is being served."""
+    if OTHER not in scene.scenario.fleets:
+        return
+    for request in seat.mover._source._requests.values():
+        for peer, attempt in request.attempts.items():
+            engine, reason = scene.seats[peer].place.engine, str(attempt.state.reason)
+            if any(name in reason for name, other in scene.seats.items() if other.place.engine not in ("p", engine)):
+                raise Broken(f"{seat.name}: {peer} is not served any more for another engine: {reason}")
 
 
 def check_deadline(scene: Scene, order: Order) -> None:

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine under a seeded schedule of requests, aborts and faults, checked after every step."""
+"""A prefill and one or two decode engines under a seeded schedule of requests and faults, checked after every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sim.engines import Engines
 from tests.sim.flights import Flights
 from tests.sim.left import left
 from tests.sim.network import Posted, SimNetwork
-from tests.sim.scenario import CALM_S, ENGINES, LOSSY, Asked, Crash, Cut, Fault, Replace, Scenario, Stop, profile_of
+from tests.sim.scenario import CALM_S, LOSSY, Asked, Crash, Cut, Fault, Replace, Scenario, Stop, linked, profile_of
 from tests.sim.scene import Broken, Scene
 from tests.sim.seats import Order, Request, Seat, seated
 
@@ -60,7 +60,7 @@ class World:
                 self._start(engine, rank)
         for asked in scenario.requests:
             request = self.requests[asked.name] = Request.of(asked, scenario.components, self.filler)
-            for engine, begin in zip(ENGINES, asked.begin_s, strict=True):
+            for engine, begin in asked.begins.items():
                 self.engines.order_all(request, engine, begin)
             if asked.abort is not None:
                 engine, at = asked.abort
@@ -91,12 +91,12 @@ class World:
         network.after(MEETING_S, self._meet)
         asked = Asked("last", 8, 0, (2 * MEETING_S, 2 * MEETING_S), deadline_s=CALM_S)
         request = self.requests[asked.name] = Request.of(asked, self.scenario.components, self.filler)
-        for engine, begin in zip(ENGINES, asked.begin_s, strict=True):
+        for engine, begin in asked.begins.items():
             self.engines.order_all(request, engine, begin)
         network.after(3 * MEETING_S, lambda: None)  # not quiet before
         self._run_until_quiet()
         last = [order for order in scene.orders if order.request is request]
-        if len(last) != sum(fleet.size for fleet in self.scenario.fleets.values()):
+        if len(last) != sum(self.scenario.fleets[engine].size for engine in asked.begins):
             raise Broken(f"nothing is wrong any more, and only {len(last)} ranks began")
         for order in last:
             if order.transfer.result is None or not order.transfer.result.landed:
@@ -108,7 +108,7 @@ class World:
         """Everybody hears of everybody again, as a directory tells, who has been given up too."""
         for seat in self.scene.alive:
             for other in self.scene.alive:
-                if other.place.engine != seat.place.engine and seat.mover._core.peers.get(other.name) is None:
+                if linked(other.place.engine, seat.place.engine) and seat.mover._core.peers.get(other.name) is None:
                     seat.mover.connect(other.mover.card)
 
     def _run_until_quiet(self) -> None:
@@ -159,7 +159,7 @@ class World:
                     network.after(seconds, lambda: self._heal(one, other))
             case Replace((engine, number) as rank, after_s=after_s, seconds=seconds, told=told):
                 old = self.scene.at[rank]
-                others = [seat.name for seat in self.scene.alive if seat.place.engine != engine]
+                others = [seat.name for seat in self.scene.alive if linked(seat.place.engine, engine)]
                 network.log(lambda: f"{old.name}: CUT OFF from everybody for {seconds} s, told {told}")
                 for other in others:
                     network.cut(old.name, other, told)
@@ -167,12 +167,12 @@ class World:
                 network.after(after_s, lambda: self._start(engine, number))
 
     def _forget(self, dead: Seat) -> None:
-        """Every rank of the other engine is told of a death, as soon as nothing of the dead is under way."""
+        """Every rank that knew it is told of a death, as soon as nothing of the dead is under way."""
         if any(posted.sender is dead.transport for posted in self.network.in_flight):
             self.network.after(0.05, lambda: self._forget(dead))
             return
         for seat in self.scene.alive:
-            if seat.place.engine != dead.place.engine:
+            if linked(seat.place.engine, dead.place.engine):
                 self.network.log(lambda s=seat: f"{s.name}: is told that {dead.name} is dead")
                 kept = len(seat.mover._destination.quarantine)
                 seat.mover.forget(*dead.place.seat)
@@ -185,12 +185,12 @@ class World:
         self.network.heal(one, other)
 
     def _start(self, engine: str, rank: int) -> None:
-        """A process that connects to every rank of the other engine that is alive."""
+        """A process that connects to every rank of another engine that is alive, and not a decode as it is."""
         made = seated(self.scenario, self.network, engine, rank, (self.random, self.filler), self.scene.seats)
         self.network.log(lambda: f"{made.name}: starts")
         self.scene.seats[made.name] = self.scene.at[engine, rank] = made
         for other in self.scene.at.values():
-            if other.place.engine != engine and other.alive:
+            if linked(other.place.engine, engine) and other.alive:
                 made.mover.connect(other.mover.card)
         self._poll_in(made, BUSY_S)
 
@@ -242,6 +242,7 @@ class World:
         steps.check_quarantine(self.scene, seat)
         steps.check_early(self.scene, seat)
         steps.check_seats(self.scene, seat)
+        steps.check_apart(self.scene, seat)
         for order in list(seat.orders):
             if order.transfer.result is None:
                 steps.check_deadline(self.scene, order)

@@ -32,7 +32,6 @@ NO_TABLES: list[tuple[object, str]] = [
     ([[1, [2]]], "page table 0 cannot be read"),
     (7, "pages = 7; give one list of page ids a component"),
     ("12", "pages = '12'"),
-    (None, "pages = None"),
 ]
 
 
@@ -46,6 +45,16 @@ def test_page_ids_that_are_no_whole_numbers_are_refused_where_they_are_given(tab
         pair.dst.movers[0].receive("request", "prefill", range(pair.tokens), tables)
     assert reason in str(refused.value)
     pair.bench.assert_nothing_is_left()
+
+
+def test_no_tables_at_all_are_refused_but_of_a_receive_whose_pages_come_later():
+    pair = Pair.of()
+    absent: Any = None
+    with pytest.raises(PlanError, match="pages = None"):
+        pair.src.movers[0].send("request", absent)
+    asked = pair.dst.movers[0].receive("request", "prefill", range(pair.tokens), absent)
+    with pytest.raises(PlanError, match="pages = None"):
+        pair.dst.movers[0].allocated(asked, absent)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Pair, Truth, truth_of
 from progress_cases import Threads
 
 from kvmover.errors import DeadlineExceeded, KvmoverError, LayoutError, PeerUnknown, PlanError, TransportError
+from kvmover.plan.cost import Route
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.result import Cause, Gate, Transfer
@@ -171,6 +172,23 @@ def test_pages_that_are_named_from_another_thread_reach_the_mover_in_order_and_b
         source.wait([bad], 10)
         assert bad.result is not None
         assert str(bad.result.reason).startswith("page id 64 is outside a pool of 64 pages")
+
+
+def test_pages_that_a_destination_names_from_another_thread_reach_the_mover_and_bad_ones_fail_the_transfer():
+    with Threads.of(replace(CONFIG, route=Route.DIRECT)) as threads:
+        source, target = threads.start()
+        (table,) = threads.pair.dst_tables[0]
+        landed = target.receive("request", "prefill", range(100), None)
+        sent = source.send("request", threads.pair.src_tables[0])
+        for first in range(0, len(table), 10):
+            target.allocated(landed, [table[first : first + 10]])
+        finish([sent, landed], source, target)
+        landed.landed()
+        threads.pair.assert_landed()
+        bad = target.receive("bad", "prefill", range(100), None)
+        target.allocated(bad, [[64]])
+        target.wait([bad], WITHIN_S)
+        assert str(reason(bad)).startswith("page id 64 is outside a pool of 64 pages")
 
 
 def test_a_callback_runs_once_in_the_thread_and_may_begin_the_next_request():

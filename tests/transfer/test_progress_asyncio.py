@@ -66,7 +66,10 @@ def test_two_tasks_await_both_ends_of_a_request():
 def test_a_request_that_is_still_computed_is_told_of_its_progress():
     async def main(threads: Threads) -> None:
         source, target = movers(threads, ASLEEP)
-        asked = target.receive("request", "prefill", range(100), threads.pair.dst_tables[0], aux_from=[0])
+        (table,) = threads.pair.dst_tables[0]
+        asked = target.receive("request", "prefill", range(100), None, aux_from=[0])
+        asked.allocated([table[:5]])
+        asked.allocated([table[5:]])
         (table,) = threads.pair.src_tables[0]
         sending = source.send("request", [table[:5]], gates=[])
         event = Event()

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from kvmover import ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
+from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.leases import WriteLeases
@@ -63,14 +64,17 @@ log = logging.getLogger(__name__)
 class ReceiveAttempt:
     """A request that this rank wants: its state, its page tables, and the lane from each source.
 
-    `routes`: by which each source is to send. `wants`: what it was asked, encoded. `theirs`: page tables of sources
-    that are read from pages to pages. `copying`: chunks that a copy was begun of and has not ended. `faults`:
-    exceptions on this side.
+    `positions` of the request are wanted. `most`: how many pages of each table come to be named; None where all were
+    with the request. `routes`: by which each source is to send. `wants`: what it was asked, encoded. `theirs`: page
+    tables of sources that are read from pages to pages. `copying`: chunks that a copy was begun of and has not ended.
+    `faults`: exceptions on this side.
     """
 
     state: Receiving
     transfer: Transfer
+    positions: range
     pages: Pages
+    most: tuple[int, ...] | None
     lanes: dict[str, Lane]
     seats: dict[str, tuple[str, int]]
     runs: int
@@ -87,6 +91,43 @@ class ReceiveAttempt:
     @property
     def id(self) -> Id:
         return self.state.request, self.state.generation
+
+    def name(self, core: Core, pages: Pages) -> frozenset[WriterChunk]:
+        """Add to the end of the page tables. Which chunks have all their pages with that.
+
+        Raises PlanError, and adds nothing.
+        """
+        if self.most is None:
+            raise PlanError(f"request {self.transfer.request} was received with all of its pages")
+        if len(pages) != len(self.pages):
+            raise PlanError(f"{len(pages)} page tables for {len(self.pages)} components")
+        longer = tuple(np.concatenate(pair) for pair in zip(self.pages, pages, strict=True))
+        check_allocated(longer, core.pools, self.most)
+        check_wanted(longer, core.pools, self.positions, core.end.fleet)
+        for lane in self.lanes.values():
+            lane.check_named(lane.dst, longer)
+        self.pages = longer
+        named = tuple(map(len, longer))
+        return frozenset(
+            (peer, chunk)
+            for peer, chunk in self.state.unnamed
+            if all(need <= there for need, there in zip(self.lanes[peer].target_needs(chunk), named, strict=True))
+        )
+
+    def ask_anew(self, leases: WriteLeases) -> list[str]:
+        """Put the page tables so far into the Wants of those who write into our pages, and say who that is."""
+        told = [peer for peer, source in self.state.sources.items() if source.writes_pages and source.chunks]
+        for peer in told:
+            want = wire.decode(self.wants[peer])
+            assert isinstance(want, wire.Want)
+            lease = leases.renewed(peer)
+            self.wants[peer] = wire.encode(replace(want, pages=encoded(self.pages), lease=lease))
+        return told
+
+    def has_noted(self, peer: str, noted: wire.Noted) -> bool:
+        """Whether a source has noted all that it was told of our pages."""
+        whole = self.most is None or not self.state.sources[peer].writes_pages
+        return whole or noted.named == tuple(map(len, self.pages))
 
 
 def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
@@ -114,7 +155,7 @@ def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
 
 
 def incomplete(attempt: ReceiveAttempt) -> tuple[tuple[int, ...], ...]:
-    """Page table indices, a component, of pages that a chunk is missing from.
+    """Page table indices, a component, of pages that a chunk is missing from, named or not.
 
     What was read counts only if its source has confirmed that it was still its own.
     """
@@ -147,12 +188,14 @@ def spliced(known: Pages, more: Pages, first: Sequence[int], most: Sequence[int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceiveRequest:
-    """`positions` of a request of `engine` into `pages` within `deadline_s`, and payloads of the ranks `aux_from`."""
+    """`positions` of a request of `engine` into `pages` (None: named later) within `deadline_s`, and payloads of the
+    ranks `aux_from`.
+    """
 
     transfer: Transfer
     engine: str
     positions: range
-    pages: Pages
+    pages: Pages | None
     deadline_s: float
     aux_from: Sequence[int] = ()
 
@@ -160,15 +203,21 @@ class ReceiveRequest:
 def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: WriteLeases) -> ReceiveAttempt:
     """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError."""
     config, now = core.config, core.clock()
+    pages, most = wanted.pages, None
     with ranges.span(ranges.PLAN, wanted.transfer.request):
         peers, lanes = _lanes(core, wanted)
         runs = {name: lane.direct_runs for name, lane in lanes.items()}
-        for lane in lanes.values():
-            lane.check_pages(lane.dst, wanted.pages)
+        if pages is None:
+            most = table_lengths(core.components, core.end.fleet, core.end.rank, wanted.positions.stop)
+            pages = tuple(np.zeros(0, np.int64) for _ in most)
+        else:
+            for lane in lanes.values():
+                lane.check_pages(lane.dst, pages)
+    largest = tuple(bytes(wire.PAGE_ID_BYTES * count) for count in most or map(len, pages))
     sources, routes, cuts = dict[str, Source](), dict[str, Route](), dict[str, Cut]()
     for peer in peers:
         name, aux = peer.name, peer.card.place.rank in wanted.aux_from
-        route = routes[name] = _route(core, peer, lanes[name], runs[name], wanted)
+        route = routes[name] = _route(core, peer, lanes[name], runs[name], sum(map(len, largest)))
         cut = cuts[name] = Cut(config.costs.cut_bytes(route), config.chunk_layers)
         if cut.nbytes != config.costs.chunk_bytes:
             lanes[name] = lanes[name].recut(cut)
@@ -177,12 +226,19 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: Writ
         sources[name] = Source(len(lanes[name].chunks), route is not Route.PACKED, config.verb, aux)
     request = wanted.transfer.request
     state = Receiving(request, generation, sources, core.patience, now + wanted.deadline_s, now, now + config.resend_s)
+    if most is not None:
+        every = ((name, chunk) for name, source in sources.items() for chunk in range(source.chunks))
+        state = replace(state, unnamed=frozenset(every))
     seats = {peer.name: peer.card.place.seat for peer in peers}
-    attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()), routes)
+    attempt = ReceiveAttempt(
+        state, wanted.transfer, wanted.positions, pages, most, lanes, seats, sum(runs.values()), routes
+    )
     for name in lanes:  # a table that no message holds is refused before anything is asked
-        want = _want(core, attempt, name, cuts[name], wanted)
+        want = replace(_want(core, attempt, name, cuts[name], wanted), lease=leases.renewed(name))
         try:
-            attempt.wants[name] = wire.encode(replace(want, lease=leases.renewed(name)))
+            attempt.wants[name] = wire.encode(want)
+            if want.pages and most is not None:
+                wire.encode(replace(want, pages=largest))
         except ProtocolError as error:
             raise PlanError(f"{error}; the packed route sends no page tables") from error
     return attempt
@@ -219,7 +275,7 @@ def _fitting(core: Core, peer: Peer, lane: Lane, cut: Cut) -> tuple[Lane, Cut]:
     return lane, cut
 
 
-def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest) -> Route:
+def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> Route:
     """The configured route, or the cheapest that there is. Raises PlanError where the configured one is impossible."""
     config = core.config
     if not lane.nbytes:
@@ -231,7 +287,7 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest
         )
     if config.route is not None:
         return config.route
-    if config.verb is wire.Verb.PUSH and 4 * sum(table.size for table in wanted.pages) > wire.MAX_TABLE_BYTES:
+    if config.verb is wire.Verb.PUSH and table_bytes > wire.MAX_TABLE_BYTES:
         return Route.PACKED  # no message holds its page tables
     among = BY_HOST if core.mappings.both(peer) else BY_WIRE
     choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs, among)
@@ -241,7 +297,6 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest
 
 def _want(core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: ReceiveRequest) -> wire.Want:
     config, state, source = core.config, attempt.state, attempt.state.sources[peer]
-    told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(
         state.request,
         state.generation,
@@ -250,7 +305,7 @@ def _want(core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: Rece
         attempt.routes[peer],
         config.replicas,
         cut.nbytes,
-        encoded(wanted.pages) if told else (),
+        encoded(attempt.pages) if source.writes_pages else (),
         cut.layers,
         source.verb,
         config.integrity is Integrity.DIGEST,

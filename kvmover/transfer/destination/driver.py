@@ -29,6 +29,7 @@ from kvmover.transfer.destination.reads import Reading, Reads
 from kvmover.transfer.destination.renewals import Renewals
 from kvmover.transfer.destination.state import (
     Action,
+    Allocated,
     Ask,
     EndReceive,
     Event,
@@ -58,6 +59,7 @@ from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb, decoded
 from kvmover.transfer.result import Cause, Transfer
+from kvmover.transfer.source.writes import Pages
 from kvmover.transfer.tombstones import TtlMap
 
 #: Attempts that are remembered as over, so that a source that missed how they ended can be told.
@@ -93,6 +95,16 @@ class DestinationDriver:
             self.core.post(name, want)
         self._apply(attempt, *machine.start(attempt.state))
 
+    def allocated(self, transfer: Transfer, pages: Pages) -> None:
+        """Name more pages of a request that was asked for before all were there."""
+        attempt = next((each for each in self._attempts.values() if each.transfer is transfer), None)
+        if attempt is None or attempt.state.reason is not None:
+            return
+        chunks = attempt.name(self.core, pages)
+        for peer in attempt.ask_anew(self.leases):
+            self.core.post(peer, attempt.wants[peer])
+        self._step(attempt, Allocated(chunks))
+
     def hear(self, peer: Peer, message: wire.About) -> None:
         """A message from a source. One about an attempt that is over is answered with how it ended."""
         attempt = self._attempts.get((message.request, message.generation))
@@ -103,6 +115,8 @@ class DestinationDriver:
             self.core.meter.add(Count.LATE_MESSAGES)
             return
         if isinstance(message, wire.Offered) and message.pages and not self._take_tables(attempt, peer.name, message):
+            return
+        if isinstance(message, wire.Noted) and not attempt.has_noted(peer.name, message):
             return
         if isinstance(message, wire.Aux) and peer.name in attempt.state.awaited_aux:
             attempt.aux[peer.card.place.rank] = message.payload  # not of an engine whose rank has the same number

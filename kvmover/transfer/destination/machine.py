@@ -1,7 +1,8 @@
 """The destination's half of the protocol for one request: a pure state machine, `step(state, event, now)`.
 
 Credits. The destination asks every source rank that may serve it (Want). Those that have the request say which chunks
-may be moved (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill. In a
+may be moved (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill, nor for
+the pages that it is to be scattered into: a chunk is granted once those are named, which may be later (Allocated). In a
 push the source writes and tells (Chunk); in a pull it names the place (Staged) and the destination reads. Each chunk
 that arrived is scattered, and compared with its source's digest where digests are wanted. When the set of (writer,
 chunk) is whole the destination says Done; sources that were read confirm that they held everything until then (Kept).
@@ -18,6 +19,7 @@ from msgspec.structs import replace
 
 from kvmover.transfer.destination.state import (
     Action,
+    Allocated,
     Ask,
     EndReceive,
     Event,
@@ -92,6 +94,8 @@ def _happened(state: Receiving, event: Happened, now: float) -> Stepped:
             return _quiet(state, (peer, chunk))
         case OwnFault():
             return _faulted(state, event, now)
+        case Allocated(chunks):
+            return _allocated(state, chunks, now)
         case Heard() | PeerGone() | PeerDead() | Greeted() if event.peer not in state.sources:
             return state, []
         case Heard(peer, message):
@@ -163,17 +167,38 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
     if not chunks:
         return state, again
     state = replace(state, ready=state.ready | {(peer, chunk) for chunk in chunks})
+    return state, [*again, *_use(state, peer, tuple(chunk for chunk in chunks if (peer, chunk) not in state.unnamed))]
+
+
+def _use(state: Receiving, peer: str, chunks: tuple[int, ...]) -> list[Action]:
+    """Ask for chunks that are offered and have pages here: they are granted, or get a region to be granted with."""
+    source = state.sources[peer]
     if not source.direct:
-        return state, [*again, *(Lease(peer, chunk) for chunk in chunks)]
-    if source.verb is Verb.PUSH:
-        return state, again
-    return state, _grant(state, peer, [(chunk, 0) for chunk in chunks])
+        return [Lease(peer, chunk) for chunk in chunks]
+    return [] if source.writes_pages else _grant(state, peer, [(chunk, 0) for chunk in chunks])
+
+
+def _allocated(state: Receiving, chunks: frozenset[WriterChunk], now: float) -> Stepped:
+    """What was offered meanwhile is granted. Who writes into our pages was told of more of them just now: what it has
+    noted is less.
+    """
+    if state.reason is not None:
+        return state, []
+    told = {peer for peer, source in state.sources.items() if source.writes_pages}
+    noted = {peer: until for peer, until in state.noted.items() if peer not in told}
+    state = _wait_anew(replace(state, unnamed=state.unnamed - chunks, noted=noted), told, now)
+    actions: list[Action] = []
+    for peer in state.sources:
+        offered = tuple(sorted(chunk for other, chunk in chunks & state.ready if other == peer))
+        actions += _use(state, peer, offered)
+    return state, actions
 
 
 def _granted(state: Receiving, key: WriterChunk) -> bool:
     """Whether a source may write a chunk that is not here."""
     source = state.sources[key[0]]
-    return source.verb is Verb.PUSH and key not in state.arrived and (source.direct or key in state.regions)
+    waits = key not in state.arrived and key not in state.unnamed
+    return source.verb is Verb.PUSH and waits and (source.direct or key in state.regions)
 
 
 def _grant(state: Receiving, peer: str, regions: list[tuple[int, int]]) -> list[Action]:
@@ -195,6 +220,8 @@ def _unexpected(state: Receiving, key: WriterChunk) -> str | None:
     source = state.sources[peer]
     if not 0 <= chunk < source.chunks:
         return f"{peer} sent chunk {chunk} of {source.chunks}"
+    if key in state.unnamed:
+        return f"{peer} sent chunk {chunk}, which has no pages here"
     if not source.direct and key not in state.regions:
         return f"{peer} sent chunk {chunk} without a grant"
     return None
@@ -344,7 +371,9 @@ def _tick(state: Receiving, now: float) -> Stepped:
         if state.reason is not None:  # our own copies end by themselves, and write the pages until they do
             return (state, []) if state.arrived - state.landed else _finish(state, [])
         late = sorted(peer for peer in state.sources if not state.served(peer))
-        return _fail(state, f"deadline passed with {state.missing} chunks missing, waiting for {', '.join(late)}", now)
+        here = f", {len(state.unnamed)} of them without pages here" if state.unnamed else ""
+        reason = f"deadline passed with {state.missing} chunks missing{here}, waiting for {', '.join(late)}"
+        return _fail(state, reason, now)
     return _look(state, now) if now >= state.look_at else (state, [])
 
 
@@ -378,7 +407,7 @@ def _again_at(state: Receiving, peer: str) -> float:
 def _pending(state: Receiving, peer: str) -> bool:
     """Whether a source owes an answer: for chunks that it has offered, a payload that comes after them, or Done."""
     owed = state.owed(peer)
-    return not owed or any(key in state.ready for key in owed)
+    return not owed or any(key in state.ready and key not in state.unnamed for key in owed)
 
 
 def _again(state: Receiving, peer: str, now: float) -> list[Action]:
@@ -387,8 +416,9 @@ def _again(state: Receiving, peer: str, now: float) -> list[Action]:
     if not owed and peer not in state.awaited_aux:
         return [] if state.missing or state.awaited_aux else [Send(peer, wire.Done(state.request, state.generation))]
     noted = now < state.noted.get(peer, 0.0)  # it says by itself when more is ready
-    posted = source.direct and source.verb is Verb.PUSH and not noted  # without being asked for each chunk
-    waiting = [key for key in owed if (key in state.ready or posted) and key not in state.reading]
+    posted = source.writes_pages and not noted  # without being asked for each chunk
+    idle = state.reading | state.unnamed
+    waiting = [key for key in owed if (key in state.ready or posted) and key not in idle]
     granted = [(key[1], state.regions.get(key, 0)) for key in waiting if source.direct or key in state.regions]
     unoffered = any(key not in state.ready for key in owed) and not noted
     asked = unoffered or (peer in state.awaited_aux and not (owed and noted))

@@ -68,13 +68,20 @@ class PeerDead(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Allocated(msgspec.Struct, frozen=True):
+    """The engine has named the pages of some chunks that had none; sources that write into pages were told."""
+
+    chunks: frozenset[WriterChunk]
+
+
 class Greeted(msgspec.Struct, frozen=True):
     """A peer said Hello: it may have forgotten what it had noted, as one that lost us for a moment has."""
 
     peer: str
 
 
-Happened = OwnFault | Heard | Leased | ReadEnded | ReadSettled | Scattered | PeerGone | PeerDead | Greeted | Cancel
+News = Heard | PeerGone | PeerDead | Greeted
+Happened = News | OwnFault | Leased | ReadEnded | ReadSettled | Scattered | Allocated | Cancel
 Event = Happened | Tick
 
 
@@ -161,14 +168,20 @@ class Source(msgspec.Struct, frozen=True):
         """Nothing is wanted of it, so nothing that is needed tells whether it heard."""
         return not self.chunks and not self.aux
 
+    @property
+    def writes_pages(self) -> bool:
+        """It has our page tables, and writes into our pages by itself."""
+        return self.direct and self.verb is Verb.PUSH
+
 
 class Receiving(msgspec.Struct, frozen=True):
     """One attempt at one request.
 
-    `regions` [writer, chunk] are leased to chunks that have not been scattered. A chunk is `ready` at its source, then
-    `reading` (a pull) or on its way, then `arrived`, then `landed`. `heard` [source]: when it last said something new,
-    or was last asked again, for the `repeats`-th time since. `noted` [source]: until when it keeps our Want. Nobody is
-    to be asked again before `look_at`.
+    `regions` [writer, chunk] are leased to chunks that have not been scattered. `unnamed` chunks have no pages here
+    yet: they may be ready, and are not granted. A chunk is `ready` at its source, then `reading` (a pull) or on its
+    way, then `arrived`, then `landed`. `heard` [source]: when it last said something new, or was last asked again, for
+    the `repeats`-th time since. `noted` [source]: until when it keeps our Want. Nobody is to be asked again before
+    `look_at`.
     """
 
     request: str
@@ -184,6 +197,7 @@ class Receiving(msgspec.Struct, frozen=True):
     regions: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
     rounds: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
     digests: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
+    unnamed: frozenset[WriterChunk] = frozenset()
     ready: frozenset[WriterChunk] = frozenset()
     reading: frozenset[WriterChunk] = frozenset()
     arrived: frozenset[WriterChunk] = frozenset()
@@ -223,8 +237,10 @@ class Receiving(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Raise AssertionError where a rule of DESIGN section 6 is broken. O(chunks)."""
         chunks = {peer: source.chunks for peer, source in self.sources.items()}
-        for keys in (self.ready, self.reading, self.arrived, self.regions, self.rounds):
+        for keys in (self.unnamed, self.ready, self.reading, self.arrived, self.regions, self.rounds):
             assert all(0 <= chunk < chunks[peer] for peer, chunk in keys), "a chunk of no source, or no chunk of it"
+        moving = (self.reading, self.arrived, self.regions.keys(), self.rounds.keys())
+        assert not any(self.unnamed & keys for keys in moving), "a chunk moves that has no pages here"
         assert self.landed <= self.arrived, "a chunk landed that has not arrived"
         assert not self.reading & self.landed, "a chunk is read that landed"
         assert not self.landed & self.regions.keys(), "a landed chunk keeps its region"

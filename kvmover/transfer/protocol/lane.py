@@ -138,17 +138,36 @@ class Lane:
 
     def source_pages(self, chunk: int) -> tuple[int, ...]:
         """How many pages of each of the source's tables a chunk needs to be named."""
-        needed = [0] * len(self.src)
+        return self._needed(chunk, self.src)
+
+    def target_needs(self, chunk: int) -> tuple[int, ...]:
+        """How many pages of each of the destination's tables a chunk needs to be named."""
+        return self._needed(chunk, self.dst)
+
+    def _needed(self, chunk: int, held: Sequence[Held]) -> tuple[int, ...]:
+        needed = [0] * len(held)
         for piece in self.chunks[chunk].pieces:
-            last = int(piece.units.src.max()) // self.src[piece.component].spec.page_tokens
+            last = int(self._at(piece.units, held).max()) // held[piece.component].spec.page_tokens
             needed[piece.component] = max(needed[piece.component], last + 1)
         return tuple(needed)
+
+    def _at(self, units: Units, held: Sequence[Held]) -> npt.NDArray[np.int64]:
+        """Index of each unit's first token on the side of `held`."""
+        return units.src if held is self.src else units.dst
 
     @cached_property
     def source_reads(self) -> tuple[int, ...]:
         """How many pages of each of the source's tables the whole lane needs."""
-        last = [max((int(units.src.max()) for units in groups), default=-1) for groups in self.units]
-        return tuple(at // held.spec.page_tokens + 1 for at, held in zip(last, self.src, strict=True))
+        return self._reads(self.src)
+
+    @cached_property
+    def target_reads(self) -> tuple[int, ...]:
+        """How many pages of each of the destination's tables the whole lane needs."""
+        return self._reads(self.dst)
+
+    def _reads(self, held: Sequence[Held]) -> tuple[int, ...]:
+        last = [max((int(self._at(units, held).max()) for units in groups), default=-1) for groups in self.units]
+        return tuple(at // own.spec.page_tokens + 1 for at, own in zip(last, held, strict=True))
 
     def source_tokens(self, component: int, first_page: int) -> range:
         """From the first to the last position of the lane that lies in the source's pages from `first_page` on."""
@@ -190,9 +209,18 @@ class Lane:
         """Raise PlanError for page tables that do not cover the lane on the side of `held`, before anything is sent."""
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
-        for groups, own, src, table in zip(self.units, held, self.src, pages, strict=True):
+        for groups, own, table in zip(self.units, held, pages, strict=True):
             for units in groups:
-                page_ids(own, units.src if own is src else units.dst, table)
+                page_ids(own, self._at(units, held), table)
+
+    def check_named(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
+        """As `check_pages`, of page tables that are named part by part: what they name so far."""
+        if len(pages) != len(held):
+            raise PlanError(f"{len(pages)} page tables for {len(held)} components")
+        for groups, own, table in zip(self.units, held, pages, strict=True):
+            for units in groups:
+                at = self._at(units, held)
+                page_ids(own, at[at < len(table) * own.spec.page_tokens], table)
 
     def check_chunk(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> None:
         """As `check_pages` for the source, of one chunk: of a request whose pages are named as they are computed."""

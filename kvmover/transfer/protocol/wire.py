@@ -136,8 +136,9 @@ class Want(About, frozen=True):
     for what was said in answer.
 
     `chunk_layers`: no chunk holds layers of two groups of so many (0: one group). `pages`: for the direct route of a
-    push, one int32 little-endian page table a component; empty otherwise. `aux`: source ranks whose payload is awaited,
-    the same for all ranks of the destination. `lease`: also grants the pages of a direct push.
+    push, one int32 little-endian page table a component; empty otherwise. A table may have the request's first pages
+    only: said again with longer ones, it names more. `aux`: source ranks whose payload is awaited, the same for all
+    ranks of the destination. `lease`: also grants the pages of a direct push.
     """
 
     start: Natural
@@ -155,10 +156,11 @@ class Want(About, frozen=True):
 
 class Noted(About, frozen=True):
     """Source to destination: I know this Want and will answer it when there is something to move. Until `keeps_ms`
-    milliseconds from now it need not be said again.
+    milliseconds from now it need not be said again, unless with more than the first `named` pages of each page table.
     """
 
     keeps_ms: Natural
+    named: Annotated[tuple[Natural, ...], msgspec.Meta(max_length=MAX_COMPONENTS)] = ()
 
 
 class Offered(About, frozen=True):

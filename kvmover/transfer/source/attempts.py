@@ -57,7 +57,11 @@ class Needs:
     def met(self, passed: Iterable[Gate], named: Sequence[int]) -> bool:
         """Whether one of the gates that passed covers the chunk, and tables of `named` pages do."""
         produced = any(self.layers <= gate.layers and self.tokens <= gate.tokens for gate in passed)
-        return produced and all(need <= there for need, there in zip(self.pages, named, strict=True))
+        return produced and _covers(named, self.pages)
+
+
+def _covers(named: Sequence[int], needed: Sequence[int]) -> bool:
+    return all(need <= there for need, there in zip(needed, named, strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +82,13 @@ class SendAttempt:
     def forget(self, chunk: int) -> None:
         """A chunk that waits no more."""
         del self._needs[chunk]
+
+    def placed(self) -> tuple[int, ...]:
+        """Chunks that wait, and not for pages of the destination to be named."""
+        lane, named = self.job.lane, self.job.named
+        if self.job.target is None or _covers(named, lane.target_reads):
+            return self.waiting
+        return tuple(chunk for chunk in self.waiting if _covers(named, lane.target_needs(chunk)))
 
     def tables(self) -> tuple[bytes, ...]:
         """Our page tables so far, as far as the destination needs them, where it reads from pages."""
@@ -161,7 +172,7 @@ class Request:
 
         Raises OwnTables where a page of theirs is none. Of a request that is all there the Want was checked already.
         """
-        ready = attempt.waiting
+        ready = attempt.placed()
         if self.gates is not None:
             named = tuple(map(len, self.pages))
             ready = tuple(chunk for chunk in ready if attempt.needs(chunk).met(self.passed, named))
@@ -226,7 +237,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     target = None
     mapped = None
     if direct and want.verb is Verb.PUSH:
-        target = decoded(want.pages)
+        target = list(decoded(want.pages))
         if want.route is Route.MAPPED:
             mapped = core.mappings.pools(peer, MapMode.WRITE)
             if mapped is None:

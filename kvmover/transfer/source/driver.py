@@ -17,6 +17,7 @@ from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.peers.budget import Budget
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.wire import decoded
 from kvmover.transfer.result import Cause, Gate, Passed, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close
@@ -190,7 +191,7 @@ class SourceDriver:
         before = request.attempts.get(peer.name)
         if before is not None and want.generation <= before.state.generation:
             if want.generation == before.state.generation:
-                self._step(request, before, want)
+                self._asked_again(request, before, want)
             return
         if before is not None and (not before.state.finished or before.state.in_flight):
             self.core.say(peer.name, wire.Abort(want.request, want.generation, "an earlier attempt is still open"))
@@ -218,6 +219,18 @@ class SourceDriver:
         if not self._offer(request, attempt):
             self._step(request, attempt, want)  # so that it knows that we know
         self._attach(request, attempt)
+
+    def _asked_again(self, request: Request, attempt: SendAttempt, want: wire.Want) -> None:
+        """A Want that was said before names more pages, or asks for what was said in answer."""
+        if attempt.job.target is not None and attempt.state.reason is None:
+            try:
+                attempt.job.name_target(decoded(want.pages))
+            except ValueError as error:
+                self._step(request, attempt, Cancel(f"page tables of {attempt.job.peer.name}: {error}"))
+                return
+            if self._offer(request, attempt):
+                return
+        self._step(request, attempt, want)
 
     def _past(self, peer: Peer, want: wire.Want) -> bool:
         """Whether a Want is of the past: its Abort overtook it, or it asks again for what has ended."""
@@ -249,7 +262,7 @@ class SourceDriver:
         if len(self._early) > known:
             self.core.awaits(peer.name)
         self.core.timers.set((TimerKind.EARLY, key), self._early.due(*key))
-        self.core.say(peer.name, wire.Noted(*id_, int(keeps_s * 1e3)))
+        self.core.say(peer.name, wire.Noted(*id_, int(keeps_s * 1e3), wire.lengths(want.pages)))
 
     def _take_early(self, request: str) -> list[Early]:
         taken = self._early.take(request)
@@ -417,6 +430,8 @@ class SourceDriver:
         match action:
             case Say(wire.Offered() as offer):
                 self.core.say(attempt.job.peer.name, self.writes.registrations.stamped(attempt.job.peer.name, offer))
+            case Say(wire.Noted() as noted):
+                self.core.say(attempt.job.peer.name, replace(noted, named=attempt.job.named))
             case Say(message):
                 self.core.say(attempt.job.peer.name, message)
             case Post():

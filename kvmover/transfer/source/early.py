@@ -22,14 +22,18 @@ MAX_LOST = 65536
 @dataclass(slots=True, eq=False)
 class Early:
     """One destination that waits, its Want, and messages that followed it, all as bytes: decoded they take up to 20
-    times as much.
+    times as much. `version`: of several Wants of a generation the one that names most pages counts.
     """
 
     peer: Peer
-    generation: int
+    version: tuple[int, int]
     want: bytes
     deadline: float
     said: list[bytes] = field(default_factory=list[bytes])
+
+    @property
+    def generation(self) -> int:
+        return self.version[0]
 
     def messages(self) -> list[wire.AnyMessage]:
         """The Want and what followed it."""
@@ -52,11 +56,12 @@ class EarlyWants:
     def wait(self, peer: Peer, want: wire.Want, deadline: float) -> bool:
         """Keep a Want until its request is sent; False where too much is kept for the peer."""
         before = self._early.get(want.request, {}).get(peer.name)
-        if before is not None and before.generation >= want.generation:
+        version = want.generation, sum(wire.lengths(want.pages))
+        if before is not None and before.version >= version:
             if before.generation == want.generation:
                 before.deadline = deadline
             return True
-        early = Early(peer, want.generation, wire.encode(want), deadline)
+        early = Early(peer, version, wire.encode(want), deadline)
         if before is not None:
             self._give(before)
         if not self.budget.take(peer.name, len(early.want)):

@@ -54,15 +54,15 @@ class OwnTables(PlanError):
 class Job:
     """What one attempt moves from where to where. `want`: what the destination asked for.
 
-    `source`: our page tables so far, the request's own list. `target`: the destination's where chunks are written from
-    pool to pool, and `mapped` its pools where we copy into them; None elsewhere.
+    `source`: our page tables so far, the request's own list. `target`: the destination's so far, where chunks are
+    written from pool to pool, and `mapped` its pools where we copy into them; None elsewhere.
     """
 
     want: wire.Want
     peer: Peer
     lane: Lane
     source: Sequence[npt.NDArray[np.int64]]
-    target: Pages | None
+    target: list[npt.NDArray[np.int64]] | None
     mapped: Mapped | None = None
 
     def check_source(self, chunk: int | None = None) -> None:
@@ -74,6 +74,17 @@ class Job:
                 self.lane.check_chunk(chunk, self.source)
         except PlanError as error:
             raise OwnTables(str(error)) from error
+
+    def name_target(self, tables: Pages) -> None:
+        """Take page tables of the destination that are longer than those known. Raises PlanError, and takes nothing."""
+        assert self.target is not None, "chunks are written from pool to pool"
+        self.lane.check_named(self.lane.dst, tables)
+        self.target[:] = [max(pair, key=len) for pair in zip(self.target, tables, strict=True)]
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """How many pages of each of the destination's tables we know."""
+        return tuple(map(len, self.target or ()))
 
     def note(self, part_: Part) -> bytes:
         want = self.want
@@ -123,7 +134,7 @@ class Writes:
     def check(self, job: Job) -> None:
         """Raise PlanError, before anything is sent, for the destination's page tables or chunks that do not fit."""
         if job.target is not None:
-            job.lane.check_pages(job.lane.dst, job.target)
+            job.lane.check_named(job.lane.dst, job.target)
         if job.want.route is not Route.PACKED:
             return
         largest = max((chunk.span_bytes for chunk in job.lane.chunks), default=0)
@@ -364,7 +375,7 @@ class Writes:
         to = part(entry.job.peer.card.arena, entry.offset, span_bytes)
         return part(self.core.outgoing.memory, entry.staged, span_bytes), to
 
-    def _direct(self, entry: Part, target: Pages) -> tuple[Descriptors, Descriptors]:
+    def _direct(self, entry: Part, target: Sequence[npt.NDArray[np.int64]]) -> tuple[Descriptors, Descriptors]:
         """Local and remote descriptors of a chunk that goes from pool to pool."""
         own, peer = self.core.card, entry.job.peer.card
         tables: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []

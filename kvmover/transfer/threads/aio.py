@@ -47,6 +47,10 @@ class AsyncTransfer:
         """As Mover.produced; it takes effect once the transfer has begun. Returns at once."""
         self._tell(lambda mover, transfer: mover.produced(transfer, gate, pages))
 
+    def allocated(self, pages: Sequence[npt.ArrayLike]) -> None:
+        """As Mover.allocated; it takes effect once the transfer has begun. Returns at once."""
+        self._tell(lambda mover, transfer: mover.allocated(transfer, pages))
+
     def attach(self, payload: bytes) -> None:
         """As Mover.attach, at most 64 KiB. Returns at once."""
         self._tell(lambda mover, transfer: mover.attach(transfer, payload))
@@ -115,7 +119,7 @@ class AsyncMover:
         request: str,
         engine: str,
         positions: range,
-        pages: Sequence[npt.ArrayLike],
+        pages: Sequence[npt.ArrayLike] | None,
         aux_from: Sequence[int] = (),
         deadline_s: float | None = None,
     ) -> AsyncTransfer:

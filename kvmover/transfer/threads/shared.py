@@ -19,8 +19,8 @@ from kvmover.transfer.threads.progress import Progress, driven
 class SharedMover:
     """The methods of Mover, where nobody has to poll. A call waits for the poll under way, at worst for its CPU copies.
 
-    `produced`, `attach` and `abort` wait for nothing: an error of theirs fails the transfer. Every call raises
-    TransportError once the mover is closed, but those three, `poll` and `close`, which then have nothing to do.
+    `produced`, `allocated`, `attach` and `abort` wait for nothing: an error of theirs fails the transfer. Every call
+    raises TransportError once the mover is closed, but those four, `poll` and `close`, which then have nothing to do.
 
     Of a `Progress`, or of a Mover, which gets one of the default pace.
     """
@@ -65,7 +65,7 @@ class SharedMover:
         request: str,
         engine: str,
         positions: range,
-        pages: Sequence[npt.ArrayLike],
+        pages: Sequence[npt.ArrayLike] | None,
         aux_from: Sequence[int] = (),
         deadline_s: float | None = None,
     ) -> Transfer:
@@ -92,6 +92,10 @@ class SharedMover:
     def produced(self, transfer: Transfer, gate: Gate, pages: Sequence[npt.ArrayLike] | None = None) -> None:
         """As Mover.produced. Returns at once, also in a signal handler or a callback."""
         self._progress.tell(transfer, lambda mover: mover.produced(transfer, gate, pages))
+
+    def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:
+        """As Mover.allocated. Returns at once, also in a signal handler or a callback."""
+        self._progress.tell(transfer, lambda mover: mover.allocated(transfer, pages))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """As Mover.attach, at most 64 KiB. Returns at once."""
