@@ -1,4 +1,4 @@
-"""TransferDriver lets several threads use one mover; requests go by number. It tells how each ended, and what is held."""
+"""TransferDriver lets several threads use one mover, and tells how requests ended and which are held, by number."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Wanted:
 @dataclass(slots=True)
 class TransferDriver:
     """Every call may come from any thread. `ended` is called by `turn`, once a request: of one that is received when it
-    ended, though its pages may be written for longer (`has`); of one that is sent when nothing reads its pages any more.
+    has ended, though its pages may be written for longer (`has`); of one that is sent when nothing reads its pages.
     `lost` is, too, with the name of an engine that was asked for requests and some of whose ranks are connected no
     more. `pace` says how long `turn` may be left alone, and `wake` ends that sooner, because there is a call to act
     upon."""

@@ -1,4 +1,4 @@
-"""RequestTransfers has a rank's transfers by vLLM's request ids, how each ended, and whose pages may still be written."""
+"""RequestTransfers has a rank's transfers by vLLM's request ids: how each ended, and whose pages may be written."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_clients_are_told_that_a_prefill_was_killed_long_before_the_pages_are_fr
     until(lambda: loads(decode) == 0, _LEASE_S + _LINGER_S + _SLACK_S)
     freed = time.monotonic() - since
     failed = sum(not answer.ok for answer in got)
-    said = f"{opened:.0f} transfers open; {failed} told within {took:.1f} s; {held} tokens held, none after {freed:.1f} s"
+    said = f"{opened:.0f} transfers open; {failed} told within {took:.1f} s; {held} tokens free after {freed:.1f} s"
     results.add("sglang", "kill -9 of prefill, direct", wanted, got, said)
     servers.stop([prefill, decode])
     assert failed > 0

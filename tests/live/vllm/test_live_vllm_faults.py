@@ -58,7 +58,8 @@ def _server(name: str, *arguments: Any, options: Mapping[str, str] | None = None
         "KVMOVER_MOVER_PING_S": "0.5",
         "KVMOVER_MOVER_SILENCE_S": str(_SILENCE_S),
     }
-    return vllm(name, *arguments, kv=kvmover(deadline_s=_DEADLINE_S, **(options or {})), environment=environment, **named)
+    kv = kvmover(deadline_s=_DEADLINE_S, **(options or {}))
+    return vllm(name, *arguments, kv=kv, environment=environment, **named)
 
 
 @pytest.fixture(scope="module")
