@@ -62,14 +62,14 @@ def test_a_prefill_that_is_killed_is_noticed_and_its_prompt_computed(
         decode.close()
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(("policy", "tp"), [("recompute", 2), ("fail", 1)], ids=str)
 def test_a_failure_is_told_while_a_dead_prefill_may_still_write_and_nobody_gets_those_blocks(
-    tmp_path: Path, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, policy: str
+    tmp_path: Path, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, policy: str, tp: int
 ) -> None:
     """The prompt is computed into other blocks, or its client is told, while what the dead may write is held."""
     monkeypatch.setenv("KVMOVER_MOVER_LINGER_S", "15")
     options = (("chunk_bytes", 4096), ("verb", "push"), ("route", "direct"))
-    decode = Engine(Shape(options=options, policy=policy), tmp_path / "model")
+    decode = Engine(Shape(options=options, policy=policy, tp=tp), tmp_path / "model")
     pool = decode.scheduler.kv_cache_manager.block_pool
     try:
         _killed_when_tokens_landed(prefill, decode)
@@ -92,5 +92,5 @@ def test_a_failure_is_told_while_a_dead_prefill_may_still_write_and_nobody_gets_
 
 
 def _landed(decode: Engine) -> bool:
-    held = decode.ranks[0].rows(layer_name(3), decode.tables("d-1"), range(64))
-    return bool((held == truth(PROMPT, range(64), 3, range(4), 64)).all())
+    held = {rank: rank.rows(layer_name(3), decode.tables("d-1"), range(64)) for rank in decode.ranks}
+    return all((rows == truth(PROMPT, range(64), 3, rank.heads, 64)).all() for rank, rows in held.items())

@@ -205,7 +205,7 @@ def test_clients_are_told_that_a_prefill_was_killed_long_before_the_pages_are_fr
     assert failed > 0
     assert took < _SILENCE_S + _SLACK_S
     assert held > 0
-    assert freed >= _LINGER_S
+    assert freed > _LINGER_S / 2
 
 
 def test_a_decode_that_is_killed_while_transfers_are_open(pair: Pair, results: Results) -> None:

@@ -157,7 +157,7 @@ def test_prompts_are_computed_long_before_the_blocks_are_free_that_a_killed_pref
     assert not results.add("vllm", "kill -9 of prefill, direct", wanted, got, said).failed
     assert took < _SILENCE_S + _SLACK_S
     assert held
-    assert freed >= _LINGER_S
+    assert freed > _LINGER_S / 2
 
 
 def _served(pair: Pair, results: Results, scenario: str, seed: int) -> None:
