@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvmover.engines.common import EngineUnsupported
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +18,7 @@ _utils: Any = import_module("sglang.srt.disaggregation.utils")
 _network: Any = import_module("sglang.srt.utils.network")
 _context: Any = import_module("sglang.srt.runtime_context")
 _environ: Any = import_module("sglang.srt.environ")
+_hooks: Any = import_module("sglang.srt.plugins.hook_registry")
 
 CommonKVManager: Any = _conn.CommonKVManager
 CommonKVSender: Any = _conn.CommonKVSender
@@ -38,6 +43,32 @@ def waiting_timeout_s() -> float:
 def given_timeout_s() -> float | None:
     """The same where the operator gave it, and did not leave it to SGLang."""
     return waiting_timeout_s() if _environ.envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.is_set() else None
+
+
+def hold_failed_pages() -> None:
+    """Have SGLang hold the pages of a failed request for as long as the manager of this process says, however long.
+
+    By itself it gives them back after 30 s, whoever still writes to them, and where holding is off at once. Raises
+    EngineUnsupported in that case, and where its hook does not take.
+    """
+    if not _environ.envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get():
+        raise EngineUnsupported(
+            "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off: SGLang would give pages of a failed request to"
+            " others while a prefill may still write to them"
+        )
+    name = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
+    queue = import_module("sglang.srt.disaggregation.decode").DecodeTransferQueue
+    if not hasattr(queue._defer_release, "__wrapped__"):
+        _hooks.HookRegistry.register(name, _without_deadline, _hooks.HookType.AROUND)
+        _hooks.HookRegistry.apply_hooks()
+    if not hasattr(queue._defer_release, "__wrapped__"):
+        raise EngineUnsupported(f"SGLang's hook at {name} does not take: its log says why")
+
+
+def _without_deadline(hold: Callable[[Any, Any], None], queue: Any, request: Any) -> None:
+    """Hold a request's pages without a time after which they are given back all the same."""
+    queue.deferred_kv_release_timeout = math.inf
+    hold(queue, request)
 
 
 def parallel() -> Any:

@@ -59,12 +59,19 @@ class Outgoing:
 
 
 class KvmoverManager(engine_pd.CommonKVManager):
-    """A rank's end of all transfers. A thread of its own reads SGLang's socket and turns the mover."""
+    """A rank's end of all transfers. A thread of its own reads SGLang's socket and turns the mover.
+
+    A decode rank tells of a failure when it happens; SGLang holds the request's pages until `is_abort_release_safe`.
+    """
+
+    supports_deferred_decode_kv_release = True
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         """Raises EngineUnsupported before anything is registered anywhere."""
         context = engine_pd.parallel()
         refuse(args, context)
+        if disaggregation_mode is not engine_pd.PREFILL:
+            engine_pd.hold_failed_pages()
         self._rows = AuxRows(args)
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
@@ -169,7 +176,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self.update_status(room, SUCCESS if reason is None else FAILED)
 
     def give_up(self, room: int, reason: str) -> None:
-        """The request fails at once where nothing moves, else when nothing does any more."""
+        """The request fails at once where nothing moves, else when the transfer has ended."""
         if room in self.request_status:
             self.failure_records.setdefault(room, reason)
         self._driver.abort(room, reason)
@@ -303,8 +310,15 @@ class KvmoverManager(engine_pd.CommonKVManager):
         deadline = time.monotonic() + self._patience_s
         self._driver.receive(room, Wanted(lambda: self._engine(room, key), positions, tables, last_stage, deadline))
 
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether SGLang may give the pages of a failed request back: nothing can write to them on this rank any more.
+
+        What prefill ranks acknowledge does not matter: the transfer knows of them, and of those that died.
+        """
+        return not self.is_moving(bootstrap_room)
+
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """SGLang fails the requests of a prefill that answers no heartbeat; they are over when nothing writes here."""
+        """SGLang fails the requests of a prefill that answers no heartbeat: nothing more is fetched from it."""
         rooms = list(self.addr_to_rooms_tracker.get(failed_bootstrap_addr, ()))
         engine_pd.CommonKVManager._handle_node_failure(self, failed_bootstrap_addr)
         for room in rooms:
@@ -354,7 +368,9 @@ class KvmoverSender(engine_pd.CommonKVSender):
 
 
 class KvmoverReceiver(engine_pd.CommonKVReceiver):
-    """SGLang's receiver, which calls all prefill ranks and tells of no failure while its pages may be written."""
+    """SGLang's receiver, which calls all prefill ranks and tells of a failure at once, whoever may write its pages."""
+
+    _cleared = False
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
         own = mgr.enter(bootstrap_room)
@@ -390,23 +406,30 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
                 self.kv_mgr.give_up(self.bootstrap_room, str(error))
 
     def poll(self) -> Any:
-        """The mover has the deadlines: a request that timed out is not over before nothing writes its pages.
+        """The mover has the deadlines.
 
         The prefill hears of every failure, or it would keep pages that nobody asks for until its deadline.
         """
         if self.conclude_state is None:
             status = self.kv_mgr.request_status.get(self.bootstrap_room, FAILED)
-            if status in (SUCCESS, FAILED) and not self.kv_mgr.is_moving(self.bootstrap_room):
+            if status in (SUCCESS, FAILED):
                 self.conclude_state = status
                 if status == FAILED:
                     self.ensure_abort_notified()
-            return TRANSFERRING if status == FAILED and self.conclude_state is None else status
+            return status
         return self.conclude_state
 
-    def abort(self) -> None:
-        """The scheduler gives the request up. It is over when nothing writes its pages."""
-        self.kv_mgr.give_up(self.bootstrap_room, "Aborted by AbortReq.")
-        self.ensure_abort_notified()
+    def ensure_abort_notified(self, **more: Any) -> None:
+        """The request has failed, on this rank or on another. The prefill hears of it, and nothing more is fetched."""
+        engine_pd.CommonKVReceiver.ensure_abort_notified(self, **more)
+        if self.kv_mgr.is_moving(self.bootstrap_room):
+            self.kv_mgr.give_up(self.bootstrap_room, "decode aborted the request")
+
+    def clear(self) -> None:
+        """Forget the request. SGLang asks twice where one failed; by the second time its room may be another's."""
+        if not self._cleared:
+            self._cleared = True
+            engine_pd.CommonKVReceiver.clear(self)
 
 
 class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):

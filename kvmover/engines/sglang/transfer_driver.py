@@ -1,4 +1,4 @@
-"""TransferDriver lets several threads use one mover; requests go by number, and it reports how each ended."""
+"""TransferDriver lets several threads use one mover, and tells how requests ended and which are held, by number."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class Wanted:
 
 @dataclass(slots=True)
 class TransferDriver:
-    """Every call may come from any thread; `ended` is called by `turn`, once a request, when nothing is written any
-    more: with `held` memory not before it is the engine's again. `lost` is, too, with the name of an engine that was
-    asked for requests and some of whose ranks are connected no more. `pace` says how long `turn` may be left alone, and
-    `wake` ends that sooner, because there is a call to act upon."""
+    """Every call may come from any thread. `ended` is called by `turn`, once a request: of one that is received when it
+    has ended, though its pages may be written for longer (`has`); of one that is sent when nothing reads its pages.
+    `lost` is, too, with the name of an engine that was asked for requests and some of whose ranks are connected no
+    more. `pace` says how long `turn` may be left alone, and `wake` ends that sooner, because there is a call to act
+    upon."""
 
     mover: Mover
     ended: Ended
@@ -52,7 +53,9 @@ class TransferDriver:
     clock: Callable[[], float] = time.monotonic
     wake: Callable[[], object] = lambda: None
     lost: Callable[[str], object] = lambda _engine: None
-    _open: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
+    _sends: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
+    _receives: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
+    _held: dict[int, Transfer] = field(default_factory=dict[int, Transfer])
     _wanted: dict[int, Wanted] = field(default_factory=dict[int, Wanted])
     _connected: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
     _lock: RLock = field(default_factory=RLock)
@@ -80,7 +83,7 @@ class TransferDriver:
     def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate], aux: bytes | None) -> None:
         """Offer a request's pages, a table a component, or those of its first chunk. Raises PlanError."""
         with self._lock:
-            self._open[room] = self.mover.send(str(room), pages, gates, aux)
+            self._sends[room] = self.mover.send(str(room), pages, gates, aux)
             self._called()
 
     def produced(self, room: int, gate: Gate, pages: Sequence[npt.NDArray[np.int64]], aux: bytes | None) -> None:
@@ -88,10 +91,10 @@ class TransferDriver:
 
         Nothing of one that is over."""
         with self._lock:
-            if room in self._open:
-                self.mover.produced(self._open[room], gate, pages)
+            if room in self._sends:
+                self.mover.produced(self._sends[room], gate, pages)
                 if aux is not None:
-                    self.mover.attach(self._open[room], aux)
+                    self.mover.attach(self._sends[room], aux)
                 self._called()
 
     def receive(self, room: int, wanted: Wanted) -> None:
@@ -103,18 +106,19 @@ class TransferDriver:
     def abort(self, room: int, reason: str) -> None:
         """The request ends with `reason`; one that was not begun is refused to whoever asks for it."""
         with self._lock:
+            transfer = self._sends.get(room) or self._receives.get(room)
             if self._wanted.pop(room, None):
                 self.ended(room, reason, {})
-            elif room in self._open:
-                self.mover.abort(self._open[room], reason)
-            else:
+            elif transfer is not None:
+                self.mover.abort(transfer, reason)
+            elif room not in self._held:
                 self.mover.refuse(str(room), reason)
             self._called()
 
     def has(self, room: int) -> bool:
         """Whether the request's pages may still be read or written."""
         with self._lock:
-            return room in self._open or room in self._wanted
+            return any(room in those for those in (self._sends, self._receives, self._held, self._wanted))
 
     def turn(self) -> float:
         """Advance everything; seconds until the next turn, unless there is a call before."""
@@ -123,23 +127,36 @@ class TransferDriver:
             self._tell_of_the_lost()
             for room, wanted in list(self._wanted.items()):
                 self._begin(room, wanted)
-            over = [(room, transfer) for room, transfer in self._open.items() if transfer.ended and not transfer.held]
-            for room, transfer in over:
-                del self._open[room]
-                assert transfer.result is not None
-                if transfer.result.reason is None:  # rooms are the router's: decode may hear of the next one first
-                    self.mover.reopen(str(room))
-                self.ended(room, transfer.result.reason, transfer.result.aux)
+            released = [room for room, transfer in self._held.items() if not transfer.held]
+            for room in released:
+                del self._held[room]
+            sent = [(room, transfer) for room, transfer in self._sends.items() if transfer.ended and not transfer.held]
+            received = [(room, transfer) for room, transfer in self._receives.items() if transfer.ended]
+            for room, transfer in received:
+                del self._receives[room]
+                if transfer.held:
+                    self._held[room] = transfer
+            for room, _ in sent:
+                del self._sends[room]
+            for room, transfer in [*sent, *received]:
+                self._tell(room, transfer)
             now = self.clock()
-            if moved or over:
+            if moved or released or sent or received:
                 self._busy = now
                 return 0.0
-            return self.pace.nap_s(now - self._busy, len(self._open) + len(self._wanted))
+            under_way = len(self._sends) + len(self._receives) + len(self._held) + len(self._wanted)
+            return self.pace.nap_s(now - self._busy, under_way)
 
     def close(self) -> None:
         """Close the mover: see `Mover.close`."""
         with self._lock:
             self.mover.close()
+
+    def _tell(self, room: int, transfer: Transfer) -> None:
+        assert transfer.result is not None
+        if transfer.result.reason is None:  # rooms are the router's: decode may hear of the next one first
+            self.mover.reopen(str(room))
+        self.ended(room, transfer.result.reason, transfer.result.aux)
 
     def _tell_of_the_lost(self) -> None:
         for engine, before in list(self._connected.items()):
@@ -157,7 +174,7 @@ class TransferDriver:
         try:
             if engine is not None:
                 self._connected.setdefault(engine, frozenset())
-                self._open[room] = self.mover.receive(
+                self._receives[room] = self.mover.receive(
                     str(room), engine, wanted.positions, wanted.pages, [wanted.aux_from]
                 )
                 del self._wanted[room]

@@ -15,7 +15,7 @@ from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, compone
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, SaveSpec
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.params import Remote
-from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, Role
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
 from kvmover.engines.vllm.tally import RankEnding, Tally
 from kvmover.engines.vllm.transfers import RequestTransfers
@@ -46,14 +46,21 @@ class KvmoverHandshakeMetadata(engine.HandshakeMetadata):
 
 @dataclass
 class KvmoverWorkerMetadata(engine.WorkerMetadata):
-    """Of a step. `stored`: how many ranks are done with storing a block, by its hash. `ended`: transfers, by rank."""
+    """Of a step. `stored`: how many ranks are done with storing a block, by its hash. `ended`: transfers, by rank.
+    `held`: on how many ranks more than before a request's blocks may be written though its fetch has failed; -1: on
+    one less."""
 
     stored: dict[bytes, int]
     ended: list[RankEnding]
+    held: dict[str, int]
 
     def aggregate(self, other: KvmoverWorkerMetadata) -> KvmoverWorkerMetadata:
         """What two ranks told, as one."""
-        return KvmoverWorkerMetadata(dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended)
+        held = Counter(self.held)
+        held.update(other.held)
+        return KvmoverWorkerMetadata(
+            dict(Counter(self.stored) + Counter(other.stored)), self.ended + other.ended, dict(held)
+        )
 
 
 @dataclass(slots=True)
@@ -252,18 +259,28 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Of the same step as the requests that `get_transfer_results` told."""
-        taken, self._ended = self._ended.blocks, Ended()
-        return taken
+        return self._ended.blocks
 
     def build_connector_worker_meta(self) -> KvmoverWorkerMetadata | None:
         """What this rank tells the scheduler with a step: stored blocks and how transfers ended; None for nothing."""
         if self._worker is None:
             return None
         done = self._worker.offload.stored() if self._worker.offload else []
-        ended = self._worker.take_endings()
-        return KvmoverWorkerMetadata(dict(Counter(done)), ended) if done or ended else None
+        ended, step = self._worker.take_endings(), self._ended
+        held = dict.fromkeys(step.held, 1) | dict.fromkeys(step.returned, -1)
+        self._ended = Ended()
+        return KvmoverWorkerMetadata(dict(Counter(done)), ended, held) if done or ended or held else None
 
     # The scheduler's half
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Whose blocks they are: those that may still be written are kept from others."""
+        engine.KVConnectorBase.bind_kv_cache_manager(self, kv_cache_manager)
+        self._held = HeldBlocks(engine.KvBlocks(kv_cache_manager))
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM has to go on stepping without requests: ranks tell with a step that blocks are free again."""
+        return len(self._held) > 0
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KvmoverHandshakeMetadata]) -> None:
         """All ranks are ready: others may find them, and what all of them can load is known."""
@@ -323,12 +340,13 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._events.expect(block_hash, event)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Hear what all ranks told with a step."""
+        """Hear what all ranks told with a step, before vLLM takes the blocks of requests that failed away from them."""
         self._scheduler.output(connector_output)
-        told = connector_output.kv_connector_worker_meta
+        told, received = connector_output.kv_connector_worker_meta, connector_output.finished_recving or ()
         if isinstance(told, KvmoverWorkerMetadata):
             self._events.heard(told.stored)
             self._tally.hear(told.ended)
+        self._held.heard(told.held if isinstance(told, KvmoverWorkerMetadata) else {}, received)
 
     def take_events(self) -> Iterable[Any]:
         """KV events of blocks that every rank has stored since the last call."""

@@ -150,6 +150,19 @@ def whole_of(config: Any) -> ModelTotals:
     return ModelTotals(model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said)
 
 
+class KvBlocks:
+    """Blocks by request, over the cache manager and the pool of vLLM's scheduler."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.touch: Any = manager.block_pool.touch
+        self.free_blocks: Any = manager.block_pool.free_blocks
+
+    def of(self, request: str) -> list[Any]:
+        """All that it has, of every group."""
+        return [block for group in self._manager.get_blocks(request).blocks for block in group]
+
+
 def outcome_of(request: Any) -> RequestOutcome:
     """How a request ended that the scheduler has finished."""
     status = _request.RequestStatus

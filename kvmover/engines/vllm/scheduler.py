@@ -6,7 +6,8 @@ It touches no memory and waits for nothing. Requests and scheduler outputs are v
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from typing import Any, Protocol
@@ -35,6 +36,47 @@ class Finished(Protocol):
     """Requests that all ranks have reported, as vLLM collects them."""
 
     finished_recving: set[str] | None
+
+
+class BlockPool(Protocol):
+    """vLLM's blocks, which are handed out while nobody refers to them."""
+
+    def of(self, request: str) -> Sequence[Any]:
+        """Blocks of a request that has some."""
+        ...
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Refer to blocks once more."""
+        ...
+
+    def free_blocks(self, blocks: Iterable[Any]) -> None:
+        """Refer to blocks once less."""
+        ...
+
+
+@dataclass(slots=True)
+class HeldBlocks:
+    """Blocks of failed fetches that may still be written on some rank. vLLM gives the request others meanwhile, or
+    ends it; to these this refers until all ranks have said that nothing can write there any more."""
+
+    pool: BlockPool
+    _ranks: Counter[str] = field(default_factory=Counter[str])
+    _blocks: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+
+    def heard(self, ranks: Mapping[str, int], received: Iterable[str]) -> None:
+        """By request: how many more ranks hold its blocks than before. `received` requests lose theirs in this step."""
+        self._ranks.update(ranks)
+        for request in received:
+            if self._ranks[request] > 0:
+                self._blocks[request] = list(self.pool.of(request))
+                self.pool.touch(self._blocks[request])
+        for request in ranks:
+            if self._ranks[request] == 0:
+                del self._ranks[request]
+                self.pool.free_blocks(self._blocks.pop(request, ()))
+
+    def __len__(self) -> int:
+        return len(self._blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +203,7 @@ class ConnectorScheduler:
         return metadata
 
     def output(self, finished: Finished) -> None:
-        """Requests that every rank has received: their blocks are written no more."""
+        """Requests that every rank has received, or failed to."""
         for name in finished.finished_recving or ():
             if name in self.live:
                 self.live[name].fetching = False

@@ -1,4 +1,4 @@
-"""RequestTransfers has a rank's transfers by vLLM's request ids, driven by the mover's thread, and how each ended."""
+"""RequestTransfers has a rank's transfers by vLLM's request ids: how each ended, and whose pages may be written."""
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ Call = Callable[[str, int], tuple[str, Sequence[bytes]]]
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A transfer that touches the pages no more. `result` is None where it never began, for `reason`."""
+    """A transfer that has ended. `result` is None where it never began, for `reason`."""
 
     request: str
     reason: str | None
     result: Result | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its pages might still be touched when it ended."""
+        return self.result is not None and self.result.held
 
     def incomplete(self, wanted: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Indices into the page tables that are not whole: `wanted` where nothing began."""
@@ -48,13 +53,15 @@ class Over:
 class RequestTransfers:
     """Methods are for the one thread of the engine's worker, and wait for nothing but `settle`.
 
-    A transfer is over when it has ended and nothing holds its pages (`Transfer.held`).
+    A send is over when it has ended and nothing reads its pages any more (`Transfer.held`). A fetch is over when it has
+    ended: until `returned` names it, pages of one that failed may still be written.
     """
 
     progress: Progress
     call: Call
     _sends: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
     _fetches: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
+    _held: dict[str, Transfer] = field(default_factory=dict[str, Transfer])
     _meetings: dict[str, Future[None]] = field(default_factory=dict[str, "Future[None]"])
     _lock: Lock = field(default_factory=Lock)
     _callers: ThreadPoolExecutor = field(
@@ -107,11 +114,20 @@ class RequestTransfers:
 
     def sent(self) -> list[Over]:
         """Requests of which nothing is read any more, each once."""
-        return _over(self._sends)
+        return [over for over, _ in _taken(self._sends, lambda transfer: transfer.ended and not transfer.held)]
 
     def received(self) -> list[Over]:
-        """Requests of which nothing is written any more, each once."""
-        return _over(self._fetches)
+        """Requests whose fetch has landed or failed, each once."""
+        taken = _taken(self._fetches, lambda transfer: transfer.ended)
+        self._held |= {over.request: transfer for over, transfer in taken if transfer is not None and over.is_held}
+        return [over for over, _ in taken]
+
+    def returned(self) -> list[str]:
+        """Requests that `received` told of as held and of which nothing is written any more, each once."""
+        free = [request for request, transfer in self._held.items() if not transfer.held]
+        for request in free:
+            del self._held[request]
+        return free
 
     def settle(self, requests: Sequence[str]) -> list[Over]:
         """Wait until nothing reads these requests' pages; they have been aborted, so it is not long."""
@@ -131,24 +147,30 @@ class RequestTransfers:
     def _fetch(self, request: str, remote: Remote, positions: range, tables: Pages) -> None:
         """Ask an engine as soon as it is met; one that was restarted under its old name is met again, once."""
         fetch = self._fetches[request] = Future[Transfer]()
+        meetings: list[Future[None]] = []
 
-        def ask(met: Future[None], again: bool) -> None:
+        def meet() -> None:
+            meetings.append(self._meet(remote, meetings[-1] if meetings else None))
+            meetings[-1].add_done_callback(ask)
+
+        def ask(met: Future[None]) -> None:
             if (error := _error(met)) is not None:
                 fetch.set_exception(error)
                 return
-            begun = self._started(lambda mover: mover.receive(remote.transfer, remote.engine, positions, tables))
-            begun.add_done_callback(lambda begun: answered(begun, met, again))
+            self._started(
+                lambda mover: mover.receive(remote.transfer, remote.engine, positions, tables)
+            ).add_done_callback(answered)
 
-        def answered(begun: Future[Transfer], met: Future[None], again: bool) -> None:
+        def answered(begun: Future[Transfer]) -> None:
             error = begun.exception()
-            if isinstance(error, PeerUnknown) and not again:
-                self._meet(remote, met).add_done_callback(lambda met: ask(met, again=True))
+            if isinstance(error, PeerUnknown) and len(meetings) == 1:
+                meet()
             elif error is not None:
                 fetch.set_exception(error)
             else:
                 fetch.set_result(begun.result())
 
-        self._meet(remote, None).add_done_callback(lambda met: ask(met, again=False))
+        meet()
 
     def _meet(self, remote: Remote, before: Future[None] | None) -> Future[None]:
         """The engine's ranks are connected when this is done: by one call, which all its requests share.
@@ -198,18 +220,20 @@ def _error(done: Future[None]) -> BaseException | None:
     return TransportError("this side closed") if done.cancelled() else done.exception()
 
 
-def _over(begun: dict[str, Future[Transfer]]) -> list[Over]:
-    """Take out what is over."""
-    over: list[Over] = []
+def _taken(
+    begun: dict[str, Future[Transfer]], is_over: Callable[[Transfer], bool]
+) -> list[tuple[Over, Transfer | None]]:
+    """Take out what is over, and what never began."""
+    taken: list[tuple[Over, Transfer | None]] = []
     for request, future in list(begun.items()):
         if not future.done():
             continue
-        error = future.exception()
-        if error is not None:
-            over.append(Over(request, str(error)))
-        elif (transfer := future.result()).result is not None and not transfer.held:
-            over.append(Over(request, transfer.result.reason, transfer.result))
+        if (error := future.exception()) is not None:
+            taken.append((Over(request, str(error)), None))
+        elif is_over(transfer := future.result()):
+            assert transfer.result is not None
+            taken.append((Over(request, transfer.result.reason, transfer.result), transfer))
         else:
             continue
         del begun[request]
-    return over
+    return taken

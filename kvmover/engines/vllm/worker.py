@@ -44,13 +44,16 @@ def unbegun(way: str, over: Over) -> None:
 
 @dataclass(slots=True)
 class Ended:
-    """Requests of which nothing is read any more, of which nothing is written any more, and of these the failed ones.
-    `blocks`: those that are not whole, where a block id says whose it is."""
+    """Requests of which nothing is read any more, whose fetch has ended, and of these the ones that failed as a whole.
+    `blocks`: those that are not whole, where a block id says whose it is. `held`: of the failed ones, those whose pages
+    may still be written; `returned`: those of earlier steps whose pages are not, any more."""
 
     sent: set[str] = field(default_factory=set[str])
     received: set[str] = field(default_factory=set[str])
     failed: set[str] = field(default_factory=set[str])
     blocks: set[int] = field(default_factory=set[int])
+    held: set[str] = field(default_factory=set[str])
+    returned: set[str] = field(default_factory=set[str])
 
 
 @dataclass(slots=True)
@@ -80,6 +83,7 @@ class ConnectorWorker:
     _computing: list[Computing] = field(default_factory=list[Computing])
     _fetching: dict[str, ReceiveSpec] = field(default_factory=dict[str, ReceiveSpec])
     _delayed: set[str] = field(default_factory=set[str])
+    _held: set[str] = field(default_factory=set[str])
     _endings: list[RankEnding] = field(default_factory=list[RankEnding])
 
     def before(self, metadata: KvmoverConnectorMetadata) -> None:
@@ -141,6 +145,8 @@ class ConnectorWorker:
         ended = Ended()
         for over in self.transfers.sent():
             self._count("sent", over)
+        ended.returned |= self._held.intersection(self.transfers.returned())
+        self._held -= ended.returned
         for over in self.transfers.received():
             self._received(over, ended)
         for load, done in self.offload.loaded() if self.offload else ():
@@ -196,6 +202,11 @@ class ConnectorWorker:
         self._count("received", over)
         ended.received.add(spec.request)
         if over.reason is None:
+            return
+        if over.is_held:  # none of its blocks can be computed into: others have to be found for all of it
+            self._held.add(spec.request)
+            ended.held.add(spec.request)
+            ended.failed.add(spec.request)
             return
         bad: set[int] = set()
         for cache, indices in zip(self.caches, over.incomplete(self._wanted(spec)), strict=True):

@@ -27,6 +27,7 @@ plugins.HookRegistry.apply_hooks()
 utils: Any = import_module("sglang.srt.disaggregation.utils")
 KVPoll: Any = import_module("sglang.srt.disaggregation.base.conn").KVPoll
 context: Any = import_module("sglang.srt.runtime_context")
+queues: Any = import_module("sglang.srt.disaggregation.decode")
 windows: Any = import_module("sglang.srt.mem_cache.swa_memory_pool")
 states: Any = import_module("sglang.srt.configs.mamba_utils")
 
@@ -275,6 +276,13 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
     sender.init(len(todo), 5)
     if case.ending == "prefill dies":
         os._exit(0)
+    if case.ending == "prefill dies and its writes do not":
+        sender.send(todo[:3], None)
+        until(lambda: side.manager._driver.snapshot().meter.routes.get("direct"), "a page to be written")
+        os._exit(0)
+    if case.ending == "another rank of decode fails":
+        assert polled(poll, KVPoll.Failed) == KVPoll.Failed
+        return _failed(sender)
     if case.ending == "prefill stalls":
         time.sleep(8)  # it lives longer than decode waits, and sends nothing
         return repr(side.manager._driver.pace)
@@ -322,10 +330,13 @@ def decode(rank: Rank, port: int, case: Case) -> str:
         assert _failed(again) == f"room {ROOM} has another request in it"
     if case.ending in ("decode aborts", "decode leaves first"):
         receiver.abort()
+    if case.ending == "another rank of decode fails":
+        assert side.manager.is_moving(ROOM)
+        return _given_back(side, receiver)
     status = polled(receiver.poll, KVPoll.Success, KVPoll.Failed)
     if status == KVPoll.Failed:
-        assert not side.manager.is_moving(ROOM)
-        return _failed(receiver)
+        assert side.manager.is_moving(ROOM) >= (case.ending == "prefill dies and its writes do not"), "nothing is held"
+        return _given_back(side, receiver)
     receiver.clear()
     for number, plane in enumerate(side.planes()):
         wanted = torch.full_like(plane.own, POISON)
@@ -337,6 +348,37 @@ def decode(rank: Rank, port: int, case: Case) -> str:
         assert (rows[ROW] == 10 + number).all()
         assert not rows[ROW + 1 :].any()
     return ""
+
+
+def _given_back(side: Side, receiver: Any) -> str:
+    """Why a request failed. SGLang's own queue holds its pages until nothing can write to them.
+
+    A queue whose patience is over at once: SGLang would give the pages back after its first look.
+    """
+    queue = object.__new__(queues.DecodeTransferQueue)
+    released: list[bool] = []
+    queue._deferred_releases, queue.deferred_kv_release_timeout = [], 0.0
+    queue.enable_host_receive = queue.enable_staging = False
+    queue.gloo_group = torch.distributed.group.WORLD
+    queue.scheduler = SimpleNamespace(metrics_reporter=SimpleNamespace(enable_metrics=False))
+    queue.metadata_buffers = SimpleNamespace(clear_slot=lambda row: released.append(side.manager.is_moving(ROOM)))
+    queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda row: None)
+    queue._release_request = lambda request: released.append(side.manager.is_moving(ROOM))
+    reason = _failed(receiver)
+    receiver.ensure_abort_notified(force_arm=True)
+    assert receiver.abort_notified
+    request = SimpleNamespace(req=SimpleNamespace(bootstrap_room=ROOM), kv_receiver=receiver, metadata_buffer_index=ROW)
+    request.host_staged = False
+    queue._defer_release(request)
+
+    def resolved() -> bool | None:
+        queue.resolve_deferred_releases()
+        return True if released else None
+
+    until(resolved, "SGLang to give the pages back")
+    assert released == [False, False], "pages were given back while they may be written"
+    assert side.manager.enter(ROOM) == ROOM
+    return reason
 
 
 def started(root: Path, src: Shape, dst: Shape, cp: int = 1, **more: Any) -> tuple[Running, Running]:
@@ -470,6 +512,32 @@ def test_a_prefill_that_dies_fails_its_requests_on_decode(tmp_path: Path, monkey
     _, received = started(tmp_path, Shape(), Shape(), ending="prefill dies")
     (reason,) = finish(received)
     assert "prefill" in reason or "lost" in reason.lower()
+
+
+def test_a_failure_is_told_while_a_dead_prefill_may_still_write_and_its_pages_are_not_given_back_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "2")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "1")
+    monkeypatch.setenv("KVMOVER_MOVER_ROUTE", "direct")
+    monkeypatch.setenv("KVMOVER_MOVER_COSTS_CHUNK_BYTES", "4096")
+    monkeypatch.setenv("KVMOVER_MOVER_LINGER_S", "6")
+    _, received = started(tmp_path, Shape(), Shape(), ending="prefill dies and its writes do not")
+    (reason,) = finish(received)
+    assert "prefill" in reason or "lost" in reason.lower()
+
+
+def test_a_request_that_failed_on_another_rank_is_given_up_and_its_pages_are_held_meanwhile(tmp_path: Path) -> None:
+    """SGLang fails it on every rank, also where its pages are still being fetched."""
+    sent, received = pair(tmp_path, Shape(), Shape(), ending="another rank of decode fails")
+    assert sent == ["decode aborted the request"]
+    assert received == ["Failed due to an unknown reason from another rank"]
+
+
+def test_a_decode_that_may_not_hold_pages_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
+    serving = {"disaggregation_transfer_backend": "kvmover", "disaggregation_mode": "decode"}
+    finish(start(Shape(), tmp_path, refused, {}, "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off", **serving))
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,9 @@ class Stub:
         self.said.append(f"receive {given[0]} of {given[1]}")
         return self.transfer
 
+    def send(self, *given: Any) -> Any:
+        return self.transfer
+
     def abort(self, transfer: Any, reason: str) -> None:
         self.said.append(f"abort: {reason}")
 
@@ -398,7 +401,7 @@ def test_a_request_that_cannot_be_asked_for_ends_with_the_reason(
     assert not driver.has(7)
 
 
-def test_pages_are_not_given_back_while_they_may_still_be_written() -> None:
+def test_a_failure_is_told_when_it_happens_and_its_pages_are_held_for_as_long_as_they_may_be_written() -> None:
     stub, now = Stub(), [0.0]
     driver, over = driven(stub, now)
     driver.receive(7, Wanted(lambda: "p", range(8), [torch.arange(2).numpy()], 0, 10.0))
@@ -407,10 +410,28 @@ def test_pages_are_not_given_back_while_they_may_still_be_written() -> None:
     stub.transfer.ended = stub.transfer.held = True
     stub.transfer.result = SimpleNamespace(reason="enough", aux={})
     driver.turn()
-    assert (over, driver.has(7)) == ([], True)
+    assert (over, driver.has(7)) == ([(7, "enough")], True)
+    driver.abort(7, "again")
+    driver.turn()
+    assert (over, driver.has(7)) == ([(7, "enough")], True)
     stub.transfer.held = False
     driver.turn()
     assert (over, driver.has(7)) == ([(7, "enough")], False)
+    assert stub.said == ["receive 7 of p", "abort: enough"]
+
+
+def test_a_request_that_is_sent_has_failed_when_nothing_reads_its_pages() -> None:
+    """A prefill gives the pages of a failed request back as soon as it hears of the failure."""
+    stub = Stub()
+    driver, over = driven(stub, [0.0])
+    driver.send(7, [torch.arange(2).numpy()], [], None)
+    stub.transfer.ended = stub.transfer.held = True
+    stub.transfer.result = SimpleNamespace(reason="lost", aux={})
+    driver.turn()
+    assert (over, driver.has(7)) == ([], True)
+    stub.transfer.held = False
+    driver.turn()
+    assert (over, driver.has(7)) == ([(7, "lost")], False)
 
 
 def test_a_request_that_was_not_begun_is_refused_to_whoever_asks() -> None:

@@ -302,8 +302,8 @@ class Engine:
         self.step()
 
     def drain(self) -> None:
-        """Step until no request is known any more, and every block is free again but the null block."""
-        self.until(lambda: not self.scheduler.requests, "the scheduler to forget all requests")
+        """Step until there is nothing to step for any more, and every block is free again but the null block."""
+        self.until(lambda: not self.scheduler.has_requests(), "the scheduler to forget all requests")
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.shape.blocks - 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
 )
 from kvmover.engines.vllm.params import Remote, answer
-from kvmover.engines.vllm.scheduler import ConnectorScheduler, Home, RequestOutcome, Role
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, RequestOutcome, Role
 
 TOKENS = 16
 REMOTE = Remote("prefill", "p-1", "10.0.0.1", 5600)
@@ -277,3 +277,45 @@ def test_a_prefill_for_others_that_is_aborted_while_it_loads_is_refused_too() ->
     assert scheduler.finished(request, tables(), RequestOutcome.ABORTED) == (False, None)
     metadata = step(scheduler)
     assert (metadata.refusals, len(metadata.aborts)) == ([RefuseSpec("p-1", "the prefill was aborted")], 1)
+
+
+class Pool:
+    """Blocks of requests, and how often somebody refers to each."""
+
+    def __init__(self, **requests: str) -> None:
+        self.requests = requests
+        self.references = dict.fromkeys("".join(requests.values()), 1)
+
+    def of(self, request: str) -> str:
+        return self.requests[request]
+
+    def touch(self, blocks: Sequence[str]) -> None:
+        for block in blocks:
+            self.references[block] += 1
+
+    def free_blocks(self, blocks: Iterable[str]) -> None:
+        for block in blocks:
+            self.references[block] -= 1
+
+
+def test_blocks_that_may_be_written_are_referred_to_until_the_last_rank_lets_go_of_them() -> None:
+    """Of two ranks one fails at first, while the other goes on: vLLM takes the blocks when both have ended."""
+    pool = Pool(a="xy", b="z")
+    held = HeldBlocks(pool)
+    held.heard({"a": 1}, [])
+    assert (len(held), pool.references) == (0, {"x": 1, "y": 1, "z": 1})
+    held.heard({"a": 1}, ["a", "b"])
+    assert (len(held), pool.references) == (1, {"x": 2, "y": 2, "z": 1})
+    held.heard({"a": -1}, [])
+    assert (len(held), pool.references) == (1, {"x": 2, "y": 2, "z": 1})
+    held.heard({"a": -1}, [])
+    assert (len(held), pool.references) == (0, {"x": 1, "y": 1, "z": 1})
+
+
+def test_blocks_that_nobody_may_write_by_the_time_vllm_takes_them_are_left_alone() -> None:
+    pool = Pool(a="x")
+    held = HeldBlocks(pool)
+    held.heard({"a": 1}, [])
+    held.heard({"a": -1}, [])
+    held.heard({}, ["a"])
+    assert (len(held), pool.references) == (0, {"x": 1})

@@ -27,7 +27,7 @@ from kvmover.engines.vllm.tally import RankEnding
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, unbegun
 from kvmover.errors import TransportError
-from kvmover.plan.cost import RDMA
+from kvmover.plan.cost import RDMA, Route
 from kvmover.transfer import Model, Mover, MoverConfig, Place, Progress
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL, Gate
@@ -79,7 +79,7 @@ class Engine:
             self.worker.computed(layer)
         self.worker.end(metadata)
         ended = self.worker.ended()
-        for name in ("sent", "received", "failed", "blocks"):
+        for name in ("sent", "received", "failed", "blocks", "held", "returned"):
             before, new = getattr(self.told, name), getattr(ended, name)
             assert not before & new, f"{new} {name} again"
             before |= new
@@ -117,7 +117,9 @@ def make() -> Iterator[Callable[..., Engine]]:
             raise TransportError(f"no cards from {host}:{port}")
         return cards[port]
 
-    def build(name: str, layer_wise: int = 0, verb: Verb = Verb.PULL, chunk_bytes: int = 1 << 16) -> Engine:
+    def build(
+        name: str, layer_wise: int = 0, verb: Verb = Verb.PULL, chunk_bytes: int = 1 << 16, route: Route | None = None
+    ) -> Engine:
         cache = torch.full((LAYERS, BLOCKS, HEADS, TOKENS, CONTENT), POISON, dtype=torch.uint8)
         strides = cache.stride()[1:]
         layer_caches = [
@@ -139,6 +141,8 @@ def make() -> Iterator[Callable[..., Engine]]:
                 sandbox_bytes=0,
                 chunk_layers=layer_wise,
                 verb=verb,
+                route=route,
+                drain_s=0.2,
                 costs=replace(RDMA, chunk_bytes=chunk_bytes),
                 deadline_s=20.0,
                 resend_s=0.1,
@@ -373,6 +377,32 @@ def test_an_abort_of_either_side_ends_both(make: Callable[..., Engine], name: st
     assert dst.take() == Ended(received={"d"}, blocks={7, 2, 9})
     src.until(lambda: src.told == Ended(sent={"p"}))
     assert (dst.cache == POISON).all()
+
+
+def test_a_failure_is_told_while_pages_may_be_written_and_so_is_that_they_are_not_any_more(
+    make: Callable[..., Engine],
+) -> None:
+    """The source has written a block of three, may write the others, and answers no more: it might be dead, or not."""
+    src, answers = filled(make("src")), Event()
+    dst = make("dst", verb=Verb.PUSH, route=Route.DIRECT, chunk_bytes=LAYERS * HEADS * TOKENS * CONTENT)
+    src.step(KvmoverConnectorMetadata(sends=[SendSpec("p", "p-1", SRC, 8)], delayed={"p"}))
+    src.marks[0].passed = True
+    dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
+    dst.until(lambda: torch.equal(dst.cache[:, 7], src.cache[:, 3]))
+    silent = src.worker.transfers.progress.submit(lambda _: answers.wait(30))
+    dst.step(KvmoverConnectorMetadata(aborts=[AbortSpec("d", "enough")]))
+    assert dst.take() == Ended(received={"d"}, failed={"d"}, held={"d"})
+    assert [end.landed for end in dst.worker.take_endings()] == [False]
+    for _ in range(20):
+        dst.step()
+    assert dst.told == Ended()
+    answers.set()
+    assert silent.result()
+    dst.until(lambda: dst.told == Ended(returned={"d"}))
+    assert (dst.cache[:, [2, 9]] == POISON).all()
+    src.until(lambda: src.told == Ended(sent={"p"}))
+    dst.step()
+    assert dst.told == Ended(returned={"d"})
 
 
 def test_an_abort_before_the_source_was_found_is_told_to_it_when_it_is(make: Callable[..., Engine]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tests.live.answers import Answer, Prompt, many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server
-from tests.live.sglang_client import Room, ask, counted, halves, room_at, split, usage, warm
+from tests.live.sglang_client import Room, ask, counted, halves, loads, room_at, split, usage, warm
 from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, sglang
 from tests.live.table import Results
 
@@ -69,8 +69,7 @@ def until(condition: Callable[[], bool], within_s: float) -> None:
         time.sleep(0.02)
 
 
-#: Always packed: pages that a peer writes straight into stay with a request, and its client waits, for `lease_s` and
-#: `linger_s` where that peer is stopped or was killed.
+#: Packed, so that no page is held for longer than its request: see `_WRITTEN`.
 _ENVIRONMENT = {
     "KVMOVER_MOVER_ROUTE": "packed",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": str(_DEADLINE_S),
@@ -78,6 +77,15 @@ _ENVIRONMENT = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "1",
     "KVMOVER_MOVER_PING_S": "0.5",
     "KVMOVER_MOVER_SILENCE_S": str(_SILENCE_S),
+}
+
+#: Pages that a peer writes straight into are held for `lease_s` and `linger_s` after it was killed.
+_LEASE_S, _LINGER_S = 5, 40
+_WRITTEN = {
+    **_ENVIRONMENT,
+    "KVMOVER_MOVER_ROUTE": "direct",
+    "KVMOVER_MOVER_LEASE_S": str(_LEASE_S),
+    "KVMOVER_MOVER_LINGER_S": str(_LINGER_S),
 }
 
 
@@ -167,6 +175,37 @@ def test_a_prefill_that_is_killed_while_transfers_are_open(pair: Pair, results: 
     assert took < _SILENCE_S + _SLACK_S
     assert held == 0
     _served(pair, results, "prefill restarted beside its decode", seed=54)
+
+
+def test_clients_are_told_that_a_prefill_was_killed_long_before_the_pages_are_free_that_it_might_write(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results
+) -> None:
+    weights = model("llama", "sglang")
+    prefill, decode = servers.start(
+        sglang("sglang-faults-prefill-direct", weights, mode=PREFILL, environment=_WRITTEN),
+        sglang("sglang-faults-decode-direct", weights, mode=DECODE_WITH_PREFIXES, environment=_WRITTEN),
+    )
+    warm(plain.ready())
+    pair = Pair(plain, prefill, decode, decode, servers)
+    assert split(prefill, decode, range(40)).ok
+    prompts = prompts_of(20, seed=69, least_tokens=600, most_tokens=1500)
+    wanted = pair.wanted(prompts)
+    with pair.under_way(prompts) as begun:
+        opened = counted(decode, "kvmover_open_receives")
+        prefill.kill()
+        since = time.monotonic()
+        got = [each.result()[1] for each in begun]
+    took, held = time.monotonic() - since, loads(decode)
+    until(lambda: loads(decode) == 0, _LEASE_S + _LINGER_S + _SLACK_S)
+    freed = time.monotonic() - since
+    failed = sum(not answer.ok for answer in got)
+    said = f"{opened:.0f} transfers open; {failed} told within {took:.1f} s; {held} tokens free after {freed:.1f} s"
+    results.add("sglang", "kill -9 of prefill, direct", wanted, got, said)
+    servers.stop([prefill, decode])
+    assert failed > 0
+    assert took < _SILENCE_S + _SLACK_S
+    assert held > 0
+    assert freed > _LINGER_S / 2
 
 
 def test_a_decode_that_is_killed_while_transfers_are_open(pair: Pair, results: Results) -> None:

@@ -21,6 +21,9 @@ from tests.live.vllm_servers import kvmover, vllm
 #: A source keeps pages for so long that nobody asks for, and a peer that answers no ping for so long is lost.
 _DEADLINE_S, _SILENCE_S = 12, 3
 
+#: Blocks that a peer writes straight into are held for so long after it was killed.
+_LEASE_S, _LINGER_S = 5, 40
+
 #: What a server on a busy machine takes beyond that to say so.
 _SLACK_S = 8
 
@@ -47,13 +50,16 @@ class Pair:
         return begun
 
 
-def _server(name: str, *arguments: Any, **named: Any) -> Command:
+def _server(name: str, *arguments: Any, options: Mapping[str, str] | None = None, **named: Any) -> Command:
     environment = {
+        "KVMOVER_MOVER_LEASE_S": str(_LEASE_S),
+        "KVMOVER_MOVER_LINGER_S": str(_LINGER_S),
         "KVMOVER_METRICS_PORT": str(free_port()),
         "KVMOVER_MOVER_PING_S": "0.5",
         "KVMOVER_MOVER_SILENCE_S": str(_SILENCE_S),
     }
-    return vllm(name, *arguments, kv=kvmover(deadline_s=_DEADLINE_S), environment=environment, **named)
+    kv = kvmover(deadline_s=_DEADLINE_S, **(options or {}))
+    return vllm(name, *arguments, kv=kv, environment=environment, **named)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +126,38 @@ def test_a_prefill_that_is_killed_while_transfers_are_open(pair: Pair, results: 
 
     pair.first = pair.again(pair.first)
     _served(pair, results, "prefill restarted beside its decode", seed=51)
+
+
+def test_prompts_are_computed_long_before_the_blocks_are_free_that_a_killed_prefill_might_write(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results
+) -> None:
+    weights, written = model("qwen3", "vllm"), {"verb": "push", "route": "direct"}
+    first, second = servers.start(
+        _server("vllm-faults-prefill-direct", weights, options=written),
+        _server("vllm-faults-decode-direct", weights, options=written),
+    )
+    warm(plain.ready(), first, second)
+    assert split(first, second, range(50)).ok
+    pair = Pair(plain, first, second, second, servers)
+    prompts = prompts_of(20, seed=62, least_tokens=100)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts)
+    computed = halves(pair, prompts)
+    first.pause()
+    with begun(lambda half: ask(second, half[0], 16, half[1]), computed) as answers:
+        until(lambda: pair.open_transfers(second, "kvmover_open_receives") >= 10, 20)
+        first.kill()
+        killed = time.monotonic()
+        got = [answer.result() for answer in answers]
+        took = time.monotonic() - killed
+    held = not is_idle(second)
+    until(lambda: is_idle(second), _LEASE_S + _LINGER_S + _SLACK_S)
+    freed = time.monotonic() - killed
+    said = f"all tokens {took:.1f} s after it, the blocks that it might write {freed:.1f} s"
+    servers.stop([first, second])
+    assert not results.add("vllm", "kill -9 of prefill, direct", wanted, got, said).failed
+    assert took < _SILENCE_S + _SLACK_S
+    assert held
+    assert freed > _LINGER_S / 2
 
 
 def _served(pair: Pair, results: Results, scenario: str, seed: int) -> None:
