@@ -1,4 +1,4 @@
-"""The options in `kv_connector_extra_config`, the connector's and a tier's, are typed here, and unknown ones refused."""
+"""Options in `kv_connector_extra_config`, the connector's and a tier's, are typed here, and unknown ones refused."""
 
 from __future__ import annotations
 

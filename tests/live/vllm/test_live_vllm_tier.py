@@ -1,0 +1,71 @@
+"""The page store behind vLLM's own CPU tier: a second life of a server, a hybrid model, and a store that goes away."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.live.answers import many, prompts_of
+from tests.live.conftest import ModelMaker, Servers
+from tests.live.server import Server
+from tests.live.table import Results
+from tests.live.vllm_client import ask, usage, warm
+from tests.live.vllm_servers import OFFLOADING, tiered, vllm
+
+
+def chunks(server: Server, verb: str, outcome: str) -> float:
+    """Chunks that the tier has stored or loaded, by how that ended."""
+    lines = server.get("/metrics")[1].splitlines()
+    said = [line for line in lines if line.startswith(f"vllm:kvmover_tier_{verb}s_total{{") and f'"{outcome}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in said)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "windows"])
+def test_chunks_outlive_their_server(
+    servers: Servers, model: ModelMaker, results: Results, tmp_path: Path, name: str
+) -> None:
+    weights, options = model(name, "vllm"), tiered(tmp_path)
+    plain, first = servers.start(
+        vllm(f"vllm-tier-plain-{name}", weights),
+        vllm(f"vllm-tier-1-{name}", weights, kv=options, environment=OFFLOADING),
+    )
+    warm(plain, first)
+    prompts = prompts_of(16, seed=70, least_tokens=100, most_tokens=700)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts)
+    got = many(lambda prompt: ask(first, prompt), prompts)
+    written = chunks(first, "store", "written")
+    assert not results.add("vllm", f"tier, first life, {name}", wanted, got, f"{written:.0f} chunks written").failed
+    assert written
+    assert usage(first) == 0
+    servers.stop([first])
+
+    again, robbed = servers.start(
+        *(
+            vllm(f"vllm-tier-{life}-{name}", weights, kv=options, environment=OFFLOADING)
+            for life in ("again", "robbed")
+        )
+    )
+    got = many(lambda prompt: ask(again, prompt), prompts)
+    read = chunks(again, "load", "read")
+    assert not results.add("vllm", f"tier, after a restart, {name}", wanted, got, f"{read:.0f} chunks read").failed
+    # All but the last whole block of a prompt, whose last token is always computed.
+    assert read >= sum(len(prompt) // 16 - 1 for prompt in prompts) * (name == "qwen3")
+    assert read
+    assert usage(again) == 0
+
+    # What this server knows of cannot be read when it asks, and then nothing can be written any more.
+    for data in tmp_path.rglob("*.data"):
+        data.write_bytes(b"")
+    got = many(lambda prompt: ask(robbed, prompt), prompts)
+    lost = sum(chunks(robbed, "load", outcome) for outcome in ("absent", "evicted", "failed", "poisoned"))
+    assert not results.add("vllm", f"tier, its files emptied, {name}", wanted, got, f"{lost:.0f} chunks lost").failed
+    assert lost
+    shutil.rmtree(tmp_path)
+    prompts = prompts_of(16, seed=71, least_tokens=100, most_tokens=700)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts)
+    got = many(lambda prompt: ask(robbed, prompt), prompts)
+    assert not results.add("vllm", f"tier, its directory deleted, {name}", wanted, got).failed
+    assert usage(robbed) == 0
+    servers.stop()
