@@ -54,9 +54,12 @@ def kvmover(role: str = "kv_both", policy: str = "recompute", **options: Any) ->
     }
 
 
-def tiered(root: Path, **options: Any) -> dict[str, Any]:
-    """`--kv-transfer-config` for vLLM's own offloading to 64 MB of the host's memory, with a page store behind it."""
-    tier = {"type": "KvmoverTier", "module_path": "kvmover.engines.vllm", "root": str(root), "upkeep_s": 1, **options}
+def tiered(root: Path, **offloading: Any) -> dict[str, Any]:
+    """`--kv-transfer-config` for vLLM's own offloading to 64 MB of the host's memory, with a page store behind it.
+
+    `offloading`: further options of vLLM's.
+    """
+    tier = {"type": "KvmoverTier", "module_path": "kvmover.engines.vllm", "root": str(root), "upkeep_s": 1}
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -64,6 +67,7 @@ def tiered(root: Path, **options: Any) -> dict[str, Any]:
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 64 << 20,
             "secondary_tiers": [tier],
+            **offloading,
         },
     }
 

@@ -42,10 +42,7 @@ def test_chunks_outlive_their_server(
     servers.stop([first])
 
     again, robbed = servers.start(
-        *(
-            vllm(f"vllm-tier-{life}-{name}", weights, kv=options, environment=OFFLOADING)
-            for life in ("again", "robbed")
-        )
+        *(vllm(f"vllm-tier-{life}-{name}", weights, kv=options, environment=OFFLOADING) for life in ("again", "robbed"))
     )
     got = many(lambda prompt: ask(again, prompt), prompts)
     read = chunks(again, "load", "read")
@@ -69,3 +66,41 @@ def test_chunks_outlive_their_server(
     assert not results.add("vllm", f"tier, its directory deleted, {name}", wanted, got).failed
     assert usage(robbed) == 0
     servers.stop()
+
+
+def test_another_tensor_parallel_size_reads_the_canonical_layout(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    weights, options = model("qwen3", "vllm"), tiered(tmp_path, canonical_layout=True)
+    (first,) = servers.start(vllm("vllm-tier-tp2", weights, kv=options, tp=2, environment=OFFLOADING))
+    warm(plain.ready(), first)
+    prompts = prompts_of(12, seed=72, least_tokens=100, most_tokens=500)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts)
+    got = many(lambda prompt: ask(first, prompt), prompts)
+    assert not results.add("vllm", "tier, canonical, written by TP2", wanted, got).failed
+    servers.stop([first])
+    (other,) = servers.start(vllm("vllm-tier-tp1", weights, kv=options, environment=OFFLOADING))
+    got = many(lambda prompt: ask(other, prompt), prompts)
+    read = chunks(other, "load", "read")
+    assert not results.add("vllm", "tier, canonical, read by TP1", wanted, got, f"{read:.0f} chunks read").failed
+    assert read >= sum(len(prompt) // 16 - 1 for prompt in prompts)
+    servers.stop()
+
+
+def test_a_speculating_server_stores_and_reads(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    weights, options = model("qwen3", "vllm"), tiered(tmp_path)
+    guess = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}')
+    plain.ready()
+    prompts = prompts_of(12, seed=73, least_tokens=100, most_tokens=500)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts)
+    for life in ("first life", "after a restart"):
+        (server,) = servers.start(vllm("vllm-tier-guess", weights, *guess, kv=options, environment=OFFLOADING))
+        warm(server)
+        got = many(lambda prompt, server=server: ask(server, prompt), prompts)
+        read = chunks(server, "load", "read")
+        said = f"{read:.0f} chunks read"
+        assert not results.add("vllm", f"tier, speculating, {life}", wanted, got, said).failed
+        assert bool(read) is (life == "after a restart")
+        servers.stop([server])
