@@ -12,14 +12,19 @@ from kvmover.engines.common import Tested
 
 if TYPE_CHECKING:
     from kvmover.engines.vllm.connector import KvmoverConnector
+    from kvmover.engines.vllm.offloading import KvmoverOffloadingConnector
     from kvmover.engines.vllm.tier import KvmoverTier
 
 #: The releases of vLLM that the adapters were tested with: vLLM calls the interfaces experimental itself.
 VLLM = Tested("vLLM", "vllm", ("0.33.0",), "kvmover.engines.vllm")
 
-_HOMES = {"KvmoverConnector": "connector", "KvmoverTier": "tier"}
+_HOMES = {
+    "KvmoverConnector": "connector",
+    "KvmoverOffloadingConnector": "offloading",
+    "KvmoverTier": "tier",
+}
 
-__all__ = ["KvmoverConnector", "KvmoverTier"]
+__all__ = ["KvmoverConnector", "KvmoverOffloadingConnector", "KvmoverTier"]
 
 
 def __getattr__(name: str) -> object:

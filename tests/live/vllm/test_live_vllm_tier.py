@@ -15,11 +15,16 @@ from tests.live.vllm_client import ask, usage, warm
 from tests.live.vllm_servers import OFFLOADING, tiered, vllm
 
 
+def labelled(server: Server, name: str, label: str, port: int | None = None) -> float:
+    """A metric's samples that have this value of some label, added up."""
+    lines = server.get("/metrics", port)[1].splitlines()
+    said = [line for line in lines if line.startswith(f"{name}{{") and f'="{label}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in said)
+
+
 def chunks(server: Server, verb: str, outcome: str) -> float:
     """Chunks that the tier has stored or loaded, by how that ended."""
-    lines = server.get("/metrics")[1].splitlines()
-    said = [line for line in lines if line.startswith(f"vllm:kvmover_tier_{verb}s_total{{") and f'"{outcome}"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in said)
+    return labelled(server, f"vllm:kvmover_tier_{verb}s_total", outcome)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "windows"])
