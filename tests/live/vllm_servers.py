@@ -72,6 +72,10 @@ def tiered(root: Path, **offloading: Any) -> dict[str, Any]:
     }
 
 
+#: For `--kv-transfer-config`: vLLM's own offloading with kvmover's ledger beside it.
+ACCOUNTED = {"kv_connector": "KvmoverOffloadingConnector", "kv_connector_module_path": "kvmover.engines.vllm"}
+
+
 def nixl_connector() -> dict[str, Any]:
     """`--kv-transfer-config` for vLLM's own connector over NIXL, its buffers on the host."""
     return {

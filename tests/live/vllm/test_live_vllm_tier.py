@@ -9,10 +9,10 @@ import pytest
 
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.server import Server
+from tests.live.server import Server, free_port
 from tests.live.table import Results
 from tests.live.vllm_client import ask, usage, warm
-from tests.live.vllm_servers import OFFLOADING, tiered, vllm
+from tests.live.vllm_servers import ACCOUNTED, OFFLOADING, tiered, vllm
 
 
 def labelled(server: Server, name: str, label: str, port: int | None = None) -> float:
@@ -46,12 +46,27 @@ def test_chunks_outlive_their_server(
     assert usage(first) == 0
     servers.stop([first])
 
+    port = free_port()
     again, robbed = servers.start(
-        *(vllm(f"vllm-tier-{life}-{name}", weights, kv=options, environment=OFFLOADING) for life in ("again", "robbed"))
+        vllm(
+            f"vllm-tier-again-{name}",
+            weights,
+            kv={**options, **ACCOUNTED},
+            environment={**OFFLOADING, "KVMOVER_METRICS_PORT": str(port)},
+        ),
+        vllm(f"vllm-tier-robbed-{name}", weights, kv=options, environment=OFFLOADING),
     )
     got = many(lambda prompt: ask(again, prompt), prompts)
     read = chunks(again, "load", "read")
-    assert not results.add("vllm", f"tier, after a restart, {name}", wanted, got, f"{read:.0f} chunks read").failed
+    tokens = {
+        source: labelled(again, "kvmover_prompt_tokens_total", source, port + 1)
+        for source in ("device", "host", "storage", "computed", "abandoned")
+    }
+    said = f"{read:.0f} chunks read, {tokens['storage']:.0f} tokens from storage"
+    assert not results.add("vllm", f"tier, after a restart, {name}", wanted, got, said).failed
+    assert sum(tokens.values()) == sum(map(len, prompts))
+    assert tokens["storage"] > tokens["computed"]
+    assert not again.metrics("kvmover_ledger_faults_total", port=port + 1)["kvmover_ledger_faults_total"]
     # All but the last whole block of a prompt, whose last token is always computed.
     assert read >= sum(len(prompt) // 16 - 1 for prompt in prompts) * (name == "qwen3")
     assert read
