@@ -76,6 +76,10 @@ def tiered(root: Path, **offloading: Any) -> dict[str, Any]:
 ACCOUNTED = {"kv_connector": "KvmoverOffloadingConnector", "kv_connector_module_path": "kvmover.engines.vllm"}
 
 
+#: A server that is stopped ends what it has begun, and removes the memory that its processes share.
+DRAINED = ("--shutdown-timeout", "20")
+
+
 def nixl_connector() -> dict[str, Any]:
     """`--kv-transfer-config` for vLLM's own connector over NIXL, its buffers on the host."""
     return {

@@ -12,7 +12,7 @@ from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server, free_port
 from tests.live.table import Results
 from tests.live.vllm_client import ask, usage, warm
-from tests.live.vllm_servers import ACCOUNTED, OFFLOADING, tiered, vllm
+from tests.live.vllm_servers import ACCOUNTED, DRAINED, OFFLOADING, tiered, vllm
 
 
 def labelled(server: Server, name: str, label: str, port: int | None = None) -> float:
@@ -34,7 +34,7 @@ def test_chunks_outlive_their_server(
     weights, options = model(name, "vllm"), tiered(tmp_path)
     plain, first = servers.start(
         vllm(f"vllm-tier-plain-{name}", weights),
-        vllm(f"vllm-tier-1-{name}", weights, kv=options, environment=OFFLOADING),
+        vllm(f"vllm-tier-1-{name}", weights, *DRAINED, kv=options, environment=OFFLOADING),
     )
     warm(plain, first)
     prompts = prompts_of(16, seed=70, least_tokens=100, most_tokens=700)
@@ -51,10 +51,11 @@ def test_chunks_outlive_their_server(
         vllm(
             f"vllm-tier-again-{name}",
             weights,
+            *DRAINED,
             kv={**options, **ACCOUNTED},
             environment={**OFFLOADING, "KVMOVER_METRICS_PORT": str(port)},
         ),
-        vllm(f"vllm-tier-robbed-{name}", weights, kv=options, environment=OFFLOADING),
+        vllm(f"vllm-tier-robbed-{name}", weights, *DRAINED, kv=options, environment=OFFLOADING),
     )
     got = many(lambda prompt: ask(again, prompt), prompts)
     read = chunks(again, "load", "read")
@@ -92,14 +93,14 @@ def test_another_tensor_parallel_size_reads_the_canonical_layout(
     plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
     weights, options = model("qwen3", "vllm"), tiered(tmp_path, canonical_layout=True)
-    (first,) = servers.start(vllm("vllm-tier-tp2", weights, kv=options, tp=2, environment=OFFLOADING))
+    (first,) = servers.start(vllm("vllm-tier-tp2", weights, *DRAINED, kv=options, tp=2, environment=OFFLOADING))
     warm(plain.ready(), first)
     prompts = prompts_of(12, seed=72, least_tokens=100, most_tokens=500)
     wanted = many(lambda prompt: ask(plain, prompt), prompts)
     got = many(lambda prompt: ask(first, prompt), prompts)
     assert not results.add("vllm", "tier, canonical, written by TP2", wanted, got).failed
     servers.stop([first])
-    (other,) = servers.start(vllm("vllm-tier-tp1", weights, kv=options, environment=OFFLOADING))
+    (other,) = servers.start(vllm("vllm-tier-tp1", weights, *DRAINED, kv=options, environment=OFFLOADING))
     got = many(lambda prompt: ask(other, prompt), prompts)
     read = chunks(other, "load", "read")
     assert not results.add("vllm", "tier, canonical, read by TP1", wanted, got, f"{read:.0f} chunks read").failed
@@ -116,7 +117,9 @@ def test_a_speculating_server_stores_and_reads(
     prompts = prompts_of(12, seed=73, least_tokens=100, most_tokens=500)
     wanted = many(lambda prompt: ask(plain, prompt), prompts)
     for life in ("first life", "after a restart"):
-        (server,) = servers.start(vllm("vllm-tier-guess", weights, *guess, kv=options, environment=OFFLOADING))
+        (server,) = servers.start(
+            vllm("vllm-tier-guess", weights, *DRAINED, *guess, kv=options, environment=OFFLOADING)
+        )
         warm(server)
         got = many(lambda prompt, server=server: ask(server, prompt), prompts)
         read = chunks(server, "load", "read")
