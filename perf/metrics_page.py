@@ -17,7 +17,8 @@ HEAD = """\
 # Metrics
 
 kvmover exports these metrics through prometheus-client, which the extra `metrics` installs. A scrape reads counters
-that are kept anyway. In vLLM and SGLang `KVMOVER_METRICS_PORT=9400` is enough: rank r serves port 9400 + r.
+that are kept anyway. In vLLM and SGLang `KVMOVER_METRICS_PORT=9400` is enough: rank r serves port 9400 + r, and vLLM's
+scheduler, with the hit ledger, the port behind those of its ranks.
 
 ```python
 from prometheus_client import REGISTRY, start_http_server

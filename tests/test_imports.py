@@ -60,7 +60,7 @@ MUST_REACH = {
     "cache.replay": {"cache.ledger", "cache.prefix"},
     "observe": {"cache.ledger", "config", "plan", "store", "transfer"},
     "engines.sglang": {"cache.prefix", "config", "observe", "store", "transfer", "transport"},
-    "engines.vllm": {"config", "observe", "store", "transfer", "transport"},
+    "engines.vllm": {"cache.ledger", "config", "observe", "store", "transfer", "transport"},
     "demo": {"cache.ledger", "cache.prefix", "cache.tiers", "plan", "store", "transfer"},
     "cli": {"cache.replay", "demo", "observe", "plan"},
 }

@@ -48,3 +48,10 @@ def test_the_text_of_a_setting_names_the_default_that_an_adapter_has_instead() -
     for key, value in other.items():
         said = f"{value:g}" if isinstance(value, float) else str(value)
         assert f"in vLLM {said}" in key.text
+
+
+def test_the_page_of_vllm_names_every_option_of_its_tier() -> None:
+    section = re.search(r"^## Tier\n(.*?)^## ", (DOCS / "vllm.md").read_text(), re.M | re.S)
+    assert section
+    fields = {field.name for field in msgspec.structs.fields(vllm.TierOptions)}
+    assert {*vllm.STORE_KEYS, *fields} <= {*words(section[1])}

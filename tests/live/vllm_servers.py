@@ -39,6 +39,9 @@ V2_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": "", "TRITO
 #: Asynchronous scheduling, the default on a GPU as well.
 ASYNC_SCHEDULING = {"WITHOUT_GPU_ASYNC_SCHEDULING": "1"}
 
+#: vLLM's own offloading to memory of the host.
+OFFLOADING = {"WITHOUT_GPU_OFFLOADING": "1"}
+
 
 def kvmover(role: str = "kv_both", policy: str = "recompute", **options: Any) -> dict[str, Any]:
     """`--kv-transfer-config` for kvmover's connector. A transfer that nobody ends is given up after 20 s."""
@@ -49,6 +52,32 @@ def kvmover(role: str = "kv_both", policy: str = "recompute", **options: Any) ->
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"deadline_s": 20, **options},
     }
+
+
+def tiered(root: Path, **offloading: Any) -> dict[str, Any]:
+    """`--kv-transfer-config` for vLLM's own offloading to 64 MB of the host's memory, with a page store behind it.
+
+    `offloading`: further options of vLLM's.
+    """
+    tier = {"type": "KvmoverTier", "module_path": "kvmover.engines.vllm", "root": str(root), "upkeep_s": 1}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 64 << 20,
+            "secondary_tiers": [tier],
+            **offloading,
+        },
+    }
+
+
+#: For `--kv-transfer-config`: vLLM's own offloading with kvmover's ledger beside it.
+ACCOUNTED = {"kv_connector": "KvmoverOffloadingConnector", "kv_connector_module_path": "kvmover.engines.vllm"}
+
+
+#: A server that is stopped ends what it has begun, and removes the memory that its processes share.
+DRAINED = ("--shutdown-timeout", "20")
 
 
 def nixl_connector() -> dict[str, Any]:

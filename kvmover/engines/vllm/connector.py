@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvmover.cache.ledger import AccountGroup
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.vllm import engine, handshake_server
 from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup
@@ -15,6 +16,7 @@ from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, compone
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, SaveSpec
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.params import Remote
+from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
 from kvmover.engines.vllm.tally import RankEnding, Tally
@@ -23,7 +25,7 @@ from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, unbegun
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
-from kvmover.observe.start import Observers, begin_logs
+from kvmover.observe.start import Observers
 from kvmover.store import Namespace, PagePart
 from kvmover.transfer import Model, Mover, Place, Progress
 
@@ -129,7 +131,11 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         if role is engine.SCHEDULER:
             # Where a rank in this process has said who it is, it is heard already.
             guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._place.grid}")
-            self._end_logs = begin_logs(self._settings.logging, guest)
+            ranks = self._place.tp_size * self._place.pp_size
+            self._observers = Observers(self._settings, self._kv_transfer_config.engine_id, ranks, guest)
+            group = AccountGroup(self._options.tenant, self._space.model)
+            self._accounts = RequestAccounts(group, self._observers.account)
+            self._observers.serve(self._accounts)
             transfer = self._kv_transfer_config
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
@@ -306,6 +312,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that come from elsewhere, and whether any do: they come between steps."""
+        self._accounts.matched(request, num_computed_tokens)
         found = self._scheduler.matched(request, num_computed_tokens)
         return found, found > 0
 
@@ -323,9 +330,12 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks; the last `num_external_tokens` of its computed tokens are to be fetched into them."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        sources = self.get_external_cache_hit_sources(request, num_external_tokens)
+        self._accounts.allocated(request, engine.external_of(sources))
 
     def build_connector_meta(self, scheduler_output: Any) -> KvmoverConnectorMetadata:
         """What the workers are to do in a step, handed out once."""
+        self._accounts.scheduled(scheduler_output)
         metadata = self._scheduler.build(scheduler_output)
         if self._tells:
             for save in metadata.saves:
@@ -356,6 +366,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request keeps its blocks until the ranks report it, and what its other half must know."""
+        self._accounts.finished(request)
         return self._scheduler.finished(request, block_ids, engine.outcome_of(request))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -389,7 +400,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
                 if held is not None:
                     held.close()
             self._server = self._lookup = None
-            self._end_logs()
+            self._observers.close()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals
+from kvmover.engines.vllm.request_accounts import ExternalTokens
 from kvmover.engines.vllm.scheduler import RequestOutcome
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ LOG = logging.getLogger("vllm")
 SCHEDULER, WORKER = _base.KVConnectorRole.SCHEDULER, _base.KVConnectorRole.WORKER
 
 #: Where hits come from, in vLLM's metrics.
-P2P, DISK = _sources.CacheHitSource.P2P, _sources.CacheHitSource.DISK
+P2P, DISK, HOST = (getattr(_sources.CacheHitSource, name) for name in ("P2P", "DISK", "HOST"))
 
 
 def groups_of(config: Any) -> list[CacheGroup]:
@@ -195,3 +196,9 @@ def own_address() -> str:
 def per_engine(metric: Any, labels: Mapping[int, Sequence[object]]) -> Any:
     """A metric with an instance an engine."""
     return import_module("vllm.v1.metrics.utils").create_metric_per_engine(metric, labels)
+
+
+def external_of(sources: Mapping[Any, int]) -> ExternalTokens:
+    """What a connector brings, by vLLM's sources of hits."""
+    host, storage = sources.get(HOST, 0), sources.get(DISK, 0)
+    return ExternalTokens(host, storage, sum(sources.values()) - host - storage)

@@ -1,9 +1,9 @@
-"""The options in `kv_connector_extra_config` are typed here, and unknown ones refused."""
+"""Options in `kv_connector_extra_config`, the connector's and a tier's, are typed here, and unknown ones refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -49,3 +49,19 @@ def parse(extra_config: Mapping[str, Any] | None) -> tuple[ConnectorOptions, Set
     Raises ConfigError that names the key which is unknown or out of range.
     """
     return read_options(extra_config or {}, ConnectorOptions, KEYS, "the options of kvmover's vLLM connector", DEFAULTS)
+
+
+class TierOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
+    """The tier's own. `model` defaults to vLLM's model name; vLLM tells a tier no revision, so `weights` is empty.
+
+    `locality` is handed to vLLM, whose requests may name tiers by it. `enable_kv_events`: tell of stored chunks, where
+    vLLM's own KV events are on.
+    """
+
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+    enable_kv_events: bool = False
+
+
+def parse_tier(said: Mapping[str, Any]) -> tuple[TierOptions, Settings]:
+    """As `parse`, of the options that stand beside the tier's `type` in `secondary_tiers`."""
+    return read_options(said, TierOptions, STORE_KEYS, "the options of kvmover's vLLM tier")

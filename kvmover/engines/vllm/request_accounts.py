@@ -1,0 +1,144 @@
+"""RequestAccounts keeps a ledger of vLLM's requests: of each prompt token whether it was a hit, and where, or computed.
+
+It is told what vLLM tells a connector in its scheduler, and says nothing that vLLM does not: what a longer memory would
+have hit is in no account.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from kvmover.cache.ledger import (
+    Account,
+    AccountGroup,
+    AttemptPhase,
+    Credit,
+    FaultPolicy,
+    Ledger,
+    LedgerCollector,
+    LedgerError,
+    Loss,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalTokens:
+    """Tokens that a connector brings, by where they lie. `elsewhere`: in another engine, or nobody says where."""
+
+    host: int = 0
+    storage: int = 0
+    elsewhere: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.host + self.storage + self.elsewhere
+
+
+@dataclass(slots=True)
+class Promised:
+    """What an attempt that has not begun was promised: `device` tokens of vLLM's own prefix cache, and others behind
+    them. `unread`: tokens of an earlier promise that did not come."""
+
+    prompt: int
+    device: int
+    external: ExternalTokens = ExternalTokens()
+    unread: int = 0
+
+
+class RequestAccounts:
+    """Methods are for vLLM's scheduler, `collect` for any thread. Requests are vLLM's, and are only read.
+
+    An attempt counts from the first step that computes a part of it: only then is what was promised there, or lost. A
+    request whose KV another engine computed is in that engine's account, and in none here: no token counts twice.
+    """
+
+    def __init__(
+        self, group: AccountGroup, sink: Callable[[Account], object], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.ledger = Ledger(FaultPolicy.COUNT, sink=sink)
+        self._group, self._clock = group, clock
+        self._requests: dict[str, Any] = {}
+        self._promised: dict[str, Promised] = {}
+        self._lock = Lock()
+
+    def matched(self, request: Any, device: int) -> None:
+        """vLLM found the first `device` tokens in its prefix cache, and asks what follows. It may ask again."""
+        before = self._promised.get(request.request_id)
+        unread = before.unread + before.external.total if before else 0
+        self._requests[request.request_id] = request
+        self._promised[request.request_id] = Promised(request.num_tokens, device, unread=unread)
+
+    def allocated(self, request: Any, external: ExternalTokens) -> None:
+        """There is room for `external` tokens behind those on the device, and they are being brought."""
+        known = self._promised.get(request.request_id)
+        if known and external.total:
+            known.external = external
+
+    def scheduled(self, output: Any) -> None:
+        """A step computes tokens of requests, whose `num_computed_tokens` are still those before it."""
+        with self._lock:
+            now = self._clock()
+            for name in output.preempted_req_ids or ():
+                if self._phase(name) is AttemptPhase.ADMITTED:
+                    self.ledger.retracted(name, now)
+            for name, count in output.num_scheduled_tokens.items():
+                if name not in self._requests:
+                    continue
+                start = self._requests[name].num_computed_tokens
+                if name in self._promised:
+                    self._admit(name, self._promised.pop(name), start, now)
+                if self._phase(name) is AttemptPhase.ADMITTED:
+                    prompt = self.ledger.account(name).prompt_tokens
+                    self.ledger.computed(name, max(0, min(start + count, prompt) - start))
+
+    def finished(self, request: Any) -> None:
+        """A request is over: answered, if its prompt was computed, whatever ended it after that."""
+        name = request.request_id
+        self._requests.pop(name, None)
+        self._promised.pop(name, None)
+        with self._lock:
+            if self._phase(name) is None:
+                return
+            account = self.ledger.account(name)
+            is_whole = account.credited_tokens + account.computed_tokens == account.prompt_tokens
+            if is_whole and account.phase is AttemptPhase.ADMITTED:
+                self.ledger.finished(name, self._clock())
+            else:
+                self.ledger.aborted(name, self._clock())
+
+    def collect(self) -> Iterator[Family]:
+        """The ledger's metric families. For prometheus_client."""
+        with self._lock:
+            return iter(list(LedgerCollector(self.ledger).collect()))
+
+    def _admit(self, name: str, promised: Promised, start: int, now: float) -> None:
+        """All below `start` is on the device. Of what was promised beyond, the last token of a prompt is computed for
+        its logits; the rest did not come, and vLLM does not say of which tier: of the farthest, then."""
+        external = promised.external
+        if external.elsewhere:
+            return
+        device = max(promised.device, start - external.total) if start >= promised.device else start
+        host = min(external.host, start - device)
+        credit = Credit(device, host, start - device - host)
+        missing = promised.device + external.total - start
+        reason = Loss.LAST_TOKEN if missing == 1 and start == promised.prompt - 1 else Loss.READ_FAILED
+        lost = {reason: missing} if missing > 0 else {}
+        unread = min(promised.unread, promised.prompt - start - sum(lost.values()))
+        if unread > 0:
+            lost[Loss.READ_FAILED] = lost.get(Loss.READ_FAILED, 0) + unread
+        self.ledger.matched(name, promised.prompt, start + sum(lost.values()), now, self._group)
+        self.ledger.admitted(name, credit, lost)
+
+    def _phase(self, name: str) -> AttemptPhase | None:
+        try:
+            return self.ledger.account(name).phase
+        except LedgerError:
+            return None
