@@ -61,7 +61,7 @@ CHOSEN = {
     "kvmover.kernels.region": ("Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),
     "kvmover.kernels.rows": ("move", "prepare", "PreparedRows"),
-    "kvmover.kernels.config": ("RowConfig",),
+    "kvmover.kernels.launch": ("RowConfig",),
     "kvmover.kernels.digest_reference": ("Logical", "digest"),
     "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "PreparedDigest"),
     "kvmover.kernels.quant_reference": ("QuantRegion", "quantize", "dequantize", "pack", "unpack"),
