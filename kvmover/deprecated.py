@@ -77,7 +77,10 @@ MERGED: Mapping[str, str] = {
     "kvmover.cache.ledger.residency": "kvmover.cache.ledger.metrics",
     "kvmover.cache.tiers.rate": "kvmover.cache.tiers.policy",
     "kvmover.cache.tiers.rules": "kvmover.cache.prefix.rules",
+    "kvmover.config.keys": "kvmover.config.settings",
     "kvmover.kernels.config": "kvmover.kernels.launch",
+    "kvmover.needs": "kvmover.errors",
+    "kvmover.observe.start": "kvmover.observe.observers",
 }
 
 

@@ -69,7 +69,10 @@ def test_a_name_of_old_is_found_in_a_module_below_an_old_path() -> None:
 
 #: A name of each module that another one has taken in.
 TAKEN_IN = {
+    "kvmover.config.keys": "SettingKey",
     "kvmover.kernels.config": "RowConfig",
+    "kvmover.needs": "MissingLibrary",
+    "kvmover.observe.start": "Observers",
     "kvmover.ledger.residency": "Residency",
     "kvmover.tiers.rate": "Bucket",
     "kvmover.tiers.rules": "Rule",

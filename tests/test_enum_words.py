@@ -47,7 +47,7 @@ TOLD = {
     "exposition.Metric",
     "observe.checks.Finding",
     "plan.cost.Choice",
-    "plan.measure._Design",
+    "plan.calibration._Design",
     "store.fetch.Failure",
     "store.record.Record",
     "store.results.GotResult",

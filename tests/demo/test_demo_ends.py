@@ -27,9 +27,8 @@ from kvmover.demo import run as demo
 from kvmover.demo.report import RunReport, ScenarioReport
 from kvmover.demo.requests import TraceError
 from kvmover.demo.run import MOVER, DemoOptions, run, run_demo
-from kvmover.errors import KvmoverError
+from kvmover.errors import KvmoverError, MissingLibrary
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.needs import MissingLibrary
 from kvmover.observe.runlog import read_lines
 
 WITHIN_S = 60.0

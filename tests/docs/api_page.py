@@ -38,8 +38,8 @@ PACKAGES = (
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
     "kvmover.errors",
-    "kvmover.needs",
-    "kvmover.observe.start",
+    "kvmover.errors",
+    "kvmover.observe.observers",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",
 )
@@ -116,7 +116,7 @@ TEXTS = {
     "kvmover.cache.tiers.LAST_PAGE": "A prefix needs its last page only: states.",
     "kvmover.cache.tiers.SOLE": "The share of a rank that has its host pool to itself.",
     "kvmover.cache.tiers.Prefetch": "A BestEffort, a Wait, a Timeout or a CostAware.",
-    "kvmover.config.keys": "Every setting, by its name.",
+    "kvmover.config.settings": "Every setting, by its name.",
 }
 
 HEAD = """\
