@@ -46,6 +46,7 @@ TOLD = {
     "demo.scenarios.Scenario",
     "exposition.Metric",
     "observe.checks.Finding",
+    "observe.report_sums.PartTimes",
     "plan.cost.Choice",
     "plan.calibration._Design",
     "store.fetch.Failure",
