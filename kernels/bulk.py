@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from . import config, driver, reference, ring
-from .region import Offsets, Region, RegionError
+from . import driver, reference, ring
+from .launch import Upload
+from .launch import choose as tuned_config
+from .region import Offsets, Region, RegionError, copies, mean_copy, merged
 from .ring import ALIGNMENT, CAPABILITY
-from .runs import copies, mean_copy, merged
-from .upload import Upload
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def _rows(regions: Sequence[Region], sms: int) -> Callable[[], None]:
     from . import rows
 
     device = torch.device("cuda", torch.cuda.current_device())
-    shape = config.choose(rows.kind_of(max(regions, key=lambda region: region.nbytes)), sms, device)
+    shape = tuned_config(rows.kind_of(max(regions, key=lambda region: region.nbytes)), sms, device)
     launch = rows.describe(regions, shape.block_bytes)
     return rows.PreparedRows(_upload(launch.table), launch, shape, shape.programs(launch.tiles, sms, device)).run
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .overlap import check_apart
-from .region import Offsets, Region, Side, even_distance
+from .region import Offsets, Region, Side, check_apart, even_distance
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 from . import driver
-from .region import Offsets, Region, RegionError
-from .runs import merged
+from .region import Offsets, Region, RegionError, merged
 
 SOURCE = Path(__file__).parent / "cuda" / "bulk.cu"
 KERNEL = "bulk_move"

@@ -16,10 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .config import RowConfig, RowKind, choose
-from .overlap import check_apart
-from .region import Region, RegionError, even_distance
-from .upload import Upload
+from .launch import RowConfig, RowKind, Upload, choose
+from .region import Region, RegionError, check_apart, even_distance
 
 #: int64 words that describe a region to the kernel: see `describe`.
 FIELDS = tl.constexpr(18)

@@ -5,33 +5,48 @@ Nothing heavy is imported before a command runs: `kvmover --help` needs neither 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from kvmover import __version__
+from kvmover.cli_options import (
+    HELP,
+    DemoArguments,
+    Json,
+    OneNamespace,
+    PlanOptions,
+    ReplayArguments,
+    Root,
+    count,
+    size,
+    takes,
+)
 from kvmover.errors import (
     KvmoverError,
     LayoutError,
     PeerRefused,
     ProtocolError,
+    StoreError,
     TransferFailed,
     TransportError,
+    need,
 )
-from kvmover.observe.command import HELP, Json, count, store_app
-from kvmover.observe.command import app as operator_app
 
 if TYPE_CHECKING:
     from kvmover.layout import Component
     from kvmover.plan.calibration import Calibration
-    from kvmover.plan.text import FleetText
+    from kvmover.plan.fleet_text import FleetText
+    from kvmover.store import StoreRow
 
 #: Errors that say what happened to a transfer. All others say what is wrong with the input.
 _HAPPENED = (TransportError, PeerRefused, ProtocolError, TransferFailed)
@@ -40,10 +55,6 @@ _FAILED, _REFUSED = 1, 2
 #: Ranks of a fleet, and pages of a request, that a plan is made for. 10 million pages take about a second and 1 GB.
 _MOST_RANKS, _MOST_PAGES = 1 << 17, 10_000_000
 
-#: What `--scenario` and `--policy` take: the modules that have them load numpy and torch.
-SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "storage")
-POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
-
 app = typer.Typer(
     name="kvmover",
     help="Moves the KV cache of running language models between memories that do not agree.",
@@ -51,9 +62,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-
-
-_FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -114,92 +122,47 @@ def version() -> None:
 
 
 @app.command()
-def plan(
-    src: Annotated[
-        str,
-        typer.Option(help="The fleet that holds the KV; or as engines are told: 'vllm -tp 8'.", metavar=_FLEET),
-    ],
-    dst: Annotated[str, typer.Option(help="The fleet that wants it.", metavar=_FLEET)],
-    tokens: Annotated[int, typer.Option(parser=count, metavar="N", help="Tokens of the request.")],
-    model: Annotated[
-        Path | None,
-        typer.Option(help="A Hugging Face config.json, or its folder: sizes that are not given.", metavar="FILE"),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Layers of the model.")] = None,
-    component: Annotated[
-        Literal["attention", "mla"] | None, typer.Option(help="Kind of cache; attention if not given.")
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="KV heads of the model (attention).")
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Elements of a head (attention).")
-    ] = None,
-    latent_dim: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Elements of a token's latent (mla).")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Element type, by torch's name: float8_e4m3fn; bfloat16 if not given.", metavar="DTYPE"),
-    ] = None,
-    replicas: Annotated[
-        Literal["stripe", "elect"],
-        typer.Option(help="Sources that hold the same bytes share the pages out, or one sends them all."),
-    ] = "stripe",
-    calibration: Annotated[
-        Path | None, typer.Option(help="Choose routes by the costs measured on a link.", metavar="FILE")
-    ] = None,
-    link: Annotated[
-        str | None, typer.Option(help="Which link of the calibration, if it has several.", metavar="HOST[/TRANSPORT]")
-    ] = None,
-    one_host: Annotated[
-        bool, typer.Option("--one-host", help="Processes of one host with pools in shared memory, its costs assumed.")
-    ] = False,
-    svg: Annotated[Path | None, typer.Option(help="Also draw it.", metavar="FILE")] = None,
-    every_leg: Annotated[bool, typer.Option("--every-leg", help="Do not fold equal legs of large fleets.")] = False,
-    as_json: Json = False,
-) -> None:
+@takes(PlanOptions)
+def plan(options: PlanOptions) -> None:
     """Show who sends what to whom, by which route, and why."""
     from kvmover.plan import HOST, RDMA, Plan, Replicas
     from kvmover.plan.cost import BY_HOST, BY_WIRE
-    from kvmover.plan.text import explain, link_as_data, plan_as_data
+    from kvmover.plan.explain import explain, link_as_data, plan_as_data
 
-    given = {"kv_heads": kv_heads, "head_dim": head_dim, "latent_dim": latent_dim}
-    cache, note = _cache(model, component, layers, dtype, given)
-    source, target = _fleet("--src", src), _fleet("--dst", dst)
-    _check_size(tokens, source, target)
-    answer = Plan(cache, source.fleet, target.fleet, 0, tokens, Replicas(replicas))
-    measured = _link(calibration, link)
-    assumed, among = (HOST, BY_HOST) if one_host else (RDMA, BY_WIRE)
+    cache, note = _cache(options)
+    source, target = _fleet("--src", options.src), _fleet("--dst", options.dst)
+    _check_size(options.tokens, source, target)
+    answer = Plan(cache, source.fleet, target.fleet, 0, options.tokens, Replicas(options.replicas))
+    measured = _link(options.calibration, options.link)
+    assumed, among = (HOST, BY_HOST) if options.one_host else (RDMA, BY_WIRE)
     costs = measured.costs(assumed) if measured else assumed
     legs = list(explain(answer, source.order, target.order, costs, among))
-    if svg:
-        from kvmover.observe.picture import draw
+    if options.svg:
+        from kvmover.observe.plan_picture import draw
 
-        _write(svg, draw(answer, source, target, legs))
-    if as_json:
+        _write(options.svg, draw(answer, source, target, legs))
+    if options.as_json:
         print(json.dumps(plan_as_data(answer, legs) | (link_as_data(measured, assumed) if measured else {})))
         return
     from kvmover.observe.plan_table import MOST_LEGS, print_plan
 
-    print_plan(answer, source, target, legs, len(legs) if every_leg else MOST_LEGS)
+    print_plan(answer, source, target, legs, len(legs) if options.every_leg else MOST_LEGS)
     if note:
         print(note)
     if measured:
         print(f"calibrated: {measured.why(assumed)}")
 
 
-def _cache(
-    model: Path | None, kind: str | None, layers: int | None, dtype: str | None, sizes: dict[str, int | None]
-) -> tuple[Component, str]:
+def _cache(given: PlanOptions) -> tuple[Component, str]:
     """The component from the options, and from the model's own configuration where they say nothing; and a note."""
-    note = ""
-    if model is not None:
+    kind, layers, dtype, note = given.component, given.layers, given.dtype, ""
+    sizes = {name: getattr(given, name) for name in ("kv_heads", "head_dim", "latent_dim")}
+    if given.model is not None:
         from kvmover.plan.model_config import read_sizes
 
-        found = read_sizes(model)
+        found = read_sizes(given.model)
         if kind not in (None, found.kind):
-            raise LayoutError(f"--component {kind}, and {model} is of {found.kind}")
+            raise LayoutError(f"--component {kind}, and {given.model} is of {found.kind}")
         kind, layers, dtype, note = found.kind, layers or found.layers, dtype or found.dtype, found.note
         sizes = {name: value or found.sizes.get(name) for name, value in sizes.items()}
     if layers is None:
@@ -223,8 +186,7 @@ def _component(kind: str, layers: int, dtype: str, **sizes: int | None) -> Compo
 
 
 def _fleet(option: str, text: str) -> FleetText:
-    from kvmover.plan.engine_words import in_our_words
-    from kvmover.plan.text import FleetText
+    from kvmover.plan.fleet_text import FleetText, in_our_words
 
     try:
         return FleetText.parse(in_our_words(text))
@@ -276,82 +238,243 @@ def doctor(as_json: Json = False) -> int:
 
 
 @app.command()
-def demo(
-    scenario: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Run this one only; may be repeated.", metavar="|".join(SCENARIOS), autocompletion=lambda: SCENARIOS
-        ),
-    ] = None,
-    requests: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Requests of a scenario.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Take requests from a Mooncake JSONL trace.", metavar="FILE")
-    ] = None,
-    scale: Annotated[
-        float | None,
-        typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.", metavar="FACTOR"),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of weights and conversations.")] = 0,
-    watch: Annotated[bool, typer.Option("--watch", help="Show `kvmover top` of its ranks while it runs.")] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Also write its run log, as run.jsonl, and draw it, as run.html.", metavar="FILE.html"),
-    ] = None,
-    as_json: Json = False,
-) -> int:
+@takes(DemoArguments)
+def demo(given: DemoArguments) -> int:
     """Move KV between two fleets of real processes of different shape, and compare the tokens they generate."""
-    from kvmover.needs import need
-
     need("torch", "the demo", "torch")
     from kvmover.demo.run import DemoOptions, run_demo
 
     return run_demo(
         DemoOptions(
-            scenarios=tuple(scenario or ()),
-            requests=requests,
-            trace=trace,
-            scale=scale,
-            seed=seed,
-            as_json=as_json,
-            report=report,
-            watch=watch,
+            scenarios=tuple(given.scenario or ()),
+            requests=given.requests,
+            trace=given.trace,
+            scale=given.scale,
+            seed=given.seed,
+            as_json=given.as_json,
+            report=given.report,
+            watch=given.watch,
         )
     )
 
 
 @app.command()
-def replay(
-    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's JSON lines.", metavar="TRACE")],
-    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.")] = 64,
-    capacity_tokens: Annotated[
-        int | None,
-        typer.Option(parser=count, metavar="N", help="Tokens that the device holds; any number if not given."),
-    ] = None,
-    host_tokens: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Tokens that the host holds, if there is one.")
-    ] = None,
-    storage_tokens: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Tokens that storage behind the host holds.")
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(help="Which page is given up first.", metavar="|".join(POLICIES), autocompletion=lambda: POLICIES),
-    ] = "lru",
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@takes(ReplayArguments)
+def replay(given: ReplayArguments) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
     from kvmover.cache.replay import ReplayConfig, ReplayOptions, policy_named, run_replay
     from kvmover.observe.tables import console
 
-    config = ReplayConfig(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
-    run_replay(ReplayOptions(trace, config, plot, as_json), console())
+    config = ReplayConfig(
+        given.page_size,
+        given.capacity_tokens,
+        given.host_tokens or 0,
+        given.storage_tokens or 0,
+        policy_named(given.policy),
+    )
+    run_replay(ReplayOptions(given.trace, config, given.plot, given.as_json), console())
 
 
-app.add_typer(operator_app)
+@app.command("config")
+def show_config(
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file; $KVMOVER_CONFIG if not given.", metavar="FILE")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of TOML.")] = False,
+) -> None:
+    """Print every setting as TOML: defaults as comments, and behind others where they were given."""
+    from kvmover.config import load
+    from kvmover.config.load import as_data, as_toml
+
+    loaded = load(config)
+    typer.echo(json.dumps(as_data(loaded)) if as_json else as_toml(loaded), nl=as_json)
+
+
+@app.command("top")
+def show_top(
+    addresses: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Where ranks serve their metrics: http://decode-0:9400/metrics, or decode-0:9400-9407 for eight ranks;"
+            " http://127.0.0.1:9400/metrics if not given.",
+            metavar="[URL]...",
+        ),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two frames.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, of all since the start.")] = False,
+) -> None:
+    """Watch transfers, hits by tier, bandwidth, arenas and failures, from metrics endpoints. Ctrl-C ends it."""
+    from kvmover.observe import top
+    from kvmover.observe.tables import console
+    from kvmover.observe.top import endpoints
+
+    found = [each for text in addresses or ["http://127.0.0.1:9400/metrics"] for each in endpoints(text)]
+    if once:
+        top.show(found, console())
+        return
+    with contextlib.suppress(KeyboardInterrupt):
+        top.watch(found, interval, console())
+
+
+@app.command("report")
+def write_report(
+    logs: Annotated[list[Path], typer.Argument(help="Run logs, one a rank or several.", metavar="RUN.jsonl...")],
+    html: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE")],
+) -> None:
+    """Draw a run: hit rate by tier, where lost hits went, bandwidth, transfers and routes, on one page of HTML."""
+    from kvmover.observe import report
+
+    lines = report.write_report(logs, html)
+    typer.echo(f"wrote {html}: {len(lines.transfers)} transfers and {len(lines.accounts)} requests")
+
+
+store_app = typer.Typer(help="Look after page stores: directories of KV pages.", context_settings=HELP)
+
+
+@store_app.callback(invoke_without_command=True)
+def _store(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _directory(given: Path | None) -> Path:
+    from kvmover.config import load
+
+    return given or load().settings.store.directory()
+
+
+@store_app.command("stat")
+def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
+    """Show what is stored, and what a crash cost."""
+    from kvmover.store import stat_stores
+
+    return _tell(stat_stores(_directory(root), namespace), as_json)
+
+
+@store_app.command("verify")
+def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Json = False) -> int:
+    """Read every object and delete the bad ones. Exit status 1 if there were any."""
+    from kvmover.store import chosen_stores, verify_stores
+
+    where = _directory(root)
+    if not chosen_stores(where, namespace):
+        raise StoreError(f"no page store in {where}: nothing was verified")
+    return _tell(verify_stores(where, namespace), as_json)
+
+
+@store_app.command("gc")
+def store_gc(
+    root: Root = None,
+    namespace: OneNamespace = None,
+    quota: Annotated[
+        int | None,
+        typer.Option(
+            parser=size,
+            metavar="BYTES",
+            help="Evict until each namespace holds no more, as 10GB or 64MiB; store.quota_bytes if not given.",
+        ),
+    ] = None,
+    ttl: Annotated[
+        int | None,
+        typer.Option(
+            parser=count, metavar="SECONDS", help="Delete pages unused for so long; store.ttl_s if not given."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Take over what dead writers left, and keep to a quota or an age."""
+    from kvmover.config import load
+    from kvmover.store import collect_stores
+
+    configured = load().settings.store
+    policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
+    return _tell(collect_stores(root or configured.directory(), namespace, policy), as_json)
+
+
+@store_app.command("clear")
+def store_clear(
+    namespace: Annotated[str, typer.Option(help="Those whose name begins so; '' is all.", metavar="PREFIX")],
+    root: Root = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Delete all pages of a namespace, and nothing else. Asks before it does."""
+    from kvmover.store import clear_stores
+
+    where = _directory(root)
+    if not yes:
+        _ask_to_clear(where, namespace)
+    return _tell(clear_stores(where, namespace), as_json)
+
+
+def _ask_to_clear(root: Path, namespace: str) -> None:
+    """Say what would be deleted, and go on only if a person agrees: pages are not had back."""
+    from kvmover.store import stat_stores
+
+    rows = stat_stores(root, namespace)
+    names = ", ".join(f"{row.found.manifest.model} ({row.found.folder.name[:12]})" for row in rows)
+    what = f"{sum(row.stat.pages for row in rows):,} pages of {len(rows)} namespaces in {root}: {names}"
+    if not sys.stdin.isatty():
+        raise StoreError(f"would delete {what}; say --yes to do it")
+    typer.confirm(f"Delete {what}?", abort=True, err=True)
+
+
+def _tell(rows: Sequence[StoreRow], as_json: bool) -> int:
+    """Print them, as a table and a sentence where there is something to say; 1 if a bad object was found."""
+    if as_json:
+        typer.echo(json.dumps([row.as_data() for row in rows]))
+    else:
+        _print_stores(rows)
+    return int(any(sum(row.verified.bad.values()) for row in rows if row.verified))
+
+
+def _print_stores(rows: Sequence[StoreRow]) -> None:
+    from kvmover.observe.tables import Column, Sheet, console
+
+    out = console()
+    table = Sheet(
+        [
+            Column("namespace", "left"),
+            *(Column(title, "left", folds_at=24) for title in ("model", "weights")),
+            *(Column(title) for title in ("page", "pages", "objects", "payload", "on disk", "segments")),
+        ]
+    )
+    for row in rows:
+        manifest, found = row.found.manifest, row.stat
+        table.add(
+            row.found.folder.name[:12],
+            manifest.model + (" (salted)" if manifest.salted else ""),
+            manifest.weights,
+            str(manifest.page_tokens),
+            f"{found.pages:,}",
+            f"{found.objects:,}",
+            _mebibytes(found.payload_bytes),
+            _mebibytes(found.held_bytes + found.head_bytes),
+            f"{found.segments:,}",
+        )
+    out.print(table if rows else "no page store here")
+    for row in rows:
+        if note := _note(row):
+            out.print(f"{row.found.folder.name[:12]} {row.found.manifest.model}: {note}", soft_wrap=True)
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.1f} MiB"
+
+
+def _note(row: StoreRow) -> str:
+    """What was found or done, in words; nothing where there is nothing to say."""
+    notes = [f"dropped {number:,} ({reason})" for reason, number in row.recovered.dropped.items()]
+    if row.deleted_pages:
+        notes.append(f"deleted {row.deleted_pages:,} pages")
+    if row.verified:
+        bad = [f"deleted {number:,} bad ({reason})" for reason, number in row.verified.bad.items()]
+        objects = f"all {row.verified.objects:,} objects are" if row.verified.objects != 1 else "its one object is"
+        notes += bad or [f"{objects} whole"]
+    return ", ".join(notes)
+
+
 app.add_typer(store_app, name="store")
 
-for _command in (*app.registered_commands, *operator_app.registered_commands, *store_app.registered_commands):
+for _command in (*app.registered_commands, *store_app.registered_commands):
     _command.short_help = inspect.getdoc(_command.callback)  # whole, where the list of commands would cut it

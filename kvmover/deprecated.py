@@ -72,11 +72,15 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 
 
-#: Modules below a new path whose contents another one has now.
+#: Modules whose contents another one has now, in packages that stayed or below a new path.
 MERGED: Mapping[str, str] = {
     "kvmover.cache.ledger.residency": "kvmover.cache.ledger.metrics",
     "kvmover.cache.tiers.rate": "kvmover.cache.tiers.policy",
     "kvmover.cache.tiers.rules": "kvmover.cache.prefix.rules",
+    "kvmover.config.keys": "kvmover.config.settings",
+    "kvmover.kernels.config": "kvmover.kernels.launch",
+    "kvmover.needs": "kvmover.errors",
+    "kvmover.observe.start": "kvmover.observe.observers",
 }
 
 
@@ -89,8 +93,8 @@ def package_of(path: str) -> str | None:
 def new_place(path: str) -> str | None:
     """Where a module is that was at `path`; None for one that has not moved."""
     package = package_of(path)
-    place = MOVED[package][0] + path.removeprefix(package) if package else None
-    return MERGED.get(place, place) if place else None
+    place = MOVED[package][0] + path.removeprefix(package) if package else path
+    return MERGED.get(place, place if package else None)
 
 
 def new_name(path: str, name: str) -> str:

@@ -3,6 +3,11 @@
 Bad input is refused with the values in the message before anything is sent or written.
 """
 
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
 
 class KvmoverError(Exception):
     """Base of all errors raised by kvmover."""
@@ -62,3 +67,14 @@ class TransferFailed(KvmoverError):
 
 class StoreError(KvmoverError):
     """A page store that cannot be opened, or a call to it that makes no sense. What befalls a page is a result."""
+
+
+class MissingLibrary(KvmoverError, ImportError):
+    """A library that is not installed: the message says what needs it, and how to install it."""
+
+
+def need(module: str, what: str, extra: str) -> None:
+    """Raise MissingLibrary where `module` cannot be imported: `the demo needs torch: pip install 'kvmover[torch]'`."""
+    if module not in sys.modules and find_spec(module) is None:
+        name = module.replace("_", "-")
+        raise MissingLibrary(f"{what} needs {name}, which is not installed: pip install 'kvmover[{extra}]'")

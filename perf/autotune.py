@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.progress import track
 
 from kvmover.kernels import rows
-from kvmover.kernels.config import TUNED, RowConfig, device_key
+from kvmover.kernels.launch import TUNED, RowConfig, device_key
 from kvmover.kernels.region import Region
 
 #: Tiles and warps to try without a budget, and where each program has an SM to itself.

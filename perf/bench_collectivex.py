@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol
 
@@ -45,6 +46,13 @@ ENGINES = ("prefill", "decode")
 
 Words = npt.NDArray[np.uint64]
 Side = Literal["prefill", "decode"]
+
+
+class Shape(StrEnum):
+    """What raw NIXL moves: the case's PAGES, each run a descriptor, or one RUN of as many bytes."""
+
+    PAGES = "pages"
+    RUN = "run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +136,21 @@ class Rank:
     def meet(self, metadata: bytes) -> str:
         return self.raw.nixl.add_remote_agent(metadata).decode()
 
-    def prepare(self, name: str, verb: str, peer: str, theirs: Memory, dense: bool) -> None:
+    def prepare(self, name: str, verb: str, peer: str, theirs: Memory, shape: Shape) -> None:
         """A handle with all descriptors of the case, or one for as many contiguous bytes."""
         other = ENGINES[self.engine == ENGINES[0]]
         lists = [
-            self.raw.nixl.prep_xfer_dlist(owner, self._runs(memory, engine, dense), memory.kind.value)
+            self.raw.nixl.prep_xfer_dlist(owner, self._runs(memory, engine, shape), memory.kind.value)
             for owner, memory, engine in (("", self.memory, self.engine), (peer, theirs, other))
         ]
-        every = np.arange(1 if dense else self.case.planes * self.case.pages, dtype=np.int32)
+        every = np.arange(1 if shape is Shape.RUN else self.case.planes * self.case.pages, dtype=np.int32)
         self.handles[name] = self.raw.nixl.make_prepped_xfer(verb, lists[0], every, lists[1], every, b"")
 
-    def _runs(self, memory: Memory, engine: str, dense: bool) -> npt.NDArray[np.uint64]:
-        offsets = np.zeros(1, np.int64) if dense else self.case.offsets(engine)
+    def _runs(self, memory: Memory, engine: str, shape: Shape) -> npt.NDArray[np.uint64]:
+        offsets = np.zeros(1, np.int64) if shape is Shape.RUN else self.case.offsets(engine)
         table = np.empty((len(offsets), 3), np.uint64)
         table[:, 0] = memory.address + offsets
-        table[:, 1] = self.case.nbytes if dense else self.case.run_bytes
+        table[:, 1] = self.case.nbytes if shape is Shape.RUN else self.case.run_bytes
         table[:, 2] = memory.device
         return table
 
@@ -251,16 +259,16 @@ class Raw:
 
     pair: Pair
     verb: Literal["READ", "WRITE"] = "READ"
-    dense: bool = False
+    shape: Shape = Shape.PAGES
     name: str = field(init=False)
     took_s: float = 0.0
 
     def prepare(self) -> None:
-        self.name, pair = f"{self.verb} {self.dense}", self.pair
+        self.name, pair = f"{self.verb} {self.shape}", self.pair
         if self.verb == "READ":
-            pair.here.prepare(self.name, "READ", pair.peer, pair.theirs, self.dense)
+            pair.here.prepare(self.name, "READ", pair.peer, pair.theirs, self.shape)
         else:
-            pair.ask("prepare", self.name, "WRITE", pair.us, pair.here.memory, self.dense)
+            pair.ask("prepare", self.name, "WRITE", pair.us, pair.here.memory, self.shape)
 
     def post(self) -> None:
         self.took_s = self.pair.here.run(self.name) if self.verb == "READ" else self.pair.ask("run", self.name)
@@ -269,7 +277,7 @@ class Raw:
         return self.took_s
 
     def verify(self) -> None:
-        if not self.dense:
+        if self.shape is Shape.PAGES:
             self.pair.verify()
 
     def close(self) -> None:
@@ -314,7 +322,7 @@ class Moved:
 
 
 CONTENDERS: dict[str, Callable[[Pair], Contender]] = {
-    "bulk": lambda pair: Raw(pair, dense=True),
+    "bulk": lambda pair: Raw(pair, shape=Shape.RUN),
     "NIXL paged, read": Raw,
     "NIXL paged, written": lambda pair: Raw(pair, "WRITE"),
     "kvmover direct, pulled": lambda pair: Moved(pair, Verb.PULL, Route.DIRECT),

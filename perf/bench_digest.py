@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from kvmover.kernels import digest, rows
-from kvmover.kernels.config import RowConfig
 from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.region import Region
 from perf.cases import DEEPSEEK, INDEX_KEYS, LLAMA, Case, Move, moves
 from perf.gpu_time import interleaved, need_gpu

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 from kvmover.kernels import rows
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.region import Region
 from perf.cases import CASES, Move, moves
 from perf.gpu_time import interleaved, need_gpu

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from kvmover.kernels import quant
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.quant_reference import SCALE_BYTES, WIDE_BYTES, QuantRegion, dequantize, quantize
 from kvmover.kernels.region import Side
 from perf.bench_kernels import launcher

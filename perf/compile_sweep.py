@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from kvmover.kernels import sass
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.region import Region, Side
+from perf import machine_code
 
 ARCHITECTURES = (80, 90, 100)
 
@@ -32,7 +32,7 @@ def region(row_bytes: int, tokens: int) -> Region:
 def compile_one(job: tuple[int, int, RowConfig, int]) -> tuple[str, bool]:
     """A line of the report, and whether the candidate is as it should be."""
     row_bytes, tokens, config, architecture = job
-    code = sass.of_rows([region(row_bytes, tokens)], config, architecture)
+    code = machine_code.of_rows([region(row_bytes, tokens)], config, architecture)
     widths = sorted({bits for each in code.widths().values() for bits in each})
     good = widths == [128] and not code.spills and not code.shared_bytes
     what = f"sm_{architecture} {row_bytes:>4} B x {tokens:<2} {config.block_bytes >> 10:>3} KiB {config.warps:>2} warps"

@@ -41,7 +41,7 @@ them:
 
 ```python
 from kvmover.cache.ledger import Ledger, LedgerCollector
-from kvmover.observe.start import Observers
+from kvmover.observe.observers import Observers
 
 with Observers(settings, engine="decode", rank=0) as observers:
     ledger = Ledger(sink=observers.account)

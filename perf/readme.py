@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from perf.record import RESULTS, read
@@ -243,46 +243,42 @@ def _equal() -> list[str]:
     return lines
 
 
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A sentence, and a table below it."""
+    header = f"| {' | '.join(columns)} |".replace("|  |", "| |")
+    return [title, "", header, "|---" * len(columns) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
 def _request() -> list[str]:
     rows = read("request")
-    lines = [
+    return _table(
         "**CPU of a request beside its bytes**, both sides together, prompts of 1 to 512 tokens, loopback, no copies;"
         f" before: commit {rows[0]['before']} in the same run ({_about(rows[0])}):",
-        "",
-        "| | before, microseconds | now | times |",
-        "|---|---|---|---|",
-    ]
-    lines += [f"| {row['what']} | {row['before_us']} | {row['now_us']} | {row['ratio']} |" for row in rows]
-    return lines
+        ("", "before, microseconds", "now", "times"),
+        ((row["what"], row["before_us"], row["now_us"], row["ratio"]) for row in rows),
+    )
 
 
 def _waiting() -> list[str]:
     rows = read("waiting")
-    lines = [
+    return _table(
         f"**{int(rows[0]['open']):,} requests that wait for their prefill**, CPU time, polled 100 times a second;"
         f" before: commit d77baa8 in the same run ({_about(rows[0])}):",
-        "",
-        "| | before | now |",
-        "|---|---|---|",
-    ]
-    lines += [f"| {row['case']} | {row['before']} | {row['now']} |" for row in rows]
-    return lines
+        ("", "before", "now"),
+        ((row["case"], row["before"], row["now"]) for row in rows),
+    )
 
 
 def _growth() -> list[str]:
     rows = read("growth")
     about = rows[0]
-    lines = [
+    return _table(
         f"**A prompt computed in {about['chunks']} chunks** of {about['compute_ms_a_chunk']} ms,"
         f" {int(about['tokens']):,} tokens, 256 MiB, two processes over NIXL: from its last chunk computed to landed"
         f" ({_about(about)}):",
-        "",
-        "| | ms, median (10th to 90th percentile) |",
-        "|---|---|",
-    ]
-    for row in rows:
-        lines.append(f"| {row['way']} | {row['after_last_chunk_ms']} ({row['low_ms']} to {row['high_ms']}) |")
-    return lines
+        ("", "ms, median (10th to 90th percentile)"),
+        ((row["way"], f"{row['after_last_chunk_ms']} ({row['low_ms']} to {row['high_ms']})") for row in rows),
+    )
 
 
 def _plan() -> list[str]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvmover import cli
+from kvmover import cli, cli_options
 from kvmover.errors import DeadlineExceeded, TransferFailed
 from kvmover.layout import Component, CpOrder, Fleet
-from kvmover.plan.text import FleetText
+from kvmover.plan.fleet_text import FleetText
 from kvmover.store import Namespace, PageStore
 
 GQA = {"component": "attention", "kv-heads": 8, "head-dim": 128, "layers": 80, "dtype": "bfloat16", "tokens": 8192}
@@ -365,8 +365,8 @@ def test_the_words_that_the_help_shows_are_those_that_are_taken() -> None:
     from kvmover.cache.prefix.policy import POLICIES
     from kvmover.demo.scenarios import SCENARIOS
 
-    assert tuple(scenario.name for scenario in SCENARIOS) == cli.SCENARIOS
-    assert tuple(POLICIES) == cli.POLICIES
+    assert tuple(scenario.name for scenario in SCENARIOS) == cli_options.SCENARIOS
+    assert tuple(POLICIES) == cli_options.POLICIES
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,20 @@ def test_a_name_of_old_is_found_in_a_module_below_an_old_path() -> None:
     assert (done.stdout, done.stderr) == ("TierPolicy\n", "")
 
 
-@pytest.mark.parametrize("path", ["kvmover.ledger.residency", "kvmover.tiers.rate", "kvmover.tiers.rules"])
-def test_a_module_that_another_one_has_taken_in_is_found_at_its_old_path(path: str) -> None:
-    name = {"residency": "Residency", "rate": "Bucket", "rules": "Rule"}[path.rpartition(".")[2]]
+#: A name of each module that another one has taken in.
+TAKEN_IN = {
+    "kvmover.config.keys": "SettingKey",
+    "kvmover.kernels.config": "RowConfig",
+    "kvmover.needs": "MissingLibrary",
+    "kvmover.observe.start": "Observers",
+    "kvmover.ledger.residency": "Residency",
+    "kvmover.tiers.rate": "Bucket",
+    "kvmover.tiers.rules": "Rule",
+}
+
+
+@pytest.mark.parametrize(("path", "name"), TAKEN_IN.items())
+def test_a_module_that_another_one_has_taken_in_is_found_at_its_old_path(path: str, name: str) -> None:
     done = fresh(f"from {path} import {name}\nprint({name}.__name__)", "-W", "ignore")
     assert (done.stdout, done.stderr) == (f"{name}\n", "")
 

@@ -5,9 +5,8 @@
 5.0
 """
 
-from kvmover.config.keys import SettingKey, keys
 from kvmover.config.load import Loaded, Option, load
-from kvmover.config.settings import ConfigError, Settings
+from kvmover.config.settings import ConfigError, SettingKey, Settings, keys
 from kvmover.deprecated import renamed
 
 __all__ = ["ConfigError", "Loaded", "Option", "SettingKey", "Settings", "keys", "load"]

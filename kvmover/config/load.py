@@ -20,8 +20,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
-from kvmover.config.keys import PREFIX, SettingKey, keys, sections, value_of
-from kvmover.config.settings import ConfigError, Settings
+from kvmover.config.settings import PREFIX, ConfigError, SettingKey, Settings, keys, sections, value_of
 from kvmover.errors import KvmoverError
 
 #: The file that is read where no path is given.

@@ -19,9 +19,9 @@ from kvmover.demo.scenarios import Scenario
 from kvmover.layout.fleet import Shard
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.observe.metrics import MoverCollector
-from kvmover.observe.start import Observers
+from kvmover.observe.observers import Observers
 from kvmover.plan.cost import Route
-from kvmover.plan.text import FleetText
+from kvmover.plan.fleet_text import FleetText
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Result, Transfer

@@ -26,13 +26,12 @@ from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, show
 from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale
 from kvmover.demo.scenario_run import LIFE_POOL_TOKENS, POOL_TOKENS, Lives, ScenarioRun
 from kvmover.demo.scenarios import Scenario, choose
-from kvmover.errors import KvmoverError
-from kvmover.needs import need
+from kvmover.errors import KvmoverError, need
 from kvmover.observe import top
 from kvmover.observe.report import write_report
 from kvmover.observe.runlog import read_lines
-from kvmover.observe.scrape import endpoints, fetch
 from kvmover.observe.tables import console
+from kvmover.observe.top import endpoints, fetch
 from kvmover.plan.cost import HOST
 from kvmover.transfer.config import MoverConfig
 from kvmover.transport import nixl_version

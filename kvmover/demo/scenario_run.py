@@ -20,7 +20,7 @@ from kvmover.demo.report import RequestReport, Wire
 from kvmover.demo.scenarios import Scenario
 from kvmover.demo.tiered_rank import Served, TieredSeat
 from kvmover.errors import KvmoverError
-from kvmover.plan.text import FleetText
+from kvmover.plan.fleet_text import FleetText
 
 #: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
 POOL_TOKENS = 16384

@@ -8,7 +8,7 @@ from kvmover.demo.model import GQA, LATENT, ModelConfig
 from kvmover.errors import LayoutError
 from kvmover.layout.component import Component
 from kvmover.plan.cost import Route
-from kvmover.plan.text import FleetText
+from kvmover.plan.fleet_text import FleetText
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
 from kvmover.demo.rank import Digests, Watched
 from kvmover.demo.scenarios import Scenario
 from kvmover.layout.pool import Pool, PoolSpec
-from kvmover.plan.text import FleetText
+from kvmover.plan.fleet_text import FleetText
 from kvmover.store import Namespace, PageStore
 
 #: Host pages for each page of the device.

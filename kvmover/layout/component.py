@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmover.errors import LayoutError
-from kvmover.numbers import settle_whole, whole
+from kvmover.fields import settle_whole, whole
 
 #: Bytes of an element, by torch's name of the dtype. Moves never look inside an element.
 DTYPE_BYTES = {

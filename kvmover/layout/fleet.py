@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from kvmover.enums import settle
 from kvmover.errors import LayoutError
+from kvmover.fields import settle, settle_whole
 from kvmover.layout.component import Component
 from kvmover.layout.positions import Stripe
 from kvmover.layout.span import Span
-from kvmover.numbers import settle_whole
 
 
 class CpOrder(StrEnum):

@@ -7,12 +7,11 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from kvmover.errors import LayoutError
+from kvmover.errors import LayoutError, need
+from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import Layout
-from kvmover.needs import need
-from kvmover.numbers import whole
 from kvmover.sharing import allocate
 from kvmover.vocabulary import PACKED_AXES, PACKED_ORDER
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 from kvmover import __version__
-from kvmover.observe import checks, host
-from kvmover.observe.checks import Finding, Status
-from kvmover.observe.plugins import NIXL_WHEELS
+from kvmover.observe import checks, host_checks
+from kvmover.observe.checks import NIXL_WHEELS, Finding, Status
 
-CHECKS = (*checks.CHECKS, *host.CHECKS)
+CHECKS = (*checks.CHECKS, *host_checks.CHECKS)
 
 _PLUGINS = {f"{wheel} others" for wheel in NIXL_WHEELS}
 

@@ -14,8 +14,9 @@ from kvmover.observe.words import (
     ranks_in_words,
     span_in_words,
 )
+from kvmover.plan.explain import Explained
+from kvmover.plan.fleet_text import FleetText
 from kvmover.plan.legs import Plan
-from kvmover.plan.text import Explained, FleetText
 
 #: More legs than this nobody reads one by one.
 MOST_LEGS = 32

@@ -25,6 +25,7 @@ from kvmover.observe.report_sums import (
     seconds_by_bin,
     seconds_by_way,
     slowest,
+    times_by_part,
     tokens_by_bin,
     tokens_of,
 )
@@ -65,7 +66,7 @@ def page(lines: Lines) -> str:
     if lines.cut:
         about += f"; {lines.cut} unfinished lines left out"
     body = [*_tiles(lines), *_hits(lines, bins), *_losses(lines), *_bandwidth(lines, bins)]
-    body += [*_latency(lines, bins), *_slowest(lines, bins), *_ways(lines)]
+    body += [*_latency(lines, bins), *_slowest(lines, bins), *_ways(lines), *_parts(lines)]
     body += [*_timeline(lines, bins), *_routes(lines), *_failures(lines, bins)]
     return "\n".join(
         [
@@ -227,6 +228,28 @@ def _ways(lines: Lines) -> Iterator[str]:
         [],
         (["way", "seconds"], [[way, f"{seconds:.3f}"] for way, seconds in found]),
     )
+
+
+def _parts(lines: Lines) -> Iterator[str]:
+    found = times_by_part(lines.transfers)
+    if not found:
+        return
+    whole = sum(sum(each.seconds) for each in found) or 1.0
+    yield "<section><h2>Parts of the way</h2><p>Seconds that the chunks of a request spent in each part, on all logged"
+    yield "ranks of both sides. Chunks overlap, so that parts may add up to more than the request took.</p>"
+    yield from _table(
+        ["part", "requests", "share", "p50", "p90", "p99", "most"],
+        [
+            [
+                str(each.part).replace("_", " "),
+                len(each.seconds),
+                f"{sum(each.seconds) / whole:.1%}",
+                *(_seconds(quantile(each.seconds, share)) for share in (0.5, 0.9, 0.99, 1.0)),
+            ]
+            for each in found
+        ],
+    )
+    yield "</section>"
 
 
 def _timeline(lines: Lines, bins: Bins) -> Iterator[str]:

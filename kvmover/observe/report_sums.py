@@ -9,6 +9,7 @@ from math import ceil, floor
 
 from kvmover.cache.ledger import Loss
 from kvmover.observe.runlog import Accounted, Lines, Moved
+from kvmover.transfer.meter import Stage, summed
 
 #: Where prompt tokens come from, nearest first; what is left was computed.
 TIERS = ("device", "host", "storage")
@@ -185,6 +186,35 @@ def seconds_by_way(transfers: Iterable[Moved]) -> list[tuple[str, float]]:
         if line.verb == "receive":
             found[route_of(line) if line.landed else f"failed: {line.cause or 'unknown'}"] += line.seconds
     return sorted(((way, seconds) for way, seconds in found.items() if seconds), key=lambda each: -each[1])
+
+
+@dataclass(frozen=True, slots=True)
+class PartTimes:
+    """Seconds of one part of the way, one number for each request that had it: of all its chunks, on all ranks."""
+
+    part: Stage
+    seconds: tuple[float, ...]
+
+
+#: The parts of a chunk's way in their order.
+PARTS = (Stage.CREDIT_WAIT, Stage.STAGING_WAIT, Stage.GATHER, Stage.POST, Stage.WIRE, Stage.SCATTER)
+
+
+def times_by_part(transfers: Iterable[Moved]) -> list[PartTimes]:
+    """What landed, by the parts of the way that took any time; a request's lines of both sides are one request.
+
+    >>> lines = [Moved(10.0, 4.0, "decode", 0, verb, "r", spent_s=spent) for verb, spent in
+    ...          (("send", {Stage.WIRE: 2.0}), ("receive", {Stage.WIRE: 1.0, Stage.SCATTER: 0.5}))]
+    >>> [(str(each.part), each.seconds) for each in times_by_part(lines)]
+    [('wire', (3.0,)), ('scatter', (0.5,))]
+    """
+    requests = defaultdict[str, list[dict[Stage, float]]](list)
+    for line in transfers:
+        if line.landed and line.spent_s:
+            requests[line.request].append(line.spent_s)
+    spent = [summed(each) for each in requests.values()]
+    found = [PartTimes(part, tuple(each[part] for each in spent if part in each)) for part in PARTS]
+    return [each for each in found if each.seconds]
 
 
 def slowest(transfers: Iterable[Moved], most: int) -> list[Moved]:

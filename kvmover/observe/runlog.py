@@ -22,6 +22,7 @@ from kvmover import __version__
 from kvmover.cache.ledger import Account
 from kvmover.errors import KvmoverError
 from kvmover.plan.cost import Route
+from kvmover.transfer.meter import Stage
 from kvmover.transfer.result import Cause, Ending
 
 _FLUSH_BYTES = 1 << 16
@@ -47,7 +48,7 @@ class Moved(Line, frozen=True, tag="transfer"):
     `time_s`: when it ended, by the wall clock. `seconds`: from its call until then. `nbytes`: payload of this
     rank's legs, whether or not they landed. `runs`: runs of bytes, the descriptors of the direct route.
     `writes`: chunks, each of them one write or read. `peers`: ranks that had chunks of it. `resent`: chunks that
-    did not match their digest at first.
+    did not match their digest at first. `spent_s`: seconds of chunks in each part of their way on this rank.
     """
 
     seconds: float
@@ -64,6 +65,7 @@ class Moved(Line, frozen=True, tag="transfer"):
     peers: int = 0
     resent: int = 0
     held: bool = False
+    spent_s: dict[Stage, float] = {}
 
     @property
     def landed(self) -> bool:
@@ -126,6 +128,7 @@ class RunLog:
                 result.peers,
                 result.resent,
                 result.held,
+                dict(result.spent_s),
             )
         )
 

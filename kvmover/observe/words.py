@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvmover.layout import Component, CpOrder, Positions, Span
-from kvmover.plan.text import FleetText
+from kvmover.plan.fleet_text import FleetText
 
 
 def bytes_in_words(nbytes: int) -> str:

@@ -1,11 +1,10 @@
 """A plan says who sends what to whom, as boxes, runs and descriptors, and by which route. Integers in, integers out."""
 
 from kvmover.deprecated import renamed
-from kvmover.plan.calibration import Calibration
+from kvmover.plan.calibration import Calibration, Measurements, Probe, Sample, probes
 from kvmover.plan.cost import HOST, RDMA, Choice, Costs, Posting, Route
 from kvmover.plan.legs import Leg, Plan, Replicas
 from kvmover.plan.lower import Box, BoxSide, Held, Runs, Strided, page_box
-from kvmover.plan.measure import Measurements, Probe, Sample, probes
 from kvmover.plan.units import Units
 
 __all__ = [

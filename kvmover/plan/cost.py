@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvmover.enums import settle
 from kvmover.errors import PlanError
+from kvmover.fields import settle
 
 
 class Route(StrEnum):

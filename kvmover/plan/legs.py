@@ -8,8 +8,8 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 from math import gcd
 
-from kvmover.enums import settle
 from kvmover.errors import PlanError
+from kvmover.fields import settle
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Coordinate, Fleet, Shard
 from kvmover.layout.positions import Positions, Stripe, common, normal, tokens_of

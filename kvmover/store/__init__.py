@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING
 from kvmover.deprecated import renamed
 
 if TYPE_CHECKING:
-    from kvmover.store.command import (
-        StoreRow,
-        chosen_stores,
-        clear_stores,
-        collect_stores,
-        stat_stores,
-        verify_stores,
-    )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
     from kvmover.store.namespace import HASH_BYTES, Found, Namespace, namespaces
     from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
+    from kvmover.store.page_store import PageStore
     from kvmover.store.part import PageBox, PagePart, elected, replicas
+    from kvmover.store.part_view import PartView
     from kvmover.store.policy import Policy
     from kvmover.store.results import (
         Collected,
@@ -33,12 +27,18 @@ if TYPE_CHECKING:
         Verified,
     )
     from kvmover.store.segment import Machine, this_machine
-    from kvmover.store.store import PageStore
-    from kvmover.store.view import PartView
+    from kvmover.store.upkeep import (
+        StoreRow,
+        chosen_stores,
+        clear_stores,
+        collect_stores,
+        stat_stores,
+        verify_stores,
+    )
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
-    "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
+    "upkeep": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
     "namespace": ("HASH_BYTES", "Found", "Namespace", "namespaces"),
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
@@ -56,8 +56,8 @@ _HOMES = {
         "Verified",
     ),
     "segment": ("Machine", "this_machine"),
-    "store": ("PageStore",),
-    "view": ("PartView",),
+    "page_store": ("PageStore",),
+    "part_view": ("PartView",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -21,8 +21,8 @@ from typing import Protocol
 
 import msgspec
 
-from kvmover.enums import member
 from kvmover.errors import DescriptorError, StoreError
+from kvmover.fields import member
 from kvmover.transport import Memory, MemoryKind
 
 #: What O_DIRECT asks of addresses, offsets and lengths on every disk; 512 bytes would do on some.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvmover.enums import settle
 from kvmover.errors import LayoutError
-from kvmover.numbers import check_positive, settle_whole, whole
+from kvmover.fields import check_positive, settle, settle_whole, whole
+from kvmover.plan.calibration import LEAST_REGION_BYTES
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.plan.legs import Replicas
-from kvmover.plan.measure import LEAST_REGION_BYTES
 from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol.auth import Keys

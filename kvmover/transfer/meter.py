@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -44,6 +44,23 @@ class Stage(StrEnum):
     STAGING_WAIT = "staging_wait"
     SEND = "send"
     RECEIVE = "receive"
+
+
+#: Seconds that the chunks of one transfer spent in each part of their way, on one rank. Chunks overlap.
+Spent = defaultdict[Stage, float]
+
+
+def summed(all_spent_s: Iterable[Mapping[Stage, float]]) -> dict[Stage, float]:
+    """Seconds by stage over several attempts, or several ranks.
+
+    >>> summed([{Stage.WIRE: 2.0}, {Stage.WIRE: 1.0, Stage.POST: 0.5}]) == {Stage.WIRE: 3.0, Stage.POST: 0.5}
+    True
+    """
+    total = Spent(float)
+    for spent_s in all_spent_s:
+        for stage, seconds in spent_s.items():
+            total[stage] += seconds
+    return dict(total)
 
 
 class Gauge(StrEnum):
@@ -108,9 +125,11 @@ class Meter:
         self.counts[count] += by
         self.beats += 1
 
-    def took(self, stage: Stage, seconds: float) -> None:
-        """Count a time of a stage, in seconds."""
+    def took(self, stage: Stage, seconds: float, spent_s: Spent | None = None) -> None:
+        """Count a time of a stage, in seconds; in `spent_s` too, the sums of one transfer."""
         self.stages[stage].add(seconds)
+        if spent_s is not None:
+            spent_s[stage] += seconds
         self.beats += 1
 
     def refused(self, refusal: str) -> None:

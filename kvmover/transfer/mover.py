@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy.typing as npt
 
-from kvmover import ranges
+from kvmover import nvtx_ranges as ranges
 from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PeerReplaced, ProtocolError, TransportError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
 from kvmover.errors import TransferFailed
 from kvmover.plan.cost import Route
+from kvmover.transfer.meter import Stage
 
 #: More layers and positions than any model or request has.
 ALL = 1 << 62
@@ -65,6 +67,7 @@ class Result:
     `incomplete`: one tuple a component, indices into the page table of the pages that this rank asked for and that are
     not whole, also of those that were never named (`Mover.allocated`); empty where all landed.
     `aux`: payloads by source rank.
+    `spent_s`: seconds that chunks spent on this rank in each part of their way; chunks overlap.
     """
 
     reason: str | None
@@ -79,6 +82,7 @@ class Result:
     resent: int = 0
     incomplete: tuple[tuple[int, ...], ...] = ()
     aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    spent_s: Mapping[Stage, float] = field(default_factory=dict[Stage, float])
 
     @property
     def landed(self) -> bool:

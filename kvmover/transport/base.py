@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.enums import settle
 from kvmover.errors import DescriptorError
+from kvmover.fields import settle
 
 #: Columns of a descriptor table, in NIXL's order: `count` runs of `nbytes` bytes, the starts `stride` bytes apart.
 ADDRESS, NBYTES, DEVICE, STRIDE, COUNT = range(5)

@@ -22,8 +22,8 @@ from kvmover.config import Loaded, Settings, keys, load
 from kvmover.engines.common import Upkeep
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe.checks import Status
-from kvmover.observe.host import configuration
-from kvmover.observe.start import Observers
+from kvmover.observe.host_checks import configuration
+from kvmover.observe.observers import Observers
 from kvmover.store import Namespace, PagePart, PageStore, memory_of_buffer
 from kvmover.transfer import Model, Mover, Place, Progress
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
@@ -39,7 +39,7 @@ _OWN = {"__post_init__", "__eq__", "__hash__", "__repr__"}
 
 
 #: Modules that a dataclass has its own fields checked by.
-_CHECKS = ("kvmover.enums", "kvmover.numbers")
+_CHECKS = ("kvmover.fields",)
 
 
 class Noted:
@@ -174,8 +174,8 @@ HANDED = {
     "engines/sglang/pd.py": {"mover", "mover_config", "progress"},
     "engines/sglang/storage.py": {"store"},
     "engines/vllm/connector.py": {"mover", "mover_config", "progress", "store"},
-    "observe/command.py": {"store"},
-    "observe/start.py": {"logging", "metrics", "record"},
+    "cli.py": {"store"},
+    "observe/observers.py": {"logging", "metrics", "record"},
 }
 #: Adapters that move requests begin what an operator wants to see of them.
 OBSERVED = {"engines/sglang/pd.py", "engines/vllm/connector.py"}

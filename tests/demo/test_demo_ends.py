@@ -20,16 +20,15 @@ import pytest
 if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
     pytest.skip("no NIXL wheel is installed", allow_module_level=True)
 
-from kvmover import cli, needs
+from kvmover import cli, errors
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import MetricsSettings, Settings
 from kvmover.demo import run as demo
 from kvmover.demo.report import RunReport, ScenarioReport
 from kvmover.demo.requests import TraceError
 from kvmover.demo.run import MOVER, DemoOptions, run, run_demo
-from kvmover.errors import KvmoverError
+from kvmover.errors import KvmoverError, MissingLibrary
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.needs import MissingLibrary
 from kvmover.observe.runlog import read_lines
 
 WITHIN_S = 60.0
@@ -106,7 +105,7 @@ def test_without_torch_there_is_one_sentence_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(needs, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     said = "needs torch, which is not installed: pip install 'kvmover[torch]'"
     with pytest.raises(SystemExit) as end:
         cli.main(["demo"])

@@ -13,7 +13,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 from kvmover.demo import run as demo
 from kvmover.demo.run import DemoOptions, run
 from kvmover.demo.scenarios import choose
-from kvmover.plan.text import FleetText
+from kvmover.plan.fleet_text import FleetText
 
 
 @pytest.mark.timeout(100)

@@ -38,8 +38,8 @@ PACKAGES = (
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
     "kvmover.errors",
-    "kvmover.needs",
-    "kvmover.observe.start",
+    "kvmover.errors",
+    "kvmover.observe.observers",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",
 )
@@ -61,7 +61,7 @@ CHOSEN = {
     "kvmover.kernels.region": ("Side", "Region", "RegionError"),
     "kvmover.kernels.reference": ("move",),
     "kvmover.kernels.rows": ("move", "prepare", "PreparedRows"),
-    "kvmover.kernels.config": ("RowConfig",),
+    "kvmover.kernels.launch": ("RowConfig",),
     "kvmover.kernels.digest_reference": ("Logical", "digest"),
     "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "PreparedDigest"),
     "kvmover.kernels.quant_reference": ("QuantRegion", "quantize", "dequantize", "pack", "unpack"),
@@ -116,7 +116,7 @@ TEXTS = {
     "kvmover.cache.tiers.LAST_PAGE": "A prefix needs its last page only: states.",
     "kvmover.cache.tiers.SOLE": "The share of a rank that has its host pool to itself.",
     "kvmover.cache.tiers.Prefetch": "A BestEffort, a Wait, a Timeout or a CostAware.",
-    "kvmover.config.keys": "Every setting, by its name.",
+    "kvmover.config.settings": "Every setting, by its name.",
 }
 
 HEAD = """\

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kvmover.config import Settings, keys
-from kvmover.config.keys import value_of
 from kvmover.config.load import toml
+from kvmover.config.settings import value_of
 from kvmover.engines.sglang import options as sglang
 from kvmover.engines.vllm import options as vllm
 

@@ -16,7 +16,7 @@ import torch
 from kvmover import Component, Fleet, Model, Mover, MoverConfig, Place, Pool, PoolSpec, Route, Transport
 from kvmover.config import ConfigError, Settings
 from kvmover.engines.common import read_options, release
-from kvmover.observe.start import Observers
+from kvmover.observe.observers import Observers
 from kvmover.store import Files
 from tests.docs.test_docs_paths import ROOT
 from tests.store.one_call_files import OneCallFiles

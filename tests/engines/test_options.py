@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvmover.config import ConfigError, Settings, keys
-from kvmover.config.keys import value_of
 from kvmover.config.load import toml
+from kvmover.config.settings import value_of
 from kvmover.engines.sglang import options as sglang
 from kvmover.engines.vllm import options as vllm
 from kvmover.plan.cost import Route

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvmover.kernels import digest
-from kvmover.kernels.config import RowConfig
 from kvmover.kernels.digest_reference import Logical
 from kvmover.kernels.digest_reference import digest as defined
+from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.region import Region, Side
 
 pytestmark = [

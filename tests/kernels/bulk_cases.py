@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from row_moves import MOVES, NAMES, Move, PoolShape
 
 from kvmover.kernels import ring
-from kvmover.kernels.region import Region, Side
+from kvmover.kernels.region import Region, Side, copies, merged
 from kvmover.kernels.ring import FIELDS, Ring
-from kvmover.kernels.runs import copies, merged
 
 SMALL = Ring(stages=3, stage_bytes=1024, lag=1)
 OPENED = [move.open().region for move in MOVES]

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import triton
 
-from kvmover.kernels import sass
-from kvmover.kernels.config import RowConfig, RowKind, choose
+from kvmover.kernels.launch import RowConfig, RowKind, choose
 from kvmover.kernels.region import Region, Side
+from perf import machine_code
 
 CPU = torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -77,7 +77,7 @@ def budgeted() -> dict[str, list[Region]]:
 
 def report(regions: list[Region], config: RowConfig, architecture: int) -> dict[str, object]:
     """What the machine code of a launch says, and how many 16-byte accesses a thread should have in flight."""
-    code = sass.of_rows(regions, config, architecture)
+    code = machine_code.of_rows(regions, config, architecture)
     memory = {"stack": code.stack_bytes, "shared": code.shared_bytes, "local": code.local_bytes, "spills": code.spills}
     return {
         "registers": code.registers,

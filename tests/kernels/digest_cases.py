@@ -13,9 +13,9 @@ from move_traits import traits
 from row_moves import HND, MOVES, NHD, PACKED, TOGETHER, Move, PoolShape, assert_moved, ids
 
 from kvmover.kernels import digest
-from kvmover.kernels.config import RowConfig
 from kvmover.kernels.digest_reference import End, Logical
 from kvmover.kernels.digest_reference import digest as defined
+from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.region import Region, RegionError
 from tests.proofs import covering, family
 

@@ -17,10 +17,11 @@ from compile_worker import region
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvmover.kernels import digest, sass
+from kvmover.kernels import digest
+from kvmover.kernels.digest import describe
 from kvmover.kernels.digest_reference import Logical
-from kvmover.kernels.digest_table import describe
 from kvmover.kernels.region import Region
+from perf import machine_code
 
 
 def cases() -> dict[str, tuple[Region, int, int]]:
@@ -58,7 +59,7 @@ def compiled(moved: Region, heads: int, copies: int, architecture: int) -> bytes
 def main() -> None:
     results: dict[str, object] = {}
     for name, case in list(cases().items())[:: 1 if sys.argv[2] == "all" else 2]:
-        code = sass.read(compiled(*case, int(sys.argv[1])))
+        code = machine_code.read(compiled(*case, int(sys.argv[1])))
         results[name] = {
             **asdict(code),
             "opcodes": dict(code.opcodes),

@@ -28,8 +28,8 @@ from row_moves import HND, NAMES, NHD, PACKED, PAGE_FIRST, PoolMemory, PoolShape
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvmover.kernels import quant, quant_table
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels import quant
+from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.quant_reference import SCALE_BYTES, WIDE_BYTES, QuantRegion, dequantize, quantize
 from kvmover.kernels.region import Side
 from tests.proofs import covering, family
@@ -247,7 +247,7 @@ def traits(case: Case) -> set[Hashable]:
     for end, pool in enumerate((case.wide, case.narrow, case.scales)):
         found |= {(end, pool.order), (end, pool.separate), (end, "off", pool.misaligned & -pool.misaligned)}
     if case.units:
-        shape = quant_table.QuantShape.of(OpenCase(case).region, RowConfig(1024, 4))
+        shape = quant.QuantShape.of(OpenCase(case).region, RowConfig(1024, 4))
         found |= {("vecs", shape.vecs), ("listed", shape.listed), ("two parts", shape.part < shape.dim, shape.dtype)}
         found |= {("rows", min(shape.rows, 2)), ("dim", case.dim if case.dim in DIMS else 0)}
     return found
@@ -348,7 +348,7 @@ def launches() -> Iterator[tuple[str, int, int, Case, RowConfig]]:
 
 def compiled(case: Case, packs: int, architecture: int, casts: int, config: RowConfig) -> bytes:
     """The cubin of a launch. One region is compiled in, as a launch specialises on 1."""
-    launch = quant_table.describe([OpenCase(case).region], config)
+    launch = quant.describe([OpenCase(case).region], config)
     shapes = tuple(shape.constexpr for shape in launch.shapes)
     constants = {"SHAPES": shapes, "PACK": packs, "CASTS": casts, "regions": 1}
     signature = {"table": "*i64", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}

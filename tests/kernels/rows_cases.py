@@ -13,7 +13,7 @@ from state_moves import ORDERS
 from state_moves import run as run_states
 
 from kvmover.kernels import rows
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels.launch import RowConfig
 from tests.proofs import covering, family
 
 SMALL = RowConfig(block_bytes=1024)

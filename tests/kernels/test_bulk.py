@@ -20,9 +20,8 @@ from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
 from kvmover.kernels import bulk, driver, reference
 from kvmover.kernels.bulk import CopyEngine
-from kvmover.kernels.region import Region, RegionError, Side
+from kvmover.kernels.region import Region, RegionError, Side, copies, mean_copy, merged
 from kvmover.kernels.ring import RING
-from kvmover.kernels.runs import copies, mean_copy, merged
 
 
 @pytest.mark.parametrize("move", MOVES, ids=ids(MOVES))

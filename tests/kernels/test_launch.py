@@ -10,9 +10,8 @@ import torch
 from row_moves import FAR, HND, MOVES, NHD, TOGETHER, FarMove, Move, PoolShape, ids
 
 from kvmover.kernels import rows
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels.launch import RowConfig, Upload
 from kvmover.kernels.region import Region, RegionError, Side
-from kvmover.kernels.upload import Upload
 
 FIELDS = rows.FIELDS.value
 

@@ -16,8 +16,8 @@ from hypothesis.extra import numpy as hnp
 from quant_cases import CASES, DTYPES, IDS, TOGETHER, Case, OpenCase, flat, run
 from row_moves import NHD, PACKED, PoolShape
 
-from kvmover.kernels import quant, quant_reference, quant_table
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels import quant, quant_reference
+from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.quant_reference import QuantRegion, dequantize, quantize
 from kvmover.kernels.region import RegionError, Side
 
@@ -162,7 +162,7 @@ def test_fp8_and_scale_of_a_row_may_lie_side_by_side() -> None:
     quant_reference.pack([joined])
     assert torch.equal(wire.view(6, 132)[:, :128], fp8.view(6, 128))
     assert torch.equal(wire.view(6, 132)[:, 128:], scales.view(6, 4))
-    assert quant_table.QuantShape.of(joined, quant.CONFIG).vecs == (8, 4, 1)
+    assert quant.QuantShape.of(joined, quant.CONFIG).vecs == (8, 4, 1)
 
 
 def region(**changes: object) -> QuantRegion:
@@ -253,7 +253,7 @@ def test_units_that_follow_each_other_need_no_table() -> None:
     case = Case(PoolShape(NHD, 16, 4), PoolShape(PACKED, 16, 2), PoolShape(PACKED, 16, 2), 64, tokens=16, units=30)
     tables = []
     for even in (False, True):
-        launch = quant_table.describe([OpenCase(replace(case, even=even)).region], quant.CONFIG)
+        launch = quant.describe([OpenCase(replace(case, even=even)).region], quant.CONFIG)
         assert launch.shapes[0].listed == ((1, 0, 0) if even else (1, 1, 1))
         tables.append(len(launch.table))
     assert tables == [24 + 3 * 2 + 3 * 30, 24 + 3 * 2 + 30]
@@ -264,9 +264,9 @@ def test_more_rows_than_32_bits_count_are_refused() -> None:
     zero = np.zeros(1, np.int64)
     side = Side((memory,), zero, zero, zero, 0, 0)
     fits = QuantRegion(side, side, side, 1, 1 << 30, 16, torch.bfloat16)
-    assert quant_table.describe([fits], quant.CONFIG).tiles == (1 << 30) // 128
+    assert quant.describe([fits], quant.CONFIG).tiles == (1 << 30) // 128
     with pytest.raises(RegionError, match=f"1 units of {(1 << 31) - 1} tokens"):
-        quant_table.describe([replace(fits, tokens=(1 << 31) - 1)], quant.CONFIG)
+        quant.describe([replace(fits, tokens=(1 << 31) - 1)], quant.CONFIG)
 
 
 @pytest.fixture(scope="module", params=COMPILERS, ids=str)

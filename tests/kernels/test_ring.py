@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import HND, NHD, TOGETHER, Move, PoolShape, ids, run
 
-from kvmover.kernels import ring, sass
-from kvmover.kernels.region import Region, RegionError, Side
+from kvmover.kernels import ring
+from kvmover.kernels.region import Region, RegionError, Side, merged
 from kvmover.kernels.ring import FIELDS, RING, Ring
-from kvmover.kernels.runs import merged
-from kvmover.kernels.sass import MachineCode
+from perf.machine_code import CUOBJDUMP, MachineCode, read
 
 #: Shared memory of an SM on sm_90 and sm_100. A block takes 1 KiB of it for the system, which its size includes.
 SHARED_BYTES = 228 << 10
@@ -174,9 +173,9 @@ def machine_code(request: pytest.FixtureRequest) -> MachineCode:
     library = nvrtc()
     if library is None:
         pytest.skip("NVRTC is not installed (nvidia-cuda-nvrtc)")
-    if not sass.CUOBJDUMP.exists():
-        pytest.skip(f"this Triton has no {sass.CUOBJDUMP.name}")
-    return sass.read(compiled(library, request.param, RING.options))
+    if not CUOBJDUMP.exists():
+        pytest.skip(f"this Triton has no {CUOBJDUMP.name}")
+    return read(compiled(library, request.param, RING.options))
 
 
 def test_the_payload_moves_by_bulk_copies_alone(machine_code: MachineCode) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmover.kernels.config import RowConfig
+from kvmover.kernels.launch import RowConfig
 from perf.autotune import BUDGETS, candidates
 from perf.compile_sweep import compile_one
 

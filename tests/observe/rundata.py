@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 from kvmover.cache.ledger import Credit, Ledger, Loss
 from kvmover.observe.runlog import RunLog
 from kvmover.plan.cost import Route
+from kvmover.transfer.meter import Stage
 from kvmover.transfer.result import Cause, Ending, Result
 
 #: 2026-11-21 00:00:00 UTC.
@@ -16,6 +18,12 @@ BEGAN_S = 1795219200.0
 
 #: Names as they come from outside: markup, quotes, and what no font has.
 UGLY = "<script>document.title='pwned'</script>&amp;\"'\x07é"
+
+#: Of a transfer's time, what its chunks spent in each part of their way.
+SHARES: Mapping[str, Mapping[Stage, float]] = {
+    "send": {Stage.GATHER: 0.25, Stage.WIRE: 0.5},
+    "receive": {Stage.CREDIT_WAIT: 0.125, Stage.SCATTER: 0.0625},
+}
 
 
 class Clock:
@@ -42,7 +50,8 @@ def write(path: Path, requests: int = 120, rank: int = 0, seed: int = 0) -> None
             if number % 10 == 7:
                 result = Result(f"engine gave up {name}", seconds, nbytes, 10, 0, (route,), 1, cause=Cause.ABORTED)
             for verb in ("send", "receive"):
-                log.transfer(Ending("prefill" if verb == "send" else "decode", rank, verb, name, result))
+                own = replace(result, spent_s={part: seconds * share for part, share in SHARES[verb].items()})
+                log.transfer(Ending("prefill" if verb == "send" else "decode", rank, verb, name, own))
             serve(ledger, number, random, clock)
             clock.now += 60 / requests
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover import cli
-from kvmover.observe import checks, doctor, host, plugins
+from kvmover.observe import checks, doctor, host_checks
 from kvmover.observe.checks import Finding, Status
 
 Files = Mapping[str, str | bytes]
@@ -49,47 +49,59 @@ THP = "sys/kernel/mm/transparent_hugepage"
 
 #: Check, files of the host, what is found (None: nothing), in the detail, in the remedy.
 CASES: list[tuple[Check, Files, Status | None, str, str]] = [
-    (host.storage_to_gpu, {}, None, "", ""),
-    (host.storage_to_gpu, GPU, Status.MISSING, "no nvidia-fs", "modprobe nvidia-fs"),
-    (host.storage_to_gpu, {**GPU, "proc/driver/nvidia-fs/version": "version: 2.24\n"}, Status.OK, "2.24", ""),
-    (host.peer_memory, GPU, None, "", ""),
-    (host.peer_memory, NIC, None, "", ""),
-    (host.peer_memory, BOTH, Status.PROBLEM, "neither peermem nor dma-buf", "modprobe nvidia-peermem"),
-    (host.peer_memory, {**BOTH, "sys/module/nvidia_peermem/refcnt": "1"}, Status.OK, "nvidia_peermem", ""),
+    (host_checks.storage_to_gpu, {}, None, "", ""),
+    (host_checks.storage_to_gpu, GPU, Status.MISSING, "no nvidia-fs", "modprobe nvidia-fs"),
+    (host_checks.storage_to_gpu, {**GPU, "proc/driver/nvidia-fs/version": "version: 2.24\n"}, Status.OK, "2.24", ""),
+    (host_checks.peer_memory, GPU, None, "", ""),
+    (host_checks.peer_memory, NIC, None, "", ""),
+    (host_checks.peer_memory, BOTH, Status.PROBLEM, "neither peermem nor dma-buf", "modprobe nvidia-peermem"),
+    (host_checks.peer_memory, {**BOTH, "sys/module/nvidia_peermem/refcnt": "1"}, Status.OK, "nvidia_peermem", ""),
     (
-        host.peer_memory,
+        host_checks.peer_memory,
         {**BOTH, "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580"},
         Status.OK,
         "dma-buf",
         "",
     ),
-    (host.iommu, {}, Status.OK, "off, or not visible", ""),
-    (host.iommu, {f"{KERNEL}/iommu_groups/0/type": "identity\n"}, Status.OK, "identity", ""),
-    (host.iommu, {f"{KERNEL}/iommu_groups/0/type": "DMA-FQ\n"}, Status.MISSING, "translates (DMA-FQ)", ""),
-    (host.iommu, {**BOTH, f"{KERNEL}/iommu_groups/3/type": "DMA\n"}, Status.PROBLEM, "translates (DMA)", "iommu=pt"),
-    (host.acs, {f"{BRIDGE}/class": "0x060400", f"{BRIDGE}/config": config(0b1100)}, None, "", ""),
+    (host_checks.iommu, {}, Status.OK, "off, or not visible", ""),
+    (host_checks.iommu, {f"{KERNEL}/iommu_groups/0/type": "identity\n"}, Status.OK, "identity", ""),
+    (host_checks.iommu, {f"{KERNEL}/iommu_groups/0/type": "DMA-FQ\n"}, Status.MISSING, "translates (DMA-FQ)", ""),
     (
-        host.acs,
+        host_checks.iommu,
+        {**BOTH, f"{KERNEL}/iommu_groups/3/type": "DMA\n"},
+        Status.PROBLEM,
+        "translates (DMA)",
+        "iommu=pt",
+    ),
+    (host_checks.acs, {f"{BRIDGE}/class": "0x060400", f"{BRIDGE}/config": config(0b1100)}, None, "", ""),
+    (
+        host_checks.acs,
         {**BOTH, f"{BRIDGE}/class": "0x060400\n", f"{BRIDGE}/config": config(0b11101)},
         Status.PROBLEM,
         "1 of 1 bridges send peer traffic to the root complex: 0000:00:01.0",
         "setpci",
     ),
     (
-        host.acs,
+        host_checks.acs,
         {**BOTH, f"{BRIDGE}/class": "0x060400\n", f"{BRIDGE}/config": config(0b1100)[:64]},
         Status.MISSING,
         "1 of 1 bridges do not show",
         "as root",
     ),
-    (host.acs, {**BOTH, f"{BRIDGE}/class": "0x060400", f"{BRIDGE}/config": config(0)}, Status.OK, "off on 1", ""),
-    (host.acs, {**BOTH, f"{BRIDGE}/class": "0x030200", f"{BRIDGE}/config": config(0b1100)}, None, "", ""),
-    (host.clock, {}, Status.OK, "unknown", ""),
-    (host.clock, {CLOCK: "tsc\n"}, Status.OK, "tsc", ""),
-    (host.clock, {CLOCK: "hpet\n"}, Status.PROBLEM, "hpet", "clocksource=tsc"),
-    (host.huge_pages, {}, Status.OK, "unknown", ""),
-    (host.huge_pages, {f"{THP}/enabled": "always [madvise] never"}, Status.OK, "madvise", ""),
-    (host.huge_pages, {f"{THP}/enabled": "always madvise [never]"}, Status.MISSING, "never", "echo madvise"),
+    (
+        host_checks.acs,
+        {**BOTH, f"{BRIDGE}/class": "0x060400", f"{BRIDGE}/config": config(0)},
+        Status.OK,
+        "off on 1",
+        "",
+    ),
+    (host_checks.acs, {**BOTH, f"{BRIDGE}/class": "0x030200", f"{BRIDGE}/config": config(0b1100)}, None, "", ""),
+    (host_checks.clock, {}, Status.OK, "unknown", ""),
+    (host_checks.clock, {CLOCK: "tsc\n"}, Status.OK, "tsc", ""),
+    (host_checks.clock, {CLOCK: "hpet\n"}, Status.PROBLEM, "hpet", "clocksource=tsc"),
+    (host_checks.huge_pages, {}, Status.OK, "unknown", ""),
+    (host_checks.huge_pages, {f"{THP}/enabled": "always [madvise] never"}, Status.OK, "madvise", ""),
+    (host_checks.huge_pages, {f"{THP}/enabled": "always madvise [never]"}, Status.MISSING, "never", "echo madvise"),
 ]
 
 
@@ -112,14 +124,14 @@ def test_a_host_is_found_to_be_as_it_was_made(
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 def test_requests_or_completions_that_are_redirected_are_seen(before: int) -> None:
     for control in range(128):
-        assert host.redirects(config(control, before)) == bool(control & 0b1100)
+        assert host_checks.redirects(config(control, before)) == bool(control & 0b1100)
 
 
 def test_a_bridge_without_access_control_redirects_nothing() -> None:
-    assert host.redirects(config(None)) is False
-    assert host.redirects(bytes(4096)) is False
-    assert host.redirects(b"\xff" * 4096) is False
-    assert host.redirects(bytes(256)) is None
+    assert host_checks.redirects(config(None)) is False
+    assert host_checks.redirects(bytes(4096)) is False
+    assert host_checks.redirects(b"\xff" * 4096) is False
+    assert host_checks.redirects(bytes(256)) is None
 
 
 @given(st.lists(st.tuples(st.integers(0x100, 4092), st.binary(min_size=4, max_size=4)), max_size=12))
@@ -127,7 +139,7 @@ def test_no_configuration_space_whatever_is_walked_for_ever(patches: list[tuple[
     space = bytearray(4096)
     for at, word in patches:
         space[at : at + 4] = word
-    assert host.redirects(bytes(space)) in (True, False)
+    assert host_checks.redirects(bytes(space)) in (True, False)
 
 
 @pytest.mark.parametrize(("state", "status"), [(5, Status.MISSING), (0, Status.OK), (-1, Status.OK)])
@@ -136,8 +148,8 @@ def test_a_clock_that_nothing_keeps_right_is_named(monkeypatch: pytest.MonkeyPat
         def adjtimex(self, _: object) -> int:
             return state
 
-    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: Library())
-    (found,) = host.clock_is_kept()
+    monkeypatch.setattr(host_checks.ctypes, "CDLL", lambda _: Library())
+    (found,) = host_checks.clock_is_kept()
     assert found.status is status
     assert bool(found.remedy) == (status is Status.MISSING)
 
@@ -154,7 +166,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_configuration_that_would_stop_an_engine_is_a_problem(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("KVMOVER_MOVER_DEADLNE_S", "5")
-    (found,) = host.configuration()
+    (found,) = host_checks.configuration()
     assert found.status is Status.PROBLEM
     assert "did you mean KVMOVER_MOVER_DEADLINE_S?" in found.detail
     assert "kvmover config" in found.remedy
@@ -163,15 +175,15 @@ def test_a_configuration_that_would_stop_an_engine_is_a_problem(environment: pyt
 def test_a_key_file_is_read_and_its_key_not_shown(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
     key = tmp_path / "key"
     environment.setenv("KVMOVER_SECURITY_SHARED_KEY_FILE", str(key))
-    (found,) = host.configuration()
+    (found,) = host_checks.configuration()
     assert (found.status, "cannot read the key file" in found.detail) == (Status.PROBLEM, True)
     key.write_text("correct horse battery staple")
-    (found,) = host.configuration()
+    (found,) = host_checks.configuration()
     assert found == Finding("configuration", Status.OK, "1 setting from KVMOVER_SECURITY_SHARED_KEY_FILE")
 
 
 def test_without_a_configuration_there_are_defaults(environment: pytest.MonkeyPatch) -> None:
-    (found,) = host.configuration()
+    (found,) = host_checks.configuration()
     assert (found.status, found.detail) == (Status.OK, "defaults; control messages are not sealed")
 
 
@@ -215,17 +227,17 @@ def test_transports_of_ucx_that_leave_cuda_out_are_named(with_gpu: pytest.Monkey
 
 def test_the_modules_of_a_wheels_ucx_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made(tmp_path, {"nixl_cu13.libs/nixl/libplugin_UCX.so": "", "nixl_cu13.libs/ucx/libuct_cuda.so.0.0.0": ""})
-    monkeypatch.setattr(plugins, "plugin_folder", lambda _: tmp_path / "nixl_cu13.libs" / "nixl")
-    assert plugins.ucx_module("nixl-cu13", "uct_cuda") is True
-    assert plugins.ucx_module("nixl-cu13", "uct_gaudi") is False
-    monkeypatch.setattr(plugins, "plugin_folder", lambda _: tmp_path / "far" / "elsewhere" / "plugins")
-    assert plugins.ucx_module("nixl-cu13", "uct_cuda") is None
-    monkeypatch.setattr(plugins, "plugin_folder", lambda _: None)
-    assert plugins.ucx_module("nixl-cu13", "uct_cuda") is None
+    monkeypatch.setattr(checks, "plugin_folder", lambda _: tmp_path / "nixl_cu13.libs" / "nixl")
+    assert checks.ucx_module("nixl-cu13", "uct_cuda") is True
+    assert checks.ucx_module("nixl-cu13", "uct_gaudi") is False
+    monkeypatch.setattr(checks, "plugin_folder", lambda _: tmp_path / "far" / "elsewhere" / "plugins")
+    assert checks.ucx_module("nixl-cu13", "uct_cuda") is None
+    monkeypatch.setattr(checks, "plugin_folder", lambda _: None)
+    assert checks.ucx_module("nixl-cu13", "uct_cuda") is None
 
 
 def test_the_doctor_runs_the_checks_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(host.CHECKS) < set(doctor.CHECKS)
+    assert set(host_checks.CHECKS) < set(doctor.CHECKS)
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--json"])
     names = [each["name"] for each in json.loads(capsys.readouterr().out)["findings"]]
@@ -235,6 +247,6 @@ def test_the_doctor_runs_the_checks_of_the_host(capsys: pytest.CaptureFixture[st
 
 def test_chunks_that_fit_no_arena_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVMOVER_MOVER_ARENA_BYTES", "1MiB")
-    (found,) = host.configuration()
+    (found,) = host_checks.configuration()
     assert found.status is Status.PROBLEM
     assert "a chunk of 8 MiB does not fit 1 MiB of mover.arena_bytes" in found.detail

@@ -13,10 +13,11 @@ MODULES = [
     "config",
     "config.load",
     "observe.charts",
-    "observe.host",
+    "observe.host_checks",
     "observe.report",
     "observe.report_sums",
-    "observe.scrape",
+    "observe.top",
+    "transfer.meter",
 ]
 
 

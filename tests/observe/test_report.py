@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from math import floor
 from pathlib import Path
 
+import msgspec
 import pytest
 import rundata
 from hypothesis import example, given
@@ -24,11 +26,12 @@ from kvmover.observe.report import POLICY, page, write_report
 from kvmover.observe.report_sums import MOST_BARS, Bins, bytes_by_bin, lanes_of, route_of, tokens_of
 from kvmover.observe.runlog import Accounted, Lines, Moved, read_lines
 from kvmover.plan.cost import Route
+from kvmover.transfer.meter import Stage
 from kvmover.transfer.result import Cause
 
 SECTIONS = [
     *("Hit rate by tier", "Where lost hits went", "Bandwidth", "Latency", "Slowest requests", "Where the time went"),
-    *("Transfers", "Route choices", "Failures", "Failed requests"),
+    *("Parts of the way", "Transfers", "Route choices", "Failures", "Failed requests"),
 ]
 
 
@@ -80,6 +83,23 @@ def test_the_page_has_every_plot_and_is_whole(lines: Lines) -> None:
     assert not outline.open
     assert outline.headings == SECTIONS
     assert outline.tags["svg"] == 7
+
+
+def test_the_parts_of_a_requests_way_are_summed_over_both_sides_and_its_share_is_of_all_parts(lines: Lines) -> None:
+    parts = {each.part: each.seconds for each in report_sums.times_by_part(lines.transfers)}
+    assert list(parts) == [Stage.CREDIT_WAIT, Stage.GATHER, Stage.WIRE, Stage.SCATTER]
+    landed = {line.request for line in lines.transfers if line.landed}
+    assert {len(seconds) for seconds in parts.values()} == {len(landed)}
+    assert sum(parts[Stage.WIRE]) == pytest.approx(2 * sum(parts[Stage.GATHER]))
+    cells = Outline(page(lines)).cells
+    at = cells.index("credit wait")
+    assert cells[at + 1 : at + 3] == [str(len(landed)), "13.3%"]  # 2 of 15 parts
+    assert cells[cells.index("wire") + 2] == "53.3%"
+
+
+def test_a_run_log_without_parts_is_drawn_without_them(lines: Lines) -> None:
+    bare = replace(lines, transfers=tuple(msgspec.structs.replace(line, spent_s={}) for line in lines.transfers))
+    assert "Parts of the way" not in Outline(page(bare)).headings
 
 
 def test_the_page_fetches_nothing_and_runs_nothing(lines: Lines) -> None:

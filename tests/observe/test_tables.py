@@ -24,7 +24,7 @@ from kvmover.observe.tables import Column, Sheet, bands
 from kvmover.observe.top import View, screen
 from kvmover.observe.words import bytes_in_words
 from kvmover.store import Namespace, PagePart, PageStore, memory_of_buffer
-from kvmover.testing.content import page_hash
+from kvmover.testing.store import page_hash
 from kvmover.transfer.meter import Gauge
 
 WIDTHS = [40, 60, 80, 100, 120, 200]

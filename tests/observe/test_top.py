@@ -21,8 +21,7 @@ from kvmover.cache.tiers.metrics import TierCollector
 from kvmover.errors import KvmoverError
 from kvmover.observe import top
 from kvmover.observe.metrics import MoverCollector
-from kvmover.observe.scrape import Change, Scrape, endpoints, fetch, quantile_s
-from kvmover.observe.top import MOST_RANKS, View, screen
+from kvmover.observe.top import MOST_RANKS, Change, Scrape, View, endpoints, fetch, quantile_s, screen
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot, Stage
 from kvmover.transfer.protocol.auth import Refusal
 

@@ -24,8 +24,8 @@ from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe import logs
 from kvmover.observe.metrics import MoverCollector
+from kvmover.observe.observers import Observers, Spans
 from kvmover.observe.runlog import read_lines
-from kvmover.observe.start import Observers, Spans
 from kvmover.transfer import Model, Mover, MoverConfig, Place, Transfer
 from kvmover.transfer.result import Cause, Ending
 from kvmover.transport import LoopbackNetwork, LoopbackTransport

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from kvmover import cli
 from kvmover.errors import PlanError
 from kvmover.plan import HOST, RDMA, Calibration, Costs, Measurements, Posting, Route, Sample, probes
-from kvmover.plan.calibration import link_to, load, save
-from kvmover.plan.measure import FEWEST
+from kvmover.plan.calibration import FEWEST, link_to, load, save
 
 #: A link, and how long runs must be for the wire to take longer than posting them.
 LINKS = st.builds(

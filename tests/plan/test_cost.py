@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvmover.errors import PlanError
 from kvmover.layout import Component, Fleet
 from kvmover.plan import HOST, RDMA, Costs, Plan, Posting, Route
-from kvmover.plan.text import explain
+from kvmover.plan.explain import explain
 
 NBYTES = st.integers(1, 1 << 40)
 RATES = st.floats(1, 1e6)

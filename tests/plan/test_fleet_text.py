@@ -10,7 +10,8 @@ import pytest
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan import RDMA, Plan
-from kvmover.plan.text import FleetText, explain, plan_as_data
+from kvmover.plan.explain import explain, plan_as_data
+from kvmover.plan.fleet_text import FleetText
 
 LEG = ("src_rank", "dst_rank", "layers", "heads", "positions", "bytes")
 PACKED = "page head layer kv token dim"

@@ -10,7 +10,7 @@ import pytest
 
 from kvmover import cli
 from kvmover.errors import LayoutError
-from kvmover.plan.engine_words import in_our_words
+from kvmover.plan.fleet_text import in_our_words
 from kvmover.plan.model_config import ModelSizes, sizes_of
 
 LLAMA = {

@@ -17,8 +17,8 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 from kvmover.layout import Component
 from kvmover.store import PagePart, PageStore, Policy
 from kvmover.store.files import PlainFiles
+from kvmover.store.part_view import PartView
 from kvmover.store.segment import Segment
-from kvmover.store.view import PartView
 
 PAGES = 24
 POLICY = Policy(segment_bytes=96 << 10)

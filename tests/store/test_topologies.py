@@ -16,7 +16,7 @@ from store_rank import PAGE, SPACE, Rank, pages_of
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, CpOrder, Fleet, Span, Stripe
 from kvmover.store import Got, PageBox, PagePart, PageStore, Put, elected, replicas
-from kvmover.store.cover import cell_runs, cover
+from kvmover.store.fetch import cell_runs, cover
 
 COMPONENTS = (
     Component.attention(5, 8, 8, "bfloat16"),

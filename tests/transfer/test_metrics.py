@@ -25,6 +25,7 @@ from kvmover.layout import Fleet
 from kvmover.observe.metrics import METRICS, Metered, MoverCollector
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import BOUNDS_S, Count, Gauge, Histogram, Stage
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause
 from perf import metrics_page
 
@@ -73,6 +74,22 @@ def test_a_scrape_says_what_was_moved():
     assert at(found, "kvmover_receive_seconds_count", "decode") == 1
     assert at(found, "kvmover_peers", "decode") == 1
     assert at(found, "kvmover_outgoing_arena_bytes") == 1 << 20
+
+
+@pytest.mark.parametrize("verb", Verb)
+@pytest.mark.parametrize("route", [Route.PACKED, Route.DIRECT])
+def test_the_parts_of_a_transfers_way_are_what_the_meter_timed_of_its_chunks(verb: Verb, route: Route) -> None:
+    pair = Pair.of(config=replace(QUIET, verb=verb, route=route))
+    transfers = [*pair.send(), *pair.receive()]
+    pair.bench.ended(transfers)
+    seen = set[Stage]()
+    for mover, transfer in zip(pair.bench.movers, transfers, strict=True):
+        timed = {stage: each for stage, each in mover.snapshot().meter.stages.items() if sum(each.counts)}
+        parts = {stage: each.sum_s for stage, each in timed.items() if stage not in (Stage.SEND, Stage.RECEIVE)}
+        assert transfer.landed().spent_s == pytest.approx(parts)
+        seen |= parts.keys()
+    assert Stage.WIRE in seen
+    assert ({Stage.GATHER, Stage.SCATTER} <= seen) == (route is Route.PACKED)
 
 
 def test_failures_are_counted_by_cause_and_those_that_did_not_happen_are_zero():

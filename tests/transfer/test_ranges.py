@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmover import ranges
+from kvmover import nvtx_ranges as ranges
 from kvmover.plan.cost import Route
 from kvmover.transfer.result import Gate
 from tests.transfer.mover_fleets import CONFIG, Pair

@@ -25,7 +25,7 @@ from kvmover.cache.ledger.account import (
     Losses,
     RequestId,
 )
-from kvmover.enums import member
+from kvmover.fields import member
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.keys import WORD_BYTES, KeyUnits
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
-from kvmover.enums import settle
+from kvmover.fields import settle
 
 
 class EvictionGranularity(Enum):

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvmover.cache.prefix.events import KVEvent, KVEventBatch, coalesce
-from kvmover.errors import TransportError
-from kvmover.needs import need
+from kvmover.errors import TransportError, need
 
 if TYPE_CHECKING:
     from types import TracebackType

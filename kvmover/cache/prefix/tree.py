@@ -24,7 +24,7 @@ from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import match, walk
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.results import ROOT, ActionList, FreePages, Inserted, LockHandle, Match, Sizes, Tier
-from kvmover.enums import member
+from kvmover.fields import member
 
 
 class PrefixTree:

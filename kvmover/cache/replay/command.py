@@ -16,8 +16,7 @@ from kvmover.cache.replay.config import ReplayConfig
 from kvmover.cache.replay.report import Report, print_report
 from kvmover.cache.replay.simulator import replay
 from kvmover.cache.replay.trace import ReplayRequest, read_trace
-from kvmover.errors import KvmoverError
-from kvmover.needs import need
+from kvmover.errors import KvmoverError, need
 
 POINTS = 10
 

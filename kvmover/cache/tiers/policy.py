@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from kvmover.cache.tiers.errors import TierError
-from kvmover.enums import settle
+from kvmover.fields import settle
 
 
 class Store(Enum):

@@ -34,7 +34,7 @@ from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
-from kvmover.observe.start import Observers
+from kvmover.observe.observers import Observers
 from kvmover.transfer import Model, Mover, Place
 from kvmover.transfer.result import ALL, Gate
 from kvmover.transport import NixlTransport

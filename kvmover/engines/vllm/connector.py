@@ -25,7 +25,7 @@ from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, unbegun
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
-from kvmover.observe.start import Observers
+from kvmover.observe.observers import Observers
 from kvmover.store import Namespace, PagePart
 from kvmover.transfer import Model, Mover, Place, Progress
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from kvmover import ranges
+from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
 from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
@@ -29,7 +29,7 @@ from kvmover.transfer.destination.state import (
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.arena import ALIGN_BYTES
-from kvmover.transfer.meter import Stage
+from kvmover.transfer.meter import Spent, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
@@ -87,6 +87,7 @@ class ReceiveAttempt:
     cause: Cause | None = None
     resent: int = 0
     faults: int = 0
+    spent_s: Spent = field(default_factory=lambda: Spent(float))
 
     @property
     def id(self) -> Id:
@@ -150,6 +151,7 @@ def close(attempt: ReceiveAttempt, core: Core, held: frozenset[str]) -> None:
         attempt.resent,
         incomplete(attempt) if state.reason is not None else (),
         attempt.aux,
+        dict(attempt.spent_s),
     )
     core.ended("receive", transfer.request, transfer.result)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvmover import ranges
+from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
 from kvmover.transfer.core import Core, TimerKind
@@ -204,7 +204,7 @@ class DestinationDriver:
         while self._room and (granted := self._credits.lease(arena)) is not None:
             id_, key, offset = granted
             attempt = self._attempts[id_]
-            self.core.meter.took(Stage.CREDIT_WAIT, self.core.clock() - attempt.asked.pop(key))
+            self.core.meter.took(Stage.CREDIT_WAIT, self.core.clock() - attempt.asked.pop(key), attempt.spent_s)
             self._step(attempt, Leased(*key, offset))
         self._room = False
         for reading in self.reads.settled():
@@ -367,7 +367,7 @@ class DestinationDriver:
                 self._finish(attempt, reason, held)
 
     def _read(self, attempt: ReceiveAttempt, read: Read) -> None:
-        reading = Reading(attempt.id, read.peer, read.chunk)
+        reading = Reading(attempt.id, read.peer, read.chunk, attempt.spent_s)
         lane, theirs = attempt.lanes[read.peer], attempt.theirs.get(read.peer)
         if not attempt.state.sources[read.peer].direct:
             span_bytes = lane.chunks[read.chunk].span_bytes
@@ -388,7 +388,7 @@ class DestinationDriver:
         def done(digest: int | None) -> None:
             attempt.copying.discard((peer, chunk))
             seconds = core.clock() - begun
-            core.meter.took(Stage.SCATTER, seconds)
+            core.meter.took(Stage.SCATTER, seconds, attempt.spent_s)
             if offset is not None and (source := core.peers.get(peer)) is not None:
                 core.links.scattered(source.card.host, plan.nbytes, seconds)
             self._step(attempt, Scattered(peer, chunk, digest))

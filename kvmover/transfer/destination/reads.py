@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmover.errors import TransportError
 from kvmover.plan.lower import Box
@@ -13,17 +13,18 @@ from kvmover.transfer.destination.state import ReadEnded
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.regions import Ends, between, descriptors, join, part
-from kvmover.transfer.meter import Count, Stage
+from kvmover.transfer.meter import Count, Spent, Stage
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A chunk that is read: of which attempt (request, generation), from whom."""
+    """A chunk that is read: of which attempt (request, generation), from whom; `spent_s`: the times of that attempt."""
 
     id: tuple[str, int]
     peer: str
     chunk: int
+    spent_s: Spent = field(compare=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,7 @@ class Reads:
 
         def done(_: int | None) -> None:
             seconds = core.clock() - begun
-            core.meter.took(Stage.WIRE, seconds)
+            core.meter.took(Stage.WIRE, seconds, reading.spent_s)
             core.links.copied(host, sum(region.nbytes for region in regions), seconds)
             self.tell(reading, ReadEnded(reading.peer, reading.chunk))
 
@@ -88,7 +89,7 @@ class Reads:
             self._refuse(reading, str(error))
             return
         now = core.clock()
-        core.meter.took(Stage.POST, now - begun)
+        core.meter.took(Stage.POST, now - begun, reading.spent_s)
         core.meter.add(Count.DESCRIPTORS, local.count)
         self.flights.add(ticket, reading, now)
 
@@ -98,7 +99,7 @@ class Reads:
         if landing is None:
             return False
         if landing.reason is None:
-            self.core.meter.took(Stage.WIRE, landing.seconds)
+            self.core.meter.took(Stage.WIRE, landing.seconds, landing.what.spent_s)
         reading = landing.what
         self.tell(reading, ReadEnded(reading.peer, reading.chunk, landing.reason, landing.quiescent))
         return True

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvmover.errors import TransportError
-from kvmover.plan.calibration import Calibration
+from kvmover.plan.calibration import Calibration, Measurements, Probe, Sample, probes
 from kvmover.plan.cost import Costs
-from kvmover.plan.measure import Measurements, Probe, Sample, probes
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.peers.table import Peer
 from kvmover.transport.base import Completed, Descriptors, Failed, Memory, Transport

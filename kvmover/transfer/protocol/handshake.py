@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 
 from kvmover.errors import LayoutError, PeerRefused
+from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
-from kvmover.numbers import whole
 from kvmover.sharing import SharedRange
 from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
 from kvmover.transport.base import Memory

@@ -16,7 +16,7 @@ from kvmover.sharing import MapMode
 from kvmover.transfer.arguments import check_named
 from kvmover.transfer.core import Core
 from kvmover.transfer.events import Cancel, PeerGone, Tick
-from kvmover.transfer.meter import Stage
+from kvmover.transfer.meter import Stage, summed
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
@@ -211,6 +211,7 @@ def close(request: Request, core: Core) -> None:
         sum(bool(attempt.job.lane.chunks) for attempt in attempts),
         request.held,
         request.cause,
+        spent_s=summed(attempt.job.spent_s for attempt in attempts),
     )
     core.ended("send", transfer.request, transfer.result)
 

@@ -9,7 +9,7 @@ from operator import methodcaller
 
 from msgspec.structs import replace
 
-from kvmover import ranges
+from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick

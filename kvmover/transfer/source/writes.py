@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmover import ranges
+from kvmover import nvtx_ranges as ranges
 from kvmover.errors import LeaseOver, PlanError, TransportError
 from kvmover.kernels.region import Region
 from kvmover.plan.cost import Route
@@ -20,7 +20,7 @@ from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.memory.regions import Ends, at_rest, between, descriptors, join, logical, part, region
-from kvmover.transfer.meter import Count, Gauge, Stage
+from kvmover.transfer.meter import Count, Gauge, Spent, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.lane import Lane
@@ -64,6 +64,7 @@ class Job:
     source: Sequence[npt.NDArray[np.int64]]
     target: list[npt.NDArray[np.int64]] | None
     mapped: Mapped | None = None
+    spent_s: Spent = field(default_factory=lambda: Spent(float))
 
     def check_source(self, chunk: int | None = None) -> None:
         """Raise OwnTables where our page tables do not cover a chunk (None: all of it), or name no page of ours."""
@@ -247,7 +248,7 @@ class Writes:
         meter, moved = self.core.meter, entry.job.lane.chunks[entry.chunk].nbytes
         if isinstance(event, Completed):
             self.core.links.wrote(entry.job.peer.card.host, event, moved, entry.runs)
-        meter.took(Stage.WIRE, landing.seconds)
+        meter.took(Stage.WIRE, landing.seconds, entry.job.spent_s)
         meter.add(Count.SENT_CHUNKS)
         meter.add(Count.SENT_BYTES, moved)
         self.tell(entry.job, Written(entry.chunk))
@@ -268,7 +269,7 @@ class Writes:
             entry.staged = self._lease(job.peer.name, job.lane.chunks[entry.chunk].span_bytes)
             if entry.staged is None:
                 return False
-        core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since)
+        core.meter.took(Stage.STAGING_WAIT, core.clock() - entry.since, job.spent_s)
         core.meter.routes[job.want.route.value] += 1
         self.tell(job, Posted(entry.chunk))
         self._do(entry, self._begin)
@@ -314,7 +315,7 @@ class Writes:
 
         def done(digest: int | None) -> None:
             seconds = core.clock() - begun
-            core.meter.took(Stage.GATHER, seconds)
+            core.meter.took(Stage.GATHER, seconds, job.spent_s)
             if entry.staged is not None:
                 core.links.gathered(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
             elif job.mapped is not None:
@@ -354,7 +355,7 @@ class Writes:
             self.tell(job, WriteFailed(entry.chunk, str(error), True))
             return
         now = self.core.clock()
-        self.core.meter.took(Stage.POST, now - begun)
+        self.core.meter.took(Stage.POST, now - begun, job.spent_s)
         entry.runs = ends[0].count
         self.core.meter.add(Count.DESCRIPTORS, entry.runs)
         self.flights.add(ticket, entry, now)

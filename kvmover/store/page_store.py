@@ -12,11 +12,11 @@ from kvmover.store.files import Files, PlainFiles
 from kvmover.store.index import StoredObject, Watcher
 from kvmover.store.namespace import Namespace, write_manifest
 from kvmover.store.part import PagePart
+from kvmover.store.part_view import PartView
 from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Recovered, Stat, Verified
 from kvmover.store.retention import Retention
 from kvmover.store.segment import Machine, this_machine
-from kvmover.store.view import PartView
 from kvmover.transport import Memory
 
 Election = Callable[[bytes], bool]

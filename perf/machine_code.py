@@ -14,9 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import rows
-from .config import RowConfig
-from .region import Region
+from kvmover.kernels import rows
+from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.region import Region
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

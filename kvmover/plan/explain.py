@@ -1,4 +1,4 @@
-"""Fleets are read from text, `tp=4,page=16,order=NHD`, and plans become the plain data that scripts read."""
+"""`explain` says what each leg of a plan costs by each route, also as the plain data that scripts read."""
 
 from __future__ import annotations
 
@@ -7,61 +7,13 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from kvmover.errors import LayoutError
-from kvmover.layout.fleet import CpOrder, Fleet, Shard
-from kvmover.layout.layout import axes_of
+from kvmover.layout.fleet import Fleet, Shard
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import EMPTY
 from kvmover.plan.calibration import Calibration
 from kvmover.plan.cost import BY_WIRE, Choice, Costs, Route
 from kvmover.plan.legs import Leg, Plan
 from kvmover.plan.lower import Held, count_runs
-
-#: Larger sizes overflow where they are multiplied, and nothing has them.
-_MOST = 1 << 31
-
-_SIZES = {"tp": "tp", "pp": "pp", "cp": "cp", "page": "page_tokens"}
-
-
-@dataclass(frozen=True, slots=True)
-class FleetText:
-    """A fleet and the axis order of its pools, as written on a command line."""
-
-    fleet: Fleet
-    order: str
-
-    @classmethod
-    def parse(cls, text: str) -> FleetText:
-        """`tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; what is left out is 1, page, 64 and NHD.
-
-        Raises LayoutError naming the first word that is wrong.
-        """
-        sizes: dict[str, int] = {}
-        order, cp_order = "NHD", CpOrder.PAGE
-        seen: set[str] = set()
-        for word in text.split(","):
-            key, _, value = word.strip().partition("=")
-            if key in seen:
-                raise LayoutError(f"{key} is given twice in {text!r}")
-            seen.add(key)
-            if key == "order":
-                axes_of(value)
-                order = value
-            elif key == "cp_order":
-                if value not in set(CpOrder):
-                    raise LayoutError(f"unknown cp_order {value!r} in {text!r}; known are {', '.join(CpOrder)}")
-                cp_order = CpOrder(value)
-            elif key in _SIZES:
-                try:
-                    sizes[_SIZES[key]] = int(value)
-                except ValueError:
-                    raise LayoutError(f"{key} = {value!r} in {text!r} is not a number") from None
-                if sizes[_SIZES[key]] > _MOST:
-                    raise LayoutError(f"{key} = {value} in {text!r} is more than {_MOST}, the most that there may be")
-            else:
-                known = ", ".join((*_SIZES, "order", "cp_order"))
-                raise LayoutError(f"unknown word {word!r} in {text!r}; known are {known}")
-        return cls(Fleet(**sizes, cp_order=cp_order), order)
 
 
 @dataclass(frozen=True, slots=True)

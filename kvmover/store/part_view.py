@@ -8,8 +8,7 @@ from itertools import takewhile
 import msgspec
 
 from kvmover.errors import DescriptorError, StoreError
-from kvmover.store.cover import cell_runs, cover
-from kvmover.store.fetch import MISSING, Failure, Fault, ObjectRead, ObjectShare, fetch
+from kvmover.store.fetch import MISSING, Failure, Fault, ObjectRead, ObjectShare, cell_runs, cover, fetch
 from kvmover.store.files import FileRun, OpenFile, reason_of
 from kvmover.store.index import Known, Page, padded
 from kvmover.store.namespace import check_page

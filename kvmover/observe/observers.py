@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import Account
 from kvmover.config.settings import LogFormat, LoggingSettings, Settings
-from kvmover.errors import KvmoverError
-from kvmover.needs import need
+from kvmover.errors import KvmoverError, need
 from kvmover.observe import logs
 from kvmover.observe.runlog import RunLog
 from kvmover.transfer.result import Ending

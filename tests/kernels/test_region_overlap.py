@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.kernels import reference, rows
-from kvmover.kernels.overlap import check_apart
-from kvmover.kernels.region import Region, RegionError, Side
+from kvmover.kernels.region import Region, RegionError, Side, check_apart
 
 POOL = torch.arange(4096, dtype=torch.int32).view(torch.uint8)[:4096]
 

@@ -14,8 +14,9 @@ from kvmover.layout import Coordinate, Fleet, Positions, Shard, Span, common
 from kvmover.observe import svg
 from kvmover.observe.words import bytes_in_words, cache_in_words, fleet_in_words, span_in_words
 from kvmover.plan.cost import Route
+from kvmover.plan.explain import Explained
+from kvmover.plan.fleet_text import FleetText
 from kvmover.plan.legs import Leg, Plan
-from kvmover.plan.text import Explained, FleetText
 
 WIDTH = 960
 _MARGIN, _CARD, _PAD = 24, 252, 12

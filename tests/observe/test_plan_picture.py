@@ -10,9 +10,10 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvmover.layout import Component
-from kvmover.observe import picture, svg, words
+from kvmover.observe import plan_picture, svg, words
 from kvmover.plan import RDMA, Plan, Replicas
-from kvmover.plan.text import FleetText, explain
+from kvmover.plan.explain import explain
+from kvmover.plan.fleet_text import FleetText
 
 SVG = "{http://www.w3.org/2000/svg}"
 LATENT = Component.mla(61, 576, "bfloat16")
@@ -25,7 +26,7 @@ def heads(count: int) -> Component:
 def draw(component: Component, src: str, dst: str, tokens: int = 1024, replicas: Replicas = Replicas.STRIPE) -> str:
     source, target = FleetText.parse(src), FleetText.parse(dst)
     plan = Plan(component, source.fleet, target.fleet, 0, tokens, replicas)
-    return picture.draw(plan, source, target, list(explain(plan, source.order, target.order, RDMA)))
+    return plan_picture.draw(plan, source, target, list(explain(plan, source.order, target.order, RDMA)))
 
 
 def parsed(text: str) -> ET.Element:
@@ -37,7 +38,7 @@ def boxes(root: ET.Element, colour: str, right: bool) -> list[tuple[float, float
     return [
         (float(box.attrib["y"]), float(box.attrib["width"]))
         for box in root.iter(f"{SVG}rect")
-        if box.get("fill") == colour and (float(box.attrib["x"]) > picture.WIDTH / 2) == right
+        if box.get("fill") == colour and (float(box.attrib["x"]) > plan_picture.WIDTH / 2) == right
     ]
 
 
@@ -77,7 +78,7 @@ def test_everything_lies_on_the_paper_and_no_label_on_another(case: str) -> None
     height = float(root.attrib["height"])
     for box in root.iter(f"{SVG}rect"):
         x, y, width, tall = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
-        assert 0 <= x <= x + width <= picture.WIDTH + 0.01
+        assert 0 <= x <= x + width <= plan_picture.WIDTH + 0.01
         assert 0 <= y <= y + tall <= height + 0.01
         assert min(width, tall) > 0
     places = sorted(float(t.attrib["y"]) for t in root.iter(f"{SVG}text") if t.get("class") == "label")
@@ -146,4 +147,4 @@ def test_every_line_below_the_ranks_ends_inside_of_the_picture(case: str) -> Non
     for text in root.iter(f"{SVG}text"):
         if float(text.attrib["y"]) > bottom:
             wide, x = 5.5 * len(text.text or ""), float(text.attrib["x"])
-            assert x - wide >= 0 if text.attrib["text-anchor"] == "end" else x + wide <= picture.WIDTH
+            assert x - wide >= 0 if text.attrib["text-anchor"] == "end" else x + wide <= plan_picture.WIDTH

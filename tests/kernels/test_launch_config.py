@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvmover.kernels import config
-from kvmover.kernels.config import TUNED, RowConfig, RowKind, Tuned, choose, device_key, tuned
+from kvmover.kernels import launch
+from kvmover.kernels.launch import TUNED, RowConfig, RowKind, Tuned, choose, device_key, tuned
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -25,7 +25,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Tuned, ...]]:
         Tuned(RowKind(256, 16384), True, RowConfig(32768, 8)),
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    monkeypatch.setattr(config, "tuned", lambda key: entries if key == "nvidia-test" else ())
+    monkeypatch.setattr(launch, "tuned", lambda key: entries if key == "nvidia-test" else ())
     choose.cache_clear()
     yield entries
     choose.cache_clear()

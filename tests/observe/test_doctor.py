@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvmover import cli
-from kvmover.observe import checks, doctor, plugins
+from kvmover.observe import checks, doctor
 from kvmover.observe.checks import Finding, Status
 
 FINE = Finding("python", Status.OK, "3.11.7")
@@ -83,7 +83,7 @@ def test_a_machine_without_torch_triton_cupy_and_nixl_is_told_what_to_install() 
         "for check in (checks.pytorch, checks.triton, checks.cupy, checks.nixl):\n"
         "    print(*((each.status.value, each.detail) for each in check()))\n"
     )
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=root
     )
@@ -117,7 +117,7 @@ def test_a_plugin_that_does_not_load_names_every_library_it_misses(tmp_path: Pat
     plugin = tmp_path / "libplugin_TWO.so"
     link = ["-Wl,--no-as-needed", f"-L{tmp_path}", "-lfirst", "-lsecond"]
     subprocess.run([compiler, "-shared", "-o", plugin, tmp_path / "empty.c", *link], check=True)
-    found = plugins.examine(plugin)
+    found = checks.examine(plugin)
     assert (found.name, found.loads) == ("TWO", False)
     assert found.missing[0] == "libfirst.so"
     if shutil.which("ldd"):
@@ -127,14 +127,14 @@ def test_a_plugin_that_does_not_load_names_every_library_it_misses(tmp_path: Pat
 def test_a_plugin_that_is_no_library_says_so(tmp_path: Path) -> None:
     path = tmp_path / "libplugin_JUNK.so"
     path.write_bytes(b"junk" * 64)
-    found = plugins.examine(path)
+    found = checks.examine(path)
     assert not found.loads
     assert "invalid ELF header" in found.error
 
 
 def test_a_missing_library_is_traced_to_who_brings_it() -> None:
-    assert plugins.Plugin("GDS", False, ("libcufile.so.0",)).remedy.startswith("comes with cuFile")
-    assert plugins.Plugin("NEW", False, ("libnobodyknows.so.1",)).remedy == ""
+    assert checks.Plugin("GDS", False, ("libcufile.so.0",)).remedy.startswith("comes with cuFile")
+    assert checks.Plugin("NEW", False, ("libnobodyknows.so.1",)).remedy == ""
 
 
 def test_a_library_that_a_wheel_has_brought_is_named_with_its_folder(
@@ -144,19 +144,19 @@ def test_a_library_that_a_wheel_has_brought_is_named_with_its_folder(
     folder.mkdir(parents=True)
     (folder / "libcufile.so.0").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    remedy = plugins.Plugin("GDS", False, ("libcufile.so.0",)).remedy
+    remedy = checks.Plugin("GDS", False, ("libcufile.so.0",)).remedy
     assert remedy == f"add {folder} to LD_LIBRARY_PATH: a wheel has brought it where no loader looks"
 
 
 def test_plugins_are_looked_for_where_nixl_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
-    assert plugins.plugin_folder("nixl-cu13") == tmp_path
-    assert list(plugins.plugins_of("nixl-cu13")) == []
+    assert checks.plugin_folder("nixl-cu13") == tmp_path
+    assert list(checks.plugins_of("nixl-cu13")) == []
 
 
 def test_the_wheel_that_is_installed_has_a_ucx_plugin_that_loads() -> None:
     pytest.importorskip("nixl_cu13", reason="needs the nixl-cu13 wheel")
-    found = {plugin.name: plugin for plugin in plugins.plugins_of("nixl-cu13")}
+    found = {plugin.name: plugin for plugin in checks.plugins_of("nixl-cu13")}
     assert found["UCX"].loads
     assert all(plugin.loads or plugin.missing or plugin.error for plugin in found.values())
 

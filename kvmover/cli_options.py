@@ -1,0 +1,186 @@
+"""Options of commands are values: a dataclass for each command that has many, and what several of them share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar, get_type_hints
+
+import typer
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+#: What a number on the command line may be: larger ones overflow on their way, and nothing has so many of anything.
+_MOST = 1 << 53
+
+#: What `--scenario` and `--policy` take: the modules that have them load numpy and torch.
+SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "storage")
+POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
+
+_FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND"
+
+Options = TypeVar("Options")
+Answer = TypeVar("Answer")
+
+
+def _scenarios() -> tuple[str, ...]:
+    return SCENARIOS
+
+
+def _policies() -> tuple[str, ...]:
+    return POLICIES
+
+
+def takes(options: type[Options]) -> Callable[[Callable[[Options], Answer]], Callable[..., Answer]]:
+    """For typer: a function of one dataclass becomes a command with an option for each of its fields."""
+    hints = get_type_hints(options, include_extras=True)
+    fields = inspect.signature(options).parameters.values()
+    given = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in fields]
+
+    def made(run: Callable[[Options], Answer]) -> Callable[..., Answer]:
+        @wraps(run)
+        def command(**values: object) -> Answer:
+            return run(options(**values))
+
+        command.__annotations__ = {}
+        command.__signature__ = inspect.Signature(given)  # pyright: ignore[reportAttributeAccessIssue]
+        return command
+
+    return made
+
+
+def count(text: str) -> int:
+    """A number of things that there must be: the message names the value, which typer's own does not."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise typer.BadParameter(f"{text} is not a number of at least 1")
+    if int(text) > _MOST:
+        raise typer.BadParameter(f"{text} is more than {_MOST}, the most that there may be of anything")
+    return int(text)
+
+
+def size(text: str) -> int:
+    """A number of bytes, with a unit or without."""
+    from kvmover.config.load import bytes_in
+
+    try:
+        nbytes = bytes_in(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text}: {error}") from None
+    return count(str(nbytes))
+
+
+#: For every command that has both.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+#: For all commands of `kvmover store`.
+Root = Annotated[
+    Path | None, typer.Argument(help="The directory that the stores are in; store.root if not given.", metavar="DIR")
+]
+OneNamespace = Annotated[
+    str | None, typer.Option("--namespace", help="Only those whose name begins so.", metavar="PREFIX")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Of `kvmover plan`: two fleets, a request, the cache by its sizes or its model, and what routes cost."""
+
+    src: Annotated[
+        str,
+        typer.Option(help="The fleet that holds the KV; or as engines are told: 'vllm -tp 8'.", metavar=_FLEET),
+    ]
+    dst: Annotated[str, typer.Option(help="The fleet that wants it.", metavar=_FLEET)]
+    tokens: Annotated[int, typer.Option(parser=count, metavar="N", help="Tokens of the request.")]
+    model: Annotated[
+        Path | None,
+        typer.Option(help="A Hugging Face config.json, or its folder: sizes that are not given.", metavar="FILE"),
+    ] = None
+    layers: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Layers of the model.")] = None
+    component: Annotated[
+        Literal["attention", "mla"] | None, typer.Option(help="Kind of cache; attention if not given.")
+    ] = None
+    kv_heads: Annotated[
+        int | None, typer.Option(parser=count, metavar="N", help="KV heads of the model (attention).")
+    ] = None
+    head_dim: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Elements of a head (attention).")] = (
+        None
+    )
+    latent_dim: Annotated[
+        int | None, typer.Option(parser=count, metavar="N", help="Elements of a token's latent (mla).")
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Element type, by torch's name: float8_e4m3fn; bfloat16 if not given.", metavar="DTYPE"),
+    ] = None
+    replicas: Annotated[
+        Literal["stripe", "elect"],
+        typer.Option(help="Sources that hold the same bytes share the pages out, or one sends them all."),
+    ] = "stripe"
+    calibration: Annotated[
+        Path | None, typer.Option(help="Choose routes by the costs measured on a link.", metavar="FILE")
+    ] = None
+    link: Annotated[
+        str | None, typer.Option(help="Which link of the calibration, if it has several.", metavar="HOST[/TRANSPORT]")
+    ] = None
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="Processes of one host with pools in shared memory, its costs assumed.")
+    ] = False
+    svg: Annotated[Path | None, typer.Option(help="Also draw it.", metavar="FILE")] = None
+    every_leg: Annotated[bool, typer.Option("--every-leg", help="Do not fold equal legs of large fleets.")] = False
+    as_json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoArguments:
+    """Of `kvmover demo`: which scenarios, over which requests, and what is shown of them."""
+
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run this one only; may be repeated.", metavar="|".join(SCENARIOS), autocompletion=_scenarios
+        ),
+    ] = None
+    requests: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Requests of a scenario.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Take requests from a Mooncake JSONL trace.", metavar="FILE")] = (
+        None
+    )
+    scale: Annotated[
+        float | None,
+        typer.Option(help="Lengths of the trace are multiplied by this; 0.02 if not given.", metavar="FACTOR"),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of weights and conversations.")] = 0
+    watch: Annotated[bool, typer.Option("--watch", help="Show `kvmover top` of its ranks while it runs.")] = False
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Also write its run log, as run.jsonl, and draw it, as run.html.", metavar="FILE.html"),
+    ] = None
+    as_json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayArguments:
+    """Of `kvmover replay`: a trace, what each tier holds, and which page is given up first."""
+
+    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's JSON lines.", metavar="TRACE")]
+    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.")] = 64
+    capacity_tokens: Annotated[
+        int | None,
+        typer.Option(parser=count, metavar="N", help="Tokens that the device holds; any number if not given."),
+    ] = None
+    host_tokens: Annotated[
+        int | None, typer.Option(parser=count, metavar="N", help="Tokens that the host holds, if there is one.")
+    ] = None
+    storage_tokens: Annotated[
+        int | None, typer.Option(parser=count, metavar="N", help="Tokens that storage behind the host holds.")
+    ] = None
+    policy: Annotated[
+        str,
+        typer.Option(help="Which page is given up first.", metavar="|".join(POLICIES), autocompletion=_policies),
+    ] = "lru"
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
+    ] = None
+    as_json: Json = False

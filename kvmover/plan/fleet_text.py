@@ -1,0 +1,106 @@
+"""Fleets are read from text, `tp=4,page=16,order=NHD`, or in an engine's own words: `vllm -tp 8 --block-size 16`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvmover.errors import LayoutError
+from kvmover.layout.fleet import CpOrder, Fleet
+from kvmover.layout.layout import axes_of
+
+#: Larger sizes overflow where they are multiplied, and nothing has them.
+_MOST = 1 << 31
+
+_SIZES = {"tp": "tp", "pp": "pp", "cp": "cp", "page": "page_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetText:
+    """A fleet and the axis order of its pools, as written on a command line."""
+
+    fleet: Fleet
+    order: str
+
+    @classmethod
+    def parse(cls, text: str) -> FleetText:
+        """`tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; what is left out is 1, page, 64 and NHD.
+
+        Raises LayoutError naming the first word that is wrong.
+        """
+        sizes: dict[str, int] = {}
+        order, cp_order = "NHD", CpOrder.PAGE
+        seen: set[str] = set()
+        for word in text.split(","):
+            key, _, value = word.strip().partition("=")
+            if key in seen:
+                raise LayoutError(f"{key} is given twice in {text!r}")
+            seen.add(key)
+            if key == "order":
+                axes_of(value)
+                order = value
+            elif key == "cp_order":
+                if value not in set(CpOrder):
+                    raise LayoutError(f"unknown cp_order {value!r} in {text!r}; known are {', '.join(CpOrder)}")
+                cp_order = CpOrder(value)
+            elif key in _SIZES:
+                try:
+                    sizes[_SIZES[key]] = int(value)
+                except ValueError:
+                    raise LayoutError(f"{key} = {value!r} in {text!r} is not a number") from None
+                if sizes[_SIZES[key]] > _MOST:
+                    raise LayoutError(f"{key} = {value} in {text!r} is more than {_MOST}, the most that there may be")
+            else:
+                known = ", ".join((*_SIZES, "order", "cp_order"))
+                raise LayoutError(f"unknown word {word!r} in {text!r}; known are {known}")
+        return cls(Fleet(**sizes, cp_order=cp_order), order)
+
+
+#: Options that shape a fleet, by the key of `tp=4,pp=1,page=64`, as each engine has them.
+_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "--tensor-parallel-size": "tp",
+        "-tp": "tp",
+        "--pipeline-parallel-size": "pp",
+        "-pp": "pp",
+        "--block-size": "page",
+    },
+    "sglang": {
+        "--tensor-parallel-size": "tp",
+        "--tp-size": "tp",
+        "--tp": "tp",
+        "--pipeline-parallel-size": "pp",
+        "--pp-size": "pp",
+        "--pp": "pp",
+        "--page-size": "page",
+    },
+}
+
+#: Tokens of a page where the option is left out.
+_PAGES = {"vllm": 16, "sglang": 1}
+
+
+def in_our_words(text: str) -> str:
+    """`vllm -tp 8` as `tp=8,page=16`; any other text as it is. Raises LayoutError for an option that is not known.
+
+    >>> in_our_words("vllm: --tensor-parallel-size 8"), in_our_words("sglang --tp=4 --page-size 64")
+    ('page=16,tp=8', 'page=64,tp=4')
+    """
+    engine, _, rest = text.strip().partition(" ")
+    engine = engine.removesuffix(":")
+    if engine not in _OPTIONS:
+        return text
+    found = {"page": str(_PAGES[engine])}
+    try:
+        words = shlex.split(rest.replace("=", " "))
+    except ValueError as error:
+        raise LayoutError(f"{error} in {text!r}") from None
+    while words:
+        option = words.pop(0)
+        if option not in _OPTIONS[engine]:
+            raise LayoutError(f"unknown option {option!r} of {engine}; known are {', '.join(_OPTIONS[engine])}")
+        if not words:
+            raise LayoutError(f"{option} in {text!r} has no value")
+        found[_OPTIONS[engine][option]] = words.pop(0)
+    return ",".join(f"{key}={value}" for key, value in found.items())
