@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import Count
-from kvmover.transfer.protocol.lane import plans_between
+from kvmover.transfer.protocol.lane import plans_between, related
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result
 from kvmover.transfer.tombstones import SERVED
@@ -29,10 +29,11 @@ def check_result(scene: Scene, order: Order, result: Result) -> None:
         if result.cause is Cause.INTEGRITY and scene.scenario.config.verb is Verb.PUSH:
             raise Broken(f"{order.name} failed for its digests, but nothing was spoilt twice: {result.reason}")
     if order.verb == "receive":
-        _check_apart(scene, order, result)
         _check_pages(scene, order, result)
         if result.landed:
             _note(scene, order, result)
+    elif result.landed:
+        _check_whole(scene, order)
 
 
 def _came_late(order: Order, result: Result) -> bool:
@@ -40,18 +41,21 @@ def _came_late(order: Order, result: Result) -> bool:
     return order.request.asked.other_s is not None and result.reason == SERVED
 
 
-def _check_apart(scene: Scene, order: Order, result: Result) -> None:
-    """No engine is served by half because another was served."""
-    engine, request = order.seat.place.engine, order.request
-    if request.asked.other_s is None:
+def _check_whole(scene: Scene, order: Order) -> None:
+    """A source that served a rank of an engine ends when all its ranks have asked. Of several sources one may have had
+    nothing for the rank that landed, and not have heard of it.
+    """
+    scenario, request = scene.scenario, order.request
+    if not scene.calm or request.asked.other_s is None or scenario.fleets["p"].size > 1:
         return
-    twins = [o.transfer.result for o in scene.orders if o.request is request and o.verb == "receive" and o is not order]
-    if any(twin is not None and not twin.landed for twin in twins) and result.landed:
-        scene.seen["landed where another failed"] += 1
-    alone = scene.calm and scene.scenario.fleets["p"].size == 1
-    own = [o for o in scene.orders if o.request is request and o.seat.place.engine == engine and o.transfer.result]
-    if alone and len({o.transfer.result.landed for o in own if o.transfer.result}) > 1:
-        raise Broken(f"{order.name} ended otherwise than the other ranks of its engine: {result.reason}")
+    for engine in ("d", OTHER):
+        fleets = scenario.fleets["p"], scenario.fleets[engine]
+        ranks = related(scenario.components, *fleets, scenario.config.replicas).destinations_of(order.seat.place.rank)
+        asked = [o for o in scene.orders if o.request is request and o.seat.place.engine == engine]
+        mine = {o.seat.place.rank: o.transfer.result for o in asked if o.seat.place.rank in ranks}
+        missing = ranks - mine.keys()
+        if missing and any(result is not None and result.landed for result in mine.values()):
+            raise Broken(f"{order.name} ended with ranks {sorted(missing)} of {engine} to come")
 
 
 def check_landed(order: Order, result: Result) -> None:
@@ -101,6 +105,11 @@ def _note(scene: Scene, order: Order, result: Result) -> None:
         "grown": order.request.asked.named,
         "allocated": order.request.asked.allocated,
         "at a second engine": order.seat.place.engine == OTHER,
+        "where another failed": any(
+            twin.transfer.result is not None and not twin.transfer.result.landed
+            for twin in scene.orders
+            if twin.request is order.request and twin.seat.place.engine not in ("p", order.seat.place.engine)
+        ),
         "aux": order.request.asked.aux_from,
         "hybrid": len(order.pages) > 1,
         "resent": result.resent,

@@ -26,9 +26,10 @@ class Engines:
     look: Callable[[Seat], None]
 
     def order_all(self, request: Request, engine: str, delay: float) -> None:
-        """Every rank of an engine gets its call, not quite at once."""
+        """Every rank of an engine gets its call, not quite at once; where two engines ask, their ranks ask by turns."""
+        apart_s = 0.02 if request.asked.other_s is None else 0.6
         for rank in range(self.scene.scenario.fleets[engine].size):
-            late = delay + self.random.uniform(0, 0.02)
+            late = delay + self.random.uniform(0, apart_s)
             self.scene.network.after(late, lambda r=rank: self._order(request, engine, r))
 
     def _order(self, request: Request, engine: str, rank: int) -> None:

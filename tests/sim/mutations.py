@@ -564,8 +564,8 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (an_older_process_takes_its_seat_back, "replaced"),
     (answers_are_answered, "hostile"),
     (a_chunk_is_told_before_it_is_copied, "default"),
-    (what_fails_one_engine_fails_all, "frail"),
-    (ranks_are_counted_without_their_engine, "lossy"),
+    (what_fails_one_engine_fails_all, "several"),
+    (ranks_are_counted_without_their_engine, "several"),
     (a_spoilt_chunk_of_a_failed_request_is_whole, "default"),
     (reads_count_unconfirmed, "ambushed"),
 ]

@@ -29,9 +29,9 @@ CALM_S = 12.0
 #: Grids of (tp, pp, cp).
 GRIDS = ((1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3))
 ENGINES = ("p", "d")
-#: A second decode engine, in so many schedules of all, and so many requests of those.
+#: A second decode engine, and how many of the requests it asks for where it is.
 OTHER = "e"
-OTHERS, OTHER_ASKS = 0.25, 0.7
+OTHER_ASKS = 0.7
 
 
 def linked(one: str, other: str) -> bool:
@@ -42,7 +42,7 @@ def linked(one: str, other: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Profile:
     """What the wire does to what it carries, and how much else goes wrong. Probabilities are for each note, each write
-    and read, and `calm` for a whole schedule in which nothing does.
+    and read, and `calm` for a whole schedule in which nothing does, `others` for one with a second decode engine.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Profile:
     routes: tuple[Route | None, ...] = (*Route, None)
     sharing: float = 0.2
     revocations: tuple[Revocation | None, ...] = (None, None, Revocation.UNPROVEN)
+    others: float = 0.25
 
 
 #: What NIXL does: notes of one peer stay in order and none is lost while the peer lives; a write may take for ever.
@@ -115,9 +116,24 @@ REVOKED = replace(
 )
 #: Ranks that are cut off, replaced, and heard of again: nobody takes the old process for the new one.
 REPLACED = replace(DEFAULT, name="replaced", calm=0.0, crashes=0.0, replaced=1.0)
+#: Two decode engines of several ranks that ask for the same requests.
+SEVERAL = replace(DEFAULT, name="several", calm=0.4, crashes=0.3, others=1.0)
 PROFILES = {
     profile.name: profile
-    for profile in (DEFAULT, LOSSY, HOSTILE, REORDERED, ECHOES, AMBUSHED, FRAIL, REVOKED, DROWSY, REPLACED, PULLED)
+    for profile in (
+        DEFAULT,
+        LOSSY,
+        HOSTILE,
+        REORDERED,
+        ECHOES,
+        AMBUSHED,
+        FRAIL,
+        REVOKED,
+        DROWSY,
+        REPLACED,
+        PULLED,
+        SEVERAL,
+    )
 }
 
 
@@ -289,10 +305,13 @@ class Scenario:
         return replace(self, requests=tuple(requests))
 
     def _asked_twice(self, random: Random, profile: Profile) -> Scenario:
-        """In some schedules there is another decode engine, which asks for some of the requests too."""
-        if random.random() >= OTHERS:
+        """In some schedules there is another decode engine, which asks for some of the requests too.
+
+        Not where a source would copy into the pools of both for longer than `linger_s`.
+        """
+        if random.random() >= profile.others or (self.shared and self.copy_s[1]):
             return self
-        fleet = _fleet(random)
+        fleet = random.choice([self.fleets["d"], _fleet(random)])
         requests = (
             replace(asked, other_s=asked.begin_s[1] + random.choice([0.0, random.uniform(0, 0.1)]))
             if random.random() < OTHER_ASKS
@@ -300,12 +319,9 @@ class Scenario:
             for asked in self.requests
         )
         faults = () if self.calm or (self.faults and profile.replaced) else _faults_of(random, profile, OTHER, fleet)
-        return replace(
-            self,
-            fleets={**self.fleets, OTHER: fleet},
-            requests=tuple(requests),
-            faults=(*self.faults, *faults),
-        )
+        config = replace(self.config, deadline_s=2 * CALM_S) if self.calm else self.config  # twice as much is copied
+        fleets = {**self.fleets, OTHER: fleet}
+        return replace(self, fleets=fleets, config=config, requests=tuple(requests), faults=(*self.faults, *faults))
 
     @property
     def digests(self) -> bool:

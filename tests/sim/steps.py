@@ -102,14 +102,13 @@ def check_arena(seat: Seat) -> None:
 
 
 def check_apart(scene: Scene, seat: Seat) -> None:
-    """What fails one decode engine fails no other that is being served."""
+    """A request fails for what became of a decode engine only when each that has asked for it has failed."""
     if OTHER not in scene.scenario.fleets:
         return
     for request in seat.mover._source._requests.values():
-        for peer, attempt in request.attempts.items():
-            engine, reason = scene.seats[peer].place.engine, str(attempt.state.reason)
-            if any(name in reason for name, other in scene.seats.items() if other.place.engine not in ("p", engine)):
-                raise Broken(f"{seat.name}: {peer} is not served any more for another engine: {reason}")
+        reason, served = str(request.reason), request.expected.keys() - request.failed.keys()
+        if served and any(name in reason for name, other in scene.seats.items() if other.place.engine != "p"):
+            raise Broken(f"{seat.name}: {request.transfer.request} fails for {sorted(served)} too: {reason}")
 
 
 def check_deadline(scene: Scene, order: Order) -> None:

@@ -20,7 +20,7 @@ from tests.sim.world import Broken, World, simulate
 
 #: Profiles, and of how many schedules in sixteen each has.
 SHARES = {
-    "default": 3,
+    "default": 2,
     "lossy": 2,
     "hostile": 1,
     "reordered": 1,
@@ -31,6 +31,7 @@ SHARES = {
     "drowsy": 1,
     "replaced": 1,
     "pulled": 1,
+    "several": 1,
     "swarm": 2,
 }
 
@@ -60,6 +61,8 @@ REACHED: dict[str, dict[str, int]] = {
         "pull packed landed": 5,
         "landed gated": 20,
         "landed grown": 12,
+        "landed allocated": 12,
+        "landed at a second engine": 5,
         "landed by layers": 9,
         "landed aux": 15,
         "landed hybrid": 10,
@@ -88,6 +91,7 @@ REACHED: dict[str, dict[str, int]] = {
     "echoes": {"receive landed": 25, "landed resent": 1, "receive held": 14},
     "ambushed": {"pages reused under a read": 18, "given up under a chunk": 22, "receive landed": 12},
     "drowsy": {"receive landed": 24, "send landed": 17, "receive held and given back": 19, "landed after a lapse": 5},
+    "several": {"landed at a second engine": 30, "landed where another failed": 8},
     "replaced": {"replaced and heard of again": 90, "receive landed": 20},
     "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
     "revoked": {"slab renewed": 7, "write refused": 3, "receive landed": 10},

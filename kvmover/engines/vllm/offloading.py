@@ -9,7 +9,7 @@ from kvmover.cache.ledger import AccountGroup
 from kvmover.config import load
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.request_accounts import RequestAccounts
-from kvmover.observe.start import Observers
+from kvmover.observe.observers import Observers
 
 _offloading: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
 OffloadingConnector: Any = _offloading.OffloadingConnector

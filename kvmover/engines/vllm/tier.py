@@ -14,7 +14,7 @@ from kvmover.engines.vllm import engine, engine_tier
 from kvmover.engines.vllm.chunk_store import DROPPED, ChunkJob, ChunkStore, ChunkVerb, EndedJob
 from kvmover.engines.vllm.options import parse_tier
 from kvmover.observe.logs import Guest
-from kvmover.observe.start import begin_logs
+from kvmover.observe.observers import begin_logs
 from kvmover.store import Got, Namespace, Put
 
 log = logging.getLogger(__name__)
