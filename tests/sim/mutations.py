@@ -202,6 +202,27 @@ def a_source_may_have_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(credits, "within_share", lambda arena, source, nbytes: True)
 
 
+def a_region_is_free_while_its_source_waits(patch: pytest.MonkeyPatch) -> None:
+    """What went out with a Want is leased to others when the source says that it has nothing to write yet."""
+
+    def noted(honest: Any, state: Receiving, peer: str, until: float) -> Stepped:
+        after, actions = honest(state, peer, until)
+        free = [key for key in state.regions if key[0] == peer and key not in state.arrived | state.ready]
+        regions = {key: offset for key, offset in after.regions.items() if key not in free}
+        freed = [Free(state.regions[key]) for key in free]
+        return msgspec.structs.replace(after, regions=regions), [*freed, *actions]
+
+    around(patch, destination_machine, "_noted", noted)
+
+
+def waiting_requests_may_have_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(credits, "EAGER_PART", 1)
+
+
+def regions_that_went_out_with_wants_count_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(credits.EagerGrants, "freed", lambda self, offset: None)
+
+
 def staging_is_reused_before_a_failed_write_settles(patch: pytest.MonkeyPatch) -> None:
     def handle(honest: Any, self: Writes, event: Completed | Failed) -> bool:
         return honest(self, changed(event, quiescent=True) if isinstance(event, Failed) else event)
@@ -449,6 +470,9 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (quarantine_is_a_release, "default"),
     (the_arena_is_a_ring, "default"),
     (a_source_may_have_all, "default"),
+    (a_region_is_free_while_its_source_waits, "default"),
+    (waiting_requests_may_have_all, "default"),
+    (regions_that_went_out_with_wants_count_for_ever, "default"),
     (a_dead_peer_is_waited_for, "frail"),
     (staging_is_reused_before_a_failed_write_settles, "frail"),
     (staging_is_reused_before_it_was_read, "default"),

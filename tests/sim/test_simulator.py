@@ -69,6 +69,7 @@ REACHED: dict[str, dict[str, int]] = {
         "pages reused under a read": 10,
         "given up under a chunk": 11,
         "refused": 2,
+        "granted with a Want": 2,
         "stopped for longer than silence": 11,
         "crashed and came back": 12,
         "cut and healed": 6,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -157,8 +157,17 @@ class ReceiveRequest:
     aux_from: Sequence[int] = ()
 
 
-def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: WriteLeases) -> ReceiveAttempt:
-    """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError."""
+def attempt_of(
+    core: Core,
+    wanted: ReceiveRequest,
+    generation: int,
+    leases: WriteLeases,
+    eager: Callable[[str, int], int | None],
+) -> ReceiveAttempt:
+    """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError.
+
+    `eager`: leases a region of so many bytes for a source that is to write one packed chunk, or does not.
+    """
     config, now = core.config, core.clock()
     with ranges.span(ranges.PLAN, wanted.transfer.request):
         peers, lanes = _lanes(core, wanted)
@@ -179,12 +188,16 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: Writ
     state = Receiving(request, generation, sources, core.patience, now + wanted.deadline_s, now, now + config.resend_s)
     seats = {peer.name: peer.card.place.seat for peer in peers}
     attempt = ReceiveAttempt(state, wanted.transfer, wanted.pages, lanes, seats, sum(runs.values()), routes)
-    for name in lanes:  # a table that no message holds is refused before anything is asked
-        want = _want(core, attempt, name, cuts[name], wanted)
+    wants = {name: _want(core, attempt, name, cuts[name], wanted, leases) for name in lanes}
+    for name, want in wants.items():  # a table that no message holds is refused before anything is asked
         try:
-            attempt.wants[name] = wire.encode(replace(want, lease=leases.renewed(name)))
+            attempt.wants[name] = wire.encode(want)
         except ProtocolError as error:
             raise PlanError(f"{error}; the packed route sends no page tables") from error
+    for name, want in wants.items():  # what can fail has not
+        if sources[name].is_one_packed_push and (at := eager(name, lanes[name].chunks[0].span_bytes)) is not None:
+            state.regions[name, 0] = at
+            attempt.wants[name] = wire.encode(replace(want, grant=wire.Grant(0, at)))
     return attempt
 
 
@@ -239,7 +252,9 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, wanted: ReceiveRequest
     return choice.route
 
 
-def _want(core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: ReceiveRequest) -> wire.Want:
+def _want(
+    core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: ReceiveRequest, leases: WriteLeases
+) -> wire.Want:
     config, state, source = core.config, attempt.state, attempt.state.sources[peer]
     told = source.direct and source.verb is wire.Verb.PUSH
     return wire.Want(
@@ -254,5 +269,6 @@ def _want(core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: Rece
         cut.layers,
         source.verb,
         config.integrity is Integrity.DIGEST,
-        tuple(wanted.aux_from),
+        tuple(dict.fromkeys(wanted.aux_from)),
+        leases.renewed(peer),
     )

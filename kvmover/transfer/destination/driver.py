@@ -22,7 +22,7 @@ from kvmover.transfer.destination.attempts import (
     close,
     spliced,
 )
-from kvmover.transfer.destination.credits import Credits
+from kvmover.transfer.destination.credits import Credits, EagerGrants
 from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions
 from kvmover.transfer.destination.reads import Reading, Reads
@@ -75,6 +75,7 @@ class DestinationDriver:
     _attempts: dict[Id, ReceiveAttempt] = field(default_factory=dict[Id, ReceiveAttempt])
     _ended: TtlMap[Id, str | None] = field(default_factory=lambda: TtlMap["Id", "str | None"](MAX_ENDED))
     _credits: Credits[Id, WriterChunk] = field(default_factory=Credits[Id, WriterChunk])
+    _eager: EagerGrants = field(default_factory=EagerGrants)
     _retransmissions: Retransmissions = field(default_factory=Retransmissions)
     _room: bool = False
 
@@ -83,13 +84,17 @@ class DestinationDriver:
         request = wanted.transfer.request
         if any(open_request == request for open_request, _ in self._attempts):
             raise PlanError(f"request {request} is already being received")
-        attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases)
+        attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases, self._eagerly)
         self.generation += 1
         self._attempts[attempt.id] = attempt
         for name, want in attempt.wants.items():
             self.core.awaits(name)
             self.core.post(name, want)
         self._apply(attempt, *machine.start(attempt.state))
+
+    def _eagerly(self, source: str, nbytes: int) -> int | None:
+        """A region to go out with a Want, where nobody waits for one."""
+        return self._eager.lease(self.core.incoming.arena, source, nbytes) if self._credits.idle else None
 
     def hear(self, peer: Peer, message: wire.About) -> None:
         """A message from a source. One about an attempt that is over is answered with how it ended."""
@@ -257,6 +262,7 @@ class DestinationDriver:
     def _free(self, offsets: Sequence[int]) -> None:
         for offset in offsets:
             self.core.incoming.arena.release(offset)
+            self._eager.freed(offset)
             self._room = True
 
     def _step(self, attempt: ReceiveAttempt, event: Event) -> None:

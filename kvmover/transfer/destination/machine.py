@@ -1,8 +1,8 @@
 """The destination's half of the protocol for one request: a pure state machine, `step(state, event, now)`.
 
 Credits. The destination asks every source rank that may serve it (Want). Those that have the request say which chunks
-may be moved (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill. In a
-push the source writes and tells (Chunk); in a pull it names the place (Staged) and the destination reads. Each chunk
+may be moved (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill, but for
+the few that go out with a Want of one chunk. In a push the source writes and tells (Chunk); in a pull it names the place (Staged) and the destination reads. Each chunk
 that arrived is scattered, and compared with its source's digest where digests are wanted. When the set of (writer,
 chunk) is whole the destination says Done; sources that were read confirm that they held everything until then (Kept).
 
@@ -163,8 +163,9 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
     if not chunks:
         return state, again
     state = replace(state, ready=state.ready | {(peer, chunk) for chunk in chunks})
-    if not source.direct:
-        return state, [*again, *(Lease(peer, chunk) for chunk in chunks)]
+    if not source.direct:  # one that is granted already went out with the Want
+        bare = [chunk for chunk in chunks if (peer, chunk) not in state.regions and (peer, chunk) not in state.arrived]
+        return state, [*again, *(Lease(peer, chunk) for chunk in bare)]
     if source.verb is Verb.PUSH:
         return state, again
     return state, _grant(state, peer, [(chunk, 0) for chunk in chunks])
