@@ -95,10 +95,10 @@ class Core:
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
+    components: tuple[Component, ...] = field(init=False)
 
-    @property
-    def components(self) -> tuple[Component, ...]:
-        return tuple(pool.component for pool in self.end.pools)
+    def __post_init__(self) -> None:
+        self.components = tuple(pool.component for pool in self.end.pools)
 
     @property
     def patience(self) -> Patience:
