@@ -140,7 +140,7 @@ class Core:
     def awaits(self, peer: str) -> None:
         """Something more is awaited from a peer: it is pinged while that is so."""
         if self.liveness.awaits(peer):
-            self.timers.sooner((TimerKind.PEER, peer), self.clock())
+            self.timers.sooner((TimerKind.PEER, peer), self.liveness.due(peer))
 
     def awaits_no_more(self, peer: str) -> None:
         """One thing less is awaited from a peer."""

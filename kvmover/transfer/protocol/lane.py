@@ -292,7 +292,9 @@ def _groups(leg: Leg, cut: Cut) -> set[int]:
 
 
 def _of_group(leg: Leg, first: int, cut: Cut) -> Leg | None:
-    layers = leg.layers & Span(first, cut.layers) if cut.layers else leg.layers
+    if not cut.layers:
+        return leg
+    layers = leg.layers & Span(first, cut.layers)
     return replace(leg, layers=layers) if layers else None
 
 
