@@ -235,9 +235,7 @@ def test_a_card_is_read_by_the_page() -> None:
 
 def test_sealed_notes_are_opened_by_the_page() -> None:
     secret = bytes(range(32))
-    said, transports, _ = _moved(
-        MoverConfig(arena_bytes=1 << 20, resend_s=60, chunk_layers=1, keys=Keys(Key(secret)))
-    )
+    said, transports, _ = _moved(MoverConfig(arena_bytes=1 << 20, resend_s=60, chunk_layers=1, keys=Keys(Key(secret))))
     kinds = set[str]()
     for transport in transports:
         numbers: dict[str, list[int]] = {}

@@ -2,9 +2,10 @@
 
 Credits. The destination asks every source rank that may serve it (Want). Those that have the request say which chunks
 may be moved (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill, but for
-the few that go out with a Want of one chunk. In a push the source writes and tells (Chunk); in a pull it names the place (Staged) and the destination reads. Each chunk
-that arrived is scattered, and compared with its source's digest where digests are wanted. When the set of (writer,
-chunk) is whole the destination says Done; sources that were read confirm that they held everything until then (Kept).
+the few that go out with a Want of one chunk. In a push the source writes and tells (Chunk); in a pull it names the
+place (Staged) and the destination reads. Each chunk that arrived is scattered, and compared with its source's digest
+where digests are wanted. When the set of (writer, chunk) is whole the destination says Done; sources that were read
+confirm that they held everything until then (Kept).
 
 After a failure it tells every source (Abort) and gives the pages back when each has answered that nothing is in flight
 (Drained) and its own reads have ended. What is not answered is asked again: a lost message costs time, never a request.

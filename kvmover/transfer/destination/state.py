@@ -170,10 +170,10 @@ class Source(msgspec.Struct, frozen=True):
 class Receiving(msgspec.Struct, frozen=True):
     """One attempt at one request.
 
-    `regions` [writer, chunk] are leased to chunks that have not been scattered, some with the Want. A chunk is `ready` at its source, then
-    `reading` (a pull) or on its way, then `arrived`, then `landed`. `heard` [source]: when it last said something new,
-    or was last asked again, for the `repeats`-th time since. `noted` [source]: until when it keeps our Want. Nobody is
-    to be asked again before `look_at`.
+    `regions` [writer, chunk] are leased to chunks that have not been scattered, some with the Want. A chunk is `ready`
+    at its source, then `reading` (a pull) or on its way, then `arrived`, then `landed`. `heard` [source]: when it last
+    said something new, or was last asked again, for the `repeats`-th time since. `noted` [source]: until when it keeps
+    our Want. Nobody is to be asked again before `look_at`.
     """
 
     request: str

@@ -158,7 +158,7 @@ def _asked(state: Sending, now: float) -> Stepped:
     if not state.ready:
         keeps_ms = max(0, int((state.deadline - now) * 1e3))
         return state, [Say(wire.Noted(state.request, state.generation, keeps_ms)), *_aux(state)]
-    if state.eager is not None and state.granted.keys() == {state.eager.chunk} == state.ready:
+    if state.eager is not None and [*state.ready] == [*state.granted] == [state.eager.chunk]:
         state, actions = _eagerly(state, state.eager, (), now)
         return state, [*actions, *_aux(state)]
     actions: list[Action] = [_whole_offer(state)]
