@@ -103,7 +103,8 @@ def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.i
     """Where `leg` lies in a pool, by the rank's page table. Raises PlanError as `page_ids` does."""
     cut = _pool_cut(held.spec, held.shard.layers, held.shard.heads, leg.layers, leg.heads)
     units = page_ids(held, tokens_at, pages) * cut.page_bytes
-    units += cut.head_offset
+    if cut.head_offset:
+        units += cut.head_offset
     if cut.page_tokens > 1:
         units += tokens_at % cut.page_tokens * cut.token_bytes
     return BoxSide(cut.allocation, cut.offset, units, cut.head_bytes, cut.token_bytes)
