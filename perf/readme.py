@@ -253,7 +253,8 @@ def _request() -> list[str]:
         "|---|---|---|---|",
     ]
     lines += [
-        f"| {row['what']} | {row['before_us']} | {row['now_us']} ({row['low_us']} to {row['high_us']}) | {row['ratio']} |"
+        f"| {row['what']} | {row['before_us']} | {row['now_us']} ({row['low_us']} to {row['high_us']})"
+        f" | {row['ratio']} |"
         for row in rows
     ]
     return lines
