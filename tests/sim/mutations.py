@@ -470,7 +470,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (quarantine_is_a_release, "default"),
     (the_arena_is_a_ring, "default"),
     (a_source_may_have_all, "default"),
-    (a_region_is_free_while_its_source_waits, "default"),
+    (a_region_is_free_while_its_source_waits, "echoes"),
     (waiting_requests_may_have_all, "default"),
     (regions_that_went_out_with_wants_count_for_ever, "default"),
     (a_dead_peer_is_waited_for, "frail"),

@@ -67,7 +67,7 @@ REACHED: dict[str, dict[str, int]] = {
         "landed slow consumer": 8,
         "landed after a restart": 3,
         "pages reused under a read": 10,
-        "given up under a chunk": 11,
+        "given up under a chunk": 6,
         "refused": 2,
         "granted with a Want": 2,
         "stopped for longer than silence": 11,
