@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
@@ -24,17 +23,17 @@ def tree_of(commit: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def medians(worker: Path, trees: dict[str, Path], rounds: int) -> dict[str, dict[str, float]]:
-    """Median of each number that `worker` prints as JSON, by tree. One process a tree and round, one after the other.
+def samples(worker: Path, trees: dict[str, Path], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Each number that `worker` prints as JSON, by tree, one a round. One process a tree and round, one after another.
 
     `worker` imports kvmover from the tree it is pointed to, so it may use only names that all trees have.
     """
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
     for _ in range(rounds):
         for name, tree in trees.items():
             environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 [sys.executable, str(worker)], env=environment, cwd=tree, check=True, stdout=subprocess.PIPE, text=True
             )
-            samples[name].append(json.loads(done.stdout))
-    return {name: {what: median(run[what] for run in runs) for what in runs[0]} for name, runs in samples.items()}
+            found[name].append(json.loads(done.stdout))
+    return {name: {what: [run[what] for run in runs] for what in runs[0]} for name, runs in found.items()}

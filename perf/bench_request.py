@@ -7,32 +7,35 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import median
 
-from perf.before import ROOT, medians, tree_of
-from perf.record import machine, write
+from perf.before import ROOT, samples, tree_of
+from perf.record import write
 
-#: The last commit at which a request was planned anew for each lane, six times.
-BEFORE = "d77baa8"
+#: The last commit at which every packed chunk was offered before it was granted.
+BEFORE = "158ea8f"
 ROUNDS = 5
 
 
 def main() -> None:
     before = sys.argv[1] if len(sys.argv) > 1 else BEFORE
     with tree_of(before) as old:
-        found = medians(Path(__file__).parent / "request_cost.py", {"before": old, "now": ROOT}, ROUNDS)
+        found = samples(Path(__file__).parent / "request_cost.py", {"before": old, "now": ROOT}, ROUNDS)
     rows = [
         {
             "what": what,
-            "before_us": round(found["before"][what]),
-            "now_us": round(now),
-            "ratio": round(found["before"][what] / now, 2),
+            "before_us": round(median(found["before"][what])),
+            "now_us": round(median(now)),
+            "low_us": round(min(now)),
+            "high_us": round(max(now)),
+            "ratio": round(median(found["before"][what]) / median(now), 2),
             "before": before,
         }
         for what, now in found["now"].items()
     ]
     for row in rows:
         print(f"{row['what']:32} {row['before_us']:>8} us {row['now_us']:>8} us  x{row['ratio']}")
-    write("request", [{**row, **machine()} for row in rows])
+    write("request", rows)
 
 
 if __name__ == "__main__":

@@ -84,14 +84,16 @@ def page_ids(held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> np
     Raises PlanError when the table is too short or names a page that the pool does not have.
     """
     page = tokens_at // held.spec.page_tokens
-    if page.size and page.max() >= len(pages):
-        raise PlanError(f"page table of {len(pages)} pages is too short for page {int(page.max())} of the request")
-    return _inside(held.spec, np.asarray(pages, np.int64)[page])
+    try:
+        return _inside(held.spec, np.asarray(pages, np.int64).take(page))
+    except IndexError:
+        last = int(page.max())
+        raise PlanError(f"page table of {len(pages)} pages is too short for page {last} of the request") from None
 
 
 def _inside(spec: PoolSpec, ids: Offsets) -> Offsets:
     """`ids`, unless the pool lacks one: then PlanError."""
-    if ids.size and (ids.min() < 0 or ids.max() >= spec.pages):
+    if ids.size and int(np.maximum.reduce(ids.view(np.uint64))) >= spec.pages:  # below 0 is very large
         bad = int(ids.min() if ids.min() < 0 else ids.max())
         raise PlanError(f"page id {bad} is outside a pool of {spec.pages} pages")
     return ids
@@ -101,7 +103,8 @@ def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.i
     """Where `leg` lies in a pool, by the rank's page table. Raises PlanError as `page_ids` does."""
     cut = _pool_cut(held.spec, held.shard.layers, held.shard.heads, leg.layers, leg.heads)
     units = page_ids(held, tokens_at, pages) * cut.page_bytes
-    units += cut.head_offset
+    if cut.head_offset:
+        units += cut.head_offset
     if cut.page_tokens > 1:
         units += tokens_at % cut.page_tokens * cut.token_bytes
     return BoxSide(cut.allocation, cut.offset, units, cut.head_bytes, cut.token_bytes)
@@ -312,8 +315,9 @@ def count_runs(leg: Leg, src: Held, dst: Held) -> int:
 def _count_runs(layers: Span, heads: Span, groups: tuple[Units, ...], src: PoolSpec, dst: PoolSpec) -> int:
     """Kept: the legs from all ranks of a fleet to one are alike but for which heads they have."""
     per_unit = [_runs_of_unit(layers, heads, units.tokens, src, dst) for units in groups]
-    if len(groups) == 1 and len(groups[0]) == 1:
-        return per_unit[0][0]
+    whole = sum(runs * len(units) for (runs, _), units in zip(per_unit, groups, strict=True))
+    if any(_begin_pages(groups, side, spec.page_tokens) for side, spec in (("src", src), ("dst", dst))):
+        return whole  # and no unit goes on where another one ends
     at = [np.concatenate([getattr(units, side) for units in groups]) for side in ("src", "dst")]
     order = np.argsort(at[0])
     tokens = np.repeat([units.tokens for units in groups], [len(units) for units in groups])[order]
@@ -323,6 +327,11 @@ def _count_runs(layers: Span, heads: Span, groups: tuple[Units, ...], src: PoolS
         begins = side[order][1:]
         joined &= (begins == side[order][:-1] + tokens[:-1]) & (begins % page_tokens > 0)
     return int(runs.sum() - runs[1:][joined].sum())
+
+
+def _begin_pages(groups: tuple[Units, ...], side: str, page_tokens: int) -> bool:
+    """Whether each unit begins a page of one side."""
+    return not any((getattr(units, side) % page_tokens).any() for units in groups)
 
 
 @lru_cache(maxsize=1024)

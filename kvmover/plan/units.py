@@ -31,6 +31,8 @@ class Units:
 
     def slice(self, start: int, stop: int) -> Units:
         """Units [start, stop), as a view."""
+        if stop - start == len(self.src):
+            return self
         return Units(self.tokens, self.src[start:stop], self.dst[start:stop])
 
 

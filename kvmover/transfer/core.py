@@ -101,10 +101,10 @@ class Core:
     later: deque[Callable[[], None]] = field(default_factory=deque["Callable[[], None]"])
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
+    components: tuple[Component, ...] = field(init=False)
 
-    @property
-    def components(self) -> tuple[Component, ...]:
-        return tuple(pool.component for pool in self.end.pools)
+    def __post_init__(self) -> None:
+        self.components = tuple(pool.component for pool in self.end.pools)
 
     @property
     def revocation(self) -> Revocation:
@@ -151,7 +151,7 @@ class Core:
     def awaits(self, peer: str) -> None:
         """Something more is awaited from a peer: it is pinged while that is so."""
         if self.liveness.awaits(peer):
-            self.timers.sooner((TimerKind.PEER, peer), self.clock())
+            self.timers.sooner((TimerKind.PEER, peer), self.liveness.due(peer))
 
     def awaits_no_more(self, peer: str) -> None:
         """One thing less is awaited from a peer."""

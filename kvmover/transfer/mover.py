@@ -15,7 +15,7 @@ import msgspec
 import numpy.typing as npt
 
 from kvmover import nvtx_ranges as ranges
-from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PeerReplaced, ProtocolError, TransportError
+from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer.arguments import (
@@ -29,6 +29,7 @@ from kvmover.transfer.arguments import (
     token_range,
 )
 from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.connections import Connections
 from kvmover.transfer.core import TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
@@ -38,7 +39,6 @@ from kvmover.transfer.destination.reads import Reads
 from kvmover.transfer.destination.renewals import Renewals
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
-from kvmover.transfer.peers.liveness import Duty
 from kvmover.transfer.peers.reconnect import Reconnector
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -89,7 +89,7 @@ class Mover:
             place = msgspec.structs.replace(place, generation=time.time_ns())
         self._core = assembled(transport, place, pools, self._config, clock)
         try:
-            read_card(model, self._card)  # what peers would refuse us for, we refuse now
+            read_card(model, write_card(model, self._core.card))  # what peers would refuse us for, we refuse now
         except PeerRefused as error:
             raise LayoutError(str(error)) from error
         self._writes = Writes(
@@ -112,10 +112,18 @@ class Mover:
             place.generation,
         )
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
+        self._connections = Connections(
+            self._core,
+            model,
+            self._destination.leases,
+            self._reconnector,
+            self._lose,
+            self._destination.greeted,
+        )
         self._events: deque[Event] = deque()
         self._when_due: dict[TimerKind, Callable[[Any], None]] = {
-            TimerKind.PEER: self._check_on,
-            TimerKind.DIAL: self._dial,
+            TimerKind.PEER: self._connections.check_on,
+            TimerKind.DIAL: self._connections.dial,
             TimerKind.RECEIVE: self._destination.tick,
             TimerKind.FAREWELL: self._destination.repeat_farewell,
             TimerKind.QUARANTINE: self._destination.look_at_quarantine,
@@ -172,12 +180,7 @@ class Mover:
     @property
     def card(self) -> bytes:
         """The bytes that a peer needs to connect. The engine carries them there by its own means."""
-        return self._core.auth.sign_card(self._card)
-
-    @property
-    def _card(self) -> bytes:
-        """As it is now: memory may have been registered anew."""
-        return write_card(self._model, self._core.card)
+        return self._core.auth.sign_card(self._connections.card)
 
     def configure(self, config: MoverConfig) -> None:
         """Behave by `config` from the next request on. Raises LayoutError for another size of the arenas, and for keys
@@ -204,32 +207,7 @@ class Mover:
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
         Raises PeerReplaced for a card of a process whose place a newer one took: it opens nothing.
         """
-        name = self._seat(self._core.auth.verify_card(card))
-        self._core.liveness.greeted(name, self._core.clock())
-        self._core.timers.sooner((TimerKind.PEER, name), self._core.liveness.due(name))
-        self._greet(name)
-        return name
-
-    def _greet(self, name: str) -> None:
-        self._core.say(name, wire.Hello(self._card, self._core.stamp_us()))
-
-    def _seat(self, card: bytes, sender: str | None = None) -> str:
-        """Give the peer behind `card` its seat. Raises, before anything is loaded or anybody loses a seat, for a card
-        that is not of its `sender`, and for one of a process that a newer one has replaced.
-        """
-        rank = read_card(self._model, card)
-        name = self._transport.identify(rank.transport)
-        if sender is not None and sender != name:
-            raise PeerRefused(f"{sender} sent the card of {name}")
-        self._core.peers.admit(rank.place, name)
-        self._transport.connect(rank.transport)
-        self._reconnector.seated(rank.place.seat, name)
-        peer = Peer(name, rank, card)
-        over = self._core.peers.add(peer)
-        self._core.links.connected(peer, self._core.clock())
-        for before in over:
-            self._lose(before, f"rank {rank.place.rank} of {rank.place.engine} restarted as {name}")
-        return name
+        return self._connections.connect(self._core.auth.verify_card(card))
 
     def disconnect(self, engine: str, rank: int | None = None) -> None:
         """Part from one rank of `engine`, or from all (None): an engine that was taken out of service is not dialled.
@@ -428,11 +406,7 @@ class Mover:
             self.meter.refused(error.refusal)
             log.warning("dropped a message: %s", error)
             return 1
-        self._core.liveness.heard(note.peer)
-        if note.peer in self._reconnector:  # it was lost, and speaks
-            if self._reconnector.heard(note.peer, self._core.clock()):
-                self.meter.add(Count.RECONNECTS)
-            self._core.timers.sooner((TimerKind.DIAL, None), self._core.clock())
+        self._connections.heard(note.peer)
         try:
             messages = wire.split(payload)
         except ProtocolError as error:
@@ -460,7 +434,7 @@ class Mover:
 
     def _answer(self, name: str, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Hello):
-            self._welcome(name, message)
+            self._connections.welcome(name, message)
             return
         peer = self._core.peers.get(name)
         if peer is None:
@@ -486,53 +460,13 @@ class Mover:
         match message:
             case wire.Ping(lease=lease) | wire.Want(lease=lease) | wire.Granted(lease=lease):
                 self._writes.renew(peer.name, lease)
-            case wire.Hello(stamp_us=stamp_us) | wire.Pong(stamp_us=stamp_us):
+            case wire.Pong(stamp_us=stamp_us):
                 self._destination.leases.heard(peer.name, stamp_us, self._core.clock())
             case wire.Offered(stamp_us=stamp_us, registration=registration):
                 self._destination.leases.heard(peer.name, stamp_us, self._core.clock())
                 self._destination.renewals.offered(peer.name, registration)
             case _:
                 pass
-
-    def _welcome(self, name: str, hello: wire.Hello) -> None:
-        try:
-            self._seat(hello.card, name)
-            self._lend(self._core.peers[name], hello)
-            self._destination.greeted(name)
-            self._core.say(name, wire.Pong(self._core.stamp_us()))
-        except (PeerRefused, TransportError) as error:
-            self.meter.add(Count.REFUSED_PEERS)
-            log.warning("refused %s: %s", name, error)
-
-    def _check_on(self, name: str) -> None:
-        """A peer that died while it owes us something is noticed by a ping that cannot be sent, or is not answered."""
-        match self._core.liveness.look(name, self._core.clock()):
-            case Duty.GREET:
-                self._greet(name)
-            case Duty.PING:
-                self._core.say(name, wire.Ping(self._destination.leases.renewed(name)))
-            case Duty.LOSE:
-                self._core.lost.append((name, f"{name} has answered nothing for {self._config.silence_s} s"))
-            case None:
-                pass
-        self._core.timers.set((TimerKind.PEER, name), self._core.liveness.due(name))
-
-    def _dial(self, _: None) -> None:
-        """Reach for lost peers again; what they say, or that they say nothing, decides."""
-        now = self._core.clock()
-        dial, silent = self._reconnector.due(now)
-        for name in silent:
-            self._core.lost.append((name, f"{name} does not answer"))
-        for name, card in dial:
-            try:
-                self._greet(self._seat(card))
-                self._core.say(name, wire.Ping(self._destination.leases.renewed(name)))
-            except PeerReplaced as error:
-                self._reconnector.retired(name)
-                log.warning("%s; it is dialled no more", error)
-            except (PeerRefused, TransportError) as error:
-                self._reconnector.lost(name, card, read_card(self._model, card).place.seat, str(error), now)
-        self._core.timers.set((TimerKind.DIAL, None), self._reconnector.next_due())
 
     def _forget_the_past(self, _: None) -> None:
         """What is remembered of attempts and requests that are over expires, looked at once a second."""
@@ -542,17 +476,6 @@ class Mover:
         self._core.timers.set((TimerKind.TOMBSTONES, None), now + 1.0)
 
     def _lose(self, name: str, reason: str) -> None:
-        peer = self._core.peers.get(name)
-        if peer is not None:
-            self.meter.add(Count.LOST_PEERS)
-            log.warning("lost %s: %s", name, reason)
-            if self._core.peers.sits(peer):
-                self._reconnector.lost(name, peer.encoded, peer.card.place.seat, reason, self._core.clock())
-                self._core.timers.set((TimerKind.DIAL, None), self._reconnector.next_due())
-        self._core.peers.remove(name)
-        self._core.mappings.forget(name)
-        self._core.outbox.pop(name, None)
-        self._core.liveness.forget(name)
-        self._transport.disconnect(name)
+        self._connections.part(name, reason)
         self._destination.lost(name, reason)
         self._source.lost(name, reason)

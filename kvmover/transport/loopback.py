@@ -308,6 +308,8 @@ def _lost(peer: str) -> PeerLost:
 
 def _starts(descriptors: Descriptors) -> list[int]:
     table = descriptors.table
+    if len(table) == descriptors.count:  # no row is a row of runs
+        return table[:, ADDRESS].tolist()
     row = np.repeat(np.arange(len(table)), table[:, COUNT])
     first = np.cumsum(table[:, COUNT]) - table[:, COUNT]
     return (table[row, ADDRESS] + (np.arange(len(row)) - first[row]) * table[row, STRIDE]).tolist()

@@ -107,7 +107,7 @@ CASES = [(route, verb) for route in Route for verb in Verb]
 
 @pytest.mark.parametrize(("route", "verb"), CASES, ids=[f"{route}-{verb}" for route, verb in CASES])
 def test_every_note_of_a_request_is_read_by_the_page(route: Route, verb: Verb) -> None:
-    said, _, _ = _moved(MoverConfig(route=route, verb=verb, arena_bytes=1 << 20, resend_s=60))
+    said, _, _ = _moved(MoverConfig(route=route, verb=verb, arena_bytes=1 << 20, resend_s=60, chunk_layers=1))
     heard = [message for note in said for message in messages(note)]
     decoded = [msgspec.msgpack.decode(note[4:]) for note in said]
     assert heard == [message for note in decoded for message in (note if isinstance(note, list) else [note])]
@@ -128,8 +128,19 @@ def _steps(route: Route, verb: Verb) -> list[str]:
     return ["Hello", "Want", *packed, "Chunk", "Done"]
 
 
+def test_a_packed_push_of_one_chunk_is_granted_with_its_want() -> None:
+    said, transports, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60))
+    heard = [message for note in said for message in messages(note)]
+    grants = [message["grant"] for message in heard if message["type"] == "Want"]
+    assert len(grants) == 2
+    assert len({offset for _, offset, _ in grants}) == 2
+    assert [chunk for chunk, offset, round_ in grants if (offset % 256, round_) == (0, 0)] == [0, 0]
+    assert not {"Offered", "Granted"} & {message["type"] for message in heard}
+    assert [len(transport.written) for transport in transports] == [1, 1, 0]
+
+
 def test_a_lease_echoes_a_stamp_that_its_source_has_said() -> None:
-    said, _, _ = _moved(MoverConfig(route=Route.PACKED))
+    said, _, _ = _moved(MoverConfig(route=Route.PACKED, chunk_layers=1))
     notes = [message for note in said for message in messages(note)]
     stamps = {note["stamp_us"] for note in notes if note["type"] in ("Hello", "Pong", "Offered")}
     leases = [note["lease"] for note in notes if note["type"] == "Granted"]
@@ -144,7 +155,7 @@ def test_page_tables_and_grants_are_what_the_page_says() -> None:
     said, _, _ = _moved(MoverConfig(route=Route.DIRECT, arena_bytes=1 << 20, resend_s=60))
     wants = [message for note in said for message in messages(note) if message["type"] == "Want"]
     assert [[ids(table) for table in want["pages"]] for want in wants] == [[[1]], [[1]]]
-    said, _, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60))
+    said, _, _ = _moved(MoverConfig(route=Route.PACKED, arena_bytes=1 << 20, resend_s=60, chunk_layers=1))
     for message in (message for note in said for message in messages(note)):
         if message["type"] == "Granted":
             assert [chunk for chunk, offset, round_ in message["grants"] if (offset % 256, round_) == (0, 0)]
@@ -225,7 +236,7 @@ def test_a_card_is_read_by_the_page() -> None:
 
 def test_sealed_notes_are_opened_by_the_page() -> None:
     secret = bytes(range(32))
-    said, transports, _ = _moved(MoverConfig(arena_bytes=1 << 20, resend_s=60, keys=Keys(Key(secret))))
+    said, transports, _ = _moved(MoverConfig(arena_bytes=1 << 20, resend_s=60, chunk_layers=1, keys=Keys(Key(secret))))
     kinds = set[str]()
     for transport in transports:
         numbers: dict[str, list[int]] = {}

@@ -64,6 +64,10 @@ def _mark(rows: Bytes, region: Region, logical: Logical) -> int:
     return zlib.crc32(apart.tobytes(), zlib.crc32(where.tobytes()))
 
 
+#: A rank that has something open is polled so often at the least, be it a slow one.
+NEXT_POLL_S = 0.3
+
+
 @dataclass(slots=True, eq=False)
 class _Copy:
     """Work under way, with the rows at both ends as they were when it was begun."""
@@ -113,6 +117,7 @@ class SimCopier:
     sms: int | None = None
     _random: Random = field(init=False)
     _busy_until: float = 0.0
+    _told: float = 0.0
     _finished: deque[tuple[Done, int | None]] = field(default_factory=deque["tuple[Done, int | None]"])
 
     def __post_init__(self) -> None:
@@ -147,9 +152,11 @@ class SimCopier:
 
     @property
     def busy(self) -> bool:
-        return self.network.now < self._busy_until or bool(self._finished)
+        """Also just after a copy: what waited for it ends with the next poll."""
+        return self.network.now < max(self._busy_until, self._told + NEXT_POLL_S) or bool(self._finished)
 
     def poll(self) -> None:
+        self._told = self.network.now if self._finished else self._told
         while self._finished:
             done, digest = self._finished.popleft()
             done(digest)

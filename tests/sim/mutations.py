@@ -229,6 +229,27 @@ def nobody_is_told_of_a_registration(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Renewals, "granted", lambda self, source, granted: granted)
 
 
+def a_region_is_free_while_its_source_waits(patch: pytest.MonkeyPatch) -> None:
+    """What went out with a Want is leased to others when the source says that it has nothing to write yet."""
+
+    def noted(honest: Any, state: Receiving, peer: str, until: float) -> Stepped:
+        after, actions = honest(state, peer, until)
+        free = [key for key in state.regions if key[0] == peer and key not in state.arrived | state.ready]
+        regions = {key: offset for key, offset in after.regions.items() if key not in free}
+        freed = [Free(state.regions[key]) for key in free]
+        return msgspec.structs.replace(after, regions=regions), [*freed, *actions]
+
+    around(patch, destination_machine, "_noted", noted)
+
+
+def waiting_requests_may_have_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(credits, "EAGER_PART", 1)
+
+
+def regions_that_went_out_with_wants_count_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(credits.EagerGrants, "freed", lambda self, offset: None)
+
+
 def staging_is_reused_before_a_failed_write_settles(patch: pytest.MonkeyPatch) -> None:
     def handle(honest: Any, self: Writes, event: Completed | Failed) -> bool:
         return honest(self, changed(event, quiescent=True) if isinstance(event, Failed) else event)
@@ -533,6 +554,9 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_slab_is_released_and_not_renewed, "revoked"),
     (nobody_is_told_of_a_registration, "revoked"),
     (a_source_may_have_all, "default"),
+    (a_region_is_free_while_its_source_waits, "echoes"),
+    (waiting_requests_may_have_all, "default"),
+    (regions_that_went_out_with_wants_count_for_ever, "default"),
     (a_dead_peer_is_waited_for, "frail"),
     (staging_is_reused_before_a_failed_write_settles, "frail"),
     (staging_is_reused_before_it_was_read, "default"),

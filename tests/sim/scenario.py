@@ -334,7 +334,7 @@ def _fleet(random: Random) -> Fleet:
 
 def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:
     return MoverConfig(
-        arena_bytes=256 * random.choice([2, 3, 5, 8]),
+        arena_bytes=256 * random.choice([2, 3, 5, 8, 16, 32]),
         sandbox_bytes=0,
         deadline_s=CALM_S if calm else random.choice(profile.deadlines_s),
         drain_s=0.3,
@@ -344,7 +344,7 @@ def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:
         lease_s=0.8,
         linger_s=2.2,
         backoff=Backoff(0.1, 0.5),
-        costs=Costs(1.0, 1e3, 1e3, 1e3, 10.0, chunk_bytes=random.choice([128, 256, 512])),
+        costs=Costs(1.0, 1e3, 1e3, 1e3, 10.0, chunk_bytes=random.choice([128, 128, 256, 512, 1024])),
         route=random.choice(profile.routes),
         verb=random.choice(profile.verbs),
         replicas=random.choice(list(Replicas)),

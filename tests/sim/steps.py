@@ -82,7 +82,7 @@ def check_memory(seat: Seat) -> None:
 def check_arena(seat: Seat) -> None:
     """Each region is leased to one chunk, or kept apart for one peer that may still write it; none is forgotten."""
     inbound, arena = seat.mover._destination, seat.mover._core.incoming.arena
-    if not arena._leased and not inbound._attempts and not inbound.quarantine._held:
+    if not arena._leased and not inbound._attempts and not inbound.quarantine._held and not inbound._eager.nbytes:
         return
     regions = [at for attempt in inbound._attempts.values() for at in attempt.state.regions.values()]
     wards = [at for ward in inbound.quarantine._held.values() for at in ward.offsets]
@@ -95,6 +95,9 @@ def check_arena(seat: Seat) -> None:
         own = [at for at, of in arena._owners.items() if of == owner]
         if len(own) > 1 and 2 * arena.leased_by(owner) > arena.nbytes:
             raise Broken(f"{seat.name}: {owner} has {arena.leased_by(owner)} bytes of {arena.nbytes}")
+    eager = inbound._eager._regions.keys()
+    if not eager <= arena._leased.keys() or 8 * sum(arena._leased[at] for at in eager) > arena.nbytes:
+        raise Broken(f"{seat.name}: {sorted(eager)} of {arena.nbytes} bytes went out with Wants: {arena._leased}")
     try:
         arena.check()
     except AssertionError as error:
@@ -230,6 +233,7 @@ class Chatter:
         message = wire.decode(encoded)
         if isinstance(message, wire.Ping | wire.Pong):
             return
+        self.scene.seen["granted with a Want"] += isinstance(message, wire.Want) and message.grant is not None
         key, now = (sender, peer, wire.encode(_timeless(message))), self.scene.network.now
         first, last, count = self.said.get(key, (now, 0.0, 0))
         count += now > last

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.transfer.destination.credits import PATIENCE, Credits
+from kvmover.transfer.destination.credits import PATIENCE, Credits, EagerGrants
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 
 SLOT = ALIGN_BYTES
@@ -274,3 +274,24 @@ def test_a_source_over_its_share_keeps_nobody_else_waiting():
         granted = credits.lease(arena)
         assert granted is not None
         arena.release(granted[2])
+
+
+def test_requests_that_may_wait_for_long_get_an_eighth_of_the_arena_and_each_source_a_part_of_that():
+    eager, arena = EagerGrants(), Arena(64 * SLOT)
+    alone = [eager.lease(arena, "one", SLOT) for _ in range(8)]
+    assert [offset is not None for offset in alone] == [True] * 4 + [False] * 4
+    others = [eager.lease(arena, f"other {number}", SLOT) for number in range(8)]
+    assert [offset is not None for offset in others] == [True] * 4 + [False] * 4
+    assert eager.nbytes == 8 * SLOT
+    assert alone[0] is not None
+    arena.release(alone[0])
+    eager.freed(alone[0])
+    assert eager.lease(arena, "last", SLOT) is not None
+    eager.freed(63 * SLOT)  # a region of another kind
+    assert eager.nbytes == 8 * SLOT
+
+
+def test_a_region_larger_than_that_part_waits_to_be_asked_for():
+    eager, arena = EagerGrants(), Arena(64 * SLOT)
+    assert eager.lease(arena, "one", 9 * SLOT) is None
+    assert eager.lease(arena, "one", 8 * SLOT) is not None

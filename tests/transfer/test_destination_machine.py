@@ -621,3 +621,30 @@ def test_a_copy_of_our_own_is_waited_for_however_long_it_takes():
     state, actions = run(state, Scattered("a", 0), now=DRAIN_S)
     assert actions == [Free(512)]
     assert step(state, Tick(), DRAIN_S)[1] == [EndReceive("enough")]
+
+
+def eagerly(**sources: Source) -> Receiving:
+    """Each source was given a region with its Want."""
+    return replace(receiving(**sources), regions={(peer, 0): 256 * at for at, peer in enumerate(sources)})
+
+
+def test_a_chunk_whose_region_went_out_with_the_want_lands_without_an_offer():
+    state, actions = run(eagerly(a=Source(1)), says_chunk("a", 0))
+    assert actions == [Scatter("a", 0, 0)]
+    state, actions = run(state, Scattered("a", 0))
+    assert actions == [Free(0), Send("a", wire.Done("r", 7)), EndReceive(None)]
+
+
+def test_who_offers_what_went_out_with_the_want_is_granted_the_same_region_until_it_is_here():
+    state, actions = run(eagerly(a=Source(1), b=Source(1)), says_offered("b", ((0, 1),)))
+    assert actions == [granted("b", 0, 256)]
+    state, _ = run(state, says_chunk("a", 0), Scattered("a", 0))
+    assert run(state, says_offered("a", ((0, 1),)))[1] == []
+
+
+def test_a_region_that_went_out_with_the_want_stays_leased_while_its_source_waits_and_until_it_has_drained():
+    state, _ = run(eagerly(a=Source(1)), says_noted("a", 1000))
+    assert state.regions == {("a", 0): 0}
+    state, actions = run(state, Cancel("given up"))
+    assert actions == aborts("given up", "a")
+    assert run(state, says_drained("a"))[1] == [Free(0), EndReceive("given up")]

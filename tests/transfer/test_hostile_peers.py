@@ -33,7 +33,7 @@ WANT = wire.Want("request", 1, 0, 100, Route.PACKED, Replicas.STRIPE, 4096)
 
 def card_of(mover: Mover, **changes: Any) -> bytes:
     """Its card, with other values of the body."""
-    envelope = msgspec.msgpack.decode(mover._card, type=Card)
+    envelope = msgspec.msgpack.decode(mover._connections.card, type=Card)
     rank = msgspec.msgpack.decode(envelope.body, type=Rank)
     body = msgspec.msgpack.encode(msgspec.structs.replace(rank, **changes))
     return msgspec.msgpack.encode(Card(envelope.digest, envelope.model, body))
@@ -85,7 +85,7 @@ def test_a_card_with_numbers_beyond_64_bits_or_too_many_is_refused(what: str):
 def test_a_fleet_of_more_ranks_than_there_are_is_refused(tp: int, pp: int, rank: int):
     mover = Pair.of().dst.movers[0]
     fleet = msgspec.to_builtins(FLEET) | {"tp": tp, "pp": pp}
-    envelope = msgspec.msgpack.decode(mover._card, type=Card)
+    envelope = msgspec.msgpack.decode(mover._connections.card, type=Card)
     body = msgspec.msgpack.decode(envelope.body)
     body["place"] = {**body["place"], "fleet": fleet, "rank": rank}
     with pytest.raises(PeerRefused, match="at most 65536"):

@@ -62,7 +62,7 @@ def test_a_stranger_with_the_card_of_another_process_unseats_nobody(generation: 
     target, (landed,) = pair.dst.movers[0], pair.receive()
     pair.bench.turn()
     other = another(pair, Place("prefill", FLEET, 0, generation))
-    say(pair, another(pair, Place("stranger", FLEET, 0)), other._card)
+    say(pair, another(pair, Place("stranger", FLEET, 0)), other._connections.card)
     assert target.meter.counts[Count.REFUSED_PEERS] == 1
     assert seated(target) == name(pair.src.movers[0])
     assert name(other) not in target._core.peers._by_name
@@ -121,7 +121,7 @@ def test_nobody_has_two_seats():
     pair = Pair.of(network=network)
     stranger, target = another(pair, Place("stranger", FLEET, 0)), pair.dst.movers[0]
     for engine in ("stranger", "prefill"):
-        envelope = msgspec.msgpack.decode(stranger._card, type=Card)
+        envelope = msgspec.msgpack.decode(stranger._connections.card, type=Card)
         rank = msgspec.msgpack.decode(envelope.body, type=Rank)
         rank = msgspec.structs.replace(rank, place=msgspec.structs.replace(rank.place, engine=engine))
         say(pair, stranger, msgspec.msgpack.encode(Card(envelope.digest, envelope.model, msgspec.msgpack.encode(rank))))

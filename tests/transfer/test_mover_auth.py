@@ -118,7 +118,7 @@ def test_a_stranger_without_the_key_ends_no_transfer_and_is_no_sign_of_life(capl
         for message in (
             wire.Abort("request", generation, "boo"),
             wire.Done("request", generation),
-            wire.Hello(source._card),
+            wire.Hello(source._connections.card),
             wire.Ping(),
         ):
             network.inject(names[source], names[target], wire.encode(message))
@@ -199,8 +199,8 @@ def test_a_side_without_the_key_is_told_why_its_peer_is_silent(caplog: pytest.Lo
     """A card that somebody read elsewhere and hands over bare: what comes back is sealed, and dropped by name."""
     pair, bench = mixed(KEYS, None)
     source, target = pair.src.movers[0], pair.dst.movers[0]
-    target.connect(source._card)
-    source.connect(source._core.auth.sign_card(target._card))
+    target.connect(source._connections.card)
+    source.connect(source._core.auth.sign_card(target._connections.card))
     with caplog.at_level(logging.WARNING):
         bench.turn()
     assert "a sealed message, and this side has no shared key" in caplog.text
@@ -222,7 +222,7 @@ def test_keys_are_changed_while_a_request_is_open():
     pair.assert_landed()
     assert not refusals(pair)
     for mover in pair.bench.movers:
-        assert MessageAuth(Keys(new), "new").verify_card(mover.card) == mover._card
+        assert MessageAuth(Keys(new), "new").verify_card(mover.card) == mover._connections.card
         with pytest.raises(PeerRefused):
             MessageAuth(KEYS, "old").verify_card(mover.card)
 

@@ -187,7 +187,7 @@ def test_a_destination_that_stops_leaves_staging_memory_to_the_others(verb: Verb
 
 
 def test_destinations_take_turns_for_staging_memory():
-    """One that was granted twelve chunks before another was granted one does not send them all before it."""
+    """One that was granted twelve chunks before another was granted two does not send them all before it."""
     network, config = FaultyNetwork(), replace(CONFIG, arena_bytes=16 * 4096)
     pair = Pair.of(config=config, clock=HandClock(), network=network, tokens=48)
     bench, source = pair.bench, pair.src.movers[0]
@@ -195,10 +195,10 @@ def test_destinations_take_turns_for_staging_memory():
     other.connect(pair.src)
     bench.turn()
     source.send("long", pair.src_tables[0])
-    source.send("short", [pair.src_tables[0][0][:1]])
+    source.send("short", [pair.src_tables[0][0][:2]])
     first, second = pair.dst.movers[0], other.movers[0]
     first.receive("long", "prefill", range(48), pair.dst_tables[0])
-    second.receive("short", "prefill", range(4), [other.tables(4)[0][0]])
+    second.receive("short", "prefill", range(8), [other.tables(8)[0][0]])
     for mover in (first, second, source, first, second):
         mover.poll()
     network.hold()

@@ -431,3 +431,41 @@ def test_an_abort_is_said_again_until_it_is_answered():
     assert actions == [abort("enough")]
     state, _ = run(state, aborted("enough"))
     assert step(state, Tick(), DRAIN_S) == (state, [])
+
+
+def eagerly(chunks: int = 1, offset: int = 512) -> Sending:
+    """Of a request that the engine has not computed, whose region came with the Want."""
+    return replace(unready(chunks), eager=wire.Grant(0, offset), room_bytes=1024)
+
+
+def test_a_chunk_whose_region_came_with_the_want_goes_without_an_offer_when_it_is_computed():
+    state, actions = run(eagerly(), WANT)
+    assert actions == [NOTED]
+    state, actions = run(state, Ready((0,)))
+    assert actions == [Post(0, 512)]
+    assert step(state, grant(0, 512), 0.0) == (state, [])
+    _, actions = run(eagerly(2), Ready((0, 1)))
+    assert actions == [Post(0, 512), offered((1, 2))]
+
+
+def test_who_asks_again_for_a_chunk_that_went_at_once_is_told_of_it_when_it_was_written():
+    state, actions = run(eagerly(), Ready((0,)), Posted(0), WANT)
+    assert actions == []
+    _, actions = run(state, Written(0), WANT)
+    assert actions == [Say(wire.Chunk("r", 7, 0))]
+
+
+def test_a_region_that_came_with_the_want_and_lapsed_is_asked_for_again():
+    state, actions = run(eagerly(), Ready((0,)), Lapsed(0))
+    assert actions == [offered((0, 1))]
+    assert run(state, WANT)[1] == [offered((0, 1))]
+    assert run(state, grant(0, 512))[1] == [Post(0, 512)]
+
+
+def test_a_region_outside_the_arena_that_came_with_the_want_fails_the_attempt():
+    _, actions = run(eagerly(offset=1024), Ready((0,)))
+    assert actions == [abort("grant at 1024 leaves the arena of 1024 bytes")]
+
+
+def test_nothing_goes_of_an_attempt_that_failed_before_its_chunk_was_computed():
+    assert run(eagerly(), Cancel("given up"), Ready((0,)))[1] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -202,8 +202,17 @@ class ReceiveRequest:
     aux_from: Sequence[int] = ()
 
 
-def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: WriteLeases) -> ReceiveAttempt:
-    """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError."""
+def attempt_of(
+    core: Core,
+    wanted: ReceiveRequest,
+    generation: int,
+    leases: WriteLeases,
+    eager: Callable[[str, int], int | None],
+) -> ReceiveAttempt:
+    """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError.
+
+    `eager`: leases a region of so many bytes for a source that is to write one packed chunk, or does not.
+    """
     config, now = core.config, core.clock()
     pages, most = wanted.pages, None
     with ranges.span(ranges.PLAN, wanted.transfer.request):
@@ -235,14 +244,22 @@ def attempt_of(core: Core, wanted: ReceiveRequest, generation: int, leases: Writ
     attempt = ReceiveAttempt(
         state, wanted.transfer, wanted.positions, pages, most, lanes, seats, sum(runs.values()), routes
     )
-    for name in lanes:  # a table that no message holds is refused before anything is asked
-        want = replace(_want(core, attempt, name, cuts[name], wanted), lease=leases.renewed(name))
+    wants = {name: _want(core, attempt, name, cuts[name], wanted, leases) for name in lanes}
+    for name, want in wants.items():  # a table that no message holds is refused before anything is asked
         try:
             attempt.wants[name] = wire.encode(want)
             if want.pages and most is not None:
                 wire.encode(replace(want, pages=largest))
         except ProtocolError as error:
             raise PlanError(f"{error}; the packed route sends no page tables") from error
+    for name, want in wants.items():  # what can fail has not
+        if (
+            sources[name].is_one_packed_push
+            and most is None
+            and (at := eager(name, lanes[name].chunks[0].span_bytes)) is not None
+        ):
+            state.regions[name, 0] = at
+            attempt.wants[name] = wire.encode(replace(want, grant=wire.Grant(0, at)))
     return attempt
 
 
@@ -297,7 +314,9 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> R
     return choice.route
 
 
-def _want(core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: ReceiveRequest) -> wire.Want:
+def _want(
+    core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: ReceiveRequest, leases: WriteLeases
+) -> wire.Want:
     config, state, source = core.config, attempt.state, attempt.state.sources[peer]
     return wire.Want(
         state.request,
@@ -311,5 +330,6 @@ def _want(core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: Rece
         cut.layers,
         source.verb,
         config.integrity is Integrity.DIGEST,
-        tuple(wanted.aux_from),
+        tuple(dict.fromkeys(wanted.aux_from)),
+        leases.renewed(peer),
     )

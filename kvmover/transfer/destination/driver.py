@@ -22,7 +22,7 @@ from kvmover.transfer.destination.attempts import (
     close,
     spliced,
 )
-from kvmover.transfer.destination.credits import Credits
+from kvmover.transfer.destination.credits import Credits, EagerGrants
 from kvmover.transfer.destination.leases import WriteLeases
 from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions
 from kvmover.transfer.destination.reads import Reading, Reads
@@ -79,6 +79,7 @@ class DestinationDriver:
     _attempts: dict[Id, ReceiveAttempt] = field(default_factory=dict[Id, ReceiveAttempt])
     _ended: TtlMap[Id, str | None] = field(default_factory=lambda: TtlMap["Id", "str | None"](MAX_ENDED))
     _credits: Credits[Id, WriterChunk] = field(default_factory=Credits[Id, WriterChunk])
+    _eager: EagerGrants = field(default_factory=EagerGrants)
     _retransmissions: Retransmissions = field(default_factory=Retransmissions)
     _room: bool = False
 
@@ -87,7 +88,7 @@ class DestinationDriver:
         request = wanted.transfer.request
         if any(open_request == request for open_request, _ in self._attempts):
             raise PlanError(f"request {request} is already being received")
-        attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases)
+        attempt = attempt_of(self.core, wanted, self.generation + 1, self.leases, self._eagerly)
         self.generation += 1
         self._attempts[attempt.id] = attempt
         for name, want in attempt.wants.items():
@@ -104,6 +105,10 @@ class DestinationDriver:
         for peer in attempt.ask_anew(self.leases):
             self.core.post(peer, attempt.wants[peer])
         self._step(attempt, Allocated(chunks))
+
+    def _eagerly(self, source: str, nbytes: int) -> int | None:
+        """A region to go out with a Want, where nobody waits for one."""
+        return self._eager.lease(self.core.incoming.arena, source, nbytes) if self._credits.idle else None
 
     def hear(self, peer: Peer, message: wire.About) -> None:
         """A message from a source. One about an attempt that is over is answered with how it ended."""
@@ -200,7 +205,8 @@ class DestinationDriver:
         """Regions for chunks that wait for one, and reads that may be given back late."""
         arena = self.core.incoming.arena
         if self._room:
-            self.renewals.renew()
+            for offset in self.renewals.renew():
+                self._eager.freed(offset)
         while self._room and (granted := self._credits.lease(arena)) is not None:
             id_, key, offset = granted
             attempt = self._attempts[id_]
@@ -277,6 +283,7 @@ class DestinationDriver:
     def _free(self, offsets: Sequence[int]) -> None:
         for offset in offsets:
             self.core.incoming.arena.release(offset)
+            self._eager.freed(offset)
             self._room = True
 
     def _step(self, attempt: ReceiveAttempt, event: Event) -> None:

@@ -2,10 +2,11 @@
 
 Credits. The destination asks every source rank that may serve it (Want). Those that have the request say which chunks
 may be moved (Offered) and get arena regions as there are some (Granted), so that no region waits for a prefill, nor for
-the pages that it is to be scattered into: a chunk is granted once those are named, which may be later (Allocated). In a
-push the source writes and tells (Chunk); in a pull it names the place (Staged) and the destination reads. Each chunk
-that arrived is scattered, and compared with its source's digest where digests are wanted. When the set of (writer,
-chunk) is whole the destination says Done; sources that were read confirm that they held everything until then (Kept).
+the pages that it is to be scattered into: a chunk is granted once those are named, which may be later (Allocated). But
+a few regions go out with a Want of one chunk. In a push the source writes and tells (Chunk); in a pull it names the
+place (Staged) and the destination reads. Each chunk that arrived is scattered, and compared with its source's digest
+where digests are wanted. When the set of (writer, chunk) is whole the destination says Done; sources that were read
+confirm that they held everything until then (Kept).
 
 After a failure it tells every source (Abort) and gives the pages back when each has answered that nothing is in flight
 (Drained) and its own reads have ended. What is not answered is asked again: a lost message costs time, never a request.
@@ -173,8 +174,9 @@ def _offered(state: Receiving, peer: str, ready: tuple[tuple[int, int], ...], no
 def _use(state: Receiving, peer: str, chunks: tuple[int, ...]) -> list[Action]:
     """Ask for chunks that are offered and have pages here: they are granted, or get a region to be granted with."""
     source = state.sources[peer]
-    if not source.direct:
-        return [Lease(peer, chunk) for chunk in chunks]
+    if not source.direct:  # one that is granted already went out with the Want
+        here = state.regions.keys() | state.arrived
+        return [Lease(peer, chunk) for chunk in chunks if (peer, chunk) not in here]
     return [] if source.writes_pages else _grant(state, peer, [(chunk, 0) for chunk in chunks])
 
 

@@ -31,22 +31,24 @@ class Renewals:
     _known: dict[str, int] = field(default_factory=dict[str, int])
     _broken: frozenset[int] = frozenset()
 
-    def renew(self) -> None:
-        """Renew what can be. Of the slabs that others still use, one takes no leases until they have given it back."""
+    def renew(self) -> list[int]:
+        """Renew what can be: offsets of regions that are free by it. Of the slabs that others still use, one takes no
+        leases until they have given it back.
+        """
         core, arena = self.core, self.core.incoming.arena
         if core.revocation is Revocation.UNPROVEN:
             arena.shut = self._broken
         if core.revocation is Revocation.UNPROVEN or not (arena.shut or arena.quarantined_bytes):
-            return
+            return []
         lost = self.quarantine.offsets(lambda peer: core.peers.get(peer) is None)
         found = renewal(arena, lost)
-        for slab in found.now:
-            self._renew(slab)
+        freed = [offset for slab in found.now for offset in self._renew(slab)]
         arena.shut = self._broken | ({found.next} if found.next is not None else frozenset())
         if found.now:
             core.card = replace(core.card, transport=core.transport.metadata(), registration=arena.registration)
+        return freed
 
-    def _renew(self, slab: int) -> None:
+    def _renew(self, slab: int) -> list[int]:
         core, memory = self.core, self.core.incoming.slab(slab)
         core.transport.deregister(memory)
         freed = core.incoming.arena.renew(slab)
@@ -58,6 +60,7 @@ class Renewals:
         except TransportError as error:
             self._broken |= {slab}
             log.error("slab %d of the arena cannot be registered again and is out of use: %s", slab, error)
+        return freed
 
     def offered(self, source: str, registration: int) -> None:
         """A source says what it knows; it may have missed what it was told since."""

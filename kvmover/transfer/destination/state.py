@@ -164,6 +164,11 @@ class Source(msgspec.Struct, frozen=True):
     aux: bool = False
 
     @property
+    def is_one_packed_push(self) -> bool:
+        """Whether a region that goes out with the Want is all that it needs."""
+        return self.chunks == 1 and not self.direct and self.verb is Verb.PUSH
+
+    @property
     def idle(self) -> bool:
         """Nothing is wanted of it, so nothing that is needed tells whether it heard."""
         return not self.chunks and not self.aux
@@ -177,11 +182,11 @@ class Source(msgspec.Struct, frozen=True):
 class Receiving(msgspec.Struct, frozen=True):
     """One attempt at one request.
 
-    `regions` [writer, chunk] are leased to chunks that have not been scattered. `unnamed` chunks have no pages here
-    yet: they may be ready, and are not granted. A chunk is `ready` at its source, then `reading` (a pull) or on its
-    way, then `arrived`, then `landed`. `heard` [source]: when it last said something new, or was last asked again, for
-    the `repeats`-th time since. `noted` [source]: until when it keeps our Want. Nobody is to be asked again before
-    `look_at`.
+    `regions` [writer, chunk] are leased to chunks that have not been scattered, some with the Want. `unnamed` chunks
+    have no pages here yet: they may be ready, and are not granted. A chunk is `ready` at its source, then `reading` (a
+    pull) or on its way, then `arrived`, then `landed`. `heard` [source]: when it last said something new, or was last
+    asked again, for the `repeats`-th time since. `noted` [source]: until when it keeps our Want. Nobody is to be asked
+    again before `look_at`.
     """
 
     request: str

@@ -82,18 +82,24 @@ class Links:
             self._probes.pop(landing.what[1].name, None)
         return True
 
+    def _link(self, host: str) -> _Link:
+        link = self._links.get(host)
+        if link is None:
+            link = self._links[host] = _Link()
+        return link
+
     def wrote(self, host: str, event: Completed, nbytes: int, runs: int) -> None:
         """A write of ours has ended well."""
         if event.timing is not None:
-            link = self._links.setdefault(host, _Link())
+            link = self._link(host)
             link.measured.wrote(Sample(nbytes, runs, event.timing.total_us))
             link.fresh += 1
 
     def gathered(self, host: str, nbytes: int, seconds: float) -> None:
-        self._links.setdefault(host, _Link()).measured.gathered(nbytes, seconds * 1e6)
+        self._link(host).measured.gathered(nbytes, seconds * 1e6)
 
     def scattered(self, host: str, nbytes: int, seconds: float) -> None:
-        self._links.setdefault(host, _Link()).measured.scattered(nbytes, seconds * 1e6)
+        self._link(host).measured.scattered(nbytes, seconds * 1e6)
 
     def copied(self, host: str, nbytes: int, seconds: float) -> None:
         """A copy from pool to pool took that long: it reads as a gather does and writes as a scatter does."""

@@ -24,7 +24,9 @@ class Duty(StrEnum):
 
 @dataclass(slots=True)
 class Liveness:
-    """Times in seconds, of which the mover says `now`. `_awaited`: how many things are awaited from each peer."""
+    """Times in seconds, of which the mover says `now`. `_awaited`: how many things are awaited from each peer. `_next`:
+    when one that something is or was awaited from may be pinged, so that short requests cost no ping each.
+    """
 
     ping_s: float
     silence_s: float
@@ -39,7 +41,7 @@ class Liveness:
         return self._awaited.keys()
 
     def awaits(self, peer: str) -> bool:
-        """Something more is awaited from a peer; whether nothing was before, so that it is due now."""
+        """Something more is awaited from a peer; whether nothing was before, so that it is due when `due` says."""
         self._awaited[peer] += 1
         return self._awaited[peer] == 1
 
@@ -47,8 +49,8 @@ class Liveness:
         """One thing less is awaited from a peer. From whom nothing is awaited may be silent."""
         self._awaited[peer] -= 1
         if self._awaited[peer] <= 0:
-            for table in (self._awaited, self._next, self._unanswered):
-                table.pop(peer, None)
+            for table in (self._awaited, self._unanswered):
+                table.pop(peer, None)  # and is pinged no sooner when something is awaited again
 
     def heard(self, peer: str) -> None:
         """Anything at all, from a peer."""
@@ -62,6 +64,7 @@ class Liveness:
     def forget(self, peer: str) -> None:
         """A peer is gone: it is not greeted any more."""
         self._greeted.pop(peer, None)
+        self._next.pop(peer, None)
 
     def due(self, peer: str) -> float:
         """Before this time `look` has nothing to do for a peer; math.inf: not before something else happens."""

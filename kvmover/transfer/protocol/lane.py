@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 
@@ -277,17 +277,27 @@ def related(components: tuple[Component, ...], src: Fleet, dst: Fleet, replicas:
     return Relation(tuple(plan for plan in plans if plan))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Relation:
-    """Source and destination ranks of two fleets that may have something for each other, for some request."""
+    """Source and destination ranks of two fleets that may have something for each other, for some request. Worked out
+    once a rank: it is asked for with every request.
+    """
 
     plans: tuple[Plan, ...]
+    _sources: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]], init=False)
+    _destinations: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]], init=False)
 
     def sources_of(self, dst_rank: int) -> frozenset[int]:
-        return frozenset(rank for plan in self.plans for rank in plan.sources_of(dst_rank))
+        if dst_rank not in self._sources:
+            every = (rank for plan in self.plans for rank in plan.sources_of(dst_rank))
+            self._sources[dst_rank] = frozenset(every)
+        return self._sources[dst_rank]
 
     def destinations_of(self, src_rank: int) -> frozenset[int]:
-        return frozenset(rank for plan in self.plans for rank in plan.destinations_of(src_rank))
+        if src_rank not in self._destinations:
+            every = (rank for plan in self.plans for rank in plan.destinations_of(src_rank))
+            self._destinations[src_rank] = frozenset(every)
+        return self._destinations[src_rank]
 
 
 def _chunks(
@@ -310,7 +320,9 @@ def _groups(leg: Leg, cut: Cut) -> set[int]:
 
 
 def _of_group(leg: Leg, first: int, cut: Cut) -> Leg | None:
-    layers = leg.layers & Span(first, cut.layers) if cut.layers else leg.layers
+    if not cut.layers:
+        return leg
+    layers = leg.layers & Span(first, cut.layers)
     return replace(leg, layers=layers) if layers else None
 
 

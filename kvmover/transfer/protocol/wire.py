@@ -138,7 +138,8 @@ class Want(About, frozen=True):
     `chunk_layers`: no chunk holds layers of two groups of so many (0: one group). `pages`: for the direct route of a
     push, one int32 little-endian page table a component; empty otherwise. A table may have the request's first pages
     only: said again with longer ones, it names more. `aux`: source ranks whose payload is awaited, the same for all
-    ranks of the destination. `lease`: also grants the pages of a direct push.
+    ranks of the destination. `lease`: also grants the pages of a direct push. `grant`: a region for the only chunk, as
+    if Granted came right behind: it goes without being offered, as soon as it is there.
     """
 
     start: Natural
@@ -152,6 +153,7 @@ class Want(About, frozen=True):
     digests: bool = False
     aux: Annotated[tuple[RankNumber, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
     lease: WriteLease = WriteLease()
+    grant: Grant | None = None
 
 
 class Noted(About, frozen=True):

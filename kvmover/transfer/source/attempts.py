@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.errors import PlanError
+from kvmover.errors import PlanError, ProtocolError
 from kvmover.layout.pool import Pool
 from kvmover.plan.cost import Route
 from kvmover.sharing import MapMode
@@ -244,6 +244,8 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
             if mapped is None:
                 raise PlanError(f"{core.transport.name} cannot map the pools of {peer.name}")
     chunks, now = len(lane.chunks), core.clock()
+    if want.grant is not None and want.grant.chunk >= chunks:
+        raise ProtocolError(f"granted chunk {want.grant.chunk} of {chunks}")
     state = Sending(
         want.request,
         want.generation,
@@ -254,6 +256,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         want.verb,
         room_bytes=0 if direct or want.verb is Verb.PULL else peer.card.arena.nbytes,
         term=want.lease.term,
+        eager=None if direct else want.grant,
         quiet_since=now,
     )
     if _is_read_from_pages(want):

@@ -48,8 +48,10 @@ def step(state: Sending, event: Event, now: float) -> Stepped:
         case Cancel(reason):
             return _fail(state, reason, now)
         case Ready(chunks, pages):
-            ready = replace(state, ready=state.ready.union(chunks), pages=pages)
-            return _offer(_wait_anew(ready, now), chunks)
+            ready = _wait_anew(replace(state, ready=state.ready.union(chunks), pages=pages), now)
+            if state.eager is not None and state.eager.chunk in chunks and not _ended(state):
+                return _eagerly(ready, state.eager, tuple(c for c in chunks if c != state.eager.chunk), now)
+            return _offer(ready, chunks)
         case Attached(payload):
             return replace(state, aux=payload), [Say(wire.Aux(state.request, state.generation, payload))]
         case _:
@@ -126,6 +128,13 @@ def _offer(state: Sending, chunks: tuple[int, ...]) -> Stepped:
     return replace(state, granted=granted), [Post(chunk, 0, 0, state.term) for chunk in fresh]
 
 
+def _eagerly(state: Sending, grant: wire.Grant, others: tuple[int, ...], now: float) -> Stepped:
+    """A chunk whose region came with the Want goes as if it had been granted now; the others are offered."""
+    state, actions = _granted(state, wire.Granted(state.request, state.generation, (grant,)), now)
+    state, more = _offer(state, others)
+    return state, [*actions, *more]
+
+
 def _unsaid(state: Sending) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
     """What no offer has said of our page tables, and where it begins: each page id is said once, if nothing is lost."""
     first = state.said_pages
@@ -149,6 +158,9 @@ def _asked(state: Sending, now: float) -> Stepped:
     if not state.ready:
         keeps_ms = max(0, int((state.deadline - now) * 1e3))
         return state, [Say(wire.Noted(state.request, state.generation, keeps_ms)), *_aux(state)]
+    if state.eager is not None and [*state.ready] == [*state.granted] == [state.eager.chunk]:
+        state, actions = _eagerly(state, state.eager, (), now)
+        return state, [*actions, *_aux(state)]
     actions: list[Action] = [_whole_offer(state)]
     if state.direct and state.verb is Verb.PUSH:
         state, actions = _offer(state, tuple(state.ready))

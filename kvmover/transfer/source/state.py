@@ -112,7 +112,8 @@ class Sending(msgspec.Struct, frozen=True):
     of; 0 where they name none. `granted` [chunk]: (offset, round) that may be posted. `in_flight` chunks touch memory
     of ours; `staged` [chunk] wait to be read, at an offset; `written` ended well. `pages`: our page tables so far in a
     direct pull, of each of which the first `said_pages` were in an offer. `term`: of the latest grant; the pages of a
-    direct push are granted as a whole. `repeats`: how often an offer was repeated since anything new at `quiet_since`.
+    direct push are granted as a whole. `eager`: the grant that came with the Want, of a chunk that may not be ready.
+    `repeats`: how often an offer was repeated since anything new at `quiet_since`.
     """
 
     request: str
@@ -126,6 +127,7 @@ class Sending(msgspec.Struct, frozen=True):
     said_pages: tuple[int, ...] = ()
     room_bytes: int = 0
     term: int = 0
+    eager: wire.Grant | None = None
     quiet_since: float = 0.0
     repeats: int = 0
     ready: frozenset[int] = frozenset()
