@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Connections:
-    """The peers of one mover. `leases`: what peers may write here, which pings renew. `lost` is told who is gone, and why;
-    `welcomed` who has said Hello.
+    """The peers of one mover. `leases`: what peers may write here, which pings renew. `lost` is told who is gone, and
+    why; `welcomed` who has said Hello.
     """
 
     core: Core
