@@ -172,23 +172,29 @@ class Insertion:
         forest, offer = self._forest, self._offer
         if not forest.config.components:
             return [start, offer.pages]
-        cuts = {start, offer.pages, *(trailing.first for trailing in offer.trailing)}
+        cuts = {start, offer.pages, *(each.first for each in self._offer.trailing if self._per_page(each))}
         for component in forest.config.components:
             if component.per_page:
                 cuts.add(offer.pages - -(-component.reach_tokens // forest.config.page_tokens))
         return sorted(cut for cut in cuts if start <= cut <= offer.pages)
 
     def _split_where_brought(self, node: Node) -> Node:
-        """Cut a node where ids begin that it lacks, so that its end can take them."""
-        for trailing in self._offer.trailing:
-            if node.start < trailing.first < node.end and node.held[trailing.index].pages is None:
-                return self._forest.split(node, trailing.first - node.start)
-        return node
+        """Cut a node where ids begin that it lacks, so that its end can take them. The front has no other such place."""
+        cuts = [
+            each.first
+            for each in self._offer.trailing
+            if self._per_page(each) and node.start < each.first < node.end and node.held[each.index].pages is None
+        ]
+        return self._forest.split(node, min(cuts) - node.start) if cuts else node
+
+    def _per_page(self, trailing: Trailing) -> bool:
+        """A state stands at the end of a node: it begins nowhere inside one."""
+        return self._forest.config.components[trailing.index].per_page
 
     def _pass_held(self, node: Node) -> None:
         """As `_pass`, of the further components."""
         for trailing in self._offer.trailing:
-            if self._forest.config.components[trailing.index].per_page:
+            if self._per_page(trailing):
                 low, high = max(0, node.start - trailing.first), node.end - trailing.first
             else:
                 low, high = 0, len(trailing.kept) if node.end == self._offer.pages else 0
