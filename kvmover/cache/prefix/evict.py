@@ -46,7 +46,9 @@ class Eviction:
             else:
                 self._give_up(self._trimmed(node, account.evictable - aim, account))
         for node in reversed(spared):
-            account.order.front(node)
+            # One above others may have gone in this very call, after its last child.
+            if node.pages is not None:
+                account.order.front(node)
         return self._outcome()
 
     def _only_here(self, node: Node) -> bool:
