@@ -72,7 +72,7 @@ class Eviction:
             node = account.order.first()
             if node is None:
                 break
-            if node.device_children or node.locks or node.children:
+            if node.device_children or node.locks or node.children or (node.host is None and node.host_locks):
                 self._bury(node, index)
             else:
                 self._give_up(node)
