@@ -74,7 +74,7 @@ class PrefixTree:
         self,
         tokens: RadixKey | TokenIds,
         *,
-        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
+        namespace: PrefixNamespace | None = None,
         limit_tokens: int | None = None,
     ) -> Match:
         """What is cached of the prompt, of its first `limit_tokens` tokens at most; the path becomes the most recently
@@ -151,7 +151,7 @@ class PrefixTree:
         counted_tokens: int = 0,
         held: Mapping[str, PageIds] | None = None,
         priority: int = 0,
-        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
+        namespace: PrefixNamespace | None = None,
     ) -> Inserted:
         """Keep the whole pages of `tokens`, those from `first_page` on by `page_ids`; those before are the tree's and
         locked.
@@ -248,14 +248,20 @@ class PrefixTree:
         return self._copies.store(self._forest.node(node_id), first_page)
 
     def begin_fetch(
-        self, tokens: RadixKey | TokenIds, first_page: int, page_ids: PageIds, held: Mapping[str, PageIds] | None = None
+        self,
+        tokens: RadixKey | TokenIds,
+        first_page: int,
+        page_ids: PageIds,
+        held: Mapping[str, PageIds] | None = None,
+        *,
+        namespace: PrefixNamespace | None = None,
     ) -> int:
         """Read pages of the prompt from storage into host pages, from `first_page` on. The path up to there is locked.
 
         `held` are host ids of further components, of the last pages (a state: of the very last): kept if all is done.
         Returns the operation for `end`. Raises PrefixError when the path is not on the host up to `first_page`.
         """
-        key = self._key(tokens, DEFAULT_NAMESPACE)
+        key = self._key(tokens, namespace)
         ids = offered(self._forest, key, page_ids, first_page)
         path = walk(self._forest, key, first_page * self._forest.page_bytes)
         self._forest.touch(path[::-1])
@@ -310,9 +316,12 @@ class PrefixTree:
         if not self._forest.hosted:
             raise PrefixError("this tree has no host tier")
 
-    def _key(self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace) -> RadixKey:
+    def _key(self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None) -> RadixKey:
+        """A key has its namespace; one that is given beside it must be the same."""
         if not isinstance(tokens, RadixKey):
-            return RadixKey.of(tokens, namespace, self.config.units)
+            return RadixKey.of(tokens, namespace or DEFAULT_NAMESPACE, self.config.units)
+        if namespace is not None and namespace != tokens.namespace:
+            raise PrefixError(f"the key is of another namespace than the call: {tokens.namespace}, {namespace}")
         if tokens.units is not self.config.units:
             raise PrefixError(f"a key of {tokens.units.name} units is none of this tree's {self.config.units.name}")
         return tokens
