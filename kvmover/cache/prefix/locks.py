@@ -8,6 +8,7 @@ locked child. Other components are locked by page positions of the path, which n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from kvmover.cache.prefix.errors import PrefixError, StaleHandle
 from kvmover.cache.prefix.forest import Forest
@@ -15,12 +16,15 @@ from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
 from kvmover.cache.prefix.results import LockHandle, Tier
 
 
+#: Numbers of handles, of all trees of the process: one tree's handle opens nothing in another.
+_NUMBERS = count(1)
+
+
 class Locks:
     """Gives out and takes back handles. Their numbers are never used again."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._next = 1
 
     def device(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
         """Keep `node` and all above it: their pages where they are, and the nodes themselves."""
@@ -100,8 +104,7 @@ class Locks:
     def _handle(self, node: Node, tier: Tier, segments: tuple[LockedSegment, ...]) -> LockHandle:
         for segment in segments:
             self._shift(node, segment, tier, 1)
-        number = self._next
-        self._next = number + 1
+        number = next(_NUMBERS)
         self._forest.locked_paths[number] = LockedPath(node, tier, segments)
         return LockHandle(number, node.id, tier)
 
