@@ -138,8 +138,8 @@ RESIDENCY_SAMPLE = 61
 
 
 class Server:
-    """Raises ReplayConfigError for a prompt that the device cannot hold, and InvariantBroken when pages are missing that
-    nobody gave up. `ledger` has the accounts, strict ones.
+    """Raises ReplayConfigError for a prompt that the device cannot hold, and InvariantBroken when pages are missing
+    that nobody gave up. `ledger` has the accounts, strict ones.
     """
 
     def __init__(self, config: ReplayConfig, ledger: Ledger | None = None) -> None:

@@ -241,9 +241,8 @@ def test_what_nothing_can_end_at_stays_while_it_is_locked() -> None:
     for kind in ("device", "host"):
         mine = states(tiers=WriteThrough())
         mine.backed(mine.insert([1, 2, 3, 4], {"state": 1}).node)
-        front = mine.tree.match([1, 2, 9])
-        assert front.full_tokens == 2
-        node = next(node.id for node in mine.tree._forest if node.end == 2)
+        node = mine.insert([1, 2]).node
+        assert mine.tree.match([1, 2, 9]).full_tokens == 2
         handle = mine.tree.lock(node) if kind == "device" else mine.tree.lock_host(node)
         mine.evict(100)
         mine.evict_host(100)

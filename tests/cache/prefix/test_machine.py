@@ -36,12 +36,14 @@ from kvmover.cache.prefix import (
     LockHandle,
     PrefixTree,
     SlidingWindow,
+    StaleHandle,
     State,
     Tier,
     TierCopy,
     WriteBack,
     WriteThrough,
 )
+from kvmover.cache.prefix.hashes import chain
 
 PAGES = 40
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.
@@ -68,6 +70,8 @@ class Machine(RuleBasedStateMachine):
         self.model = Model(self.tree)
         self.engine = Engine(self.tree, PAGES)
         self.handles: list[LockHandle] = []
+        #: The last matches: best node, prompt, and how much of it that was.
+        self.answers: list[tuple[int, list[int], int]] = []
         self.components = [component.name for component in self.tree.config.components]
         self.hosted = not isinstance(self.tree.config.tiers, DeviceOnly)
 
@@ -97,7 +101,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(tokens=tokens_of)
     def match(self, tokens: list[int]) -> None:
-        match, model, tokens = self.tree.match(tokens), self.model, self.units(tokens)
+        looked, nodes = self.tree.look(tokens), len(self.tree)
+        match, model, raw, tokens = self.tree.match(tokens), self.model, tokens, self.units(tokens)
+        assert (looked.tokens, looked.best_tokens, nodes) == (match.tokens, match.best_tokens, len(self.tree))
+        assert self.tree.page_ids(match.device_node).tolist() == match.page_ids.tolist() == looked.page_ids.tolist()
+        self.answers = [*self.answers[-5:], (match.best_node, raw, match.best_tokens)]
         device, both = (Tier.DEVICE,), (Tier.DEVICE, Tier.HOST)
         usable, best = model.usable(tokens, device), model.usable(tokens, both)
         assert match.tokens == usable * model.page
@@ -117,23 +125,54 @@ class Machine(RuleBasedStateMachine):
             mine = model.at[load.component, Tier.HOST]
             assert load.host_page_ids.tolist() == [mine[prefixes[place]] for place in load.positions.tolist()]
 
-    @rule(tokens=tokens_of, window=st.integers(0, 7), state=st.integers(0, 1), reuse=st.sampled_from([0, 1]))
+    @rule(tokens=tokens_of, window=st.integers(0, 7), state=st.integers(0, 1), reuse=st.sampled_from([0, 1, 2]))
     def insert(self, tokens: list[int], window: int, state: int, reuse: int) -> None:
         units = self.units(tokens)
         pages = len(units) // self.page_tokens
         match = self.tree.match(tokens)
         handle = self.tree.lock(match.device_node)
         self.model.lock(handle.number, tuple(units[: match.tokens]), Tier.DEVICE)
-        first = reuse * len(match.page_ids)
-        taken = self.wanted(pages, first, window, state)
+        first = min(reuse, 1) * len(match.page_ids)
+        below = pages - first if reuse == 2 and first else pages
+        taken = self.wanted(pages, first, min(window, below), min(state, below))
         if taken is not None:
             held = {name: ids for name, ids in taken.items() if name != FULL}
             if window % 2:
                 held = dict(reversed(held.items()))
-            kept = self.tree.insert(tokens, taken[FULL], first_page=first, held=held)
-            self.came_back(kept, self.model.insert(units, first, taken, pages), taken)
+            spare = self.model.insert(units, first, taken, pages)
+            if reuse == 2 and first:
+                kept = self.tree.extend(handle, tokens[match.tokens :], taken[FULL], held=held)
+                mine = self.model.at[FULL, Tier.DEVICE]
+                due = [mine[prefix] for prefix in self.model.prefixes(units)[first:]]
+                assert kept.kept_page_ids.tolist() == due
+                self.model.lock(kept.handle.number, tuple(units[: kept.tokens]), Tier.DEVICE)
+                del self.model.locks[handle.number]
+                handle = kept.handle
+            else:
+                kept = self.tree.insert(tokens, taken[FULL], first_page=first, held=held)
+            self.came_back(kept, spare, taken)
             assert kept.tokens == pages * self.page_tokens
         self.unlock_now(handle)
+
+    @precondition(lambda self: self.answers)
+    @rule(which=st.integers(0, 9))
+    def lock_late(self, which: int) -> None:
+        """What a match said a while ago: it is gone, or ends where it did."""
+        node, raw, tokens = self.answers[which % len(self.answers)]
+        units = self.units(raw)[:tokens]
+        words, page = self.model.words(tuple(units)) if units else ([], 1)
+        try:
+            hashes = self.tree.page_hashes(node)
+            needs = self.tree.lock_needs(node)
+        except StaleHandle:
+            with pytest.raises(StaleHandle):
+                self.tree.lock(node)
+            return
+        assert hashes == chain(b"", words, page)
+        before = {name: self.tree.sizes(name).protected for name in needs}
+        handle = self.tree.lock(node)
+        assert needs == {name: self.tree.sizes(name).protected - pages for name, pages in before.items()}
+        self.tree.unlock(handle)
 
     def units(self, tokens: list[int]) -> list:
         """What the tree counts: tokens, or pairs of neighbours."""
@@ -400,7 +439,8 @@ def test_a_long_history(kind: str, seed: int) -> None:
 
     turns = {
         "match": lambda: mine.match(tokens()),
-        "insert": lambda: mine.insert(tokens(), rng.choice([3, 8]), rng.choice([0, 1, 1, 1]), rng.randrange(2)),
+        "insert": lambda: mine.insert(tokens(), rng.choice([3, 8]), rng.choice([0, 1, 1, 1]), rng.randrange(3)),
+        "lock late": lambda: mine.lock_late(rng.randrange(9)) if mine.answers else None,
         "lock": lambda: mine.lock(tokens()) if len(mine.handles) < 3 else None,
         "unlock": lambda: mine.unlock(rng.randrange(9)) if mine.handles else None,
         "evict": lambda: mine.evict(rng.randrange(1, 4), rng.randrange(3), rng.choice([0, 4, 8])),
