@@ -51,12 +51,23 @@ class Forest:
         self.clock = 0
         self.next_id = ROOT + 1
         self.locked_paths: dict[int, LockedPath] = {}
+        self.nodes: dict[int, Node] = {}
         self.clear()
+
+    def __del__(self) -> None:
+        self._unlink()
+
+    def _unlink(self) -> None:
+        """Nodes know their parents and children, and no collector takes such rings apart."""
+        for node in self.nodes.values():
+            node.children.clear()
+            node.parent = None
 
     def clear(self) -> None:
         """Forget all nodes. Ids go on counting, so that none is used twice."""
+        self._unlink()
         self.roots: dict[PrefixNamespace, Node] = {}
-        self.nodes: dict[int, Node] = {ROOT: self._root(None)}
+        self.nodes = {ROOT: self._root(None)}
         self._places: dict[int, Place] = {}
         self.device = EvictableSet(self.config.policy.order())
         self.host = EvictableSet(self.config.policy.order())
