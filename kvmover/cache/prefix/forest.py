@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack
+from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, TreeConfig, WriteBack, WriteThrough
 from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.node import ComponentPages, LockedPath, Node
-from kvmover.cache.prefix.policy import Order, Recency
+from kvmover.cache.prefix.policy import LRU, Order, Recency
 from kvmover.cache.prefix.results import ROOT, Tier
 
 ID_BYTES = 4
@@ -36,6 +36,9 @@ class Place(NamedTuple):
 #: Places that are known at a time, 200 B each. A match that ended inside a node is stale after so many others.
 MOST_PLACES = 4096
 
+#: Nodes with a single child that are joined at once.
+SHORTEST_RUN = 8
+
 
 class Forest:
     """State of a tree. It holds to the invariants between two calls, but for those about what only callers can do."""
@@ -47,6 +50,10 @@ class Forest:
         #: One tier and nothing but attention KV: most of what follows has nothing to do then.
         self.plain = not self.hosted and not config.components
         self.writes_back = isinstance(config.tiers, WriteBack)
+        #: LRU: nothing but the last use tells nodes apart.
+        self.by_recency = config.policy is LRU
+        #: Hits from which on a node is written through: more of them tell nothing.
+        self.hits_due = config.tiers.after_hits if isinstance(config.tiers, WriteThrough) else 0
         self.journal: Journal | None = None
         self.clock = 0
         self.next_id = ROOT + 1
@@ -119,10 +126,13 @@ class Forest:
         """A new id for the end of `page` inside `node`. It holds whatever is split or merged, until the page goes."""
         node_id = self.next_id
         self.next_id += 1
-        self._places[node_id] = Place(node, page)
+        self._keep_place(node_id, Place(node, page))
+        return node_id
+
+    def _keep_place(self, node_id: int, place: Place) -> None:
+        self._places[node_id] = place
         if len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
-        return node_id
 
     def _place(self, node_id: int) -> Place:
         """What covers the page of a place by now: a split leaves the end with the id, and puts fronts above."""
@@ -218,6 +228,63 @@ class Forest:
                 held.host = held.host[ids:] if held.host is not None else None
         self.settle(front)
         return front
+
+    def join(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that has just been used, root first, where long runs that nothing tells apart are one node.
+
+        Splits outlive what they were for: where prompts left a hot prefix and their ends were evicted, nodes with a
+        single child are left, each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at
+        once, so that a node costs its bytes an eighth of a time. Only where pages go one by one does a join change
+        nothing that is given up.
+        """
+        if len(path) < SHORTEST_RUN or self.config.components or self.config.grain is not EvictionGranularity.PAGE:
+            return list(path)
+        joined, run = list[Node](), [path[0]]
+        for node in path[1:]:
+            if not self._alike(run[-1], node):
+                joined += self._joined(run)
+                run = []
+            run.append(node)
+        return joined + self._joined(run)
+
+    def _alike(self, above: Node, node: Node) -> bool:
+        """Whether no lock, copy, tier, child or rank tells `above` from its child `node`."""
+        return (
+            len(above.children) == 1
+            and above.locks == (node.locks > 0)
+            and not (above.host_locks or node.host_locks)
+            and not (above.backing or above.loading or node.backing or node.loading)
+            and (above.pages is None) == (node.pages is None)
+            and (above.host is None) == (node.host is None)
+            and (above.hashes is None) == (node.hashes is None)
+            and min(above.hits, self.hits_due) == min(node.hits, self.hits_due)
+            and (self.by_recency or _ranked_by(above) == _ranked_by(node))
+        )
+
+    def _joined(self, run: list[Node]) -> list[Node]:
+        """The last node of a run takes what all of them have; ids of the others go on as places inside it."""
+        if len(run) < SHORTEST_RUN:
+            return run
+        first, last, above = run[0], run[-1], run[:-1]
+        assert first.parent is not None
+        del first.parent.children[self.key(first)]
+        last.tokens = b"".join(node.tokens for node in run)
+        if last.pages is not None:
+            last.pages = b"".join(node.pages or b"" for node in run)
+        if last.host is not None:
+            last.host = b"".join(node.host or b"" for node in run)
+        if last.hashes is not None:
+            last.hashes = tuple(name for node in run for name in node.hashes or ())
+        last.start, last.parent, last.created = first.start, first.parent, first.created
+        first.parent.children[self.key(last)] = last
+        for node in above:
+            for order in (self.device.order, self.host.order, self.doubles):
+                order.discard(node)
+            del self.nodes[node.id]
+            self._keep_place(node.id, Place(last, node.end))
+            # Places inside it are found in the node that has its pages now.
+            node.parent, node.start, node.tokens, node.children = last, node.end, b"", {}
+        return [last]
 
     def remove(self, node: Node) -> None:
         """Take a childless node out. What it holds must have been taken off it before."""
@@ -381,6 +448,10 @@ def _place(order: Order, node: Node, belongs: bool) -> None:
         order.add(node)
     else:
         order.discard(node)
+
+
+def _ranked_by(node: Node) -> tuple[int, ...]:
+    return node.hits, node.priority, node.created
 
 
 def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:
