@@ -26,7 +26,7 @@ class EvictableSet:
     protected: int = 0
 
 
-class Place(NamedTuple):
+class PrefixEnd(NamedTuple):
     """An end inside a node, where a prompt left it half way: page `page` of the path, from the root."""
 
     node: Node
@@ -75,7 +75,7 @@ class Forest:
         self._unlink()
         self.roots: dict[PrefixNamespace, Node] = {}
         self.nodes = {ROOT: self._root(None)}
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, PrefixEnd] = {}
         self.device = EvictableSet(self.config.policy.order())
         self.host = EvictableSet(self.config.policy.order())
         #: Nodes with pages on both tiers, where the host's are made on eviction: those on the host are the first to go
@@ -126,15 +126,15 @@ class Forest:
         """A new id for the end of `page` inside `node`. It holds whatever is split or merged, until the page goes."""
         node_id = self.next_id
         self.next_id += 1
-        self._keep_place(node_id, Place(node, page))
+        self._keep_place(node_id, PrefixEnd(node, page))
         return node_id
 
-    def _keep_place(self, node_id: int, place: Place) -> None:
+    def _keep_place(self, node_id: int, place: PrefixEnd) -> None:
         self._places[node_id] = place
         if len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
 
-    def _place(self, node_id: int) -> Place:
+    def _place(self, node_id: int) -> PrefixEnd:
         """What covers the page of a place by now: a split leaves the end with the id, and puts fronts above."""
         place = self._places.get(node_id)
         if place is not None:
@@ -142,7 +142,7 @@ class Forest:
             while at.start >= page and at.parent is not None:
                 at = at.parent
             if self.nodes.get(at.id) is at and page <= at.end:
-                return Place(at, page)
+                return PrefixEnd(at, page)
         raise StaleHandle(f"node {node_id} is gone, or never was")
 
     def __iter__(self) -> Iterator[Node]:
@@ -281,7 +281,7 @@ class Forest:
             for order in (self.device.order, self.host.order, self.doubles):
                 order.discard(node)
             del self.nodes[node.id]
-            self._keep_place(node.id, Place(last, node.end))
+            self._keep_place(node.id, PrefixEnd(last, node.end))
             # Places inside it are found in the node that has its pages now.
             node.parent, node.start, node.tokens, node.children = last, node.end, b"", {}
         return [last]
