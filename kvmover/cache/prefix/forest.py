@@ -36,8 +36,11 @@ class PrefixEnd(NamedTuple):
 #: Places that are known at a time, 200 B each. A match that ended inside a node is stale after so many others.
 MOST_PLACES = 4096
 
-#: Nodes with a single child that are joined at once.
+#: Nodes of a path, or of a run in it, from which on joining is looked at.
 SHORTEST_RUN = 8
+
+#: Tokens of a shorter run that is joined all the same: copying 16 KiB takes less than the look-ups that it saves.
+SMALL_RUN_BYTES = 16 << 10
 
 
 class Forest:
@@ -234,8 +237,8 @@ class Forest:
 
         Splits outlive what they were for: where prompts left a hot prefix and their ends were evicted, nodes with a
         single child are left, each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at
-        once, so that a node costs its bytes an eighth of a time. Only where pages go one by one does a join change
-        nothing that is given up.
+        once, so that a node costs its bytes an eighth of a time; one of few bytes is joined whenever the path is long.
+        Only where pages go one by one does a join change nothing that is given up.
         """
         if len(path) < SHORTEST_RUN or self.config.components or self.config.grain is not EvictionGranularity.PAGE:
             return list(path)
@@ -263,9 +266,10 @@ class Forest:
 
     def _joined(self, run: list[Node]) -> list[Node]:
         """The last node of a run takes what all of them have; ids of the others go on as places inside it."""
-        if len(run) < SHORTEST_RUN:
-            return run
         first, last, above = run[0], run[-1], run[:-1]
+        small = (last.end - first.start) * self.page_bytes <= SMALL_RUN_BYTES
+        if not above or (len(run) < SHORTEST_RUN and not small):
+            return run
         assert first.parent is not None
         del first.parent.children[self.key(first)]
         last.tokens = b"".join(node.tokens for node in run)
