@@ -21,9 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvmover.layout import Component
-from kvmover.store import Files, Namespace, PagePart, PageStore, Policy
+from kvmover.store import Files, Namespace, PagePart, PageStore, Policy, part_view
 from kvmover.store import fetch as fetch_module
-from kvmover.store import view as view_module
 from kvmover.transport import Memory
 
 #: Tokens of a page, and bytes of one head of one layer of it, which is what digests are taken of: at most 32 KiB, as K
@@ -145,11 +144,11 @@ class Ours:
 @contextmanager
 def without_digests() -> Iterator[None]:
     """What the store would do if nothing were checked: for their cost, and for nothing else."""
-    real = view_module.table, fetch_module.holds
-    view_module.table = lambda payload, cells: bytes(8 * cells)
+    real = part_view.table, fetch_module.holds
+    part_view.table = lambda payload, cells: bytes(8 * cells)
     fetch_module.holds = lambda payload, count, digests, first: True
     yield
-    view_module.table, fetch_module.holds = real
+    part_view.table, fetch_module.holds = real
 
 
 class OursUnchecked(Ours):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from array import array
 
 import numpy as np
@@ -18,6 +20,7 @@ from kvmover.cache.prefix import (
     PrefixTree,
     StaleHandle,
     Tier,
+    WriteThrough,
 )
 
 
@@ -30,6 +33,8 @@ def test_a_prompt_that_leaves_half_way_splits_and_both_halves_stay() -> None:
     mine.insert([1, 2, 3, 4, 5])
     assert ids(mine.tree.match([1, 2, 3, 9])) == [0, 1, 2]
     assert ids(mine.tree.match([1, 2, 3, 4, 5])) == [0, 1, 2, 3, 4]
+    assert len(mine.tree) == 1, "who only asks splits nothing"
+    mine.tree.unlock(locked(mine.tree, [1, 2, 3, 9]))
     assert len(mine.tree) == 2
     assert mine.tree.sizes().evictable == 5
     mine.conserved()
@@ -289,7 +294,7 @@ def test_split_keeps_tokens_ids_hashes_sizes_and_matches() -> None:
     handle = mine.tree.lock(node)
     locked_sizes = mine.tree.sizes()
     for cut in (20, 2, 38, 14, 6):
-        mine.tree.match([*range(cut), 999, 999])
+        mine.tree.unlock(locked(mine.tree, [*range(cut), 999, 999]))
         mine.conserved()
     assert len(mine.tree) == 6
     assert mine.tree.page_hashes(node) == hashes
@@ -302,9 +307,25 @@ def test_split_keeps_tokens_ids_hashes_sizes_and_matches() -> None:
 def test_a_node_keeps_no_more_memory_than_its_tokens_and_ids() -> None:
     prefixes = PrefixTree(1)
     prefixes.insert(np.arange(100_000), np.arange(100_000))
-    prefixes.match([0, 1, 9])
+    prefixes.lock(prefixes.match([0, 1, 9]).device_node)
     nodes = sorted(prefixes._forest, key=lambda node: node.start)  # no public sight of it
     assert [(len(node.tokens), len(node.pages or b"")) for node in nodes] == [(8, 8), (399_992, 399_992)]
+
+
+def test_nodes_are_no_burden_for_the_cyclic_collector_and_go_with_their_tree() -> None:
+    prefixes = PrefixTree(1, tiers=WriteThrough(), sink=lambda event: None)
+    prefixes.insert([0, 0], [0, 1])
+    gc.collect()
+    before = len(gc.get_objects())
+    for text in range(1, 2000):
+        prefixes.insert([0, text, text], [0, 2 * text, 2 * text + 1])
+    gc.collect()
+    assert len(prefixes) == 2001
+    assert len(gc.get_objects()) - before < 200
+    node = prefixes._forest.node(prefixes.match([0, 7, 7]).device_node)  # no public sight of it
+    prefixes.evict(1)
+    del prefixes
+    assert sys.getrefcount(node) == 2, "its tree is gone, and nothing else knows it"
 
 
 def test_random_use_neither_loses_nor_doubles_a_page() -> None:

@@ -1,5 +1,8 @@
 """The page store as a tier of vLLM's own TieringOffloadingManager: what one engine has offloaded, another reads."""
 
+# vLLM is in its engine's own environment, which no type checker looks into.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import shutil
