@@ -25,8 +25,9 @@ __all__ = ["Broken", "World", "simulate"]
 
 #: Between polls of a rank with nothing to do, and with an open transfer.
 IDLE_S, BUSY_S = 0.4, 0.08
-#: No schedule is longer than this in virtual time, so what is still open then never ends.
-HORIZON_S = 30.0
+#: No schedule is longer than this in virtual time: what is still open then never ends. Copies that were queued end by
+#: themselves, 5 s each at worst: it may take so long after the last, but not for ever.
+HORIZON_S, AFTER_COPIES_S, SLOW_HORIZON_S = 30.0, 10.0, 90.0
 #: Between what `recover` does: longer than a lost peer waits for its next dial.
 MEETING_S = 2.0
 #: No schedule has so much under way at once, unless every answer is answered.
@@ -113,9 +114,12 @@ class World:
 
     def _run_until_quiet(self) -> None:
         network, started = self.network, self.network.now
+        until = started + HORIZON_S
         while not self._quiet():
-            if network.now > started + HORIZON_S:
-                raise Broken(f"still busy after {HORIZON_S} s: {left(self.scene)}")
+            if any(seat.mover._core.copier.busy for seat in self.scene.alive):
+                until = max(until, min(network.now + AFTER_COPIES_S, started + SLOW_HORIZON_S))
+            if network.now > until:
+                raise Broken(f"still busy after {network.now - started:.0f} s: {left(self.scene)}")
             if network.pending > CROWD:
                 raise Broken(f"{network.pending} things are under way at once")
             network.step()
