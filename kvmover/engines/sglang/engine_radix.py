@@ -1,0 +1,53 @@
+"""All further names of SGLang that the radix cache uses are imported here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+_base: Any = import_module("sglang.srt.mem_cache.base_prefix_cache")
+_registry: Any = import_module("sglang.srt.mem_cache.registry")
+_components: Any = import_module("sglang.srt.mem_cache.unified_cache.component_type")
+_common: Any = import_module("sglang.srt.utils.common")
+_context: Any = import_module("sglang.srt.runtime_context")
+
+BasePrefixCache: Any = _base.BasePrefixCache
+DecLockRefResult: Any = _base.DecLockRefResult
+EvictResult: Any = _base.EvictResult
+IncLockRefResult: Any = _base.IncLockRefResult
+InsertParams: Any = _base.InsertParams
+InsertResult: Any = _base.InsertResult
+MatchResult: Any = _base.MatchResult
+
+#: SGLang's name of attention KV among the components of a receipt.
+FULL: Any = _components.ComponentType.FULL
+
+default_radix_cache: Any = _registry.default_radix_cache_factory
+
+#: Allocators whose free pages a cache may count and give back by token index.
+ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
+
+
+def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """A row of the host on `device`, through pinned memory and behind what the current stream does."""
+    import torch
+
+    return _common.async_h2d(row, dtype=torch.int64, device=device)
+
+
+def asked_beside(context: Any) -> str:
+    """What else a `TreeCacheBuildContext` asks for that only SGLang's own tree does; empty for nothing."""
+    memory, disaggregation = _context.get_memory(), _context.get_disagg()
+    asked = {
+        "HiCache's tiers (--enable-hierarchical-cache)": context.enable_hierarchical_cache,
+        "LMCache (--enable-lmcache)": memory.enable_lmcache,
+        "FlexKV (--enable-flexkv)": memory.enable_flexkv,
+        "retraction to the host's pool": disaggregation.disaggregation_decode_retraction_backup == "host_pool",
+    }
+    return ", ".join(name for name, is_asked in asked.items() if is_asked)

@@ -1,0 +1,289 @@
+"""KvmoverRadixCache is SGLang's prefix cache on kvmover's PrefixTree: `--radix-cache-backend kvmover`.
+
+The scheduler matches a request, locks what it found, allocates the rest, and checkpoints the request after each chunk
+and at its end: the tree then takes the request's whole pages, and the row of the request names the tree's pages from
+then on. What the tree has already is given back at once. What the tree gives up goes back to SGLang's allocator.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvmover.cache.prefix import (
+    FIFO,
+    LFU,
+    LRU,
+    PRIORITY,
+    ROOT,
+    SLRU,
+    EvictionPolicy,
+    InvariantBroken,
+    KeyUnits,
+    KVEvent,
+    PageArray,
+    PrefixNamespace,
+    PrefixTree,
+    RadixKey,
+    StaleHandle,
+    coalesce,
+)
+from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.sglang import engine_radix
+from kvmover.engines.sglang.device_indices import DeviceIndices
+from kvmover.engines.sglang.engine_radix import FULL
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+log = logging.getLogger(__name__)
+
+#: Token ids are 32-bit words in the tree.
+_WORD_BITS = 32
+#: SGLang's priorities are int64.
+_HIGHEST = 2**63 - 1
+
+
+class KvmoverRadixCache(engine_radix.BasePrefixCache):
+    """One rank's cache of attention KV on the device. Nodes are known to SGLang by the tree's ids.
+
+    `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
+    """
+
+    def __init__(self, params: Any) -> None:
+        """Raises EngineUnsupported for an eviction policy that the tree has not."""
+        import torch
+
+        self.disable = False
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size: int = params.page_size
+        self._device = torch.device(params.token_to_kv_pool_allocator.device)
+        self._lora_names: Any = params.kv_event_lora_names
+        self._events: list[KVEvent] = []
+        self._policy = policy_of(params.eviction_policy, params.eviction_policy_config or {})
+        self._tree = PrefixTree(
+            self.page_size,
+            policy=self._policy,
+            units=KeyUnits.BIGRAM if params.is_eagle else KeyUnits.PLAIN,
+            sink=self._events.append if params.enable_kv_cache_events else None,
+        )
+        self._indices = DeviceIndices(
+            self.page_size, self._device, partial(engine_radix.to_device, device=self._device)
+        )
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    # Requests
+
+    def match_prefix(self, params: Any) -> Any:
+        """The longest prefix that is cached, in whole pages. Nothing is locked."""
+        match = self._tree.match(self._key(params.key))
+        node = match.device_node
+        return engine_radix.MatchResult(match.tokens, node, node, node, full_kv_hit_length=match.full_tokens)
+
+    def touch_prefix(self, key: Any) -> None:
+        """The path of a request that waits is used: it goes later."""
+        self._tree.match(self._key(key))
+
+    def checkpoint(self, req: Any, *, up_to: int, **_options: Any) -> None:
+        """Keep the request's pages up to `up_to` tokens, have its row name the tree's, and lock them instead of those
+        before.
+        """
+        kept = req.kv.cache_protected_len
+        key = self._key_of(req, req.full_untruncated_fill_ids[:up_to])
+        end = key.tokens // self.page_size * self.page_size
+        if end <= kept:
+            return
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        known, node = self._insert(key, row[kept:end], kept, req.kv.cache_inserted_len, req.priority or 0)
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, end)
+        self._raise_prompt(req, end)
+        if known > kept:
+            theirs = self._page_ids(node)[kept // self.page_size : known // self.page_size]
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(kept, known)), self._indices.of(theirs))
+        req.kv.cache_protected_len = end
+        before = req.lock
+        req.lock, req.last_node = self.lock(node), node
+        self.unlock(before)
+
+    def insert(self, params: Any) -> Any:
+        """Keep `params.value`, a token index a token, from `params.prev_prefix_len` on; those before are the tree's."""
+        key = self._key(params.key)
+        end = key.tokens // self.page_size * self.page_size
+        kept = min(params.prev_prefix_len // self.page_size * self.page_size, end)
+        known, node = self._insert(key, params.value[kept:end], kept, params.inserted_len, params.priority or 0)
+        return engine_radix.InsertResult(prefix_len=known, total_len=end, last_device_node=node)
+
+    def path_device_indices(self, node: int) -> torch.Tensor:
+        """Token indices of all that is cached up to the node's end, int64."""
+        return self._indices.of(self._page_ids(node))
+
+    # Room
+
+    def evict(self, params: Any) -> Any:
+        """Give up `params.num_tokens` tokens, in whole pages, or all that nobody locked."""
+        began = time.perf_counter()
+        pages = self._tree.evict(-(-params.num_tokens // self.page_size)).page_ids()
+        self._give_back(pages)
+        tokens = len(pages) * self.page_size
+        self.update_eviction_metrics(tokens, began)
+        return engine_radix.EvictResult(num_tokens_evicted=tokens)
+
+    def inc_lock_ref(self, node: int) -> Any:
+        """Lock a node and all above it. The receipt carries the tree's own handle."""
+        before = self.evictable_size()
+        handle = self._tree.lock(node)
+        delta = self.evictable_size() - before
+        return engine_radix.IncLockRefResult(delta, node, component_lock_uuids={FULL: handle})
+
+    def dec_lock_ref(self, node: int, params: Any = None) -> Any:
+        """Give a lock back by its receipt. Raises StaleHandle without one, or for one that was given back."""
+        if params is None or params.node_id != node:
+            raise StaleHandle(f"a lock of node {node} is given back by its own receipt")
+        before = self.evictable_size()
+        self._tree.unlock(params.get_lock_uuid(FULL))
+        return engine_radix.DecLockRefResult(self.evictable_size() - before)
+
+    def reset(self) -> None:
+        """Forget everything; SGLang clears its pools. Raises PrefixError while a request holds a lock."""
+        self._indices.forget(self._tree.reset().page_ids())
+
+    # What there is
+
+    def evictable_size(self) -> int:
+        """Tokens that may go."""
+        return self._tree.sizes().evictable * self.page_size
+
+    def protected_size(self) -> int:
+        """Tokens that are locked."""
+        return self._tree.sizes().protected * self.page_size
+
+    full_evictable_size = evictable_size
+    full_protected_size = protected_size
+
+    def total_size(self) -> int:
+        """Tokens that are cached."""
+        sizes = self._tree.sizes()
+        return (sizes.evictable + sizes.protected) * self.page_size
+
+    def root_node_handle(self, extra_key: str | None = None) -> int:
+        """The empty prefix, in every namespace."""
+        return ROOT
+
+    def dfs_weight_order(self, node_handles: Sequence[int]) -> list[int]:
+        """Requests by the nodes that they matched, depth first, heavy subtrees first, nodes after those below."""
+        paths = [self._tree.page_hashes(node) for node in node_handles]
+        weights = Counter(name for path in paths for name in path)
+        seen = {name: place for place, name in enumerate(weights)}
+        ranks = [[*((-weights[name], seen[name]) for name in path), (1, 0)] for path in paths]
+        return sorted(range(len(paths)), key=ranks.__getitem__)
+
+    def take_events(self) -> list[KVEvent]:
+        """What was stored and removed since the last call."""
+        events = coalesce(self._events)
+        self._events.clear()
+        return events
+
+    def pretty_print(self) -> None:
+        """Sizes, for SGLang's report of an allocation that failed."""
+        sizes = self._tree.sizes()
+        log.info("%d nodes, %d pages evictable, %d protected", len(self._tree), sizes.evictable, sizes.protected)
+
+    def check(self) -> None:
+        """Raise InvariantBroken where the tree or its table of indices is not sound. O(pages), for tests."""
+        self._tree.check()
+        sizes = self._tree.sizes()
+        if len(self._indices) != sizes.evictable + sizes.protected:
+            raise InvariantBroken(f"{len(self._indices)} pages have indices, the tree has {sizes}")
+
+    # Inside
+
+    def _insert(self, key: RadixKey, indices: torch.Tensor, kept: int, counted: int, priority: int) -> tuple[int, int]:
+        """Keep the pages of `key` behind the first `kept` tokens. How many tokens the tree knew, and the path's end."""
+        pages = self._indices.keep(indices)
+        inserted = self._tree.insert(
+            key, pages, first_page=kept // self.page_size, counted_tokens=counted, priority=priority
+        )
+        # Page ids are new each time, so what the tree knew comes back as duplicates, all of it and in one run.
+        self._give_back(inserted.page_ids())
+        return inserted.known_tokens, inserted.node
+
+    def _give_back(self, pages: PageArray) -> None:
+        if len(pages):
+            self.token_to_kv_pool_allocator.free_segment(self._indices.of(pages), start_pos=0)
+            self._indices.forget(pages)
+
+    def _raise_prompt(self, req: Any, end: int) -> None:
+        """By priority, the answer goes before the prompt, as in SGLang's own cache; by others it is the leaf's end."""
+        if self._policy is not PRIORITY:
+            return
+        key = self._key_of(req, req.origin_input_ids)
+        pages = key.tokens // self.page_size
+        if 0 < pages * self.page_size < end:
+            raised = min((req.priority or 0) + 1, _HIGHEST)
+            self._tree.insert(key, [], first_page=pages, counted_tokens=key.tokens, priority=raised)
+
+    def _page_ids(self, node: int) -> PageArray:
+        path = self._tree._forest.node(node).path()
+        return np.frombuffer(b"".join(each.pages or b"" for each in reversed(path)), np.int32)
+
+    def _key_of(self, req: Any, tokens: Any) -> RadixKey:
+        return self._tree.key(_words(tokens, None), self._namespace(req.extra_key, req.cache_salt))
+
+    def _key(self, key: Any) -> RadixKey:
+        """Of SGLang's RadixKey; one with a token that 32 bits cannot hold is empty: such a request is not cached."""
+        return self._tree.key(_words(key.token_ids, key.limit), self._namespace(key.extra_key, key.cache_salt))
+
+    def _namespace(self, extra_key: str | None, cache_salt: str | None) -> PrefixNamespace:
+        return _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
+
+
+@lru_cache(maxsize=4096)
+def _namespace(extra_key: str | None, cache_salt: str | None, lora_name: str) -> PrefixNamespace:
+    """SGLang tells no extra key from an empty one, and an empty salt is none. The LoRA's name is told in events."""
+    return PrefixNamespace(adapter=lora_name, salt=cache_salt or "", extra=() if extra_key is None else (extra_key,))
+
+
+def _words(tokens: Any, limit: int | None) -> Any:
+    """The first `limit` token ids as 32-bit words; none at all where one of them has more bits."""
+    row = np.asarray(tokens)[:limit]
+    if not len(row) or (row >> _WORD_BITS).any():
+        return np.empty(0, np.uint32)
+    return row.astype(np.uint32)
+
+
+def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
+    """The tree's policy of SGLang's name. Raises EngineUnsupported for one that it has not, or for options."""
+    known = {"lru": LRU, "lfu": LFU, "slru": SLRU, "fifo": FIFO, "priority": PRIORITY}
+    if name.lower() not in known or options:
+        asked = f"{name} with {options}" if options else name
+        raise EngineUnsupported(f"kvmover's radix cache evicts by {', '.join(known)} without options, not by {asked}")
+    return known[name.lower()]
+
+
+def build(context: Any) -> Any:
+    """SGLang's factory of this backend. Raises EngineUnsupported for what needs SGLang's own tree."""
+    if context.disable_radix_cache:
+        return engine_radix.default_radix_cache(context)
+    asked = engine_radix.asked_beside(context)
+    if asked:
+        raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
+    if context.is_hybrid_swa or context.is_hybrid_ssm:
+        kind = "states" if context.is_hybrid_ssm else "sliding windows"
+        raise EngineUnsupported(f"kvmover's radix cache keeps attention KV; a model with {kind} needs SGLang's own")
+    params = context.params
+    allocator = params.token_to_kv_pool_allocator
+    if type(allocator).__name__ not in engine_radix.ALLOCATORS or allocator.page_size != params.page_size:
+        raise EngineUnsupported(
+            f"kvmover's radix cache works with {', '.join(sorted(engine_radix.ALLOCATORS))} of its own page size,"
+            f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
+        )
+    return KvmoverRadixCache(params)
