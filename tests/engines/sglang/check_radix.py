@@ -330,6 +330,12 @@ def history(servers: list[Server], seed: int, steps: int) -> None:
                 unfinished = [each for each in unfinished if each is not chosen]
         for server in servers:
             server.check()
+    for server in servers:
+        for req in list(server.running):
+            server.abort(req)
+        assert server.cache.protected_size() == 0
+        server.cache.evict(base.EvictParams(num_tokens=server.size))
+        assert server.allocator.available_size() == server.size
 
 
 @pytest.mark.parametrize("eagle", [False, True], ids=["tokens", "bigrams"])

@@ -1,0 +1,55 @@
+"""SGLang with kvmover's prefix tree as its radix cache, beside SGLang with its own: the same requests, one by one."""
+
+from __future__ import annotations
+
+import random
+
+from tests.live.answers import many
+from tests.live.conftest import ModelMaker, Servers
+from tests.live.sglang_client import ask, usage, warm
+from tests.live.sglang_servers import sglang
+from tests.live.table import Results
+
+#: Room for six prompts of the longest, so that both caches must choose; prompts of up to 700 tokens come in chunks.
+_LITTLE = ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
+
+
+def conversations(count: int, seed: int) -> list[list[int]]:
+    """Prompts of 8 conversations with two system prompts, each a turn longer than the last one."""
+    chance = random.Random(seed)
+    systems = [[chance.randrange(256) for _ in range(200)] for _ in range(2)]
+    turns = [list(systems[number % 2]) for number in range(8)]
+    prompts = list[list[int]]()
+    for _ in range(count):
+        number = chance.randrange(len(turns))
+        turns[number] += [chance.randrange(256) for _ in range(chance.randint(10, 90))]
+        prompts.append(list(turns[number]))
+        if len(turns[number]) > 600:
+            turns[number] = list(systems[number % 2])
+    return prompts
+
+
+def test_200_requests_get_the_same_tokens_and_at_least_as_many_hits(
+    servers: Servers, model: ModelMaker, results: Results
+) -> None:
+    weights = model("llama", "sglang")
+    own, ours = servers.start(
+        sglang("sglang-own-cache", weights, *_LITTLE),
+        sglang("sglang-kvmover-cache", weights, *_LITTLE, "--radix-cache-backend", "kvmover"),
+    )
+    warm(own, ours)
+    prompts = conversations(200, seed=91)
+    wanted = [ask(own, prompt, 4) for prompt in prompts]
+    got = [ask(ours, prompt, 4) for prompt in prompts]
+    hits = [sum(answer.cached_tokens for answer in answers) for answers in (wanted, got)]
+    verdict = results.add(
+        "sglang", "kvmover as the radix cache", wanted, got, f"cached tokens {hits[1]:,}, SGLang's own {hits[0]:,}"
+    )
+    assert not verdict.failed
+    assert hits[1] >= hits[0] > 20_000
+    assert usage(ours) == 0
+
+    at_once = conversations(60, seed=92)
+    wanted, got = (many(lambda prompt, server=server: ask(server, prompt, 4), at_once) for server in (own, ours))
+    assert not results.add("sglang", "kvmover as the radix cache, 8 at once", wanted, got).failed
+    assert usage(ours) == 0
