@@ -166,6 +166,9 @@ class Ledger:
         self.last_fault: LedgerError | None = None
         #: Requests that ended without having been admitted: they have no prompt tokens in any sum.
         self.never_admitted = 0
+        #: Requests that were retracted and ended before they were admitted again: their attempts are in the sums, and
+        #: this end is in none.
+        self.never_resumed = 0
         self.window_s = window_s
         self._fault = member(FaultPolicy, fault, "a ledger's fault", LedgerError)
         self._sink, self._token_bytes = sink, token_bytes
@@ -284,7 +287,10 @@ class Ledger:
             return None
         del self._open[request]
         if before.phase is not AttemptPhase.ADMITTED:
-            self.never_admitted += 1
+            if before.attempt:
+                self.never_resumed += 1
+            else:
+                self.never_admitted += 1
             return over
         if now_s >= self._now.start_s + self.window_s or not self._books:
             self._turn(now_s)

@@ -29,6 +29,7 @@ _ATTEMPTS = Metric("attempts", _COUNTER, "Attempts by how they ended.", (*_GROUP
 _SAVED = Metric("saved_bytes", _COUNTER, "KV that was not computed.", ("tenant", "model"))
 _FAULTS = Metric("ledger_faults", _COUNTER, "Events that did not balance.", ())
 _NEVER = Metric("never_admitted", _COUNTER, "Requests that ended before they began.", ())
+_NEVER_RESUMED = Metric("never_resumed", _COUNTER, "Requests that ended between a retraction and the next attempt.", ())
 #: By what a Residency calls them.
 _STAYS = {
     "lifetimes": Metric("page_lifetime", _TIMES, "From a page's storing to its removal.", ("tier",)),
@@ -62,7 +63,11 @@ class LedgerCollector:
                 for reason, count in totals.lost.items():
                     lost.add_metric((*labels, reason), count)
         yield from (tokens, lost, attempts, saved)
-        for metric, count in ((_FAULTS, self._ledger.faults), (_NEVER, self._ledger.never_admitted)):
+        for metric, count in (
+            (_FAULTS, self._ledger.faults),
+            (_NEVER, self._ledger.never_admitted),
+            (_NEVER_RESUMED, self._ledger.never_resumed),
+        ):
             alone: Any = metric.family()
             alone.add_metric((), count)
             yield alone

@@ -357,7 +357,8 @@ def land_held(forest: Forest, key: RadixKey, held: tuple[tuple[int, bytes], ...]
         per_page = forest.config.components[index].per_page
         first, spare = pages - len(ids) // ID_BYTES if per_page else pages - 1, list[bytes]()
         if per_page:
-            walk(forest, key, first * page_bytes)  # a boundary there, so that no node is covered in part
+            # A boundary there, so that no node is covered in part; its front was used as the path is.
+            forest.touch(walk(forest, key, first * page_bytes)[::-1])
         path = walk(forest, key, pages * page_bytes)
         known = path[-1].end if path else 0
         for node in path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
 from kvmover.cache.prefix.errors import PrefixError
@@ -28,8 +30,20 @@ class Eviction:
         self._copies = list[CopyOut]()
         self._freed: dict[tuple[int, Tier], list[bytes]] = {}
 
-    def device(self, pages: int) -> ActionList:
-        """Give up `pages` pages of attention KV, or all that can be: leaves, from their ends."""
+    def pools(self, pages: Mapping[int, int]) -> ActionList:
+        """Give up as many device pages of each component, by its index, or all that can be.
+
+        Attention KV goes first, leaves from their ends; what goes with them counts.
+        """
+        for index, count in sorted(pages.items()):
+            count -= sum(map(len, self._freed.get((index, Tier.DEVICE), ()))) // ID_BYTES
+            if index < 0:
+                self._device(count)
+            else:
+                self._held(index, count)
+        return self._outcome()
+
+    def _device(self, pages: int) -> None:
         forest, account, spared = self._forest, self._forest.device, list[Node]()
         aim = account.evictable - pages
         while account.evictable > aim and (node := account.order.first()) is not None:
@@ -46,8 +60,9 @@ class Eviction:
             else:
                 self._give_up(self._trimmed(node, account.evictable - aim, account))
         for node in reversed(spared):
-            account.order.front(node)
-        return self._outcome()
+            # One above others may have gone in this very call, after its last child.
+            if node.pages is not None:
+                account.order.front(node)
 
     def _only_here(self, node: Node) -> bool:
         """Whether a leaf would be deleted, and may be so page by page."""
@@ -62,7 +77,7 @@ class Eviction:
             return True
         return not node.host_locks and (not node.children or self._drop_below(node))
 
-    def held(self, index: int, pages: int) -> ActionList:
+    def _held(self, index: int, pages: int) -> None:
         """Give up ids of a further component on the device: inside the tree these alone, at a leaf all of it."""
         account = self._forest.held_device[index]
         aim = account.evictable - pages
@@ -70,11 +85,10 @@ class Eviction:
             node = account.order.first()
             if node is None:
                 break
-            if node.device_children or node.locks or node.children:
+            if node.device_children or node.locks or node.children or (node.host is None and node.host_locks):
                 self._bury(node, index)
             else:
                 self._give_up(node)
-        return self._outcome()
 
     def host(self, pages: int) -> ActionList:
         """Give up host pages of attention KV: second copies first where they are made on eviction, then childless

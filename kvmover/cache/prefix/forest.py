@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack
 from kvmover.cache.prefix.errors import StaleHandle
@@ -23,6 +24,17 @@ class EvictableSet:
     order: Order
     evictable: int = 0
     protected: int = 0
+
+
+class Place(NamedTuple):
+    """An end inside a node, where a prompt left it half way: page `page` of the path, from the root."""
+
+    node: Node
+    page: int
+
+
+#: Places that are known at a time, 200 B each. A match that ended inside a node is stale after so many others.
+MOST_PLACES = 4096
 
 
 class Forest:
@@ -45,6 +57,7 @@ class Forest:
         """Forget all nodes. Ids go on counting, so that none is used twice."""
         self.roots: dict[PrefixNamespace, Node] = {}
         self.nodes: dict[int, Node] = {ROOT: self._root(None)}
+        self._places: dict[int, Place] = {}
         self.device = EvictableSet(self.config.policy.order())
         self.host = EvictableSet(self.config.policy.order())
         #: Nodes with pages on both tiers, where the host's are made on eviction: those on the host are the first to go
@@ -67,11 +80,49 @@ class Forest:
         return root
 
     def node(self, node_id: int) -> Node:
-        """Raises StaleHandle for an id that is gone or never was."""
+        """The node that ends where `node_id` says, cut there if it is a place inside one: its path is then used.
+
+        Raises StaleHandle for an id that is gone or never was.
+        """
         node = self.nodes.get(node_id)
         if node is None:
-            raise StaleHandle(f"node {node_id} is gone, or never was")
+            node, page = self._place(node_id)
+            if page < node.end:
+                del self._places[node_id]
+                node = self.split(node, page - node.start, node_id)
+                self.touch(node.path())
         return node
+
+    def view(self, node_id: int) -> Node:
+        """As `node`, to be read only: of a place it is a copy of the front, and nothing is cut or used."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            node, page = self._place(node_id)
+            if page < node.end:
+                front = self.front(node, page - node.start, node_id)
+                front.tokens = node.tokens[: (page - node.start) * self.page_bytes]
+                return front
+        return node
+
+    def place(self, node: Node, page: int) -> int:
+        """A new id for the end of `page` inside `node`. It holds whatever is split or merged, until the page goes."""
+        node_id = self.next_id
+        self.next_id += 1
+        self._places[node_id] = Place(node, page)
+        if len(self._places) > MOST_PLACES:
+            del self._places[next(iter(self._places))]
+        return node_id
+
+    def _place(self, node_id: int) -> Place:
+        """What covers the page of a place by now: a split leaves the end with the id, and puts fronts above."""
+        place = self._places.get(node_id)
+        if place is not None:
+            at, page = place
+            while at.start >= page and at.parent is not None:
+                at = at.parent
+            if self.nodes.get(at.id) is at and page <= at.end:
+                return Place(at, page)
+        raise StaleHandle(f"node {node_id} is gone, or never was")
 
     def __iter__(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
@@ -99,45 +150,62 @@ class Forest:
         parent.children[tokens[: self.page_bytes]] = node
         return node
 
-    def split(self, node: Node, pages: int) -> Node:
-        """Cut `node` after its first `pages` pages. The front becomes a new node and is returned; the id stays with the
-        end.
+    def front(self, node: Node, pages: int, node_id: int) -> Node:
+        """What a split of `node` after its first `pages` pages would put above it, without tokens and a place in the
+        tree. Nothing is changed.
+        """
+        front = Node(node_id, node.parent, b"", node.start, node.start + pages)
+        front.hits, front.used, front.created, front.priority = node.hits, node.used, node.created, node.priority
+        front.locks, front.host_locks = int(node.locks > 0), int(node.host_locks > 0)
+        front.backing, front.loading = node.backing, node.loading
+        ids = pages * ID_BYTES
+        if node.pages is not None:
+            front.pages = node.pages[:ids]
+        if node.host is not None:
+            front.host = node.host[:ids]
+        if node.hashes is not None:
+            front.hashes = node.hashes[:pages]
+        if node.held:
+            front.held = tuple(self._front_held(i, held, ids) for i, held in enumerate(node.held))
+        return front
+
+    def _front_held(self, index: int, held: ComponentPages, ids: int) -> ComponentPages:
+        if not self.config.components[index].per_page:
+            return ComponentPages()
+        pages = held.pages[:ids] if held.pages is not None else None
+        host = held.host[:ids] if held.host is not None else None
+        return ComponentPages(pages, host, held.locks, held.host_locks, held.busy)
+
+    def split(self, node: Node, pages: int, front_id: int = 0) -> Node:
+        """Cut `node` after its first `pages` pages. The front becomes a new node, with a new id or the place's that it
+        was, and is returned; the id stays with the end.
 
         Everything is copied, so that a part does not keep the memory of the whole. An unlocked front counts as used
         last of all: use its path, or put it in front.
         """
         assert node.parent is not None
-        cut = pages * self.page_bytes
-        front = Node(self.next_id, node.parent, node.tokens[:cut], node.start, node.start + pages)
-        self.next_id += 1
+        cut, ids = pages * self.page_bytes, pages * ID_BYTES
+        if not front_id:
+            front_id = self.next_id
+            self.next_id += 1
+        front = self.front(node, pages, front_id)
+        front.tokens, front.used = node.tokens[:cut], self.clock
         self.nodes[front.id] = front
         node.parent.children[self.key(node)] = front
-        front.hits, front.used, front.created, front.priority = node.hits, self.clock, node.created, node.priority
-        front.locks, front.host_locks = int(node.locks > 0), int(node.host_locks > 0)
-        front.backing, front.loading = node.backing, node.loading
         node.parent, node.tokens, node.start = front, node.tokens[cut:], front.end
         front.children = {self.key(node): node}
-        ids = pages * ID_BYTES
         if node.pages is not None:
-            front.pages, node.pages = node.pages[:ids], node.pages[ids:]
+            node.pages = node.pages[ids:]
             front.device_children = 1
         if node.host is not None:
-            front.host, node.host = node.host[:ids], node.host[ids:]
+            node.host = node.host[ids:]
         if node.hashes is not None:
-            front.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
-        if node.held:
-            front.held = tuple(self._cut(i, held, ids) for i, held in enumerate(node.held))
+            node.hashes = node.hashes[pages:]
+        for i, held in enumerate(node.held):
+            if self.config.components[i].per_page:
+                held.pages = held.pages[ids:] if held.pages is not None else None
+                held.host = held.host[ids:] if held.host is not None else None
         self.settle(front)
-        return front
-
-    def _cut(self, index: int, held: ComponentPages, ids: int) -> ComponentPages:
-        if not self.config.components[index].per_page:
-            return ComponentPages()
-        front = ComponentPages(locks=held.locks, host_locks=held.host_locks, busy=held.busy)
-        if held.pages is not None:
-            front.pages, held.pages = held.pages[:ids], held.pages[ids:]
-        if held.host is not None:
-            front.host, held.host = held.host[:ids], held.host[ids:]
         return front
 
     def remove(self, node: Node) -> None:
@@ -147,6 +215,8 @@ class Forest:
         assert not node.children
         del parent.children[self.key(node)]
         del self.nodes[node.id]
+        # A place may know the node for a while yet.
+        node.tokens, node.hashes = b"", None
         if parent.parent is not None:
             if self.hosted:
                 self.settle(parent)

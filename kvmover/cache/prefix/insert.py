@@ -36,9 +36,13 @@ class Trailing:
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What one request wants kept: the whole pages of `key`, with the ids of those from `first_page` on."""
+    """What one request wants kept: the whole pages of `key`, with the ids of those from `first_page` on.
+
+    The key begins at page `start` of the path and ends at page `pages`.
+    """
 
     key: RadixKey
+    start: int
     pages: int
     first_page: int
     ids: bytes
@@ -53,42 +57,47 @@ class Offer(msgspec.Struct, frozen=True):
         key: RadixKey,
         page_ids: PageIds,
         *,
+        start: int = 0,
         first_page: int,
         counted_tokens: int,
         held: Mapping[str, PageIds] | None,
         priority: int,
     ) -> Offer:
         """Checked before anything is touched. Raises PrefixError with the numbers."""
-        pages = len(key.data) // forest.page_bytes
+        pages = start + len(key.data) // forest.page_bytes
         ids = words(page_ids)
-        if not 0 <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
+        if not start <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
             page_tokens = forest.config.page_tokens
             raise PrefixError(
-                f"{key.tokens} tokens fill {pages} pages of {page_tokens}; for those from {first_page} on"
+                f"{key.tokens} tokens fill {pages - start} pages of {page_tokens}; for those from {first_page} on"
                 f" {pages - first_page} ids are due, got {len(ids) // ID_BYTES}"
             )
-        trailing = tuple(_trailing(forest, name, brought, pages) for name, brought in held.items()) if held else ()
+        trailing = tuple(_trailing(forest, name, row, start, pages) for name, row in held.items()) if held else ()
         counted = counted_tokens // forest.config.page_tokens
-        return cls(key, pages, first_page, ids, counted, priority, trailing)
+        return cls(key, start, pages, first_page, ids, counted, priority, trailing)
 
 
-def _trailing(forest: Forest, name: str, page_ids: PageIds, pages: int) -> Trailing:
+def _trailing(forest: Forest, name: str, page_ids: PageIds, start: int, pages: int) -> Trailing:
     index, ids = forest.config.index(name), words(page_ids)
     count = len(ids) // ID_BYTES
     if index < 0:
         raise PrefixError(f"{FULL} has its ids in page_ids, not among further components")
-    most = pages if forest.config.components[index].per_page else min(pages, 1)
+    brought = pages - start
+    most = brought if forest.config.components[index].per_page else min(brought, 1)
     if count > most:
-        raise PrefixError(f"{name} keeps at most {most} ids for {pages} pages, got {count}")
+        raise PrefixError(f"{name} keeps at most {most} ids for {brought} pages, got {count}")
     return Trailing(index, pages - count, ids, np.zeros(count, np.bool_))
 
 
 class Insertion:
-    """One insert: from the root along the nodes that spell the key, and a new leaf for what is left of it."""
+    """One insert: from the root, or from the node `above`, along the nodes that spell the key, and a new leaf for what
+    is left of it.
+    """
 
-    def __init__(self, forest: Forest, offer: Offer) -> None:
+    def __init__(self, forest: Forest, offer: Offer, above: Node | None = None) -> None:
         self._forest = forest
         self._offer = offer
+        self._above = above
         self._end: Node | None = None
         self._path = list[Node]()
         self._known = 0
@@ -106,12 +115,12 @@ class Insertion:
     def _walk(self) -> None:
         forest, offer = self._forest, self._offer
         data, page_bytes = offer.key.data, forest.page_bytes
-        stop, offset, counted = offer.pages * page_bytes, 0, offer.counted_pages
+        stop, offset, counted = (offer.pages - offer.start) * page_bytes, 0, offer.counted_pages
         if not stop:
             return
         if offer.first_page and offer.key.namespace not in forest.roots:
             raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows none of this namespace")
-        at = forest.root(offer.key.namespace)
+        at = self._above or forest.root(offer.key.namespace)
         while offset < stop:
             child = at.children.get(data[offset : offset + page_bytes])
             if child is None:
@@ -156,7 +165,8 @@ class Insertion:
             raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows {at.end}")
         cuts = self._boundaries(at.end)
         for low, high in pairwise(cuts):
-            node = forest.attach(at, offer.key.data[low * forest.page_bytes : high * forest.page_bytes])
+            low_bytes, high_bytes = ((page - offer.start) * forest.page_bytes for page in (low, high))
+            node = forest.attach(at, offer.key.data[low_bytes:high_bytes])
             node.hits, node.priority = 1, offer.priority
             ids = offer.ids[(low - offer.first_page) * ID_BYTES : (high - offer.first_page) * ID_BYTES]
             forest.give(node, Tier.DEVICE, -1, ids)
@@ -172,23 +182,29 @@ class Insertion:
         forest, offer = self._forest, self._offer
         if not forest.config.components:
             return [start, offer.pages]
-        cuts = {start, offer.pages, *(trailing.first for trailing in offer.trailing)}
+        cuts = {start, offer.pages, *(each.first for each in self._offer.trailing if self._per_page(each))}
         for component in forest.config.components:
             if component.per_page:
                 cuts.add(offer.pages - -(-component.reach_tokens // forest.config.page_tokens))
         return sorted(cut for cut in cuts if start <= cut <= offer.pages)
 
     def _split_where_brought(self, node: Node) -> Node:
-        """Cut a node where ids begin that it lacks, so that its end can take them."""
-        for trailing in self._offer.trailing:
-            if node.start < trailing.first < node.end and node.held[trailing.index].pages is None:
-                return self._forest.split(node, trailing.first - node.start)
-        return node
+        """Cut a node at the first place where ids begin that it lacks, so that its end can take them."""
+        cuts = [
+            each.first
+            for each in self._offer.trailing
+            if self._per_page(each) and node.start < each.first < node.end and node.held[each.index].pages is None
+        ]
+        return self._forest.split(node, min(cuts) - node.start) if cuts else node
+
+    def _per_page(self, trailing: Trailing) -> bool:
+        """A state stands at the end of a node: it begins nowhere inside one."""
+        return self._forest.config.components[trailing.index].per_page
 
     def _pass_held(self, node: Node) -> None:
         """As `_pass`, of the further components."""
         for trailing in self._offer.trailing:
-            if self._forest.config.components[trailing.index].per_page:
+            if self._per_page(trailing):
                 low, high = max(0, node.start - trailing.first), node.end - trailing.first
             else:
                 low, high = 0, len(trailing.kept) if node.end == self._offer.pages else 0

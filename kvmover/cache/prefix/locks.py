@@ -8,11 +8,16 @@ locked child. Other components are locked by page positions of the path, which n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
+from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.errors import PrefixError, StaleHandle
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
 from kvmover.cache.prefix.results import LockHandle, Tier
+
+#: Numbers of handles, of all trees of the process: one tree's handle opens nothing in another.
+_NUMBERS = count(1)
 
 
 class Locks:
@@ -20,7 +25,6 @@ class Locks:
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._next = 1
 
     def device(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
         """Keep `node` and all above it: their pages where they are, and the nodes themselves."""
@@ -97,11 +101,22 @@ class Locks:
                 segments.append(LockedSegment(i, last.start if component.per_page else node.end - 1, node.end))
         return tuple(segments)
 
+    def needs(self, node: Node, skip: Sequence[str] = ()) -> dict[str, int]:
+        """See PrefixTree.lock_needs."""
+        config, path = self._forest.config, node.path()
+        free = [each for each in path if each.pages is not None and not each.locks]
+        found = {FULL: sum(each.end - each.start for each in free)}
+        for segment in self.segments(node, skip):
+            component = config.components[segment.index]
+            free = [each for each in path if each.end > segment.first]
+            free = [each for each in free if (own := each.held[segment.index]).pages is not None and not own.locks]
+            found[component.name] = sum(each.end - each.start if component.per_page else 1 for each in free)
+        return found
+
     def _handle(self, node: Node, tier: Tier, segments: tuple[LockedSegment, ...]) -> LockHandle:
         for segment in segments:
             self._shift(node, segment, tier, 1)
-        number = self._next
-        self._next = number + 1
+        number = next(_NUMBERS)
         self._forest.locked_paths[number] = LockedPath(node, tier, segments)
         return LockHandle(number, node.id, tier)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,16 +15,23 @@ from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ROOT, LoadBack, Match, PageArray, Tier
 
 
-def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
-    """Nodes from the root down that spell the first `stop` bytes of `key`, as far as they do. The last one may be split
-    for it.
+class Descent(NamedTuple):
+    """Nodes from the root down that spell a prompt, whole, and `pages` pages of one more, which it leaves half way."""
+
+    path: list[Node]
+    inside: Node | None
+    pages: int
+
+
+def descend(forest: Forest, key: RadixKey, stop: int) -> Descent:
+    """As far as the first `stop` bytes of `key` are known. Nothing is changed.
 
     O(bytes) + O(nodes): each node is one look-up of its first page and one comparison of memory.
     """
     path = list[Node]()
     at = forest.roots.get(key.namespace)
     if at is None:
-        return path
+        return Descent(path, None, 0)
     data, page_bytes, offset = key.data, forest.page_bytes, 0
     compare = data.startswith
     while offset < stop:
@@ -32,26 +40,33 @@ def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
             break
         tokens = child.tokens
         if not compare(tokens, offset, stop):
-            cut = common_bytes(data, offset, stop, tokens, page_bytes)
-            path.append(forest.split(child, cut // page_bytes))
-            break
+            return Descent(path, child, common_bytes(data, offset, stop, tokens, page_bytes) // page_bytes)
         path.append(child)
         offset += len(tokens)
         at = child
+    return Descent(path, None, 0)
+
+
+def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
+    """The nodes that spell the first `stop` bytes of `key`, as far as they are known: the last one is split for it."""
+    path, inside, pages = descend(forest, key, stop)
+    if inside is not None:
+        path.append(forest.split(inside, pages))
     return path
 
 
-def match(forest: Forest, key: RadixKey, stop: int) -> Match:
-    """See PrefixTree.match."""
-    path = walk(forest, key, stop)
+def matched(forest: Forest, descent: Descent) -> Match:
+    """What the tree says of a prompt that came so far. An end inside a node gets an id that stands for it."""
+    path, inside, pages = descent
+    if inside is not None:
+        path = [*path, forest.front(inside, pages, forest.place(inside, inside.start + pages))]
     if not path:
         return MISS
-    forest.touch(path[::-1])
-    pages = [node.pages for node in path]
-    if forest.config.components or None in pages:
+    rows = [node.pages for node in path]
+    if forest.config.components or None in rows:
         return _anchors(forest, path)
     end, node_id = path[-1].end * forest.config.page_tokens, path[-1].id
-    data = b"".join(pages) if len(pages) > 1 else pages[0]  # type: ignore[arg-type]
+    data = b"".join(rows) if len(rows) > 1 else rows[0]  # type: ignore[arg-type]
     ids = page_array(data)  # type: ignore[arg-type]  # none is None
     return Match(end, ids, node_id, end, node_id, end, _backed(forest, path) if forest.hosted else node_id)
 
@@ -97,7 +112,7 @@ def _usable(forest: Forest, path: list[Node], tiers: tuple[Tier, ...]) -> int:
     for count, node in enumerate(path, 1):
         if all(forest.ids(node, tier, -1) is None for tier in tiers):
             break
-        tokens = len(node.tokens) // forest.page_bytes * forest.config.page_tokens
+        tokens = (node.end - node.start) * forest.config.page_tokens
         verdicts = [
             match_validator(tokens, any(forest.ids(node, tier, i) is not None for tier in tiers))
             for i, match_validator in enumerate(validators)

@@ -84,6 +84,21 @@ class Inserted(ActionList, frozen=True, eq=False):
     backups: tuple[int, ...] = ()
 
 
+class LockHandle(msgspec.Struct, frozen=True):
+    """A lock. What it covers is noted in the tree, and follows splits."""
+
+    number: int
+    node: int
+    tier: Tier
+
+
+class Extended(Inserted, frozen=True, eq=False):
+    """Pages below a prefix that was locked; `handle` locks both now. `kept_page_ids` are the tree's, [page]."""
+
+    handle: LockHandle = LockHandle(0, ROOT, Tier.DEVICE)
+    kept_page_ids: PageArray = NO_IDS
+
+
 class LoadBack(msgspec.Struct, frozen=True, eq=False):
     """What one component must bring from the host for a match to be of use up to its best node."""
 
@@ -114,14 +129,6 @@ class Match(msgspec.Struct, frozen=True, eq=False):
     branches: tuple[tuple[str, int], ...] = ()
     held: tuple[tuple[str, PageArray], ...] = ()
     waits: tuple[int, ...] = ()
-
-
-class LockHandle(msgspec.Struct, frozen=True):
-    """A lock. What it covers is noted in the tree, and follows splits."""
-
-    number: int
-    node: int
-    tier: Tier
 
 
 class Sizes(msgspec.Struct, frozen=True):

@@ -19,11 +19,23 @@ from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
-from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, KeyUnits, PageIds, RadixKey, page_array, words
+from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
-from kvmover.cache.prefix.match import match, walk
+from kvmover.cache.prefix.match import Descent, descend, matched, walk
+from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
-from kvmover.cache.prefix.results import ROOT, ActionList, FreePages, Inserted, LockHandle, Match, Sizes, Tier
+from kvmover.cache.prefix.results import (
+    ROOT,
+    ActionList,
+    Extended,
+    FreePages,
+    Inserted,
+    LockHandle,
+    Match,
+    PageArray,
+    Sizes,
+    Tier,
+)
 from kvmover.enums import member
 
 
@@ -74,27 +86,60 @@ class PrefixTree:
         self,
         tokens: RadixKey | TokenIds,
         *,
-        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
+        namespace: PrefixNamespace | None = None,
         limit_tokens: int | None = None,
     ) -> Match:
         """What is cached of the prompt, of its first `limit_tokens` tokens at most; the path becomes the most recently
         used.
 
         A request that must compute at least one token asks with a limit of one less than it has. A node that the prompt
-        leaves half way is split. Nothing is locked: lock before the next call that may evict, or the answer is stale.
+        leaves half way is neither split nor used before somebody locks the answer or inserts below it. Nothing is
+        locked: lock before the next call that may evict, or the answer is stale.
         """
-        key = self._key(tokens, namespace)
-        page_bytes = self._forest.page_bytes
-        pages = len(key.data) // page_bytes
-        if limit_tokens is not None:
-            pages = max(0, min(pages, limit_tokens // self.config.page_tokens))
-        return match(self._forest, key, pages * page_bytes)
+        descent = self._descend(tokens, namespace, limit_tokens)
+        if descent.path:
+            self._forest.touch(descent.path[::-1])
+        return matched(self._forest, descent)
+
+    def look(
+        self,
+        tokens: RadixKey | TokenIds,
+        *,
+        namespace: PrefixNamespace | None = None,
+        limit_tokens: int | None = None,
+    ) -> Match:
+        """What `match` would answer, and nothing counts as used: for schedulers that ask for every waiting request.
+
+        >>> tree = PrefixTree(page_tokens=1)
+        >>> first, second = tree.insert([1], [10]), tree.insert([2], [11])
+        >>> tree.look([1]).tokens, tree.evict(1).page_ids().tolist()  # [1] is still the one used least recently
+        (1, [10])
+        """
+        return matched(self._forest, self._descend(tokens, namespace, limit_tokens))
+
+    def page_ids(self, node_id: int, first_page: int = 0) -> PageArray:
+        """Device pages of attention KV from `first_page` of the path to the node's end, int32, [page], read-only.
+
+        Raises PrefixError where some of them are not on the device.
+        """
+        path = [node for node in self._forest.view(node_id).path() if node.end > first_page]
+        rows = [node.pages for node in reversed(path) if node.pages is not None]
+        if len(rows) < len(path):
+            raise PrefixError(f"the path to node {node_id} is not on the device from page {first_page} on")
+        return page_array(b"".join(rows)[max(0, first_page - path[-1].start) * ID_BYTES :]) if path else NO_IDS
+
+    def lock_needs(self, node_id: int, *, skip: Sequence[str] = ()) -> dict[str, int]:
+        """Evictable device pages, by component, that a lock of the node would protect. Nothing is changed.
+
+        So `free + sizes(c).evictable - lock_needs(node)[c]` pages of c are left for what is still to be computed.
+        """
+        return self._locks.needs(self._forest.view(node_id), skip)
 
     def page_hashes(self, node_id: int) -> list[bytes]:
         """Hashes of all pages from the root to the node's end: SHA-256, chained, as in `hashes`. Computed on demand,
         then kept.
         """
-        path = self._forest.node(node_id).path()
+        path = self._forest.view(node_id).path()
         return [name for node in reversed(path) for name in node.page_hashes(self.config.page_words)]
 
     def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
@@ -151,7 +196,7 @@ class PrefixTree:
         counted_tokens: int = 0,
         held: Mapping[str, PageIds] | None = None,
         priority: int = 0,
-        namespace: PrefixNamespace = DEFAULT_NAMESPACE,
+        namespace: PrefixNamespace | None = None,
     ) -> Inserted:
         """Keep the whole pages of `tokens`, those from `first_page` on by `page_ids`; those before are the tree's and
         locked.
@@ -172,6 +217,55 @@ class PrefixTree:
         )
         return Insertion(self._forest, offer).run()
 
+    def extend(
+        self,
+        handle: LockHandle,
+        tokens: RadixKey | TokenIds,
+        page_ids: PageIds,
+        *,
+        held: Mapping[str, PageIds] | None = None,
+        priority: int = 0,
+        skip: Sequence[str] = (),
+        namespace: PrefixNamespace | None = None,
+    ) -> Extended:
+        """Keep the whole pages of `tokens` below the prefix that `handle` locks, and lock them instead of it.
+
+        `tokens` begin where the locked prefix ends, so that a page filled while decoding costs that page and not the
+        prompt. The handle is over; `Extended.handle` keeps what it kept and these pages, of components not in `skip`.
+        `Extended.kept_page_ids` are the pages to use from now on: where the tree had one, its own, and the one given is
+        among the actions. Below ROOT the namespace is the call's, elsewhere the path's. Raises PrefixError, and leaves
+        the handle out, for a lock of the host, a prefix that is not on the device, or ids that do not fit.
+
+        >>> tree = PrefixTree(page_tokens=2)
+        >>> prompt = tree.extend(tree.lock(ROOT), [1, 2, 3, 4], [10, 11])
+        >>> step = tree.extend(prompt.handle, [5, 6], [12])
+        >>> step.tokens, step.kept_page_ids.tolist(), tree.sizes().protected
+        (6, [12], 3)
+        """
+        node = self._locks.locked(handle).node
+        if handle.tier is not Tier.DEVICE or node.pages is None:
+            raise PrefixError(f"handle {handle.number} keeps no prefix on the device, below which there is nothing yet")
+        key = self._key_below(node, tokens, namespace)
+        first = node.end
+        offer = Offer.of(
+            self._forest,
+            key,
+            page_ids,
+            start=first,
+            first_page=first,
+            counted_tokens=0,
+            held=held,
+            priority=priority,
+        )
+        kept = Insertion(self._forest, offer, node if node.parent is not None else None).run()
+        end = self._forest.node(kept.node) if kept.node != ROOT else node
+        longer = self._locks.device(end, self._locks.segments(end, skip))
+        self._locks.release(handle)
+        ids = self.page_ids(end.id, first)
+        return Extended(
+            kept.actions, end.id, end.end * self.config.page_tokens, kept.known_tokens, kept.backups, longer, ids
+        )
+
     # Giving up
 
     def evict(self, pages: int, component: str = FULL, *, room: PageIds = ()) -> ActionList:
@@ -182,8 +276,15 @@ class PrefixTree:
         EvictionGranularity.NODE, whole nodes. `room` are free host pages for a tree that writes back; those not named
         in a CopyOut stay the caller's.
         """
-        index, eviction = self.config.index(component), Eviction(self._forest, room)
-        return eviction.device(pages) if index < 0 else eviction.held(index, pages)
+        return self.evict_pools({component: pages}, room=room)
+
+    def evict_pools(self, pages: Mapping[str, int], *, room: PageIds = ()) -> ActionList:
+        """As `evict`, of several components at once: what goes with the first counts for the others.
+
+        A leaf takes its window and its state along, so that two calls after each other give up more than both need.
+        """
+        eviction = Eviction(self._forest, room)
+        return eviction.pools({self.config.index(name): count for name, count in pages.items()})
 
     def evict_host(self, pages: int, component: str = FULL) -> ActionList:
         """Give up at least `pages` host pages of a component, or all that may go: from childless nodes of the host
@@ -218,7 +319,7 @@ class PrefixTree:
 
         Raises StaleHandle for a node that is gone.
         """
-        return all(node.host is not None for node in self._forest.node(node_id).path())
+        return all(node.host is not None for node in self._forest.view(node_id).path())
 
     def backup_needs(self, node_id: int) -> dict[str, int]:
         """Host ids, by component, that `begin_backup` takes: of what the path has on the device alone and not on its
@@ -248,14 +349,20 @@ class PrefixTree:
         return self._copies.store(self._forest.node(node_id), first_page)
 
     def begin_fetch(
-        self, tokens: RadixKey | TokenIds, first_page: int, page_ids: PageIds, held: Mapping[str, PageIds] | None = None
+        self,
+        tokens: RadixKey | TokenIds,
+        first_page: int,
+        page_ids: PageIds,
+        held: Mapping[str, PageIds] | None = None,
+        *,
+        namespace: PrefixNamespace | None = None,
     ) -> int:
         """Read pages of the prompt from storage into host pages, from `first_page` on. The path up to there is locked.
 
         `held` are host ids of further components, of the last pages (a state: of the very last): kept if all is done.
         Returns the operation for `end`. Raises PrefixError when the path is not on the host up to `first_page`.
         """
-        key = self._key(tokens, DEFAULT_NAMESPACE)
+        key = self._key(tokens, namespace)
         ids = offered(self._forest, key, page_ids, first_page)
         path = walk(self._forest, key, first_page * self._forest.page_bytes)
         self._forest.touch(path[::-1])
@@ -310,9 +417,33 @@ class PrefixTree:
         if not self._forest.hosted:
             raise PrefixError("this tree has no host tier")
 
-    def _key(self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace) -> RadixKey:
+    def _descend(
+        self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None, limit_tokens: int | None
+    ) -> Descent:
+        key = self._key(tokens, namespace)
+        page_bytes = self._forest.page_bytes
+        pages = len(key.data) // page_bytes
+        if limit_tokens is not None:
+            pages = max(0, min(pages, limit_tokens // self.config.page_tokens))
+        return descend(self._forest, key, pages * page_bytes)
+
+    def _key_below(self, node: Node, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None) -> RadixKey:
+        """A key of the namespace of `node`, or of the call's below the root of all."""
+        if node.parent is None:
+            return self._key(tokens, namespace)
+        own = node.path()[-1].parent
+        assert own is not None
+        key = self._key(tokens, own.namespace if namespace is None and not isinstance(tokens, RadixKey) else namespace)
+        if key.namespace != own.namespace:
+            raise PrefixError(f"the path is of another namespace than the call: {own.namespace}, {key.namespace}")
+        return key
+
+    def _key(self, tokens: RadixKey | TokenIds, namespace: PrefixNamespace | None) -> RadixKey:
+        """A key has its namespace; one that is given beside it must be the same."""
         if not isinstance(tokens, RadixKey):
-            return RadixKey.of(tokens, namespace, self.config.units)
+            return RadixKey.of(tokens, namespace or DEFAULT_NAMESPACE, self.config.units)
+        if namespace is not None and namespace != tokens.namespace:
+            raise PrefixError(f"the key is of another namespace than the call: {tokens.namespace}, {namespace}")
         if tokens.units is not self.config.units:
             raise PrefixError(f"a key of {tokens.units.name} units is none of this tree's {self.config.units.name}")
         return tokens

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
-from kvmover.cache.prefix import FULL, ActionList, Match, PrefixTree, RadixKey, Tier, chain
+from kvmover.cache.prefix import FULL, ActionList, InvariantBroken, Match, PrefixTree, RadixKey, Tier, chain
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
 from kvmover.cache.replay.trace import BLOCK_TOKENS, ReplayRequest
@@ -138,7 +138,9 @@ RESIDENCY_SAMPLE = 61
 
 
 class Server:
-    """Raises ReplayConfigError for a prompt that the device cannot hold. `ledger` has the accounts, strict ones."""
+    """Raises ReplayConfigError for a prompt that the device cannot hold, and InvariantBroken when pages are missing
+    that nobody gave up. `ledger` has the accounts, strict ones.
+    """
 
     def __init__(self, config: ReplayConfig, ledger: Ledger | None = None) -> None:
         self.config = config
@@ -148,6 +150,8 @@ class Server:
         self.host = SimulatedPages(config.pages(config.host_tokens))
         self.storage = SimulatedStorage(config.pages(config.storage_tokens)) if config.storage_tokens else None
         self.residency = Residency()
+        #: Device pages that the tree gave up for room, over all requests.
+        self.evicted_pages = 0
         self._ideal = Ideal()
         self._served = 0
 
@@ -191,6 +195,8 @@ class Server:
         whole = in_pages(reusable, self.config.page_tokens)
         usable = in_pages(min(reusable, request.input_length - 1), self.config.page_tokens)
         evicted = usable - credited - sum(lost.values())
+        if evicted and not self.evicted_pages:
+            raise InvariantBroken(f"{evicted} tokens are not in the tree, which never gave up a page")
         reasons = {
             Loss.PARTIAL_PAGE: reusable - whole,
             Loss.LAST_TOKEN: whole - usable,
@@ -202,7 +208,9 @@ class Server:
     def _room(self, pages: int, now_s: float) -> PageArray:
         """`pages` free pages of the device, of which the tree gives up what is short."""
         if short := self.device.short(pages):
-            self._free(self.tree.evict(short), now_s)
+            given_up = self.tree.evict(short)
+            self.evicted_pages += len(given_up.page_ids())
+            self._free(given_up, now_s)
         return self.device.take(pages)
 
     def _host_room(self, pages: int, now_s: float) -> int:
@@ -239,9 +247,10 @@ class Server:
         found = storage.leading(chain(b"", words[:limit_tokens], page_tokens))
         if found <= first:
             return match, {}
+        if not self._back_up(match.best_node, now_s):
+            return match, {Loss.HOST_CAPACITY: (found - first) * page_tokens}
         handle = self.tree.lock_host(match.best_node)
-        reached = self._back_up(match.best_node, now_s)
-        able = self._host_room(found - first, now_s) if reached else 0
+        able = self._host_room(found - first, now_s)
         if able:
             part = self.tree.key(words[: (first + able) * page_tokens])
             op = self.tree.begin_fetch(part, first, self.host.take(able))

@@ -292,3 +292,14 @@ def test_a_group_is_the_one_of_the_first_match(ledger: Ledger) -> None:
     ledger.computed(1, 10)
     ledger.finished(1, 1.0)
     assert ledger.groups() == (group,)
+
+
+def test_an_abort_after_a_retraction_is_not_one_of_a_request_that_never_began(ledger: Ledger) -> None:
+    ledger.matched(1, 100, 20, 0.0)
+    ledger.admitted(1, Credit(20))
+    ledger.retracted(1, 1.0)
+    ledger.aborted(1, 2.0)
+    total = ledger.total()
+    assert (ledger.never_admitted, ledger.never_resumed) == (0, 1)
+    assert (total.first.retracted, total.again.attempts) == (1, 0)
+    ledger.check()

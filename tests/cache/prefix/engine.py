@@ -32,7 +32,8 @@ class Engine:
         #: Ids that the caller holds: requests that run, staging, copies under way.
         self.owned: dict[Pool, list[int]] = {pool: [] for pool in self.free}
         self.transfers: dict[int, TierCopy] = {}
-        self.fetches: dict[int, list[int]] = {}
+        #: Host ids of each fetch, by component.
+        self.fetches: dict[int, dict[str, list[int]]] = {}
 
     def take(self, count: int, component: str = FULL, tier: Tier = Tier.DEVICE) -> list[int]:
         pool = self.free[component, tier]
@@ -104,13 +105,14 @@ class Engine:
     def fetch(self, tokens: Sequence[int], first_page: int) -> int:
         ids = self.take(len(tokens) // self.tree.config.page_tokens - first_page, FULL, Tier.HOST)
         op = self.tree.begin_fetch(tokens, first_page, ids)
-        self.fetches[op] = ids
+        self.fetches[op] = {FULL: ids}
         return op
 
     def end(self, op: int, pages_done: int | None = None) -> ActionList:
         """The record lets go of its ids: what comes back is freed, the rest is the tree's or waits with another."""
         if op in self.fetches:
-            self.give(self.fetches.pop(op), FULL, Tier.HOST)
+            for name, ids in self.fetches.pop(op).items():
+                self.give(ids, name, Tier.HOST)
         elif op in self.transfers:
             transfer = self.transfers.pop(op)
             for leg in transfer.legs:

@@ -50,6 +50,12 @@ class Model:
     def prefixes(self, tokens: Sequence[int]) -> list[Prefix]:
         return [tuple(tokens[:end]) for end in range(self.page, len(tokens) + 1, self.page)]
 
+    def words(self, prefix: Prefix) -> tuple[list[int], int]:
+        """What a page's hash is of, and how many words a page has: a unit of two tokens is two."""
+        if prefix and isinstance(prefix[0], tuple):
+            return [token for unit in prefix for token in unit], 2 * self.page
+        return list(prefix), self.page
+
     def hear(self, event: KVEvent) -> None:
         """Stored before removed, and never twice."""
         if isinstance(event, BlockStored):
@@ -107,7 +113,8 @@ class Model:
     def land(self, tokens: Sequence[int], first: int, ids: Sequence[int]) -> set[int]:
         """Pages from storage; what comes back."""
         host, prefixes = self.at[FULL, Tier.HOST], self.prefixes(tokens)
-        if not all(prefix in host for prefix in prefixes[:first]):
+        above = (Tier.DEVICE, Tier.HOST) if self.back else (Tier.HOST,)
+        if not all(self.has(FULL, prefix, above) for prefix in prefixes[:first]):
             return set(ids)
         spare = set()
         for prefix, page in zip(prefixes[first:], ids, strict=False):
@@ -115,6 +122,16 @@ class Model:
                 spare.add(page)
             else:
                 host[prefix] = page
+        return spare
+
+    def land_held(self, name: str, prefixes: Sequence[Prefix], ids: Sequence[int]) -> set[int]:
+        """Ids of a further component for the last pages, from storage; what comes back."""
+        host, spare = self.at[name, Tier.HOST], set[int]()
+        for prefix, page in zip(prefixes[len(prefixes) - len(ids) :], ids, strict=True):
+            if prefix in self.at[FULL, Tier.HOST] and prefix not in host:
+                host[prefix] = page
+            else:
+                spare.add(page)
         return spare
 
     def lock(self, number: int, prefix: Prefix, tier: Tier) -> None:
@@ -194,5 +211,5 @@ class Model:
                 assert all(prefix[: -self.page] in full for prefix in full if len(prefix) > self.page)
             for name in self.components:
                 assert all(prefix in full for prefix in self.at[name, tier])
-            hashes = {as_int64(chain(b"", prefix, self.page)[-1]) for prefix in full}
+            hashes = {as_int64(chain(b"", *self.words(prefix))[-1]) for prefix in full}
             assert hashes == self.told[tier]

@@ -241,9 +241,8 @@ def test_what_nothing_can_end_at_stays_while_it_is_locked() -> None:
     for kind in ("device", "host"):
         mine = states(tiers=WriteThrough())
         mine.backed(mine.insert([1, 2, 3, 4], {"state": 1}).node)
-        front = mine.tree.match([1, 2, 9])
-        assert front.full_tokens == 2
-        node = next(node.id for node in mine.tree._forest if node.end == 2)
+        node = mine.insert([1, 2]).node
+        assert mine.tree.match([1, 2, 9]).full_tokens == 2
         handle = mine.tree.lock(node) if kind == "device" else mine.tree.lock_host(node)
         mine.evict(100)
         mine.evict_host(100)
@@ -291,4 +290,30 @@ def test_a_component_of_ones_own_needs_no_change_of_the_tree() -> None:
     mine.insert(range(12), {"c4": 1})
     assert (usable(mine, range(12)), usable(mine, range(8))) == (12, 0)
     assert dict(mine.tree.match(range(8)).branches) == {"c4": 8}
+    mine.conserved()
+
+
+@pytest.mark.parametrize("order", [("state", "swa"), ("swa", "state")])
+@pytest.mark.parametrize("components", [(State(), SlidingWindow(4)), (SlidingWindow(4), State())])
+def test_the_order_of_components_and_of_held_ids_changes_no_answer(components, order) -> None:
+    """The second request brings three pages of a window of four, and its state: eight tokens are not yet of use."""
+    mine = Engine(PrefixTree(1, components=components))
+    mine.insert(range(8))
+    counts = {"state": 1, "swa": 3}
+    mine.insert(range(8), {name: counts[name] for name in order})
+    assert mine.tree.sizes("swa").evictable == 3
+    assert usable(mine, range(8)) == 0
+    mine.conserved()
+    mine.insert(range(8), {name: counts[name] + (name == "swa") for name in order})
+    match = mine.tree.match(range(8))
+    assert (match.tokens, len(dict(match.held)["swa"]), mine.tree.sizes("swa").evictable) == (8, 4, 4)
+    mine.conserved()
+
+
+def test_a_state_at_each_turn_of_a_chat_makes_one_node_a_turn() -> None:
+    mine = Engine(PrefixTree(1, components=(State(),)), 100)
+    for turn in range(1, 11):
+        mine.insert(range(10 * turn), {"state": 1}, first_page=10 * turn - 10)
+    assert len(mine.tree) == 10
+    assert [usable(mine, range(n)) for n in (9, 10, 99, 100)] == [0, 10, 90, 100]
     mine.conserved()

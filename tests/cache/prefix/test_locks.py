@@ -191,3 +191,14 @@ def test_a_lock_costs_what_it_newly_locks() -> None:
     mine.conserved()
     assert ids(mine.tree.match(range(39))) == list(range(39))
     assert mine.free["full", Tier.DEVICE] == list(range(39, 64))
+
+
+def test_a_handle_of_another_tree_opens_nothing() -> None:
+    trees = [PrefixTree(1), PrefixTree(1)]
+    nodes = [tree.insert([1], [0]).node for tree in trees]
+    handles = [tree.lock(node) for tree, node in zip(trees, nodes, strict=True)]
+    with pytest.raises(StaleHandle, match="is not out"):
+        trees[1].unlock(handles[0])
+    assert [tree.sizes().protected for tree in trees] == [1, 1]
+    for tree, handle in zip(trees, handles, strict=True):
+        tree.unlock(handle)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmover.cache.prefix import PrefixError, PrefixTree, WriteThrough
 from kvmover.cache.prefix.hashes import PrefixNamespace
 
 TEXT = st.text(max_size=3)
@@ -56,3 +58,32 @@ def test_text_moved_from_one_field_to_the_next_is_another_namespace() -> None:
 
 def test_a_salt_that_is_no_valid_unicode_has_a_digest_of_its_own() -> None:
     assert len({PrefixNamespace(salt=salt).digest for salt in ("\ud800", "\ud801", "?")}) == 3
+
+
+A, B = PrefixNamespace(salt="tenant a"), PrefixNamespace(salt="tenant b")
+
+
+def hosted() -> PrefixTree:
+    return PrefixTree(1, tiers=WriteThrough())
+
+
+@pytest.mark.parametrize("given", [A, PrefixNamespace()], ids=["of a tenant", "of everybody"])
+def test_a_key_of_another_namespace_than_the_call_says_is_refused(given: PrefixNamespace) -> None:
+    tree = hosted()
+    key = tree.key([1, 2, 3], given)
+    tree.insert(key, [10, 11, 12])
+    for call in (
+        lambda: tree.match(key, namespace=B),
+        lambda: tree.insert(key, [20, 21, 22], namespace=B),
+        lambda: tree.begin_fetch(key, 0, [1, 2, 3], namespace=B),
+    ):
+        with pytest.raises(PrefixError, match="the key is of another namespace than the call"):
+            call()
+    assert tree.match(key, namespace=given).tokens == tree.match(key).tokens == 3
+    assert tree.match([1, 2, 3], namespace=B).full_tokens == 0
+
+
+def test_what_storage_brings_for_a_tenant_is_seen_by_that_tenant_alone() -> None:
+    tree = hosted()
+    tree.end(tree.begin_fetch([1, 2, 3], 0, [10, 11, 12], namespace=A))
+    assert [tree.match([1, 2, 3], namespace=each).best_tokens for each in (A, B, PrefixNamespace())] == [3, 0, 0]

@@ -20,6 +20,7 @@ from kvmover.cache.prefix import (
     EvictionPolicy,
     PrefixTree,
 )
+from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.policy import Ranked
 
 
@@ -92,12 +93,15 @@ def test_the_lowest_priority_goes_first_and_a_path_has_at_least_that_of_its_end(
 
 def test_a_use_earns_as_long_a_stay_again() -> None:
     mine = engine(EARNED)
-    mine.insert([1])
-    mine.insert([2])
-    mine.insert([2])
-    for token in range(3, 9):
+    for token in range(8):
         mine.insert([token])
-    assert order(mine) == [0, 3, 4, 5, 6, 1, 7, 8], "[2] was used twice: it outlives those after it, but not for ever"
+    assert mine.evict(1) == [0], "what goes was used eight uses ago: so long a node stays"
+    mine.insert([2])
+    for token in range(8, 24):
+        mine.insert([token])
+    gone = [page for page in order(mine) if page not in (8, 0)]
+    assert gone.index(2) > gone.index(7), "it outlives those that came after it"
+    assert gone[-1] != 2, "but not for ever"
 
 
 def test_a_match_is_no_use_that_counts() -> None:
@@ -182,14 +186,31 @@ def searched(mine: Engine, policy: EvictionPolicy) -> list[int]:
     return [] if first is None else np.frombuffer(first.pages or b"", np.int32)[:1].tolist()
 
 
-def test_an_outdated_heap_is_built_anew_before_it_grows_without_bound() -> None:
-    mine = Engine(PrefixTree(1, policy=LFU), 8)
-    mine.insert([1])
-    for _ in range(1000):
-        mine.tree.unlock(mine.tree.lock(mine.tree.match([1]).best_node))
-    ranked = mine.tree._forest.device.order  # no public sight of it
-    assert isinstance(ranked, Ranked)
-    assert len(ranked._heap) <= 68
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "touch", "front"]), st.integers(0, 40)), max_size=1500))
+def test_a_ranked_order_is_sorted_whatever_is_used_or_taken_out(steps) -> None:
+    """Against a sort of everything, over several blocks."""
+    order, nodes, clock, front = Ranked(lambda node, _age: (node.used // 7,)), {}, 0, list[Node]()
+    for verb, number in steps * 3:
+        clock += 1
+        node = nodes.setdefault(number if verb == "front" else clock % 1999, Node(clock, None, b"", 0, 1))
+        node.used = clock
+        getattr(order, verb)([node] if verb == "touch" else node)
+        if verb == "front":
+            front = [node, *(each for each in front if each is not node)]
+        elif verb != "add":
+            front = [each for each in front if each is not node]
+    due = [node for node in nodes.values() if node in order]
+    assert len(order) == len(due)
+    for expected in front:
+        if expected in order:
+            assert order.first() is expected
+            order.discard(expected)
+    ranks = []
+    while (node := order.first()) is not None:
+        ranks.append(order._entries[node][:2])
+        order.discard(node)
+    assert ranks == sorted(ranks)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
@@ -209,4 +230,9 @@ def test_evicting_one_of_many_leaves_looks_at_few(policy: EvictionPolicy) -> Non
 
         seen._rank = counted
     assert mine.evict(1) == [0]
+    assert looked <= 4
+    for token in range(1, 20_000):
+        mine.tree.match([token])
+    looked = 0
+    assert mine.evict(1) == [1], "the first of those that were all used meanwhile"
     assert looked <= 4

@@ -6,6 +6,7 @@ import pytest
 from engine import Engine, hits, ids, locked, needs
 
 from kvmover.cache.prefix import (
+    POLICIES,
     ROOT,
     CopyOut,
     DeviceOnly,
@@ -14,6 +15,7 @@ from kvmover.cache.prefix import (
     PrefixNamespace,
     PrefixTree,
     Sidecar,
+    SlidingWindow,
     StaleHandle,
     Tier,
     WriteBack,
@@ -575,3 +577,52 @@ def test_locked_pages_are_not_demoted() -> None:
     mine.tree.unlock(handle)
     assert hits(mine.tree, [1, 2, 3]) == (2, 1)
     mine.conserved()
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
+def test_a_node_that_lost_its_last_child_and_went_does_not_come_back_into_the_order(policy) -> None:
+    mine = Engine(PrefixTree(1, tiers=WriteBack(), policy=policy))
+    mine.insert([9])
+    op = mine.fetch([9, 8], 1)
+    mine.insert([1])
+    mine.insert([1, 2], first_page=1)
+    assert sorted(mine.evict(2)) == [1, 2], "[9] stays: storage is read below it"
+    mine.conserved()
+    assert mine.evict(1) == []
+    mine.end(op)
+    assert mine.evict(9) == [0]
+    mine.conserved()
+
+
+def test_no_component_takes_a_leaf_along_below_which_storage_is_read() -> None:
+    mine = Engine(PrefixTree(1, components=(SlidingWindow(2),), tiers=WriteBack()))
+    mine.insert([1, 2], {"swa": 2})
+    op = mine.fetch([1, 2, 3, 4], 2)
+    assert mine.evict(2) == []
+    assert mine.evict(2, "swa") == [0, 1], "the window alone"
+    mine.conserved()
+    landed = mine.end(op)
+    assert landed.page_ids(tier=Tier.HOST).tolist() == []
+    assert mine.tree.match([1, 2, 3, 4]).full_tokens == 4
+    mine.conserved()
+
+
+def test_host_locks_keep_a_leaf_that_no_host_page_is_free_for() -> None:
+    mine = Engine(PrefixTree(1, tiers=WriteBack()))
+    mine.insert([1, 2])
+    op = mine.fetch([1, 2, 3, 4], 2)
+    assert mine.evict(9) == []
+    mine.conserved()
+    assert mine.end(op).page_ids(tier=Tier.HOST).tolist() == []
+    assert mine.tree.match([1, 2, 3, 4]).full_tokens == 4
+    mine.conserved()
+
+
+def test_a_fetched_window_that_begins_inside_a_node_leaves_the_order_of_use() -> None:
+    mine = Engine(PrefixTree(1, components=(SlidingWindow(6),), tiers=WriteThrough()))
+    mine.insert([1, 2], {"swa": 2})
+    mine.backed(mine.insert([1, 2, 3, 4, 5, 6], {"swa": 4}, first_page=2).node)
+    op = mine.tree.begin_fetch([1, 2, 3, 4, 5, 6, 7, 8], 6, [10, 11], {"swa": [10, 11, 12, 13, 14]})
+    mine.tree.end(op)
+    mine.tree.check()
+    assert mine.tree.evict(1).page_ids().tolist()[-1] == 5, "the end of the path goes first"

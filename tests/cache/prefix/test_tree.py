@@ -30,6 +30,8 @@ def test_a_prompt_that_leaves_half_way_splits_and_both_halves_stay() -> None:
     mine.insert([1, 2, 3, 4, 5])
     assert ids(mine.tree.match([1, 2, 3, 9])) == [0, 1, 2]
     assert ids(mine.tree.match([1, 2, 3, 4, 5])) == [0, 1, 2, 3, 4]
+    assert len(mine.tree) == 1, "who only asks splits nothing"
+    mine.tree.unlock(locked(mine.tree, [1, 2, 3, 9]))
     assert len(mine.tree) == 2
     assert mine.tree.sizes().evictable == 5
     mine.conserved()
@@ -289,7 +291,7 @@ def test_split_keeps_tokens_ids_hashes_sizes_and_matches() -> None:
     handle = mine.tree.lock(node)
     locked_sizes = mine.tree.sizes()
     for cut in (20, 2, 38, 14, 6):
-        mine.tree.match([*range(cut), 999, 999])
+        mine.tree.unlock(locked(mine.tree, [*range(cut), 999, 999]))
         mine.conserved()
     assert len(mine.tree) == 6
     assert mine.tree.page_hashes(node) == hashes
@@ -302,7 +304,7 @@ def test_split_keeps_tokens_ids_hashes_sizes_and_matches() -> None:
 def test_a_node_keeps_no_more_memory_than_its_tokens_and_ids() -> None:
     prefixes = PrefixTree(1)
     prefixes.insert(np.arange(100_000), np.arange(100_000))
-    prefixes.match([0, 1, 9])
+    prefixes.lock(prefixes.match([0, 1, 9]).device_node)
     nodes = sorted(prefixes._forest, key=lambda node: node.start)  # no public sight of it
     assert [(len(node.tokens), len(node.pages or b"")) for node in nodes] == [(8, 8), (399_992, 399_992)]
 

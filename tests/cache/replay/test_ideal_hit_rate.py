@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmover.cache.ledger import Loss
+from kvmover.cache.prefix import EARNED, FIFO
 from kvmover.cache.replay import ReplayConfig, Report, read_trace, replay
 from kvmover.cache.replay.simulator import Ideal
 from tests.cache.replay.made import brute_force, common, generated
@@ -76,3 +78,23 @@ def test_at_equal_capacity_the_conversation_trace_hits_as_often_as_in_vllm(
 ) -> None:
     """vLLM 0.33 evicts single pages: 0.1421 and 0.2940. Trees that evict whole nodes: 0.1399 and 0.2917."""
     assert replay(read_trace(conversations), ReplayConfig(64, capacity_tokens)).totals.hit_rate > vllm
+
+
+@pytest.mark.parametrize(
+    ("config", "hit_rate", "starved_tokens"),
+    [
+        (ReplayConfig(64, 3_000_000, 10_000_000), 0.2940, 0),
+        (ReplayConfig(64, 3_000_000, 10_000_000, 40_000_000), 0.3687, 0),
+        (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000), 0.2302, 13_300_000),
+        (ReplayConfig(64, 3_000_000, policy=EARNED), 0.1525, 0),
+        (ReplayConfig(64, 3_000_000, policy=FIFO), 0.1420, 0),
+    ],
+    ids=lambda value: f"{value.device_tokens}-{value.host_tokens}" if isinstance(value, ReplayConfig) else str(value),
+)
+def test_the_conversation_trace_hits_as_often_as_the_measurements_say(
+    conversations: Path, config: ReplayConfig, hit_rate: float, starved_tokens: int
+) -> None:
+    """docs/measurements.md and docs/tutorial.md quote these numbers."""
+    totals = replay(read_trace(conversations), config).totals
+    assert round(totals.hit_rate, 4) == hit_rate
+    assert round(totals.lost.get(Loss.HOST_CAPACITY, 0), -5) == starved_tokens

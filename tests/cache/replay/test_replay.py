@@ -33,6 +33,7 @@ SETUPS = [
     ReplayConfig(64, 2 * LONGEST, 4 * LONGEST, 16 * LONGEST),
     ReplayConfig(64, LONGEST + 64, LONGEST + 64, 16 * LONGEST),
     ReplayConfig(64, 2 * LONGEST, LONGEST, 64 * LONGEST),
+    ReplayConfig(64, 4 * LONGEST, LONGEST // 2, 64 * LONGEST),
 ]
 
 
@@ -47,6 +48,35 @@ def test_pages_are_conserved_after_every_request(setup: ReplayConfig) -> None:
         assert server.host.taken == host.evictable + host.protected
         assert len(server.ledger) == 0
         server.tree.check()
+
+
+@pytest.mark.parametrize(("device", "host"), [(1, 1), (2, 1), (2, 0.5), (4, 1)])
+@pytest.mark.parametrize("seed", range(3))
+def test_storage_may_know_more_of_a_prompt_than_a_full_host_can_take(device: int, host: float, seed: int) -> None:
+    """The best node is then on the device alone, and no room on the host backs it: what storage has is lost for that.
+
+    Sizes are multiples of the longest prompt.
+    """
+    requests = generated(seed, 200)
+    longest = max(request.input_length for request in requests) + 64
+    server = Server(ReplayConfig(64, device * longest, int(host * longest), 64 * longest))
+    for request in requests:
+        server.serve(request)
+    server.tree.check()
+    assert server.tree.sizes().protected == 0
+    assert server.ledger.total().first.lost[Loss.HOST_CAPACITY] > 0
+
+
+def test_what_was_evicted_is_a_loss_only_where_something_was() -> None:
+    roomy = Server(ReplayConfig(64, 10**6))
+    for request in generated(1):
+        roomy.serve(request)
+    assert roomy.evicted_pages == 0
+    assert Loss.CAPACITY_EVICTED not in roomy.ledger.total().first.lost
+    tight = Server(ReplayConfig(64, LONGEST + 64))
+    for request in generated(1):
+        tight.serve(request)
+    assert tight.evicted_pages * 64 >= tight.ledger.total().first.lost[Loss.CAPACITY_EVICTED] > 0
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: f"{setup.device_tokens}-{setup.host_tokens}")
