@@ -107,7 +107,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, end)
         self._raise_prompt(req, end)
         if known > kept:
-            theirs = self._page_ids(node)[kept // self.page_size : known // self.page_size]
+            theirs = self._tree.page_ids(node, kept // self.page_size)[: (known - kept) // self.page_size]
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(kept, known)), self._indices.of(theirs))
         req.kv.cache_protected_len = end
         before = req.lock
@@ -124,7 +124,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def path_device_indices(self, node: int) -> torch.Tensor:
         """Token indices of all that is cached up to the node's end, int64."""
-        return self._indices.of(self._page_ids(node))
+        return self._indices.of(self._tree.page_ids(node))
 
     # Room
 
@@ -230,10 +230,6 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         if 0 < pages * self.page_size < end:
             raised = min((req.priority or 0) + 1, _HIGHEST)
             self._tree.insert(key, [], first_page=pages, counted_tokens=key.tokens, priority=raised)
-
-    def _page_ids(self, node: int) -> PageArray:
-        path = self._tree._forest.node(node).path()
-        return np.frombuffer(b"".join(each.pages or b"" for each in reversed(path)), np.int32)
 
     def _key_of(self, req: Any, tokens: Any) -> RadixKey:
         return self._tree.key(_words(tokens, None), self._namespace(req.extra_key, req.cache_salt))
