@@ -25,6 +25,8 @@ InsertParams: Any = _base.InsertParams
 InsertResult: Any = _base.InsertResult
 MatchResult: Any = _base.MatchResult
 
+_batch: Any = import_module("sglang.srt.managers.schedule_batch")
+
 #: SGLang's name of attention KV among the components of a receipt.
 FULL: Any = _components.ComponentType.FULL
 
@@ -39,6 +41,22 @@ def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     import torch
 
     return _common.async_h2d(row, dtype=torch.int64, device=device)
+
+
+def is_abort(reason: Any) -> bool:
+    """Whether a request ended without an answer."""
+    return isinstance(reason, _batch.FINISH_ABORT)
+
+
+def disaggregated() -> bool:
+    """Whether this process is a prefill or a decode."""
+    return _context.get_disagg().disaggregation_mode != "null"
+
+
+def rank() -> tuple[int, int]:
+    """Tensor-parallel rank and size of this process, of those that serve a request together."""
+    parallel = _context.get_parallel()
+    return parallel.attn_tp_rank, parallel.attn_tp_size
 
 
 def asked_beside(context: Any) -> str:

@@ -33,10 +33,12 @@ from kvmover.cache.prefix import (
     StaleHandle,
     coalesce,
 )
-from kvmover.engines.common import EngineUnsupported
-from kvmover.engines.sglang import engine_radix
+from kvmover.config import load
+from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.sglang import engine, engine_radix
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL
+from kvmover.engines.sglang.radix_accounts import Lookup, RequestAccounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +59,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
     """
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, accounts: RequestAccounts | None = None) -> None:
         """Raises EngineUnsupported for an eviction policy that the tree has not."""
         import torch
 
@@ -66,6 +68,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size: int = params.page_size
         self._device = torch.device(params.token_to_kv_pool_allocator.device)
+        self._accounts = accounts
         self._lora_names: Any = params.kv_event_lora_names
         self._events: list[KVEvent] = []
         self._policy = policy_of(params.eviction_policy, params.eviction_policy_config or {})
@@ -86,6 +89,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def match_prefix(self, params: Any) -> Any:
         """The longest prefix that is cached, in whole pages. Nothing is locked."""
         match = self._tree.match(self._key(params.key))
+        if self._accounts is not None and params.req is not None:
+            self._accounts.matched(params.req.rid, self._lookup(params.req, params.key, match.tokens))
         node = match.device_node
         return engine_radix.MatchResult(match.tokens, node, node, node, full_kv_hit_length=match.full_tokens)
 
@@ -107,6 +112,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, end)
         self._raise_prompt(req, end)
         if known > kept:
+            if self._accounts is not None:
+                self._accounts.concurrent(req.rid, known - kept)
             theirs = self._tree.page_ids(node, kept // self.page_size)[: (known - kept) // self.page_size]
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(kept, known)), self._indices.of(theirs))
         req.kv.cache_protected_len = end
@@ -121,6 +128,27 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         kept = min(params.prev_prefix_len // self.page_size * self.page_size, end)
         known, node = self._insert(key, params.value[kept:end], kept, params.inserted_len, params.priority or 0)
         return engine_radix.InsertResult(prefix_len=known, total_len=end, last_device_node=node)
+
+    def maybe_hand_to_session(self, req: Any) -> None:
+        """SGLang has just given the request pages."""
+        if self._accounts is not None:
+            self._accounts.admitted(req.rid, req.prefix_len)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """SGLang has taken the request's pages back: it is answered, given up, or waits again."""
+        if self._accounts is None:
+            return
+        if not req.finished():
+            self._accounts.retracted(req.rid, req.kv.kv_committed_len)
+        elif engine_radix.is_abort(req.finished_reason):
+            self._accounts.aborted(req.rid, req.kv.kv_committed_len)
+        else:
+            self._accounts.answered(req.rid)
+
+    def release_aborted_request(self, handle: Any) -> None:
+        """SGLang has given up a request that waits."""
+        if self._accounts is not None:
+            self._accounts.aborted(handle.rid)
 
     def path_device_indices(self, node: int) -> torch.Tensor:
         """Token indices of all that is cached up to the node's end, int64."""
@@ -231,6 +259,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             raised = min((req.priority or 0) + 1, _HIGHEST)
             self._tree.insert(key, [], first_page=pages, counted_tokens=key.tokens, priority=raised)
 
+    def _lookup(self, req: Any, key: Any, found: int) -> Lookup:
+        """Of a prompt that ends with a page, that page is not asked for; what the tree has of it is looked at."""
+        prompt = len(req.origin_input_ids) + len(req.output_ids)
+        last = 0
+        if prompt == len(key.token_ids) == found + self.page_size:
+            whole = self._tree.key(_words(key.token_ids, None), self._namespace(key.extra_key, key.cache_salt))
+            last = self._tree.look(whole).tokens - found
+        return Lookup(prompt, found, last)
+
     def _key_of(self, req: Any, tokens: Any) -> RadixKey:
         return self._tree.key(_words(tokens, None), self._namespace(req.extra_key, req.cache_salt))
 
@@ -282,4 +319,13 @@ def build(context: Any) -> Any:
             f"kvmover's radix cache works with {', '.join(sorted(engine_radix.ALLOCATORS))} of its own page size,"
             f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
         )
-    return KvmoverRadixCache(params)
+    return KvmoverRadixCache(params, _accounts(params))
+
+
+def _accounts(params: Any) -> RequestAccounts | None:
+    """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
+    settings = load().settings
+    if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
+        return None
+    tp, tp_size = engine_radix.rank()
+    return RequestAccounts(engine.served_name(), settings, ParallelRank(tp, tp_size, params.pp_rank, params.pp_size))

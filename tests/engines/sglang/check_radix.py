@@ -13,9 +13,12 @@ import pytest
 import torch
 from scheduling import Server, base, parameters, publish, radix, unified
 
+from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import StaleHandle
-from kvmover.engines.common import EngineUnsupported
+from kvmover.config import Settings
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang.radix_accounts import RequestAccounts
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 
 PAGES = [1, 4]
@@ -377,6 +380,61 @@ def sequence(server: Server, seed: int) -> None:
             assert server.decode(req)
         server.finish(req)
     server.check()
+
+
+def with_accounts(page: int, size: int) -> tuple[Server, RequestAccounts]:
+    accounts = RequestAccounts("m", Settings(), ParallelRank(0, 1))
+    return Server(KvmoverRadixCache(parameters(page, size), accounts)), accounts
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_ledger_balances_over_a_history(page: int, seed: int) -> None:
+    server, accounts = with_accounts(page, 1024)
+    history([server], seed, 400)
+    for req in [each for each in server.given if not each.finished()]:  # retracted, and never taken again
+        server.cache.finish(req.cache_request_handle, base.CacheRequestOutcome.ABORT)
+    ledger = accounts.ledger
+    ledger.check()
+    assert (len(ledger), ledger.faults, ledger.last_fault) == (0, 0, None)
+    totals = ledger.total().first
+    assert totals.device_tokens == server.hits > 50
+    assert totals.attempts == sum(req.extend_end is not None or req.is_retracted for req in server.given)
+    assert min(totals.finished, totals.retracted, totals.aborted) > 0
+
+
+def test_the_ledger_says_why_a_known_prompt_was_computed() -> None:
+    server, accounts = with_accounts(4, 512)
+    served(server, list(range(16)), answer=0)
+    served(server, list(range(16)), answer=0)
+    totals = accounts.ledger.total().first
+    assert (totals.prompt_tokens, totals.device_tokens, totals.computed_tokens) == (32, 12, 20)
+    assert totals.lost == {Loss.LAST_TOKEN: 4}
+
+
+def test_the_ledger_counts_what_two_computed_at_once() -> None:
+    server, accounts = with_accounts(4, 512)
+    both = [server.request([*range(32), last]) for last in (1, 2)]
+    for req in both:
+        server.match(req)
+        req.lock, req.extend_end = server.cache.lock(req.last_node), 33
+        server.running.append(req)
+        server.extend(req)
+    for req in both:
+        server.checkpoint(req)
+        server.finish(req)
+    assert accounts.ledger.total().first.lost == {Loss.CONCURRENT: 32}
+
+
+def test_a_request_that_is_given_up_while_it_waits_has_no_tokens_in_the_ledger() -> None:
+    server, accounts = with_accounts(4, 512)
+    req = server.request(list(range(9)))
+    server.match(req)
+    server.match(req)
+    server.cache.finish(req.cache_request_handle, base.CacheRequestOutcome.ABORT)
+    server.cache.finish(req.cache_request_handle, base.CacheRequestOutcome.ABORT)
+    ledger = accounts.ledger
+    assert (len(ledger), ledger.never_admitted, ledger.faults, ledger.total().first.attempts) == (0, 1, 0, 0)
 
 
 def context_of(**more: Any) -> Any:

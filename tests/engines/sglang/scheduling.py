@@ -68,7 +68,8 @@ class Server:
     running: list[Any] = field(default_factory=list)
     #: Tokens that requests were admitted with and did not have to compute.
     hits: int = 0
-    _number: int = 0
+    #: Every request that was made.
+    given: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.allocator = self.cache.token_to_kv_pool_allocator
@@ -77,8 +78,9 @@ class Server:
         self.content = torch.full((self.size + self.cache.page_size,), NOTHING)
 
     def request(self, tokens: Sequence[int], **more: Any) -> Any:
-        self._number += 1
-        return batches.Req(f"request-{self._number}", "", array("q", tokens), sampling.SamplingParams(), **more)
+        name = f"request-{len(self.given) + 1}"
+        self.given.append(batches.Req(name, "", array("q", tokens), sampling.SamplingParams(), **more))
+        return self.given[-1]
 
     def match(self, req: Any) -> int:
         """Tokens of the request that the cache has, all but its last token asked for."""

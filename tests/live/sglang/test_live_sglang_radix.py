@@ -6,19 +6,21 @@ import random
 
 from tests.live.answers import many
 from tests.live.conftest import ModelMaker, Servers
+from tests.live.server import Server, free_port
 from tests.live.sglang_client import ask, usage, warm
 from tests.live.sglang_servers import sglang
 from tests.live.table import Results
 
-#: Room for six prompts of the longest, so that both caches must choose; prompts of up to 700 tokens come in chunks.
+#: Room for six prompts of the longest, of 24 conversations, so that both caches must choose; and long prompts come in
+#: chunks.
 _LITTLE = ("--max-total-tokens", "4096", "--chunked-prefill-size", "256")
 
 
 def conversations(count: int, seed: int) -> list[list[int]]:
-    """Prompts of 8 conversations with two system prompts, each a turn longer than the last one."""
+    """Prompts of 24 conversations with two system prompts, each a turn longer than the last one."""
     chance = random.Random(seed)
     systems = [[chance.randrange(256) for _ in range(200)] for _ in range(2)]
-    turns = [list(systems[number % 2]) for number in range(8)]
+    turns = [list(systems[number % 2]) for number in range(24)]
     prompts = list[list[int]]()
     for _ in range(count):
         number = chance.randrange(len(turns))
@@ -29,16 +31,29 @@ def conversations(count: int, seed: int) -> list[list[int]]:
     return prompts
 
 
+def told(server: Server, source: str) -> float:
+    """Prompt tokens of this source, as the ledger says at /metrics."""
+    text = server.get("/metrics", int(server.command.environment["KVMOVER_METRICS_PORT"]))[1]
+    lines = [line for line in text.splitlines() if f'source="{source}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
 def test_200_requests_get_the_same_tokens_and_at_least_as_many_hits(
     servers: Servers, model: ModelMaker, results: Results
 ) -> None:
     weights = model("llama", "sglang")
     own, ours = servers.start(
         sglang("sglang-own-cache", weights, *_LITTLE),
-        sglang("sglang-kvmover-cache", weights, *_LITTLE, "--radix-cache-backend", "kvmover"),
+        sglang(
+            "sglang-kvmover-cache",
+            weights,
+            *(*_LITTLE, "--radix-cache-backend", "kvmover"),
+            environment={"KVMOVER_METRICS_PORT": str(free_port())},
+        ),
     )
     warm(own, ours)
     prompts = conversations(200, seed=91)
+    before = {source: told(ours, source) for source in ("device", "computed")}
     wanted = [ask(own, prompt, 4) for prompt in prompts]
     got = [ask(ours, prompt, 4) for prompt in prompts]
     hits = [sum(answer.cached_tokens for answer in answers) for answers in (wanted, got)]
@@ -48,6 +63,8 @@ def test_200_requests_get_the_same_tokens_and_at_least_as_many_hits(
     assert not verdict.failed
     assert hits[1] >= hits[0] > 20_000
     assert usage(ours) == 0
+    assert told(ours, "device") - before["device"] == hits[1]
+    assert told(ours, "computed") - before["computed"] == sum(map(len, prompts)) - hits[1]
 
     at_once = conversations(60, seed=92)
     wanted, got = (many(lambda prompt, server=server: ask(server, prompt, 4), at_once) for server in (own, ours))
