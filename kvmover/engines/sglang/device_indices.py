@@ -67,6 +67,10 @@ class DeviceIndices:
         first = self._first[self._to_device(ids.astype(np.int64))]
         return first if self._page_tokens == 1 else (first[:, None] + self._within).reshape(-1)
 
+    def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
+        """These ids stand for the whole pages of `indices` from now on."""
+        self._first[self._to_device(ids.astype(np.int64))] = indices[:: self._page_tokens].to(torch.int64)
+
     def forget(self, ids: PageArray) -> None:
         """These ids stand for nothing any more. Raises PrefixError for more than are kept."""
         if len(ids) > len(self):

@@ -27,13 +27,16 @@ MatchResult: Any = _base.MatchResult
 
 _batch: Any = import_module("sglang.srt.managers.schedule_batch")
 
-#: SGLang's name of attention KV among the components of a receipt.
+#: SGLang's names of attention KV and of windows.
 FULL: Any = _components.ComponentType.FULL
+SWA: Any = _components.ComponentType.SWA
 
 default_radix_cache: Any = _registry.default_radix_cache_factory
 
 #: Allocators whose free pages a cache may count and give back by token index.
 ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
+#: The same, with pages of windows behind a mapping.
+HYBRID_ALLOCATOR = "SWATokenToKVPoolAllocator"
 
 
 def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -41,6 +44,11 @@ def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     import torch
 
     return _common.async_h2d(row, dtype=torch.int64, device=device)
+
+
+def has_windows(allocator: Any) -> bool:
+    """Whether an allocator has pages of windows beside those of attention KV."""
+    return type(allocator).__name__ == HYBRID_ALLOCATOR
 
 
 def is_abort(reason: Any) -> bool:
@@ -57,6 +65,19 @@ def rank() -> tuple[int, int]:
     """Tensor-parallel rank and size of this process, of those that serve a request together."""
     parallel = _context.get_parallel()
     return parallel.attn_tp_rank, parallel.attn_tp_size
+
+
+def odd_windows(context: Any) -> str:
+    """What makes windows of a `TreeCacheBuildContext` other than pages of requests and of the tree; empty for none."""
+    params, allocator = context.params, context.params.token_to_kv_pool_allocator
+    odd = {
+        "windows only": context.full_tokens_per_layer == 0,
+        "windows in a ring a request": getattr(allocator, "swa_req_ring", False),
+        "windows that no match waits for": not params.swa_gates_prefix_match,
+        "windows that are computed again": params.decoder_swa_bounded_replay,
+        "a prompt's whole windows kept": getattr(context.tp_worker.model_runner, "prefill_aware_swa", False),
+    }
+    return ", ".join(name for name, is_odd in odd.items() if is_odd)
 
 
 def asked_beside(context: Any) -> str:

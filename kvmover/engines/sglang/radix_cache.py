@@ -19,10 +19,13 @@ from kvmover.cache.prefix import (
     FIFO,
     LFU,
     LRU,
+    NO_IDS,
     PRIORITY,
     ROOT,
     SLRU,
+    ActionList,
     EvictionPolicy,
+    Inserted,
     InvariantBroken,
     KeyUnits,
     KVEvent,
@@ -30,15 +33,18 @@ from kvmover.cache.prefix import (
     PrefixNamespace,
     PrefixTree,
     RadixKey,
+    SlidingWindow,
     StaleHandle,
     coalesce,
 )
+from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.config import load
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine, engine_radix
 from kvmover.engines.sglang.device_indices import DeviceIndices
-from kvmover.engines.sglang.engine_radix import FULL
+from kvmover.engines.sglang.engine_radix import FULL, SWA
 from kvmover.engines.sglang.radix_accounts import Lookup, RequestAccounts
+from kvmover.engines.sglang.radix_windows import WindowPages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +53,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: The tree's name of sliding windows.
+WINDOW = "swa"
+
 #: Token ids are 32-bit words in the tree.
 _WORD_BITS = 32
 #: SGLang's priorities are int64.
@@ -54,7 +63,7 @@ _HIGHEST = 2**63 - 1
 
 
 class KvmoverRadixCache(engine_radix.BasePrefixCache):
-    """One rank's cache of attention KV on the device. Nodes are known to SGLang by the tree's ids.
+    """One rank's cache on the device, of attention KV and of sliding windows. SGLang knows nodes by the tree's ids.
 
     `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
     """
@@ -67,20 +76,27 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size: int = params.page_size
-        self._device = torch.device(params.token_to_kv_pool_allocator.device)
+        allocator = params.token_to_kv_pool_allocator
+        self._device = torch.device(allocator.device)
         self._accounts = accounts
         self._lora_names: Any = params.kv_event_lora_names
         self._events: list[KVEvent] = []
         self._policy = policy_of(params.eviction_policy, params.eviction_policy_config or {})
+        self.sliding_window_size: int | None = params.sliding_window_size
+        self.draft_swa_window: int = params.draft_swa_window
+        window = params.swa_retain_window if engine_radix.has_windows(allocator) else None
         self._tree = PrefixTree(
             self.page_size,
+            components=[] if window is None else [SlidingWindow(window)],
             policy=self._policy,
             units=KeyUnits.BIGRAM if params.is_eagle else KeyUnits.PLAIN,
             sink=self._events.append if params.enable_kv_cache_events else None,
         )
-        self._indices = DeviceIndices(
-            self.page_size, self._device, partial(engine_radix.to_device, device=self._device)
-        )
+        to_device = partial(engine_radix.to_device, device=self._device)
+        self._indices = DeviceIndices(self.page_size, self._device, to_device)
+        self._windows: WindowPages | None = None
+        if window is not None:
+            self._windows = WindowPages(allocator, DeviceIndices(self.page_size, self._device, to_device))
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -108,7 +124,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         if end <= kept:
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        known, node = self._insert(key, row[kept:end], kept, req.kv.cache_inserted_len, req.priority or 0)
+        live = min(end, max(kept, req.kv.get_evicted_seqlen(SWA)))
+        known, node = self._insert(key, row[kept:end], kept, live, req.kv.cache_inserted_len, req.priority or 0)
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, end)
         self._raise_prompt(req, end)
         if known > kept:
@@ -126,7 +143,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         key = self._key(params.key)
         end = key.tokens // self.page_size * self.page_size
         kept = min(params.prev_prefix_len // self.page_size * self.page_size, end)
-        known, node = self._insert(key, params.value[kept:end], kept, params.inserted_len, params.priority or 0)
+        live = min(end, max(kept, params.get_evicted_seqlen(SWA)))
+        known, node = self._insert(key, params.value[kept:end], kept, live, params.inserted_len, params.priority or 0)
         return engine_radix.InsertResult(prefix_len=known, total_len=end, last_device_node=node)
 
     def maybe_hand_to_session(self, req: Any) -> None:
@@ -157,13 +175,18 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     # Room
 
     def evict(self, params: Any) -> Any:
-        """Give up `params.num_tokens` tokens, in whole pages, or all that nobody locked."""
+        """Give up `params.num_tokens` tokens and windows of `params.swa_num_tokens`, in whole pages, or all that nobody
+        locked. A leaf takes its window along.
+        """
         began = time.perf_counter()
-        pages = self._tree.evict(-(-params.num_tokens // self.page_size)).page_ids()
-        self._give_back(pages)
-        tokens = len(pages) * self.page_size
+        wanted = {ATTENTION: -(-params.num_tokens // self.page_size)}
+        if self._windows is not None:
+            wanted[WINDOW] = -(-params.swa_num_tokens // self.page_size)
+        given = self._tree.evict_pools(wanted)
+        self._give_back(given)
+        tokens, window_tokens = (len(given.page_ids(name)) * self.page_size for name in (ATTENTION, WINDOW))
         self.update_eviction_metrics(tokens, began)
-        return engine_radix.EvictResult(num_tokens_evicted=tokens)
+        return engine_radix.EvictResult(num_tokens_evicted=tokens, swa_num_tokens_evicted=window_tokens)
 
     def inc_lock_ref(self, node: int) -> Any:
         """Lock a node and all above it. The receipt carries the tree's own handle."""
@@ -180,9 +203,22 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self._tree.unlock(params.get_lock_uuid(FULL))
         return engine_radix.DecLockRefResult(self.evictable_size() - before)
 
+    def release_swa(self, lock: Any) -> None:
+        """Give back the part of a lock that keeps a window, once: decoding has left it."""
+        if lock is not None and lock.node != ROOT and not lock.swa_released:
+            self._tree.unlock_component(lock.receipt.get_lock_uuid(FULL), WINDOW)
+            lock.swa_released = True
+
+    def release_swa_prefix_lock(self, req: Any) -> None:
+        """The request has decoded a window beyond its prefix."""
+        self.release_swa(req.lock)
+
     def reset(self) -> None:
         """Forget everything; SGLang clears its pools. Raises PrefixError while a request holds a lock."""
-        self._indices.forget(self._tree.reset().page_ids())
+        given = self._tree.reset()
+        self._indices.forget(given.page_ids())
+        if self._windows is not None:
+            self._windows.forget(given.page_ids(WINDOW))
 
     # What there is
 
@@ -196,6 +232,18 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     full_evictable_size = evictable_size
     full_protected_size = protected_size
+
+    def supports_swa(self) -> bool:
+        """Whether requests have windows."""
+        return self._windows is not None
+
+    def swa_evictable_size(self) -> int:
+        """Tokens whose windows may go."""
+        return 0 if self._windows is None else self._tree.sizes(WINDOW).evictable * self.page_size
+
+    def swa_protected_size(self) -> int:
+        """Tokens whose windows are locked."""
+        return 0 if self._windows is None else self._tree.sizes(WINDOW).protected * self.page_size
 
     def total_size(self) -> int:
         """Tokens that are cached."""
@@ -226,27 +274,56 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         log.info("%d nodes, %d pages evictable, %d protected", len(self._tree), sizes.evictable, sizes.protected)
 
     def check(self) -> None:
-        """Raise InvariantBroken where the tree or its table of indices is not sound. O(pages), for tests."""
+        """Raise InvariantBroken where the tree or its tables of indices are not sound. O(pages), for tests."""
         self._tree.check()
-        sizes = self._tree.sizes()
-        if len(self._indices) != sizes.evictable + sizes.protected:
-            raise InvariantBroken(f"{len(self._indices)} pages have indices, the tree has {sizes}")
+        tables = (
+            {ATTENTION: self._indices} if self._windows is None else {ATTENTION: self._indices, WINDOW: self._windows}
+        )
+        for name, table in tables.items():
+            sizes = self._tree.sizes(name)
+            if len(table) != sizes.evictable + sizes.protected:
+                raise InvariantBroken(f"{len(table)} pages of {name} have indices, the tree has {sizes}")
 
     # Inside
 
-    def _insert(self, key: RadixKey, indices: torch.Tensor, kept: int, counted: int, priority: int) -> tuple[int, int]:
-        """Keep the pages of `key` behind the first `kept` tokens. How many tokens the tree knew, and the path's end."""
+    def _insert(
+        self, key: RadixKey, indices: torch.Tensor, kept: int, live: int, counted: int, priority: int
+    ) -> tuple[int, int]:
+        """Keep the pages of `key` behind the first `kept` tokens, with their windows behind the first `live`.
+
+        How many tokens the tree knew, and the path's end. Page ids are new each time, so what the tree knew comes back.
+        """
         pages = self._indices.keep(indices)
+        windows = NO_IDS if self._windows is None else self._windows.keep(indices[live - kept :])
         inserted = self._tree.insert(
-            key, pages, first_page=kept // self.page_size, counted_tokens=counted, priority=priority
+            key,
+            pages,
+            first_page=kept // self.page_size,
+            counted_tokens=counted,
+            held={WINDOW: windows} if len(windows) else None,
+            priority=priority,
         )
-        # Page ids are new each time, so what the tree knew comes back as duplicates, all of it and in one run.
-        self._give_back(inserted.page_ids())
+        if self._windows is not None and inserted.known_tokens > live:
+            self._adopt(self._windows, inserted, windows, live)
+        self._give_back(inserted)
         return inserted.known_tokens, inserted.node
 
-    def _give_back(self, pages: PageArray) -> None:
+    def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
+        """Of pages that the tree knew without their windows, it has taken the request's: its own indices lead there."""
+        count = (inserted.known_tokens - live) // self.page_size
+        taken = ~np.isin(windows[:count], inserted.page_ids(WINDOW))
+        if taken.any():
+            theirs = self._tree.page_ids(inserted.node, live // self.page_size)[:count]
+            of.move(windows[:count][taken], self._indices.of(theirs[taken]))
+
+    def _give_back(self, given: ActionList) -> None:
+        """To SGLang's allocator: windows first, for they are found by what is freed next."""
+        pages, allocator = given.page_ids(), self.token_to_kv_pool_allocator
+        if self._windows is not None:
+            self._windows.give_back(given.page_ids(WINDOW))
         if len(pages):
-            self.token_to_kv_pool_allocator.free_segment(self._indices.of(pages), start_pos=0)
+            free = allocator.free_segment if self._windows is None else allocator.free_full_segment
+            free(self._indices.of(pages), start_pos=0)
             self._indices.forget(pages)
 
     def _raise_prompt(self, req: Any, end: int) -> None:
@@ -265,7 +342,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         last = 0
         if prompt == len(key.token_ids) == found + self.page_size:
             whole = self._tree.key(_words(key.token_ids, None), self._namespace(key.extra_key, key.cache_salt))
-            last = self._tree.look(whole).tokens - found
+            last = max(0, self._tree.look(whole).tokens - found)
         return Lookup(prompt, found, last)
 
     def _key_of(self, req: Any, tokens: Any) -> RadixKey:
@@ -309,14 +386,17 @@ def build(context: Any) -> Any:
     asked = engine_radix.asked_beside(context)
     if asked:
         raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
-    if context.is_hybrid_swa or context.is_hybrid_ssm:
-        kind = "states" if context.is_hybrid_ssm else "sliding windows"
-        raise EngineUnsupported(f"kvmover's radix cache keeps attention KV; a model with {kind} needs SGLang's own")
+    if context.is_hybrid_ssm:
+        raise EngineUnsupported("kvmover's radix cache keeps no states: such a model needs SGLang's own")
+    odd = engine_radix.odd_windows(context) if context.is_hybrid_swa else ""
+    if odd:
+        raise EngineUnsupported(f"kvmover's radix cache keeps windows in pages, and not {odd}")
     params = context.params
     allocator = params.token_to_kv_pool_allocator
-    if type(allocator).__name__ not in engine_radix.ALLOCATORS or allocator.page_size != params.page_size:
+    known = {engine_radix.HYBRID_ALLOCATOR} if context.is_hybrid_swa else engine_radix.ALLOCATORS
+    if type(allocator).__name__ not in known or allocator.page_size != params.page_size:
         raise EngineUnsupported(
-            f"kvmover's radix cache works with {', '.join(sorted(engine_radix.ALLOCATORS))} of its own page size,"
+            f"kvmover's radix cache works with {', '.join(sorted(known))} of its own page size,"
             f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
         )
     return KvmoverRadixCache(params, _accounts(params))

@@ -309,15 +309,20 @@ def history(servers: list[Server], seed: int, steps: int) -> None:
             assert len(set(took)) == 1, "one had room, and the other had not"
             if took[0]:
                 live.append(fresh)
-                unfinished += [fresh] * (fresh[0].extend_end < len(prompt))
+                unfinished += [fresh] * any(req.extend_end < len(prompt) for req in fresh)
         else:
             chosen = chance.choice(live)
             if chosen in unfinished:
-                took = [server.prefill(req, 16) for server, req in zip(servers, chosen, strict=True)]
-                assert len(set(took)) == 1
-                if chosen[0].extend_end == len(chosen[0].origin_input_ids):
+                # Who found more has fewer chunks.
+                whole = len(chosen[0].origin_input_ids)
+                took = [
+                    server.prefill(req, 16)
+                    for server, req in zip(servers, chosen, strict=True)
+                    if req.extend_end < whole
+                ]
+                if all(req.extend_end == whole for req in chosen):
                     unfinished.remove(chosen)
-                ended = not took[0]
+                ended = not all(took)
             elif kind < 0.6 and len(chosen[0].output_ids) < 30:
                 took = [server.decode(req) for server, req in zip(servers, chosen, strict=True)]
                 assert len(set(took)) == 1
@@ -338,7 +343,8 @@ def history(servers: list[Server], seed: int, steps: int) -> None:
             server.abort(req)
         assert server.cache.protected_size() == 0
         server.cache.evict(base.EvictParams(num_tokens=server.size))
-        assert server.allocator.available_size() == server.size
+        server.check()
+        assert server.room() == server.allocator.available_size() == server.allocator.size
 
 
 @pytest.mark.parametrize("eagle", [False, True], ids=["tokens", "bigrams"])
@@ -380,6 +386,50 @@ def sequence(server: Server, seed: int) -> None:
             assert server.decode(req)
         server.finish(req)
     server.check()
+
+
+@pytest.mark.parametrize("window", [3, 8])
+@pytest.mark.parametrize("page", PAGES)
+def test_windows_that_were_left_are_given_up_and_prefixes_are_found_where_one_is_whole(page: int, window: int) -> None:
+    server = ours(page, window=window)
+    req = served(server, list(range(24)), answer=20)
+    whole = [*range(24), *req.output_ids]
+
+    def lengths() -> list[int]:
+        return [found(server, [*whole[:length], 7]) for length in (16, 24, 44)]
+
+    assert lengths() == [16, 24, 44]
+    tokens, windows = server.cache.evictable_size(), server.cache.swa_evictable_size()
+    assert server.cache.evict(base.EvictParams(swa_num_tokens=16)).swa_num_tokens_evicted >= 16
+    server.check()
+    # The oldest window went, and no attention KV.
+    assert lengths() == [0, 24, 44]
+    assert server.cache.evictable_size() == tokens
+    assert server.cache.swa_evictable_size() <= windows - 16
+    served(server, list(range(16)), answer=0)
+    assert lengths() == [16, 24, 44]
+
+
+@pytest.mark.parametrize("eagle", [False, True], ids=["tokens", "bigrams"])
+@pytest.mark.parametrize("window", [3, 8])
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_history_with_windows_and_room_for_all_finds_what_sglangs_own_cache_finds(
+    page: int, seed: int, window: int, eagle: bool
+) -> None:
+    servers = [make(page, 16384, window=window, is_eagle=eagle) for make in (ours, theirs)]
+    history(servers, seed, 400)
+    assert servers[0].hits >= servers[1].hits > 100
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("window", [3, 8])
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_history_with_windows_in_little_room_loses_no_page(page: int, seed: int, window: int, policy: str) -> None:
+    server = ours(page, 512, window=window, window_size=320, eviction_policy=policy)
+    history([server], seed, 400)
+    assert server.hits > 30
 
 
 def with_accounts(page: int, size: int) -> tuple[Server, RequestAccounts]:
@@ -444,6 +494,8 @@ def context_of(**more: Any) -> Any:
         "enable_hierarchical_cache": False,
         "is_hybrid_swa": False,
         "is_hybrid_ssm": False,
+        "full_tokens_per_layer": 64,
+        "tp_worker": SimpleNamespace(model_runner=SimpleNamespace(prefill_aware_swa=False)),
     }
     return SimpleNamespace(**{**told, **more})
 
@@ -459,7 +511,8 @@ def test_the_plug_in_registers_a_factory_that_makes_the_cache() -> None:
     ("asked", "word"),
     [
         ({"enable_hierarchical_cache": True}, "HiCache"),
-        ({"is_hybrid_swa": True}, "sliding windows"),
+        ({"is_hybrid_swa": True, "full_tokens_per_layer": 0}, "not windows only"),
+        ({"is_hybrid_swa": True}, "SWATokenToKVPoolAllocator of its own page size"),
         ({"is_hybrid_ssm": True}, "states"),
         ({"params": parameters(4, 64, eviction_policy="mru")}, "not by mru"),
         (

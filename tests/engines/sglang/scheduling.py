@@ -24,6 +24,8 @@ common: Any = import_module("sglang.srt.mem_cache.common")
 inits: Any = import_module("sglang.srt.mem_cache.cache_init_params")
 kinds: Any = import_module("sglang.srt.mem_cache.unified_cache.component_type")
 paged: Any = import_module("sglang.srt.mem_cache.allocator.paged")
+swa: Any = import_module("sglang.srt.mem_cache.allocator.swa")
+swa_pools: Any = import_module("sglang.srt.mem_cache.swa_memory_pool")
 tokens_of: Any = import_module("sglang.srt.mem_cache.allocator.token")
 radix: Any = import_module("sglang.srt.mem_cache.radix_cache")
 sampling: Any = import_module("sglang.srt.sampling.sampling_params")
@@ -43,9 +45,17 @@ def publish(folder: Path) -> None:
     context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=0))
 
 
-def parameters(page: int, size: int, **more: Any) -> Any:
-    """`CacheInitParams` over pools of `size` tokens in pages of `page`."""
-    if page == 1:
+def hybrid_allocator(page: int, size: int, window_size: int) -> Any:
+    """Two layers, one of which sees a window: its pool has `window_size` tokens."""
+    pool = swa_pools.SWAKVPool(size, window_size, page, torch.float32, 1, 4, [0], [1], "cpu", enable_memory_saver=False)
+    return swa.SWATokenToKVPoolAllocator(size, window_size, page, torch.float32, "cpu", pool, False)
+
+
+def parameters(page: int, size: int, window: int | None = None, window_size: int = 0, **more: Any) -> Any:
+    """`CacheInitParams` over pools of `size` tokens in pages of `page`; `window_size`: of the windows' pool."""
+    if window is not None:
+        allocator = hybrid_allocator(page, size, window_size or size)
+    elif page == 1:
         allocator = tokens_of.TokenToKVPoolAllocator(size, torch.float32, "cpu", None, False)
     else:
         allocator = paged.PagedTokenToKVPoolAllocator(size, page, torch.float32, "cpu", None, False)
@@ -55,7 +65,8 @@ def parameters(page: int, size: int, **more: Any) -> Any:
         req_to_token_pool=rows,
         token_to_kv_pool_allocator=allocator,
         page_size=page,
-        tree_components=(kinds.ComponentType.FULL,),
+        sliding_window_size=window,
+        tree_components=(kinds.ComponentType.FULL, *((kinds.ComponentType.SWA,) if window is not None else ())),
         **more,
     )
 
@@ -74,8 +85,11 @@ class Server:
     def __post_init__(self) -> None:
         self.allocator = self.cache.token_to_kv_pool_allocator
         self.rows = self.cache.req_to_token_pool
-        self.size = self.allocator.size
+        self.window = self.cache.swa_retain_window if self.cache.supports_swa() else None
+        self.size = self.allocator.size_full
         self.content = torch.full((self.size + self.cache.page_size,), NOTHING)
+        if self.window is not None:
+            self.window_content = torch.full((self.allocator.size_swa + self.cache.page_size,), NOTHING)
 
     def request(self, tokens: Sequence[int], **more: Any) -> Any:
         name = f"request-{len(self.given) + 1}"
@@ -88,7 +102,11 @@ class Server:
         return req.prefix_len
 
     def room(self) -> int:
-        return self.allocator.available_size() + self.cache.evictable_size()
+        """Tokens that can be allocated, if need be after an eviction."""
+        if self.window is None:
+            return self.allocator.available_size() + self.cache.evictable_size()
+        full = self.allocator.full_available_size() + self.cache.full_evictable_size()
+        return min(full, self.allocator.swa_available_size() + self.cache.swa_evictable_size())
 
     def prefill(self, req: Any, chunk: int = 1 << 20) -> bool:
         """The first or next chunk of a request. False, and nothing is changed, where there is no room for it."""
@@ -128,6 +146,7 @@ class Server:
             return False
         at = req.kv.kv_committed_len
         allocation.alloc_for_decode(self._batch(req), 1)
+        req.decode_batch_idx += 1
         self._compute(req, at, at + 1)
         req.output_ids.append(1000 + len(req.output_ids))
         return True
@@ -155,20 +174,29 @@ class Server:
 
     def check(self) -> None:
         """No page is lost, none has two owners, and every row names pages that hold what the request says."""
-        page = self.cache.page_size
-        owned = 0
+        page, cache = self.cache.page_size, self.cache
+        owned = owned_windows = 0
         for req in self.running:
-            held = -(-req.kv.kv_allocated_len // page) * page
-            owned += held - req.kv.cache_protected_len
-            row = self.rows.req_to_token[req.kv.req_pool_idx, : req.kv.kv_committed_len].long()
-            wanted = torch.tensor(_numbers(req, 0, req.kv.kv_committed_len))
+            held, kept = -(-req.kv.kv_allocated_len // page) * page, req.kv.cache_protected_len
+            done = req.kv.kv_committed_len
+            owned += held - kept
+            owned_windows += held - max(kept, req.kv.get_evicted_seqlen(kinds.ComponentType.SWA))
+            row = self.rows.req_to_token[req.kv.req_pool_idx, :done].long()
+            wanted = torch.tensor(_numbers(req, 0, done))
             assert torch.equal(self.content[row], wanted), f"{req.rid} reads another request's pages"
-        free, evictable, locked = (
-            self.allocator.available_size(),
-            self.cache.evictable_size(),
-            self.cache.protected_size(),
-        )
-        assert free + evictable + locked + owned == self.size, (free, evictable, locked, owned, self.size)
+            if self.window is not None:
+                # The window of a token has the token itself in it.
+                last = max(0, done + 1 - self.window)
+                seen = self.window_content[self.allocator.full_to_swa_index_mapping[row[last:]]]
+                assert torch.equal(seen, wanted[last:]), f"{req.rid} reads another window"
+        if self.window is None:
+            free, kept = self.allocator.available_size(), cache.evictable_size() + cache.protected_size()
+        else:
+            free, kept = self.allocator.full_available_size(), cache.full_evictable_size() + cache.full_protected_size()
+            free_windows = self.allocator.swa_available_size()
+            kept_windows = cache.swa_evictable_size() + cache.swa_protected_size()
+            assert free_windows + kept_windows + owned_windows == self.allocator.size_swa
+        assert free + kept + owned == self.size, (free, kept, owned, self.size)
         if hasattr(self.cache, "check"):
             self.cache.check()
         else:
@@ -180,7 +208,20 @@ class Server:
 
     def _compute(self, req: Any, first: int, stop: int) -> None:
         row = self.rows.req_to_token[req.kv.req_pool_idx, first:stop].long()
-        self.content[row] = torch.tensor(_numbers(req, first, stop))
+        numbers = torch.tensor(_numbers(req, first, stop))
+        self.content[row] = numbers
+        if self.window is not None:
+            self.window_content[self.allocator.full_to_swa_index_mapping[row]] = numbers
+
+    def _slide(self, req: Any) -> None:
+        """What a decode step gives up of windows first, as SGLang's batch does it."""
+        if self.window is None or not req.decode_batch_idx:
+            return
+        self.allocator.free_group_begin()
+        self.cache.evict_sliding_windows(req, req.seqlen - 1)
+        if req.decode_batch_idx >= self.window:
+            self.cache.release_swa_prefix_lock(req)
+        self.allocator.free_group_end()
 
     def _batch(self, req: Any) -> Any:
         """What allocation reads of SGLang's batch, of one request."""
@@ -194,7 +235,7 @@ class Server:
             token_to_kv_pool_allocator=self.allocator,
             hisparse_coordinator=None,
             model_config=SimpleNamespace(is_encoder_decoder=False),
-            maybe_evict_swa=lambda: None,
+            maybe_evict_swa=lambda: self._slide(req),
             is_dllm=lambda: False,
             prefix_lens=[req.prefix_len],
             extend_lens=[(req.extend_end or 0) - req.prefix_len],
