@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.live.answers import many
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server, free_port
@@ -38,14 +40,15 @@ def told(server: Server, source: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+@pytest.mark.parametrize("kind", ["llama", "windows"])
 def test_200_requests_get_the_same_tokens_and_at_least_as_many_hits(
-    servers: Servers, model: ModelMaker, results: Results
+    kind: str, servers: Servers, model: ModelMaker, results: Results
 ) -> None:
-    weights = model("llama", "sglang")
+    weights = model(kind, "sglang")
     own, ours = servers.start(
-        sglang("sglang-own-cache", weights, *_LITTLE),
+        sglang(f"sglang-own-cache-{kind}", weights, *_LITTLE),
         sglang(
-            "sglang-kvmover-cache",
+            f"sglang-kvmover-cache-{kind}",
             weights,
             *(*_LITTLE, "--radix-cache-backend", "kvmover"),
             environment={"KVMOVER_METRICS_PORT": str(free_port())},
@@ -58,7 +61,11 @@ def test_200_requests_get_the_same_tokens_and_at_least_as_many_hits(
     got = [ask(ours, prompt, 4) for prompt in prompts]
     hits = [sum(answer.cached_tokens for answer in answers) for answers in (wanted, got)]
     verdict = results.add(
-        "sglang", "kvmover as the radix cache", wanted, got, f"cached tokens {hits[1]:,}, SGLang's own {hits[0]:,}"
+        "sglang",
+        f"kvmover as the radix cache, {kind}",
+        wanted,
+        got,
+        f"cached tokens {hits[1]:,}, SGLang's own {hits[0]:,}",
     )
     assert not verdict.failed
     assert hits[1] >= hits[0] > 20_000
@@ -68,5 +75,6 @@ def test_200_requests_get_the_same_tokens_and_at_least_as_many_hits(
 
     at_once = conversations(60, seed=92)
     wanted, got = (many(lambda prompt, server=server: ask(server, prompt, 4), at_once) for server in (own, ours))
-    assert not results.add("sglang", "kvmover as the radix cache, 8 at once", wanted, got).failed
+    assert not results.add("sglang", f"kvmover as the radix cache, {kind}, 8 at once", wanted, got).failed
     assert usage(ours) == 0
+    servers.stop([own, ours])
