@@ -43,6 +43,8 @@ def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """A row of the host on `device`, through pinned memory and behind what the current stream does."""
     import torch
 
+    if device.type == "cpu":
+        return torch.from_numpy(row)
     return _common.async_h2d(row, dtype=torch.int64, device=device)
 
 

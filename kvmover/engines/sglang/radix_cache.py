@@ -190,18 +190,14 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def inc_lock_ref(self, node: int) -> Any:
         """Lock a node and all above it. The receipt carries the tree's own handle."""
-        before = self.evictable_size()
-        handle = self._tree.lock(node)
-        delta = self.evictable_size() - before
-        return engine_radix.IncLockRefResult(delta, node, component_lock_uuids={FULL: handle})
+        return engine_radix.IncLockRefResult(node_id=node, component_lock_uuids={FULL: self._tree.lock(node)})
 
     def dec_lock_ref(self, node: int, params: Any = None) -> Any:
         """Give a lock back by its receipt. Raises StaleHandle without one, or for one that was given back."""
         if params is None or params.node_id != node:
             raise StaleHandle(f"a lock of node {node} is given back by its own receipt")
-        before = self.evictable_size()
         self._tree.unlock(params.get_lock_uuid(FULL))
-        return engine_radix.DecLockRefResult(self.evictable_size() - before)
+        return engine_radix.DecLockRefResult()
 
     def release_swa(self, lock: Any) -> None:
         """Give back the part of a lock that keeps a window, once: decoding has left it."""
@@ -365,7 +361,7 @@ def _namespace(extra_key: str | None, cache_salt: str | None, lora_name: str) ->
 def _words(tokens: Any, limit: int | None) -> Any:
     """The first `limit` token ids as 32-bit words; none at all where one of them has more bits."""
     row = np.asarray(tokens)[:limit]
-    if not len(row) or (row >> _WORD_BITS).any():
+    if not len(row) or int(np.bitwise_or.reduce(row)) >> _WORD_BITS:
         return np.empty(0, np.uint32)
     return row.astype(np.uint32)
 
