@@ -44,7 +44,7 @@ def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     import torch
 
     if device.type == "cpu":
-        return torch.from_numpy(row)
+        return torch.as_tensor(row)
     return _common.async_h2d(row, dtype=torch.int64, device=device)
 
 

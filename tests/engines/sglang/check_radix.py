@@ -86,22 +86,6 @@ def test_chunks_of_a_prompt_are_shared_before_the_last_is_computed(page: int) ->
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_two_that_compute_the_same_end_up_on_the_same_pages(page: int) -> None:
-    server = ours(page)
-    first, second = server.request(list(range(32))), server.request([*range(32), 5])
-    server.match(first), server.match(second)
-    assert server.prefill(first)
-    free = server.allocator.available_size()
-    # The second was matched before the first was kept: here it is matched again, so take its pages by hand.
-    server.cache.evict(base.EvictParams(num_tokens=0))
-    assert server.prefill(second)
-    rows = [server.rows.req_to_token[req.kv.req_pool_idx, :32] for req in (first, second)]
-    assert torch.equal(*rows)
-    assert free - server.allocator.available_size() <= page
-    server.check()
-
-
-@pytest.mark.parametrize("page", PAGES)
 def test_a_prompt_that_another_has_kept_meanwhile_is_given_back(page: int) -> None:
     """Both are admitted before either is computed, as in one batch."""
     server = ours(page)

@@ -1,4 +1,4 @@
-"""SGLang with kvmover's prefix tree as its radix cache, beside SGLang with its own: the same requests, one by one."""
+"""SGLang with kvmover's prefix tree as its radix cache, beside SGLang with its own: the same requests to both."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.live.answers import many
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Server, free_port
-from tests.live.sglang_client import ask, usage, warm
-from tests.live.sglang_servers import sglang
+from tests.live.sglang_client import ask, split, usage, warm
+from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, sglang
 from tests.live.table import Results
 
 #: Room for six prompts of the longest, of 24 conversations, so that both caches must choose; and long prompts come in
@@ -78,3 +78,20 @@ def test_200_requests_get_the_same_tokens_and_at_least_as_many_hits(
     assert not results.add("sglang", f"kvmover as the radix cache, {kind}, 8 at once", wanted, got).failed
     assert usage(ours) == 0
     servers.stop([own, ours])
+
+
+def test_prefill_and_decode_keep_prefixes_in_it(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results
+) -> None:
+    weights, ours = model("llama", "sglang"), ("--radix-cache-backend", "kvmover")
+    first, second = servers.start(
+        sglang("sglang-radix-prefill", weights, *ours, "--chunked-prefill-size", "256", mode=PREFILL),
+        sglang("sglang-radix-decode", weights, *ours, mode=DECODE_WITH_PREFIXES),
+    )
+    warm(plain.ready())
+    prompts = conversations(40, seed=93)
+    wanted = many(lambda prompt: ask(plain, prompt), prompts)
+    got = many(lambda prompt: split(first, second, prompt), prompts)
+    verdict = results.add("sglang", "kvmover as the radix cache of prefill and decode", wanted, got)
+    assert not verdict.failed
+    assert usage(first) == usage(second) == 0
