@@ -1,7 +1,7 @@
-"""SGLang's plug-in entry point makes `--disaggregation-transfer-backend kvmover` a choice.
+"""SGLang's plug-in entry point makes kvmover a choice: of `--disaggregation-transfer-backend`, `--radix-cache-backend`.
 
 SGLang 0.5.23 knows its transfer backends by an Enum and a chain of ifs. Its hooks replace both before anything else
-imports them; the built-in backends stay what they are.
+imports them; the built-in backends stay what they are. Radix caches have a registry.
 """
 
 from __future__ import annotations
@@ -38,6 +38,19 @@ def register() -> None:
         f"{_UTILS}.TransferBackend", Enum("TransferBackend", members, module=__name__), hooks.HookType.REPLACE
     )
     hooks.HookRegistry.register(f"{_UTILS}.get_kv_class", class_of, hooks.HookType.AROUND)
+    register_radix_cache()
+
+
+def register_radix_cache() -> None:
+    """In SGLang's registry, once a process."""
+    registry: Any = import_module("sglang.srt.mem_cache.registry")
+    if NAME not in registry.registered_radix_cache_backends():
+        registry.register_radix_cache_backend(NAME, radix_cache)
+
+
+def radix_cache(context: Any) -> Any:
+    """The prefix cache of one rank. Imported when a server asks for it."""
+    return import_module("kvmover.engines.sglang.radix_cache").build(context)
 
 
 def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

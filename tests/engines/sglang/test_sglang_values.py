@@ -20,7 +20,7 @@ from kvmover.store import PagePart
 ATTENTION = PoolRows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["sglang.page_parts", "common.parallel_rank"])
+@pytest.mark.parametrize("name", ["sglang.device_indices", "sglang.page_parts", "common.parallel_rank"])
 def test_the_examples_in_the_docstrings_hold(name: str) -> None:
     found = doctest.testmod(import_module(f"kvmover.engines.{name}"))
     assert found.attempted

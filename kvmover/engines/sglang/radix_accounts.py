@@ -1,0 +1,133 @@
+"""RequestAccounts enters the requests of SGLang's radix cache into kvmover's ledger, which is served at /metrics.
+
+SGLang tells its cache when it looks a request up, gives it pages, keeps what it computed, and takes its pages back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from kvmover.cache.ledger import AccountGroup, Credit, FaultPolicy, Ledger, LedgerCollector, Loss
+from kvmover.observe.logs import Guest
+from kvmover.observe.observers import Observers
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+    from kvmover.config import Settings
+    from kvmover.engines.common import ParallelRank
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What a request asked for and what was found. `last_page_tokens` were found and are computed all the same: a page
+    with a prompt's last token in it always is.
+    """
+
+    prompt_tokens: int
+    found_tokens: int = 0
+    last_page_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """`prefix_tokens`: that it was admitted with; None while it waits. `concurrent_tokens`: as in `Ledger.finished`."""
+
+    lookup: Lookup
+    prefix_tokens: int | None = None
+    concurrent_tokens: int = 0
+
+
+class RequestAccounts:
+    """Calls come from the scheduler's thread, scrapes from another: a scrape stands between two calls.
+
+    An event that does not balance is counted (`Ledger.faults`), and fails no request.
+    """
+
+    def __init__(self, model: str, settings: Settings, place: ParallelRank) -> None:
+        """Serves metrics and keeps the run log where `settings` ask for it. Raises KvmoverError where that fails."""
+        speaker = Guest(logging.getLogger(), f"kvmover radix cache rank {place.rank} of {place.grid}")
+        self._observers = Observers(settings, model, place.rank, speaker)
+        self.ledger = Ledger(FaultPolicy.COUNT, sink=self._observers.account)
+        self._group = AccountGroup(model=model)
+        self._attempts: dict[str, _Attempt] = {}
+        self._lock = Lock()
+        self._observers.serve(self)
+
+    def close(self) -> None:
+        """End the endpoint and the run log."""
+        self._observers.close()
+
+    def collect(self) -> list[Family]:
+        """The ledger's families. For prometheus_client."""
+        with self._lock:
+            return list(LedgerCollector(self.ledger).collect())
+
+    def matched(self, request: str, lookup: Lookup) -> None:
+        """A look-up of a request that waits. The last one before admission counts."""
+        attempt = self._attempts.get(request)
+        if attempt is not None and attempt.prefix_tokens is not None:
+            return
+        self._attempts[request] = _Attempt(lookup)
+        reusable = lookup.found_tokens + lookup.last_page_tokens
+        with self._lock:
+            self.ledger.matched(request, lookup.prompt_tokens, reusable, time.time(), self._group)
+
+    def admitted(self, request: str, prefix_tokens: int) -> None:
+        """The request has pages, behind `prefix_tokens` that it found. Later chunks of it change nothing."""
+        attempt = self._attempts.get(request)
+        if attempt is None or attempt.prefix_tokens is not None:
+            return
+        attempt.prefix_tokens = prefix_tokens
+        lookup = attempt.lookup
+        lost = {Loss.LAST_TOKEN: lookup.last_page_tokens, Loss.THRESHOLD: lookup.found_tokens - prefix_tokens}
+        with self._lock:
+            self.ledger.admitted(
+                request, Credit(device_tokens=prefix_tokens), {reason: count for reason, count in lost.items() if count}
+            )
+
+    def concurrent(self, request: str, tokens: int) -> None:
+        """The request computed `tokens` of its prompt that another had kept by then."""
+        attempt = self._attempts.get(request)
+        if attempt is not None:
+            attempt.concurrent_tokens += tokens
+
+    def answered(self, request: str) -> None:
+        """The request ends as it should: all of its prompt was found or computed."""
+        attempt = self._attempts.pop(request, None)
+        if attempt is None or attempt.prefix_tokens is None:
+            return
+        computed = attempt.lookup.prompt_tokens - attempt.prefix_tokens
+        # A page with the last token was known before: that it is known again is no news.
+        concurrent = max(0, attempt.concurrent_tokens - attempt.lookup.last_page_tokens)
+        with self._lock:
+            self.ledger.computed(request, computed)
+            self.ledger.finished(request, time.time(), min(concurrent, computed))
+
+    def retracted(self, request: str, done_tokens: int) -> None:
+        """The request gives its pages back and waits again, with `done_tokens` found or computed."""
+        attempt = self._attempts.get(request)
+        if attempt is None or attempt.prefix_tokens is None:
+            return
+        self._attempts[request] = _Attempt(attempt.lookup)
+        with self._lock:
+            self.ledger.computed(request, _computed(attempt, done_tokens))
+            self.ledger.retracted(request, time.time())
+
+    def aborted(self, request: str, done_tokens: int = 0) -> None:
+        """The request ends without an answer, while it waits or runs. One that has ended already is no error."""
+        attempt = self._attempts.pop(request, None)
+        if attempt is None:
+            return
+        with self._lock:
+            if attempt.prefix_tokens is not None:
+                self.ledger.computed(request, _computed(attempt, done_tokens))
+            self.ledger.aborted(request, time.time())
+
+
+def _computed(attempt: _Attempt, done_tokens: int) -> int:
+    return max(0, min(done_tokens, attempt.lookup.prompt_tokens) - (attempt.prefix_tokens or 0))

@@ -1,0 +1,407 @@
+"""KvmoverRadixCache is SGLang's prefix cache on kvmover's PrefixTree: `--radix-cache-backend kvmover`.
+
+The scheduler matches a request, locks what it found, allocates the rest, and checkpoints the request after each chunk
+and at its end: the tree then takes the request's whole pages, and the row of the request names the tree's pages from
+then on. What the tree has already is given back at once. What the tree gives up goes back to SGLang's allocator.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvmover.cache.prefix import (
+    FIFO,
+    LFU,
+    LRU,
+    NO_IDS,
+    PRIORITY,
+    ROOT,
+    SLRU,
+    ActionList,
+    EvictionPolicy,
+    Inserted,
+    InvariantBroken,
+    KeyUnits,
+    KVEvent,
+    PageArray,
+    PrefixNamespace,
+    PrefixTree,
+    RadixKey,
+    SlidingWindow,
+    StaleHandle,
+    coalesce,
+)
+from kvmover.cache.prefix import FULL as ATTENTION
+from kvmover.config import load
+from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.sglang import engine, engine_radix
+from kvmover.engines.sglang.device_indices import DeviceIndices
+from kvmover.engines.sglang.engine_radix import FULL, SWA
+from kvmover.engines.sglang.radix_accounts import Lookup, RequestAccounts
+from kvmover.engines.sglang.radix_windows import WindowPages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+log = logging.getLogger(__name__)
+
+#: The tree's name of sliding windows.
+WINDOW = "swa"
+
+#: Token ids are 32-bit words in the tree.
+_WORD_BITS = 32
+#: SGLang's priorities are int64.
+_HIGHEST = 2**63 - 1
+
+
+class KvmoverRadixCache(engine_radix.BasePrefixCache):
+    """One rank's cache on the device, of attention KV and of sliding windows. SGLang knows nodes by the tree's ids.
+
+    `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
+    """
+
+    def __init__(self, params: Any, accounts: RequestAccounts | None = None) -> None:
+        """Raises EngineUnsupported for an eviction policy that the tree has not."""
+        import torch
+
+        self.disable = False
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size: int = params.page_size
+        allocator = params.token_to_kv_pool_allocator
+        self._device = torch.device(allocator.device)
+        self._accounts = accounts
+        self._lora_names: Any = params.kv_event_lora_names
+        self._events: list[KVEvent] = []
+        self._policy = policy_of(params.eviction_policy, params.eviction_policy_config or {})
+        self.sliding_window_size: int | None = params.sliding_window_size
+        self.draft_swa_window: int = params.draft_swa_window
+        window = params.swa_retain_window if engine_radix.has_windows(allocator) else None
+        self._tree = PrefixTree(
+            self.page_size,
+            components=[] if window is None else [SlidingWindow(window)],
+            policy=self._policy,
+            units=KeyUnits.BIGRAM if params.is_eagle else KeyUnits.PLAIN,
+            sink=self._events.append if params.enable_kv_cache_events else None,
+        )
+        to_device = partial(engine_radix.to_device, device=self._device)
+        self._indices = DeviceIndices(self.page_size, self._device, to_device)
+        self._windows: WindowPages | None = None
+        if window is not None:
+            self._windows = WindowPages(allocator, DeviceIndices(self.page_size, self._device, to_device))
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    # Requests
+
+    def match_prefix(self, params: Any) -> Any:
+        """The longest prefix that is cached, in whole pages. Nothing is locked."""
+        match = self._tree.match(self._key(params.key))
+        if self._accounts is not None and params.req is not None:
+            self._accounts.matched(params.req.rid, self._lookup(params.req, params.key, match.tokens))
+        node = match.device_node
+        return engine_radix.MatchResult(match.tokens, node, node, node, full_kv_hit_length=match.full_tokens)
+
+    def touch_prefix(self, key: Any) -> None:
+        """The path of a request that waits is used: it goes later."""
+        self._tree.match(self._key(key))
+
+    def checkpoint(self, req: Any, *, up_to: int, **_options: Any) -> None:
+        """Keep the request's pages up to `up_to` tokens, have its row name the tree's, and lock them instead of those
+        before.
+        """
+        kept = req.kv.cache_protected_len
+        key = self._key_of(req, req.full_untruncated_fill_ids[:up_to])
+        end = key.tokens // self.page_size * self.page_size
+        if end <= kept:
+            return
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        live = min(end, max(kept, req.kv.get_evicted_seqlen(SWA)))
+        known, node = self._insert(key, row[kept:end], kept, live, req.kv.cache_inserted_len, req.priority or 0)
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, end)
+        self._raise_prompt(req, end)
+        if known > kept:
+            if self._accounts is not None:
+                self._accounts.concurrent(req.rid, known - kept)
+            theirs = self._tree.page_ids(node, kept // self.page_size)[: (known - kept) // self.page_size]
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(kept, known)), self._indices.of(theirs))
+        req.kv.cache_protected_len = end
+        before = req.lock
+        req.lock, req.last_node = self.lock(node), node
+        self.unlock(before)
+
+    def insert(self, params: Any) -> Any:
+        """Keep `params.value`, a token index a token, from `params.prev_prefix_len` on; those before are the tree's."""
+        key = self._key(params.key)
+        end = key.tokens // self.page_size * self.page_size
+        kept = min(params.prev_prefix_len // self.page_size * self.page_size, end)
+        live = min(end, max(kept, params.get_evicted_seqlen(SWA)))
+        known, node = self._insert(key, params.value[kept:end], kept, live, params.inserted_len, params.priority or 0)
+        return engine_radix.InsertResult(prefix_len=known, total_len=end, last_device_node=node)
+
+    def maybe_hand_to_session(self, req: Any) -> None:
+        """SGLang has just given the request pages."""
+        if self._accounts is not None:
+            self._accounts.admitted(req.rid, req.prefix_len)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """SGLang has taken the request's pages back: it is answered, given up, or waits again."""
+        if self._accounts is None:
+            return
+        if not req.finished():
+            self._accounts.retracted(req.rid, req.kv.kv_committed_len)
+        elif engine_radix.is_abort(req.finished_reason):
+            self._accounts.aborted(req.rid, req.kv.kv_committed_len)
+        else:
+            self._accounts.answered(req.rid)
+
+    def release_aborted_request(self, handle: Any) -> None:
+        """SGLang has given up a request that waits."""
+        if self._accounts is not None:
+            self._accounts.aborted(handle.rid)
+
+    def path_device_indices(self, node: int) -> torch.Tensor:
+        """Token indices of all that is cached up to the node's end, int64."""
+        return self._indices.of(self._tree.page_ids(node))
+
+    # Room
+
+    def evict(self, params: Any) -> Any:
+        """Give up `params.num_tokens` tokens and windows of `params.swa_num_tokens`, in whole pages, or all that nobody
+        locked. A leaf takes its window along.
+        """
+        began = time.perf_counter()
+        wanted = {ATTENTION: -(-params.num_tokens // self.page_size)}
+        if self._windows is not None:
+            wanted[WINDOW] = -(-params.swa_num_tokens // self.page_size)
+        given = self._tree.evict_pools(wanted)
+        self._give_back(given)
+        tokens, window_tokens = (len(given.page_ids(name)) * self.page_size for name in (ATTENTION, WINDOW))
+        self.update_eviction_metrics(tokens, began)
+        return engine_radix.EvictResult(num_tokens_evicted=tokens, swa_num_tokens_evicted=window_tokens)
+
+    def inc_lock_ref(self, node: int) -> Any:
+        """Lock a node and all above it. The receipt carries the tree's own handle."""
+        return engine_radix.IncLockRefResult(node_id=node, component_lock_uuids={FULL: self._tree.lock(node)})
+
+    def dec_lock_ref(self, node: int, params: Any = None) -> Any:
+        """Give a lock back by its receipt. Raises StaleHandle without one, or for one that was given back."""
+        if params is None or params.node_id != node:
+            raise StaleHandle(f"a lock of node {node} is given back by its own receipt")
+        self._tree.unlock(params.get_lock_uuid(FULL))
+        return engine_radix.DecLockRefResult()
+
+    def release_swa(self, lock: Any) -> None:
+        """Give back the part of a lock that keeps a window, once: decoding has left it."""
+        if lock is not None and lock.node != ROOT and not lock.swa_released:
+            self._tree.unlock_component(lock.receipt.get_lock_uuid(FULL), WINDOW)
+            lock.swa_released = True
+
+    def release_swa_prefix_lock(self, req: Any) -> None:
+        """The request has decoded a window beyond its prefix."""
+        self.release_swa(req.lock)
+
+    def reset(self) -> None:
+        """Forget everything; SGLang clears its pools. Raises PrefixError while a request holds a lock."""
+        given = self._tree.reset()
+        self._indices.forget(given.page_ids())
+        if self._windows is not None:
+            self._windows.forget(given.page_ids(WINDOW))
+
+    # What there is
+
+    def evictable_size(self) -> int:
+        """Tokens that may go."""
+        return self._tree.sizes().evictable * self.page_size
+
+    def protected_size(self) -> int:
+        """Tokens that are locked."""
+        return self._tree.sizes().protected * self.page_size
+
+    full_evictable_size = evictable_size
+    full_protected_size = protected_size
+
+    def supports_swa(self) -> bool:
+        """Whether requests have windows."""
+        return self._windows is not None
+
+    def swa_evictable_size(self) -> int:
+        """Tokens whose windows may go."""
+        return 0 if self._windows is None else self._tree.sizes(WINDOW).evictable * self.page_size
+
+    def swa_protected_size(self) -> int:
+        """Tokens whose windows are locked."""
+        return 0 if self._windows is None else self._tree.sizes(WINDOW).protected * self.page_size
+
+    def total_size(self) -> int:
+        """Tokens that are cached."""
+        sizes = self._tree.sizes()
+        return (sizes.evictable + sizes.protected) * self.page_size
+
+    def root_node_handle(self, extra_key: str | None = None) -> int:
+        """The empty prefix, in every namespace."""
+        return ROOT
+
+    def dfs_weight_order(self, node_handles: Sequence[int]) -> list[int]:
+        """Requests by the nodes that they matched, depth first, heavy subtrees first, nodes after those below."""
+        paths = [self._tree.page_hashes(node) for node in node_handles]
+        weights = Counter(name for path in paths for name in path)
+        seen = {name: place for place, name in enumerate(weights)}
+        ranks = [[*((-weights[name], seen[name]) for name in path), (1, 0)] for path in paths]
+        return sorted(range(len(paths)), key=ranks.__getitem__)
+
+    def take_events(self) -> list[KVEvent]:
+        """What was stored and removed since the last call."""
+        events = coalesce(self._events)
+        self._events.clear()
+        return events
+
+    def pretty_print(self) -> None:
+        """Sizes, for SGLang's report of an allocation that failed."""
+        sizes = self._tree.sizes()
+        log.info("%d nodes, %d pages evictable, %d protected", len(self._tree), sizes.evictable, sizes.protected)
+
+    def check(self) -> None:
+        """Raise InvariantBroken where the tree or its tables of indices are not sound. O(pages), for tests."""
+        self._tree.check()
+        tables = (
+            {ATTENTION: self._indices} if self._windows is None else {ATTENTION: self._indices, WINDOW: self._windows}
+        )
+        for name, table in tables.items():
+            sizes = self._tree.sizes(name)
+            if len(table) != sizes.evictable + sizes.protected:
+                raise InvariantBroken(f"{len(table)} pages of {name} have indices, the tree has {sizes}")
+
+    # Inside
+
+    def _insert(
+        self, key: RadixKey, indices: torch.Tensor, kept: int, live: int, counted: int, priority: int
+    ) -> tuple[int, int]:
+        """Keep the pages of `key` behind the first `kept` tokens, with their windows behind the first `live`.
+
+        How many tokens the tree knew, and the path's end. Page ids are new each time, so what the tree knew comes back.
+        """
+        pages = self._indices.keep(indices)
+        windows = NO_IDS if self._windows is None else self._windows.keep(indices[live - kept :])
+        inserted = self._tree.insert(
+            key,
+            pages,
+            first_page=kept // self.page_size,
+            counted_tokens=counted,
+            held={WINDOW: windows} if len(windows) else None,
+            priority=priority,
+        )
+        if self._windows is not None and inserted.known_tokens > live:
+            self._adopt(self._windows, inserted, windows, live)
+        self._give_back(inserted)
+        return inserted.known_tokens, inserted.node
+
+    def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
+        """Of pages that the tree knew without their windows, it has taken the request's: its own indices lead there."""
+        count = (inserted.known_tokens - live) // self.page_size
+        taken = ~np.isin(windows[:count], inserted.page_ids(WINDOW))
+        if taken.any():
+            theirs = self._tree.page_ids(inserted.node, live // self.page_size)[:count]
+            of.move(windows[:count][taken], self._indices.of(theirs[taken]))
+
+    def _give_back(self, given: ActionList) -> None:
+        """To SGLang's allocator: windows first, for they are found by what is freed next."""
+        pages, allocator = given.page_ids(), self.token_to_kv_pool_allocator
+        if self._windows is not None:
+            self._windows.give_back(given.page_ids(WINDOW))
+        if len(pages):
+            free = allocator.free_segment if self._windows is None else allocator.free_full_segment
+            free(self._indices.of(pages), start_pos=0)
+            self._indices.forget(pages)
+
+    def _raise_prompt(self, req: Any, end: int) -> None:
+        """By priority, the answer goes before the prompt, as in SGLang's own cache; by others it is the leaf's end."""
+        if self._policy is not PRIORITY:
+            return
+        key = self._key_of(req, req.origin_input_ids)
+        pages = key.tokens // self.page_size
+        if 0 < pages * self.page_size < end:
+            raised = min((req.priority or 0) + 1, _HIGHEST)
+            self._tree.insert(key, [], first_page=pages, counted_tokens=key.tokens, priority=raised)
+
+    def _lookup(self, req: Any, key: Any, found: int) -> Lookup:
+        """Of a prompt that ends with a page, that page is not asked for; what the tree has of it is looked at."""
+        prompt = len(req.origin_input_ids) + len(req.output_ids)
+        last = 0
+        if prompt == len(key.token_ids) == found + self.page_size:
+            whole = self._tree.key(_words(key.token_ids, None), self._namespace(key.extra_key, key.cache_salt))
+            last = max(0, self._tree.look(whole).tokens - found)
+        return Lookup(prompt, found, last)
+
+    def _key_of(self, req: Any, tokens: Any) -> RadixKey:
+        return self._tree.key(_words(tokens, None), self._namespace(req.extra_key, req.cache_salt))
+
+    def _key(self, key: Any) -> RadixKey:
+        """Of SGLang's RadixKey; one with a token that 32 bits cannot hold is empty: such a request is not cached."""
+        return self._tree.key(_words(key.token_ids, key.limit), self._namespace(key.extra_key, key.cache_salt))
+
+    def _namespace(self, extra_key: str | None, cache_salt: str | None) -> PrefixNamespace:
+        return _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
+
+
+@lru_cache(maxsize=4096)
+def _namespace(extra_key: str | None, cache_salt: str | None, lora_name: str) -> PrefixNamespace:
+    """SGLang tells no extra key from an empty one, and an empty salt is none. The LoRA's name is told in events."""
+    return PrefixNamespace(adapter=lora_name, salt=cache_salt or "", extra=() if extra_key is None else (extra_key,))
+
+
+def _words(tokens: Any, limit: int | None) -> Any:
+    """The first `limit` token ids as 32-bit words; none at all where one of them has more bits."""
+    row = np.asarray(tokens)[:limit]
+    if not len(row) or int(np.bitwise_or.reduce(row)) >> _WORD_BITS:
+        return np.empty(0, np.uint32)
+    return row.astype(np.uint32)
+
+
+def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
+    """The tree's policy of SGLang's name. Raises EngineUnsupported for one that it has not, or for options."""
+    known = {"lru": LRU, "lfu": LFU, "slru": SLRU, "fifo": FIFO, "priority": PRIORITY}
+    if name.lower() not in known or options:
+        asked = f"{name} with {options}" if options else name
+        raise EngineUnsupported(f"kvmover's radix cache evicts by {', '.join(known)} without options, not by {asked}")
+    return known[name.lower()]
+
+
+def build(context: Any) -> Any:
+    """SGLang's factory of this backend. Raises EngineUnsupported for what needs SGLang's own tree."""
+    if context.disable_radix_cache:
+        return engine_radix.default_radix_cache(context)
+    asked = engine_radix.asked_beside(context)
+    if asked:
+        raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
+    if context.is_hybrid_ssm:
+        raise EngineUnsupported("kvmover's radix cache keeps no states: such a model needs SGLang's own")
+    odd = engine_radix.odd_windows(context) if context.is_hybrid_swa else ""
+    if odd:
+        raise EngineUnsupported(f"kvmover's radix cache keeps windows in pages, and not {odd}")
+    params = context.params
+    allocator = params.token_to_kv_pool_allocator
+    known = {engine_radix.HYBRID_ALLOCATOR} if context.is_hybrid_swa else engine_radix.ALLOCATORS
+    if type(allocator).__name__ not in known or allocator.page_size != params.page_size:
+        raise EngineUnsupported(
+            f"kvmover's radix cache works with {', '.join(sorted(known))} of its own page size,"
+            f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
+        )
+    return KvmoverRadixCache(params, _accounts(params))
+
+
+def _accounts(params: Any) -> RequestAccounts | None:
+    """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
+    settings = load().settings
+    if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
+        return None
+    tp, tp_size = engine_radix.rank()
+    return RequestAccounts(engine.served_name(), settings, ParallelRank(tp, tp_size, params.pp_rank, params.pp_size))

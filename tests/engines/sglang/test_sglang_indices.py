@@ -1,0 +1,51 @@
+"""Page ids stand for the token indices that they were given, whatever else is kept, moved and forgotten."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from kvmover.cache.prefix import PrefixError
+from kvmover.engines.sglang.device_indices import DeviceIndices
+
+
+def tokens_of(pages: list[int], page_tokens: int) -> torch.Tensor:
+    return torch.tensor([page * page_tokens + token for page in pages for token in range(page_tokens)])
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4])
+def test_a_history_of_pages_is_read_back_as_it_was_written(page_tokens: int) -> None:
+    indices = DeviceIndices(page_tokens, torch.device("cpu"), torch.from_numpy)
+    chance, known = random.Random(page_tokens), dict[int, int]()
+    for step in range(400):
+        fresh = [1 + 1000 * step + number for number in range(chance.randrange(20))]
+        ids = indices.keep(tokens_of(fresh, page_tokens)).tolist()
+        assert not known.keys() & set(ids)
+        known |= zip(ids, fresh, strict=True)
+        some = chance.sample(sorted(known), min(len(known), chance.randrange(15)))
+        if step % 5 == 0:
+            moved = [5_000_000 + 1000 * step + number for number in range(len(some))]
+            indices.replace(np.array(some, np.int32), tokens_of(moved, page_tokens))
+            known |= zip(some, moved, strict=True)
+        assert (
+            indices.of(np.array(some, np.int32)).tolist()
+            == tokens_of([known[name] for name in some], page_tokens).tolist()
+        )
+        if step % 3 == 0:
+            indices.forget(np.array(some, np.int32))
+            for name in some:
+                del known[name]
+        assert len(indices) == len(known)
+    # The table has grown on the way.
+    assert len(known) > 1024
+
+
+def test_more_than_is_kept_cannot_be_forgotten() -> None:
+    indices = DeviceIndices(4, torch.device("cpu"), torch.from_numpy)
+    kept = indices.keep(tokens_of([1, 2], 4))
+    indices.forget(kept)
+    with pytest.raises(PrefixError, match="2 pages to forget, of 0 that are kept"):
+        indices.forget(kept)
