@@ -43,6 +43,7 @@ _MOST_RANKS, _MOST_PAGES = 1 << 17, 10_000_000
 #: What `--scenario` and `--policy` take: the modules that have them load numpy and torch.
 SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "storage")
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
+TRACE_FORMATS = ("mooncake", "mooncake-delta", "agentic-mooncake", "weka")
 
 app = typer.Typer(
     name="kvmover",
@@ -321,7 +322,10 @@ def demo(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's JSON lines.", metavar="TRACE")],
+    trace: Annotated[
+        Path,
+        typer.Argument(help="JSON lines of Mooncake (FAST'25, delta, agentic 2) or Weka (AgentX).", metavar="TRACE"),
+    ],
     page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.")] = 64,
     capacity_tokens: Annotated[
         int | None,
@@ -340,14 +344,31 @@ def replay(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
     ] = None,
+    trace_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="The trace's format, where its first line could be of two.",
+            metavar="|".join(TRACE_FORMATS),
+            autocompletion=lambda: TRACE_FORMATS,
+        ),
+    ] = None,
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a hash id, where the trace does not say; 512.")
+    ] = None,
+    sessions: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Sessions at a time, where the trace does not say when they begin."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
-    from kvmover.cache.replay import ReplayConfig, ReplayOptions, policy_named, run_replay
+    from kvmover.cache.replay import ReplayConfig, ReplayOptions, TraceOptions, policy_named, run_replay
     from kvmover.observe.tables import console
 
     config = ReplayConfig(page_size, capacity_tokens, host_tokens or 0, storage_tokens or 0, policy_named(policy))
-    run_replay(ReplayOptions(trace, config, plot, as_json), console())
+    reading = TraceOptions(trace_format, block_tokens, sessions)
+    run_replay(ReplayOptions(trace, config, plot, as_json, reading), console())
 
 
 app.add_typer(operator_app)
