@@ -175,9 +175,8 @@ def _arrivals(nodes: Mapping[str, _Node], begins_ms: float) -> dict[str, float]:
             times[name] = at_ms
     except CycleError as error:
         circle: list[str] = error.args[1]
-        raise ReplayTraceError(
-            f"line {nodes[circle[0]].line}: {' and '.join(map(repr, circle[1:]))} wait for each other"
-        ) from error
+        order_said = " before ".join(map(repr, circle))
+        raise ReplayTraceError(f"line {nodes[circle[0]].line}: requests wait in a circle: {order_said}") from error
     return times
 
 

@@ -83,7 +83,7 @@ class _Seen(NamedTuple):
 
 
 class WekaReader(TraceReader):
-    """Whence a `t` within a subagent counts is said nowhere: from the subagent's own, if one in the file is below it."""
+    """From when a `t` within a subagent counts is not said: from the subagent's own, if one in the file is below it."""
 
     def __init__(self, block_tokens: int | None = None) -> None:
         self._given = block_tokens
