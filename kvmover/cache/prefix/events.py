@@ -162,7 +162,7 @@ class Journal:
     def stored(self, node: Node, tier: Tier) -> None:
         """All pages of a node, which have come to a tier."""
         config, parent = self._config, node.parent
-        above = parent.page_hashes(config.page_words) if parent is not None else []
+        above = parent.page_hashes(config.page_words) if parent is not None else ()
         # Of a bigram the second token is the next one's first: the first of each are the tokens.
         tokens = tuple(memoryview(node.tokens).cast("I")[:: int(config.units)])
         hashes = node.page_hashes(config.page_words)

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack
+from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, TreeConfig, WriteBack, WriteThrough
 from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.node import ComponentPages, LockedPath, Node
-from kvmover.cache.prefix.policy import Order, Recency
+from kvmover.cache.prefix.policy import LRU, Order, Recency
 from kvmover.cache.prefix.results import ROOT, Tier
 
 ID_BYTES = 4
@@ -26,7 +26,7 @@ class EvictableSet:
     protected: int = 0
 
 
-class Place(NamedTuple):
+class PrefixEnd(NamedTuple):
     """An end inside a node, where a prompt left it half way: page `page` of the path, from the root."""
 
     node: Node
@@ -35,6 +35,12 @@ class Place(NamedTuple):
 
 #: Places that are known at a time, 200 B each. A match that ended inside a node is stale after so many others.
 MOST_PLACES = 4096
+
+#: Nodes of a path, or of a run in it, from which on joining is looked at.
+SHORTEST_RUN = 8
+
+#: Tokens of a shorter run that is joined all the same: copying 16 KiB takes less than the look-ups that it saves.
+SMALL_RUN_BYTES = 16 << 10
 
 
 class Forest:
@@ -47,17 +53,32 @@ class Forest:
         #: One tier and nothing but attention KV: most of what follows has nothing to do then.
         self.plain = not self.hosted and not config.components
         self.writes_back = isinstance(config.tiers, WriteBack)
+        #: LRU: nothing but the last use tells nodes apart.
+        self.by_recency = config.policy is LRU
+        #: Hits from which on a node is written through: more of them tell nothing.
+        self.hits_due = config.tiers.after_hits if isinstance(config.tiers, WriteThrough) else 0
         self.journal: Journal | None = None
         self.clock = 0
         self.next_id = ROOT + 1
         self.locked_paths: dict[int, LockedPath] = {}
+        self.nodes: dict[int, Node] = {}
         self.clear()
+
+    def __del__(self) -> None:
+        self._unlink()
+
+    def _unlink(self) -> None:
+        """Nodes know their parents and children, and no collector takes such rings apart."""
+        for node in self.nodes.values():
+            node.children.clear()
+            node.parent = None
 
     def clear(self) -> None:
         """Forget all nodes. Ids go on counting, so that none is used twice."""
+        self._unlink()
         self.roots: dict[PrefixNamespace, Node] = {}
-        self.nodes: dict[int, Node] = {ROOT: self._root(None)}
-        self._places: dict[int, Place] = {}
+        self.nodes = {ROOT: self._root(None)}
+        self._places: dict[int, PrefixEnd] = {}
         self.device = EvictableSet(self.config.policy.order())
         self.host = EvictableSet(self.config.policy.order())
         #: Nodes with pages on both tiers, where the host's are made on eviction: those on the host are the first to go
@@ -108,12 +129,15 @@ class Forest:
         """A new id for the end of `page` inside `node`. It holds whatever is split or merged, until the page goes."""
         node_id = self.next_id
         self.next_id += 1
-        self._places[node_id] = Place(node, page)
-        if len(self._places) > MOST_PLACES:
-            del self._places[next(iter(self._places))]
+        self._keep_place(node_id, PrefixEnd(node, page))
         return node_id
 
-    def _place(self, node_id: int) -> Place:
+    def _keep_place(self, node_id: int, place: PrefixEnd) -> None:
+        self._places[node_id] = place
+        if len(self._places) > MOST_PLACES:
+            del self._places[next(iter(self._places))]
+
+    def _place(self, node_id: int) -> PrefixEnd:
         """What covers the page of a place by now: a split leaves the end with the id, and puts fronts above."""
         place = self._places.get(node_id)
         if place is not None:
@@ -121,7 +145,7 @@ class Forest:
             while at.start >= page and at.parent is not None:
                 at = at.parent
             if self.nodes.get(at.id) is at and page <= at.end:
-                return Place(at, page)
+                return PrefixEnd(at, page)
         raise StaleHandle(f"node {node_id} is gone, or never was")
 
     def __iter__(self) -> Iterator[Node]:
@@ -207,6 +231,64 @@ class Forest:
                 held.host = held.host[ids:] if held.host is not None else None
         self.settle(front)
         return front
+
+    def join(self, path: Sequence[Node]) -> list[Node]:
+        """Nodes of a path that has just been used, root first, where long runs that nothing tells apart are one node.
+
+        Splits outlive what they were for: where prompts left a hot prefix and their ends were evicted, nodes with a
+        single child are left, each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at
+        once, so that a node costs its bytes an eighth of a time; one of few bytes is joined whenever the path is long.
+        Only where pages go one by one does a join change nothing that is given up.
+        """
+        if len(path) < SHORTEST_RUN or self.config.components or self.config.grain is not EvictionGranularity.PAGE:
+            return list(path)
+        joined, run = list[Node](), [path[0]]
+        for node in path[1:]:
+            if not self._alike(run[-1], node):
+                joined += self._joined(run)
+                run = []
+            run.append(node)
+        return joined + self._joined(run)
+
+    def _alike(self, above: Node, node: Node) -> bool:
+        """Whether no lock, copy, tier, child or rank tells `above` from its child `node`."""
+        return (
+            len(above.children) == 1
+            and above.locks == (node.locks > 0)
+            and not (above.host_locks or node.host_locks)
+            and not (above.backing or above.loading or node.backing or node.loading)
+            and (above.pages is None) == (node.pages is None)
+            and (above.host is None) == (node.host is None)
+            and (above.hashes is None) == (node.hashes is None)
+            and min(above.hits, self.hits_due) == min(node.hits, self.hits_due)
+            and (self.by_recency or _ranked_by(above) == _ranked_by(node))
+        )
+
+    def _joined(self, run: list[Node]) -> list[Node]:
+        """The last node of a run takes what all of them have; ids of the others go on as places inside it."""
+        first, last, above = run[0], run[-1], run[:-1]
+        small = (last.end - first.start) * self.page_bytes <= SMALL_RUN_BYTES
+        if not above or (len(run) < SHORTEST_RUN and not small):
+            return run
+        assert first.parent is not None
+        del first.parent.children[self.key(first)]
+        last.tokens = b"".join(node.tokens for node in run)
+        if last.pages is not None:
+            last.pages = b"".join(node.pages or b"" for node in run)
+        if last.host is not None:
+            last.host = b"".join(node.host or b"" for node in run)
+        if last.hashes is not None:
+            last.hashes = tuple(name for node in run for name in node.hashes or ())
+        last.start, last.parent, last.created = first.start, first.parent, first.created
+        first.parent.children[self.key(last)] = last
+        for node in above:
+            for order in (self.device.order, self.host.order, self.doubles):
+                order.discard(node)
+            del self.nodes[node.id]
+            self._keep_place(node.id, PrefixEnd(last, node.end))
+            # Places inside it are found in the node that has its pages now.
+            node.parent, node.start, node.tokens, node.children = last, node.end, b"", {}
+        return [last]
 
     def remove(self, node: Node) -> None:
         """Take a childless node out. What it holds must have been taken off it before."""
@@ -370,6 +452,10 @@ def _place(order: Order, node: Node, belongs: bool) -> None:
         order.add(node)
     else:
         order.discard(node)
+
+
+def _ranked_by(node: Node) -> tuple[int, ...]:
+    return node.hits, node.priority, node.created
 
 
 def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:

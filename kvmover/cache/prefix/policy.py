@@ -91,7 +91,9 @@ class Recency:
 
 
 class RankedEntry(NamedTuple):
-    """A node as it was ranked at its last use. Equal ranks go by `tie`, the node's id at that time."""
+    """A node as it was ranked at its last use. Equal ranks go by `tie`: the node's id at that time, or a
+    number below all for one put in front, so that no two are equal.
+    """
 
     rank: EvictionRank
     tie: int
@@ -119,6 +121,7 @@ class Ranked:
         self._lasts: list[RankedEntry] = []
         #: The last use that was seen, and the use of the node that was first when somebody asked: what went last.
         self._now = 0
+        self._fronts = 0
         self._first_used = 0
 
     def add(self, node: Node) -> None:
@@ -150,8 +153,8 @@ class Ranked:
         """Ranked as the first is now, and before it."""
         self.discard(node)
         if self._blocks:
-            first = self._blocks[0][0]
-            self._put(RankedEntry(first.rank, first.tie - 1, node.used, node))
+            self._fronts += 1
+            self._put(RankedEntry(self._blocks[0][0].rank, -self._fronts, node.used, node))
         else:
             self._put(self._ranked(node))
 

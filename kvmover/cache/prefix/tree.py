@@ -99,6 +99,7 @@ class PrefixTree:
         descent = self._descend(tokens, namespace, limit_tokens)
         if descent.path:
             self._forest.touch(descent.path[::-1])
+            descent = descent._replace(path=self._forest.join(descent.path))
         return matched(self._forest, descent)
 
     def look(

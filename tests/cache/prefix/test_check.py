@@ -76,6 +76,11 @@ def shift_parent(forest: Forest) -> None:
     node.start = node.end
 
 
+def swap_hashes(forest: Forest) -> None:
+    node = find(forest, lambda node: len(node.hashes or ()) > 1)
+    node.hashes = tuple(reversed(node.hashes or ()))
+
+
 def lose_page(forest: Forest) -> None:
     node = leaf(forest)
     node.pages = (node.pages or b"")[4:]
@@ -122,7 +127,7 @@ DAMAGE: dict[str, tuple[int, Callable[[Forest], object]]] = {
     "a copy that nobody makes": (12, lambda f: setattr(leaf(f), "loading", 99)),
     "a page in two places": (14, twin),
     "a page too few": (15, lose_page),
-    "a wrong hash": (16, lambda f: (find(f, lambda node: len(node.hashes or ()) > 1).hashes or []).reverse()),
+    "a wrong hash": (16, swap_hashes),
     "a lock too many": (18, lambda f: setattr(leaf(f), "locks", 1)),
     "a window's lock too many": (18, lambda f: setattr(leaf(f).held[0], "locks", 1)),
     "a lock lost": (18, lambda f: f.locked_paths.popitem()),

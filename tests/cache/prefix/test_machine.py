@@ -103,7 +103,8 @@ class Machine(RuleBasedStateMachine):
     def match(self, tokens: list[int]) -> None:
         looked, nodes = self.tree.look(tokens), len(self.tree)
         match, model, raw, tokens = self.tree.match(tokens), self.model, tokens, self.units(tokens)
-        assert (looked.tokens, looked.best_tokens, nodes) == (match.tokens, match.best_tokens, len(self.tree))
+        assert (looked.tokens, looked.best_tokens) == (match.tokens, match.best_tokens)
+        assert len(self.tree) <= nodes, "who asks splits nothing"
         assert self.tree.page_ids(match.device_node).tolist() == match.page_ids.tolist() == looked.page_ids.tolist()
         self.answers = [*self.answers[-5:], (match.best_node, raw, match.best_tokens)]
         device, both = (Tier.DEVICE,), (Tier.DEVICE, Tier.HOST)
@@ -408,6 +409,12 @@ KINDS: dict[str, tuple[int, int, dict]] = {
 def machine(kind: str) -> type[Machine]:
     _, page_tokens, shape = KINDS[kind]
     return type("".join(filter(str.isalpha, kind.title())), (Machine,), {"shape": shape, "page_tokens": page_tokens})
+
+
+@pytest.fixture(autouse=True)
+def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes that nothing tells apart are joined: these prompts are too short for eight."""
+    monkeypatch.setattr("kvmover.cache.prefix.forest.SHORTEST_RUN", 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,7 @@ import pytest
 from engine import Engine, ids
 
 from kvmover.cache.prefix import (
+    DeviceOnly,
     PrefixError,
     PrefixNamespace,
     PrefixTree,
@@ -27,6 +28,45 @@ def test_probing_a_cached_prompt_leaves_one_node() -> None:
     for cut in range(1, 1000):
         assert mine.tree.match([*range(cut), 5000]).tokens == cut
     assert len(mine.tree) == 1
+    mine.conserved()
+
+
+@pytest.mark.parametrize("tiers", [DeviceOnly(), WriteThrough()])
+def test_a_hot_prefix_does_not_age_into_a_chain_of_nodes(tiers) -> None:
+    """Prompts leave it everywhere, and their own ends are evicted: what they split is joined when it is next used."""
+    mine, rng = Engine(PrefixTree(1, tiers=tiers), 900), random.Random(1)
+    node = mine.insert(range(400)).node
+    handle = mine.tree.lock(node)
+    for text in range(1000, 1400):
+        left = mine.tree.match([*range(rng.randrange(1, 400)), text, text])
+        mine.insert([*range(left.tokens), text, text])
+        mine.evict(2)
+        whole = mine.tree.match(range(400))
+        assert ids(whole) == list(range(400))
+    assert len(mine.tree) < 20
+    assert mine.tree.page_hashes(node) == chain(b"", range(400), 1)
+    mine.conserved()
+    mine.tree.unlock(handle)
+    assert mine.evict(3) == [397, 398, 399] or tiers != DeviceOnly()
+    mine.conserved()
+
+
+def test_ids_of_nodes_that_were_joined_stand_for_their_ends_still() -> None:
+    mine = Engine(PrefixTree(1))
+    nodes = []
+    for end in range(1, 21):
+        nodes.append(mine.insert(range(end), first_page=end - 1).node)
+    inside = mine.tree.match([0, 1, 2, 3, 99]).device_node
+    mine.tree.match(range(20))
+    assert len(mine.tree) == 1
+    for end, node in enumerate(nodes, 1):
+        assert mine.tree.page_ids(node).tolist() == list(range(end))
+    handle = mine.tree.lock(nodes[6])
+    assert (mine.tree.sizes().protected, mine.tree.page_ids(inside).tolist()) == (7, [0, 1, 2, 3])
+    assert sorted(mine.evict(99)) == list(range(7, 20))
+    with pytest.raises(StaleHandle):
+        mine.tree.lock(nodes[7])
+    mine.tree.unlock(handle)
     mine.conserved()
 
 

@@ -190,9 +190,8 @@ def searched(mine: Engine, policy: EvictionPolicy) -> list[int]:
 @given(st.lists(st.tuples(st.sampled_from(["add", "discard", "touch", "front"]), st.integers(0, 40)), max_size=1500))
 def test_a_ranked_order_is_sorted_whatever_is_used_or_taken_out(steps) -> None:
     """Against a sort of everything, over several blocks."""
-    order, nodes, clock, front = Ranked(lambda node, _age: (node.used // 7,)), {}, 0, list[Node]()
-    for verb, number in steps * 3:
-        clock += 1
+    order, nodes, front = Ranked(lambda node, _age: (node.used // 7,)), {}, list[Node]()
+    for clock, (verb, number) in enumerate(steps * 3, start=1):
         node = nodes.setdefault(number if verb == "front" else clock % 1999, Node(clock, None, b"", 0, 1))
         node.used = clock
         getattr(order, verb)([node] if verb == "touch" else node)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from array import array
 
 import numpy as np
@@ -18,6 +20,7 @@ from kvmover.cache.prefix import (
     PrefixTree,
     StaleHandle,
     Tier,
+    WriteThrough,
 )
 
 
@@ -307,6 +310,22 @@ def test_a_node_keeps_no_more_memory_than_its_tokens_and_ids() -> None:
     prefixes.lock(prefixes.match([0, 1, 9]).device_node)
     nodes = sorted(prefixes._forest, key=lambda node: node.start)  # no public sight of it
     assert [(len(node.tokens), len(node.pages or b"")) for node in nodes] == [(8, 8), (399_992, 399_992)]
+
+
+def test_nodes_are_no_burden_for_the_cyclic_collector_and_go_with_their_tree() -> None:
+    prefixes = PrefixTree(1, tiers=WriteThrough(), sink=lambda event: None)
+    prefixes.insert([0, 0], [0, 1])
+    gc.collect()
+    before = len(gc.get_objects())
+    for text in range(1, 2000):
+        prefixes.insert([0, text, text], [0, 2 * text, 2 * text + 1])
+    gc.collect()
+    assert len(prefixes) == 2001
+    assert len(gc.get_objects()) - before < 200
+    node = prefixes._forest.node(prefixes.match([0, 7, 7]).device_node)  # no public sight of it
+    prefixes.evict(1)
+    del prefixes
+    assert sys.getrefcount(node) == 2, "its tree is gone, and nothing else knows it"
 
 
 def test_random_use_neither_loses_nor_doubles_a_page() -> None:

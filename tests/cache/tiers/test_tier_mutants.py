@@ -9,7 +9,7 @@ import pytest
 from rig import HYBRID, PLAIN, Rank, idle, together
 
 from kvmover.cache.prefix import Tier
-from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps
+from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps, PartialWork, agreed_count, counted
 from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.copies import LayerwiseCopier
 from kvmover.cache.tiers.storage import StoredPool
@@ -163,3 +163,13 @@ def test_answers_are_no_more_than_all_ranks_gave():
 
     agreed = np.min([each.votes() for each in ranks], axis=0)
     assert [row.tolist() for each in ranks for _, row in each.settle(agreed)] == [[5, 3, 0]] * 3
+
+
+def test_a_part_that_one_rank_lacks_is_kept_of_attention_alone():
+    """A hybrid model has no use for the first five of eight pages: their end lacks its window and its state."""
+    import numpy as np
+
+    for answers, kept, dropped in (([(5, 8), (8, 8)], 5, 0), ([(8, 8), (8, 8)], 8, 8), ([(0, 8), (8, 8)], 0, 0)):
+        agreed = np.min([counted(*answer) for answer in answers], axis=0)
+        assert agreed_count(agreed, PartialWork.KEPT) == kept
+        assert agreed_count(agreed, PartialWork.DROPPED) == dropped
