@@ -26,7 +26,7 @@ from kvmover.cache.replay.reader import (
     TraceFormat,
     TraceReader,
     TraceSession,
-    Turn,
+    TraceTurn,
     block_tokens_of,
     checked_blocks,
 )
@@ -151,7 +151,7 @@ class AgenticMooncakeReader(TraceReader):
                     raise ReplayTraceError(f"line {node.line}: {name!r} waits for {edge.request!r}, which is {where}")
         begins_ms = min((node.not_before_ms for node in nodes.values() if not node.after), default=0.0)
         times = _arrivals(nodes, begins_ms)
-        turns = [Turn(at_ms, at_ms + nodes[name].api_time_ms, nodes[name].line) for name, at_ms in times.items()]
+        turns = [TraceTurn(at_ms, at_ms + nodes[name].api_time_ms, nodes[name].line) for name, at_ms in times.items()]
         return TraceSession(begins_ms, tuple(sorted(turns, key=lambda turn: (turn.at_ms, turn.line))))
 
     def prompts(self, session: TraceSession, lines: Lines) -> Iterator[Prompt]:

@@ -24,7 +24,7 @@ from kvmover.cache.replay.reader import (
     TraceFormat,
     TraceReader,
     TraceSession,
-    Turn,
+    TraceTurn,
     checked_blocks,
 )
 from kvmover.cache.replay.request import BLOCK_TOKENS, MOST_DISTINCT_TOKENS, ReplayTraceError, in_blocks
@@ -47,7 +47,7 @@ class _Session:
 
     def __init__(self, begins_ms: float | None) -> None:
         self.begins_ms = begins_ms
-        self.turns = list[Turn]()
+        self.turns = list[TraceTurn]()
 
 
 class MooncakeReader(TraceReader):
@@ -77,7 +77,7 @@ class MooncakeReader(TraceReader):
         if session is None:
             session = self._sessions[name] = _Session(row.timestamp)
         at_ms = _arrival_ms(session, row)
-        session.turns.append(Turn(at_ms, at_ms, number))
+        session.turns.append(TraceTurn(at_ms, at_ms, number))
         self._scanned(name, number, row)
 
     def _scanned(self, _name: str, _number: int, row: _Row) -> None:

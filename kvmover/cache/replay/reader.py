@@ -25,7 +25,7 @@ HashId: TypeAlias = Annotated[int, Meta(ge=0)]
 Time: TypeAlias = Annotated[float, Meta(ge=0, le=1e15)]
 
 
-class Turn(NamedTuple):
+class TraceTurn(NamedTuple):
     """When one request comes, in milliseconds from the beginning of its session, and where it stands in the file.
 
     `end_ms` is when it was answered, as far as the trace says; `part` is which of its line's requests it is.
@@ -41,7 +41,7 @@ class TraceSession(NamedTuple):
     """Requests of one conversation or task, in order of arrival. `begins_ms` is None where the trace does not say."""
 
     begins_ms: float | None
-    turns: tuple[Turn, ...]
+    turns: tuple[TraceTurn, ...]
 
 
 class Prompt(NamedTuple):

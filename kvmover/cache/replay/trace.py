@@ -121,8 +121,8 @@ def in_order(sessions: Sequence[TraceSession], at_a_time: int | None = None) -> 
     Sessions begin when they say, or `at_a_time` of them run and the next one begins when one of them ends. Raises
     ReplayTraceError where that leaves it open.
 
-    >>> from kvmover.cache.replay.reader import Turn
-    >>> one = TraceSession(None, (Turn(0.0, 0.0, 1), Turn(30.0, 50.0, 2)))
+    >>> from kvmover.cache.replay.reader import TraceTurn
+    >>> one = TraceSession(None, (TraceTurn(0.0, 0.0, 1), TraceTurn(30.0, 50.0, 2)))
     >>> in_order([one, one, one], at_a_time=2)[-2:]
     [(50.0, 2, 0), (80.0, 2, 1)]
     """

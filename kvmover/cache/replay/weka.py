@@ -25,7 +25,7 @@ from kvmover.cache.replay.reader import (
     TraceFormat,
     TraceReader,
     TraceSession,
-    Turn,
+    TraceTurn,
     block_tokens_of,
 )
 from kvmover.cache.replay.request import ReplayTraceError
@@ -125,14 +125,14 @@ class WekaReader(TraceReader):
         """See TraceReader. A session's beginning is its first request; when that is, Weka's traces do not say."""
         return [TraceSession(None, self._turns(number, seen)) for number, seen in self._seen.items()]
 
-    def _turns(self, line: int, seen: _Seen) -> tuple[Turn, ...]:
+    def _turns(self, line: int, seen: _Seen) -> tuple[TraceTurn, ...]:
         starts_s = [
             t if marker_s is None else t + marker_s if self._relative else max(t, marker_s)
             for t, marker_s, _ in seen.times
         ]
         first_s = min(starts_s)
         turns = [
-            Turn((start - first_s) * 1000, (start - first_s + api_time) * 1000, line, part)
+            TraceTurn((start - first_s) * 1000, (start - first_s + api_time) * 1000, line, part)
             for part, (start, (_, _, api_time)) in enumerate(zip(starts_s, seen.times, strict=True))
         ]
         return tuple(sorted(turns, key=lambda turn: (turn.at_ms, turn.part)))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmover.cache.replay import ReplayConfig, ReplayTraceError, TraceOptions, read_trace, replay
-from kvmover.cache.replay.reader import TraceSession, Turn
+from kvmover.cache.replay.reader import TraceSession, TraceTurn
 from kvmover.cache.replay.trace import in_order
 from tests.cache.replay.made import common
 
@@ -460,7 +460,7 @@ def test_no_more_sessions_run_at_a_time_than_was_said_and_none_waits_longer(
     sessions = []
     for gaps in [*lengths, [1, 1]]:
         ends = [float(sum(gaps[: at + 1])) for at in range(len(gaps))]
-        sessions.append(TraceSession(None, tuple(Turn(end, end, 1) for end in [0.0, *ends])))
+        sessions.append(TraceSession(None, tuple(TraceTurn(end, end, 1) for end in [0.0, *ends])))
     order = in_order(sessions, at_a_time)
     assert order == sorted(order)
     assert len(order) == sum(len(session.turns) for session in sessions)
