@@ -5,10 +5,9 @@ from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError, policy_
 from kvmover.cache.replay.report import Report
 from kvmover.cache.replay.request import ReplayRequest, ReplayTraceError
 from kvmover.cache.replay.simulator import Requests, Server, replay
-from kvmover.cache.replay.trace import TRACE_FORMATS, ReplayTrace, TraceOptions, read_trace
+from kvmover.cache.replay.trace import ReplayTrace, TraceOptions, read_trace
 
 __all__ = [
-    "TRACE_FORMATS",
     "ReplayConfig",
     "ReplayConfigError",
     "ReplayOptions",
