@@ -262,7 +262,7 @@ def demo(given: DemoArguments) -> int:
 @takes(ReplayArguments)
 def replay(given: ReplayArguments) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
-    from kvmover.cache.replay import ReplayConfig, ReplayOptions, policy_named, run_replay
+    from kvmover.cache.replay import ReplayConfig, ReplayOptions, TraceOptions, policy_named, run_replay
     from kvmover.observe.tables import console
 
     config = ReplayConfig(
@@ -272,7 +272,8 @@ def replay(given: ReplayArguments) -> None:
         given.storage_tokens or 0,
         policy_named(given.policy),
     )
-    run_replay(ReplayOptions(given.trace, config, given.plot, given.as_json), console())
+    reading = TraceOptions(given.trace_format, given.block_tokens, given.sessions)
+    run_replay(ReplayOptions(given.trace, config, given.plot, given.as_json, reading), console())
 
 
 @app.command("config")

@@ -16,9 +16,10 @@ HELP = {"help_option_names": ["-h", "--help"]}
 #: What a number on the command line may be: larger ones overflow on their way, and nothing has so many of anything.
 _MOST = 1 << 53
 
-#: What `--scenario` and `--policy` take: the modules that have them load numpy and torch.
+#: What `--scenario`, `--policy` and `--format` take: the modules that have them load numpy and torch.
 SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "storage")
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
+TRACE_FORMATS = ("mooncake", "mooncake-delta", "agentic-mooncake", "weka")
 
 _FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND"
 
@@ -32,6 +33,10 @@ def _scenarios() -> tuple[str, ...]:
 
 def _policies() -> tuple[str, ...]:
     return POLICIES
+
+
+def _formats() -> tuple[str, ...]:
+    return TRACE_FORMATS
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], Answer]], Callable[..., Answer]]:
@@ -164,7 +169,10 @@ class DemoArguments:
 class ReplayArguments:
     """Of `kvmover replay`: a trace, what each tier holds, and which page is given up first."""
 
-    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's JSON lines.", metavar="TRACE")]
+    trace: Annotated[
+        Path,
+        typer.Argument(help="JSON lines of Mooncake (FAST'25, delta, agentic 2) or Weka (AgentX).", metavar="TRACE"),
+    ]
     page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a page.")] = 64
     capacity_tokens: Annotated[
         int | None,
@@ -182,5 +190,21 @@ class ReplayArguments:
     ] = "lru"
     plot: Annotated[
         Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
+    ] = None
+    trace_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="The trace's format, where its first line could be of two.",
+            metavar="|".join(TRACE_FORMATS),
+            autocompletion=_formats,
+        ),
+    ] = None
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a hash id, where the trace does not say; 512.")
+    ] = None
+    sessions: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Sessions at a time, where the trace does not say when they begin."),
     ] = None
     as_json: Json = False

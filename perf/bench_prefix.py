@@ -57,7 +57,7 @@ def main(parts: list[str]) -> None:
     path = Path(os.environ.get("KVMOVER_TRACES", "traces")) / "mooncake_conversation_trace.jsonl"
     if not path.exists():
         sys.exit(f"there is no {path}: KVMOVER_TRACES names the folder of the trace")
-    requests = read_trace(path)
+    requests = list(read_trace(path))
     makers = OURS | load()
     if "trace" in parts:
         rows = list(_trace(requests, makers))

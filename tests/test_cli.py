@@ -369,6 +369,12 @@ def test_the_words_that_the_help_shows_are_those_that_are_taken() -> None:
     assert tuple(POLICIES) == cli_options.POLICIES
 
 
+def test_the_command_names_every_trace_format_without_importing_a_reader() -> None:
+    from kvmover.cache.replay.trace import TRACE_FORMATS
+
+    assert tuple(TRACE_FORMATS) == cli_options.TRACE_FORMATS
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

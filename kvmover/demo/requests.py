@@ -12,11 +12,12 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
-from kvmover.cache.replay import ReplayRequest, read_trace
+from kvmover.cache.replay import ReplayRequest, TraceOptions, read_trace
 from kvmover.errors import KvmoverError, LayoutError
 
 #: Tokens that one hash id of a trace stands for.
 BLOCK_TOKENS = 512
+FAST25 = TraceOptions("mooncake", BLOCK_TOKENS)
 _WORD = 2**64 - 1
 
 #: Answers are cut here: the demo is about moving, not about generating.
@@ -164,7 +165,7 @@ class Traced:
         """The first `requests` of the file. Raises a KvmoverError for a file that cannot be read or has none, and for a
         prompt that is longer than `most_tokens` when it is scaled."""
         found: list[tuple[tuple[int, ...], int]] = []
-        for number, request in enumerate(islice(read_trace(path), requests)):
+        for number, request in enumerate(islice(read_trace(path, FAST25), requests)):
             prompt = prompt_of(request, scale)
             if len(prompt) + MOST_ANSWER_TOKENS > most_tokens:
                 raise TraceError(

@@ -3,6 +3,9 @@
 The frames are those of vLLM's and SGLang's publishers, so that their subscribers, and Dynamo's, need no change:
 `topic`, eight bytes of sequence number (big-endian), the batch in msgpack. Who sees a gap sends the first number it
 misses to the replay endpoint, `b""` before it. The answer is those batches, each after `b""`; number -1 ends them.
+
+Who asks for batches that are not kept any more gets a snapshot in their place, if one was made in time: all is cleared,
+then what was cached is stored, under the last numbers of the batches that this stands for. Then come the batches since.
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from kvmover.cache.prefix.events import KVEvent, KVEventBatch, coalesce
+from kvmover.cache.prefix.events import AllBlocksCleared, KVEvent, KVEventBatch, coalesce
 from kvmover.errors import TransportError, need
 
 if TYPE_CHECKING:
@@ -25,6 +28,16 @@ if TYPE_CHECKING:
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _CLOSE_S = 1.0
+#: A batch of a snapshot holds whole events up to about here.
+_SNAPSHOT_BATCH_BYTES = 1 << 20
+
+
+class _Snapshot(NamedTuple):
+    """All that was cached when the batch of this number was next, an encoded event each."""
+
+    number: int
+    taken_s: float
+    events: tuple[bytes, ...]
 
 
 class EventPublisher:
@@ -44,6 +57,8 @@ class EventPublisher:
         self._zmq: Any = zmq
         self._topic, self._rank = topic.encode(), rank
         self._kept = deque[tuple[int, bytes]](maxlen=keep_batches)
+        self._keep_batches = keep_batches
+        self._snapshot = _Snapshot(0, time.time(), ())
         self._keeping = threading.Lock()
         self._next = 0
         #: Requests for a replay that could not be read, and were not answered.
@@ -71,6 +86,21 @@ class EventPublisher:
         self._next += 1
         self._subscribers.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
         return number
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether the next batch drops one that the last snapshot does not stand for."""
+        return self._next - self._snapshot.number >= self._keep_batches
+
+    def snapshot(self, events: Iterable[KVEvent]) -> None:
+        """Keep `events` for those who come late: all that is cached now, as after every batch so far.
+
+        They are `PrefixTree.resident()`, and what else routers were told of, such as pages in storage: who reads them
+        forgets what they leave out. Subscribers that miss nothing see nothing of it. It is held encoded.
+        """
+        encoded = tuple(map(self._encoder.encode, events))
+        with self._keeping:
+            self._snapshot = _Snapshot(self._next, time.time(), encoded)
 
     def close(self) -> None:
         """What was published still goes out, for up to a second."""
@@ -118,8 +148,27 @@ class EventPublisher:
             return
         asker, first = frames[0], int.from_bytes(frames[2], "big")
         with self._keeping:
-            kept = tuple(self._kept)
+            kept, snapshot = tuple(self._kept), self._snapshot
+        oldest = kept[0][0] if kept else self._next
+        if first < oldest <= snapshot.number:
+            payloads = self._payloads(snapshot, snapshot.number - first)
+            begin = snapshot.number - len(payloads)
+            kept = (*enumerate(payloads, begin), *(each for each in kept if each[0] >= snapshot.number))
         for number, payload in kept:
             if number >= first:
                 self._askers.send_multipart((asker, b"", self._topic, number.to_bytes(8, "big"), payload))
         self._askers.send_multipart((asker, b"", b"", END_OF_REPLAY, b""))
+
+    def _payloads(self, snapshot: _Snapshot, most: int) -> list[bytes]:
+        """A snapshot in batches: at most so many, as there are numbers for."""
+        encoder = msgspec.msgpack.Encoder()  # the other one is the publishing thread's
+        total = sum(map(len, snapshot.events))
+        batch_bytes = max(_SNAPSHOT_BATCH_BYTES, -(-2 * total // most))
+        batches, size = [[msgspec.Raw(encoder.encode(AllBlocksCleared()))]], 0
+        for event in snapshot.events:
+            if size and size + len(event) > batch_bytes and len(batches) < most:
+                batches.append([])
+                size = 0
+            batches[-1].append(msgspec.Raw(event))
+            size += len(event)
+        return [encoder.encode((snapshot.taken_s, events, self._rank)) for events in batches]

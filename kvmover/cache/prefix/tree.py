@@ -7,14 +7,14 @@ operation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvmover.cache.prefix.check import check
 from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.events import Journal, Sink
+from kvmover.cache.prefix.events import Journal, KVEvent, Sink
 from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
@@ -398,6 +398,20 @@ class PrefixTree:
         return ActionList((*landed.actions, *rest, *held))
 
     # Proof
+
+    def resident(self) -> Iterator[KVEvent]:
+        """What the device and the host hold now, as events that leave a router with what all so far have left it with.
+
+        Parents come first. Take them all before the tree is changed. O(tokens), and hashes that nobody asked for yet.
+        """
+        events = list[KVEvent]()
+        journal = Journal(self.config, events.append)
+        for node in self._forest:
+            for tier, ids in ((Tier.DEVICE, node.pages), (Tier.HOST, node.host)):
+                if ids is not None:
+                    journal.stored(node, tier)
+            yield from events
+            events.clear()
 
     def ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> set[int]:
         """Every page id of a component that the tree or an operation under way has on a tier: O(pages), for checks."""

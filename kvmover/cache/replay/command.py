@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvmover.cache.replay.config import ReplayConfig
 from kvmover.cache.replay.report import Report, print_report
-from kvmover.cache.replay.simulator import replay
-from kvmover.cache.replay.trace import ReplayRequest, read_trace
+from kvmover.cache.replay.simulator import Requests, replay
+from kvmover.cache.replay.trace import TraceOptions, read_trace
 from kvmover.errors import KvmoverError, need
 
 POINTS = 10
 
 
-def capacities(requests: Sequence[ReplayRequest], page_tokens: int) -> list[int]:
+def capacities(requests: Requests, page_tokens: int) -> list[int]:
     """From twice the longest prompt to all blocks of the trace, by equal factors, in whole pages."""
-    unique = len({block for request in requests for block in request.hash_ids}) * 512
-    least = 2 * max(request.input_length for request in requests)
-    most = max(unique, 2 * least)
+    blocks, longest = dict[int, int](), 0
+    for request in requests:
+        longest = max(longest, request.input_length)
+        for block, tokens in zip(request.hash_ids, request.lengths(), strict=True):
+            blocks[block] = max(tokens, blocks.get(block, 0))
+    least = 2 * longest
+    most = max(sum(blocks.values()), 2 * least)
     sizes = [least * (most / least) ** (point / (POINTS - 1)) for point in range(POINTS)]
     return [max(1, round(size / page_tokens)) * page_tokens for size in sizes]
 
 
-def sweep(requests: Sequence[ReplayRequest], config: ReplayConfig, step: Callable[[int], object] = int) -> list[Report]:
+def sweep(requests: Requests, config: ReplayConfig, step: Callable[[int], object] = int) -> list[Report]:
     """One replay a capacity, all else as in `config`."""
     return [
         replay(requests, replace(config, device_tokens=tokens), step)
@@ -94,13 +98,14 @@ class ReplayOptions:
     config: ReplayConfig
     plot: Path | None = None
     as_json: bool = False
+    reading: TraceOptions = field(default_factory=TraceOptions)
 
 
 def run_replay(options: ReplayOptions, out: Console) -> None:
     """Print the report on `out`, or as JSON on stdout, and draw the picture if one was asked for."""
     if options.plot:
         drawable(options.plot)
-    requests = read_trace(options.trace)
+    requests = read_trace(options.trace, options.reading)
     runs = POINTS + 1 if options.plot else 1
     with Progress(
         TextColumn("{task.description}"),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,33 +20,37 @@ from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
 from kvmover.cache.prefix import FULL, ActionList, InvariantBroken, Match, PrefixTree, RadixKey, Tier, chain
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
-from kvmover.cache.replay.trace import BLOCK_TOKENS, ReplayRequest
+from kvmover.cache.replay.request import ReplayRequest
 from kvmover.errors import KvmoverError
 
 
 class Ideal:
-    """Remembers of every block how many of its first tokens were ever computed.
-
-    An id names the whole prefix up to its block, so the blocks of a prompt are looked up each on its own, until one is
-    not known as far as the prompt wants it.
-    """
+    """Remembers of every block, after the blocks before it, how many of its first tokens were ever computed."""
 
     def __init__(self) -> None:
-        self._known = dict[int, int]()
+        #: Numbers of places: a block after the place before it; one that is followed when it is cut short has another.
+        self._places = dict[tuple[int, int], int]()
+        self._known = list[int]()
 
     def serve(self, request: ReplayRequest) -> int:
         """Tokens at the beginning of this prompt that an earlier one began with; then this prompt is known too."""
-        known, reused, left = self._known, 0, request.input_length
-        whole = True
-        for block in request.hash_ids:
-            wanted = min(left, BLOCK_TOKENS)
-            have = known.get(block, 0)
+        places, known, full = self._places, self._known, request.block_tokens
+        before, reused, whole = -1, 0, True
+        for block, wanted in zip(request.hash_ids, request.lengths(), strict=True):
+            place = places.setdefault((before, block), len(known))
+            if place == len(known):
+                known.append(0)
+            have = known[place]
             if whole:
                 reused += min(have, wanted)
                 whole = have >= wanted
             if have < wanted:
-                known[block] = wanted
-            left -= wanted
+                known[place] = wanted
+            before = place
+            if wanted < full:
+                before = places.setdefault((place, -wanted), len(known))
+                if before == len(known):
+                    known.append(0)
         return reused
 
 
@@ -291,7 +296,15 @@ def _sample(ids: PageArray) -> list[int]:
     return ids[ids % RESIDENCY_SAMPLE == 0].tolist()
 
 
-def replay(requests: Sequence[ReplayRequest], config: ReplayConfig, step: Callable[[int], object] = int) -> Report:
+class Requests(Protocol):
+    """A trace, or a list of requests: read once for every replay, and never held as a whole."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[ReplayRequest]: ...
+
+
+def replay(requests: Requests, config: ReplayConfig, step: Callable[[int], object] = int) -> Report:
     """Serve `requests` in order; `step` gets how many more are done. Raises ReplayConfigError for an impossible one."""
     server = Server(config)
     began = time.perf_counter()

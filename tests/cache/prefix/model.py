@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -71,6 +71,13 @@ class Model:
             told -= set(event.block_hashes)
         else:
             assert isinstance(event, AllBlocksCleared)
+
+    def hear_all(self, resident: Iterable[KVEvent]) -> None:
+        """All that is there, told anew to somebody who knows nothing: it comes to the same."""
+        told, self.told = self.told, {tier: set[int]() for tier in self.told}
+        for event in resident:
+            self.hear(event)
+        assert self.told == told
 
     def usable(self, tokens: Sequence[int], tiers: Sequence[Tier]) -> int:
         """Pages of the longest prefix at whose end all components are of use."""

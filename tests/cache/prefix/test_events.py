@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmover.cache.prefix import PrefixTree
 from kvmover.cache.prefix.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -282,6 +284,89 @@ def test_who_missed_batches_gets_them_again_with_their_numbers(publisher: EventP
     ]
     assert [number for number, _, _ in router.replay(0)] == list(range(60, 100)), "the last 40 are kept"
     assert router.replay(100) == []
+
+
+def known(batches: Iterable[VllmBatch], before: set[tuple[object, ...]] | None = None) -> set[tuple[object, ...]]:
+    """What a router that had `before` believes to be cached: names, parents, tokens and media."""
+    pages = set(before or ())
+    for batch in batches:
+        for event in batch.events:
+            if isinstance(event, VllmCleared):
+                pages.clear()
+            elif isinstance(event, VllmRemoved):
+                pages = {page for page in pages if page[0] not in event.block_hashes or page[-1] != event.medium}
+            else:
+                parent, size = event.parent_block_hash, event.block_size
+                for at, name in enumerate(event.block_hashes):
+                    pages.add((name, parent, tuple(event.token_ids[at * size : (at + 1) * size]), event.medium))
+                    parent = name
+    return pages
+
+
+def test_a_late_subscriber_knows_what_one_that_missed_nothing_does(publisher: EventPublisher, router: Router) -> None:
+    """40 batches are kept of hundreds, and the tree is far smaller than its history."""
+    tree, room = PrefixTree(2, sink=(told := list[KVEvent]()).append), iter(range(10**6))
+    chance, everything = random.Random(7), list[VllmBatch]()
+    late = router.await_subscription(publisher) + 1
+    due = 0
+    for _ in range(300):
+        tokens = [chance.randint(0, 3) for _ in range(2 * chance.randint(1, 5))]
+        tree.insert(tokens, [next(room) for _ in range(len(tokens) // 2)])
+        if tree.sizes().evictable > 20:
+            tree.evict(tree.sizes().evictable - 20)
+        if told:
+            number = publisher.publish(told)
+            told.clear()
+            got, batch = router.next()
+            assert got == number
+            everything.append(batch)
+        if publisher.snapshot_due:
+            publisher.snapshot(tree.resident())
+            due += 1
+        if number % 37 == 0:
+            answers = router.replay(0)
+            assert known(each for _, _, each in answers) == known(everything)
+            numbers = [each for each, _, _ in answers]
+            assert numbers == sorted(set(numbers))
+            assert numbers[-1] == number
+    assert due == number // 40
+    assert len(answers) < 100
+    # Who knew the beginning, or a state that is gone, ends with the same, and who misses what is kept gets just that.
+    for first in (late, number - 60, number - 39, number):
+        answers = router.replay(first)
+        assert known((each for _, _, each in answers), known(everything[: first - late])) == known(everything)
+        assert all(each >= first for each, _, _ in answers)
+    assert [each for each, _, _ in router.replay(number - 3)] == list(range(number - 3, number + 1))
+
+
+def test_a_snapshot_has_as_many_batches_as_there_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmover.cache.prefix.publisher._SNAPSHOT_BATCH_BYTES", 1)
+    with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", keep_batches=2) as running:
+        router = Router(running)
+        for name in range(6):
+            running.publish([stored(name)])
+        running.snapshot(stored(name) for name in range(6))
+        for first in (0, 1, 3, 4, 5):
+            answers = router.replay(first)
+            numbers = [number for number, _, _ in answers]
+            assert numbers == list(range(6 - len(numbers), 6))
+            assert first <= numbers[0]
+            assert len(numbers) > 1 or first > 3
+            if first < 4:
+                names = {page[0] for page in known(each for _, _, each in answers)}
+                assert names == set(range(6))
+        router.close()
+
+
+def test_a_snapshot_that_is_too_old_to_join_the_batches_that_are_kept_is_not_sent(
+    publisher: EventPublisher, router: Router
+) -> None:
+    publisher.publish([stored(0)])
+    publisher.snapshot([stored(0)])
+    for name in range(1, 100):
+        publisher.publish([stored(name)])
+    assert publisher.snapshot_due
+    assert [number for number, _, _ in router.replay(0)] == list(range(60, 100))
 
 
 def test_a_topic_filters(publisher: EventPublisher) -> None:

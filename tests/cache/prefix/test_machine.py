@@ -358,6 +358,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "tree"):
             self.model.consistent()
             self.tree.check()
+            self.model.hear_all(self.tree.resident())
             for (name, tier), mine in self.model.at.items():
                 sizes = self.tree.sizes(name, tier)
                 assert sizes.evictable + sizes.protected == len(mine), (name, tier)
