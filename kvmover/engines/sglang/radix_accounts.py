@@ -1,4 +1,4 @@
-"""RequestAccounts enters the requests of SGLang's radix cache into kvmover's ledger, which is served at /metrics.
+"""RadixAccounts enters the requests of SGLang's radix cache into kvmover's ledger, which is served at /metrics.
 
 SGLang tells its cache when it looks a request up, gives it pages, keeps what it computed, and takes its pages back.
 """
@@ -42,7 +42,7 @@ class _Attempt:
     concurrent_tokens: int = 0
 
 
-class RequestAccounts:
+class RadixAccounts:
     """Calls come from the scheduler's thread, scrapes from another: a scrape stands between two calls.
 
     An event that does not balance is counted (`Ledger.faults`), and fails no request.

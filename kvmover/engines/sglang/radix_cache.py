@@ -43,7 +43,7 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine, engine_radix
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, SWA
-from kvmover.engines.sglang.radix_accounts import Lookup, RequestAccounts
+from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
 from kvmover.engines.sglang.radix_windows import WindowPages
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
     """
 
-    def __init__(self, params: Any, accounts: RequestAccounts | None = None) -> None:
+    def __init__(self, params: Any, accounts: RadixAccounts | None = None) -> None:
         """Raises EngineUnsupported for an eviction policy that the tree has not."""
         import torch
 
@@ -398,10 +398,10 @@ def build(context: Any) -> Any:
     return KvmoverRadixCache(params, _accounts(params))
 
 
-def _accounts(params: Any) -> RequestAccounts | None:
+def _accounts(params: Any) -> RadixAccounts | None:
     """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
     settings = load().settings
     if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
         return None
     tp, tp_size = engine_radix.rank()
-    return RequestAccounts(engine.served_name(), settings, ParallelRank(tp, tp_size, params.pp_rank, params.pp_size))
+    return RadixAccounts(engine.served_name(), settings, ParallelRank(tp, tp_size, params.pp_rank, params.pp_size))

@@ -18,7 +18,7 @@ from kvmover.cache.prefix import StaleHandle
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import plugin
-from kvmover.engines.sglang.radix_accounts import RequestAccounts
+from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 
 PAGES = [1, 4]
@@ -416,8 +416,8 @@ def test_a_history_with_windows_in_little_room_loses_no_page(page: int, seed: in
     assert server.hits > 30
 
 
-def with_accounts(page: int, size: int) -> tuple[Server, RequestAccounts]:
-    accounts = RequestAccounts("m", Settings(), ParallelRank(0, 1))
+def with_accounts(page: int, size: int) -> tuple[Server, RadixAccounts]:
+    accounts = RadixAccounts("m", Settings(), ParallelRank(0, 1))
     return Server(KvmoverRadixCache(parameters(page, size), accounts)), accounts
 
 

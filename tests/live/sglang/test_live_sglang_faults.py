@@ -132,7 +132,8 @@ def test_a_half_that_is_stopped_for_less_than_its_peers_patience(who: str, pair:
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 def test_a_half_that_is_stopped_for_thirty_seconds(who: str, pair: Pair, results: Results) -> None:
     """It is lost, and with it the requests that were under way. Their clients are told, those of the stopped half after
-    it is back, at the deadline of its requests. Then it serves."""
+    it is back, at the deadline of its requests. A prefill's are told that late, too, where the transport still reads
+    their pages for a decode that takes nothing: SGLang would give the pages to others. Then it serves."""
     prompts = prompts_of(20, seed=51, least_tokens=600, most_tokens=1500)
     wanted = pair.wanted(prompts)
     stopped: Server = getattr(pair, who)
@@ -151,7 +152,7 @@ def test_a_half_that_is_stopped_for_thirty_seconds(who: str, pair: Pair, results
     results.add("sglang", f"SIGSTOP of {who} for 30 s", wanted, got, said)
     assert failed
     assert all(answer.error for answer in got if not answer.ok)
-    assert slowest < _DEADLINE_S + _SLACK_S
+    assert slowest < (30 if who == "decode" else _DEADLINE_S) + _SLACK_S
     assert took < 30 + _DEADLINE_S + _SLACK_S
     assert pair.held() == 0
     _served(pair, results, f"after SIGSTOP of {who} for 30 s", seed=52)
