@@ -78,10 +78,10 @@ class AttemptPhase(StrEnum):
 
 
 #: Of these it is known that they were admitted. An abort may come before.
-_ADMITTED = (AttemptPhase.ADMITTED, AttemptPhase.FINISHED, AttemptPhase.RETRACTED)
+_WERE_ADMITTED = (AttemptPhase.ADMITTED, AttemptPhase.FINISHED, AttemptPhase.RETRACTED)
 
 
-class AccountGroup(msgspec.Struct, frozen=True, gc=False):
+class AccountGroup(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """Whose accounts are added up together. Keep tenants few: each is a time series of every metric."""
 
     tenant: str = ""
@@ -129,11 +129,16 @@ class Account(msgspec.Struct, frozen=True, gc=False):
 
     def check(self) -> None:
         """Raise LedgerError where one of the two laws does not hold at this phase. O(reasons)."""
-        if self.phase in _ADMITTED and self.reusable_tokens != self.credited_tokens + self.lost_tokens:
+        if self.phase in _WERE_ADMITTED and self.reusable_tokens != self.credited_tokens + self.lost_tokens:
             raise LedgerError(f"request {self.request}: reusable is not credited + lost: {self}")
         ended = self.phase in (AttemptPhase.FINISHED, AttemptPhase.RETRACTED, AttemptPhase.ABORTED)
         if ended and self.prompt_tokens != self.credited_tokens + self.computed_tokens + self.abandoned_tokens:
             raise LedgerError(f"request {self.request}: the prompt is not credited + computed + abandoned: {self}")
+
+
+#: A look-up in an enumeration costs as much as the rest of a step.
+_WAITING, _MATCHED, _ADMITTED = AttemptPhase.WAITING, AttemptPhase.MATCHED, AttemptPhase.ADMITTED
+_FINISHED, _ABORTED = AttemptPhase.FINISHED, AttemptPhase.ABORTED
 
 
 class OpenAccount(Account, frozen=False, gc=False):
@@ -145,7 +150,7 @@ class OpenAccount(Account, frozen=False, gc=False):
     @classmethod
     def opened(cls, request: RequestId, group: AccountGroup, attempt: int, now_s: float) -> OpenAccount:
         """A request that waits, after `attempt` attempts."""
-        return cls(request, group, attempt, AttemptPhase.WAITING, now_s, now_s)
+        return cls(request, group, attempt, _WAITING, now_s, now_s)
 
     def frozen(self) -> Account:
         """As it is now."""
@@ -153,17 +158,17 @@ class OpenAccount(Account, frozen=False, gc=False):
 
     def matched(self, prompt_tokens: int, reusable_tokens: int) -> None:
         """What a lookup found, `reusable_tokens` over all tiers. Nothing is credited; a later lookup replaces this."""
-        if self.phase is not AttemptPhase.WAITING and self.phase is not AttemptPhase.MATCHED:
+        if self.phase is not _WAITING and self.phase is not _MATCHED:
             raise _out_of_order(self, "matched")
         if not 0 <= reusable_tokens <= prompt_tokens:
             raise LedgerError(
                 f"request {self.request}: {reusable_tokens} reusable tokens of a prompt of {prompt_tokens}"
             )
-        self.phase, self.prompt_tokens, self.reusable_tokens = AttemptPhase.MATCHED, prompt_tokens, reusable_tokens
+        self.phase, self.prompt_tokens, self.reusable_tokens = _MATCHED, prompt_tokens, reusable_tokens
 
     def admitted(self, credit: Credit, lost: Losses) -> None:
-        """The attempt starts with `credit` on the device. What of the match is not credited is lost, each token once."""
-        if self.phase is not AttemptPhase.MATCHED:
+        """The attempt starts with `credit` on the device. What of the match is not credited is lost, once."""
+        if self.phase is not _MATCHED:
             raise _out_of_order(self, "admitted")
         device, host, storage = credit.device_tokens, credit.host_tokens, credit.storage_tokens
         missing = self.reusable_tokens - device - host - storage
@@ -176,12 +181,12 @@ class OpenAccount(Account, frozen=False, gc=False):
             if min(lost.values()) < 0:
                 raise LedgerError(f"request {self.request}: lost {_words(lost)}")
             self.lost = dict(lost)
-        self.phase, self.attempt = AttemptPhase.ADMITTED, self.attempt + 1
+        self.phase, self.attempt = _ADMITTED, self.attempt + 1
         self.device_tokens, self.host_tokens, self.storage_tokens = device, host, storage
 
     def computed(self, tokens: int) -> None:
-        """A chunk of the prompt was computed. Never a hit: not even when a lookup finds the chunk before in the tree."""
-        if self.phase is not AttemptPhase.ADMITTED:
+        """A chunk of the prompt was computed. Never a hit: not even where a lookup finds the chunk before it."""
+        if self.phase is not _ADMITTED:
             raise _out_of_order(self, "computed")
         done = self.computed_tokens + tokens
         if tokens < 0 or self.device_tokens + self.host_tokens + self.storage_tokens + done > self.prompt_tokens:
@@ -192,8 +197,8 @@ class OpenAccount(Account, frozen=False, gc=False):
         self.computed_tokens = done
 
     def withdrawn(self, credit: Credit, reason: Loss) -> None:
-        """Credited tokens that turned out not to be there: a copy failed, or its digest did not match. They are lost."""
-        if self.phase is not AttemptPhase.ADMITTED:
+        """Credited tokens that turned out not to be there: a copy failed, or its digest differs. They are lost."""
+        if self.phase is not _ADMITTED:
             raise _out_of_order(self, "withdrawn")
         left = (
             self.device_tokens - credit.device_tokens,
@@ -214,9 +219,9 @@ class OpenAccount(Account, frozen=False, gc=False):
         """
         device, host, storage, done = self.device_tokens, self.host_tokens, self.storage_tokens, self.computed_tokens
         rest = self.prompt_tokens - device - host - storage - done
-        if phase is not AttemptPhase.ABORTED and self.phase is not AttemptPhase.ADMITTED:
+        if phase is not _ABORTED and self.phase is not _ADMITTED:
             raise _out_of_order(self, phase)
-        if phase is AttemptPhase.FINISHED and rest:
+        if phase is _FINISHED and rest:
             raise LedgerError(
                 f"request {self.request}: a prompt of {self.prompt_tokens} is not {self.credited_tokens} credited"
                 f" + {done} computed"

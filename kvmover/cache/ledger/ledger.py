@@ -65,8 +65,9 @@ class Totals:
         self.storage_tokens += account.storage_tokens
         self.computed_tokens += account.computed_tokens
         self.abandoned_tokens += account.abandoned_tokens
-        for reason, tokens in account.lost.items():
-            self.lost[reason] = self.lost.get(reason, 0) + tokens
+        if account.lost:
+            for reason, tokens in account.lost.items():
+                self.lost[reason] = self.lost.get(reason, 0) + tokens
         if account.phase is AttemptPhase.FINISHED:
             self.finished += 1
         elif account.phase is AttemptPhase.RETRACTED:

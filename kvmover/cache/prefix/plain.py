@@ -17,7 +17,6 @@ from kvmover.cache.prefix.keys import RadixKey, page_array, unlike
 from kvmover.cache.prefix.locks import NUMBERS
 from kvmover.cache.prefix.match import MISS, descend
 from kvmover.cache.prefix.node import LockedPath, Node
-from kvmover.cache.prefix.policy import Recency
 from kvmover.cache.prefix.results import ActionList, FreePages, Inserted, LockHandle, Match, Tier
 
 _DEVICE = Tier.DEVICE
@@ -77,7 +76,7 @@ class PlainSteps:
         account.protected += locked
         number = next(NUMBERS)
         forest.locked_paths[number] = LockedPath(node, _DEVICE, ())
-        return LockHandle(number, node_id, _DEVICE)
+        return LockHandle(number, node.id, _DEVICE)
 
     def unlock(self, handle: LockHandle) -> bool:
         """See PrefixTree.unlock. False where the handle is not out, or not of the device."""
@@ -117,8 +116,14 @@ class PlainSteps:
         double = _double(path, ids, first_page) if known > first_page else b""
         at = path[-1] if path else forest.root(key.namespace)
         if known < pages:
-            at = forest.attach(at, data[known * page_bytes : pages * page_bytes])
-            forest.give(at, _DEVICE, -1, ids[(known - first_page) * ID_BYTES :])
+            first, parent = known * page_bytes, at
+            at = Node(forest.next_id, parent, data[first : pages * page_bytes], known, pages)
+            forest.next_id += 1
+            at.pages, at.created, at.hits = ids[(known - first_page) * ID_BYTES :], forest.clock, 1
+            forest.nodes[at.id] = parent.children[data[first : first + page_bytes]] = at
+            parent.device_children += 1
+            forest.device.evictable += pages - known
+            self._order()[at] = None
             path.append(at)
         self._touch(path)
         actions = (FreePages(FULL, _DEVICE, page_array(double)),) if double else ()
@@ -138,11 +143,11 @@ class PlainSteps:
             if held > left:
                 freed.append(forest.trim(node, left))
                 break
-            if node is forest.trimmed:
-                forest.whole()
             assert node.pages is not None
             assert parent is not None
-            freed.append(node.pages)
+            freed.append(node.pages[: held * ID_BYTES])
+            if node is forest.trimmed:
+                forest.trimmed = None
             left -= held
             account.evictable -= held
             del order[node], nodes[node.id], parent.children[node.tokens[:page_bytes]]
@@ -155,9 +160,7 @@ class PlainSteps:
         return ActionList((FreePages(FULL, _DEVICE, page_array(_joined(freed))),)) if freed else _NOTHING
 
     def _order(self) -> OrderedDict[Node, None]:
-        order = self._forest.device.order
-        assert isinstance(order, Recency)
-        return order.nodes
+        return self._forest.device.order.nodes  # type: ignore[attr-defined]  # by recency
 
     def _touch(self, path: list[Node]) -> None:
         """A use of `path`, root first: its end stands before the nodes above it then."""

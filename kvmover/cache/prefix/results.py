@@ -64,7 +64,8 @@ class ActionList(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def page_ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> PageArray:
         """All that is freed of one component on one tier."""
-        tier = member(Tier, tier, "tier", PrefixError)
+        if tier.__class__ is not Tier:
+            tier = member(Tier, tier, "tier", PrefixError)
         found = [
             a.page_ids for a in self.actions if isinstance(a, FreePages) and a.component == component and a.tier == tier
         ]
