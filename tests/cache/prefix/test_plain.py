@@ -170,7 +170,6 @@ def described(node) -> tuple[object, ...]:
     return node.id, parent, node.start, node.end, node.tokens, node.pages, node.locks, node.used, node.device_children
 
 
-@pytest.mark.searched
 def test_both_ways_give_the_same_answers_and_leave_the_same_tree() -> None:
     run_state_machine_as_test(
         BothWays,
