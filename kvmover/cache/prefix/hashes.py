@@ -108,12 +108,9 @@ def as_int64s(page_hashes: Sequence[bytes]) -> tuple[int, ...]:
 
 
 def _chain(parent: bytes, words: npt.NDArray[np.uint32], page_bytes: int) -> list[bytes]:
-    raw = words.data.cast("B") if words.size else memoryview(b"")
-    hashes = list[bytes]()
-    for end in range(page_bytes, len(raw) + 1, page_bytes):
-        page = sha256(parent)
-        page.update(raw[end - page_bytes : end])
-        parent = page.digest()
+    raw, hashes = words.tobytes(), list[bytes]()
+    for first in range(0, len(raw) - page_bytes + 1, page_bytes):
+        parent = sha256(parent + raw[first : first + page_bytes]).digest()
         hashes.append(parent)
     return hashes
 

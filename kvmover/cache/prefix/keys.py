@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
+from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, chain
 
 #: Page ids as they are handed in: a buffer of int32 is taken as it lies, anything else is converted.
 PageIds: TypeAlias = TokenIds
@@ -39,12 +39,14 @@ class KeyUnits(IntEnum):
     BIGRAM = 2
 
 
-class RadixKey(msgspec.Struct, frozen=True, gc=False):
+class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A prompt, ready to be compared: little-endian 32-bit words, one or two a unit, and their namespace."""
 
     data: bytes
     namespace: PrefixNamespace
     units: KeyUnits
+    #: Page hashes that somebody asked for, by words a page.
+    _hashes: dict[int, list[bytes]] = {}
 
     @classmethod
     def of(cls, tokens: TokenIds, namespace: PrefixNamespace, units: KeyUnits) -> RadixKey:
@@ -59,6 +61,21 @@ class RadixKey(msgspec.Struct, frozen=True, gc=False):
     def tokens(self) -> int:
         """Units of the tree: tokens, or pairs of neighbours."""
         return len(self.data) // (WORD_BYTES * self.units)
+
+    def page_hashes(self, page_words: int) -> list[bytes]:
+        """Hash of each whole page of `page_words` 32-bit words, chained from the namespace, as the tree names it.
+
+        Computed once: a tree that takes the key takes them for its nodes.
+        """
+        known = self._hashes.get(page_words)
+        if known is None:
+            known = chain(self.namespace.digest, memoryview(self.data).cast("I"), page_words)
+            self._hashes[page_words] = known
+        return known
+
+    def known_hashes(self, page_words: int) -> list[bytes] | None:
+        """What `page_hashes` answered before; None where nobody asked."""
+        return self._hashes.get(page_words)
 
 
 def words(tokens: TokenIds) -> bytes:
