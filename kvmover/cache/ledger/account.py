@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
-from msgspec.structs import astuple
 
 from kvmover.errors import KvmoverError
 
@@ -141,20 +140,51 @@ _WAITING, _MATCHED, _ADMITTED = AttemptPhase.WAITING, AttemptPhase.MATCHED, Atte
 _FINISHED, _ABORTED = AttemptPhase.FINISHED, AttemptPhase.ABORTED
 
 
-class OpenAccount(Account, frozen=False, gc=False):
+class OpenAccount(msgspec.Struct, gc=False):
     """An attempt that has not ended, of a request that has had `attempt` of them. Each step checks before it changes.
 
-    Four records a request, one for each step, would take twice as long; nobody sees this one, but a frozen copy of it.
+    Four records a request, one for each step, would take twice as long; nobody sees this one, but what it freezes to.
     """
 
-    @classmethod
-    def opened(cls, request: RequestId, group: AccountGroup, attempt: int, now_s: float) -> OpenAccount:
-        """A request that waits, after `attempt` attempts."""
-        return cls(request, group, attempt, _WAITING, now_s, now_s)
+    request: RequestId
+    group: AccountGroup
+    attempt: int
+    began_s: float
+    phase: AttemptPhase = _WAITING
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    computed_tokens: int = 0
+    lost: dict[Loss, int] = {}
+
+    @property
+    def credited_tokens(self) -> int:
+        """On the device without being computed, from any tier."""
+        return self.device_tokens + self.host_tokens + self.storage_tokens
 
     def frozen(self) -> Account:
         """As it is now."""
-        return Account(*astuple(self)[:-1], dict(self.lost))
+        return self._account(self.phase, self.began_s, self.reusable_tokens, 0, dict(self.lost))
+
+    def _account(self, phase: AttemptPhase, ended_s: float, reusable: int, rest: int, lost: dict[Loss, int]) -> Account:
+        return Account(
+            self.request,
+            self.group,
+            self.attempt,
+            phase,
+            self.began_s,
+            ended_s,
+            self.prompt_tokens,
+            reusable,
+            self.device_tokens,
+            self.host_tokens,
+            self.storage_tokens,
+            self.computed_tokens,
+            rest,
+            lost,
+        )
 
     def matched(self, prompt_tokens: int, reusable_tokens: int) -> None:
         """What a lookup found, `reusable_tokens` over all tiers. Nothing is credited; a later lookup replaces this."""
@@ -217,14 +247,14 @@ class OpenAccount(Account, frozen=False, gc=False):
         `concurrent_tokens` were computed here although another request had put them into the tree by now: reusable, and
         lost, since nobody waited for them.
         """
-        device, host, storage, done = self.device_tokens, self.host_tokens, self.storage_tokens, self.computed_tokens
-        rest = self.prompt_tokens - device - host - storage - done
+        credited = self.device_tokens + self.host_tokens + self.storage_tokens
+        rest = self.prompt_tokens - credited - self.computed_tokens
         if phase is not _ABORTED and self.phase is not _ADMITTED:
             raise _out_of_order(self, phase)
         if phase is _FINISHED and rest:
             raise LedgerError(
-                f"request {self.request}: a prompt of {self.prompt_tokens} is not {self.credited_tokens} credited"
-                f" + {done} computed"
+                f"request {self.request}: a prompt of {self.prompt_tokens} is not {credited} credited"
+                f" + {self.computed_tokens} computed"
             )
         reusable, lost = self.reusable_tokens, self.lost
         if concurrent_tokens:
@@ -235,25 +265,10 @@ class OpenAccount(Account, frozen=False, gc=False):
                     f" reusable ones, of a prompt of {self.prompt_tokens}"
                 )
             lost = {**lost, Loss.CONCURRENT: lost.get(Loss.CONCURRENT, 0) + concurrent_tokens}
-        return Account(
-            self.request,
-            self.group,
-            self.attempt,
-            phase,
-            self.began_s,
-            now_s,
-            self.prompt_tokens,
-            reusable,
-            device,
-            host,
-            storage,
-            done,
-            rest,
-            lost,
-        )
+        return self._account(phase, now_s, reusable, rest, lost)
 
 
-def _out_of_order(account: Account, event: str) -> LedgerError:
+def _out_of_order(account: OpenAccount, event: str) -> LedgerError:
     return LedgerError(f"request {account.request} is {account.phase}: it cannot be {event}")
 
 

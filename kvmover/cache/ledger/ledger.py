@@ -201,7 +201,7 @@ class Ledger:
             if found is not None:
                 found.matched(prompt_tokens, reusable_tokens)
                 return
-            found = OpenAccount.opened(request, group, 0, now_s)
+            found = OpenAccount(request, group, 0, now_s)
             found.matched(prompt_tokens, reusable_tokens)
             self._open[request] = found
         except LedgerError as error:
@@ -236,7 +236,7 @@ class Ledger:
         """The attempt is over and its pages are gone; the request waits to be matched again."""
         over = self._end(request, AttemptPhase.RETRACTED, now_s)
         if over:
-            self._open[request] = OpenAccount.opened(request, over.group, over.attempt, now_s)
+            self._open[request] = OpenAccount(request, over.group, over.attempt, now_s)
         return over
 
     def aborted(self, request: RequestId, now_s: float) -> Account | None:
@@ -270,7 +270,7 @@ class Ledger:
     def check(self) -> None:
         """Raise LedgerError where an open account, a window or a sum does not balance. O(open requests + windows)."""
         for account in self._open.values():
-            account.check()
+            account.frozen().check()
         for window in self.windows():
             for book in window.books.values():
                 book.check()

@@ -23,6 +23,7 @@ from kvmover.cache.prefix import (
     State,
     WriteThrough,
 )
+from kvmover.cache.prefix.policy import Recency
 
 PAGE = 2
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.
@@ -137,8 +138,7 @@ class BothWays(RuleBasedStateMachine):
     def compare(self) -> None:
         straight, general = ([described(node) for node in tree._forest] for tree in self.trees)
         assert straight == general
-        orders = [[node.id for node in tree._forest.device.order] for tree in self.trees]
-        assert orders[0] == orders[1]
+        assert order_of(self.trees[0]) == order_of(self.trees[1])
         for tree in self.trees:
             tree.check()
 
@@ -151,6 +151,12 @@ class BothWays(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "trees"):
             self.compare()
+
+
+def order_of(tree: PrefixTree) -> list[int]:
+    order = tree._forest.device.order  # no public sight of it
+    assert isinstance(order, Recency)
+    return [node.id for node in order]
 
 
 def said(answer: object) -> object:
