@@ -76,7 +76,7 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 MERGED: Mapping[str, str] = {
     "kvmover.cache.ledger.residency": "kvmover.cache.ledger.metrics",
     "kvmover.cache.tiers.rate": "kvmover.cache.tiers.policy",
-    "kvmover.cache.tiers.rules": "kvmover.cache.prefix.rules",
+    "kvmover.cache.tiers.rules": "kvmover.cache.prefix.components",
     "kvmover.config.keys": "kvmover.config.settings",
     "kvmover.kernels.config": "kvmover.kernels.launch",
     "kvmover.needs": "kvmover.errors",

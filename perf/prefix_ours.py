@@ -84,6 +84,13 @@ class KvmoverInt64(Kvmover):
         return tokens.astype(np.int64)
 
 
+class KvmoverList(Kvmover):
+    """The same for an engine that holds tokens as a list of numbers, as vLLM does."""
+
+    def prepare(self, tokens: np.ndarray) -> Any:
+        return tokens.tolist()
+
+
 class KvmoverEvents(Kvmover):
     """The same with KV events made of every page, so with every token hashed; they go nowhere."""
 

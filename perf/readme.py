@@ -338,6 +338,8 @@ def _prefix() -> list[str]:
     ]
     names = {
         "kvmover": "kvmover",
+        "kvmover int64": "kvmover, of tokens in 64 bits",
+        "kvmover list": "kvmover, of tokens in a list",
         "sglang rust core": "SGLang, Rust core",
         "sglang radix cache": "SGLang, RadixCache",
         "vllm": "vLLM, KVCacheManager, with its hashing",

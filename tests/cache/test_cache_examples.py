@@ -26,5 +26,5 @@ def test_the_examples_of_a_module_hold(name: str) -> None:
 
 def test_rooms_with_rules_for_users_have_examples() -> None:
     assert {
-        f"kvmover.cache.{name}" for name in ("prefix.tree", "ledger.ledger", "prefix.rules", "tiers.agreement")
+        f"kvmover.cache.{name}" for name in ("prefix.tree", "ledger.ledger", "prefix.components", "tiers.agreement")
     } <= {name for name in MODULES if examples(name)}

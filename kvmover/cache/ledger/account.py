@@ -1,4 +1,4 @@
-"""An Account says what became of one attempt of a request: a frozen record, and the steps from one to the next.
+"""An Account says what became of one attempt of a request. While it is open, steps change it; then it is frozen.
 
 Two laws hold, and a step that would break one raises LedgerError and changes nothing:
 
@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
-from msgspec.structs import replace
 
 from kvmover.errors import KvmoverError
 
@@ -78,10 +77,10 @@ class AttemptPhase(StrEnum):
 
 
 #: Of these it is known that they were admitted. An abort may come before.
-_ADMITTED = (AttemptPhase.ADMITTED, AttemptPhase.FINISHED, AttemptPhase.RETRACTED)
+_WERE_ADMITTED = (AttemptPhase.ADMITTED, AttemptPhase.FINISHED, AttemptPhase.RETRACTED)
 
 
-class AccountGroup(msgspec.Struct, frozen=True, gc=False):
+class AccountGroup(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """Whose accounts are added up together. Keep tenants few: each is a time series of every metric."""
 
     tenant: str = ""
@@ -129,114 +128,147 @@ class Account(msgspec.Struct, frozen=True, gc=False):
 
     def check(self) -> None:
         """Raise LedgerError where one of the two laws does not hold at this phase. O(reasons)."""
-        if self.phase in _ADMITTED and self.reusable_tokens != self.credited_tokens + self.lost_tokens:
+        if self.phase in _WERE_ADMITTED and self.reusable_tokens != self.credited_tokens + self.lost_tokens:
             raise LedgerError(f"request {self.request}: reusable is not credited + lost: {self}")
         ended = self.phase in (AttemptPhase.FINISHED, AttemptPhase.RETRACTED, AttemptPhase.ABORTED)
         if ended and self.prompt_tokens != self.credited_tokens + self.computed_tokens + self.abandoned_tokens:
             raise LedgerError(f"request {self.request}: the prompt is not credited + computed + abandoned: {self}")
 
 
-def opened(request: RequestId, group: AccountGroup, attempt: int, now_s: float) -> Account:
-    """A request that waits, after `attempt` attempts."""
-    return Account(request, group, attempt, AttemptPhase.WAITING, now_s, now_s)
+#: A look-up in an enumeration costs as much as the rest of a step.
+_WAITING, _MATCHED, _ADMITTED = AttemptPhase.WAITING, AttemptPhase.MATCHED, AttemptPhase.ADMITTED
+_FINISHED, _ABORTED = AttemptPhase.FINISHED, AttemptPhase.ABORTED
 
 
-def matched(account: Account, prompt_tokens: int, reusable_tokens: int) -> Account:
-    """What a lookup found, `reusable_tokens` over all tiers. Nothing is credited; a later lookup replaces this one."""
-    if account.phase is not AttemptPhase.WAITING and account.phase is not AttemptPhase.MATCHED:
-        raise _out_of_order(account, "matched")
-    if not 0 <= reusable_tokens <= prompt_tokens:
-        raise LedgerError(
-            f"request {account.request}: {reusable_tokens} reusable tokens of a prompt of {prompt_tokens}"
-        )
-    return replace(account, phase=AttemptPhase.MATCHED, prompt_tokens=prompt_tokens, reusable_tokens=reusable_tokens)
+class OpenAccount(msgspec.Struct, gc=False):
+    """An attempt that has not ended, of a request that has had `attempt` of them. Each step checks before it changes.
 
-
-def admitted(account: Account, credit: Credit, lost: Losses) -> Account:
-    """The attempt starts with `credit` on the device. What of the match is not credited is lost, each token once."""
-    if account.phase is not AttemptPhase.MATCHED:
-        raise _out_of_order(account, "admitted")
-    device, host, storage = credit.device_tokens, credit.host_tokens, credit.storage_tokens
-    missing = account.reusable_tokens - device - host - storage
-    if missing != (sum(lost.values()) if lost else 0) or device < 0 or host < 0 or storage < 0:
-        raise LedgerError(
-            f"request {account.request}: {account.reusable_tokens} reusable tokens are not device {device}"
-            f" + host {host} + storage {storage} + lost {_words(lost)}"
-        )
-    if lost and min(lost.values()) < 0:
-        raise LedgerError(f"request {account.request}: lost {_words(lost)}")
-    return replace(
-        account,
-        attempt=account.attempt + 1,
-        phase=AttemptPhase.ADMITTED,
-        device_tokens=device,
-        host_tokens=host,
-        storage_tokens=storage,
-        lost=dict(lost),
-    )
-
-
-def computed(account: Account, tokens: int) -> Account:
-    """A chunk of the prompt was computed. Never a hit: not even when a lookup finds the chunk before it in the tree."""
-    if account.phase is not AttemptPhase.ADMITTED:
-        raise _out_of_order(account, "computed")
-    done = account.computed_tokens + tokens
-    if tokens < 0 or account.credited_tokens + done > account.prompt_tokens:
-        raise LedgerError(
-            f"request {account.request}: {tokens} more tokens after {account.credited_tokens} credited and"
-            f" {account.computed_tokens} computed, of a prompt of {account.prompt_tokens}"
-        )
-    return replace(account, computed_tokens=done)
-
-
-def withdrawn(account: Account, credit: Credit, reason: Loss) -> Account:
-    """Credited tokens that turned out not to be there: a copy failed, or its digest did not match. They are lost."""
-    if account.phase is not AttemptPhase.ADMITTED:
-        raise _out_of_order(account, "withdrawn")
-    left = (
-        account.device_tokens - credit.device_tokens,
-        account.host_tokens - credit.host_tokens,
-        account.storage_tokens - credit.storage_tokens,
-    )
-    taken = credit.device_tokens + credit.host_tokens + credit.storage_tokens
-    if min(left) < 0 or min(credit.device_tokens, credit.host_tokens, credit.storage_tokens) < 0:
-        raise LedgerError(f"request {account.request}: withdrawing {credit} leaves {left} for device, host, storage")
-    return replace(
-        account,
-        device_tokens=left[0],
-        host_tokens=left[1],
-        storage_tokens=left[2],
-        lost={**account.lost, reason: account.lost.get(reason, 0) + taken},
-    )
-
-
-def ended(account: Account, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account:
-    """The attempt is over. Only one that finished must have its whole prompt credited or computed.
-
-    `concurrent_tokens` were computed here although another request had put them into the tree by now: reusable, and
-    lost, since nobody waited for them.
+    Four records a request, one for each step, would take twice as long; nobody sees this one, but what it freezes to.
     """
-    rest = account.prompt_tokens - account.credited_tokens - account.computed_tokens
-    if phase is not AttemptPhase.ABORTED and account.phase is not AttemptPhase.ADMITTED:
-        raise _out_of_order(account, phase)
-    if phase is AttemptPhase.FINISHED and rest:
-        raise LedgerError(
-            f"request {account.request}: a prompt of {account.prompt_tokens} is not {account.credited_tokens} credited"
-            f" + {account.computed_tokens} computed"
+
+    request: RequestId
+    group: AccountGroup
+    attempt: int
+    began_s: float
+    phase: AttemptPhase = _WAITING
+    prompt_tokens: int = 0
+    reusable_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    computed_tokens: int = 0
+    lost: dict[Loss, int] = {}
+
+    @property
+    def credited_tokens(self) -> int:
+        """On the device without being computed, from any tier."""
+        return self.device_tokens + self.host_tokens + self.storage_tokens
+
+    def frozen(self) -> Account:
+        """As it is now."""
+        return self._account(self.phase, self.began_s, self.reusable_tokens, 0, dict(self.lost))
+
+    def _account(self, phase: AttemptPhase, ended_s: float, reusable: int, rest: int, lost: dict[Loss, int]) -> Account:
+        return Account(
+            self.request,
+            self.group,
+            self.attempt,
+            phase,
+            self.began_s,
+            ended_s,
+            self.prompt_tokens,
+            reusable,
+            self.device_tokens,
+            self.host_tokens,
+            self.storage_tokens,
+            self.computed_tokens,
+            rest,
+            lost,
         )
-    reusable, lost = account.reusable_tokens, account.lost
-    if concurrent_tokens:
-        reusable += concurrent_tokens
-        if concurrent_tokens < 0 or reusable > account.prompt_tokens:
+
+    def matched(self, prompt_tokens: int, reusable_tokens: int) -> None:
+        """What a lookup found, `reusable_tokens` over all tiers. Nothing is credited; a later lookup replaces this."""
+        if self.phase is not _WAITING and self.phase is not _MATCHED:
+            raise _out_of_order(self, "matched")
+        if not 0 <= reusable_tokens <= prompt_tokens:
             raise LedgerError(
-                f"request {account.request}: {concurrent_tokens} concurrent tokens after {account.reusable_tokens}"
-                f" reusable ones, of a prompt of {account.prompt_tokens}"
+                f"request {self.request}: {reusable_tokens} reusable tokens of a prompt of {prompt_tokens}"
             )
-        lost = {**lost, Loss.CONCURRENT: lost.get(Loss.CONCURRENT, 0) + concurrent_tokens}
-    return replace(account, phase=phase, ended_s=now_s, reusable_tokens=reusable, abandoned_tokens=rest, lost=lost)
+        self.phase, self.prompt_tokens, self.reusable_tokens = _MATCHED, prompt_tokens, reusable_tokens
+
+    def admitted(self, credit: Credit, lost: Losses) -> None:
+        """The attempt starts with `credit` on the device. What of the match is not credited is lost, once."""
+        if self.phase is not _MATCHED:
+            raise _out_of_order(self, "admitted")
+        device, host, storage = credit.device_tokens, credit.host_tokens, credit.storage_tokens
+        missing = self.reusable_tokens - device - host - storage
+        if missing != (sum(lost.values()) if lost else 0) or device < 0 or host < 0 or storage < 0:
+            raise LedgerError(
+                f"request {self.request}: {self.reusable_tokens} reusable tokens are not device {device}"
+                f" + host {host} + storage {storage} + lost {_words(lost)}"
+            )
+        if lost:
+            if min(lost.values()) < 0:
+                raise LedgerError(f"request {self.request}: lost {_words(lost)}")
+            self.lost = dict(lost)
+        self.phase, self.attempt = _ADMITTED, self.attempt + 1
+        self.device_tokens, self.host_tokens, self.storage_tokens = device, host, storage
+
+    def computed(self, tokens: int) -> None:
+        """A chunk of the prompt was computed. Never a hit: not even where a lookup finds the chunk before it."""
+        if self.phase is not _ADMITTED:
+            raise _out_of_order(self, "computed")
+        done = self.computed_tokens + tokens
+        if tokens < 0 or self.device_tokens + self.host_tokens + self.storage_tokens + done > self.prompt_tokens:
+            raise LedgerError(
+                f"request {self.request}: {tokens} more tokens after {self.credited_tokens} credited and"
+                f" {self.computed_tokens} computed, of a prompt of {self.prompt_tokens}"
+            )
+        self.computed_tokens = done
+
+    def withdrawn(self, credit: Credit, reason: Loss) -> None:
+        """Credited tokens that turned out not to be there: a copy failed, or its digest differs. They are lost."""
+        if self.phase is not _ADMITTED:
+            raise _out_of_order(self, "withdrawn")
+        left = (
+            self.device_tokens - credit.device_tokens,
+            self.host_tokens - credit.host_tokens,
+            self.storage_tokens - credit.storage_tokens,
+        )
+        taken = credit.device_tokens + credit.host_tokens + credit.storage_tokens
+        if min(left) < 0 or min(credit.device_tokens, credit.host_tokens, credit.storage_tokens) < 0:
+            raise LedgerError(f"request {self.request}: withdrawing {credit} leaves {left} for device, host, storage")
+        self.device_tokens, self.host_tokens, self.storage_tokens = left
+        self.lost[reason] = self.lost.get(reason, 0) + taken
+
+    def ended(self, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account:
+        """The attempt is over. Only one that finished must have its whole prompt credited or computed.
+
+        `concurrent_tokens` were computed here although another request had put them into the tree by now: reusable, and
+        lost, since nobody waited for them.
+        """
+        credited = self.device_tokens + self.host_tokens + self.storage_tokens
+        rest = self.prompt_tokens - credited - self.computed_tokens
+        if phase is not _ABORTED and self.phase is not _ADMITTED:
+            raise _out_of_order(self, phase)
+        if phase is _FINISHED and rest:
+            raise LedgerError(
+                f"request {self.request}: a prompt of {self.prompt_tokens} is not {credited} credited"
+                f" + {self.computed_tokens} computed"
+            )
+        reusable, lost = self.reusable_tokens, self.lost
+        if concurrent_tokens:
+            reusable += concurrent_tokens
+            if concurrent_tokens < 0 or reusable > self.prompt_tokens:
+                raise LedgerError(
+                    f"request {self.request}: {concurrent_tokens} concurrent tokens after {self.reusable_tokens}"
+                    f" reusable ones, of a prompt of {self.prompt_tokens}"
+                )
+            lost = {**lost, Loss.CONCURRENT: lost.get(Loss.CONCURRENT, 0) + concurrent_tokens}
+        return self._account(phase, now_s, reusable, rest, lost)
 
 
-def _out_of_order(account: Account, event: str) -> LedgerError:
+def _out_of_order(account: OpenAccount, event: str) -> LedgerError:
     return LedgerError(f"request {account.request} is {account.phase}: it cannot be {event}")
 
 

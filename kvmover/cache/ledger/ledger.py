@@ -13,7 +13,6 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from kvmover.cache.ledger import account as steps
 from kvmover.cache.ledger.account import (
     NOTHING_LOST,
     Account,
@@ -23,6 +22,7 @@ from kvmover.cache.ledger.account import (
     LedgerError,
     Loss,
     Losses,
+    OpenAccount,
     RequestId,
 )
 from kvmover.fields import member
@@ -65,8 +65,9 @@ class Totals:
         self.storage_tokens += account.storage_tokens
         self.computed_tokens += account.computed_tokens
         self.abandoned_tokens += account.abandoned_tokens
-        for reason, tokens in account.lost.items():
-            self.lost[reason] = self.lost.get(reason, 0) + tokens
+        if account.lost:
+            for reason, tokens in account.lost.items():
+                self.lost[reason] = self.lost.get(reason, 0) + tokens
         if account.phase is AttemptPhase.FINISHED:
             self.finished += 1
         elif account.phase is AttemptPhase.RETRACTED:
@@ -172,7 +173,7 @@ class Ledger:
         self.window_s = window_s
         self._fault = member(FaultPolicy, fault, "a ledger's fault", LedgerError)
         self._sink, self._token_bytes = sink, token_bytes
-        self._open = dict[RequestId, Account]()
+        self._open = dict[RequestId, OpenAccount]()
         self._closed = dict[AccountGroup, Book]()
         self._now = TimeWindow(0.0, window_s, {})
         self._books = dict[AccountGroup, Book]()
@@ -184,10 +185,7 @@ class Ledger:
 
     def account(self, request: RequestId) -> Account:
         """Of a request that has not ended. Raises LedgerError when it has, or never was."""
-        found = self._open.get(request)
-        if found is None:
-            raise LedgerError(f"request {request} is not open")
-        return found
+        return self._account(request).frozen()
 
     def matched(
         self,
@@ -198,30 +196,35 @@ class Ledger:
         group: AccountGroup = EVERYBODY,
     ) -> None:
         """A lookup found `reusable_tokens`, on any tier. May come again until admission; the last one counts."""
-        found = self._open.get(request) or steps.opened(request, group, 0, now_s)
+        found = self._open.get(request)
         try:
-            self._open[request] = steps.matched(found, prompt_tokens, reusable_tokens)
+            if found is not None:
+                found.matched(prompt_tokens, reusable_tokens)
+                return
+            found = OpenAccount(request, group, 0, now_s)
+            found.matched(prompt_tokens, reusable_tokens)
+            self._open[request] = found
         except LedgerError as error:
             self._refuse(error)
 
     def admitted(self, request: RequestId, credit: Credit, lost: Losses = NOTHING_LOST) -> None:
         """An attempt begins with `credit` on the device; `lost` is the rest of what the match found reusable."""
         try:
-            self._open[request] = steps.admitted(self.account(request), credit, lost)
+            self._account(request).admitted(credit, lost)
         except LedgerError as error:
             self._refuse(error)
 
     def computed(self, request: RequestId, tokens: int) -> None:
         """A chunk of the prompt was computed."""
         try:
-            self._open[request] = steps.computed(self.account(request), tokens)
+            self._account(request).computed(tokens)
         except LedgerError as error:
             self._refuse(error)
 
     def withdrawn(self, request: RequestId, credit: Credit, reason: Loss) -> None:
         """Credited tokens are not on the device after all; they are to be computed."""
         try:
-            self._open[request] = steps.withdrawn(self.account(request), credit, reason)
+            self._account(request).withdrawn(credit, reason)
         except LedgerError as error:
             self._refuse(error)
 
@@ -233,7 +236,7 @@ class Ledger:
         """The attempt is over and its pages are gone; the request waits to be matched again."""
         over = self._end(request, AttemptPhase.RETRACTED, now_s)
         if over:
-            self._open[request] = steps.opened(request, over.group, over.attempt, now_s)
+            self._open[request] = OpenAccount(request, over.group, over.attempt, now_s)
         return over
 
     def aborted(self, request: RequestId, now_s: float) -> Account | None:
@@ -267,7 +270,7 @@ class Ledger:
     def check(self) -> None:
         """Raise LedgerError where an open account, a window or a sum does not balance. O(open requests + windows)."""
         for account in self._open.values():
-            account.check()
+            account.frozen().check()
         for window in self.windows():
             for book in window.books.values():
                 book.check()
@@ -277,10 +280,16 @@ class Ledger:
             if book.again.attempts > book.first.retracted + book.again.retracted:
                 raise LedgerError(f"{group}: more attempts came again than were retracted: {book}")
 
+    def _account(self, request: RequestId) -> OpenAccount:
+        found = self._open.get(request)
+        if found is None:
+            raise LedgerError(f"request {request} is not open")
+        return found
+
     def _end(self, request: RequestId, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account | None:
         try:
-            before = self.account(request)
-            over = steps.ended(before, phase, now_s, concurrent_tokens)
+            before = self._account(request)
+            over = before.ended(phase, now_s, concurrent_tokens)
         except LedgerError as error:
             self._refuse(error)
             self._open.pop(request, None)

@@ -1,6 +1,16 @@
 """The prefix tree knows which pages hold the KV of a prompt, on which tier, and which go next. Needs no torch."""
 
-from kvmover.cache.prefix.components import FULL, Sidecar, SlidingWindow, State, TreeComponent
+from kvmover.cache.prefix.components import (
+    ALL_PAGES,
+    FULL,
+    LAST_PAGE,
+    Rule,
+    Sidecar,
+    SlidingWindow,
+    State,
+    TreeComponent,
+    restorable,
+)
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, WriteBack, WriteThrough
 from kvmover.cache.prefix.copies import TierCopy
 from kvmover.cache.prefix.errors import InvariantBroken, PrefixError, StaleHandle
@@ -34,7 +44,6 @@ from kvmover.cache.prefix.results import (
     Sizes,
     Tier,
 )
-from kvmover.cache.prefix.rules import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.prefix.tree import PrefixTree
 
 __all__ = [

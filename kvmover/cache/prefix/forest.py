@@ -79,6 +79,8 @@ class Forest:
         self.roots: dict[PrefixNamespace, Node] = {}
         self.nodes = {ROOT: self._root(None)}
         self._places: dict[int, PrefixEnd] = {}
+        #: The leaf that was trimmed last: its tokens and pages may reach beyond its end. See `whole`.
+        self.trimmed: Node | None = None
         self.device = EvictableSet(self.config.policy.order())
         self.host = EvictableSet(self.config.policy.order())
         #: Nodes with pages on both tiers, where the host's are made on eviction: those on the host are the first to go
@@ -105,6 +107,7 @@ class Forest:
 
         Raises StaleHandle for an id that is gone or never was.
         """
+        self.whole()
         node = self.nodes.get(node_id)
         if node is None:
             node, page = self._place(node_id)
@@ -116,6 +119,7 @@ class Forest:
 
     def view(self, node_id: int) -> Node:
         """As `node`, to be read only: of a place it is a copy of the front, and nothing is cut or used."""
+        self.whole()
         node = self.nodes.get(node_id)
         if node is None:
             node, page = self._place(node_id)
@@ -150,6 +154,7 @@ class Forest:
 
     def __iter__(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
+        self.whole()
         waiting = list(self.roots.values())
         while waiting:
             node = waiting.pop()
@@ -208,6 +213,8 @@ class Forest:
         last of all: use its path, or put it in front.
         """
         assert node.parent is not None
+        if node is self.trimmed:
+            self.whole()
         cut, ids = pages * self.page_bytes, pages * ID_BYTES
         if not front_id:
             front_id = self.next_id
@@ -302,8 +309,13 @@ class Forest:
         if parent.parent is not None:
             if self.hosted:
                 self.settle(parent)
-        elif not parent.children and parent.namespace is not None:
-            del self.roots[parent.namespace]
+        else:
+            self.forget_root(parent)
+
+    def forget_root(self, root: Node) -> None:
+        """A namespace goes with the last of its nodes."""
+        if not root.children and root.namespace is not None:
+            del self.roots[root.namespace]
 
     # Accounts and orders
 
@@ -374,6 +386,8 @@ class Forest:
 
     def take(self, node: Node, tier: Tier, index: int) -> bytes:
         """The node has no ids of a component on `tier` any more; those it had are returned. The parent may go next."""
+        if node is self.trimmed:
+            self.whole()
         ids = self.ids(node, tier, index)
         assert ids is not None
         self.weigh(node, -1)
@@ -397,8 +411,9 @@ class Forest:
     def trim(self, node: Node, pages: int) -> bytes:
         """Cut the last `pages` pages off an unlocked leaf that has nothing but device pages; their ids are returned.
 
-        As a split and a removal of the end, without a copy of what goes. What is left keeps its place in the order, and
-        is another node: whoever knew the old one knew of more pages.
+        As a split and a removal of the end. What is left keeps its place in the order, and is another node: whoever
+        knew the old one knew of more pages. Its bytes are cut when somebody looks at them, so that the next cut, which
+        is of the same leaf, copies no more than what goes.
         """
         keep = node.end - node.start - pages
         assert node.pages is not None
@@ -411,11 +426,21 @@ class Forest:
         node.id = self.next_id
         self.next_id += 1
         self.nodes[node.id] = node
-        ids = node.pages[keep * ID_BYTES :]
-        node.tokens, node.pages = node.tokens[: keep * self.page_bytes], node.pages[: keep * ID_BYTES]
+        if node is not self.trimmed:
+            self.whole()
+            self.trimmed = node
+        ids = node.pages[keep * ID_BYTES : (keep + pages) * ID_BYTES]
         node.end -= pages
         self.device.evictable -= pages
         return ids
+
+    def whole(self) -> None:
+        """Cut the bytes of the leaf that was trimmed last to its pages. Every way to a node that reads them goes by."""
+        node = self.trimmed
+        if node is not None:
+            self.trimmed, pages = None, node.end - node.start
+            node.tokens = node.tokens[: pages * self.page_bytes]
+            node.pages = node.pages[: pages * ID_BYTES] if node.pages is not None else None
 
     def ids(self, node: Node, tier: Tier, index: int) -> bytes | None:
         """Page ids of a component (-1: attention KV) at a node on a tier, int32 as bytes; None where it has none."""

@@ -8,12 +8,12 @@ page starts from the namespace: what else must be equal, beside the tokens, for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from struct import unpack
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,8 +22,7 @@ from kvmover.errors import KvmoverError
 _TAG = b"kvmover-namespace-v1"
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixNamespace:
+class PrefixNamespace(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """Model, adapter, tenant salt and further keys (an image's digest, a session): what shares KV is equal in all.
 
     Fields are compared and hashed one by one, never joined: an adapter "ab" with salt "c" is not "a" with "bc". Engines
@@ -32,8 +31,11 @@ class PrefixNamespace:
 
     model: str = ""
     adapter: str = ""
-    salt: str = field(default="", repr=False)
+    salt: str = ""
     extra: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"PrefixNamespace(model={self.model!r}, adapter={self.adapter!r}, extra={self.extra!r})"
 
     @property
     def digest(self) -> bytes:
@@ -106,12 +108,9 @@ def as_int64s(page_hashes: Sequence[bytes]) -> tuple[int, ...]:
 
 
 def _chain(parent: bytes, words: npt.NDArray[np.uint32], page_bytes: int) -> list[bytes]:
-    raw = words.data.cast("B") if words.size else memoryview(b"")
-    hashes = list[bytes]()
-    for end in range(page_bytes, len(raw) + 1, page_bytes):
-        page = sha256(parent)
-        page.update(raw[end - page_bytes : end])
-        parent = page.digest()
+    raw, hashes = words.tobytes(), list[bytes]()
+    for first in range(0, len(raw) - page_bytes + 1, page_bytes):
+        parent = sha256(parent + raw[first : first + page_bytes]).digest()
         hashes.append(parent)
     return hashes
 

@@ -14,7 +14,7 @@ from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import WriteThrough
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
-from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, words
+from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, unlike, words
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ROOT, FreePages, Inserted, PageArray, Tier
 
@@ -55,7 +55,7 @@ class Offer(msgspec.Struct, frozen=True):
         cls,
         forest: Forest,
         key: RadixKey,
-        page_ids: PageIds,
+        ids: bytes,
         *,
         start: int = 0,
         first_page: int,
@@ -65,7 +65,6 @@ class Offer(msgspec.Struct, frozen=True):
     ) -> Offer:
         """Checked before anything is touched. Raises PrefixError with the numbers."""
         pages = start + len(key.data) // forest.page_bytes
-        ids = words(page_ids)
         if not start <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
             page_tokens = forest.config.page_tokens
             raise PrefixError(
@@ -125,6 +124,8 @@ class Insertion:
             child = at.children.get(data[offset : offset + page_bytes])
             if child is None:
                 break
+            if child is forest.trimmed:
+                forest.whole()
             tokens = child.tokens
             if not data.startswith(tokens, offset, stop):
                 cut = common_bytes(data, offset, stop, tokens, page_bytes) // page_bytes
@@ -154,7 +155,7 @@ class Insertion:
             if node.pages is None:
                 self._forest.give(node, Tier.DEVICE, -1, mine)
             elif not node.pages.endswith(mine):
-                self._double.append(_unlike(mine, node.pages[-len(mine) :]))
+                self._double.append(unlike(mine, node.pages[-len(mine) :]))
         if self._offer.trailing:
             self._pass_held(node)
 
@@ -163,11 +164,13 @@ class Insertion:
         forest, offer = self._forest, self._offer
         if at.end < offer.first_page:
             raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows {at.end}")
-        cuts = self._boundaries(at.end)
+        cuts, names = self._boundaries(at.end), offer.key.known_hashes(forest.config.page_words)
         for low, high in pairwise(cuts):
             low_bytes, high_bytes = ((page - offer.start) * forest.page_bytes for page in (low, high))
             node = forest.attach(at, offer.key.data[low_bytes:high_bytes])
             node.hits, node.priority = 1, offer.priority
+            if names is not None and not offer.start:
+                node.hashes = tuple(names[low:high])
             ids = offer.ids[(low - offer.first_page) * ID_BYTES : (high - offer.first_page) * ID_BYTES]
             forest.give(node, Tier.DEVICE, -1, ids)
             if offer.trailing:
@@ -236,9 +239,3 @@ class Insertion:
                 if node.hits >= tiers.after_hits:
                     return (node.id,) if node.host is None and not node.backing else ()
         return ()
-
-
-def _unlike(ids: bytes, others: bytes) -> bytes:
-    """Those of `ids` that are not at the same place in `others`."""
-    row = page_array(ids)
-    return row[row != page_array(others)].tobytes()

@@ -17,7 +17,7 @@ from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
 from kvmover.cache.prefix.results import LockHandle, Tier
 
 #: Numbers of handles, of all trees of the process: one tree's handle opens nothing in another.
-_NUMBERS = count(1)
+NUMBERS = count(1)
 
 
 class Locks:
@@ -116,7 +116,7 @@ class Locks:
     def _handle(self, node: Node, tier: Tier, segments: tuple[LockedSegment, ...]) -> LockHandle:
         for segment in segments:
             self._shift(node, segment, tier, 1)
-        number = next(_NUMBERS)
+        number = next(NUMBERS)
         self._forest.locked_paths[number] = LockedPath(node, tier, segments)
         return LockHandle(number, node.id, tier)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,13 +14,8 @@ from kvmover.cache.prefix.keys import NO_IDS, RadixKey, common_bytes, page_array
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ROOT, LoadBack, Match, PageArray, Tier
 
-
-class Descent(NamedTuple):
-    """Nodes from the root down that spell a prompt, whole, and `pages` pages of one more, which it leaves half way."""
-
-    path: list[Node]
-    inside: Node | None
-    pages: int
+#: Nodes from the root down that spell a prompt, whole; one more that it leaves half way, and after how many pages.
+Descent: TypeAlias = tuple[list[Node], Node | None, int]
 
 
 def descend(forest: Forest, key: RadixKey, stop: int) -> Descent:
@@ -31,20 +26,22 @@ def descend(forest: Forest, key: RadixKey, stop: int) -> Descent:
     path = list[Node]()
     at = forest.roots.get(key.namespace)
     if at is None:
-        return Descent(path, None, 0)
-    data, page_bytes, offset = key.data, forest.page_bytes, 0
+        return path, None, 0
+    data, page_bytes, offset, trimmed = key.data, forest.page_bytes, 0, forest.trimmed
     compare = data.startswith
     while offset < stop:
         child = at.children.get(data[offset : offset + page_bytes])
         if child is None:
             break
+        if child is trimmed:
+            forest.whole()
         tokens = child.tokens
         if not compare(tokens, offset, stop):
-            return Descent(path, child, common_bytes(data, offset, stop, tokens, page_bytes) // page_bytes)
+            return path, child, common_bytes(data, offset, stop, tokens, page_bytes) // page_bytes
         path.append(child)
         offset += len(tokens)
         at = child
-    return Descent(path, None, 0)
+    return path, None, 0
 
 
 def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:

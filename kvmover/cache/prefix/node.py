@@ -96,7 +96,7 @@ class LockedSegment(msgspec.Struct, frozen=True):
     stop: int
 
 
-class LockedPath(msgspec.Struct, frozen=True):
+class LockedPath(msgspec.Struct, frozen=True, gc=False):
     """What one handle keeps: attention KV from the root to `node`, and segments of further components."""
 
     node: Node

@@ -53,19 +53,20 @@ class Recency:
     """
 
     def __init__(self) -> None:
-        self._nodes: OrderedDict[Node, None] = OrderedDict()
+        #: First what goes first. Straight-line paths go to it themselves.
+        self.nodes: OrderedDict[Node, None] = OrderedDict()
 
     def add(self, node: Node) -> None:
         """Behind all others: it was used last. O(1)."""
-        self._nodes.setdefault(node)
+        self.nodes.setdefault(node)
 
     def discard(self, node: Node) -> None:
         """See Order. O(1)."""
-        self._nodes.pop(node, None)
+        self.nodes.pop(node, None)
 
     def touch(self, path: Iterable[Node]) -> None:
         """Nodes of one path, deepest first, each behind all others."""
-        nodes = self._nodes
+        nodes = self.nodes
         move = nodes.move_to_end
         for node in path:
             if node in nodes:
@@ -73,21 +74,21 @@ class Recency:
 
     def front(self, node: Node) -> None:
         """Before all others: it is given up next."""
-        self._nodes[node] = None
-        self._nodes.move_to_end(node, last=False)
+        self.nodes[node] = None
+        self.nodes.move_to_end(node, last=False)
 
     def first(self) -> Node | None:
         """The one used least recently."""
-        return next(iter(self._nodes), None)
+        return next(iter(self.nodes), None)
 
     def __iter__(self) -> Iterator[Node]:
-        return iter(self._nodes)
+        return iter(self.nodes)
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._nodes
+        return node in self.nodes
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self.nodes)
 
 
 class RankedEntry(NamedTuple):

@@ -28,7 +28,7 @@ class Tier(IntEnum):
     STORAGE = 2
 
 
-class FreePages(msgspec.Struct, frozen=True, eq=False):
+class FreePages(msgspec.Struct, frozen=True, gc=False, eq=False):
     """These page ids are the caller's again: nothing in the tree or in flight uses them."""
 
     component: str
@@ -57,21 +57,22 @@ class CopyOut(msgspec.Struct, frozen=True, eq=False):
 Action: TypeAlias = FreePages | CopyOut
 
 
-class ActionList(msgspec.Struct, frozen=True, eq=False):
+class ActionList(msgspec.Struct, frozen=True, gc=False, eq=False):
     """What is to be done, in order; copies come before the frees of what they read."""
 
     actions: tuple[Action, ...] = ()
 
     def page_ids(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> PageArray:
         """All that is freed of one component on one tier."""
-        tier = member(Tier, tier, "tier", PrefixError)
+        if tier.__class__ is not Tier:
+            tier = member(Tier, tier, "tier", PrefixError)
         found = [
             a.page_ids for a in self.actions if isinstance(a, FreePages) and a.component == component and a.tier == tier
         ]
         return NO_IDS if not found else found[0] if len(found) == 1 else np.concatenate(found)
 
 
-class Inserted(ActionList, frozen=True, eq=False):
+class Inserted(ActionList, frozen=True, gc=False, eq=False):
     """An insert, or the landing of pages on the host: `tokens` are kept now, of which `known_tokens` were before.
 
     `node` is the end of the path. `actions` free the duplicates. `backups` are nodes that are due to be written
@@ -84,7 +85,7 @@ class Inserted(ActionList, frozen=True, eq=False):
     backups: tuple[int, ...] = ()
 
 
-class LockHandle(msgspec.Struct, frozen=True):
+class LockHandle(msgspec.Struct, frozen=True, gc=False):
     """A lock. What it covers is noted in the tree, and follows splits."""
 
     number: int
@@ -92,7 +93,7 @@ class LockHandle(msgspec.Struct, frozen=True):
     tier: Tier
 
 
-class Extended(Inserted, frozen=True, eq=False):
+class Extended(Inserted, frozen=True, gc=False, eq=False):
     """Pages below a prefix that was locked; `handle` locks both now. `kept_page_ids` are the tree's, [page]."""
 
     handle: LockHandle = LockHandle(0, ROOT, Tier.DEVICE)
@@ -107,7 +108,7 @@ class LoadBack(msgspec.Struct, frozen=True, eq=False):
     host_page_ids: PageArray
 
 
-class Match(msgspec.Struct, frozen=True, eq=False):
+class Match(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Two prefixes of a prompt, and what lies between them. Nothing is locked and nothing is credited.
 
     `tokens`, `page_ids` and `device_node` are the prefix that can be used as it is: every component stands on the

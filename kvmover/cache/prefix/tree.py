@@ -23,6 +23,7 @@ from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageI
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, matched, walk
 from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.plain import PlainSteps
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.results import (
     ROOT,
@@ -72,6 +73,8 @@ class PrefixTree:
         self._forest = Forest(self.config)
         if sink is not None:
             self._forest.journal = Journal(self.config, sink)
+        #: The shorter way to the same answers, where the tree is plain.
+        self._plain = PlainSteps.of(self._forest)
         self._locks = Locks(self._forest)
         self._copies = CopyRecords(self._forest, self._locks)
         self._fetches: dict[int, FetchRecord] = {}
@@ -96,11 +99,13 @@ class PrefixTree:
         leaves half way is neither split nor used before somebody locks the answer or inserts below it. Nothing is
         locked: lock before the next call that may evict, or the answer is stale.
         """
-        descent = self._descend(tokens, namespace, limit_tokens)
-        if descent.path:
-            self._forest.touch(descent.path[::-1])
-            descent = descent._replace(path=self._forest.join(descent.path))
-        return matched(self._forest, descent)
+        if self._plain is not None:
+            return self._plain.match(self._key(tokens, namespace), limit_tokens)
+        path, inside, pages = self._descend(tokens, namespace, limit_tokens)
+        if path:
+            self._forest.touch(path[::-1])
+            path = self._forest.join(path)
+        return matched(self._forest, (path, inside, pages))
 
     def look(
         self,
@@ -165,6 +170,8 @@ class PrefixTree:
 
         Locks count. A handle stays right whatever is split. ROOT can be locked, to no effect.
         """
+        if self._plain is not None:
+            return self._plain.lock(node_id)
         node = self._forest.node(node_id)
         return self._locks.device(node, self._locks.segments(node, skip))
 
@@ -180,7 +187,8 @@ class PrefixTree:
 
     def unlock(self, handle: LockHandle) -> None:
         """Give a lock back, once. Raises StaleHandle otherwise."""
-        self._locks.release(handle)
+        if self._plain is None or not self._plain.unlock(handle):
+            self._locks.release(handle)
 
     def unlock_component(self, handle: LockHandle, component: str) -> None:
         """Give back the part that covers one component: decoding has left the window."""
@@ -207,10 +215,15 @@ class PrefixTree:
         last pages (a state: of the very last), in the same way. Requests that insert in chunks say in `counted_tokens`
         how far the last chunk went, so that each request counts once as a use. `priority` only raises.
         """
+        key, ids = self._key(tokens, namespace), words(page_ids)
+        if self._plain is not None and not held:
+            kept = self._plain.insert(key, ids, first_page)
+            if kept is not None:
+                return kept
         offer = Offer.of(
             self._forest,
-            self._key(tokens, namespace),
-            page_ids,
+            key,
+            ids,
             first_page=first_page,
             counted_tokens=counted_tokens,
             held=held,
@@ -251,7 +264,7 @@ class PrefixTree:
         offer = Offer.of(
             self._forest,
             key,
-            page_ids,
+            words(page_ids),
             start=first,
             first_page=first,
             counted_tokens=0,
@@ -277,6 +290,8 @@ class PrefixTree:
         EvictionGranularity.NODE, whole nodes. `room` are free host pages for a tree that writes back; those not named
         in a CopyOut stay the caller's.
         """
+        if self._plain is not None and component == FULL and not len(room):
+            return self._plain.evict(pages)
         return self.evict_pools({component: pages}, room=room)
 
     def evict_pools(self, pages: Mapping[str, int], *, room: PageIds = ()) -> ActionList:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
-from kvmover.cache.prefix import FULL, ActionList, InvariantBroken, Match, PrefixTree, RadixKey, Tier, chain
+from kvmover.cache.prefix import FULL, ActionList, InvariantBroken, Match, PrefixTree, RadixKey, Tier
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
 from kvmover.cache.replay.request import ReplayRequest
@@ -133,9 +133,13 @@ class SimulatedStorage:
 
     def _touch(self, hashes: Sequence[bytes]) -> None:
         """Deepest first, so that a prefix always outlives what follows it."""
+        pages = self._pages
+        move = pages.move_to_end
         for page in reversed(hashes):
-            self._pages[page] = None
-            self._pages.move_to_end(page)
+            if page in pages:
+                move(page)
+            else:
+                pages[page] = None
 
 
 #: One page in so many is followed from storing to removal.
@@ -249,7 +253,7 @@ class Server:
         page_tokens = self.config.page_tokens
         words = memoryview(key.data).cast("I")
         first = match.best_tokens // page_tokens
-        found = storage.leading(chain(b"", words[:limit_tokens], page_tokens))
+        found = storage.leading(key.page_hashes(page_tokens)[: limit_tokens // page_tokens])
         if found <= first:
             return match, {}
         if not self._back_up(match.best_node, now_s):

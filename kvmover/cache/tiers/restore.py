@@ -23,7 +23,6 @@ from kvmover.cache.prefix import (
     RadixKey,
     Rule,
     Tier,
-    chain,
     restorable,
 )
 from kvmover.cache.tiers import restoring
@@ -224,8 +223,7 @@ class Restores:
     def _look(self, restore: Restore, pages: int) -> None:
         """Ask storage for what is not on the host, and for what a prefix that ends there needs of before."""
         storage, tree, key, node = self._storage, self.allocator.tree, restore.key, restore.found.host_node
-        words = np.frombuffer(key.data, "<u4")
-        restore.hashes = hashes = chain(key.namespace.digest, words, tree.config.page_words)[:pages]
+        restore.hashes = hashes = key.page_hashes(tree.config.page_words)[:pages]
         restore.anchor = anchor = len(tree.page_hashes(node)) if node != ROOT and tree.is_backed(node) else 0
         reach = max((pool.rule.reach_tokens or 0 for pool in self.allocator.tiered_pools), default=0)
         first = max(0, anchor - -(-reach // self.terms.page_tokens))

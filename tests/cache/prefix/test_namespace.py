@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.cache.prefix import PrefixError, PrefixTree, WriteThrough
-from kvmover.cache.prefix.hashes import PrefixNamespace
+from kvmover.cache.prefix import (
+    DeviceOnly,
+    KeyUnits,
+    PrefixError,
+    PrefixNamespace,
+    PrefixTree,
+    WriteThrough,
+)
+from kvmover.cache.prefix.config import Tiers
 
 TEXT = st.text(max_size=3)
 NAMESPACES = st.builds(PrefixNamespace, TEXT, TEXT, TEXT, st.lists(TEXT, max_size=3).map(tuple))
@@ -87,3 +94,18 @@ def test_what_storage_brings_for_a_tenant_is_seen_by_that_tenant_alone() -> None
     tree = hosted()
     tree.end(tree.begin_fetch([1, 2, 3], 0, [10, 11, 12], namespace=A))
     assert [tree.match([1, 2, 3], namespace=each).best_tokens for each in (A, B, PrefixNamespace())] == [3, 0, 0]
+
+
+@pytest.mark.parametrize("units", list(KeyUnits))
+@pytest.mark.parametrize("tiers", [DeviceOnly(), WriteThrough()])
+def test_a_key_that_was_hashed_names_the_nodes_made_of_it_as_the_tree_would(units: KeyUnits, tiers: Tiers) -> None:
+    tree, other = (PrefixTree(2, units=units, tiers=tiers) for _ in range(2))
+    salted = PrefixNamespace(salt="s")
+    for tokens in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 9, 9, 9, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]):
+        key, pages = tree.key(tokens, salted), (len(tokens) - int(units) + 1) // 2
+        names = key.page_hashes(tree.config.page_words)
+        mine = tree.insert(key, range(100 * len(tokens), 100 * len(tokens) + pages))
+        theirs = other.insert(tokens, range(100 * len(tokens), 100 * len(tokens) + pages), namespace=salted)
+        assert tree.page_hashes(mine.node) == names[:pages] == other.page_hashes(theirs.node)
+        assert key.page_hashes(1) != names, "each size of a page has hashes of its own"
+    tree.check()
