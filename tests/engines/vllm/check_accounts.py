@@ -135,5 +135,5 @@ def test_each_account_is_a_line_of_the_run_log(
     compute(a, "a")
     a.scheduler.shutdown()
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines() if line]
-    (account,) = [line for line in lines if "computed_tokens" in line]
+    (account,) = [line["account"] for line in lines if "account" in line]
     assert (account["request"], account["computed_tokens"]) == ("a", 100)
