@@ -411,7 +411,7 @@ class RankProcess:
             assert time.monotonic() < deadline, "it does not stop"
             time.sleep(0.01)
 
-    def await_death(self, within_s: float = 20) -> int | None:
+    def await_death(self, within_s: float = 60) -> int | None:
         self._process.join(within_s)
         return self._process.exitcode
 
