@@ -44,6 +44,12 @@ BLOCKS = [
     for first in range(0, SCHEDULES * share // 16, BLOCK)
 ]
 
+#: Schedules that break a rule and wait to be mended, and how. Each is held to break it yet, so that none is forgotten.
+UNMENDED = {
+    ("hostile", 790): "memory changed under a copy",
+    ("several", 225): "still waits for p0.1",
+}
+
 #: A mutation that survives so many schedules is not caught.
 MUTANT_SCHEDULES = 300
 
@@ -122,6 +128,12 @@ def test_every_invariant_holds_after_every_step_of_a_schedule(profile: str, seed
     assert not rare, f"too few of a hundred schedules of {profile} reach: {rare}"
 
 
+@pytest.mark.parametrize(("profile", "seed"), sorted(UNMENDED))
+def test_a_schedule_that_waits_to_be_mended_breaks_what_it_broke(profile: str, seed: int):
+    with pytest.raises(Broken, match=UNMENDED[profile, seed]):
+        simulate(seed, profile)
+
+
 @pytest.mark.parametrize(("seed", "profile"), family([(9, "hostile"), (3, "default")], few=[(9, "hostile")]))
 def test_a_seed_replays_the_same_schedule_in_another_process(seed: int, profile: str):
     """Strings hash otherwise there, so no order of a set decides."""
@@ -160,6 +172,6 @@ def test_when_faults_stop_a_request_lands_whatever_was(profile: str):
 def _run(seeds: range, profile: str) -> Counter[str]:
     """In how many schedules each situation was reached."""
     reached = Counter[str]()
-    for seed in seeds:
+    for seed in (seed for seed in seeds if (profile, seed) not in UNMENDED):
         reached.update(what for what, count in simulate(seed, profile).seen.items() if count)
     return reached
