@@ -202,15 +202,21 @@ def test_a_restarted_peer_under_the_same_hint_works_at_once(here: Here, start: C
     assert second.ask("notes", 1) == [(here.wire.name, b"hello", b"")]
 
 
-@pytest.mark.usefixtures("only_tcp")
-def test_a_stopped_peer_is_a_deadline_and_its_end_is_seen_when_it_wakes(
-    here: Here, start: Callable[[str], PeerProcess]
-) -> None:
+def asleep(here: Here, start: Callable[[str], PeerProcess]) -> PeerProcess:
+    """A peer that was written to once, so that the way to it is there, and was stopped then."""
     sleeper = start("sleeper")
     here.meet(sleeper)
     here.wire.write(sleeper.name, here.runs(0, 8, 8, 1), sleeper.runs(0, 8, 8, 1), b"", 10)
     here.collect(1)
     sleeper.pause()
+    return sleeper
+
+
+@pytest.mark.usefixtures("only_tcp")
+def test_a_stopped_peer_is_a_deadline_and_its_end_is_seen_when_it_wakes(
+    here: Here, start: Callable[[str], PeerProcess]
+) -> None:
+    sleeper = asleep(here, start)
     began = time.monotonic()
     ticket = here.wire.write(sleeper.name, whole(here.memory), sleeper.runs(0, NBYTES, NBYTES, 1), b"late", 0.3)
     (failed,) = here.collect(1)
@@ -260,11 +266,7 @@ def test_ucx_writes_to_memory_that_was_deregistered_by_what_a_peer_knew_of_it_be
 def test_ucx_goes_on_with_a_write_whose_target_is_deregistered_under_it(
     here: Here, start: Callable[[str], PeerProcess]
 ) -> None:
-    sleeper = start("sleeper")
-    here.meet(sleeper)
-    here.wire.write(sleeper.name, here.runs(0, 8, 8, 1), sleeper.runs(0, 8, 8, 1), b"", 10)
-    here.collect(1)
-    sleeper.pause()
+    sleeper = asleep(here, start)
     here.array[:] = 3
     ticket = here.wire.write(sleeper.name, whole(here.memory), sleeper.runs(0, NBYTES, NBYTES, 1), b"late", 20)
     sleeper.tell("anew", 7)

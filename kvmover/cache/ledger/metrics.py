@@ -105,14 +105,6 @@ class DurationHistogram:
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
-    def cumulative(self) -> list[tuple[str, int]]:
-        """Bound and count at or below it, as Prometheus wants them: the last bound is +Inf."""
-        running, rows = 0, list[tuple[str, int]]()
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self.counts, strict=True):
-            running += count
-            rows.append((bound, running))
-        return rows
-
 
 @dataclass(slots=True)
 class _Stay:

@@ -41,17 +41,18 @@ def chunk_tokens(config: Any) -> int:
     return config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
 
 
-def chunk_bytes(config: Any, replicated: bool) -> str:
+def chunk_content(offloading_spec: Any) -> str:
     """What the bytes of a chunk are, in words: only where all of them are equal do two chunks of a key mean the same.
 
     The order of the bytes is vLLM's: it may change with its release, and with the attention backend, which it chooses
     by the device. Ranks lie one after the other, each in its own order; with one rank, or one copy for all, or vLLM's
     canonical layout, nothing of the ranks is left.
     """
+    config = offloading_spec.config
     parallel, cache = config.parallel, config.cache
     if config.canonical_layout and parallel.is_parallelism_agnostic:
         ranks = "canonical"
-    elif replicated or parallel.world_size == 1:
+    elif offloading_spec.replicated_layout or parallel.world_size == 1:
         ranks = "one copy"
     else:
         sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)

@@ -74,7 +74,7 @@ class KvmoverTier(engine_tier.SecondaryTierManager):
         space = Namespace(
             options.model or config.model.name, options.weights, engine_tier.chunk_tokens(config), options.tenant
         )
-        what = engine_tier.chunk_bytes(config, offloading_spec.replicated_layout)
+        what = engine_tier.chunk_content(offloading_spec)
         memory = engine_tier.memory_of_view(primary_kv_view)
         self._chunks: ChunkStore | None = ChunkStore.open(settings.store, space, what, memory, self.block_size_bytes)
         self._lookups = StoreLookups(self._chunks, tier_type)
