@@ -196,6 +196,16 @@ class Seat:
 
 
 @dataclass(slots=True, eq=False)
+class SimProcess:
+    """Stands in for a Maker."""
+
+    seat: Seat
+
+    def lives(self) -> bool:
+        return self.seat.alive
+
+
+@dataclass(slots=True, eq=False)
 class SimMappings:
     """Stands in for a mover's Mappings: all processes of a scenario that shares its pools are on one host.
 
@@ -219,6 +229,9 @@ class SimMappings:
         else:
             self.lent.update(tensor.data_ptr() for tensors in pools for tensor in tensors)
         return pools
+
+    def maker(self, peer: Peer) -> SimProcess | None:
+        return SimProcess(self.seats[peer.name]) if self.ours else None
 
     def forget(self, peer: str) -> None:
         """A mapping outlives its peer."""

@@ -27,7 +27,7 @@ __all__ = ["Broken", "World", "simulate"]
 IDLE_S, BUSY_S = 0.4, 0.08
 #: No schedule is longer than this in virtual time: what is still open then never ends. Copies that were queued end by
 #: themselves, 5 s each at worst: it may take so long after the last, but not for ever.
-HORIZON_S, AFTER_COPIES_S, SLOW_HORIZON_S = 30.0, 10.0, 90.0
+HORIZON_S, AFTER_COPIES_S, SLOW_HORIZON_S = 30.0, 10.0, 300.0
 #: Between what `recover` does: longer than a lost peer waits for its next dial.
 MEETING_S = 2.0
 #: No schedule has so much under way at once, unless every answer is answered.
