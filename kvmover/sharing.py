@@ -112,6 +112,8 @@ def machine() -> str:
 
 def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
     """The share that each (address, bytes) of this process lies in as a whole; None for memory of its own."""
+    if not _FILES:
+        return [None for _ in ranges]
     found = [match for line in _lines(Path("/proc/self/maps")) if (match := _MAPPED.match(line))]
     files = [(int(m[1], 16), int(m[2], 16), int(m[3], 16), m[4]) for m in found]
     return [_share(address, nbytes, files) for address, nbytes in ranges]

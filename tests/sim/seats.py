@@ -134,6 +134,13 @@ class Seat:
         return self.transport.name
 
     @property
+    def busy_until(self) -> float:
+        """When what it copies now has ended, or what it copied last had."""
+        copier = self.mover._core.copier
+        assert isinstance(copier, SimCopier)
+        return copier.busy_until
+
+    @property
     def base(self) -> int:
         """Address of the first byte of its pools."""
         return self.memory.ctypes.data

@@ -116,8 +116,9 @@ class World:
         network, started = self.network, self.network.now
         until = started + HORIZON_S
         while not self._quiet():
-            if any(seat.mover._core.copier.busy for seat in self.scene.alive):
-                until = max(until, min(network.now + AFTER_COPIES_S, started + SLOW_HORIZON_S))
+            if network.now > until:
+                busy_until = max((seat.busy_until for seat in self.scene.alive), default=started)
+                until = max(until, min(busy_until + AFTER_COPIES_S, started + SLOW_HORIZON_S))
             if network.now > until:
                 raise Broken(f"still busy after {network.now - started:.0f} s: {left(self.scene)}")
             if network.pending > CROWD:
@@ -144,9 +145,7 @@ class World:
             case Crash(rank, back_s=back_s, told=told, forgotten=forgotten):
                 seat = self.scene.at[rank]
                 if seat.alive:
-                    network.log(lambda: f"{seat.name}: CRASH")
-                    seat.alive = False
-                    network.crash(seat.name, told)
+                    self._kill(seat, told)
                     if back_s is not None:
                         network.after(back_s, lambda: self._start(*rank))
                     if forgotten:
@@ -169,6 +168,13 @@ class World:
                     network.cut(old.name, other, told)
                     network.after(seconds, lambda other=other: self._heal(old.name, other))
                 network.after(after_s, lambda: self._start(engine, number))
+                if self.scenario.shared:  # what it may still copy into is kept while it lives
+                    network.after(seconds + MEETING_S, lambda: self._kill(old, told))
+
+    def _kill(self, seat: Seat, told: bool) -> None:
+        self.network.log(lambda: f"{seat.name}: CRASH")
+        seat.alive = False
+        self.network.crash(seat.name, told)
 
     def _forget(self, dead: Seat) -> None:
         """Every rank that knew it is told of a death, as soon as nothing of the dead is under way."""
