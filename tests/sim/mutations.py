@@ -498,7 +498,7 @@ def a_chunk_is_told_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_fails_one_engine_fails_all(patch: pytest.MonkeyPatch) -> None:
-    def part(self: SourceDriver, request: Request, attempt: SendAttempt, reason: str, cause: Any) -> None:
+    def part(self: SourceDriver, request: Request, engine: str, reason: str, cause: Any) -> None:
         self._fail(request, reason, cause)
 
     patch.setattr(SourceDriver, "_part", part)
