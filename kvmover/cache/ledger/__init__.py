@@ -3,7 +3,8 @@
 from kvmover.cache.ledger.account import Account, AccountGroup, AttemptPhase, Credit, LedgerError, Loss
 from kvmover.cache.ledger.export import JsonLines, read_accounts
 from kvmover.cache.ledger.ledger import EVERYBODY, Book, FaultPolicy, Ledger, TimeWindow, Totals
-from kvmover.cache.ledger.metrics import DurationHistogram, LedgerCollector, Residency
+from kvmover.cache.ledger.metrics import LedgerCollector, Residency
+from kvmover.exposition import DurationHistogram
 
 __all__ = [
     "EVERYBODY",
