@@ -101,14 +101,9 @@ def test_what_was_predicted_is_compared_with_what_was_delivered() -> None:
     prometheus = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     accounts = list[Account]()
     ledger = Ledger(sink=accounts.append)
-    for number, (told, by, device) in enumerate(
-        [
-            (64, Predictor.ROUTER, 64),
-            (64, Predictor.ROUTER, 16),
-            (0, Predictor.ROUTER, 48),
-            (32, Predictor.INVENTORY, 32),
-        ]
-    ):
+    router, inventory = Predictor.ROUTER, Predictor.INVENTORY
+    told_and_found = [(64, router, 64), (64, router, 16), (0, router, 48), (32, inventory, 32)]
+    for number, (told, by, device) in enumerate(told_and_found):
         ledger.matched(number, 100, 90, 0.0, LLAMA)
         ledger.predicted(number, Prediction(told, by))
         ledger.admitted(number, Credit(device), {Loss.LATE: 90 - device})
