@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SOURCES = ("device", "host", "storage", "computed", "abandoned")
 _ENDS = ("finished", "retracted", "aborted")
+_OUTCOMES = ("foreseen", "missed", "unforeseen")
 _GROUP = ("tenant", "model", "attempt")
 _COUNTER, _TIMES = MetricKind.COUNTER, MetricKind.HISTOGRAM
 
@@ -26,6 +27,13 @@ _TOKENS = Metric("prompt_tokens", _COUNTER, "Prompt tokens by where their KV cam
 _LOST = Metric("lost_tokens", _COUNTER, "Reusable tokens that were computed again, by reason.", (*_GROUP, "reason"))
 _ATTEMPTS = Metric("attempts", _COUNTER, "Attempts by how they ended.", (*_GROUP, "end"))
 _SAVED = Metric("saved_bytes", _COUNTER, "KV that was not computed.", ("tenant", "model"))
+_PREDICTED = Metric(
+    "predicted_tokens",
+    _COUNTER,
+    "Prompt tokens of first attempts by what was predicted of them: foreseen hits; missed, no hits; unforeseen hits.",
+    ("tenant", "model", "by", "outcome"),
+)
+_PREDICTIONS = Metric("predicted_requests", _COUNTER, "First attempts with a prediction.", ("tenant", "model", "by"))
 _FAULTS = Metric("ledger_faults", _COUNTER, "Events that did not balance.", ())
 _NEVER = Metric("never_admitted", _COUNTER, "Requests that ended before they began.", ())
 _NEVER_RESUMED = Metric("never_resumed", _COUNTER, "Requests that ended between a retraction and the next attempt.", ())
@@ -50,6 +58,7 @@ class LedgerCollector:
     def collect(self) -> Iterator[Family]:
         """The metric families of docs/metrics.md. For prometheus_client."""
         tokens, lost, attempts, saved = (cast(Any, each.family()) for each in (_TOKENS, _LOST, _ATTEMPTS, _SAVED))
+        predicted, predictions = (cast(Any, each.family()) for each in (_PREDICTED, _PREDICTIONS))
         for group in self._ledger.groups():
             book = self._ledger.total(group)
             saved.add_metric((group.tenant, group.model), self._ledger.saved_bytes(group))
@@ -61,7 +70,12 @@ class LedgerCollector:
                     attempts.add_metric((*labels, end), getattr(totals, end))
                 for reason, count in totals.lost.items():
                     lost.add_metric((*labels, reason), count)
-        yield from (tokens, lost, attempts, saved)
+            for by, sums in book.first.predictions.items():
+                predictions.add_metric((group.tenant, group.model, by), sums.requests)
+                for outcome in _OUTCOMES:
+                    count = getattr(sums, f"{outcome}_tokens")
+                    predicted.add_metric((group.tenant, group.model, by, outcome), count)
+        yield from (tokens, lost, attempts, saved, predicted, predictions)
         for metric, count in (
             (_FAULTS, self._ledger.faults),
             (_NEVER, self._ledger.never_admitted),

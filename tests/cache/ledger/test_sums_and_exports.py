@@ -19,7 +19,11 @@ from kvmover.cache.ledger import (
     JsonLines,
     Ledger,
     LedgerCollector,
+    LedgerError,
     Loss,
+    Prediction,
+    PredictionTotals,
+    Predictor,
     Residency,
     Totals,
     read_accounts,
@@ -90,6 +94,40 @@ def test_totals_as_data_say_losses_by_name_and_leave_out_zeros() -> None:
     data = ledger.total().first.as_data()
     assert (data["hit_rate"], data["losses"], data["computed_tokens"]) == (0.6, {"late": 30}, 40)
     assert msgspec.json.decode(msgspec.json.encode(data)) == data
+
+
+def test_what_was_predicted_is_compared_with_what_was_delivered() -> None:
+    prometheus = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    accounts = list[Account]()
+    ledger = Ledger(sink=accounts.append)
+    router, inventory = Predictor.ROUTER, Predictor.INVENTORY
+    told_and_found = [(64, router, 64), (64, router, 16), (0, router, 48), (32, inventory, 32)]
+    for number, (told, by, device) in enumerate(told_and_found):
+        ledger.matched(number, 100, 90, 0.0, LLAMA)
+        ledger.predicted(number, Prediction(told, by))
+        ledger.admitted(number, Credit(device), {Loss.LATE: 90 - device})
+        ledger.computed(number, 100 - device)
+        ledger.finished(number, 0.0)
+    serve(ledger, "nobody predicted this", 90, 0.0)
+    assert ledger.total().first.predictions[router] == PredictionTotals(
+        3, foreseen_tokens=64 + 16, missed_tokens=48, unforeseen_tokens=48
+    )
+    registry = prometheus.CollectorRegistry()
+    registry.register(LedgerCollector(ledger))
+    labels = {"tenant": "gold", "model": "llama", "by": "router"}
+    for outcome, tokens in (("foreseen", 80), ("missed", 48), ("unforeseen", 48)):
+        assert registry.get_sample_value("kvmover_predicted_tokens_total", {**labels, "outcome": outcome}) == tokens
+    assert registry.get_sample_value("kvmover_predicted_requests_total", labels) == 3
+    assert [account.prediction and account.prediction.tokens for account in accounts] == [64, 64, 0, 32, None]
+    assert ledger.total().first.as_data()["predictions"]["inventory"]["foreseen_tokens"] == 32
+
+
+@pytest.mark.parametrize("tokens", [-1, 101])
+def test_a_prediction_that_no_prompt_can_hold_is_refused_with_the_numbers(tokens: int) -> None:
+    ledger = Ledger()
+    ledger.matched("r", 100, 90, 0.0)
+    with pytest.raises(LedgerError, match=f"{tokens} tokens predicted of a prompt of 100"):
+        ledger.predicted("r", Prediction(tokens, Predictor.ROUTER))
 
 
 def test_no_prompt_is_a_hit_rate_of_zero() -> None:
