@@ -135,6 +135,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         key = self._key_of(req, req.full_untruncated_fill_ids[:up_to])
         end = key.tokens // self.page_size * self.page_size
         if end <= kept:
+            self._reused(req, key, end)
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         live = min(end, max(kept, req.kv.get_evicted_seqlen(SWA)))
@@ -315,6 +316,9 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self._adopt(self._windows, inserted, windows, live)
         self._kept(inserted, pages)
         return inserted.known_tokens, inserted.node
+
+    def _reused(self, req: Any, key: RadixKey, end: int) -> None:
+        """A request is at `end` and has added nothing: on one tier that changes nothing."""
 
     def _kept(self, inserted: Inserted, pages: PageArray) -> None:
         """The tree was given `pages`: carry out what it answered."""

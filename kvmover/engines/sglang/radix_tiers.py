@@ -15,7 +15,7 @@ import numpy as np
 
 from kvmover.cache.ledger import Credit, Loss
 from kvmover.cache.prefix import FULL as ATTENTION
-from kvmover.cache.prefix import ROOT, ActionList, Inserted, PageArray, StaleHandle
+from kvmover.cache.prefix import NO_IDS, ROOT, ActionList, Inserted, PageArray, RadixKey, StaleHandle
 from kvmover.cache.tiers import Controller, Restore, TierCollector
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine_radix, engine_tiers
@@ -211,6 +211,14 @@ class TieredRadixCache(KvmoverRadixCache):
         self._controller.check({})
 
     # Inside
+
+    def _reused(self, req: Any, key: RadixKey, end: int) -> None:
+        """It counts as a hit, once a request: the path may be due to be written through."""
+        counted = req.kv.cache_inserted_len
+        if counted < end:
+            used = self._tree.insert(key, NO_IDS, first_page=end // self.page_size, counted_tokens=counted)
+            req.kv.cache_inserted_len = end
+            self._controller.kept(used, NO_IDS)
 
     def _kept(self, inserted: Inserted, pages: PageArray) -> None:
         self._controller.kept(inserted, pages)
