@@ -50,7 +50,9 @@ _NAP_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """What a controller is made with beside its parts. `clock` is in seconds; `group_layers`, `fences`: LayerwiseCopier."""
+    """What a controller is made with beside its parts. `clock` is in seconds; `group_layers` and `fences` see
+    LayerwiseCopier.
+    """
 
     policy: TierPolicy = field(default_factory=TierPolicy)
     consensus: Consensus = field(default_factory=LocalConsensus)

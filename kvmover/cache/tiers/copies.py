@@ -85,7 +85,7 @@ class LayerwiseCopier:
     _streams: dict[Tier, CopyStream] = field(default_factory=dict[Tier, CopyStream])
 
     def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> LayerGate:
-        """Copy the batches to `dst`, after all that the current stream and the fences were given. Raises RegionError."""
+        """Copy the batches to `dst`, after all that the current stream and fences were given. Raises RegionError."""
         most = max((batch.tiered_pool.part.box.layers.count for batch in batches), default=1)
         groups = deque(
             [

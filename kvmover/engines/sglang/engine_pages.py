@@ -1,9 +1,9 @@
-"""EnginePages are SGLang's device pages as tiers take and give them: by ids of the table, whose indices SGLang deals."""
+"""EnginePages are SGLang's device pages as tiers take and give them: by ids of a table of indices that SGLang deals."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -38,7 +38,8 @@ class EnginePages:
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
         """See `tiers.DevicePages`. On a GPU the current stream is waited for: a copy's pages are named on the host."""
-        return (self._indices.of(_row(ids))[:: self._page_tokens] // self._page_tokens).tolist()
+        first = self._indices.of(_row(ids))[:: self._page_tokens]
+        return cast(list[int], (first // self._page_tokens).tolist())  # pyright: ignore[reportUnknownMemberType]
 
     def check(self, others: Collection[int]) -> None:
         """See `tiers.DevicePages`: what is free is SGLang's to count."""

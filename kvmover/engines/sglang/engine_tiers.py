@@ -49,9 +49,7 @@ def odd_pools(context: Any) -> str:
         "states": context.is_hybrid_ssm,
         f"pools of {type(pool).__name__}": type(pool).__name__ not in _POOLS,
         "quantized pools with scales": getattr(pool, "is_quantized_kv_cache", False),
-        "a draft's pools": bool(
-            params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools
-        ),
+        "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
         "pipeline stages": params.pp_size > 1,
         "context-parallel ranks": params.attn_cp_size > 1 or parallel.dcp_enabled,
     }

@@ -88,7 +88,7 @@ class RadixAccounts:
             self.ledger.matched(request, lookup.prompt_tokens, reusable, time.time(), self._group)
 
     def admitted(self, request: str, credit: Credit, why: Loss = Loss.THRESHOLD) -> None:
-        """The request has pages, behind what it found. `why` it has not all of that. Later chunks of it change nothing."""
+        """The request has pages, behind what it found; `why` it has not all of that. Later chunks change nothing."""
         attempt = self._attempts.get(request)
         if attempt is None or attempt.prefix_tokens is not None:
             return

@@ -43,9 +43,7 @@ class TieredRadixCache(KvmoverRadixCache):
         super().__init__(params, accounts, flags.tiers())
         pages = EnginePages(self.token_to_kv_pool_allocator, self._indices, self.page_size)
         self._tiers = tiers
-        self._controller = Controller(
-            self._tree, tiers.tiered_pools, tiers.storage, tiers.config, {ATTENTION: pages}
-        )
+        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, {ATTENTION: pages})
         self.gates = LayerGates(self._controller.loads, tiers.layers)
         #: By request: what it waits for from storage, and where that begins.
         self.ongoing_prefetch: dict[Any, Restore] = {}

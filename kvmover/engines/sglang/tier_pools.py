@@ -76,9 +76,7 @@ def open_tiers(params: Any, flags: TierFlags, place: ParallelRank, fences: Seque
     pools = tuple(
         TieredPool.of(part.component, fleet, place.rank, device, HostTier(pages)) for _, part, device in found
     )
-    config = ControllerConfig(
-        flags.policy(), consensus, fences=fences, engine=engine.served_name(), rank=place.rank
-    )
+    config = ControllerConfig(flags.policy(), consensus, fences=fences, engine=engine.served_name(), rank=place.rank)
     if flags.storage is None:
         return EngineTiers(pools, config)
     replicated = all(strand.rows.placement is TpPlacement.REPLICATED for strand, _, _ in found)

@@ -1,4 +1,4 @@
-"""SGLang's requests over kvmover's tiers: what left the device comes back from the host and from storage, byte by byte."""
+"""SGLang's requests over kvmover's tiers: what left the device comes back from host and storage, byte by byte."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from bench import Shape, ranks
 from scheduling import NOTHING, Server, base, paged, parameters, pools, publish, tokens_of
 
-from kvmover.cache.prefix import FULL, Tier
 from kvmover.cache.tiers import TierCount
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.sglang import plugin
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_tiers import TieredRadixCache
 from kvmover.engines.sglang.tier_options import StorageFlags, TierFlags
@@ -26,6 +26,7 @@ LAYERS = 10
 PAGES = [1, 4]
 KINDS = ["attention", "latent"]
 POISON = 0x5A
+ALONE = ParallelRank(0, 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,7 +153,7 @@ def serving(
     size: int = 256,
     kind: str = "attention",
     root: Path | None = None,
-    place: ParallelRank = ParallelRank(0, 1),
+    place: ParallelRank = ALONE,
     group: Any = None,
     accounts: RadixAccounts | None = None,
     heads: int = 2,
@@ -225,7 +226,7 @@ def test_a_second_request_starts_at_once_behind_the_gates(page: int) -> None:
     number = server.cache.ready_to_load_host_cache()
     assert number >= 0
     # Nothing has been copied yet, and the prefix is the device's.
-    load, = server.cache.ongoing_load_back
+    (load,) = server.cache.ongoing_load_back
     assert not load.gate.open(0)
     assert server.match(second) == 40
     assert (second.host_hit_length, server.tiers) == (0, {"device": 40, "host": 40})
@@ -455,3 +456,57 @@ def test_two_ranks_agree_and_a_latent_is_stored_once(kind: str, tmp_path: Path) 
         assert sum(rank["stored"] for rank in told) < told[0]["backed"] * 1.2
     else:
         assert told[0]["stored"] == told[1]["stored"]
+
+
+def context_of(**more: Any) -> Any:
+    """What SGLang builds a cache of, for a server with a hierarchical cache."""
+    params = parameters(4, 64)
+    pool = pool_of("attention", 64, 4)
+    params.token_to_kv_pool_allocator = paged.PagedTokenToKVPoolAllocator(64, 4, torch.float32, "cpu", pool, False)
+    registered: list[Any] = []
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(prefill_aware_swa=False, forward_stream=None),
+        register_hicache_layer_transfer_counter=registered.append,
+        registered=registered,
+    )
+    told = {
+        "params": params,
+        "disable_radix_cache": False,
+        "enable_hierarchical_cache": True,
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+        "full_tokens_per_layer": 64,
+        "tp_worker": worker,
+    }
+    return SimpleNamespace(**{**told, **more})
+
+
+def test_the_plug_in_makes_the_cache_with_tiers_where_sglang_is_asked_for_them() -> None:
+    context = context_of()
+    cache = plugin.radix_cache(context)
+    assert type(cache) is TieredRadixCache
+    assert context.tp_worker.registered == [cache.gates]
+    assert cache.token_to_kv_pool_allocator.get_kvcache().layer_transfer_counter is cache.gates
+
+
+def of_stages(**more: Any) -> Any:
+    context = context_of()
+    for name, value in more.items():
+        setattr(context.params, name, value)
+    return context
+
+
+@pytest.mark.parametrize(
+    ("context", "word"),
+    [
+        (lambda: context_of(params=parameters(4, 64, window=8), is_hybrid_swa=True), "not windows"),
+        (lambda: context_of(is_hybrid_ssm=True), "states"),
+        (lambda: of_stages(pp_size=2), "not pipeline stages"),
+        (lambda: of_stages(attn_cp_size=2), "not context-parallel ranks"),
+        (lambda: of_stages(is_eagle=True), "not a draft's pools"),
+        (lambda: context_of(params=parameters(4, 64)), "not pools of NoneType"),
+    ],
+)
+def test_what_the_tiers_would_not_bring_back_whole_is_refused(context: Any, word: str) -> None:
+    with pytest.raises(EngineUnsupported, match=word):
+        plugin.radix_cache(context())

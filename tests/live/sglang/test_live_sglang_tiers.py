@@ -1,4 +1,4 @@
-"""kvmover's radix cache of SGLang with host memory and its page store below: what left the device is not computed again."""
+"""SGLang with kvmover's radix cache, host memory and page store: what left the device is not computed again."""
 
 from __future__ import annotations
 
