@@ -2,7 +2,7 @@
 
 from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
-from kvmover.cache.tiers.allocator import DevicePages
+from kvmover.cache.tiers.allocator import DevicePages, FreeList
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
 from kvmover.cache.tiers.errors import ConsensusBroken, TierError
 from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool, unlink
@@ -37,6 +37,7 @@ __all__ = [
     "ControllerConfig",
     "CostAware",
     "DevicePages",
+    "FreeList",
     "GatedLoads",
     "Grouped",
     "HostTier",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from kvmover.cache.ledger import Credit, Loss
 from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.cache.prefix import NO_IDS, ROOT, ActionList, Inserted, PageArray, RadixKey, StaleHandle
-from kvmover.cache.tiers import Controller, Restore, TierCollector
+from kvmover.cache.tiers import Controller, FreeList, Restore, TierCollector
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine_radix, engine_tiers
 from kvmover.engines.sglang.engine_pages import EnginePages
@@ -28,6 +29,23 @@ from kvmover.engines.sglang.tier_pools import EngineTiers, open_tiers
 
 #: How old the tiers' counts may be that a scrape is answered with, and how often a store is asked to look after itself.
 _SNAPSHOT_S, _UPKEEP_S = 0.5, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """What SGLang's gauges of host memory ask for, in tokens."""
+
+    pages: FreeList
+    page_tokens: int
+
+    @property
+    def logical_size(self) -> int:
+        """Tokens that the host can hold."""
+        return self.pages.pages * self.page_tokens
+
+    def available_size(self) -> int:
+        """Tokens for which it has room."""
+        return len(self.pages) * self.page_tokens
 
 
 class TieredRadixCache(KvmoverRadixCache):
@@ -44,6 +62,7 @@ class TieredRadixCache(KvmoverRadixCache):
         pages = EnginePages(self.token_to_kv_pool_allocator, self._indices, self.page_size)
         self._tiers = tiers
         self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, {ATTENTION: pages})
+        self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
         self.gates = LayerGates(self._controller.loads, tiers.layers)
         #: By request: what it waits for from storage, and where that begins.
         self.ongoing_prefetch: dict[Any, Restore] = {}

@@ -62,10 +62,9 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
     title = f"tiers under the radix cache, {kind}, TP{tp}"
     assert not results.add("sglang", title, wanted, got, said).failed
-    assert found["host"] > 10_000
-    # Of what the device gave up nothing is lost to the host.
-    assert found["device"] + found["host"] == sum(answer.cached_tokens for answer in got) > 20_000
-    assert found["computed"] == sum(map(len, prompts)) - found["device"] - found["host"]
+    assert min(found["host"], found["storage"]) > 5_000
+    assert sum(found.values()) - found["computed"] == sum(answer.cached_tokens for answer in got)
+    assert sum(found.values()) == sum(map(len, prompts))
     assert usage(first) == 0
 
     at_once = conversations(60, seed=96)
@@ -84,8 +83,8 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
     assert not results.add("sglang", f"{title}, after a restart", wanted, got, said).failed
     assert min(found["storage"], found["host"]) > 5_000
-    # All but each prompt's last page was stored.
-    assert found["computed"] <= 32 * len(prompts)
+    # All was stored; the last token of a prompt is computed, and the rest of its page.
+    assert found["computed"] <= 16 * len(prompts)
     assert sum(found.values()) == sum(map(len, prompts))
     servers.stop([plain, again])
 
