@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import msgspec.inspect as schemas
@@ -82,13 +82,13 @@ def value(kind: Any, dice: random.Random, names: list[str]) -> Any:
 
 
 def message(dice: random.Random, names: list[str]) -> wire.AnyMessage:
-    made = value(schemas.type_info(dice.choice(KINDS)), dice, names)
+    made: Any = value(schemas.type_info(dice.choice(KINDS)), dice, names)
     if isinstance(made, wire.Want) and dice.random() < 0.7:  # one that could be served
         start = dice.randrange(60)
         made = msgspec.structs.replace(made, start=start, stop=start + dice.randrange(60), pages=(bytes(100),))
     if isinstance(made, wire.About) and dice.random() < 0.7:
         made = msgspec.structs.replace(made, generation=dice.randrange(3))
-    return made
+    return cast("wire.AnyMessage", made)
 
 
 def damaged(note: bytes, dice: random.Random) -> bytes:
