@@ -482,8 +482,10 @@ class Forest:
         held = node.held[index]
         return held.pages if tier is Tier.DEVICE else held.host
 
-    def touch(self, path: Sequence[Node]) -> None:
-        """A use of `path`, deepest first. Of other components only what the end of the path needs is used."""
+    def touch(self, path: Sequence[Node], used_pages: int | None = None) -> None:
+        """A use of `path`, deepest first. Of other components only what its end needs is used: the end of the path, or
+        of its first `used_pages` pages.
+        """
         self.clock += 1
         clock = self.clock
         for node in path:
@@ -491,6 +493,8 @@ class Forest:
         self.device.order.touch(path)
         if self.hosted:
             self.host.order.touch(path)
+        if self.config.components and used_pages is not None:
+            path = [node for node in path if node.end <= used_pages]
         for i, component in enumerate(self.config.components):
             reached = path[: self.reach(path, component.reach_tokens)]
             self.held_device[i].order.touch(reached)

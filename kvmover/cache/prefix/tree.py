@@ -102,10 +102,14 @@ class PrefixTree:
         if self._plain is not None:
             return self._plain.match(self._key(tokens, namespace), limit_tokens)
         path, inside, pages = self._descend(tokens, namespace, limit_tokens)
-        if path:
+        if not path:
+            return matched(self._forest, (path, inside, pages))
+        if not self.config.components:
             self._forest.touch(path[::-1])
-            path = self._forest.join(path)
-        return matched(self._forest, (path, inside, pages))
+            return matched(self._forest, (self._forest.join(path), inside, pages))
+        found = matched(self._forest, (path, inside, pages))
+        self._forest.touch(path[::-1], found.best_tokens // self.config.page_tokens)
+        return found
 
     def look(
         self,
