@@ -1,4 +1,4 @@
-"""The C core of the prefix tree, which is built where there is a compiler; everything else is said in pyproject.toml."""
+"""The C core of the prefix tree is built where there is a compiler; everything else is said in pyproject.toml."""
 
 import os
 import shutil

@@ -100,6 +100,7 @@ PyObject *columns_weigh(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_settle(Columns *self, PyObject *node);
 
 /* words.c, sha256.c: functions of the module. */
+int words_init(void);
 PyObject *words(PyObject *module, PyObject *tokens);
 PyObject *chain(PyObject *module, PyObject *const *args, Py_ssize_t count);
 int has_sha_instructions(void);

@@ -21,6 +21,8 @@ PyMODINIT_FUNC PyInit__core(void)
         if (*types[i].type == NULL || PyModule_AddType(module, *types[i].type) < 0)
             Py_CLEAR(module);
     }
+    if (module != NULL && words_init() < 0)
+        Py_CLEAR(module);
     if (module != NULL && has_sha_instructions() && PyModule_AddFunctions(module, chain_function) < 0)
         Py_CLEAR(module);
     return module;

@@ -8,17 +8,17 @@ from kvmover.cache.prefix import columns
 from kvmover.cache.prefix.native import NATIVE
 
 
-class Core(Protocol):
+class TreeCore(Protocol):
     """A module that has columns: `columns`, or the one in C, whose objects have the same attributes and methods."""
 
     Columns: type[columns.Columns]
 
 
-PYTHON_CORE: Core = columns
+PYTHON_CORE: TreeCore = columns
 #: None where it was not built, or must not be used.
-C_CORE: Core | None = cast("Core | None", NATIVE)
+C_CORE: TreeCore | None = cast("TreeCore | None", NATIVE)
 
 
-def chosen() -> Core:
+def chosen() -> TreeCore:
     """The core of trees that nobody brings one for."""
     return C_CORE or PYTHON_CORE

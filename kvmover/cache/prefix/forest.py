@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, TreeConfig, WriteBack, WriteThrough
-from kvmover.cache.prefix.core import Core, chosen
+from kvmover.cache.prefix.core import TreeCore, chosen
 from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
@@ -39,7 +39,7 @@ class Forest:
     `core` has the columns: that of the process, unless a caller brings one.
     """
 
-    def __init__(self, config: TreeConfig, core: Core | None = None) -> None:
+    def __init__(self, config: TreeConfig, core: TreeCore | None = None) -> None:
         self.config = config
         self.page_bytes = config.page_bytes
         self.hosted = not isinstance(config.tiers, DeviceOnly)
