@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.forest import ID_BYTES, EvictableSet, Forest
+from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, page_array, words
 from kvmover.cache.prefix.match import positions
 from kvmover.cache.prefix.node import Node
