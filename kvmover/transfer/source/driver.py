@@ -20,7 +20,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import decoded
 from kvmover.transfer.result import Cause, Gate, Passed, Transfer
 from kvmover.transfer.source import machine
-from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close
+from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close, has_passed
 from kvmover.transfer.source.early import Early, EarlyWants
 from kvmover.transfer.source.state import Action, Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
@@ -65,15 +65,9 @@ class SourceDriver:
         """
         if transfer.request in self._requests:
             raise PlanError(f"request {transfer.request} is already being sent")
-        if len(pages) != len(self.core.pools):
-            raise PlanError(f"{len(pages)} page tables for {len(self.core.pools)} components")
-        check_aux(aux)
-        deadline = transfer.started + deadline_s
-        waiting = None if gates is None else list(gates)
-        request = self._requests[transfer.request] = Request(
-            transfer, list(pages), waiting, deadline, aux, deadline - self.core.clock()
-        )
-        self.core.timers.set((TimerKind.REQUEST, transfer.request), deadline)
+        request = Request.sent(transfer, pages, gates, aux, deadline_s, self.core)
+        self._requests[transfer.request] = request
+        self.core.timers.set((TimerKind.REQUEST, transfer.request), request.deadline)
         lost = self._early.loss(transfer.request)
         self.reopen(transfer.request)
         request.failed.update((engine, (reason, Cause.PEER_LOST)) for engine, reason in lost.items())
@@ -184,7 +178,7 @@ class SourceDriver:
         if request is None:
             self._ask_early(peer, want)
             return
-        over = self._over_for(request, peer, want)
+        over = request.over_for(peer, want)
         if over is not None:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, over))
             return
@@ -239,16 +233,6 @@ class SourceDriver:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, outcome.reason))
         return outcome is not None
 
-    def _over_for(self, request: Request, peer: Peer, want: wire.Want) -> str | None:
-        """How a request has ended, or is ending, for a peer that asks; None where it may be served."""
-        if request.reason is not None:
-            return request.reason
-        if (known := request.failed.get(peer.card.place.engine)) is not None:
-            return known[0]
-        before = request.attempts.get(peer.name)
-        known_attempt = before is not None and want.generation <= before.state.generation
-        return SERVED if request.transfer.ended and not known_attempt else None
-
     def _ask_early(self, peer: Peer, want: wire.Want) -> None:
         id_ = want.request, want.generation
         ending = self._closed.ending(want.request)
@@ -279,9 +263,7 @@ class SourceDriver:
     def _has_passed(self, request: Request, gate: Gate) -> bool:
         """Ask one event. What it raises fails its request, and no other."""
         found: list[bool] = []
-        wrong = self.core.contain(
-            request.transfer.request, lambda: found.append(gate.event is None or gate.event.query())
-        )
+        wrong = self.core.contain(request.transfer.request, lambda: found.append(has_passed(gate)))
         if wrong is not None:
             self._fail(request, wrong, Cause.FAULT)
         return any(found)
@@ -504,8 +486,7 @@ class SourceDriver:
 
     def _forget(self, request: Request) -> bool:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
-        over = all(a.state.finished and not a.state.in_flight for a in request.attempts.values())
-        if request.transfer.ended and over and self._requests.get(request.transfer.request) is request:
+        if request.is_over and self._requests.get(request.transfer.request) is request:
             request.transfer.held = False
             for name, attempt in request.attempts.items():
                 state = attempt.state

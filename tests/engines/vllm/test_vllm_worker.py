@@ -16,6 +16,7 @@ from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
     GrowSpec,
     KvmoverConnectorMetadata,
+    RankEnding,
     ReceiveSpec,
     RefuseSpec,
     ReleaseSpec,
@@ -23,7 +24,6 @@ from kvmover.engines.vllm.connector_metadata import (
     Tables,
 )
 from kvmover.engines.vllm.params import Remote
-from kvmover.engines.vllm.tally import RankEnding
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, unbegun
 from kvmover.errors import TransportError
