@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import Any
 
 from kvmover.errors import LayoutError
 from kvmover.fields import settle, settle_whole, whole
@@ -148,20 +149,19 @@ class Fleet:
         return Stripe(first * width, stop - first, width, width) if first < stop else None
 
 
-def _component_pages(given: object) -> tuple[tuple[str, int], ...]:
+def _component_pages(given: Any) -> tuple[tuple[str, int], ...]:
     """By name, each once. Raises LayoutError."""
-    try:
-        found = [(name, rows) for name, rows in (given.items() if isinstance(given, Mapping) else given)]  # pyright: ignore
-    except (TypeError, ValueError):
-        raise LayoutError(
-            f"fleet has pages = {given!r}; give the rows of a page by component, as {{'c4': 64}}"
-        ) from None
-    for name, _ in found:
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if not isinstance(pairs, Iterable) or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+        raise LayoutError(f"fleet has pages = {given!r}; give the rows of a page by component, as {{'c4': 64}}")
+    found: dict[str, int] = {}
+    for name, rows in pairs:
         if not isinstance(name, str):
             raise LayoutError(f"fleet has pages of {name!r}; components are named by text")
-    if len(dict(found)) < len(found):
-        raise LayoutError(f"fleet has pages = {given!r}, where a component is named twice")
-    return tuple(sorted((name, whole(rows, f"a page of {name} has rows", LayoutError, 1)) for name, rows in found))
+        if name in found:
+            raise LayoutError(f"fleet has pages = {given!r}, where a component is named twice")
+        found[name] = whole(rows, f"a page of {name} has rows", LayoutError, 1)
+    return tuple(sorted(found.items()))
 
 
 @lru_cache(maxsize=65536)
