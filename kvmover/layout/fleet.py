@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -151,16 +150,21 @@ class Fleet:
 
 def _component_pages(given: Any) -> tuple[tuple[str, int], ...]:
     """By name, each once. Raises LayoutError."""
-    pairs = given.items() if isinstance(given, Mapping) else given
-    if not isinstance(pairs, Iterable) or not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-        raise LayoutError(f"fleet has pages = {given!r}; give the rows of a page by component, as {{'c4': 64}}")
+    wrong = f"fleet has pages = {given!r}; give the rows of a page by component, as {{'c4': 64}}"
+    try:
+        pairs: list[Any] = list(given.items() if hasattr(given, "items") else given)
+    except TypeError:
+        raise LayoutError(wrong) from None
     found: dict[str, int] = {}
-    for name, rows in pairs:
+    for pair in pairs:
+        if type(pair) not in (tuple, list) or len(pair) != 2:
+            raise LayoutError(wrong)
+        name: Any = pair[0]
         if not isinstance(name, str):
             raise LayoutError(f"fleet has pages of {name!r}; components are named by text")
         if name in found:
             raise LayoutError(f"fleet has pages = {given!r}, where a component is named twice")
-        found[name] = whole(rows, f"a page of {name} has rows", LayoutError, 1)
+        found[name] = whole(pair[1], f"a page of {name} has rows", LayoutError, 1)
     return tuple(sorted(found.items()))
 
 
