@@ -154,7 +154,7 @@ class Seat:
         counts = list[int]()
         for component in scenario.components:
             held = fleet.shard(component, rank, tokens).positions
-            counts.append(-(-held.tokens // component.page_tokens(fleet.page_tokens)) if held else 0)
+            counts.append(-(-held.tokens // fleet.page_rows(component)) if held else 0)
         if any(count > len(free) for count, free in zip(counts, self.free, strict=True)):
             return None
         return tuple(np.array(free[:count], np.int64) for count, free in zip(counts, self.free, strict=True))
@@ -168,7 +168,7 @@ class Seat:
             if component.states:  # states are final when all tokens were
                 chosen = np.full(len(part.positions), step.tokens >= asked.tokens)
             else:
-                chosen = part.positions < step.tokens
+                chosen = part.positions < component.extent(step.tokens)
             layers = part.layers < step.layers
             if chosen.any() and layers.any():
                 rows = self.geometry.rows(number, order.pages[number][part.pages[chosen]], part.tokens[chosen])

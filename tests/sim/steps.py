@@ -61,7 +61,8 @@ def _check_chunk(order: Order, attempt: SendAttempt, chunk: int) -> None:
             )
         positions = np.array(list(held.shard.positions or ()))
         last = positions[piece.units.src + piece.units.tokens - 1].max()
-        needed = tokens - 1 if held.spec.component.states else last
+        component = held.spec.component
+        needed = tokens - 1 if component.states else (last + 1) * component.row_tokens - 1
         layers = piece.leg.layers.stop
         if not any(layers <= step.layers and needed < step.tokens for step in order.computed):
             raise Broken(f"{order.name}: chunk {chunk} goes before it was computed")

@@ -54,8 +54,26 @@ class Model(msgspec.Struct, frozen=True):
 
     def text(self) -> str:
         """Name, components and protocol version, as PeerRefused shows them."""
-        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}" for c in self.components]
+        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}{_reach(c)}" for c in self.components]
         return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
+
+
+def _reach(component: Component) -> str:
+    """How its rows go with tokens, where that is not one each."""
+    if component.states:
+        return f" {component.states} states"
+    rows = f" a row every {component.row_tokens} tokens" if component.row_tokens > 1 else ""
+    return rows + (f" window {component.window}" if component.window is not None else "")
+
+
+def check_fleet_pages(fleet: Fleet, components: tuple[Component, ...]) -> None:
+    """Raise LayoutError for a fleet that names pages of no component of the model, or whose pages end within a row."""
+    unknown = sorted(dict(fleet.pages).keys() - {component.name for component in components})
+    if unknown:
+        known = ", ".join(component.name for component in components)
+        raise LayoutError(f"the fleet names pages of {unknown[0]}, and the model's components are {known}")
+    for component in components:
+        fleet.page_rows(component)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -180,9 +198,10 @@ def _check(model: Model, rank: Rank) -> None:
     if rank.shares and list(map(len, rank.shares)) != list(map(len, rank.allocations)):
         counts = f"{sum(map(len, rank.shares))} shares for {sum(map(len, rank.allocations))} allocations"
         raise PeerRefused(f"the card has {counts}; each must have one, or none")
+    check_fleet_pages(place.fleet, model.components)
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
-        if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):
+        if spec.component != component or spec.page_tokens != place.fleet.page_rows(component):
             raise PeerRefused(f"pool of {spec.component.name}, {spec.page_tokens}-token pages, does not fit its fleet")
         for axis, extent, stride in zip(spec.layout.axes, spec.layout.shape, spec.layout.stride, strict=True):
             if extent * max(stride, 1) * component.element_bytes > MOST:
