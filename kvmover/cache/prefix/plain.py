@@ -12,7 +12,8 @@ from collections import OrderedDict
 
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import EvictionGranularity
-from kvmover.cache.prefix.forest import ID_BYTES, SHORTEST_RUN, Forest
+from kvmover.cache.prefix.forest import ID_BYTES, Forest
+from kvmover.cache.prefix.joins import SHORTEST_RUN, join
 from kvmover.cache.prefix.keys import RadixKey, page_array, unlike
 from kvmover.cache.prefix.locks import NUMBERS
 from kvmover.cache.prefix.match import MISS, descend
@@ -46,7 +47,7 @@ class PlainSteps:
         if path:
             self._touch(path)
             if len(path) >= SHORTEST_RUN:
-                path = forest.join(path)
+                path = join(forest, path)
         if inside is not None:
             end = inside.start + inner
             node_id = forest.place(inside, end)

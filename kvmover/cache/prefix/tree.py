@@ -19,6 +19,7 @@ from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import ID_BYTES, Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
+from kvmover.cache.prefix.joins import join
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, matched, walk
@@ -104,7 +105,7 @@ class PrefixTree:
         path, inside, pages = self._descend(tokens, namespace, limit_tokens)
         if path:
             self._forest.touch(path[::-1])
-            path = self._forest.join(path)
+            path = join(self._forest, path)
         return matched(self._forest, (path, inside, pages))
 
     def look(
