@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvmover.cache.prefix.columns import ID_BYTES
-from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, TreeConfig, WriteBack, WriteThrough
+from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
 from kvmover.cache.prefix.core import TreeCore, chosen
 from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.events import Journal
@@ -25,12 +25,6 @@ class PrefixEnd(NamedTuple):
 
 #: Places that are known at a time, 200 B each. A match that ended inside a node is stale after so many others.
 MOST_PLACES = 4096
-
-#: Nodes of a path, or of a run in it, from which on joining is looked at.
-SHORTEST_RUN = 8
-
-#: Tokens of a shorter run that is joined all the same: copying 16 KiB takes less than the look-ups that it saves.
-SMALL_RUN_BYTES = 16 << 10
 
 
 class Forest:
@@ -131,10 +125,11 @@ class Forest:
         """A new id for the end of `page` inside `node`. It holds whatever is split or merged, until the page goes."""
         node_id = self.columns.next_id
         self.columns.next_id += 1
-        self._keep_place(node_id, PrefixEnd(node, page))
+        self.keep_place(node_id, PrefixEnd(node, page))
         return node_id
 
-    def _keep_place(self, node_id: int, place: PrefixEnd) -> None:
+    def keep_place(self, node_id: int, place: PrefixEnd) -> None:
+        """Let an id stand for an end inside a node, instead of the oldest where there are too many."""
         self._places[node_id] = place
         if len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
@@ -233,97 +228,6 @@ class Forest:
         self.columns.settle(front)
         return front
 
-    def join(self, path: Sequence[Node]) -> list[Node]:
-        """Nodes of a path that has just been used, root first, where long runs that nothing tells apart are one node.
-
-        Splits outlive what they were for: where prompts left a hot prefix and their ends were evicted, nodes with a
-        single child are left, each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at
-        once, so that a node costs its bytes an eighth of a time; one of few bytes is joined whenever the path is long.
-        Where nodes are given up whole by choice, none is joined. Where they are for the sake of further components, a
-        node that was joined holds no more than `_most_pages`.
-        """
-        if len(path) < SHORTEST_RUN or self.config.grain is not EvictionGranularity.PAGE:
-            return list(path)
-        joined, run = list[Node](), [path[0]]
-        for node in path[1:]:
-            if not self._alike(run[-1], node) or (node.held and node.end - run[0].start > self._most_pages(node)):
-                joined += self._joined(run)
-                run = []
-            run.append(node)
-        return joined + self._joined(run)
-
-    def _most_pages(self, node: Node) -> int:
-        """Of a joined node in a tree with further components, like `node`: few bytes, and of what goes whole no more
-        than an end needs. Else a lock would keep, and an eviction give up, windows far before the one that is meant.
-        """
-        reach = [
-            component.reach_tokens
-            for component, held in zip(self.config.components, node.held, strict=True)
-            if component.per_page and (held.pages is not None or held.host is not None)
-        ]
-        return min([SMALL_RUN_BYTES // self.page_bytes, *(tokens // self.config.page_tokens for tokens in reach)])
-
-    def _alike(self, above: Node, node: Node) -> bool:
-        """Whether no lock, copy, tier, child or rank tells `above` from its child `node`."""
-        return (
-            len(above.children) == 1
-            and above.locks == (node.locks > 0)
-            and not (above.host_locks or node.host_locks)
-            and not (above.backing or above.loading or node.backing or node.loading)
-            and (above.pages is None) == (node.pages is None)
-            and (above.host is None) == (node.host is None)
-            and (above.hashes is None) == (node.hashes is None)
-            and min(above.hits, self.hits_due) == min(node.hits, self.hits_due)
-            and (self.by_recency or _ranked_by(above) == _ranked_by(node))
-            and all(map(self._held_alike, range(len(node.held)), above.held, node.held))
-        )
-
-    def _held_alike(self, index: int, above: ComponentPages, held: ComponentPages) -> bool:
-        """Whether ids of a component are one run. What stands at the end of `above` would stand inside it.
-
-        No segment of a lock ends with `above`, which has no handle of its own, so where as many cover one as the other
-        none begins behind it either.
-        """
-        if above.busy or held.busy or above.locks != held.locks or above.host_locks != held.host_locks:
-            return False
-        if not self.config.components[index].per_page:
-            return above.pages is None and above.host is None
-        return (above.pages is None) == (held.pages is None) and (above.host is None) == (held.host is None)
-
-    def _joined(self, run: list[Node]) -> list[Node]:
-        """The last node of a run takes what all of them have; ids of the others go on as places inside it."""
-        first, last, above = run[0], run[-1], run[:-1]
-        small = (last.end - first.start) * self.page_bytes <= SMALL_RUN_BYTES
-        if not above or (len(run) < SHORTEST_RUN and not small):
-            return run
-        assert first.parent is not None
-        del first.parent.children[self.key(first)]
-        last.tokens = b"".join(node.tokens for node in run)
-        if last.pages is not None:
-            last.pages = b"".join(node.pages or b"" for node in run)
-        if last.host is not None:
-            last.host = b"".join(node.host or b"" for node in run)
-        if last.hashes is not None:
-            last.hashes = tuple(name for node in run for name in node.hashes or ())
-        for i, held in enumerate(last.held):
-            if self.config.components[i].per_page:
-                if held.pages is not None:
-                    held.pages = b"".join(node.held[i].pages or b"" for node in run)
-                if held.host is not None:
-                    held.host = b"".join(node.held[i].host or b"" for node in run)
-        last.start, last.parent, last.created = first.start, first.parent, first.created
-        first.parent.children[self.key(last)] = last
-        for node in above:
-            for order in (self.device.order, self.host.order, self.doubles):
-                order.discard(node)
-            for account in (*self.held_device, *self.held_host):
-                account.order.discard(node)
-            del self.nodes[node.id]
-            self._keep_place(node.id, PrefixEnd(last, node.end))
-            # Places inside it are found in the node that has its pages now.
-            node.parent, node.start, node.tokens, node.children = last, node.end, b"", {}
-        return [last]
-
     def remove(self, node: Node) -> None:
         """Take a childless node out. What it holds must have been taken off it before."""
         parent = node.parent
@@ -417,10 +321,6 @@ class Forest:
             tokens -= (path[count].end - path[count].start) * self.config.page_tokens
             count += 1
         return count
-
-
-def _ranked_by(node: Node) -> tuple[int, ...]:
-    return node.hits, node.priority, node.created
 
 
 def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:

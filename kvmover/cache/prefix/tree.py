@@ -20,6 +20,7 @@ from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
+from kvmover.cache.prefix.joins import join
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, matched, walk
@@ -107,9 +108,10 @@ class PrefixTree:
             return matched(self._forest, (path, inside, pages))
         if not self.config.components:
             self._forest.touch(path[::-1])
-            return matched(self._forest, (self._forest.join(path), inside, pages))
+            return matched(self._forest, (join(self._forest, path), inside, pages))
         found = matched(self._forest, (path, inside, pages))
         self._forest.touch(path[::-1], found.best_tokens // self.config.page_tokens)
+        join(self._forest, path)
         return found
 
     def look(
