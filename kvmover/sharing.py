@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -98,6 +99,7 @@ def _close(token: str) -> None:
     os.close(_FILES.pop(token))
 
 
+@cache
 def machine() -> str:
     """Which host this is, since its last boot, and whose processes are seen: those of one answer can find each other.
 
