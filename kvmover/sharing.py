@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 from uuid import uuid4
+
+from msgspec import Meta
 
 from kvmover.errors import LayoutError
 
@@ -39,10 +42,10 @@ class MapMode(Enum):
 class SharedRange:
     """Where a memory lies in a shared file: `offset` bytes from the beginning of what `pid` has open as `fd`."""
 
-    pid: int
-    fd: int
-    token: str
-    offset: int
+    pid: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    fd: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    token: Annotated[str, Meta(max_length=32)]
+    offset: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class NotShared(LayoutError):

@@ -459,7 +459,7 @@ def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_older_process_takes_its_seat_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Peers, "admit", lambda self, place, name: None)
+    patch.setattr(Peers, "admit", lambda self, card, name: None)
 
 
 def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -504,7 +504,7 @@ def a_chunk_is_told_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_fails_one_engine_fails_all(patch: pytest.MonkeyPatch) -> None:
-    def part(self: SourceDriver, request: Request, attempt: SendAttempt, reason: str, cause: Any) -> None:
+    def part(self: SourceDriver, request: Request, engine: str, reason: str, cause: Any) -> None:
         self._fail(request, reason, cause)
 
     patch.setattr(SourceDriver, "_part", part)

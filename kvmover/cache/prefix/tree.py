@@ -261,16 +261,7 @@ class PrefixTree:
             raise PrefixError(f"handle {handle.number} keeps no prefix on the device, below which there is nothing yet")
         key = self._key_below(node, tokens, namespace)
         first = node.end
-        offer = Offer.of(
-            self._forest,
-            key,
-            words(page_ids),
-            start=first,
-            first_page=first,
-            counted_tokens=0,
-            held=held,
-            priority=priority,
-        )
+        offer = Offer.below(self._forest, key, words(page_ids), first, held, priority)
         kept = Insertion(self._forest, offer, node if node.parent is not None else None).run()
         end = self._forest.node(kept.node) if kept.node != ROOT else node
         longer = self._locks.device(end, self._locks.segments(end, skip))

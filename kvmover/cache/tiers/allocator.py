@@ -18,9 +18,9 @@ from kvmover.cache.prefix import (
     WriteBack,
 )
 from kvmover.cache.tiers.agreement import PartialWork
-from kvmover.cache.tiers.copies import Batch, LayerwiseCopier
-from kvmover.cache.tiers.errors import TierError
+from kvmover.cache.tiers.layerwise_copier import Batch, LayerwiseCopier
 from kvmover.cache.tiers.tiered_pool import TieredPool
+from kvmover.errors import TierError
 
 
 class FreeList:

@@ -27,15 +27,15 @@ from kvmover.cache.prefix import (
 )
 from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
 from kvmover.cache.tiers.allocator import PageAllocator
-from kvmover.cache.tiers.copies import LayerwiseCopier
-from kvmover.cache.tiers.errors import TierError
+from kvmover.cache.tiers.backup import Backups, StorageEvents
+from kvmover.cache.tiers.layerwise_copier import LayerwiseCopier
 from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import Inclusion, TierPolicy
-from kvmover.cache.tiers.restore import Restore, Restores
-from kvmover.cache.tiers.restoring import GivenUp, Hurry
+from kvmover.cache.tiers.restore_driver import Restore, Restores
+from kvmover.cache.tiers.restore_machine import GivenUp, Hurry
 from kvmover.cache.tiers.storage import Stopwatch, Storage, StorageWorker, Urgency
 from kvmover.cache.tiers.tiered_pool import TieredPool
-from kvmover.cache.tiers.writing import StorageEvents, Writing
+from kvmover.errors import TierError
 
 #: How long `wait` sleeps at most between two polls: a storage job that ends wakes it.
 _NAP_S = 0.002
@@ -85,9 +85,9 @@ class Controller:
         self._events = StorageEvents(sink, storage.whole) if storage is not None and sink is not None else None
         if storage is not None and self._events is not None:
             storage.store.watch(self._events)
-        self._writing = Writing(*hands, self._events)
-        self.allocator.copied_out = self._writing.copied_out
-        self._restores = Restores(*hands, clock, self._writing.reused)
+        self._backups = Backups(*hands, self._events)
+        self.allocator.copied_out = self._backups.copied_out
+        self._restores = Restores(*hands, clock, self._backups.reused)
 
     @property
     def tree(self) -> PrefixTree:
@@ -158,10 +158,10 @@ class Controller:
             counted_tokens=counted_tokens,
             namespace=namespace,
         )
-        self._writing.kept(kept.node, page_ids)
+        self._backups.kept(kept.node, page_ids)
         self.allocator.apply(kept)
         for node in kept.backups:
-            self._writing.back_up(node)
+            self._backups.back_up(node)
         return kept
 
     # Progress
@@ -177,7 +177,7 @@ class Controller:
         """End what is done on all ranks, in one order, and go on with what follows. Raises ConsensusBroken."""
         for collective, answer in self.collectives.settle(agreed):
             collective.ended(answer)
-        self._writing.poll()
+        self._backups.poll()
         if self._events is not None:
             self._events.poll()
         if self.config.policy.inclusion is Inclusion.EXCLUSIVE and self.idle:
@@ -195,7 +195,7 @@ class Controller:
     @property
     def idle(self) -> bool:
         """Whether no operation is open and none is due."""
-        return not (self.collectives.open or self._writing.due or self._restores.open)
+        return not (self.collectives.open or self._backups.due or self._restores.open)
 
     def wait(self, restore: Restore | None = None) -> None:
         """Poll until `restore` is done, or until all is. Ranks that wait together stop waiting together."""
@@ -214,7 +214,7 @@ class Controller:
             TierGauge.FREE_DEVICE_PAGES: len(free[FULL, Tier.DEVICE]),
             TierGauge.FREE_HOST_PAGES: len(free[FULL, Tier.HOST]),
             TierGauge.READING_PAGES: self._restores.reading_pages,
-            TierGauge.WRITING_PAGES: self._writing.writing_pages,
+            TierGauge.WRITING_PAGES: self._backups.writing_pages,
         }
         return TierSnapshot(self.config.engine, self.config.rank, self.meter.copy(), gauges)
 
@@ -228,7 +228,7 @@ class Controller:
         self.collectives.check()
         self.copies.check()
         self._restores.check()
-        self._writing.check()
+        self._backups.check()
 
     def close(self) -> None:
         """Stop the thread. What is on its way to storage is dropped: `wait` before, to have it written."""

@@ -18,10 +18,10 @@ from typing import Protocol
 
 from kvmover.bounce import PageBounce
 from kvmover.cache.prefix import ALL_PAGES
-from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.hostmem import host_pool
+from kvmover.cache.tiers.host_memory import host_pool
 from kvmover.cache.tiers.policy import Bucket, Rate, ThroughputEstimator
 from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens
+from kvmover.errors import TierError
 from kvmover.kernels import reference
 from kvmover.layout import Fleet
 from kvmover.store import Got, GotResult, Namespace, PageStore, PartView, Put, elected

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmover.cache.prefix import ALL_PAGES, FULL, LAST_PAGE, Rule
-from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool
+from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool
+from kvmover.errors import TierError
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
 from kvmover.layout.fleet import CpOrder
 from kvmover.store import PagePart

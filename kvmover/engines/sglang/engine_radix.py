@@ -26,6 +26,12 @@ InsertResult: Any = _base.InsertResult
 MatchResult: Any = _base.MatchResult
 
 _batch: Any = import_module("sglang.srt.managers.schedule_batch")
+_events: Any = import_module("sglang.srt.disaggregation.kv_events")
+
+EventPublisher: Any = _events.EventPublisher
+
+#: An endpoint with its port moved by a data-parallel rank; None of None.
+port_of_rank: Any = _events.ZmqEventPublisher.offset_endpoint_port
 
 #: SGLang's names of attention KV and of windows.
 FULL: Any = _components.ComponentType.FULL

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from kvmover.cache.ledger import AccountGroup, Credit, FaultPolicy, Ledger, LedgerCollector, Loss
+from kvmover.engines.common import TenantGroups, hints_of
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers
 
@@ -53,7 +54,7 @@ class RadixAccounts:
         speaker = Guest(logging.getLogger(), f"kvmover radix cache rank {place.rank} of {place.grid}")
         self._observers = Observers(settings, model, place.rank, speaker)
         self.ledger = Ledger(FaultPolicy.COUNT, sink=self._observers.account)
-        self._group = AccountGroup(model=model)
+        self._groups = TenantGroups(AccountGroup(model=model))
         self._attempts: dict[str, _Attempt] = {}
         self._lock = Lock()
         self._observers.serve(self)
@@ -67,15 +68,26 @@ class RadixAccounts:
         with self._lock:
             return list(LedgerCollector(self.ledger).collect())
 
-    def matched(self, request: str, lookup: Lookup) -> None:
-        """A look-up of a request that waits. The last one before admission counts."""
+    def matched(self, request: str, lookup: Lookup, params: object = None) -> None:
+        """A look-up of a request that waits. The last one before admission counts.
+
+        `params`: the request's own, in which a router may have said what it expects. Else the first look-up is what a
+        router would have said that has read every event.
+        """
         attempt = self._attempts.get(request)
         if attempt is not None and attempt.prefix_tokens is not None:
             return
         self._attempts[request] = _Attempt(lookup)
         reusable = lookup.found_tokens + lookup.last_page_tokens
+        if attempt is not None:
+            with self._lock:
+                self.ledger.matched(request, lookup.prompt_tokens, reusable, time.time())
+            return
+        hints = hints_of(params, request)
+        group = self._groups.of(hints.kvmover_tenant)
         with self._lock:
-            self.ledger.matched(request, lookup.prompt_tokens, reusable, time.time(), self._group)
+            self.ledger.matched(request, lookup.prompt_tokens, reusable, time.time(), group)
+            self.ledger.predicted(request, hints.prediction(lookup.prompt_tokens, lookup.found_tokens))
 
     def admitted(self, request: str, prefix_tokens: int) -> None:
         """The request has pages, behind `prefix_tokens` that it found. Later chunks of it change nothing."""

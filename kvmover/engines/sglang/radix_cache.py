@@ -43,6 +43,7 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine, engine_radix
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, SWA
+from kvmover.engines.sglang.event_publisher import CacheEvents
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
 from kvmover.engines.sglang.radix_windows import WindowPages
 
@@ -106,7 +107,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """The longest prefix that is cached, in whole pages. Nothing is locked."""
         match = self._tree.match(self._key(params.key))
         if self._accounts is not None and params.req is not None:
-            self._accounts.matched(params.req.rid, self._lookup(params.req, params.key, match.tokens))
+            lookup = self._lookup(params.req, params.key, match.tokens)
+            self._accounts.matched(params.req.rid, lookup, params.req.sampling_params.custom_params)
         node = match.device_node
         return engine_radix.MatchResult(match.tokens, node, node, node, full_kv_hit_length=match.full_tokens)
 
@@ -259,8 +261,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return sorted(range(len(paths)), key=ranks.__getitem__)
 
     def take_events(self) -> list[KVEvent]:
-        """What was stored and removed since the last call."""
-        events = coalesce(self._events)
+        """What was stored and removed since the last call; a publisher of ours may ask it for all that is cached."""
+        events = CacheEvents(coalesce(self._events), self._tree.resident)
         self._events.clear()
         return events
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -244,29 +244,45 @@ def attempt_of(
     request = wanted.transfer.request
     state = Receiving(request, generation, sources, core.patience, now + wanted.deadline_s, now, now + config.resend_s)
     if most is not None:
-        every = ((name, chunk) for name, source in sources.items() for chunk in range(source.chunks))
-        state = replace(state, unnamed=frozenset(every))
+        state = replace(state, unnamed=_chunks_of(sources))
     seats = {peer.name: peer.card.place.seat for peer in peers}
     attempt = ReceiveAttempt(
         state, wanted.transfer, wanted.positions, pages, most, lanes, seats, sum(runs.values()), routes, writers
     )
     wants = {name: _want(core, attempt, name, cuts[name], wanted, leases) for name in lanes}
-    for name, want in wants.items():  # a table that no message holds is refused before anything is asked
-        try:
-            attempt.wants[name] = wire.encode(want)
-            if want.pages and most is not None:
-                wire.encode(replace(want, pages=largest))
-        except ProtocolError as error:
-            raise PlanError(f"{error}; the packed route sends no page tables") from error
-    for name, want in wants.items():  # what can fail has not
-        if (
-            sources[name].is_one_packed_push
-            and most is None
-            and (at := eager(name, lanes[name].chunks[0].span_bytes)) is not None
-        ):
-            state.regions[name, 0] = at
-            attempt.wants[name] = wire.encode(replace(want, grant=wire.Grant(0, at)))
+    for name, want in wants.items():
+        attempt.wants[name] = _encoded(want, None if most is None else largest)
+    if most is None:
+        _lease_eagerly(attempt, wants, eager)
     return attempt
+
+
+def _lease_eagerly(
+    attempt: ReceiveAttempt, wants: Mapping[str, wire.Want], eager: Callable[[str, int], int | None]
+) -> None:
+    """Grant with the Want what one packed chunk needs. What can fail has not, so nothing that is leased is lost."""
+    for name, want in wants.items():
+        if not attempt.state.sources[name].is_one_packed_push:
+            continue
+        at = eager(name, attempt.lanes[name].chunks[0].span_bytes)
+        if at is not None:
+            attempt.state.regions[name, 0] = at
+            attempt.wants[name] = wire.encode(replace(want, grant=wire.Grant(0, at)))
+
+
+def _chunks_of(sources: Mapping[str, Source]) -> frozenset[tuple[str, int]]:
+    return frozenset((name, chunk) for name, source in sources.items() for chunk in range(source.chunks))
+
+
+def _encoded(want: wire.Want, largest: tuple[bytes, ...] | None) -> bytes:
+    """A table that no message holds is refused before anything is asked, also `largest`, which may come later."""
+    try:
+        encoded = wire.encode(want)
+        if want.pages and largest is not None:
+            wire.encode(replace(want, pages=largest))
+        return encoded
+    except ProtocolError as error:
+        raise PlanError(f"{error}; the packed route sends no page tables") from error
 
 
 def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, Lane]]:

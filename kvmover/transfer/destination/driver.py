@@ -430,7 +430,7 @@ class DestinationDriver:
 
     def _finish(self, attempt: ReceiveAttempt, reason: str | None, held: frozenset[str]) -> None:
         config, now = self.core.config, self.core.clock()
-        for peer in held:
+        for peer in sorted(held):  # terms are given out in this order, in every process the same
             self._isolate(attempt, peer).transfer = attempt.transfer
         del self._attempts[attempt.id]
         self.core.timers.cancel((TimerKind.RECEIVE, attempt.id))
