@@ -32,8 +32,8 @@ class SimTransport(LoopbackTransport):
 
 @dataclass(slots=True, eq=False)
 class Posted:
-    """A write or a read under way. `before` is what a write was to carry when it was posted. `revoked`: whether its memory
-    is registered no more, as of a revision of its target's ranges.
+    """A write or a read under way. `before` is what a write was to carry when it was posted. `revoked`: as of a
+    revision of its target's ranges, whether its memory is registered no more.
     """
 
     sender: SimTransport
