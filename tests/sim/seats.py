@@ -226,6 +226,7 @@ class SimMappings:
 
     ours: bool
     seats: dict[str, Seat]
+    machine: str = ""
     written: set[str] = field(default_factory=set[str])
     lent: set[int] = field(default_factory=set[int])
 
