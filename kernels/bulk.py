@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from . import driver, reference, ring
+from . import bulk_ring, cuda_driver, reference
+from .bulk_ring import ALIGNMENT, CAPABILITY
 from .launch import Upload
 from .launch import choose as tuned_config
 from .region import Offsets, Region, RegionError, copies, mean_copy, merged
-from .ring import ALIGNMENT, CAPABILITY
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
             return f"{device} is sm_{capability[0]}{capability[1]}, bulk copies came with sm_90"
         if importlib.util.find_spec("cupy") is None:
             return "CuPy is not installed"
-    if engine is CopyEngine.COPY and not driver.can_batch():
+    if engine is CopyEngine.COPY and not cuda_driver.can_batch():
         return "the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8"
     return None
 
@@ -182,9 +182,9 @@ def _upload(table: npt.NDArray[np.int64]) -> torch.Tensor:
 
 
 def _bulk(regions: Sequence[Region], sms: int) -> Callable[[], None]:
-    launch = ring.describe(regions)
-    ring.kernel(torch.cuda.current_device(), ring.RING)  # compiled now, not between the launches of a move
-    return partial(ring.run, launch, _upload(launch.table), sms)
+    launch = bulk_ring.describe(regions)
+    bulk_ring.kernel(torch.cuda.current_device(), bulk_ring.RING)  # compiled now, not between the launches of a move
+    return partial(bulk_ring.run, launch, _upload(launch.table), sms)
 
 
 def _rows(regions: Sequence[Region], sms: int) -> Callable[[], None]:
@@ -211,7 +211,7 @@ def _copy(regions: Sequence[Region], sms: int) -> Callable[[], None]:
         stream = _own_stream(device) if current.cuda_stream in LEGACY else current
         if stream is not current:
             stream.wait_event(current.record_event())
-        driver.copy_batch(*lists, stream.cuda_stream)
+        cuda_driver.copy_batch(*lists, stream.cuda_stream)
         if stream is not current:
             current.wait_event(stream.record_event())
 
@@ -220,7 +220,7 @@ def _copy(regions: Sequence[Region], sms: int) -> Callable[[], None]:
 
 def _loop(regions: Sequence[Region], sms: int) -> Callable[[], None]:
     lists = _lists(regions)
-    return lambda: driver.copy_each(*lists, torch.cuda.current_stream().cuda_stream)
+    return lambda: cuda_driver.copy_each(*lists, torch.cuda.current_stream().cuda_stream)
 
 
 def _lists(regions: Sequence[Region]) -> tuple[Offsets, Offsets, Offsets]:

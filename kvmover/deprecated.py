@@ -75,12 +75,24 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 #: Modules whose contents another one has now, in packages that stayed or below a new path.
 MERGED: Mapping[str, str] = {
     "kvmover.cache.ledger.residency": "kvmover.cache.ledger.metrics",
+    "kvmover.cache.replay.agentic": "kvmover.cache.replay.agentic_mooncake",
+    "kvmover.cache.replay.reader": "kvmover.cache.replay.trace_reader",
+    "kvmover.cache.tiers.copies": "kvmover.cache.tiers.layerwise_copier",
+    "kvmover.cache.tiers.errors": "kvmover.errors",
+    "kvmover.cache.tiers.hostmem": "kvmover.cache.tiers.host_memory",
     "kvmover.cache.tiers.rate": "kvmover.cache.tiers.policy",
+    "kvmover.cache.tiers.restore": "kvmover.cache.tiers.restore_driver",
+    "kvmover.cache.tiers.restoring": "kvmover.cache.tiers.restore_machine",
     "kvmover.cache.tiers.rules": "kvmover.cache.prefix.components",
+    "kvmover.cache.tiers.writing": "kvmover.cache.tiers.backup",
     "kvmover.config.keys": "kvmover.config.settings",
     "kvmover.kernels.config": "kvmover.kernels.launch",
+    "kvmover.kernels.driver": "kvmover.kernels.cuda_driver",
+    "kvmover.kernels.ring": "kvmover.kernels.bulk_ring",
     "kvmover.needs": "kvmover.errors",
     "kvmover.observe.start": "kvmover.observe.observers",
+    "kvmover.store.upkeep": "kvmover.store.command",
+    "kvmover.transport.memory": "kvmover.transport.base",
 }
 
 

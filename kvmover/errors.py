@@ -69,6 +69,14 @@ class StoreError(KvmoverError):
     """A page store that cannot be opened, or a call to it that makes no sense. What befalls a page is a result."""
 
 
+class TierError(KvmoverError, ValueError):
+    """Pools, policies or calls that make no sense together: the message names the values. Nothing was moved."""
+
+
+class ConsensusBroken(KvmoverError):
+    """Ranks that must act alike did not: another one has other operations under way, or other page ids in them."""
+
+
 class MissingLibrary(KvmoverError, ImportError):
     """A library that is not installed: the message says what needs it, and how to install it."""
 

@@ -34,8 +34,7 @@ from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport import start_agent
-from kvmover.transport.base import Memory
-from kvmover.transport.memory import memory_of
+from kvmover.transport.base import Memory, memory_of
 from kvmover.transport.nixl import NixlTransport
 from perf.record import Spread, write
 

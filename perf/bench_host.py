@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvmover.kernels import bulk, driver
+from kvmover.kernels import bulk, cuda_driver
 from kvmover.kernels.bulk import CopyEngine
 from kvmover.kernels.region import Region, Side
 from perf.gpu_time import interleaved, need_gpu
@@ -55,7 +55,7 @@ class Pools:
     def of(cls, nbytes: int) -> Pools:
         words = torch.randint(-(2**62), 2**62, (nbytes // 8,), dtype=torch.int64, device="cuda")
         return cls(
-            driver.pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device="cuda"), words.view(torch.uint8)
+            cuda_driver.pinned(nbytes), torch.empty(nbytes, dtype=torch.uint8, device="cuda"), words.view(torch.uint8)
         )
 
     def ends(self, way: str, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:

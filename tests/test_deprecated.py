@@ -69,13 +69,25 @@ def test_a_name_of_old_is_found_in_a_module_below_an_old_path() -> None:
 
 #: A name of each module that another one has taken in.
 TAKEN_IN = {
+    "kvmover.cache.replay.agentic": "AgenticMooncakeReader",
+    "kvmover.cache.replay.reader": "TraceReader",
+    "kvmover.cache.tiers.errors": "TierError",
+    "kvmover.cache.tiers.hostmem": "host_pool",
+    "kvmover.cache.tiers.restore": "Restore",
+    "kvmover.cache.tiers.writing": "StorageEvents",
     "kvmover.config.keys": "SettingKey",
     "kvmover.kernels.config": "RowConfig",
     "kvmover.needs": "MissingLibrary",
     "kvmover.observe.start": "Observers",
+    "kvmover.kernels.driver": "copy_batch",
+    "kvmover.kernels.ring": "Ring",
     "kvmover.ledger.residency": "Residency",
+    "kvmover.store.upkeep": "StoreRow",
+    "kvmover.tiers.copies": "LayerwiseCopier",
     "kvmover.tiers.rate": "Bucket",
+    "kvmover.tiers.restoring": "Restoring",
     "kvmover.tiers.rules": "Rule",
+    "kvmover.transport.memory": "TensorLike",
 }
 
 

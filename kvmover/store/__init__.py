@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING
 from kvmover.deprecated import renamed
 
 if TYPE_CHECKING:
+    from kvmover.store.command import (
+        StoreRow,
+        chosen_stores,
+        clear_stores,
+        collect_stores,
+        stat_stores,
+        verify_stores,
+    )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
     from kvmover.store.namespace import HASH_BYTES, Found, Namespace, namespaces
     from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
@@ -27,18 +35,10 @@ if TYPE_CHECKING:
         Verified,
     )
     from kvmover.store.segment import Machine, this_machine
-    from kvmover.store.upkeep import (
-        StoreRow,
-        chosen_stores,
-        clear_stores,
-        collect_stores,
-        stat_stores,
-        verify_stores,
-    )
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
-    "upkeep": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
+    "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
     "namespace": ("HASH_BYTES", "Found", "Namespace", "namespaces"),
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),

@@ -31,8 +31,7 @@ from kvmover.transfer.protocol.lane import End
 from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
 from kvmover.transfer.result import Ending, Result
 from kvmover.transfer.timers import Timers
-from kvmover.transport.base import Memory, Revocation, Transport
-from kvmover.transport.memory import memory_of, union
+from kvmover.transport.base import Memory, Revocation, Transport, memory_of, union
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ from kvmover.transfer.arguments import (
 )
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.connections import Connections
-from kvmover.transfer.core import TimerKind, assembled
+from kvmover.transfer.core import Core, TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.leases import WriteLeases
@@ -88,10 +88,7 @@ class Mover:
         if not place.generation:
             place = msgspec.structs.replace(place, generation=time.time_ns())
         self._core = assembled(transport, place, pools, self._config, clock)
-        try:
-            read_card(model, write_card(model, self._core.card))  # what peers would refuse us for, we refuse now
-        except PeerRefused as error:
-            raise LayoutError(str(error)) from error
+        _check_own_card(model, self._core)
         self._writes = Writes(
             self._core,
             lambda job, event: self._source.ended(job, event),
@@ -121,7 +118,12 @@ class Mover:
             self._destination.greeted,
         )
         self._events: deque[Event] = deque()
-        self._when_due: dict[TimerKind, Callable[[Any], None]] = {
+        self._when_due = self._calls_when_due()
+        self._forget_the_past(None)
+        self._thread: threading.Thread | None = None
+
+    def _calls_when_due(self) -> dict[TimerKind, Callable[[Any], None]]:
+        return {
             TimerKind.PEER: self._connections.check_on,
             TimerKind.DIAL: self._connections.dial,
             TimerKind.RECEIVE: self._destination.tick,
@@ -132,8 +134,6 @@ class Mover:
             TimerKind.EARLY: self._source.drop_early,
             TimerKind.TOMBSTONES: self._forget_the_past,
         }
-        self._forget_the_past(None)
-        self._thread: threading.Thread | None = None
 
     @property
     def meter(self) -> Meter:
@@ -479,3 +479,11 @@ class Mover:
         self._connections.part(name, reason)
         self._destination.lost(name, reason)
         self._source.lost(name, reason)
+
+
+def _check_own_card(model: Model, core: Core) -> None:
+    """Raise LayoutError for what peers would refuse us for."""
+    try:
+        read_card(model, write_card(model, core.card))
+    except PeerRefused as error:
+        raise LayoutError(str(error)) from error

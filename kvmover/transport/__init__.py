@@ -16,12 +16,14 @@ from kvmover.transport.base import (
     Revocation,
     Timing,
     Transport,
+    memory_of,
+    union,
+    whole,
 )
 
 if TYPE_CHECKING:
     from kvmover.transport.checks import MAX_NOTE_BYTES
     from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
-    from kvmover.transport.memory import memory_of, union, whole
     from kvmover.transport.nixl import NixlTransport
     from kvmover.transport.nixl_agent import NixlAgent, nixl_version, start_agent
 
@@ -31,11 +33,8 @@ _LAZY = {
     "LoopbackNetwork": "loopback",
     "LoopbackTransport": "loopback",
     "NixlTransport": "nixl",
-    "memory_of": "memory",
     "nixl_version": "nixl_agent",
     "start_agent": "nixl_agent",
-    "union": "memory",
-    "whole": "memory",
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kvmover.kernels import bulk, driver, reference, ring  # noqa: E402
+from kvmover.kernels import bulk, bulk_ring, cuda_driver, reference  # noqa: E402
 from kvmover.kernels.bulk import CopyEngine  # noqa: E402
 from kvmover.kernels.region import Region, RegionError, Side  # noqa: E402
 
@@ -86,7 +86,7 @@ def _random(nbytes: int, seed: int):
 
 
 def _pinned(content):
-    memory = driver.pinned(content.numel())
+    memory = cuda_driver.pinned(content.numel())
     memory.copy_(content)
     return memory
 
@@ -133,16 +133,16 @@ def test_the_chosen_engine_moves_rows_of_any_width(row_bytes: int, orders, strea
 
 
 @pytest.mark.parametrize(
-    "shape", [ring.Ring(2, 1024, 1), ring.Ring(3, 16 << 10, 1), ring.Ring(7, 32 << 10, 3)], ids=str
+    "shape", [bulk_ring.Ring(2, 1024, 1), bulk_ring.Ring(3, 16 << 10, 1), bulk_ring.Ring(7, 32 << 10, 3)], ids=str
 )
-def test_any_ring_moves_the_same_bytes(shape: ring.Ring) -> None:
+def test_any_ring_moves_the_same_bytes(shape: bulk_ring.Ring) -> None:
     _available(CopyEngine.BULK)
     for row_bytes in (48, 2064, 40_000):
         pages = Pages(row_bytes, pages=31)
         src, dst = _random(pages.nbytes, 1), _random(pages.nbytes, 2)
         on_gpu = src.cuda(), dst.cuda()
-        launch = ring.describe([pages.region(*on_gpu, RELAYOUT[0], 5)], shape)
-        ring.run(launch, torch.from_numpy(launch.table).cuda(), 3, shape)
+        launch = bulk_ring.describe([pages.region(*on_gpu, RELAYOUT[0], 5)], shape)
+        bulk_ring.run(launch, torch.from_numpy(launch.table).cuda(), 3, shape)
         reference.move([pages.region(src, dst, RELAYOUT[0], 5)])
         assert torch.equal(on_gpu[1].cpu(), dst)
 
@@ -254,7 +254,7 @@ def test_addresses_beyond_two_to_the_32_bytes_are_reached(engine: CopyEngine) ->
     starts = np.array([0, (2 << 30) - 4096, (5 << 30) + 4096, (9 << 30) - 4096], np.int64)
     for number, start in enumerate(starts.tolist()):
         pool[start : start + 4096] = number + 1
-    host, zero = driver.pinned(4 * 4096), np.zeros(1, np.int64)
+    host, zero = cuda_driver.pinned(4 * 4096), np.zeros(1, np.int64)
     src, dst = Side((pool,), zero, zero, starts, 0, 0), Side((host,), zero, zero, np.arange(4) * 4096, 0, 0)
     bulk.move([Region(src, dst, 1, 1, 4096)], engine=engine)
     torch.cuda.synchronize()
@@ -265,7 +265,7 @@ def test_many_moves_in_a_row_keep_their_tables(engine: CopyEngine) -> None:
     """Twenty at once: the pinned ring of tables holds eight."""
     pool = _random(1 << 20, 1)
     on_gpu, zero = pool.cuda(), np.zeros(1, np.int64)
-    outs = [driver.pinned(1 << 16) for _ in range(20)]
+    outs = [cuda_driver.pinned(1 << 16) for _ in range(20)]
     starts = [np.random.default_rng(number).permutation(256)[:16].astype(np.int64) * 4096 for number in range(20)]
     for units, out in zip(starts, outs, strict=True):
         dst = Side((out,), zero, zero, np.arange(16) * 4096, 0, 0)
@@ -300,7 +300,7 @@ def test_bulk_copies_refuse_rows_off_a_16_byte_border() -> None:
 
 def test_pinned_memory_is_what_was_asked_for() -> None:
     for nbytes in (1, 4097, (1 << 20) + 1):
-        memory = driver.pinned(nbytes)
+        memory = cuda_driver.pinned(nbytes)
         assert memory.is_pinned()
         assert memory.numel() == nbytes
         assert memory.data_ptr() % 4096 == 0

@@ -11,9 +11,9 @@ import torch
 from hypothesis import strategies as st
 from row_moves import MOVES, NAMES, Move, PoolShape
 
-from kvmover.kernels import ring
+from kvmover.kernels import bulk_ring
+from kvmover.kernels.bulk_ring import FIELDS, Ring
 from kvmover.kernels.region import Region, Side, copies, merged
-from kvmover.kernels.ring import FIELDS, Ring
 
 SMALL = Ring(stages=3, stage_bytes=1024, lag=1)
 OPENED = [move.open().region for move in MOVES]
@@ -42,7 +42,7 @@ def locate(table: np.ndarray, region: int, item: int, lane: int, side: int) -> P
 
 def emulate(regions: Sequence[Region], how: Locate, shape: Ring = SMALL, blocks: int = 3) -> None:
     """Move CPU memory as the blocks of the kernel would, through a ring of their own."""
-    launch = ring.describe([region for region in regions if region.nbytes], shape)
+    launch = bulk_ring.describe([region for region in regions if region.nbytes], shape)
     for block in range(blocks):
         stage = np.zeros(shape.stage_bytes, np.uint8)
         region = 0
@@ -50,7 +50,7 @@ def emulate(regions: Sequence[Region], how: Locate, shape: Ring = SMALL, blocks:
             while item >= launch.table[region]:
                 region += FIELDS
             slot, loaded = int(launch.table[region + 5]), 0
-            for side, lane in itertools.product((SOURCE, TARGET), range(ring.LANES)):
+            for side, lane in itertools.product((SOURCE, TARGET), range(bulk_ring.LANES)):
                 address, nbytes = how(launch.table, region, item, lane, side)
                 assert (address % 16, nbytes % 16) == (0, 0)
                 assert lane * slot + nbytes <= shape.stage_bytes or not nbytes

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
-from kvmover.kernels import bulk, driver, reference
+from kvmover.kernels import bulk, cuda_driver, reference
 from kvmover.kernels.bulk import CopyEngine
+from kvmover.kernels.bulk_ring import RING
 from kvmover.kernels.region import Region, RegionError, Side, copies, mean_copy, merged
-from kvmover.kernels.ring import RING
 
 
 @pytest.mark.parametrize("move", MOVES, ids=ids(MOVES))
@@ -113,7 +113,7 @@ def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert reason(CopyEngine.BULK, device) == "CuPy is not installed"
-    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace())
+    monkeypatch.setattr(cuda_driver, "_library", lambda: SimpleNamespace())
     assert "CUDA 12.8" in str(reason(CopyEngine.COPY, device))
     assert reason(CopyEngine.ROWS, device) is reason(CopyEngine.LOOP, device) is None
     monkeypatch.setattr(bulk, "unavailable", reason)
@@ -148,22 +148,22 @@ def test_pinned_memory_is_plain_without_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     for nbytes in (0, 1, 4097):
-        assert (driver.pinned(nbytes).shape, driver.pinned(nbytes).dtype) == ((nbytes,), torch.uint8)
+        assert (cuda_driver.pinned(nbytes).shape, cuda_driver.pinned(nbytes).dtype) == ((nbytes,), torch.uint8)
 
 
 def test_pinned_memory_is_freed_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, freed = ctypes.create_string_buffer(4097), []
 
     def allocate(out: Any, nbytes: ctypes.c_size_t, flags: ctypes.c_uint) -> int:
-        assert (nbytes.value, flags.value) == (4097, driver.PORTABLE)
+        assert (nbytes.value, flags.value) == (4097, cuda_driver.PORTABLE)
         out._obj.value = ctypes.addressof(memory)
         return 0
 
     fake = SimpleNamespace(cuMemHostAlloc=allocate, cuMemFreeHost=lambda address: freed.append(address.value))
-    monkeypatch.setattr(driver, "_library", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    pinned = driver.pinned(4097)
+    pinned = cuda_driver.pinned(4097)
     pinned[4096] = 7
     assert memory.raw[4096] == 7
     assert (pinned.dtype, pinned.shape) == (torch.uint8, (4097,))
@@ -213,32 +213,32 @@ def test_a_batch_is_handed_over_in_calls_that_the_driver_survives(
     monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     fake = FakeDriver(version)
-    monkeypatch.setattr(driver, "_library", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
     src = np.random.default_rng(0).integers(0, 256, (10_000, 16), dtype=np.uint8)
     dst = np.zeros_like(src)
     at, to = np.random.default_rng(1).permutation(10_000), np.arange(10_000)
-    driver.copy_batch(src.ctypes.data + 16 * at, dst.ctypes.data + 16 * to, np.full(10_000, 16), 77)
+    cuda_driver.copy_batch(src.ctypes.data + 16 * at, dst.ctypes.data + 16 * to, np.full(10_000, 16), 77)
     assert np.array_equal(dst, src[at])
     assert fake.counts == [4096, 4096, 1808]
     assert fake.streams == [77] * 3
-    assert fake.attributes == [[driver.ORDER_STREAM, 0, 0, 0, 0, 1]] * 3
+    assert fake.attributes == [[cuda_driver.ORDER_STREAM, 0, 0, 0, 0, 1]] * 3
 
 
 def test_long_copies_do_not_ask_to_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver(13)
-    monkeypatch.setattr(driver, "_library", lambda: fake)
-    for nbytes in (driver.OVERLAP_BYTES, driver.OVERLAP_BYTES + 1):
+    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
+    for nbytes in (cuda_driver.OVERLAP_BYTES, cuda_driver.OVERLAP_BYTES + 1):
         memory = np.zeros(2 * nbytes, np.uint8)
         at = np.array([memory.ctypes.data])
-        driver.copy_batch(at, at + nbytes, np.array([nbytes]), 77)
+        cuda_driver.copy_batch(at, at + nbytes, np.array([nbytes]), 77)
     assert [words[-1] for words in fake.attributes] == [1, 0]
 
 
 def test_what_the_driver_refuses_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "_library", lambda: FakeDriver(13, result=1))
+    monkeypatch.setattr(cuda_driver, "_library", lambda: FakeDriver(13, result=1))
     nothing = np.zeros(1, np.int64)
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed with CUDA error 1"):
-        driver.copy_batch(nothing, nothing, nothing, 77)
+        cuda_driver.copy_batch(nothing, nothing, nothing, 77)
 
 
 def test_a_launch_hands_over_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +251,8 @@ def test_a_launch_hands_over_what_the_kernel_takes(monkeypatch: pytest.MonkeyPat
         seen.extend([function.value, [size.value for size in sizes], stream.value, len(pointers), table, items, extra])
         return 0
 
-    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuLaunchKernel=launch))
-    driver.launch(5, (4, 64, RING.nbytes), 77, (ctypes.c_uint64(1 << 47), ctypes.c_uint32(3)))
+    monkeypatch.setattr(cuda_driver, "_library", lambda: SimpleNamespace(cuLaunchKernel=launch))
+    cuda_driver.launch(5, (4, 64, RING.nbytes), 77, (ctypes.c_uint64(1 << 47), ctypes.c_uint32(3)))
     assert seen == [5, [4, 1, 1, 64, 1, 1, RING.nbytes], 77, 2, 1 << 47, 3, None]
 
 

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import HND, NHD, TOGETHER, Move, PoolShape, ids, run
 
-from kvmover.kernels import ring
+from kvmover.kernels import bulk_ring
+from kvmover.kernels.bulk_ring import FIELDS, RING, Ring
 from kvmover.kernels.region import Region, RegionError, Side, merged
-from kvmover.kernels.ring import FIELDS, RING, Ring
 from perf.machine_code import CUOBJDUMP, MachineCode, read
 
 #: Shared memory of an SM on sm_90 and sm_100. A block takes 1 KiB of it for the system, which its size includes.
@@ -36,7 +36,7 @@ def locate_of_the_source(tmp_path_factory: pytest.TempPathFactory) -> Locate:
     call = "*out = locate(table, table + region, item, lane, side);"
     arguments = "const i64* table, i64 region, u32 item, u32 lane, int side, Piece* out"
     (folder / "host.cpp").write_text(
-        f'#include "{ring.SOURCE}"\nextern "C" void piece({arguments}) {{ {call} }}\n'
+        f'#include "{bulk_ring.SOURCE}"\nextern "C" void piece({arguments}) {{ {call} }}\n'
         'extern "C" int fields() { return FIELDS; }\nextern "C" int target() { return TARGET; }\n'
     )
     command = [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
@@ -81,7 +81,7 @@ def test_rows_off_a_16_byte_border_are_refused() -> None:
     assert len(refused) > 20
     for region in refused:
         with pytest.raises(RegionError, match="multiples of 16"):
-            ring.describe([region])
+            bulk_ring.describe([region])
 
 
 @settings(max_examples=60)
@@ -99,7 +99,7 @@ def test_any_move_of_aligned_rows_lands_by_the_table(move: Move) -> None:
 def test_a_run_is_cut_into_pieces_that_cover_it_once(run_bytes: int, units: int, stage: int) -> None:
     run_bytes = min(run_bytes, 60 * stage)
     src, dst = line(run_bytes, np.arange(units) * 2 * run_bytes), line(run_bytes, np.arange(units) * 3 * run_bytes)
-    launch = ring.describe([Region(src, dst, 1, 1, run_bytes)], Ring(stage_bytes=stage))
+    launch = bulk_ring.describe([Region(src, dst, 1, 1, run_bytes)], Ring(stage_bytes=stage))
     slot, base = int(launch.table[5]), MEMORY.data_ptr()
     per_item = int(launch.table[3])
     assert 0 < slot * per_item <= stage
@@ -115,21 +115,21 @@ def test_a_run_is_cut_into_pieces_that_cover_it_once(run_bytes: int, units: int,
 
 
 def test_a_run_that_almost_fits_wastes_no_stage_on_its_rest() -> None:
-    launch = ring.describe([Region(line(33 << 10, [0]), line(33 << 10, [0]), 1, 1, 33 << 10)])
+    launch = bulk_ring.describe([Region(line(33 << 10, [0]), line(33 << 10, [0]), 1, 1, 33 << 10)])
     assert launch.table[5] == 33 << 9
     assert launch.items == 2
 
 
 def test_the_table_is_some_words_a_region_and_one_a_plane_and_unit() -> None:
     region = Move(PoolShape(NHD, 64, 8), PoolShape(HND, 64, 8), 256, 64, heads=8, layers=6, units=9).open().region
-    assert len(ring.describe([region]).table) == FIELDS + 2 * (6 * 2 + 9)
+    assert len(bulk_ring.describe([region]).table) == FIELDS + 2 * (6 * 2 + 9)
 
 
 def test_more_pieces_than_32_bits_count_are_refused() -> None:
     planes, units = np.zeros(1 << 16, np.int64), np.arange(1 << 15) * 8192
     side = Side((MEMORY,), planes, planes, units, 0, 0)
     with pytest.raises(RegionError, match=f"{1 << 31} pieces"):
-        ring.describe([Region(side, side, 1, 1, 4096)])
+        bulk_ring.describe([Region(side, side, 1, 1, 4096)])
 
 
 # The CUDA source, compiled by NVRTC, which needs no GPU and no driver.
@@ -153,7 +153,7 @@ def nvrtc() -> ctypes.CDLL | None:
 def compiled(library: ctypes.CDLL, architecture: int, options: Sequence[str]) -> bytes:
     """The cubin of bulk.cu."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = ring.SOURCE.read_bytes()
+    source = bulk_ring.SOURCE.read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"bulk.cu", 0, None, None) == 0
     words = [f"--gpu-architecture=sm_{architecture}", *options]
     result = library.nvrtcCompileProgram(program, len(words), (ctypes.c_char_p * len(words))(*map(str.encode, words)))

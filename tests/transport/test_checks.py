@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from kvmover.errors import DescriptorError, PeerRefused, ProtocolError
 from kvmover.transport import MAX_NOTE_BYTES, Descriptors, Memory, MemoryKind, memory_of, whole
+from kvmover.transport.base import union
 from kvmover.transport.checks import Ranges, check_note, check_post, check_runs, touches
 from kvmover.transport.envelope import TransportCard, seal, unseal
-from kvmover.transport.memory import union
 
 HOST, DEVICE = MemoryKind.HOST, MemoryKind.DEVICE
 BASE = 1 << 20

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvmover.cache.prefix.columns import ID_BYTES
-from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, TreeConfig, WriteBack, WriteThrough
+from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
 from kvmover.cache.prefix.core import TreeCore, chosen
 from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.events import Journal
@@ -25,12 +25,6 @@ class PrefixEnd(NamedTuple):
 
 #: Places that are known at a time, 200 B each. A match that ended inside a node is stale after so many others.
 MOST_PLACES = 4096
-
-#: Nodes of a path, or of a run in it, from which on joining is looked at.
-SHORTEST_RUN = 8
-
-#: Tokens of a shorter run that is joined all the same: copying 16 KiB takes less than the look-ups that it saves.
-SMALL_RUN_BYTES = 16 << 10
 
 
 class Forest:
@@ -131,10 +125,11 @@ class Forest:
         """A new id for the end of `page` inside `node`. It holds whatever is split or merged, until the page goes."""
         node_id = self.columns.next_id
         self.columns.next_id += 1
-        self._keep_place(node_id, PrefixEnd(node, page))
+        self.keep_place(node_id, PrefixEnd(node, page))
         return node_id
 
-    def _keep_place(self, node_id: int, place: PrefixEnd) -> None:
+    def keep_place(self, node_id: int, place: PrefixEnd) -> None:
+        """Let an id stand for an end inside a node, instead of the oldest where there are too many."""
         self._places[node_id] = place
         if len(self._places) > MOST_PLACES:
             del self._places[next(iter(self._places))]
@@ -233,64 +228,6 @@ class Forest:
         self.columns.settle(front)
         return front
 
-    def join(self, path: Sequence[Node]) -> list[Node]:
-        """Nodes of a path that has just been used, root first, where long runs that nothing tells apart are one node.
-
-        Splits outlive what they were for: where prompts left a hot prefix and their ends were evicted, nodes with a
-        single child are left, each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at
-        once, so that a node costs its bytes an eighth of a time; one of few bytes is joined whenever the path is long.
-        Only where pages go one by one does a join change nothing that is given up.
-        """
-        if len(path) < SHORTEST_RUN or self.config.components or self.config.grain is not EvictionGranularity.PAGE:
-            return list(path)
-        joined, run = list[Node](), [path[0]]
-        for node in path[1:]:
-            if not self._alike(run[-1], node):
-                joined += self._joined(run)
-                run = []
-            run.append(node)
-        return joined + self._joined(run)
-
-    def _alike(self, above: Node, node: Node) -> bool:
-        """Whether no lock, copy, tier, child or rank tells `above` from its child `node`."""
-        return (
-            len(above.children) == 1
-            and above.locks == (node.locks > 0)
-            and not (above.host_locks or node.host_locks)
-            and not (above.backing or above.loading or node.backing or node.loading)
-            and (above.pages is None) == (node.pages is None)
-            and (above.host is None) == (node.host is None)
-            and (above.hashes is None) == (node.hashes is None)
-            and min(above.hits, self.hits_due) == min(node.hits, self.hits_due)
-            and (self.by_recency or _ranked_by(above) == _ranked_by(node))
-        )
-
-    def _joined(self, run: list[Node]) -> list[Node]:
-        """The last node of a run takes what all of them have; ids of the others go on as places inside it."""
-        first, last, above = run[0], run[-1], run[:-1]
-        small = (last.end - first.start) * self.page_bytes <= SMALL_RUN_BYTES
-        if not above or (len(run) < SHORTEST_RUN and not small):
-            return run
-        assert first.parent is not None
-        del first.parent.children[self.key(first)]
-        last.tokens = b"".join(node.tokens for node in run)
-        if last.pages is not None:
-            last.pages = b"".join(node.pages or b"" for node in run)
-        if last.host is not None:
-            last.host = b"".join(node.host or b"" for node in run)
-        if last.hashes is not None:
-            last.hashes = tuple(name for node in run for name in node.hashes or ())
-        last.start, last.parent, last.created = first.start, first.parent, first.created
-        first.parent.children[self.key(last)] = last
-        for node in above:
-            for order in (self.device.order, self.host.order, self.doubles):
-                order.discard(node)
-            del self.nodes[node.id]
-            self._keep_place(node.id, PrefixEnd(last, node.end))
-            # Places inside it are found in the node that has its pages now.
-            node.parent, node.start, node.tokens, node.children = last, node.end, b"", {}
-        return [last]
-
     def remove(self, node: Node) -> None:
         """Take a childless node out. What it holds must have been taken off it before."""
         parent = node.parent
@@ -365,9 +302,13 @@ class Forest:
         held = node.held[index]
         return held.pages if tier is Tier.DEVICE else held.host
 
-    def touch(self, path: list[Node]) -> None:
-        """A use of `path`, deepest first. Of other components only what the end of the path needs is used."""
+    def touch(self, path: list[Node], used_pages: int | None = None) -> None:
+        """A use of `path`, deepest first. Of other components only what its end needs is used: the end of the path, or
+        of its first `used_pages` pages.
+        """
         self.columns.touch(path)
+        if self.config.components and used_pages is not None:
+            path = [node for node in path if node.end <= used_pages]
         for i, component in enumerate(self.config.components):
             reached = path[: self.reach(path, component.reach_tokens)]
             self.held_device[i].order.touch(reached)
@@ -380,10 +321,6 @@ class Forest:
             tokens -= (path[count].end - path[count].start) * self.config.page_tokens
             count += 1
         return count
-
-
-def _ranked_by(node: Node) -> tuple[int, ...]:
-    return node.hits, node.priority, node.created
 
 
 def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:

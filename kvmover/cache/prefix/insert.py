@@ -58,23 +58,39 @@ class Offer(msgspec.Struct, frozen=True):
         key: RadixKey,
         ids: bytes,
         *,
-        start: int = 0,
         first_page: int,
         counted_tokens: int,
         held: Mapping[str, PageIds] | None,
         priority: int,
     ) -> Offer:
-        """Checked before anything is touched. Raises PrefixError with the numbers."""
-        pages = start + len(key.data) // forest.page_bytes
-        if not start <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
-            page_tokens = forest.config.page_tokens
-            raise PrefixError(
-                f"{key.tokens} tokens fill {pages - start} pages of {page_tokens}; for those from {first_page} on"
-                f" {pages - first_page} ids are due, got {len(ids) // ID_BYTES}"
-            )
-        trailing = tuple(_trailing(forest, name, row, start, pages) for name, row in held.items()) if held else ()
+        """From the root. Checked before anything is touched: raises PrefixError with the numbers."""
+        pages = _checked_pages(forest, key, ids, 0, first_page)
         counted = counted_tokens // forest.config.page_tokens
-        return cls(key, start, pages, first_page, ids, counted, priority, trailing)
+        return cls(key, 0, pages, first_page, ids, counted, priority, _all_trailing(forest, held, 0, pages))
+
+    @classmethod
+    def below(
+        cls, forest: Forest, key: RadixKey, ids: bytes, start: int, held: Mapping[str, PageIds] | None, priority: int
+    ) -> Offer:
+        """What comes after `start` pages, all of it new. Raises as `of`."""
+        pages = _checked_pages(forest, key, ids, start, start)
+        return cls(key, start, pages, start, ids, 0, priority, _all_trailing(forest, held, start, pages))
+
+
+def _checked_pages(forest: Forest, key: RadixKey, ids: bytes, start: int, first_page: int) -> int:
+    """Where a key that begins at `start` ends, in pages; `ids` are those of its pages from `first_page` on."""
+    pages = start + len(key.data) // forest.page_bytes
+    if not start <= first_page <= pages or len(ids) != (pages - first_page) * ID_BYTES:
+        page_tokens = forest.config.page_tokens
+        raise PrefixError(
+            f"{key.tokens} tokens fill {pages - start} pages of {page_tokens}; for those from {first_page} on"
+            f" {pages - first_page} ids are due, got {len(ids) // ID_BYTES}"
+        )
+    return pages
+
+
+def _all_trailing(forest: Forest, held: Mapping[str, PageIds] | None, start: int, pages: int) -> tuple[Trailing, ...]:
+    return tuple(_trailing(forest, name, row, start, pages) for name, row in held.items()) if held else ()
 
 
 def _trailing(forest: Forest, name: str, page_ids: PageIds, start: int, pages: int) -> Trailing:

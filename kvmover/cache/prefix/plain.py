@@ -11,7 +11,8 @@ from __future__ import annotations
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import EvictionGranularity
-from kvmover.cache.prefix.forest import SHORTEST_RUN, Forest
+from kvmover.cache.prefix.forest import Forest
+from kvmover.cache.prefix.joins import SHORTEST_RUN, join
 from kvmover.cache.prefix.keys import RadixKey, page_array, unlike
 from kvmover.cache.prefix.locks import NUMBERS
 from kvmover.cache.prefix.match import MISS, descend
@@ -49,7 +50,7 @@ class PlainSteps:
         if path:
             columns.touch(path[::-1])
             if len(path) >= SHORTEST_RUN:
-                path = forest.join(path)
+                path = join(forest, path)
         if inside is not None:
             end = inside.start + inner
             node_id = forest.place(inside, end)

@@ -20,6 +20,7 @@ from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
+from kvmover.cache.prefix.joins import join
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, matched, walk
@@ -103,10 +104,15 @@ class PrefixTree:
         if self._plain is not None:
             return self._plain.match(self._key(tokens, namespace), limit_tokens)
         path, inside, pages = self._descend(tokens, namespace, limit_tokens)
-        if path:
+        if not path:
+            return matched(self._forest, (path, inside, pages))
+        if not self.config.components:
             self._forest.touch(path[::-1])
-            path = self._forest.join(path)
-        return matched(self._forest, (path, inside, pages))
+            return matched(self._forest, (join(self._forest, path), inside, pages))
+        found = matched(self._forest, (path, inside, pages))
+        self._forest.touch(path[::-1], found.best_tokens // self.config.page_tokens)
+        join(self._forest, path)
+        return found
 
     def look(
         self,
@@ -262,16 +268,7 @@ class PrefixTree:
             raise PrefixError(f"handle {handle.number} keeps no prefix on the device, below which there is nothing yet")
         key = self._key_below(node, tokens, namespace)
         first = node.end
-        offer = Offer.of(
-            self._forest,
-            key,
-            words(page_ids),
-            start=first,
-            first_page=first,
-            counted_tokens=0,
-            held=held,
-            priority=priority,
-        )
+        offer = Offer.below(self._forest, key, words(page_ids), first, held, priority)
         kept = Insertion(self._forest, offer, node if node.parent is not None else None).run()
         end = self._forest.node(kept.node) if kept.node != ROOT else node
         longer = self._locks.device(end, self._locks.segments(end, skip))

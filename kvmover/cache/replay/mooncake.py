@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from kvmover.cache.replay.reader import (
+from kvmover.cache.replay.request import BLOCK_TOKENS, MOST_DISTINCT_TOKENS, ReplayTraceError, in_blocks
+from kvmover.cache.replay.trace_reader import (
     MOST_LENGTH_TOKENS,
     BlockNumbers,
     HashId,
@@ -27,7 +28,6 @@ from kvmover.cache.replay.reader import (
     TraceTurn,
     checked_blocks,
 )
-from kvmover.cache.replay.request import BLOCK_TOKENS, MOST_DISTINCT_TOKENS, ReplayTraceError, in_blocks
 
 
 class _Row(msgspec.Struct, gc=False):

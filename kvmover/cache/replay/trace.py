@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvmover.cache.replay.agentic import AGENTIC_MOONCAKE
+from kvmover.cache.replay.agentic_mooncake import AGENTIC_MOONCAKE
 from kvmover.cache.replay.mooncake import MOONCAKE, MOONCAKE_DELTA
-from kvmover.cache.replay.reader import Prompt, TraceFormat, TraceSession
 from kvmover.cache.replay.request import MOST_DISTINCT_TOKENS, ReplayRequest, ReplayTraceError
+from kvmover.cache.replay.trace_reader import Prompt, TraceFormat, TraceSession
 from kvmover.cache.replay.weka import WEKA
 
 TRACE_FORMATS = {each.name: each for each in (MOONCAKE, MOONCAKE_DELTA, AGENTIC_MOONCAKE, WEKA)}
@@ -121,7 +121,7 @@ def in_order(sessions: Sequence[TraceSession], at_a_time: int | None = None) -> 
     Sessions begin when they say, or `at_a_time` of them run and the next one begins when one of them ends. Raises
     ReplayTraceError where that leaves it open.
 
-    >>> from kvmover.cache.replay.reader import TraceTurn
+    >>> from kvmover.cache.replay.trace_reader import TraceTurn
     >>> one = TraceSession(None, (TraceTurn(0.0, 0.0, 1), TraceTurn(30.0, 50.0, 2)))
     >>> in_order([one, one, one], at_a_time=2)[-2:]
     [(50.0, 2, 0), (80.0, 2, 1)]

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, field
 
-from kvmover.cache.replay.reader import (
+from kvmover.cache.replay.request import ReplayTraceError
+from kvmover.cache.replay.trace_reader import (
     HashId,
     Length,
     Lines,
@@ -28,7 +29,6 @@ from kvmover.cache.replay.reader import (
     TraceTurn,
     block_tokens_of,
 )
-from kvmover.cache.replay.request import ReplayTraceError
 
 #: Seconds by which two times that were rounded apart may differ.
 _ROUNDED_S = 1e-6

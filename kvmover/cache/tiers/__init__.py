@@ -2,9 +2,10 @@
 
 from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
+from kvmover.cache.tiers.allocator import DevicePages, FreeList
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
-from kvmover.cache.tiers.errors import ConsensusBroken, TierError
-from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool, unlink
+from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool, unlink
+from kvmover.cache.tiers.loading import GatedLoads
 from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import (
     BestEffort,
@@ -19,10 +20,11 @@ from kvmover.cache.tiers.policy import (
     Wait,
     worth,
 )
-from kvmover.cache.tiers.restore import Restore
-from kvmover.cache.tiers.restoring import RestorePhase
+from kvmover.cache.tiers.restore_driver import Restore
+from kvmover.cache.tiers.restore_machine import RestorePhase
 from kvmover.cache.tiers.storage import Storage
 from kvmover.cache.tiers.tiered_pool import HostTier, TieredPool, page_tokens, part_of
+from kvmover.errors import ConsensusBroken, TierError
 
 __all__ = [
     "ALL_PAGES",
@@ -34,6 +36,9 @@ __all__ = [
     "Controller",
     "ControllerConfig",
     "CostAware",
+    "DevicePages",
+    "FreeList",
+    "GatedLoads",
     "Grouped",
     "HostTier",
     "Inclusion",

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.prefix import InvariantBroken
-from kvmover.cache.tiers.errors import ConsensusBroken
+from kvmover.errors import ConsensusBroken
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
-from kvmover.cache.tiers.errors import TierError
+from kvmover.errors import TierError
 from kvmover.fields import settle
 
 

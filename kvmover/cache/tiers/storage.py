@@ -18,10 +18,10 @@ from typing import Protocol
 
 from kvmover.bounce import PageBounce
 from kvmover.cache.prefix import ALL_PAGES
-from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.hostmem import host_pool
+from kvmover.cache.tiers.host_memory import host_pool
 from kvmover.cache.tiers.policy import Bucket, Rate, ThroughputEstimator
 from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens
+from kvmover.errors import TierError
 from kvmover.kernels import reference
 from kvmover.layout import Fleet
 from kvmover.store import Got, GotResult, Namespace, PageStore, PartView, Put, elected
@@ -209,6 +209,24 @@ class StorageWrite:
                 if not all(good):
                     self.failed["write failed"] += len(good) - sum(good)
         return self._at >= len(self.given)
+
+
+@dataclass(slots=True, eq=False)
+class StorageChore:
+    """Work that moves no pages, such as the store's upkeep."""
+
+    work: Callable[[], None]
+    nbytes: int = 0
+
+    @property
+    def moves(self) -> bool:
+        """Never."""
+        return False
+
+    def step(self) -> bool:
+        """All of it."""
+        self.work()
+        return True
 
 
 #: How long a job that has used up its rate sleeps at most: it may have been told to stop.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmover.cache.prefix import ALL_PAGES, FULL, LAST_PAGE, Rule
-from kvmover.cache.tiers.errors import TierError
-from kvmover.cache.tiers.hostmem import SOLE, Share, host_pool
+from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool
+from kvmover.errors import TierError
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
 from kvmover.layout.fleet import CpOrder
 from kvmover.store import PagePart
@@ -87,7 +87,7 @@ class TieredPool:
         """
         part = part_of(component, fleet, rank)
         shard = fleet.shard(component, rank, page_tokens(fleet))
-        spec = PoolSpec.dense(component, shard, host.pages, component.page_tokens(fleet.page_tokens), host.order)
+        spec = PoolSpec.dense(component, shard, host.pages, fleet.page_rows(component), host.order)
         rule = LAST_PAGE if component.states else Rule(component.window)
         return cls(name, part, device, host_pool(spec, host.share, device.tensors[0].device), rule, host.share)
 

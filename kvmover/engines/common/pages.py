@@ -90,7 +90,7 @@ class BounceBuffer:
     @classmethod
     def of(cls, page_bytes: int) -> BounceBuffer:
         """Room for at least one page, from an address on that disks take directly."""
-        from kvmover.kernels.driver import pinned
+        from kvmover.kernels.cuda_driver import pinned
 
         nbytes = max(1, GROUP_BYTES // page_bytes) * page_bytes
         whole = pinned(nbytes + DIRECT_BYTES)

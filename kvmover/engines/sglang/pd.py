@@ -75,16 +75,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._rows = AuxRows(args)
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
-        config = engine.model_config()
-        if config is None:
-            raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
+        config = _served_model()
         whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
         self._caches = caches_of(args, whole, place)
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
-        device = engine_pd.device(args.gpu_id)
         pools = [
-            pool_of(cache, component, args.page_size, device)
+            pool_of(cache, component, args.page_size, engine_pd.device(args.gpu_id))
             for cache, component in zip(self._caches, components, strict=True)
         ]
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
@@ -337,6 +334,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
             self._driver.abort(room, self._refused[key])
             return None
         return self._engines.get(key)
+
+
+def _served_model() -> Any:
+    config = engine.model_config()
+    if config is None:
+        raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
+    return config
 
 
 def _keep_the_last(rooms: dict[int, Any]) -> None:

@@ -13,13 +13,12 @@ from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.vllm import engine, handshake_server
 from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup
 from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, pools_of, refuse
-from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, SaveSpec
+from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
 from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
-from kvmover.engines.vllm.tally import RankEnding, Tally
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, unbegun
 from kvmover.layout import Fleet
@@ -312,8 +311,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that come from elsewhere, and whether any do: they come between steps."""
-        self._accounts.matched(request, num_computed_tokens)
         found = self._scheduler.matched(request, num_computed_tokens)
+        self._accounts.matched(request, num_computed_tokens, found)
         return found, found > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:

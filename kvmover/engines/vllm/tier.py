@@ -2,20 +2,92 @@
 
 vLLM moves its caches to that memory and back, whatever model they are of; a tier sees chunks of it. All methods are for
 vLLM's scheduler, and wait for nothing but `drain_jobs` and `shutdown`.
+
+All names of vLLM's that only the tier uses are imported here, by their paths: what a new release has to be read for.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from hashlib import sha256
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any, ClassVar
 
-from kvmover.engines.vllm import engine, engine_tier
+import numpy as np
+
+from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.chunk_store import DROPPED, ChunkJob, ChunkStore, ChunkVerb, EndedJob
 from kvmover.engines.vllm.options import parse_tier
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import begin_logs
 from kvmover.store import Got, Namespace, Put
+from kvmover.transport import Memory, MemoryKind
+
+_offload: Any = import_module("vllm.v1.kv_offload.base")
+_tiers: Any = import_module("vllm.v1.kv_offload.tiering.base")
+_metrics: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics")
+_platform: Any = import_module("vllm.platforms").current_platform
+
+SecondaryTierManager: Any = _tiers.SecondaryTierManager
+AsyncLookupManager: Any = import_module("vllm.v1.kv_offload.tiering.async_lookup").AsyncLookupManager
+JobResult: Any = _tiers.JobResult
+RequestOffloadingContext: Any = _offload.RequestOffloadingContext
+OffloadingEvent: Any = _offload.OffloadingEvent
+CounterMetadata: Any = _offload.OffloadingCounterMetadata
+TierStats: Any = _metrics.OffloadingConnectorStats
+
+#: What vLLM knows of a key.
+HIT, MISS, RETRY = (getattr(_offload.LookupResult, name) for name in ("HIT", "MISS", "RETRY"))
+
+STORAGE: Any = _offload.Medium.STORAGE
+Locality: Any = _offload.Locality
+
+
+def memory_of_view(view: memoryview) -> Memory:
+    """All of a view [chunk, byte], dense, of host memory. It is not held on to: vLLM releases it after the tier."""
+    return Memory(MemoryKind.HOST, np.asarray(view).ctypes.data, view.nbytes)
+
+
+def chunk_tokens(config: Any) -> int:
+    """Tokens of a chunk of the first cache group of an `OffloadingConfig`."""
+    return config.groups[0].tokens_per_block * config.cache.blocks_per_chunk
+
+
+def chunk_content(offloading_spec: Any) -> str:
+    """What the bytes of a chunk are, in words: only where all of them are equal do two chunks of a key mean the same.
+
+    The order of the bytes is vLLM's: it may change with its release, and with the attention backend, which it chooses
+    by the device. Ranks lie one after the other, each in its own order; with one rank, or one copy for all, or vLLM's
+    canonical layout, nothing of the ranks is left.
+    """
+    config = offloading_spec.config
+    parallel, cache = config.parallel, config.cache
+    if config.canonical_layout and parallel.is_parallelism_agnostic:
+        ranks = "canonical"
+    elif offloading_spec.replicated_layout or parallel.world_size == 1:
+        ranks = "one copy"
+    else:
+        sizes = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
+        ranks = "TP{} PP{} PCP{} DCP{}".format(*sizes) + ", canonical" * config.canonical_layout
+    groups = repr([(group.tokens_per_block, sorted(group.layer_names)) for group in config.groups])
+    return ", ".join(
+        (
+            f"vLLM {version('vllm').partition('+')[0]} on {_platform.device_type} {_capability()}",
+            f"{cache.blocks_per_chunk} blocks of {cache.tokens_per_hash} tokens a hash",
+            f"{config.model.dtype} {config.kv_cache_layout}",
+            ranks,
+            f"groups {sha256(groups.encode()).hexdigest()[:16]}",
+        )
+    )
+
+
+def _capability() -> str:
+    """Of the device, as far as the platform knows one."""
+    found = _platform.get_device_capability()
+    return "" if found is None else found.as_version_str()
+
 
 log = logging.getLogger(__name__)
 
@@ -34,25 +106,25 @@ _METRICS = {
 }
 
 
-class StoreLookups(engine_tier.AsyncLookupManager):
+class StoreLookups(AsyncLookupManager):
     """Look-ups of a step, done in a thread of their own while the model computes; a store that fails has nothing."""
 
     def __init__(self, chunks: ChunkStore, tier_type: str) -> None:
         self._chunks = chunks  # before the thread starts that asks for it
-        engine_tier.AsyncLookupManager.__init__(self, tier_type)
+        AsyncLookupManager.__init__(self, tier_type)
 
     def batch_lookup(self, keys: list[bytes], req_context: Any) -> list[bool]:
         """Whether each chunk is stored. Called in that thread."""
         return self._chunks.exists(keys)
 
 
-class KvmoverTier(engine_tier.SecondaryTierManager):
+class KvmoverTier(SecondaryTierManager):
     """Chunks of vLLM's CPU tier in a page store that any number of engines share. Every failure is a miss.
 
     vLLM loads it by `"type": "KvmoverTier", "module_path": "kvmover.engines.vllm"` in `secondary_tiers`.
     """
 
-    medium: ClassVar[Any] = engine_tier.STORAGE
+    medium: ClassVar[Any] = STORAGE
 
     def __init__(
         self,
@@ -63,19 +135,15 @@ class KvmoverTier(engine_tier.SecondaryTierManager):
         **said: Any,
     ) -> None:
         """`primary_kv_view` [chunk, byte] stays vLLM's. Raises ConfigError or StoreError, a sentence."""
-        engine_tier.SecondaryTierManager.__init__(
-            self, offloading_spec, primary_kv_view, tier_type, backpressure_detector
-        )
+        SecondaryTierManager.__init__(self, offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         options, settings = parse_tier(said)
-        self.locality = engine_tier.Locality(options.locality) if options.locality else None
+        self.locality = Locality(options.locality) if options.locality else None
         self._tells = options.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[Any] = []
         config = offloading_spec.config
-        space = Namespace(
-            options.model or config.model.name, options.weights, engine_tier.chunk_tokens(config), options.tenant
-        )
-        what = engine_tier.chunk_content(offloading_spec)
-        memory = engine_tier.memory_of_view(primary_kv_view)
+        space = Namespace(options.model or config.model.name, options.weights, chunk_tokens(config), options.tenant)
+        what = chunk_content(offloading_spec)
+        memory = memory_of_view(primary_kv_view)
         self._chunks: ChunkStore | None = ChunkStore.open(settings.store, space, what, memory, self.block_size_bytes)
         self._lookups = StoreLookups(self._chunks, tier_type)
         guest = None if log.hasHandlers() else Guest(engine.LOG, "kvmover tier")
@@ -86,14 +154,14 @@ class KvmoverTier(engine_tier.SecondaryTierManager):
 
     def on_new_request(self, req_context: Any) -> Any:
         """Chunks are stored when they are computed, whatever request they are of."""
-        return engine_tier.RequestOffloadingContext()
+        return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT or MISS, or RETRY until the thread has looked."""
         found = self._lookups.lookup(key, req_context)
         if found is None:
-            return engine_tier.RETRY
-        return engine_tier.HIT if found else engine_tier.MISS
+            return RETRY
+        return HIT if found else MISS
 
     def on_schedule_end(self, context: Any) -> None:
         """What was asked for in this step is looked up now."""
@@ -129,8 +197,8 @@ class KvmoverTier(engine_tier.SecondaryTierManager):
         if loads:
             self._lookups.mark_miss(set(job.keys) - set(whole))
         elif self._tells and whole:
-            self._events.append(engine_tier.OffloadingEvent(list(whole), self.medium, False, self.locality))
-        return engine_tier.JobResult(
+            self._events.append(OffloadingEvent(list(whole), self.medium, False, self.locality))
+        return JobResult(
             job_id=job.number,
             success=ended.ok,
             successful_keys=whole if loads else None,
@@ -166,14 +234,14 @@ class KvmoverTier(engine_tier.SecondaryTierManager):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Counters in vLLM's own registry."""
-        return {name: engine_tier.CounterMetadata(text, ("outcome",)) for name, text, _ in _METRICS.values()}
+        return {name: CounterMetadata(text, ("outcome",)) for name, text, _ in _METRICS.values()}
 
     def get_stats(self) -> Any:
         """Chunks by how they ended since the last call; None for none."""
         counts = self._chunks.take_counts() if self._chunks else None
         if not counts:
             return None
-        stats = engine_tier.TierStats()
+        stats = TierStats()
         for (verb, outcome), count in counts.items():
             stats.increase_counter(_METRICS[verb][0], count, (str(outcome),))
         return stats

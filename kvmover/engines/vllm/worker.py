@@ -10,8 +10,7 @@ from typing import Protocol
 
 from kvmover.engines.vllm.block_store import Event, OffloadWorker
 from kvmover.engines.vllm.caches import ComponentCache
-from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, SendSpec, Tables
-from kvmover.engines.vllm.tally import RankEnding
+from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, ReceiveSpec, SendSpec, Tables
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.transfer.result import ALL, Cause, Gate
 

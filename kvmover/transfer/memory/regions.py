@@ -13,8 +13,7 @@ from kvmover.kernels.region import Region, Side
 from kvmover.layout.pool import Pool
 from kvmover.plan.lower import Box, BoxSide, strided
 from kvmover.transfer.protocol.lane import Marks
-from kvmover.transport.base import Descriptors, Memory
-from kvmover.transport.memory import memory_of
+from kvmover.transport.base import Descriptors, Memory, memory_of
 
 if TYPE_CHECKING:
     import torch

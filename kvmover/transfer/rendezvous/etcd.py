@@ -15,7 +15,7 @@ import msgspec
 
 from kvmover.errors import LayoutError, PeerLost, ProtocolError, TransportError
 from kvmover.transfer.rendezvous.directory import Entry, newest, read_entries, write_entries
-from kvmover.transfer.rendezvous.gateway import EtcdRefused, Gateway
+from kvmover.transfer.rendezvous.gateway import Gateway, LeaseMissing
 from kvmover.transfer.rendezvous.keeper import Keeper
 
 log = logging.getLogger(__name__)
@@ -82,9 +82,7 @@ class EtcdDirectory:
                 self._lease = self._grant()
             try:
                 self._put(entry)
-            except EtcdRefused as error:
-                if not error.missing:
-                    raise
+            except LeaseMissing:
                 self._lease = self._grant()
                 self._put(entry)
             if self._keeper is None:

@@ -18,11 +18,11 @@ Reply = TypeVar("Reply")
 
 
 class EtcdRefused(TransportError):
-    """etcd answered, and said no: the message is its own. `missing`: there is no such lease."""
+    """etcd answered, and said no: the message is its own."""
 
-    def __init__(self, message: str, missing: bool) -> None:
-        super().__init__(message)
-        self.missing = missing
+
+class LeaseMissing(EtcdRefused):
+    """etcd knows no lease of that number: it has run out, or never was."""
 
 
 class _Error(msgspec.Struct):
@@ -45,7 +45,7 @@ class Gateway:
     def call(self, path: str, body: Mapping[str, object], reply: type[Reply]) -> Reply:
         """POST `body`, whose bytes travel as base64, and decode the answer.
 
-        Raises EtcdRefused, TransportUnavailable where no endpoint takes a connection, and DeadlineExceeded.
+        Raises EtcdRefused (LeaseMissing), TransportUnavailable where no endpoint takes a connection, DeadlineExceeded.
         """
         data = msgspec.json.encode(body)
         deadline, failures = time.monotonic() + self._deadline_s, dict[str, OSError | http.client.HTTPException]()
@@ -106,7 +106,8 @@ def _decode(status: int, answer: bytes, url: str, reply: type[Reply]) -> Reply:
             raise http.client.HTTPException(f"{status} {decode(answer, type=_Error).message}")
         if status != http.client.OK:
             error = decode(answer, type=_Error)
-            raise EtcdRefused(f"{url} answers {status}: {error.message}", error.code == _NOT_FOUND)
+            refused = LeaseMissing if error.code == _NOT_FOUND else EtcdRefused
+            raise refused(f"{url} answers {status}: {error.message}")
         # 64-bit numbers are strings in this API.
         return decode(answer, type=reply, strict=False)
     except msgspec.MsgspecError as error:

@@ -24,6 +24,7 @@ from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, decoded, encoded
 from kvmover.transfer.result import Cause, Gate, Result, Transfer
 from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed
 from kvmover.transfer.source.writes import Job, Pages
+from kvmover.transfer.tombstones import SERVED
 
 #: As many bytes in a message as any stamp takes.
 MAX_STAMP_US = 1 << 62
@@ -72,6 +73,11 @@ class SendAttempt:
     job: Job
     waiting: tuple[int, ...]
     _needs: dict[int, Needs] = field(default_factory=dict[int, Needs])
+
+    @property
+    def engine(self) -> str:
+        """Whose rank it serves."""
+        return self.job.peer.card.place.engine
 
     def needs(self, chunk: int) -> Needs:
         if chunk not in self._needs:
@@ -132,6 +138,27 @@ class Request:
     cause: Cause | None = None
     held: bool = False
 
+    @classmethod
+    def sent(
+        cls,
+        transfer: Transfer,
+        pages: Pages,
+        gates: Sequence[Gate] | None,
+        aux: bytes | None,
+        deadline_s: float,
+        core: Core,
+    ) -> Request:
+        """As `send` was told, which counts the deadline from when the transfer began. Raises PlanError for tables of
+        other components than the pools', and a payload that is too long.
+        """
+        if len(pages) != len(core.pools):
+            raise PlanError(f"{len(pages)} page tables for {len(core.pools)} components")
+        check_aux(aux)
+        deadline = transfer.started + deadline_s
+        return cls(
+            transfer, list(pages), None if gates is None else list(gates), deadline, aux, deadline - core.clock()
+        )
+
     @property
     def all_asked(self) -> bool:
         """Whether engines have asked, and every rank of each that has not failed."""
@@ -141,7 +168,23 @@ class Request:
 
     def of(self, engine: str) -> list[SendAttempt]:
         """The attempts of an engine's ranks."""
-        return [attempt for attempt in self.attempts.values() if attempt.job.peer.card.place.engine == engine]
+        return [attempt for attempt in self.attempts.values() if attempt.engine == engine]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, and no attempt of it has anything in flight."""
+        attempts = self.attempts.values()
+        return self.transfer.ended and all(a.state.finished and not a.state.in_flight for a in attempts)
+
+    def over_for(self, peer: Peer, want: wire.Want) -> str | None:
+        """How it has ended, or is ending, for a peer that asks; None where it may be served."""
+        if self.reason is not None:
+            return self.reason
+        if (known := self.failed.get(peer.card.place.engine)) is not None:
+            return known[0]
+        before = self.attempts.get(peer.name)
+        known_attempt = before is not None and want.generation <= before.state.generation
+        return SERVED if self.transfer.ended and not known_attempt else None
 
     def told(self, reason: str) -> str:
         """`reason`, and which tokens were asked for and have no pages."""
@@ -150,7 +193,7 @@ class Request:
 
     def look(self) -> None:
         """Ask the gates that have not passed."""
-        for gate in [gate for gate in self.gates or () if gate.event is None or gate.event.query()]:
+        for gate in [gate for gate in self.gates or () if has_passed(gate)]:
             self.let(gate)
 
     def let(self, gate: Gate) -> None:
@@ -221,12 +264,17 @@ def check_aux(payload: bytes | None) -> None:
         raise PlanError(f"a payload of {len(payload)} bytes is over the limit of {wire.MAX_AUX_BYTES}")
 
 
+def has_passed(gate: Gate) -> bool:
+    """Asks its event, and raises what that does."""
+    return gate.event is None or gate.event.query()
+
+
 def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> SendAttempt:
     """The attempt that serves `want`. Raises ValueError or ProtocolError on one that cannot be met."""
     fleet, place = core.end.fleet, peer.card.place
     theirs = place.fleet
-    most = _most_pages(core, request)
-    if most is not None and want.stop > (most + 1) * fleet.page_tokens * fleet.cp:  # before so much is computed
+    most = _most_tokens(core, request)
+    if most is not None and want.stop > most:  # before so much is computed
         raise PlanError(f"page tables are too short for {want.stop} positions")
     if place.engine not in request.expected:
         relation = related(core.components, fleet, theirs, want.replicas)
@@ -264,16 +312,18 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     return SendAttempt(state, Job(want, peer, lane, request.pages, target, mapped), tuple(range(chunks)))
 
 
-def _most_pages(core: Core, request: Request) -> int | None:
-    """Of how many pages the request can be at the most: of those named, or while it grows, of those that are there.
+def _most_tokens(core: Core, request: Request) -> int | None:
+    """No request has more tokens than this: a page more than are named, or while it grows, than there are.
 
     None where nothing says it: states are no tokens, and of a growing window what lies before is no page.
     """
-    pools = [(table, pool) for table, pool in zip(request.pages, core.end.pools, strict=True)]
-    if request.gates is None:
-        return min((len(table) for table, pool in pools if not pool.component.states), default=None)
-    dense = [pool.pages for _, pool in pools if not pool.component.states and pool.component.window is None]
-    return min(dense, default=None)
+    fleet, most = core.end.fleet, list[int]()
+    for table, pool in zip(request.pages, core.end.pools, strict=True):
+        component, grows = pool.component, request.gates is not None
+        if not component.states and not (grows and component.window is not None):
+            pages = pool.pages if grows else len(table)
+            most.append((pages + 1) * fleet.page_rows(component) * component.row_tokens * fleet.cp)
+    return min(most, default=None)
 
 
 def _is_read_from_pages(want: wire.Want) -> bool:

@@ -20,7 +20,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import decoded
 from kvmover.transfer.result import Cause, Gate, Passed, Transfer
 from kvmover.transfer.source import machine
-from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close
+from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close, has_passed
 from kvmover.transfer.source.early import Early, EarlyWants
 from kvmover.transfer.source.state import Action, Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
@@ -65,15 +65,9 @@ class SourceDriver:
         """
         if transfer.request in self._requests:
             raise PlanError(f"request {transfer.request} is already being sent")
-        if len(pages) != len(self.core.pools):
-            raise PlanError(f"{len(pages)} page tables for {len(self.core.pools)} components")
-        check_aux(aux)
-        deadline = transfer.started + deadline_s
-        waiting = None if gates is None else list(gates)
-        request = self._requests[transfer.request] = Request(
-            transfer, list(pages), waiting, deadline, aux, deadline - self.core.clock()
-        )
-        self.core.timers.set((TimerKind.REQUEST, transfer.request), deadline)
+        request = Request.sent(transfer, pages, gates, aux, deadline_s, self.core)
+        self._requests[transfer.request] = request
+        self.core.timers.set((TimerKind.REQUEST, transfer.request), request.deadline)
         lost = self._early.loss(transfer.request)
         self.reopen(transfer.request)
         request.failed.update((engine, (reason, Cause.PEER_LOST)) for engine, reason in lost.items())
@@ -184,7 +178,7 @@ class SourceDriver:
         if request is None:
             self._ask_early(peer, want)
             return
-        over = self._over_for(request, peer, want)
+        over = request.over_for(peer, want)
         if over is not None:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, over))
             return
@@ -204,8 +198,7 @@ class SourceDriver:
                     attempt.job.check_source()
         except (ValueError, ProtocolError) as error:  # PlanError, LayoutError, or page tables that are none
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
-            if isinstance(error, OwnTables):
-                self._fail(request, str(error), Cause.PROTOCOL)
+            self._turn_away(request, peer.card.place.engine, error)
             return
         wrong = None if request.attempts else self.core.contain(want.request, request.look)  # nobody has looked yet
         if wrong is not None:
@@ -219,6 +212,18 @@ class SourceDriver:
         if not self._offer(request, attempt):
             self._step(request, attempt, want)  # so that it knows that we know
         self._attach(request, attempt)
+
+    def _turn_away(self, request: Request, engine: str, error: Exception) -> None:
+        """A Want that cannot be met is the affair of its engine: one of another asks for what is there.
+
+        An engine that has not asked for anything else has not asked. Our page tables may be too short, or the Want too
+        long: both sides hear of it.
+        """
+        if isinstance(error, OwnTables) or request.of(engine):
+            self._part(request, engine, str(error), Cause.PROTOCOL)
+            self.core.later.append(lambda: self._settle(request))  # when all who asked by now have been heard
+        else:
+            request.expected.pop(engine, None)
 
     def _asked_again(self, request: Request, attempt: SendAttempt, want: wire.Want) -> None:
         """A Want that was said before names more pages, or asks for what was said in answer."""
@@ -238,16 +243,6 @@ class SourceDriver:
         if outcome is not None and outcome.reason is not None:
             self.core.say(peer.name, wire.Abort(want.request, want.generation, outcome.reason))
         return outcome is not None
-
-    def _over_for(self, request: Request, peer: Peer, want: wire.Want) -> str | None:
-        """How a request has ended, or is ending, for a peer that asks; None where it may be served."""
-        if request.reason is not None:
-            return request.reason
-        if (known := request.failed.get(peer.card.place.engine)) is not None:
-            return known[0]
-        before = request.attempts.get(peer.name)
-        known_attempt = before is not None and want.generation <= before.state.generation
-        return SERVED if request.transfer.ended and not known_attempt else None
 
     def _ask_early(self, peer: Peer, want: wire.Want) -> None:
         id_ = want.request, want.generation
@@ -279,9 +274,7 @@ class SourceDriver:
     def _has_passed(self, request: Request, gate: Gate) -> bool:
         """Ask one event. What it raises fails its request, and no other."""
         found: list[bool] = []
-        wrong = self.core.contain(
-            request.transfer.request, lambda: found.append(gate.event is None or gate.event.query())
-        )
+        wrong = self.core.contain(request.transfer.request, lambda: found.append(has_passed(gate)))
         if wrong is not None:
             self._fail(request, wrong, Cause.FAULT)
         return any(found)
@@ -300,7 +293,8 @@ class SourceDriver:
         try:
             ready = request.take_ready(attempt)
         except OwnTables as error:
-            self._fail(request, str(error), Cause.PROTOCOL)
+            self._part(request, attempt.engine, str(error), Cause.PROTOCOL)
+            self._settle(request)
             return False
         if ready:
             self._step(request, attempt, Ready(ready, attempt.tables()))
@@ -423,7 +417,7 @@ class SourceDriver:
             if wrong is not None:
                 self._fault(request, attempt, wrong)
         if attempt.state.reason is not None:
-            self._part(request, attempt, attempt.state.reason, cause_of(event))
+            self._part(request, attempt.engine, attempt.state.reason, cause_of(event))
         self._settle(request)
 
     def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
@@ -452,7 +446,7 @@ class SourceDriver:
         self.writes.drop(attempt.job)
         request.held |= bool(state.in_flight)
         self.core.say(attempt.job.peer.name, wire.Abort(state.request, state.generation, reason))
-        self._part(request, attempt, reason, Cause.FAULT)
+        self._part(request, attempt.engine, reason, Cause.FAULT)
         self._settle(request)
 
     def _schedule(self, request: Request, attempt: SendAttempt) -> None:
@@ -468,9 +462,8 @@ class SourceDriver:
                 self._step(request, attempt, Cancel(reason))
             self._settle(request)
 
-    def _part(self, request: Request, attempt: SendAttempt, reason: str, cause: Cause) -> None:
+    def _part(self, request: Request, engine: str, reason: str, cause: Cause) -> None:
         """What fails one rank of an engine fails its other ranks, and no other engine. The first reason stays."""
-        engine = attempt.job.peer.card.place.engine
         if request.reason is None and engine not in request.failed and not request.transfer.ended:
             request.failed[engine] = reason, cause
             for each in request.of(engine):
@@ -504,8 +497,7 @@ class SourceDriver:
 
     def _forget(self, request: Request) -> bool:
         """An ended request stays until all its attempts ended: late aborts must find out what is in flight."""
-        over = all(a.state.finished and not a.state.in_flight for a in request.attempts.values())
-        if request.transfer.ended and over and self._requests.get(request.transfer.request) is request:
+        if request.is_over and self._requests.get(request.transfer.request) is request:
             request.transfer.held = False
             for name, attempt in request.attempts.items():
                 state = attempt.state

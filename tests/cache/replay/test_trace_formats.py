@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmover.cache.replay import ReplayConfig, ReplayTraceError, TraceOptions, read_trace, replay
-from kvmover.cache.replay.reader import TraceSession, TraceTurn
 from kvmover.cache.replay.trace import in_order
+from kvmover.cache.replay.trace_reader import TraceSession, TraceTurn
 from tests.cache.replay.made import common
 
 #: Hypothesis writes a file over and over in one folder.

@@ -33,7 +33,7 @@ def main(rank: int, size: int, folder: Path) -> None:
     mine.poison_free()
     if rank == 1:  # its part of one page is bad, and no other rank knows
         with mine.store.lock:
-            storage = mine.controller._writing.storage
+            storage = mine.controller._backups.storage
             assert storage is not None
             view = storage.stored_pools[0].view
             entry = mine.store.catalog.index.get(mine.hashes(PROMPT)[3])

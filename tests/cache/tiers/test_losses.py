@@ -14,8 +14,17 @@ from rig import EAGER, Rank, idle, until
 
 import kvmover.cache.tiers
 from kvmover.cache.ledger import Account, Credit, FaultPolicy, Ledger, LedgerError, Loss
-from kvmover.cache.tiers import ControllerConfig, CostAware, Restore, Storage, TierPolicy, Timeout, Wait, restoring
-from kvmover.cache.tiers.restoring import Restoring
+from kvmover.cache.tiers import (
+    ControllerConfig,
+    CostAware,
+    Restore,
+    Storage,
+    TierPolicy,
+    Timeout,
+    Wait,
+    restore_machine,
+)
+from kvmover.cache.tiers.restore_machine import Restoring
 from kvmover.layout import Fleet
 
 PROMPT = list(range(33))
@@ -258,7 +267,7 @@ def credits_the_host(state: Restoring, tokens: int) -> Restoring:
     return replace(READY(state, tokens), credit=Credit(0, tokens, 0))
 
 
-READY = restoring._ready
+READY = restore_machine._ready
 MUTANTS = [
     credits_what_was_found,
     forgets_the_losses,
@@ -270,7 +279,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_accounts_that_are_kept_wrongly_are_noticed(mutant, tmp_path, monkeypatch):
-    monkeypatch.setattr(restoring, "_ready", mutant)
+    monkeypatch.setattr(restore_machine, "_ready", mutant)
     scene = a_page_is_bad(tmp_path, monkeypatch)
     with pytest.raises((LedgerError, AssertionError)):
         agree(scene)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rig import GQA, SINGLE
 
-from kvmover.cache.tiers import host_pool, hostmem
+from kvmover.cache.tiers import host_memory, host_pool
 from kvmover.layout import PoolSpec
 
 GPU = "0000:17:00.0"
@@ -30,12 +30,12 @@ def machine(root: Path, nodes: int, of_gpu: int | None) -> Path:
     ("nodes", "of_gpu", "chosen"), [(2, 1, 1), (2, 0, 0), (1, 0, None), (2, -1, None), (2, 7, None), (2, None, None)]
 )
 def test_memory_goes_to_the_node_of_the_gpu_where_there_are_several(tmp_path, nodes, of_gpu, chosen):
-    assert hostmem.node_of(GPU, machine(tmp_path, nodes, of_gpu)) == chosen
-    assert hostmem.node_of("0000:99:00.0", tmp_path) is None
+    assert host_memory.node_of(GPU, machine(tmp_path, nodes, of_gpu)) == chosen
+    assert host_memory.node_of("0000:99:00.0", tmp_path) is None
 
 
 def test_memory_of_the_host_has_no_gpu_to_be_near():
-    assert hostmem.pci_of(torch.device("cpu")) is None
+    assert host_memory.pci_of(torch.device("cpu")) is None
 
 
 def policy() -> int:
@@ -49,18 +49,18 @@ def policy() -> int:
 def test_a_thread_prefers_a_node_for_as_long_as_it_is_told(caplog):
     if platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip("numbers of system calls are not known here")
-    with hostmem.preferring(0) as why:
+    with host_memory.preferring(0) as why:
         if why:
             assert why in caplog.text, "it is said why not"
             pytest.skip(f"not allowed here: {why}")
         assert policy() == 1
     assert policy() == 0
-    with hostmem.preferring(None) as why:
+    with host_memory.preferring(None) as why:
         assert (why, policy()) == ("", 0)
 
 
 def test_a_node_that_is_not_there_is_named_with_the_reason(caplog):
-    with hostmem.preferring(1000) as why:
+    with host_memory.preferring(1000) as why:
         assert why
     assert "NUMA node 1000" in caplog.text
 

@@ -9,7 +9,7 @@ from rig import HYBRID, LATENT, PLAIN, SPARSE, Rank, idle, together, until
 from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import FULL, Tier
 from kvmover.cache.tiers import ConsensusBroken, ControllerConfig, TierError, TierPolicy, Wait, unlink
-from kvmover.cache.tiers.restore import Restores
+from kvmover.cache.tiers.restore_driver import Restores
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.store import Got, GotResult
@@ -169,7 +169,7 @@ def test_a_rank_whose_storage_fails_answers_as_often_as_the_others(tmp_path, bro
     def fail(*arguments):
         raise OSError(5, "Input/output error")
 
-    storage = ranks[1].controller._writing.storage
+    storage = ranks[1].controller._backups.storage
     assert storage is not None
     view = storage.stored_pools[0].view
     if broken == "write":
@@ -202,7 +202,7 @@ def test_a_read_that_one_rank_did_in_part_is_kept_in_part_only_where_parts_are_o
     serve(ranks)
     for rank in ranks:
         rank.forget()
-    storage = ranks[1].controller._writing.storage
+    storage = ranks[1].controller._backups.storage
     assert storage is not None
     (view,) = [each.view for each in storage.stored_pools if each.tiered_pool.name == FULL]
     bad, get = ranks[1].hashes(PROMPT)[2], view.get

@@ -9,11 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvmover.cache.ledger import Loss
-from kvmover.cache.tiers import restoring
+from kvmover.cache.tiers import restore_machine
 from kvmover.cache.tiers.agreement import CollectiveOps, PartialWork
 from kvmover.cache.tiers.allocator import PageAllocator
-from kvmover.cache.tiers.restore import Restore, Restores
-from kvmover.cache.tiers.restoring import EndCopy, RestoreStep, Restoring, Vote
+from kvmover.cache.tiers.restore_driver import Restore, Restores
+from kvmover.cache.tiers.restore_machine import EndCopy, RestoreStep, Restoring, Vote
 from kvmover.cache.tiers.storage import StorageRead
 from tests.sim.mutations import around
 
@@ -31,7 +31,7 @@ def a_rank_keeps_what_it_has_read(patch: pytest.MonkeyPatch) -> None:
         after, actions = honest(state, answer)
         return after, [EndCopy(each.op, mine) if isinstance(each, EndCopy) else each for each in actions]
 
-    around(patch, restoring, "_agreed", agreed)
+    around(patch, restore_machine, "_agreed", agreed)
 
 
 def a_part_of_a_hybrid_prefix_is_kept(patch: pytest.MonkeyPatch) -> None:
@@ -47,27 +47,27 @@ def all_of_an_operation_is_kept(patch: pytest.MonkeyPatch) -> None:
         after, actions = honest(state, answer)
         return after, [EndCopy(each.op, pages) if isinstance(each, EndCopy) else each for each in actions]
 
-    around(patch, restoring, "_agreed", agreed)
+    around(patch, restore_machine, "_agreed", agreed)
 
 
 def a_rank_without_room_says_nothing(patch: pytest.MonkeyPatch) -> None:
     """It does not begin what the others begin."""
 
     def step(honest: Any, state: Restoring, event: Any, now: float) -> RestoreStep:
-        if isinstance(event, restoring.HostFull):
-            return restoring._load(replace(state, asked=None))
+        if isinstance(event, restore_machine.HostFull):
+            return restore_machine._load(replace(state, asked=None))
         return honest(state, event, now)
 
-    around(patch, restoring, "step", step)
+    around(patch, restore_machine, "step", step)
 
 
 def a_rank_whose_look_up_failed_says_nothing(patch: pytest.MonkeyPatch) -> None:
     def step(honest: Any, state: Restoring, event: Any, now: float) -> RestoreStep:
-        if isinstance(event, restoring.LookedUp) and not any(event.pages):
+        if isinstance(event, restore_machine.LookedUp) and not any(event.pages):
             return state, []
         return honest(state, event, now)
 
-    around(patch, restoring, "step", step)
+    around(patch, restore_machine, "step", step)
 
 
 def the_longest_of_one_rank_is_read(patch: pytest.MonkeyPatch) -> None:
@@ -75,13 +75,13 @@ def the_longest_of_one_rank_is_read(patch: pytest.MonkeyPatch) -> None:
     voted: list[tuple[Restoring, Vote]] = []
 
     def step(honest: Any, state: Restoring, event: Any, now: float) -> RestoreStep:
-        if isinstance(event, restoring.RanksAgreed) and state.asked is restoring.RestorePhase.LOOK:
-            event = next((restoring.RanksAgreed(vote.answer) for own, vote in voted if own is state), event)
+        if isinstance(event, restore_machine.RanksAgreed) and state.asked is restore_machine.RestorePhase.LOOK:
+            event = next((restore_machine.RanksAgreed(vote.answer) for own, vote in voted if own is state), event)
         after, actions = honest(state, event, now)
         voted.extend((after, action) for action in actions if isinstance(action, Vote))
         return after, actions
 
-    around(patch, restoring, "step", step)
+    around(patch, restore_machine, "step", step)
 
 
 def operations_end_where_they_are_done(patch: pytest.MonkeyPatch) -> None:
@@ -103,17 +103,17 @@ def reads_have_all_the_time(patch: pytest.MonkeyPatch) -> None:
 
     def tick(honest: Any, state: Restoring, now: float) -> RestoreStep:
         after, actions = honest(state, now)
-        return (state, []) if any(isinstance(each, restoring.AskToStop) for each in actions) else (after, actions)
+        return (state, []) if any(isinstance(each, restore_machine.AskToStop) for each in actions) else (after, actions)
 
-    around(patch, restoring, "_tick", tick)
+    around(patch, restore_machine, "_tick", tick)
 
 
 def nobody_hears_that_a_request_was_given_up(patch: pytest.MonkeyPatch) -> None:
     def given_up(honest: Any, state: Restoring) -> RestoreStep:
         after, actions = honest(state)
-        return after, [each for each in actions if not isinstance(each, restoring.AskToStop)]
+        return after, [each for each in actions if not isinstance(each, restore_machine.AskToStop)]
 
-    around(patch, restoring, "_given_up", given_up)
+    around(patch, restore_machine, "_given_up", given_up)
 
 
 def a_read_that_was_stopped_reads_on(patch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,9 @@ def a_read_that_was_stopped_reads_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def anothers_load_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    around(patch, restoring, "_rematched", lambda honest, state, event: honest(state, replace(event, waits=False)))
+    around(
+        patch, restore_machine, "_rematched", lambda honest, state, event: honest(state, replace(event, waits=False))
+    )
 
 
 # Pages.
@@ -141,21 +143,21 @@ def a_restore_that_is_given_up_ends_at_once(patch: pytest.MonkeyPatch) -> None:
         ends = [EndCopy(state.op, 0)] if state.op and not state.done else []
         return replace(after, op=0, op_pages=0, done_pages=None), [*ends, *actions]
 
-    around(patch, restoring, "_given_up", given_up)
+    around(patch, restore_machine, "_given_up", given_up)
 
 
 def a_load_is_over_when_it_is_begun(patch: pytest.MonkeyPatch) -> None:
     """A rank answers before its copy has landed."""
 
     def step(honest: Any, state: Restoring, event: Any, now: float) -> RestoreStep:
-        if isinstance(event, restoring.LoadEnded):
+        if isinstance(event, restore_machine.LoadEnded):
             return state, []
         after, actions = honest(state, event, now)
-        if isinstance(event, restoring.LoadBegun):
-            return restoring._vote(after, event.pages, [])
+        if isinstance(event, restore_machine.LoadBegun):
+            return restore_machine._vote(after, event.pages, [])
         return after, actions
 
-    around(patch, restoring, "step", step)
+    around(patch, restore_machine, "step", step)
 
 
 def what_was_found_is_not_kept(patch: pytest.MonkeyPatch) -> None:
@@ -185,25 +187,25 @@ def what_is_ready_is_not_locked(patch: pytest.MonkeyPatch) -> None:
 
 def a_poisoned_page_is_taken(patch: pytest.MonkeyPatch) -> None:
     def step(honest: Any, state: Restoring, event: Any, now: float) -> RestoreStep:
-        if isinstance(event, restoring.FetchEnded) and event.loss is Loss.POISONED:
-            event = restoring.FetchEnded(min(state.op_pages, event.pages + 1), event.loss)
+        if isinstance(event, restore_machine.FetchEnded) and event.loss is Loss.POISONED:
+            event = restore_machine.FetchEnded(min(state.op_pages, event.pages + 1), event.loss)
         return honest(state, event, now)
 
-    around(patch, restoring, "step", step)
+    around(patch, restore_machine, "step", step)
 
 
 # The account.
 
 
 def losses_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restoring, "balanced", lambda reasons, due: {})
+    patch.setattr(restore_machine, "balanced", lambda reasons, due: {})
 
 
 def the_others_are_never_blamed(patch: pytest.MonkeyPatch) -> None:
     def short(honest: Any, state: Restoring, reason: Loss, tokens: int) -> Restoring:
         return honest(state, Loss.LATE if reason is Loss.RANK_MINIMUM else reason, tokens)
 
-    around(patch, restoring, "_short", short)
+    around(patch, restore_machine, "_short", short)
 
 
 def the_others_are_blamed_for_a_part_of_no_use(patch: pytest.MonkeyPatch) -> None:
@@ -211,9 +213,9 @@ def the_others_are_blamed_for_a_part_of_no_use(patch: pytest.MonkeyPatch) -> Non
 
     def fetched(honest: Any, state: Restoring, pages: int, loss: Loss) -> RestoreStep:
         short = (state.op_pages - pages) * state.terms.page_tokens
-        return restoring._vote(restoring._short(state, loss, short), pages, [])
+        return restore_machine._vote(restore_machine._short(state, loss, short), pages, [])
 
-    around(patch, restoring, "_fetched", fetched)
+    around(patch, restore_machine, "_fetched", fetched)
 
 
 def what_was_found_is_credited(patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +226,7 @@ def what_was_found_is_credited(patch: pytest.MonkeyPatch) -> None:
         credit = replace(after.credit, storage_tokens=after.reusable_tokens - after.credit.device_tokens)
         return replace(after, credit=credit)
 
-    around(patch, restoring, "_ready", ready)
+    around(patch, restore_machine, "_ready", ready)
 
 
 #: With the profile that has what each is about.

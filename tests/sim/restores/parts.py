@@ -14,9 +14,9 @@ from typing import Any
 
 from kvmover.cache.prefix import FULL, PrefixTree, SlidingWindow, State, Tier
 from kvmover.cache.prefix.forest import ID_BYTES
-from kvmover.cache.tiers import Controller, ControllerConfig, LocalConsensus, Rule, Speed
-from kvmover.cache.tiers.copies import Batch
-from kvmover.cache.tiers.hostmem import SOLE
+from kvmover.cache.tiers import Controller, ControllerConfig, FreeList, LocalConsensus, Rule, Speed
+from kvmover.cache.tiers.host_memory import SOLE
+from kvmover.cache.tiers.layerwise_copier import Batch
 from kvmover.cache.tiers.storage import Ended, PageRef, StorageJob, StorageLookup, StorageRead, Urgency
 from kvmover.store import Got, GotResult
 from tests.sim.network import SimNetwork
@@ -231,7 +231,7 @@ class SimRank:
         self.controller = controller = Controller(self.tree, pools, storage, config)
         self.worker = SimWorker(network, random, disk)
         copier: Any = SimCopier(network, random, self.contents)
-        controller.worker = controller._restores.worker = controller._writing.worker = self.worker  # type: ignore[assignment]
+        controller.worker = controller._restores.worker = controller._backups.worker = self.worker  # type: ignore[assignment]
         controller.copies = controller.allocator.copies = copier
         controller._restores.loads = Known(None)  # type: ignore[assignment]
         self.out: dict[tuple[str, Tier], set[int]] = {key: set() for key in self.contents}
@@ -244,6 +244,7 @@ class SimRank:
         """Every page is in one place, and nobody writes one that is free."""
         self.controller.check(self.out)
         for (name, tier), free in self.controller.allocator.free.items():
+            assert isinstance(free, FreeList)
             written = [page for page, what in enumerate(self.contents[name, tier]) if page in free and what != GARBAGE]
             if written:
                 raise Broken(f"rank {self.number}: pages {written} of {name} on {tier.name} are free, and were written")

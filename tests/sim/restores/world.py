@@ -245,7 +245,7 @@ class World:
         """Of one rank, after every round: states and operations, and all pages where any has changed hands."""
         controller = rank.controller
         controller._restores.check()
-        controller._writing.check()
+        controller._backups.check()
         controller.collectives.check()
         pages = *map(len, controller.allocator.free.values()), len(rank.tree)
         if pages != self._pages[number]:

@@ -1,7 +1,7 @@
 """A Restore brings a request's KV back to the device: its state machine decides, the driver here carries out.
 
-`restoring.py` decides. Events come from the storage thread's jobs and the copies to the device, as the controller polls
-them, and from the rounds in which all ranks agree.
+`restore_machine.py` decides. Events come from the storage thread's jobs and the copies to the device, as the controller
+polls them, and from the rounds in which all ranks agree.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import structs
 
 from kvmover.cache.ledger import Credit, Loss
 from kvmover.cache.prefix import (
@@ -25,13 +26,13 @@ from kvmover.cache.prefix import (
     Tier,
     restorable,
 )
-from kvmover.cache.tiers import restoring
+from kvmover.cache.tiers import restore_machine
 from kvmover.cache.tiers.agreement import CollectiveOp, CollectiveOps
 from kvmover.cache.tiers.allocator import PageAllocator
-from kvmover.cache.tiers.copies import LayerGate
+from kvmover.cache.tiers.layerwise_copier import LayerGate
 from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
 from kvmover.cache.tiers.policy import Speed, ThroughputEstimator, TierPolicy
-from kvmover.cache.tiers.restoring import RestoreEvent, RestorePhase, RestoreTerms, Restoring
+from kvmover.cache.tiers.restore_machine import RestoreEvent, RestorePhase, RestoreTerms, Restoring
 from kvmover.cache.tiers.storage import (
     PageRef,
     Stopwatch,
@@ -140,10 +141,11 @@ class Restores:
         states = [restore.state for restore in (*self.open, *self.leaving)]
         return sum(state.op_pages for state in states if state.asked is RestorePhase.READ)
 
-    def begin(self, key: RadixKey, limit_tokens: int) -> Restore:
+    def begin(self, key: RadixKey, limit_tokens: int, policy: TierPolicy) -> Restore:
         """Begin to bring what is kept of the first `limit_tokens` tokens of `key`. It may be ready at once."""
         match = self.allocator.tree.match(key, limit_tokens=limit_tokens)
-        state, actions = restoring.start(self.terms, limit_tokens, match.tokens, match.best_tokens, self.clock())
+        terms = structs.replace(self.terms, policy=policy)
+        state, actions = restore_machine.start(terms, limit_tokens, match.tokens, match.best_tokens, self.clock())
         restore = Restore(key, match, state)
         self._lock(restore, match)
         self.open.append(restore)
@@ -152,13 +154,13 @@ class Restores:
 
     def tell(self, restore: Restore, event: RestoreEvent) -> None:
         """Advance by an event, and by all that follows from it at once."""
-        restore.state, actions = restoring.step(restore.state, event, self.clock())
+        restore.state, actions = restore_machine.step(restore.state, event, self.clock())
         self._carry_out(restore, actions)
 
     def poll(self) -> None:
         """A round begins."""
         for restore in list(self.open):
-            self.tell(restore, restoring.TimePassed())
+            self.tell(restore, restore_machine.TimePassed())
 
     def check(self) -> None:
         """Raise InvariantBroken where states, operations and lists do not fit together. O(open restores)."""
@@ -174,36 +176,36 @@ class Restores:
         if not all(restore.done and not restore.state.over for restore in self.leaving):
             raise InvariantBroken("a restore is leaving, and was not given up or has ended")
 
-    def _carry_out(self, restore: Restore, actions: Sequence[restoring.RestoreAction]) -> None:
+    def _carry_out(self, restore: Restore, actions: Sequence[restore_machine.RestoreAction]) -> None:
         for action in actions:
             event = self._do(restore, action)
             if event is not None:
                 self.tell(restore, event)
 
-    def _do(self, restore: Restore, action: restoring.RestoreAction) -> RestoreEvent | None:
+    def _do(self, restore: Restore, action: restore_machine.RestoreAction) -> RestoreEvent | None:
         """Carry out, and say what came of it where that is known at once."""
         match action:
-            case restoring.LookUp(pages):
+            case restore_machine.LookUp(pages):
                 self._look(restore, pages)
-            case restoring.BeginFetch(pages):
+            case restore_machine.BeginFetch(pages):
                 return self._fetch(restore, pages)
-            case restoring.BeginLoad(tokens):
+            case restore_machine.BeginLoad(tokens):
                 return self._load(restore, tokens)
-            case restoring.BeginNothing():
+            case restore_machine.BeginNothing():
                 self._join(restore)
-            case restoring.Vote(answer):
+            case restore_machine.Vote(answer):
                 assert restore.collective is not None
                 restore.collective.done(*answer)
-            case restoring.AskToStop():
+            case restore_machine.AskToStop():
                 assert restore.collective is not None
                 restore.collective.stop = True
-            case restoring.EndCopy(op, pages):
+            case restore_machine.EndCopy(op, pages):
                 self.allocator.apply(self.allocator.tree.end(op, pages))
-            case restoring.Rematch():
+            case restore_machine.Rematch():
                 return self._rematch(restore)
-            case restoring.Secure():
+            case restore_machine.Secure():
                 return self._secure(restore)
-            case restoring.LetGo():
+            case restore_machine.LetGo():
                 self._let_go(restore)
         return None
 
@@ -214,7 +216,7 @@ class Restores:
 
     def _agreed(self, restore: Restore, answer: list[int]) -> None:
         restore.collective = restore.gate = None
-        self.tell(restore, restoring.RanksAgreed(answer))
+        self.tell(restore, restore_machine.RanksAgreed(answer))
         if restore in self.leaving:
             self.leaving.remove(restore)
 
@@ -238,7 +240,7 @@ class Restores:
                 legal = np.flatnonzero(self._legal(storage, look, first, anchor)).tolist()
             nearer = restore.found.best_tokens // self.terms.page_tokens
             self.meter.counts[TierCount.FOUND_PAGES] += max(0, legal[-1] - nearer)
-            self.tell(restore, restoring.LookedUp(tuple(legal), self._way()))
+            self.tell(restore, restore_machine.LookedUp(tuple(legal), self._way()))
 
         self.worker.begin(look, Urgency.LOOK, ended)
 
@@ -261,10 +263,10 @@ class Restores:
             if pool.name != FULL:
                 needs[pool.name] = pool.rule.needs(pages, self.terms.page_tokens)
         ids = None
-        if self.reading_pages + pages - anchor <= self.policy.reading_share * allocator.free[FULL, Tier.HOST].pages:
+        if self.reading_pages + pages - anchor <= self.policy.reading_share * allocator.host[FULL].pages:
             ids = allocator.take_all({name: len(where) for name, where in needs.items()}, Tier.HOST)
         if ids is None:
-            return restoring.HostFull(pages * self.terms.page_tokens - restore.found.best_tokens)
+            return restore_machine.HostFull(pages * self.terms.page_tokens - restore.found.best_tokens)
         key = RadixKey(restore.key.data[: pages * tree.config.page_bytes], restore.key.namespace, restore.key.units)
         op = tree.begin_fetch(key, anchor, ids[FULL], {name: ids[name] for name in needs if name != FULL})
         self._join(restore, 3, [page for row in ids.values() for page in row])
@@ -276,7 +278,7 @@ class Restores:
             if pool.share.mine(place)
         ]
         self._read(restore, wanted, pages - anchor)
-        return restoring.FetchBegun(op, pages - anchor)
+        return restore_machine.FetchBegun(op, pages - anchor)
 
     def _read(self, restore: Restore, wanted: list[tuple[StoredPool, PageRef]], total: int) -> None:
         collective = restore.collective
@@ -293,7 +295,7 @@ class Restores:
                 loss = _LOSS.get(read.why, Loss.READ_FAILED)
             if good < total:
                 self.meter.dropped["fetch", str(loss)] += total - good
-            self.tell(restore, restoring.FetchEnded(good, loss))
+            self.tell(restore, restore_machine.FetchEnded(good, loss))
 
         self.worker.begin(read, Urgency.READ, ended)
 
@@ -315,7 +317,7 @@ class Restores:
         match = restore.match = self.allocator.tree.match(restore.key, limit_tokens=restore.state.limit_tokens)
         if not match.waits:
             self._lock(restore, match)
-        return restoring.Rematched(match.tokens, match.best_tokens, bool(match.waits))
+        return restore_machine.Rematched(match.tokens, match.best_tokens, bool(match.waits))
 
     def _load(self, restore: Restore, tokens: int) -> RestoreEvent:
         allocator, tree, match = self.allocator, self.allocator.tree, restore.match
@@ -325,7 +327,7 @@ class Restores:
         ids = allocator.take_all(tree.load_needs(match.best_node), Tier.DEVICE) if more else None
         if ids is None:
             room = allocator.room(FULL, Tier.DEVICE) * self.terms.page_tokens
-            return restoring.DeviceFull(match.tokens, tokens - match.tokens, room)
+            return restore_machine.DeviceFull(match.tokens, tokens - match.tokens, room)
         transfer = tree.begin_load(match.best_node, ids)
         total = match.best_tokens // self.terms.page_tokens - transfer.first_page
         batches, watch = allocator.batches(transfer.legs, Tier.DEVICE), Stopwatch()
@@ -337,11 +339,11 @@ class Restores:
             self.meter.counts[TierCount.LOADED_PAGES] += sum(len(batch.host_ids) for batch in batches)
             self.meter.counts[TierCount.LOADED_BYTES] += nbytes
             self.loads.add(nbytes, watch.seconds)
-            self.tell(restore, restoring.LoadEnded())
+            self.tell(restore, restore_machine.LoadEnded())
 
         restore.gate = allocator.copies.begin(batches, Tier.DEVICE, done)
         self.reused(match.best_node, transfer.first_page)
-        return restoring.LoadBegun(transfer.op, total)
+        return restore_machine.LoadBegun(transfer.op, total)
 
     # The end
 
@@ -351,7 +353,7 @@ class Restores:
         restore.handle = tree.lock(match.device_node)
         restore.page_ids, restore.held = match.page_ids, match.held
         self.meter.stages[TierStage.RESTORE].add(self.clock() - restore.state.began_s)
-        return restoring.Secured(match.tokens)
+        return restore_machine.Secured(match.tokens)
 
     def _let_go(self, restore: Restore) -> None:
         for handle in restore.keeps:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from . import driver
+from . import cuda_driver
 from .region import Offsets, Region, RegionError, merged
 
 SOURCE = Path(__file__).parent / "cuda" / "bulk.cu"
@@ -114,4 +114,4 @@ def run(launch: RingLaunch, table: torch.Tensor, sms: int, ring: Ring = RING) ->
     blocks = min(sms, launch.items, torch.cuda.get_device_properties(device).multi_processor_count)
     arguments = ctypes.c_uint64(table.data_ptr()), ctypes.c_uint32(launch.items)
     shape = blocks, THREADS, ring.nbytes
-    driver.launch(kernel(device, ring).kernel.ptr, shape, torch.cuda.current_stream().cuda_stream, arguments)
+    cuda_driver.launch(kernel(device, ring).kernel.ptr, shape, torch.cuda.current_stream().cuda_stream, arguments)

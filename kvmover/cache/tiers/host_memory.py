@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvmover.cache.tiers.errors import TierError
+from kvmover.errors import TierError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.store import DIRECT_BYTES, replicas
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmover.engines.vllm.tally import RankEnding, Tally
+from kvmover.engines.vllm.connector_metadata import RankEnding, Tally
 
 
 def ending(request: str = "r", way: str = "sent", landed: bool = True, microseconds: int = 5) -> RankEnding:

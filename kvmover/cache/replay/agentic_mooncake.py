@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvmover.cache.replay.reader import (
+from kvmover.cache.replay.request import MOST_DISTINCT_TOKENS, ReplayTraceError
+from kvmover.cache.replay.trace_reader import (
     BlockNumbers,
     HashId,
     Length,
@@ -30,7 +31,6 @@ from kvmover.cache.replay.reader import (
     block_tokens_of,
     checked_blocks,
 )
-from kvmover.cache.replay.request import MOST_DISTINCT_TOKENS, ReplayTraceError
 
 SCHEMA = "dynamo.agentic_mooncake"
 VERSION = 2

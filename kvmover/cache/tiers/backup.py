@@ -1,4 +1,4 @@
-"""Writing copies pages from the device to the host and on to storage, whatever is split or evicted meanwhile.
+"""Backup copies pages from the device to the host and on to storage, whatever is split or evicted meanwhile.
 
 A tree that writes through says what is due, and a node is stored when its whole path is on the host. One that writes
 back copies when it evicts, leaves first, and says page ids alone: who was given them is remembered, so that the pages
@@ -45,7 +45,7 @@ class Due:
 
 
 @dataclass(slots=True)
-class Writing:
+class Backups:
     """Of one rank. `events` tells routers what has come to storage."""
 
     allocator: PageAllocator
@@ -81,6 +81,11 @@ class Writing:
         """Device pages are the tree's now, on the path to `node`."""
         if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
             self._kept.update(dict.fromkeys(np.asarray(page_ids).tolist(), node))
+
+    def forget(self) -> None:
+        """The tree has nothing any more."""
+        self._due.clear()
+        self._kept.clear()
 
     def copied_out(self, action: CopyOut) -> None:
         """Pages came to the host as they were evicted."""

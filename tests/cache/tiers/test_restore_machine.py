@@ -10,7 +10,7 @@ from kvmover.cache.ledger import Account, AccountGroup, AttemptPhase, LedgerErro
 from kvmover.cache.prefix import FULL, InvariantBroken, Tier
 from kvmover.cache.tiers import RestorePhase, TierPolicy, Timeout
 from kvmover.cache.tiers.agreement import CollectiveOps, PartialWork
-from kvmover.cache.tiers.restoring import (
+from kvmover.cache.tiers.restore_machine import (
     AskToStop,
     BeginFetch,
     BeginLoad,

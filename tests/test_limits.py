@@ -1,0 +1,75 @@
+"""What a reader can hold: lines of a module, lines and parameters of a function, and no yes or no at a public call."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import PACKAGE, modules
+
+MODULE_LINES = 500
+FUNCTION_LINES = 50
+PARAMETERS = 7
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+#: Parameters that an engine's own interface has: it is the engine that passes a bool.
+OF_ENGINES = {
+    ("engines/sglang/pd.py", "__init__", "is_mla_backend"),
+    ("engines/sglang/pd.py", "add_transfer_request", "is_last_chunk"),
+    ("engines/sglang/radix_cache.py", "on_release", "checkpointed"),
+}
+
+
+def functions(path: Path) -> Iterator[Function]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def parameters(function: Function) -> list[ast.arg]:
+    """Without the object itself, and what a kernel is compiled for."""
+    every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return [one for one in every if one.arg not in ("self", "cls") and annotation(one) != "tl.constexpr"]
+
+
+def annotation(parameter: ast.arg) -> str:
+    return ast.unparse(parameter.annotation).strip("'\"") if parameter.annotation is not None else ""
+
+
+def is_public(function: Function) -> bool:
+    return not function.name.startswith("_") or function.name == "__init__"
+
+
+def is_kernel(function: Function) -> bool:
+    return any("jit" in ast.unparse(each) for each in function.decorator_list)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_and_its_functions_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MODULE_LINES
+    long = {each.name: lines(each) for each in functions(path) if lines(each) > FUNCTION_LINES}
+    assert not long, f"over {FUNCTION_LINES} lines: {long}"
+    many = {each.name: len(parameters(each)) for each in functions(path) if not is_kernel(each)}
+    many = {name: count for name, count in many.items() if count > PARAMETERS}
+    assert not many, f"over {PARAMETERS} parameters: {many}"
+
+
+def lines(function: Function) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def test_no_public_function_takes_a_bool_but_where_an_engine_calls_it_so() -> None:
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), each.name, one.arg)
+        for path in modules()
+        for each in functions(path)
+        if is_public(each)
+        for one in parameters(each)
+        if annotation(one) in ("bool", "bool | None")
+    }
+    assert found == OF_ENGINES
