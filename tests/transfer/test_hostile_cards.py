@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from mover_fleets import CONFIG, Bench, HandClock, Pair
+from mover_fleets import CONFIG, Pair
 
 from kvmover.errors import PeerRefused
 from kvmover.layout import Fleet, Pool
@@ -15,7 +15,7 @@ from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.handshake import Card, Place, Rank, read_card
+from kvmover.transfer.protocol.handshake import Card, Place, Rank
 from kvmover.transport import Memory, MemoryKind
 
 FLEET = Fleet(page_tokens=4)

@@ -81,14 +81,16 @@ def value(kind: Any, dice: random.Random, names: list[str]) -> Any:
             raise AssertionError(f"no value of {kind}")
 
 
-def message(dice: random.Random, names: list[str]) -> wire.AnyMessage:
+def message(dice: random.Random, names: list[str]) -> Any:
+    """One of any kind."""
     made = value(schemas.type_info(dice.choice(KINDS)), dice, names)
+    changes: dict[str, Any] = {}
     if isinstance(made, wire.Want) and dice.random() < 0.7:  # one that could be served
         start = dice.randrange(60)
-        made = msgspec.structs.replace(made, start=start, stop=start + dice.randrange(60), pages=(bytes(100),))
+        changes |= {"start": start, "stop": start + dice.randrange(60), "pages": (bytes(100),)}
     if isinstance(made, wire.About) and dice.random() < 0.7:
-        made = msgspec.structs.replace(made, generation=dice.randrange(3))
-    return made
+        changes["generation"] = dice.randrange(3)
+    return msgspec.structs.replace(made, **changes)
 
 
 def damaged(note: bytes, dice: random.Random) -> bytes:
