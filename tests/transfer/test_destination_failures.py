@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from mover_fleets import CONFIG, HandClock, Pair
 from msgspec.structs import replace
 
+from kvmover.plan.cost import Route
 from kvmover.transfer.destination.machine import step
 from kvmover.transfer.destination.state import (
     Action,
@@ -19,6 +23,7 @@ from kvmover.transfer.destination.state import (
     Source,
 )
 from kvmover.transfer.events import Cancel, Patience
+from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from tests.transfer.protocol_words import says_chunk, says_offered, says_staged
 
@@ -60,3 +65,21 @@ def test_a_chunk_that_was_read_keeps_its_region_until_it_is_scattered_whatever_f
     assert not state.finished
     state, actions = run(state, Scattered("a", 0))
     assert actions == [Free(512), EndReceive("enough")]
+
+
+@pytest.mark.parametrize("beyond", [-100, 0, 1 << 61])
+def test_nothing_is_read_from_outside_of_the_staging_memory_that_a_source_has_named(beyond: int):
+    """What lies behind it may be its pages, or another's."""
+    pair = Pair.of(config=dataclasses.replace(CONFIG, verb=Verb.PULL, route=Route.PACKED), clock=HandClock())
+    (landed,) = pair.receive()
+    pair.bench.turn()
+    liar, target = pair.src.movers[0], pair.dst.movers[0]
+    generation = target._destination.generation
+    offset = liar._core.card.staging.nbytes + beyond
+    for message in (wire.Offered("request", generation, ((0, 25),)), wire.Staged("request", generation, 0, offset)):
+        liar._core.say(target._transport.name, message)
+        pair.bench.turn()
+    assert landed.result is not None
+    assert f"staged a chunk at {offset}, outside of its staging memory" in str(landed.result.reason)
+    pair.dst.assert_holds(pair.before)
+    pair.bench.assert_nothing_is_left()
