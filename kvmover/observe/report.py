@@ -19,6 +19,7 @@ from kvmover.observe.report_sums import (
     failures_of,
     lanes_of,
     last_failed,
+    predictions_of,
     quantile,
     route_of,
     routes_by_run,
@@ -27,6 +28,7 @@ from kvmover.observe.report_sums import (
     slowest,
     times_by_part,
     tokens_by_bin,
+    tokens_by_group,
     tokens_of,
 )
 from kvmover.observe.runlog import Lines, Moved, read_lines
@@ -65,8 +67,8 @@ def page(lines: Lines) -> str:
     about = f"{_seconds(bins.last_s - bins.first_s)}, {logged}, kvmover {__version__}"
     if lines.cut:
         about += f"; {lines.cut} unfinished lines left out"
-    body = [*_tiles(lines), *_hits(lines, bins), *_losses(lines), *_bandwidth(lines, bins)]
-    body += [*_latency(lines, bins), *_slowest(lines, bins), *_ways(lines), *_parts(lines)]
+    body = [*_tiles(lines), *_hits(lines, bins), *_losses(lines), *_groups(lines), *_predictions(lines)]
+    body += [*_bandwidth(lines, bins), *_latency(lines, bins), *_slowest(lines, bins), *_ways(lines), *_parts(lines)]
     body += [*_timeline(lines, bins), *_routes(lines), *_failures(lines, bins)]
     return "\n".join(
         [
@@ -139,6 +141,53 @@ def _losses(lines: Lines) -> Iterator[str]:
         [],
         (["reason", "tokens"], [list(row) for row in lost]),
     )
+
+
+def _groups(lines: Lines) -> Iterator[str]:
+    groups = tokens_by_group(lines.accounts)
+    if not groups:
+        return
+    yield "<section><h2>Tenants and models</h2><p>Prompt tokens of first attempts, those with the most first.</p>"
+    yield from _table(
+        ["tenant", "model", "prompt tokens", *TIERS, "hit rate", "lost", "to"],
+        [
+            [
+                group.tenant,
+                group.model,
+                tokens.prompt,
+                *(tokens.hits[tier] for tier in TIERS),
+                f"{tokens.hit_rate:.1%}",
+                tokens.lost.total(),
+                ", ".join(f"{reason} {count:,}" for reason, count in tokens.lost.most_common() if count),
+            ]
+            for group, tokens in groups.items()
+        ],
+    )
+    yield "</section>"
+
+
+def _predictions(lines: Lines) -> Iterator[str]:
+    found = predictions_of(lines.accounts)
+    if not found:
+        return
+    yield "<section><h2>Predicted and delivered hits</h2><p>Tokens of requests of which somebody said, before they were"
+    yield "looked up, how much of them is cached. Missed: predicted, and no hits. Unforeseen: hits beyond that.</p>"
+    yield from _table(
+        ["by", "requests", "predicted", "delivered", "foreseen", "missed", "unforeseen"],
+        [
+            [
+                str(by),
+                sums.requests,
+                sums.foreseen_tokens + sums.missed_tokens,
+                sums.foreseen_tokens + sums.unforeseen_tokens,
+                sums.foreseen_tokens,
+                sums.missed_tokens,
+                sums.unforeseen_tokens,
+            ]
+            for by, sums in found.items()
+        ],
+    )
+    yield "</section>"
 
 
 def _bandwidth(lines: Lines, bins: Bins) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, floor
 
-from kvmover.cache.ledger import Loss
+from kvmover.cache.ledger import AccountGroup, Loss, PredictionTotals, Predictor, Totals
 from kvmover.observe.runlog import Accounted, Lines, Moved
 from kvmover.transfer.meter import Stage, summed
 
@@ -92,6 +92,23 @@ def tokens_of(accounts: Iterable[Accounted]) -> Tokens:
     for line in accounts:
         total.add(line)
     return total
+
+
+def tokens_by_group(accounts: Iterable[Accounted]) -> dict[AccountGroup, Tokens]:
+    """The same by tenant and model, those with the longest prompts first."""
+    found = defaultdict[AccountGroup, Tokens](Tokens)
+    for line in accounts:
+        found[line.account.group].add(line)
+    return dict(sorted(found.items(), key=lambda each: (-each[1].prompt, each[0].tenant, each[0].model)))
+
+
+def predictions_of(accounts: Iterable[Accounted]) -> dict[Predictor, PredictionTotals]:
+    """Predicted against delivered hits of first attempts, by who predicted."""
+    total = Totals()
+    for line in accounts:
+        if line.account.attempt == 1:
+            total.add(line.account)
+    return dict(sorted(total.predictions.items()))
 
 
 def tokens_by_bin(accounts: Iterable[Accounted], bins: Bins) -> list[Tokens]:

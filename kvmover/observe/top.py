@@ -60,6 +60,11 @@ class Scrape:
                 found[dict(labels).get(label, "")] += value
         return found
 
+    def values(self, name: str, *labels: str) -> set[tuple[str, ...]]:
+        """What samples of a metric say of these labels together: `("tenant", "model")`."""
+        found = (dict(each) for each in self.samples.get(name, {}))
+        return {tuple(each.get(label, "") for label in labels) for each in found}
+
     def total(self, name: str, **fixed: str) -> float:
         """The sum of a metric over all labels but those that are `fixed`; 0 of a metric that is not there."""
         return sum(value for labels, value in self.samples.get(name, {}).items() if fixed.items() <= labels)
@@ -148,8 +153,8 @@ def fetch(url: str, timeout_s: float = 5.0) -> str:
     return content.decode("utf-8", "replace")
 
 
-#: Ranks that are shown one by one; the sums above are of all. And the greatest losses.
-MOST_RANKS, MOST_REASONS = 32, 5
+#: Ranks that are shown one by one; the sums above are of all. The greatest losses, and whose prompts are longest.
+MOST_RANKS, MOST_REASONS, MOST_GROUPS = 32, 5, 16
 
 #: Endpoints that are asked at a time.
 _MOST_ASKED = 64
@@ -201,7 +206,7 @@ def screen(view: View) -> RenderableType:
     over = "since the start" if view.seconds is None else f"over the last {view.seconds:.1f} s"
     parts = [Text(f"kvmover top  {view.address}  {over}", "bold"), Text()]
     parts += [_transfers(view), Text()]
-    for table in (_hits(view), _copies(view), _failures(view)):
+    for table in (_hits(view), _groups(view), _predictions(view), _copies(view), _failures(view)):
         if table.rows:
             parts += [table, Text()]
     return Group(*parts)
@@ -271,6 +276,41 @@ def _hits(view: View) -> Sheet:
         if tokens:
             added = view.new.total("kvmover_lost_tokens_total", attempt="first", reason=reason)
             table.add(Text(f"lost: {reason}", "dim"), f"{added:,.0f}", "", f"{tokens:,.0f}", "")
+    return table
+
+
+def _groups(view: View) -> Sheet:
+    """First attempts of each tenant and model, since the start. What each has lost is the greatest of its losses."""
+    table = _table("tenant, model", "prompt tokens", "hits", *_SOURCES, "lost", "most of it to")
+    prompts = {
+        group: view.now.by("kvmover_prompt_tokens_total", "source", attempt="first", tenant=group[0], model=group[1])
+        for group in view.now.values("kvmover_prompt_tokens_total", "tenant", "model")
+    }
+    ranked = sorted(prompts.items(), key=lambda each: (-sum(each[1].values()), each[0]))
+    for (tenant, model), sources in ranked[:MOST_GROUPS]:
+        total = sum(sources.values())
+        if not total:
+            continue
+        hits = total - sources.get("computed", 0.0) - sources.get("abandoned", 0.0)
+        lost = view.now.by("kvmover_lost_tokens_total", "reason", attempt="first", tenant=tenant, model=model)
+        most = max(lost, key=lambda reason: lost[reason]) if any(lost.values()) else ""
+        parts = (f"{sources.get(source, 0.0):,.0f}" for source in _SOURCES)
+        name = Text(f"{tenant or 'no tenant'}, {model or 'no model'}")
+        table.add(name, f"{total:,.0f}", f"{hits / total:.1%}", *parts, f"{sum(lost.values()):,.0f}", most)
+    if len(ranked) > MOST_GROUPS:
+        table.add(Text(f"and {len(ranked) - MOST_GROUPS} more", "dim"))
+    return table
+
+
+def _predictions(view: View) -> Sheet:
+    """Since the start. A router whose picture of the cache is old misses; one that knows too little foresees less."""
+    table = _table("hits predicted by", "requests", "predicted", "delivered", "foreseen", "missed", "unforeseen")
+    for by in sorted(each for (each,) in view.now.values("kvmover_predicted_tokens_total", "by")):
+        found = view.now.by("kvmover_predicted_tokens_total", "outcome", by=by)
+        foreseen, missed, unforeseen = (found.get(each, 0.0) for each in ("foreseen", "missed", "unforeseen"))
+        counts = (foreseen + missed, foreseen + unforeseen, foreseen, missed, unforeseen)
+        requests = view.now.total("kvmover_predicted_requests_total", by=by)
+        table.add(Text(by), f"{requests:,.0f}", *(f"{count:,.0f}" for count in counts))
     return table
 
 

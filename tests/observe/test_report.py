@@ -18,20 +18,29 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvmover import cli
-from kvmover.cache.ledger import Account, AccountGroup, AttemptPhase, Loss
+from kvmover.cache.ledger import (
+    Account,
+    AccountGroup,
+    AttemptPhase,
+    Credit,
+    Ledger,
+    Loss,
+    Prediction,
+    Predictor,
+)
 from kvmover.errors import KvmoverError
 from kvmover.observe import report_sums
 from kvmover.observe.charts import Bar, timeline
 from kvmover.observe.report import POLICY, page, write_report
 from kvmover.observe.report_sums import MOST_BARS, Bins, bytes_by_bin, lanes_of, route_of, tokens_of
-from kvmover.observe.runlog import Accounted, Lines, Moved, read_lines
+from kvmover.observe.runlog import Accounted, Lines, Moved, RunLog, read_lines
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import Stage
 from kvmover.transfer.result import Cause
 
 SECTIONS = [
-    *("Hit rate by tier", "Where lost hits went", "Bandwidth", "Latency", "Slowest requests", "Where the time went"),
-    *("Parts of the way", "Transfers", "Route choices", "Failures", "Failed requests"),
+    *("Hit rate by tier", "Where lost hits went", "Tenants and models", "Bandwidth", "Latency", "Slowest requests"),
+    *("Where the time went", "Parts of the way", "Transfers", "Route choices", "Failures", "Failed requests"),
 ]
 
 
@@ -253,6 +262,24 @@ def test_a_prompt_counts_once_however_often_it_was_retracted() -> None:
 
     total = tokens_of([attempt(1), attempt(2), attempt(3)])
     assert (total.prompt, total.hits["device"], total.lost[Loss.LATE]) == (100, 40, 20)
+
+
+def test_hits_and_losses_are_told_by_tenant_and_model_and_predictions_by_who_made_them(tmp_path: Path) -> None:
+    with RunLog(tmp_path / "run.jsonl", "e", 0) as log:
+        ledger = Ledger(sink=log.account)
+        for name, group, device, told in (("a", AccountGroup("<gold>", "llama"), 60, 80), ("b", AccountGroup(), 10, 0)):
+            ledger.matched(name, 1000, 90, 0.0, group)
+            ledger.predicted(name, Prediction(told, Predictor.ROUTER))
+            ledger.admitted(name, Credit(device), {Loss.LATE: 90 - device})
+            ledger.computed(name, 1000 - device)
+            ledger.finished(name, 0.0)
+    text = page(read_lines([tmp_path / "run.jsonl"]))
+    groups = text.split("<h2>Tenants and models</h2>")[1].split("</section>")[0]
+    assert "<td>&lt;gold&gt;</td><td>llama</td><td>1,000</td><td>60</td><td>0</td><td>0</td><td>6.0%</td>" in groups
+    assert "<td>30</td><td>late 30</td>" in groups
+    predictions = text.split("<h2>Predicted and delivered hits</h2>")[1].split("</section>")[0]
+    cells = "".join(f"<td>{count}</td>" for count in ("router", 2, 80, 70, 60, 20, 10))
+    assert f"<tr>{cells}</tr>" in predictions
 
 
 @pytest.mark.parametrize(

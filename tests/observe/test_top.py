@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
 
 from kvmover import cli
-from kvmover.cache.ledger import Credit, Ledger, Loss
+from kvmover.cache.ledger import EVERYBODY, AccountGroup, Credit, Ledger, Loss, Prediction, Predictor
 from kvmover.cache.ledger.metrics import LedgerCollector
 from kvmover.cache.tiers import metrics as tiers
 from kvmover.cache.tiers.metrics import TierCollector
 from kvmover.errors import KvmoverError
 from kvmover.observe import top
 from kvmover.observe.metrics import MoverCollector
-from kvmover.observe.top import MOST_RANKS, Change, Scrape, View, endpoints, fetch, quantile_s, screen
+from kvmover.observe.top import MOST_GROUPS, MOST_RANKS, Change, Scrape, View, endpoints, fetch, quantile_s, screen
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot, Stage
 from kvmover.transfer.protocol.auth import Refusal
 
@@ -51,9 +51,19 @@ class Engine:
         meter.add(Count.RECEIVED_BYTES, nbytes)
         meter.took(Stage.RECEIVE, seconds)
 
-    def serve(self, request: str, credit: Credit, computed: int, lost: dict[Loss, int]) -> None:
+    def serve(
+        self,
+        request: str,
+        credit: Credit,
+        computed: int,
+        lost: dict[Loss, int],
+        group: AccountGroup = EVERYBODY,
+        predicted: Prediction | None = None,
+    ) -> None:
         hits = credit.device_tokens + credit.host_tokens + credit.storage_tokens
-        self.ledger.matched(request, hits + computed, hits + sum(lost.values()), 0.0)
+        self.ledger.matched(request, hits + computed, hits + sum(lost.values()), 0.0, group)
+        if predicted:
+            self.ledger.predicted(request, predicted)
         self.ledger.admitted(request, credit, lost)
         self.ledger.computed(request, computed)
         self.ledger.finished(request, 1.0)
@@ -128,6 +138,41 @@ def test_hits_are_shown_by_tier_and_losses_by_reason():
     assert rows["computed"] == ["50", "50.0%", "90", "45.0%"]
     assert rows["lost: late"] == ["0", "25"]
     assert rows["lost: capacity_evicted"] == ["5", "5"]
+
+
+def test_hits_and_losses_are_shown_by_tenant_and_model_those_with_the_most_first():
+    engine = Engine()
+    engine.serve("r1", Credit(10), 90, {}, AccountGroup("gold", "llama"))
+    engine.serve("r2", Credit(30, 20, 10), 140, {Loss.LATE: 5, Loss.BUSY: 25}, AccountGroup("", "qwen"))
+    rows = shown(View.of("here", None, engine.scrape(0.0)))
+    assert list(rows["tenant, model"]) == [
+        *("prompt tokens", "hits", "device", "host", "storage", "computed", "abandoned", "lost", "most of it to"),
+    ]
+    assert rows["no tenant, qwen"] == ["200", "30.0%", "30", "20", "10", "140", "0", "30", "busy"]
+    assert rows["gold, llama"] == ["100", "10.0%", "10", "0", "0", "90", "0", "0"]
+    assert list(rows).index("no tenant, qwen") < list(rows).index("gold, llama")
+
+
+def test_of_many_tenants_the_ones_with_the_longest_prompts_are_shown():
+    engine = Engine()
+    for number in range(MOST_GROUPS + 3):
+        engine.serve(f"r{number}", Credit(), number + 1, {}, AccountGroup(f"tenant-{number:02}"))
+    rows = shown(View.of("here", None, engine.scrape(0.0)))
+    assert [name for name in rows if name.startswith("tenant-")] == [
+        f"tenant-{number:02}, no model" for number in reversed(range(3, MOST_GROUPS + 3))
+    ]
+    assert "and 3 more" in rows
+
+
+def test_predicted_hits_stand_beside_those_that_were_delivered():
+    engine = Engine()
+    engine.serve("r0", Credit(10), 90, {})
+    assert "hits predicted by" not in shown(View.of("here", None, engine.scrape(0.0)))
+    engine.serve("r1", Credit(10), 90, {}, predicted=Prediction(60, Predictor.ROUTER))
+    engine.serve("r2", Credit(10, 20), 70, {}, predicted=Prediction(5, Predictor.ROUTER))
+    rows = shown(View.of("here", None, engine.scrape(0.0)))
+    assert rows["hits predicted by"] == ["requests", "predicted", "delivered", "foreseen", "missed", "unforeseen"]
+    assert rows["router"] == ["2", "65", "40", "15", "50", "25"]
 
 
 def test_copies_between_tiers_show_their_pages_and_bandwidth():

@@ -134,6 +134,13 @@ class Seat:
         return self.transport.name
 
     @property
+    def busy_until(self) -> float:
+        """When what it copies now has ended, or what it copied last had."""
+        copier = self.mover._core.copier
+        assert isinstance(copier, SimCopier)
+        return copier.busy_until
+
+    @property
     def base(self) -> int:
         """Address of the first byte of its pools."""
         return self.memory.ctypes.data
@@ -196,6 +203,16 @@ class Seat:
 
 
 @dataclass(slots=True, eq=False)
+class SimProcess:
+    """Stands in for a Maker."""
+
+    seat: Seat
+
+    def lives(self) -> bool:
+        return self.seat.alive
+
+
+@dataclass(slots=True, eq=False)
 class SimMappings:
     """Stands in for a mover's Mappings: all processes of a scenario that shares its pools are on one host.
 
@@ -219,6 +236,9 @@ class SimMappings:
         else:
             self.lent.update(tensor.data_ptr() for tensors in pools for tensor in tensors)
         return pools
+
+    def maker(self, peer: Peer) -> SimProcess | None:
+        return SimProcess(self.seats[peer.name]) if self.ours else None
 
     def forget(self, peer: str) -> None:
         """A mapping outlives its peer."""

@@ -1,9 +1,19 @@
 """The ledger accounts for every request's tokens: what was reused, from which tier, what was lost and why."""
 
-from kvmover.cache.ledger.account import Account, AccountGroup, AttemptPhase, Credit, LedgerError, Loss
+from kvmover.cache.ledger.account import (
+    Account,
+    AccountGroup,
+    AttemptPhase,
+    Credit,
+    LedgerError,
+    Loss,
+    Prediction,
+    Predictor,
+)
 from kvmover.cache.ledger.export import JsonLines, read_accounts
-from kvmover.cache.ledger.ledger import EVERYBODY, Book, FaultPolicy, Ledger, TimeWindow, Totals
-from kvmover.cache.ledger.metrics import DurationHistogram, LedgerCollector, Residency
+from kvmover.cache.ledger.ledger import EVERYBODY, Book, FaultPolicy, Ledger, PredictionTotals, TimeWindow, Totals
+from kvmover.cache.ledger.metrics import LedgerCollector, Residency
+from kvmover.exposition import DurationHistogram
 
 __all__ = [
     "EVERYBODY",
@@ -19,6 +29,9 @@ __all__ = [
     "LedgerCollector",
     "LedgerError",
     "Loss",
+    "Prediction",
+    "PredictionTotals",
+    "Predictor",
     "Residency",
     "TimeWindow",
     "Totals",

@@ -55,6 +55,15 @@ class Loss(StrEnum):
     LOAD_FAILED = "load_failed"
 
 
+class Predictor(StrEnum):
+    """Who said how much of a prompt is cached before anybody looked."""
+
+    #: The request's sender, by whatever it knows of this engine.
+    ROUTER = "router"
+    #: The cache itself, when the request came: what a router knows that has read every event.
+    INVENTORY = "inventory"
+
+
 RequestId: TypeAlias = str | int
 Losses: TypeAlias = Mapping[Loss, int]
 
@@ -95,6 +104,13 @@ class Credit(msgspec.Struct, frozen=True, gc=False):
     storage_tokens: int = 0
 
 
+class Prediction(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of a prompt that were to be hits, of any tier, and who said so."""
+
+    tokens: int
+    by: Predictor
+
+
 class Account(msgspec.Struct, frozen=True, gc=False):
     """One attempt. Attempts count from 1 and are counted at admission: matching again and again makes none.
 
@@ -115,6 +131,7 @@ class Account(msgspec.Struct, frozen=True, gc=False):
     computed_tokens: int = 0
     abandoned_tokens: int = 0
     lost: dict[Loss, int] = {}
+    prediction: Prediction | None = None
 
     @property
     def credited_tokens(self) -> int:
@@ -158,6 +175,7 @@ class OpenAccount(msgspec.Struct, gc=False):
     storage_tokens: int = 0
     computed_tokens: int = 0
     lost: dict[Loss, int] = {}
+    prediction: Prediction | None = None
 
     @property
     def credited_tokens(self) -> int:
@@ -184,6 +202,7 @@ class OpenAccount(msgspec.Struct, gc=False):
             self.computed_tokens,
             rest,
             lost,
+            self.prediction,
         )
 
     def matched(self, prompt_tokens: int, reusable_tokens: int) -> None:
@@ -195,6 +214,16 @@ class OpenAccount(msgspec.Struct, gc=False):
                 f"request {self.request}: {reusable_tokens} reusable tokens of a prompt of {prompt_tokens}"
             )
         self.phase, self.prompt_tokens, self.reusable_tokens = _MATCHED, prompt_tokens, reusable_tokens
+
+    def predicted(self, prediction: Prediction) -> None:
+        """What was to be found, said once, of a first attempt, before it begins."""
+        if self.phase is not _MATCHED or self.attempt or self.prediction is not None:
+            raise LedgerError(f"request {self.request}: a first attempt is predicted once, after its first match")
+        if not 0 <= prediction.tokens <= self.prompt_tokens:
+            raise LedgerError(
+                f"request {self.request}: {prediction.tokens} tokens predicted of a prompt of {self.prompt_tokens}"
+            )
+        self.prediction = prediction
 
     def admitted(self, credit: Credit, lost: Losses) -> None:
         """The attempt starts with `credit` on the device. What of the match is not credited is lost, once."""

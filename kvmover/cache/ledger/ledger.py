@@ -1,14 +1,15 @@
 """The Ledger sums up what became of every prompt token of every request; the sums must balance.
 
 An engine tells it six things of a request: matched, admitted, computed (each chunk), withdrawn (a load that failed),
-and how it ended. A prompt is counted once: a request that was retracted and admitted again is in other sums.
+and how it ended; and a seventh, what was predicted of it, where anybody did. A prompt is counted once: a request that
+was retracted and admitted again is in other sums.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -23,9 +24,40 @@ from kvmover.cache.ledger.account import (
     Loss,
     Losses,
     OpenAccount,
+    Prediction,
+    Predictor,
     RequestId,
 )
 from kvmover.fields import member
+
+
+@dataclass(slots=True)
+class PredictionTotals:
+    """Predicted hits against delivered ones, over first attempts of which there was a prediction.
+
+    `foreseen`: tokens that were predicted and delivered. `missed`: predicted, and not delivered. `unforeseen`:
+    delivered beyond what was predicted. A prefix has no holes, so of a request one of the last two is 0.
+    """
+
+    requests: int = 0
+    foreseen_tokens: int = 0
+    missed_tokens: int = 0
+    unforeseen_tokens: int = 0
+
+    def add(self, predicted_tokens: int, delivered_tokens: int) -> None:
+        """Count a request."""
+        foreseen = min(predicted_tokens, delivered_tokens)
+        self.requests += 1
+        self.foreseen_tokens += foreseen
+        self.missed_tokens += predicted_tokens - foreseen
+        self.unforeseen_tokens += delivered_tokens - foreseen
+
+    def merge(self, other: PredictionTotals) -> None:
+        """Add the sums of `other`, which stays as it is."""
+        self.requests += other.requests
+        self.foreseen_tokens += other.foreseen_tokens
+        self.missed_tokens += other.missed_tokens
+        self.unforeseen_tokens += other.unforeseen_tokens
 
 
 @dataclass(slots=True)
@@ -44,6 +76,7 @@ class Totals:
     computed_tokens: int = 0
     abandoned_tokens: int = 0
     lost: dict[Loss, int] = field(default_factory=dict[Loss, int])
+    predictions: dict[Predictor, PredictionTotals] = field(default_factory=dict[Predictor, PredictionTotals])
 
     @property
     def credited_tokens(self) -> int:
@@ -68,6 +101,9 @@ class Totals:
         if account.lost:
             for reason, tokens in account.lost.items():
                 self.lost[reason] = self.lost.get(reason, 0) + tokens
+        if account.prediction is not None:
+            by = self.predictions.setdefault(account.prediction.by, PredictionTotals())
+            by.add(account.prediction.tokens, account.credited_tokens)
         if account.phase is AttemptPhase.FINISHED:
             self.finished += 1
         elif account.phase is AttemptPhase.RETRACTED:
@@ -81,6 +117,8 @@ class Totals:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, tokens in other.lost.items():
             self.lost[reason] = self.lost.get(reason, 0) + tokens
+        for by, sums in other.predictions.items():
+            self.predictions.setdefault(by, PredictionTotals()).merge(sums)
 
     def check(self) -> None:
         """Raise LedgerError where a law of accounts does not hold for the sums. O(reasons)."""
@@ -92,15 +130,18 @@ class Totals:
             raise LedgerError(f"prompts are not credited + computed + abandoned: {self}")
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON, with the sums that follow from the others."""
-        return {
+        """For JSON, with the sums that follow from the others; predictions where there were any."""
+        data = {
             **{name: getattr(self, name) for name in _NUMBERS},
             "hit_rate": round(self.hit_rate, 6),
             "losses": {str(reason): self.lost[reason] for reason in Loss if self.lost.get(reason)},
         }
+        if self.predictions:
+            data["predictions"] = {str(by): asdict(self.predictions[by]) for by in sorted(self.predictions)}
+        return data
 
 
-_NUMBERS = tuple(name for name in Totals.__dataclass_fields__ if name != "lost")
+_NUMBERS = tuple(name for name in Totals.__dataclass_fields__ if name not in ("lost", "predictions"))
 
 
 EVERYBODY = AccountGroup()
@@ -204,6 +245,13 @@ class Ledger:
             found = OpenAccount(request, group, 0, now_s)
             found.matched(prompt_tokens, reusable_tokens)
             self._open[request] = found
+        except LedgerError as error:
+            self._refuse(error)
+
+    def predicted(self, request: RequestId, prediction: Prediction) -> None:
+        """Before admission to a first attempt, and once: how much of the prompt was to be a hit, and who said so."""
+        try:
+            self._account(request).predicted(prediction)
         except LedgerError as error:
             self._refuse(error)
 

@@ -6,20 +6,20 @@ that is too small and an idle one look alike.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmover.cache.ledger.ledger import Ledger
-from kvmover.exposition import Metric, MetricKind, cumulative
+from kvmover.exposition import DurationHistogram, Metric, MetricKind
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 _SOURCES = ("device", "host", "storage", "computed", "abandoned")
 _ENDS = ("finished", "retracted", "aborted")
+_OUTCOMES = ("foreseen", "missed", "unforeseen")
 _GROUP = ("tenant", "model", "attempt")
 _COUNTER, _TIMES = MetricKind.COUNTER, MetricKind.HISTOGRAM
 
@@ -27,6 +27,13 @@ _TOKENS = Metric("prompt_tokens", _COUNTER, "Prompt tokens by where their KV cam
 _LOST = Metric("lost_tokens", _COUNTER, "Reusable tokens that were computed again, by reason.", (*_GROUP, "reason"))
 _ATTEMPTS = Metric("attempts", _COUNTER, "Attempts by how they ended.", (*_GROUP, "end"))
 _SAVED = Metric("saved_bytes", _COUNTER, "KV that was not computed.", ("tenant", "model"))
+_PREDICTED = Metric(
+    "predicted_tokens",
+    _COUNTER,
+    "Prompt tokens of first attempts by what was predicted of them: foreseen hits; missed, no hits; unforeseen hits.",
+    ("tenant", "model", "by", "outcome"),
+)
+_PREDICTIONS = Metric("predicted_requests", _COUNTER, "First attempts with a prediction.", ("tenant", "model", "by"))
 _FAULTS = Metric("ledger_faults", _COUNTER, "Events that did not balance.", ())
 _NEVER = Metric("never_admitted", _COUNTER, "Requests that ended before they began.", ())
 _NEVER_RESUMED = Metric("never_resumed", _COUNTER, "Requests that ended between a retraction and the next attempt.", ())
@@ -51,6 +58,7 @@ class LedgerCollector:
     def collect(self) -> Iterator[Family]:
         """The metric families of docs/metrics.md. For prometheus_client."""
         tokens, lost, attempts, saved = (cast(Any, each.family()) for each in (_TOKENS, _LOST, _ATTEMPTS, _SAVED))
+        predicted, predictions = (cast(Any, each.family()) for each in (_PREDICTED, _PREDICTIONS))
         for group in self._ledger.groups():
             book = self._ledger.total(group)
             saved.add_metric((group.tenant, group.model), self._ledger.saved_bytes(group))
@@ -62,7 +70,12 @@ class LedgerCollector:
                     attempts.add_metric((*labels, end), getattr(totals, end))
                 for reason, count in totals.lost.items():
                     lost.add_metric((*labels, reason), count)
-        yield from (tokens, lost, attempts, saved)
+            for by, sums in book.first.predictions.items():
+                predictions.add_metric((group.tenant, group.model, by), sums.requests)
+                for outcome in _OUTCOMES:
+                    count = getattr(sums, f"{outcome}_tokens")
+                    predicted.add_metric((group.tenant, group.model, by, outcome), count)
+        yield from (tokens, lost, attempts, saved, predicted, predictions)
         for metric, count in (
             (_FAULTS, self._ledger.faults),
             (_NEVER, self._ledger.never_admitted),
@@ -78,32 +91,12 @@ class LedgerCollector:
             family: Any = metric.family()
             for tier, residency in self._tiers.items():
                 histogram = getattr(residency, attribute)
-                family.add_metric((tier,), cumulative(histogram, BOUNDS_S), histogram.sum_s)
+                family.add_metric((tier,), histogram.cumulative(), histogram.sum_s)
             yield family
 
 
-#: Upper bounds of the histograms, in seconds: a millisecond to three days and a half, by factors of four.
-BOUNDS_S = tuple(0.001 * 4**power for power in range(15))
-
-
-class DurationHistogram:
-    """Counts by upper bound, for times in seconds; the last count is of all above the last bound."""
-
-    __slots__ = ("counts", "sum_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.sum_s = 0.0
-
-    @property
-    def count(self) -> int:
-        """Times that were added."""
-        return sum(self.counts)
-
-    def add(self, seconds: float) -> None:
-        """Count one time."""
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
+#: Upper bounds of how long pages stay, in seconds: a millisecond to three days and a half, by factors of four.
+STAY_BOUNDS_S = tuple(0.001 * 4**power for power in range(15))
 
 
 @dataclass(slots=True)
@@ -127,7 +120,7 @@ class Residency:
     """
 
     def __init__(self) -> None:
-        self.lifetimes, self.idles, self.gaps = DurationHistogram(), DurationHistogram(), DurationHistogram()
+        self.lifetimes, self.idles, self.gaps = (DurationHistogram(STAY_BOUNDS_S) for _ in range(3))
         self._stays = dict[int, _Stay]()
 
     def __len__(self) -> int:

@@ -245,17 +245,29 @@ class Forest:
         Splits outlive what they were for: where prompts left a hot prefix and their ends were evicted, nodes with a
         single child are left, each of which costs every match a look-up. A run of `SHORTEST_RUN` or more is joined at
         once, so that a node costs its bytes an eighth of a time; one of few bytes is joined whenever the path is long.
-        Only where pages go one by one does a join change nothing that is given up.
+        Where nodes are given up whole by choice, none is joined. Where they are for the sake of further components, a
+        node that was joined holds no more than `_most_pages`.
         """
-        if len(path) < SHORTEST_RUN or self.config.components or self.config.grain is not EvictionGranularity.PAGE:
+        if len(path) < SHORTEST_RUN or self.config.grain is not EvictionGranularity.PAGE:
             return list(path)
         joined, run = list[Node](), [path[0]]
         for node in path[1:]:
-            if not self._alike(run[-1], node):
+            if not self._alike(run[-1], node) or (node.held and node.end - run[0].start > self._most_pages(node)):
                 joined += self._joined(run)
                 run = []
             run.append(node)
         return joined + self._joined(run)
+
+    def _most_pages(self, node: Node) -> int:
+        """Of a joined node in a tree with further components, like `node`: few bytes, and of what goes whole no more
+        than an end needs. Else a lock would keep, and an eviction give up, windows far before the one that is meant.
+        """
+        reach = [
+            component.reach_tokens
+            for component, held in zip(self.config.components, node.held, strict=True)
+            if component.per_page and (held.pages is not None or held.host is not None)
+        ]
+        return min([SMALL_RUN_BYTES // self.page_bytes, *(tokens // self.config.page_tokens for tokens in reach)])
 
     def _alike(self, above: Node, node: Node) -> bool:
         """Whether no lock, copy, tier, child or rank tells `above` from its child `node`."""
@@ -269,7 +281,20 @@ class Forest:
             and (above.hashes is None) == (node.hashes is None)
             and min(above.hits, self.hits_due) == min(node.hits, self.hits_due)
             and (self.by_recency or _ranked_by(above) == _ranked_by(node))
+            and all(map(self._held_alike, range(len(node.held)), above.held, node.held))
         )
+
+    def _held_alike(self, index: int, above: ComponentPages, held: ComponentPages) -> bool:
+        """Whether ids of a component are one run. What stands at the end of `above` would stand inside it.
+
+        No segment of a lock ends with `above`, which has no handle of its own, so where as many cover one as the other
+        none begins behind it either.
+        """
+        if above.busy or held.busy or above.locks != held.locks or above.host_locks != held.host_locks:
+            return False
+        if not self.config.components[index].per_page:
+            return above.pages is None and above.host is None
+        return (above.pages is None) == (held.pages is None) and (above.host is None) == (held.host is None)
 
     def _joined(self, run: list[Node]) -> list[Node]:
         """The last node of a run takes what all of them have; ids of the others go on as places inside it."""
@@ -286,11 +311,19 @@ class Forest:
             last.host = b"".join(node.host or b"" for node in run)
         if last.hashes is not None:
             last.hashes = tuple(name for node in run for name in node.hashes or ())
+        for i, held in enumerate(last.held):
+            if self.config.components[i].per_page:
+                if held.pages is not None:
+                    held.pages = b"".join(node.held[i].pages or b"" for node in run)
+                if held.host is not None:
+                    held.host = b"".join(node.held[i].host or b"" for node in run)
         last.start, last.parent, last.created = first.start, first.parent, first.created
         first.parent.children[self.key(last)] = last
         for node in above:
             for order in (self.device.order, self.host.order, self.doubles):
                 order.discard(node)
+            for account in (*self.held_device, *self.held_host):
+                account.order.discard(node)
             del self.nodes[node.id]
             self._keep_place(node.id, PrefixEnd(last, node.end))
             # Places inside it are found in the node that has its pages now.

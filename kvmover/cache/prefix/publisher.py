@@ -43,13 +43,19 @@ class _Snapshot(NamedTuple):
 class EventPublisher:
     """Publishes from any one thread without waiting for anybody. Close it, or use it as a context.
 
-    A subscriber that cannot keep up misses batches: it sees so by the numbers, and the last `keep_batches` can be had
-    again. A port of `*` lets the system choose: `endpoint` and `replay_endpoint` say which. Raises MissingLibrary
-    without pyzmq and TransportError when an endpoint cannot be bound.
+    A subscriber for whom `most_waiting` batches wait misses the next: it sees so by the numbers, and the last
+    `keep_batches` can be had again. A port of `*` lets the system choose: `endpoint` and `replay_endpoint` say which.
+    Raises MissingLibrary without pyzmq and TransportError when an endpoint cannot be bound.
     """
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str = "", topic: str = "", rank: int = 0, keep_batches: int = 10_000
+        self,
+        endpoint: str,
+        replay_endpoint: str = "",
+        topic: str = "",
+        rank: int = 0,
+        keep_batches: int = 10_000,
+        most_waiting: int = 1000,
     ) -> None:
         need("zmq", "publishing KV events", "events")
         import zmq
@@ -66,9 +72,12 @@ class EventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
         self._context = self._zmq.Context()
         try:
-            self._subscribers, self.endpoint = self._bound(self._zmq.PUB, endpoint)
-            self._askers, self.replay_endpoint = self._bound(self._zmq.ROUTER, replay_endpoint or "inproc://replay")
-            self._stop, _ = self._bound(self._zmq.PAIR, "inproc://stop")
+            self._subscribers, self.endpoint = self._bound(self._zmq.PUB, endpoint, most_waiting)
+            # Room for a snapshot and all that is kept: a socket drops what is too much for an asker that reads slowly.
+            self._askers, self.replay_endpoint = self._bound(
+                self._zmq.ROUTER, replay_endpoint or "inproc://replay", 2 * (keep_batches + 1)
+            )
+            self._stop, _ = self._bound(self._zmq.PAIR, "inproc://stop", 1)
         except TransportError:
             self._context.destroy(linger=0)
             raise
@@ -123,8 +132,9 @@ class EventPublisher:
     ) -> None:
         self.close()
 
-    def _bound(self, kind: int, endpoint: str) -> tuple[zmq.Socket[bytes], str]:
+    def _bound(self, kind: int, endpoint: str, most_waiting: int) -> tuple[zmq.Socket[bytes], str]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set_hwm(most_waiting)
         try:
             socket.bind(endpoint)
         except self._zmq.ZMQError as error:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from kvmover.engines.common.parallel_rank import ParallelRank
     from kvmover.engines.common.release import EngineUnsupported, Tested
+    from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
 
 _HOMES = {
@@ -48,6 +49,11 @@ _HOMES = {
         "EngineUnsupported",
         "Tested",
     ),
+    "routing_hints": (
+        "RoutingHints",
+        "TenantGroups",
+        "hints_of",
+    ),
     "store": (
         "StoreWorker",
         "Upkeep",
@@ -68,11 +74,14 @@ __all__ = [
     "PackedBackend",
     "ParallelRank",
     "PoolBackend",
+    "RoutingHints",
     "StoreWorker",
+    "TenantGroups",
     "Tested",
     "Upkeep",
     "as_bytes",
     "election",
+    "hints_of",
     "of_all",
     "open_store",
     "page_ids",

@@ -26,6 +26,12 @@ InsertResult: Any = _base.InsertResult
 MatchResult: Any = _base.MatchResult
 
 _batch: Any = import_module("sglang.srt.managers.schedule_batch")
+_events: Any = import_module("sglang.srt.disaggregation.kv_events")
+
+EventPublisher: Any = _events.EventPublisher
+
+#: An endpoint with its port moved by a data-parallel rank; None of None.
+port_of_rank: Any = _events.ZmqEventPublisher.offset_endpoint_port
 
 #: SGLang's names of attention KV and of windows.
 FULL: Any = _components.ComponentType.FULL
@@ -82,11 +88,10 @@ def odd_windows(context: Any) -> str:
     return ", ".join(name for name, is_odd in odd.items() if is_odd)
 
 
-def asked_beside(context: Any) -> str:
-    """What else a `TreeCacheBuildContext` asks for that only SGLang's own tree does; empty for nothing."""
+def asked_beside() -> str:
+    """What else this process is asked for that only SGLang's own tree does; empty for nothing."""
     memory, disaggregation = _context.get_memory(), _context.get_disagg()
     asked = {
-        "HiCache's tiers (--enable-hierarchical-cache)": context.enable_hierarchical_cache,
         "LMCache (--enable-lmcache)": memory.enable_lmcache,
         "FlexKV (--enable-flexkv)": memory.enable_flexkv,
         "retraction to the host's pool": disaggregation.disaggregation_decode_retraction_backup == "host_pool",

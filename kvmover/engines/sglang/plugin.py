@@ -1,7 +1,8 @@
-"""SGLang's plug-in entry point makes kvmover a choice: of `--disaggregation-transfer-backend`, `--radix-cache-backend`.
+"""SGLang's plug-in entry point makes kvmover a choice: of `--disaggregation-transfer-backend`, of
+`--radix-cache-backend`, and of publishers in `--kv-events-config`.
 
 SGLang 0.5.23 knows its transfer backends by an Enum and a chain of ifs. Its hooks replace both before anything else
-imports them; the built-in backends stay what they are. Radix caches have a registry.
+imports them; the built-in backends stay what they are. Radix caches and publishers have registries.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def register() -> None:
     )
     hooks.HookRegistry.register(f"{_UTILS}.get_kv_class", class_of, hooks.HookType.AROUND)
     register_radix_cache()
+    register_event_publisher()
 
 
 def register_radix_cache() -> None:
@@ -48,9 +50,22 @@ def register_radix_cache() -> None:
         registry.register_radix_cache_backend(NAME, radix_cache)
 
 
+def register_event_publisher() -> None:
+    """In SGLang's registry, once a process."""
+    factory: Any = import_module("sglang.srt.disaggregation.kv_events").EventPublisherFactory
+    if NAME not in factory._registry:
+        factory.register_publisher(NAME, event_publisher)
+
+
+def event_publisher(**options: Any) -> Any:
+    """What sends one cache's KV events. Imported when a server asks for it."""
+    return import_module("kvmover.engines.sglang.event_publisher").KvmoverEventPublisher(**options)
+
+
 def radix_cache(context: Any) -> Any:
-    """The prefix cache of one rank. Imported when a server asks for it."""
-    return import_module("kvmover.engines.sglang.radix_cache").build(context)
+    """The prefix cache of one rank, with tiers where SGLang is asked for them. Imported when a server asks for it."""
+    module = "radix_tiers" if context.enable_hierarchical_cache else "radix_cache"
+    return import_module(f"kvmover.engines.sglang.{module}").build(context)
 
 
 def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

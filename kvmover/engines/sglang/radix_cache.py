@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvmover.cache.ledger import Credit
 from kvmover.cache.prefix import (
     FIFO,
     LFU,
@@ -24,6 +25,7 @@ from kvmover.cache.prefix import (
     ROOT,
     SLRU,
     ActionList,
+    DeviceOnly,
     EvictionPolicy,
     Inserted,
     InvariantBroken,
@@ -35,6 +37,7 @@ from kvmover.cache.prefix import (
     RadixKey,
     SlidingWindow,
     StaleHandle,
+    Tiers,
     coalesce,
 )
 from kvmover.cache.prefix import FULL as ATTENTION
@@ -43,11 +46,12 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine, engine_radix
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, SWA
+from kvmover.engines.sglang.event_publisher import CacheEvents
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
 from kvmover.engines.sglang.radix_windows import WindowPages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -55,6 +59,9 @@ log = logging.getLogger(__name__)
 
 #: The tree's name of sliding windows.
 WINDOW = "swa"
+
+#: Nothing below the device.
+DEVICE_ONLY = DeviceOnly()
 
 #: Token ids are 32-bit words in the tree.
 _WORD_BITS = 32
@@ -68,7 +75,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
     """
 
-    def __init__(self, params: Any, accounts: RadixAccounts | None = None) -> None:
+    def __init__(self, params: Any, accounts: RadixAccounts | None = None, tiers: Tiers = DEVICE_ONLY) -> None:
         """Raises EngineUnsupported for an eviction policy that the tree has not."""
         import torch
 
@@ -89,6 +96,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self.page_size,
             components=[] if window is None else [SlidingWindow(window)],
             policy=self._policy,
+            tiers=tiers,
             units=KeyUnits.BIGRAM if params.is_eagle else KeyUnits.PLAIN,
             sink=self._events.append if params.enable_kv_cache_events else None,
         )
@@ -106,9 +114,16 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """The longest prefix that is cached, in whole pages. Nothing is locked."""
         match = self._tree.match(self._key(params.key))
         if self._accounts is not None and params.req is not None:
-            self._accounts.matched(params.req.rid, self._lookup(params.req, params.key, match.tokens))
-        node = match.device_node
-        return engine_radix.MatchResult(match.tokens, node, node, node, full_kv_hit_length=match.full_tokens)
+            lookup = self._lookup(params.req, params.key, match.best_tokens)
+            self._accounts.matched(params.req.rid, lookup, params.req.sampling_params.custom_params)
+        return engine_radix.MatchResult(
+            match.tokens,
+            match.device_node,
+            match.host_node,
+            match.best_node,
+            host_hit_length=match.best_tokens - match.tokens,
+            full_kv_hit_length=match.full_tokens,
+        )
 
     def touch_prefix(self, key: Any) -> None:
         """The path of a request that waits is used: it goes later."""
@@ -122,6 +137,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         key = self._key_of(req, req.full_untruncated_fill_ids[:up_to])
         end = key.tokens // self.page_size * self.page_size
         if end <= kept:
+            self._reused(req, key, end)
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         live = min(end, max(kept, req.kv.get_evicted_seqlen(SWA)))
@@ -150,7 +166,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def maybe_hand_to_session(self, req: Any) -> None:
         """SGLang has just given the request pages."""
         if self._accounts is not None:
-            self._accounts.admitted(req.rid, req.prefix_len)
+            self._accounts.admitted(req.rid, Credit(device_tokens=req.prefix_len))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """SGLang has taken the request's pages back: it is answered, given up, or waits again."""
@@ -182,8 +198,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         wanted = {ATTENTION: -(-params.num_tokens // self.page_size)}
         if self._windows is not None:
             wanted[WINDOW] = -(-params.swa_num_tokens // self.page_size)
-        given = self._tree.evict_pools(wanted)
-        self._give_back(given)
+        given = self._evict(wanted)
         tokens, window_tokens = (len(given.page_ids(name)) * self.page_size for name in (ATTENTION, WINDOW))
         self.update_eviction_metrics(tokens, began)
         return engine_radix.EvictResult(num_tokens_evicted=tokens, swa_num_tokens_evicted=window_tokens)
@@ -259,8 +274,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         return sorted(range(len(paths)), key=ranks.__getitem__)
 
     def take_events(self) -> list[KVEvent]:
-        """What was stored and removed since the last call."""
-        events = coalesce(self._events)
+        """What was stored and removed since the last call; a publisher of ours may ask it for all that is cached."""
+        events = CacheEvents(coalesce(self._events), self._tree.resident)
         self._events.clear()
         return events
 
@@ -301,8 +316,21 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         )
         if self._windows is not None and inserted.known_tokens > live:
             self._adopt(self._windows, inserted, windows, live)
-        self._give_back(inserted)
+        self._kept(inserted, pages)
         return inserted.known_tokens, inserted.node
+
+    def _reused(self, req: Any, key: RadixKey, end: int) -> None:
+        """A request is at `end` and has added nothing: on one tier that changes nothing."""
+
+    def _kept(self, inserted: Inserted, pages: PageArray) -> None:
+        """The tree was given `pages`: carry out what it answered."""
+        self._give_back(inserted)
+
+    def _evict(self, wanted: Mapping[str, int]) -> ActionList:
+        """Give up so many pages of each component. What was done is said."""
+        given = self._tree.evict_pools(wanted)
+        self._give_back(given)
+        return given
 
     def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
         """Of pages that the tree knew without their windows, it has taken the request's: its own indices lead there."""
@@ -337,16 +365,22 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         prompt = len(req.origin_input_ids) + len(req.output_ids)
         last = 0
         if prompt == len(key.token_ids) == found + self.page_size:
-            whole = self._tree.key(_words(key.token_ids, None), self._namespace(key.extra_key, key.cache_salt))
-            last = max(0, self._tree.look(whole).tokens - found)
+            whole = self._key_from(key.token_ids, key.extra_key, key.cache_salt)
+            last = max(0, self._tree.look(whole).best_tokens - found)
         return Lookup(prompt, found, last)
 
     def _key_of(self, req: Any, tokens: Any) -> RadixKey:
-        return self._tree.key(_words(tokens, None), self._namespace(req.extra_key, req.cache_salt))
+        return self._key_from(tokens, req.extra_key, req.cache_salt)
 
     def _key(self, key: Any) -> RadixKey:
-        """Of SGLang's RadixKey; one with a token that 32 bits cannot hold is empty: such a request is not cached."""
-        return self._tree.key(_words(key.token_ids, key.limit), self._namespace(key.extra_key, key.cache_salt))
+        """Of SGLang's RadixKey."""
+        return self._key_from(key.token_ids, key.extra_key, key.cache_salt, key.limit)
+
+    def _key_from(
+        self, tokens: Any, extra_key: str | None, cache_salt: str | None, limit: int | None = None
+    ) -> RadixKey:
+        """Of the first `limit` tokens; empty where 32 bits cannot hold one of them: such a request is not cached."""
+        return self._tree.key(_words(tokens, limit), self._namespace(extra_key, cache_salt))
 
     def _namespace(self, extra_key: str | None, cache_salt: str | None) -> PrefixNamespace:
         return _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
@@ -379,7 +413,13 @@ def build(context: Any) -> Any:
     """SGLang's factory of this backend. Raises EngineUnsupported for what needs SGLang's own tree."""
     if context.disable_radix_cache:
         return engine_radix.default_radix_cache(context)
-    asked = engine_radix.asked_beside(context)
+    refuse(context)
+    return KvmoverRadixCache(context.params, accounts_of(context.params))
+
+
+def refuse(context: Any) -> None:
+    """Raise EngineUnsupported where a `TreeCacheBuildContext` is of what only SGLang's own tree keeps."""
+    asked = engine_radix.asked_beside()
     if asked:
         raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
     if context.is_hybrid_ssm:
@@ -395,10 +435,9 @@ def build(context: Any) -> Any:
             f"kvmover's radix cache works with {', '.join(sorted(known))} of its own page size,"
             f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
         )
-    return KvmoverRadixCache(params, _accounts(params))
 
 
-def _accounts(params: Any) -> RadixAccounts | None:
+def accounts_of(params: Any) -> RadixAccounts | None:
     """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
     settings = load().settings
     if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():

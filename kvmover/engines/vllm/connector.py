@@ -311,8 +311,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that come from elsewhere, and whether any do: they come between steps."""
-        self._accounts.matched(request, num_computed_tokens)
         found = self._scheduler.matched(request, num_computed_tokens)
+        self._accounts.matched(request, num_computed_tokens, found)
         return found, found > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:

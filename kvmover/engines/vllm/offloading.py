@@ -31,8 +31,9 @@ class KvmoverOffloadingConnector(OffloadingConnector):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's."""
-        self._accounts.matched(request, num_computed_tokens)
-        return OffloadingConnector.get_num_new_matched_tokens(self, request, num_computed_tokens)
+        found, is_async = OffloadingConnector.get_num_new_matched_tokens(self, request, num_computed_tokens)
+        self._accounts.matched(request, num_computed_tokens, found)
+        return found, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's."""

@@ -23,6 +23,7 @@ from kvmover.cache.ledger import (
     LedgerError,
     Loss,
 )
+from kvmover.engines.common import TenantGroups, hints_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -45,12 +46,15 @@ class ExternalTokens:
 @dataclass(slots=True)
 class Promised:
     """What an attempt that has not begun was promised: `device` tokens of vLLM's own prefix cache, and others behind
-    them. `unread`: tokens of an earlier promise that did not come."""
+    them. `unread`: tokens of an earlier promise that did not come. `cached`: all that there was by the first answer to
+    vLLM.
+    """
 
     prompt: int
     device: int
     external: ExternalTokens = ExternalTokens()
     unread: int = 0
+    cached: int | None = None
 
 
 class RequestAccounts:
@@ -64,17 +68,22 @@ class RequestAccounts:
         self, group: AccountGroup, sink: Callable[[Account], object], clock: Callable[[], float] = time.time
     ) -> None:
         self.ledger = Ledger(FaultPolicy.COUNT, sink=sink)
-        self._group, self._clock = group, clock
+        self._groups, self._clock = TenantGroups(group), clock
         self._requests: dict[str, Any] = {}
         self._promised: dict[str, Promised] = {}
         self._lock = Lock()
 
-    def matched(self, request: Any, device: int) -> None:
-        """vLLM found the first `device` tokens in its prefix cache, and asks what follows. It may ask again."""
+    def matched(self, request: Any, device: int, external: int | None) -> None:
+        """vLLM found the first `device` tokens in its prefix cache, and the connector `external` behind them; None: it
+        has yet to look. It may ask again.
+        """
         before = self._promised.get(request.request_id)
         unread = before.unread + before.external.total if before else 0
+        cached = before.cached if before else None
+        if cached is None and external is not None:
+            cached = device + external
         self._requests[request.request_id] = request
-        self._promised[request.request_id] = Promised(request.num_tokens, device, unread=unread)
+        self._promised[request.request_id] = Promised(request.num_tokens, device, unread=unread, cached=cached)
 
     def allocated(self, request: Any, external: ExternalTokens) -> None:
         """There is room for `external` tokens behind those on the device, and they are being brought."""
@@ -134,7 +143,13 @@ class RequestAccounts:
         unread = min(promised.unread, promised.prompt - start - sum(lost.values()))
         if unread > 0:
             lost[Loss.READ_FAILED] = lost.get(Loss.READ_FAILED, 0) + unread
-        self.ledger.matched(name, promised.prompt, start + sum(lost.values()), now, self._group)
+        hints = hints_of(self._requests[name].kv_transfer_params, name)
+        group = self._groups.of(hints.kvmover_tenant)
+        is_first = self._phase(name) is None
+        self.ledger.matched(name, promised.prompt, start + sum(lost.values()), now, group)
+        if is_first:
+            cached = promised.device if promised.cached is None else promised.cached
+            self.ledger.predicted(name, hints.prediction(promised.prompt, cached))
         self.ledger.admitted(name, credit, lost)
 
     def _phase(self, name: str) -> AttemptPhase | None:

@@ -26,6 +26,9 @@ MAX_MODEL_CHARACTERS = 1 << 16
 #: Tensors of one component: more than a model has layers, times two.
 MAX_ALLOCATIONS = 4096
 
+#: Staging memory holds a region, or chunks could be cut for ever to fit it.
+LEAST_STAGING_BYTES = 256
+
 
 class Model(msgspec.Struct, frozen=True):
     """What both sides must hold alike: the weights by name, and every component of their cache."""
@@ -120,8 +123,11 @@ class Rank(msgspec.Struct, frozen=True):
     transport: bytes
     host: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     sandbox: Memory | None = None
-    shares: tuple[tuple[SharedRange, ...], ...] = ()
-    machine: str = ""
+    shares: Annotated[
+        tuple[Annotated[tuple[SharedRange, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)], ...],
+        msgspec.Meta(max_length=MAX_COMPONENTS),
+    ] = ()
+    machine: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     registration: Natural = 0
 
 
@@ -163,6 +169,9 @@ def _check(model: Model, rank: Rank) -> None:
         numbers = memory.address, memory.nbytes, memory.device, memory.address + memory.nbytes
         if min(numbers) < 0 or max(numbers) > MOST:
             raise PeerRefused(f"the card names {memory}, which is beyond 64 bits")
+    for what, memory in (("arena", rank.arena), ("staging", rank.staging)):
+        if memory.nbytes < LEAST_STAGING_BYTES:
+            raise PeerRefused(f"the card has {what} of {memory.nbytes} bytes; a region takes {LEAST_STAGING_BYTES}")
     if not 0 <= place.rank < place.fleet.size:
         raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
     if not len(rank.pools) == len(rank.allocations) == len(model.components):

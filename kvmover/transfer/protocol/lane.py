@@ -87,14 +87,14 @@ class Lane:
             held_dst.append(Held(target, shards[1]))
             legs.append(plan.leg(src.rank, dst.rank) if plan else None)
         units = tuple(units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, held_src, held_dst, strict=True))
-        chunks = tuple(islice(_chunks(legs, [held.spec for held in held_src], units, cut), MAX_CHUNKS + 1))
-        if len(chunks) > MAX_CHUNKS:
-            raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
-        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, chunks)
+        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, ()).recut(cut)
 
     def recut(self, cut: Cut) -> Lane:
-        """The same lane in other chunks."""
-        chunks = tuple(_chunks(self.legs, [held.spec for held in self.src], self.units, cut))
+        """The same lane in other chunks. Raises PlanError for more than MAX_CHUNKS of them."""
+        every = _chunks(self.legs, [held.spec for held in self.src], self.units, cut)
+        chunks = tuple(islice(every, MAX_CHUNKS + 1))
+        if len(chunks) > MAX_CHUNKS:
+            raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
         return replace(self, chunks=chunks)
 
     @cached_property

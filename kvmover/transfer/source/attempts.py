@@ -74,6 +74,11 @@ class SendAttempt:
     waiting: tuple[int, ...]
     _needs: dict[int, Needs] = field(default_factory=dict[int, Needs])
 
+    @property
+    def engine(self) -> str:
+        """Whose rank it serves."""
+        return self.job.peer.card.place.engine
+
     def needs(self, chunk: int) -> Needs:
         if chunk not in self._needs:
             lane = self.job.lane
@@ -163,7 +168,7 @@ class Request:
 
     def of(self, engine: str) -> list[SendAttempt]:
         """The attempts of an engine's ranks."""
-        return [attempt for attempt in self.attempts.values() if attempt.job.peer.card.place.engine == engine]
+        return [attempt for attempt in self.attempts.values() if attempt.engine == engine]
 
     @property
     def is_over(self) -> bool:

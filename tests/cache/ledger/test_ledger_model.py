@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmover.cache.ledger import AccountGroup, Credit, Ledger, Loss, Totals
+from kvmover.cache.ledger import AccountGroup, Credit, Ledger, LedgerError, Loss, Prediction, Predictor, Totals
 
 GROUPS = [AccountGroup(), AccountGroup("a"), AccountGroup("a", "m"), AccountGroup("b", "m")]
 REASONS = list(Loss)
@@ -24,6 +25,7 @@ class LedgerModel(RuleBasedStateMachine):
         self.serial = 0
         self.matched: dict[int, tuple[int, int]] = {}
         self.running: dict[int, Counter[str]] = {}
+        self.predicted: dict[int, Prediction] = {}
         self.groups: dict[int, AccountGroup] = {}
         self.attempts: Counter[int] = Counter()
         self.over: list[tuple[AccountGroup, int, Counter[str]]] = []
@@ -42,6 +44,18 @@ class LedgerModel(RuleBasedStateMachine):
     def _match(self, request: int, prompt: int, reusable: int) -> None:
         self.ledger.matched(request, prompt, reusable, self.now, self.groups[request])
         self.matched[request] = (prompt, reusable)
+
+    @precondition(lambda self: self.matched)
+    @rule(data=st.data(), share=st.floats(0, 1), by=st.sampled_from(Predictor))
+    def one_is_predicted(self, data: st.DataObject, share: float, by: Predictor) -> None:
+        request = data.draw(st.sampled_from(sorted(self.matched)))
+        prediction = Prediction(int(self.matched[request][0] * share), by)
+        if self.attempts[request] or request in self.predicted:
+            with pytest.raises(LedgerError):
+                self.ledger.predicted(request, prediction)
+        else:
+            self.ledger.predicted(request, prediction)
+            self.predicted[request] = prediction
 
     @precondition(lambda self: self.matched)
     @rule(data=st.data())
@@ -115,6 +129,13 @@ class LedgerModel(RuleBasedStateMachine):
         account = self.running.pop(request)
         account["abandoned"] = _rest(account)
         account[end] = account["attempts"] = 1
+        prediction = self.predicted.get(request)
+        if prediction and self.attempts[request] == 1:
+            delivered = account["device"] + account["host"] + account["storage"]
+            account[f"{prediction.by} requests"] = 1
+            account[f"{prediction.by} predicted"] = prediction.tokens
+            account[f"{prediction.by} delivered"] = delivered
+            account[f"{prediction.by} foreseen"] = min(delivered, prediction.tokens)
         self.over.append((self.groups[request], self.attempts[request], account))
 
     @invariant()
@@ -149,9 +170,13 @@ def _parts(data: st.DataObject, whole: int, count: int) -> list[int]:
 
 
 def _seen(totals: Totals) -> Counter[str]:
-    sums = {
-        name.removesuffix("_tokens"): getattr(totals, name) for name in Totals.__dataclass_fields__ if name != "lost"
-    }
+    counted = [name for name in Totals.__dataclass_fields__ if name not in ("lost", "predictions")]
+    sums = {name.removesuffix("_tokens"): getattr(totals, name) for name in counted}
+    for by, each in totals.predictions.items():
+        sums[f"{by} requests"] = each.requests
+        sums[f"{by} predicted"] = each.foreseen_tokens + each.missed_tokens
+        sums[f"{by} delivered"] = each.foreseen_tokens + each.unforeseen_tokens
+        sums[f"{by} foreseen"] = each.foreseen_tokens
     return +Counter({**sums, **{str(reason): tokens for reason, tokens in totals.lost.items()}})
 
 

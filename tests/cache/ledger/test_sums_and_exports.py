@@ -19,14 +19,17 @@ from kvmover.cache.ledger import (
     JsonLines,
     Ledger,
     LedgerCollector,
+    LedgerError,
     Loss,
+    Prediction,
+    PredictionTotals,
+    Predictor,
     Residency,
     Totals,
     read_accounts,
 )
-from kvmover.cache.ledger.metrics import BOUNDS_S
+from kvmover.cache.ledger.metrics import STAY_BOUNDS_S
 from kvmover.errors import KvmoverError
-from kvmover.exposition import cumulative
 from tests.test_imports import modules_after
 
 LLAMA = AccountGroup("gold", "llama")
@@ -93,19 +96,53 @@ def test_totals_as_data_say_losses_by_name_and_leave_out_zeros() -> None:
     assert msgspec.json.decode(msgspec.json.encode(data)) == data
 
 
+def test_what_was_predicted_is_compared_with_what_was_delivered() -> None:
+    prometheus = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    accounts = list[Account]()
+    ledger = Ledger(sink=accounts.append)
+    router, inventory = Predictor.ROUTER, Predictor.INVENTORY
+    told_and_found = [(64, router, 64), (64, router, 16), (0, router, 48), (32, inventory, 32)]
+    for number, (told, by, device) in enumerate(told_and_found):
+        ledger.matched(number, 100, 90, 0.0, LLAMA)
+        ledger.predicted(number, Prediction(told, by))
+        ledger.admitted(number, Credit(device), {Loss.LATE: 90 - device})
+        ledger.computed(number, 100 - device)
+        ledger.finished(number, 0.0)
+    serve(ledger, "nobody predicted this", 90, 0.0)
+    assert ledger.total().first.predictions[router] == PredictionTotals(
+        3, foreseen_tokens=64 + 16, missed_tokens=48, unforeseen_tokens=48
+    )
+    registry = prometheus.CollectorRegistry()
+    registry.register(LedgerCollector(ledger))
+    labels = {"tenant": "gold", "model": "llama", "by": "router"}
+    for outcome, tokens in (("foreseen", 80), ("missed", 48), ("unforeseen", 48)):
+        assert registry.get_sample_value("kvmover_predicted_tokens_total", {**labels, "outcome": outcome}) == tokens
+    assert registry.get_sample_value("kvmover_predicted_requests_total", labels) == 3
+    assert [account.prediction and account.prediction.tokens for account in accounts] == [64, 64, 0, 32, None]
+    assert ledger.total().first.as_data()["predictions"]["inventory"]["foreseen_tokens"] == 32
+
+
+@pytest.mark.parametrize("tokens", [-1, 101])
+def test_a_prediction_that_no_prompt_can_hold_is_refused_with_the_numbers(tokens: int) -> None:
+    ledger = Ledger()
+    ledger.matched("r", 100, 90, 0.0)
+    with pytest.raises(LedgerError, match=f"{tokens} tokens predicted of a prompt of 100"):
+        ledger.predicted("r", Prediction(tokens, Predictor.ROUTER))
+
+
 def test_no_prompt_is_a_hit_rate_of_zero() -> None:
     assert Totals().hit_rate == 0.0
 
 
 @given(st.lists(st.floats(0, 1e9), max_size=50))
 def test_a_histogram_counts_every_time_at_its_bound(times: list[float]) -> None:
-    histogram = DurationHistogram()
+    histogram = DurationHistogram(STAY_BOUNDS_S)
     for seconds in times:
         histogram.add(seconds)
-    rows = cumulative(histogram, BOUNDS_S)
+    rows = histogram.cumulative()
     assert rows[-1] == ("+Inf", len(times))
     assert histogram.count == len(times)
-    for (label, count), bound in zip(rows, BOUNDS_S, strict=False):
+    for (label, count), bound in zip(rows, STAY_BOUNDS_S, strict=False):
         assert float(label) == bound
         assert count == sum(seconds <= bound for seconds in times)
 

@@ -286,6 +286,22 @@ def test_who_missed_batches_gets_them_again_with_their_numbers(publisher: EventP
     assert router.replay(100) == []
 
 
+def test_who_reads_an_answer_late_gets_all_of_it() -> None:
+    """A socket of a thousand messages would drop the rest."""
+    with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", keep_batches=9000) as running:
+        slow, quick = Router(running), Router(running)
+        for name in range(9000):
+            running.publish([stored(name)])
+        slow.replay(8999)  # it is connected
+        slow.again.send_multipart((b"", bytes(8)))
+        time.sleep(0.2)
+        assert [number for number, _, _ in quick.replay(8999)] == [8999]
+        numbers = [int.from_bytes(slow.again.recv_multipart()[2], "big", signed=True) for _ in range(9001)]
+        assert numbers == [*range(9000), -1]
+        for router in (slow, quick):
+            router.close()
+
+
 def known(batches: Iterable[VllmBatch], before: set[tuple[object, ...]] | None = None) -> set[tuple[object, ...]]:
     """What a router that had `before` believes to be cached: names, parents, tokens and media."""
     pages = set(before or ())

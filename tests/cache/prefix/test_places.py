@@ -18,7 +18,7 @@ from kvmover.cache.prefix import (
     Tier,
     WriteThrough,
 )
-from kvmover.cache.prefix.forest import MOST_PLACES
+from kvmover.cache.prefix.forest import MOST_PLACES, SHORTEST_RUN
 from kvmover.cache.prefix.hashes import chain
 
 
@@ -48,6 +48,54 @@ def test_a_hot_prefix_does_not_age_into_a_chain_of_nodes(tiers) -> None:
     mine.conserved()
     mine.tree.unlock(handle)
     assert mine.evict(3) == [397, 398, 399] or tiers != DeviceOnly()
+    mine.conserved()
+
+
+@pytest.mark.parametrize("window", [8, 1000])
+def test_a_hot_prefix_of_windows_ages_into_nodes_no_longer_than_a_window(window: int) -> None:
+    """Of a longer one an eviction would give up, and a lock keep, what is far before the window that is meant."""
+    mine, rng = Engine(PrefixTree(1, components=(SlidingWindow(window),)), 900), random.Random(1)
+    handle, most = mine.tree.lock(mine.insert(range(400), held={"swa": 400}).node), 0
+    for text in range(1000, 1400):
+        left = mine.tree.match([*range(rng.randrange(1, 400)), text, text])
+        mine.insert([*range(left.tokens), text, text], held={"swa": 2}, first_page=left.tokens)
+        mine.evict(2)
+        whole = mine.tree.match(range(400))
+        assert (whole.tokens, ids(whole)) == (400, list(range(400)))
+        most = max(most, len(mine.tree))
+    assert most < (2 * 400 // 8 + 20 if window == 8 else 20)
+    mine.conserved()
+    mine.tree.unlock(handle)
+    handle = mine.tree.lock(mine.tree.match(range(400)).device_node)
+    assert mine.tree.sizes("swa").protected < 2 * window
+    mine.tree.unlock(handle)
+    mine.conserved()
+
+
+def test_a_chain_keeps_every_state_and_joins_what_lies_between() -> None:
+    mine = Engine(PrefixTree(1, components=(State(),)), 400)
+    for end in range(1, 101):
+        mine.insert(range(end), held={"state": int(end % 25 == 0)}, first_page=end - 1)
+    assert mine.tree.match(range(100)).tokens == 100
+    assert len(mine.tree) == 4
+    assert [mine.tree.match(range(end)).tokens for end in (24, 25, 60, 99, 100)] == [0, 25, 50, 75, 100]
+    mine.conserved()
+
+
+def test_what_a_lock_or_a_lost_window_tells_apart_is_not_joined() -> None:
+    mine = Engine(PrefixTree(1, components=(SlidingWindow(3),)), 400)
+    for end in range(1, 31):
+        mine.insert(range(end), held={"swa": 1}, first_page=end - 1)
+    handle = mine.tree.lock(mine.tree.match(range(17)).device_node)
+    mine.evict(30, "swa")
+    mine.tree.match(range(30))
+    mine.conserved()
+    # Windows are left where the lock keeps them: at its last three tokens, and what is in one node with the first.
+    assert [mine.tree.match(range(end)).tokens for end in (12, 17, 18, 30)] == [0, 17, 17, 17]
+    mine.tree.unlock(handle)
+    mine.tree.match(range(30))
+    assert mine.tree.match(range(17)).tokens == 17
+    assert len(mine.tree) < SHORTEST_RUN
     mine.conserved()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scheduling import Server, base, parameters, publish, radix, unified
 
-from kvmover.cache.ledger import Loss
+from kvmover.cache.ledger import AccountGroup, Loss, PredictionTotals, Predictor
 from kvmover.cache.prefix import StaleHandle
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
@@ -39,7 +39,11 @@ def theirs(page: int, size: int = 512, **more: Any) -> Server:
 
 def served(server: Server, tokens: list[int], answer: int = 3, **more: Any) -> Any:
     """A request from its prompt to its end."""
-    req = server.request(tokens, **more)
+    return served_again(server, server.request(tokens, **more), answer)
+
+
+def served_again(server: Server, req: Any, answer: int = 0) -> Any:
+    """The same of a request that was made, or has been looked up."""
     assert server.prefill(req)
     for _ in range(answer):
         assert server.decode(req)
@@ -460,6 +464,35 @@ def test_the_ledger_counts_what_two_computed_at_once() -> None:
     assert accounts.ledger.total().first.lost == {Loss.CONCURRENT: 32}
 
 
+def test_what_a_router_predicted_stands_beside_what_was_found() -> None:
+    server, accounts = with_accounts(4, 512)
+    served(server, list(range(16)), answer=0)
+    for said in (
+        {"kvmover_predicted_tokens": 1000, "kvmover_tenant": "gold"},
+        {"kvmover_predicted_tokens": "no"},
+        None,
+    ):
+        req = server.request([*range(12), 77, *range(20)])
+        req.sampling_params.custom_params = said
+        served_again(server, req)
+    predictions = accounts.ledger.total().first.predictions
+    assert predictions[Predictor.ROUTER] == PredictionTotals(1, 12, 33 - 12, 0)
+    # What was there when each came is what each got: 0 of the first prompt, 12 and then 32 of the others.
+    assert predictions[Predictor.INVENTORY] == PredictionTotals(3, 32 + 32, 0, 0)
+    assert accounts.ledger.groups() == (AccountGroup(model="m"), AccountGroup("gold", "m"))
+    assert accounts.ledger.total(AccountGroup("gold", "m")).first.prompt_tokens == 33
+
+
+def test_an_inventory_that_is_evicted_while_a_request_waits_was_predicted_and_missed() -> None:
+    server, accounts = with_accounts(4, 512)
+    served(server, list(range(16)), answer=0)
+    req = server.request([*range(16), 77])
+    assert server.match(req) == 16
+    server.cache.evict(base.EvictParams(num_tokens=8))
+    served_again(server, req)
+    assert accounts.ledger.total().first.predictions[Predictor.INVENTORY] == PredictionTotals(2, 8, 8, 0)
+
+
 def test_a_request_that_is_given_up_while_it_waits_has_no_tokens_in_the_ledger() -> None:
     server, accounts = with_accounts(4, 512)
     req = server.request(list(range(9)))
@@ -494,7 +527,6 @@ def test_the_plug_in_registers_a_factory_that_makes_the_cache() -> None:
 @pytest.mark.parametrize(
     ("asked", "word"),
     [
-        ({"enable_hierarchical_cache": True}, "HiCache"),
         ({"is_hybrid_swa": True, "full_tokens_per_layer": 0}, "not windows only"),
         ({"is_hybrid_swa": True}, "SWATokenToKVPoolAllocator of its own page size"),
         ({"is_hybrid_ssm": True}, "states"),

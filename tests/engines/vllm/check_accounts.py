@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bench import Engine, RequestStatus, Shape
 
-from kvmover.cache.ledger import Loss, Totals
+from kvmover.cache.ledger import Loss, PredictionTotals, Predictor, Totals
 
 PROMPT = [7 * n % 900 + 1 for n in range(100)]
 
@@ -84,6 +84,8 @@ def test_blocks_that_could_not_be_read_are_lost_to_that(engines: Callable[..., E
     compute(b, "b")
     assert split(sums(b)) == (100, 0, 0, 48, 52)
     assert sums(b).lost == {Loss.READ_FAILED: 48}
+    # Its own inventory had promised all six blocks.
+    assert sums(b).predictions == {Predictor.INVENTORY: PredictionTotals(1, foreseen_tokens=48, missed_tokens=48)}
 
 
 def test_a_preempted_request_has_two_attempts_and_its_prompt_counts_once(engines: Callable[..., Engine]) -> None:
@@ -125,6 +127,20 @@ def test_a_prompt_that_another_engine_computed_is_in_that_ones_account_alone(eng
         each.drain()
     assert split(sums(a)) == (100, 0, 0, 0, 100)
     assert split(sums(b)) == (0, 0, 0, 0, 0)
+
+
+def test_what_a_router_said_of_a_request_stands_beside_what_it_got(engines: Callable[..., Engine]) -> None:
+    a = engines()
+    compute(a, "first")
+    said = {"kvmover_predicted_tokens": 32, "kvmover_tenant": "gold"}
+    a.ask("again", PROMPT, 2, said)
+    a.finish("again")
+    a.drain()
+    assert sums(a).predictions == {
+        Predictor.INVENTORY: PredictionTotals(1, 0, 0, 0),
+        Predictor.ROUTER: PredictionTotals(1, foreseen_tokens=32, missed_tokens=0, unforeseen_tokens=64),
+    }
+    assert [group.tenant for group in ledger(a).groups()] == ["", "gold"]
 
 
 def test_each_account_is_a_line_of_the_run_log(

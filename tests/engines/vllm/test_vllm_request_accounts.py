@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.cache.ledger import Account, AccountGroup, Loss, Totals
+from kvmover.cache.ledger import Account, AccountGroup, Loss, PredictionTotals, Predictor, Totals
 from kvmover.engines.vllm.request_accounts import ExternalTokens, RequestAccounts
 
 
@@ -20,6 +20,7 @@ class Request:
     request_id: str
     num_tokens: int
     num_computed_tokens: int = 0
+    kv_transfer_params: Mapping[str, object] | None = None
 
 
 @dataclass
@@ -39,8 +40,9 @@ class Scheduler:
 
     def admit(self, request: Request, device: int, external: ExternalTokens, there: int) -> None:
         """`there`: of what was promised, what the request begins with."""
-        self.accounts.matched(request, device)
-        self.accounts.matched(request, device)  # no room for it yet
+        self.accounts.matched(request, device, None)  # the store has yet to look
+        self.accounts.matched(request, device, external.total)
+        self.accounts.matched(request, device, external.total)  # no room for it yet
         self.accounts.allocated(request, external)
         self.accounts.allocated(request, ExternalTokens())  # its first step, when the load has ended
         request.num_computed_tokens = there
@@ -96,7 +98,7 @@ def test_of_a_load_that_failed_in_part_the_farthest_is_missing() -> None:
 def test_a_load_that_failed_as_a_whole_is_told_though_the_request_asks_again() -> None:
     scheduler, request = Scheduler(), Request("r", 100)
     scheduler.admit(request, 0, ExternalTokens(storage=96), there=0)
-    scheduler.accounts.matched(request, 0)
+    scheduler.accounts.matched(request, 0, 0)
     scheduler.compute(request, 100)
     scheduler.accounts.finished(request)
     assert scheduler.total().computed_tokens == 100
@@ -139,10 +141,24 @@ def test_a_preempted_request_begins_again_in_other_sums() -> None:
 def test_a_request_that_never_began_is_in_no_sum(matched: bool) -> None:
     scheduler, request = Scheduler(), Request("r", 100)
     if matched:
-        scheduler.accounts.matched(request, 16)
+        scheduler.accounts.matched(request, 16, 0)
     scheduler.accounts.finished(request)
     assert scheduler.total().attempts == 0
     assert not scheduler.told
+
+
+def test_what_a_router_said_is_compared_with_what_came() -> None:
+    scheduler = Scheduler()
+    said = {"kvmover_predicted_tokens": 80, "kvmover_tenant": "gold"}
+    for name, params in (("r", said), ("nobody said anything", None)):
+        request = Request(name, 100, kv_transfer_params=params)
+        scheduler.admit(request, 16, ExternalTokens(storage=48), there=32)
+        scheduler.compute(request, 100)
+        scheduler.accounts.finished(request)
+    total = scheduler.total()
+    assert total.predictions[Predictor.ROUTER] == PredictionTotals(1, 32, 80 - 32, 0)
+    assert total.predictions[Predictor.INVENTORY] == PredictionTotals(1, 32, 64 - 32, 0)
+    assert scheduler.accounts.ledger.groups() == (AccountGroup(), AccountGroup("gold"))
 
 
 def test_a_scrape_shows_the_sums() -> None:

@@ -1,0 +1,81 @@
+"""KvmoverEventPublisher is a choice of SGLang's `--kv-events-config`: late subscribers are told what is cached already.
+
+SGLang's own publisher says again only what it has kept, so a router that starts later never learns of what was cached
+before. This one keeps a snapshot of kvmover's radix cache for those; all frames are as SGLang's.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvmover.cache.prefix import EventPublisher, KVEvent
+from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.sglang import engine_radix
+
+
+class CacheEvents(list[KVEvent]):
+    """Events of a step. `resident` tells all that is cached after them: `PrefixTree.resident`."""
+
+    def __init__(self, events: Iterable[KVEvent], resident: Callable[[], Iterable[KVEvent]]) -> None:
+        super().__init__(events)
+        self.resident = resident
+
+
+class KvmoverEventPublisher(engine_radix.EventPublisher):
+    """Publishes for one cache, in the scheduler's thread and without waiting for anybody. The options are SGLang's.
+
+    `max_queue_size` says nothing here: nothing waits to be sent.
+    """
+
+    def __init__(
+        self,
+        attn_dp_rank: int,
+        endpoint: str = "tcp://*:5557",
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        topic: str = "",
+        bind: bool | None = None,
+    ) -> None:
+        """Raises EngineUnsupported where it should connect, TransportError for an endpoint that cannot be bound."""
+        if bind is False:
+            raise EngineUnsupported('kvmover\'s publisher of KV events binds its endpoint: leave out "bind": false')
+        self._rank, self._topic, self._replays = attn_dp_rank, topic, replay_endpoint is not None
+        self._publisher = EventPublisher(
+            engine_radix.port_of_rank(endpoint, attn_dp_rank),
+            engine_radix.port_of_rank(replay_endpoint, attn_dp_rank) or "",
+            topic,
+            attn_dp_rank,
+            buffer_steps,
+            hwm,
+        )
+        atexit.register(self.shutdown)
+
+    def publish(self, events: Any) -> None:
+        """One batch of SGLang's, `events.events`; of kvmover's radix cache a snapshot where one is due."""
+        told = events.events
+        self._publisher.publish(told)
+        if self._publisher.snapshot_due and isinstance(told, CacheEvents):
+            self._publisher.snapshot(told.resident())
+
+    def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
+        """Where processes of this host subscribe, for SGLang's `/server_info`."""
+        source = {
+            "dp_rank": self._rank,
+            "endpoint": _local(self._publisher.endpoint),
+            "topic": self._topic,
+            "block_size": block_size,
+        }
+        return source | ({"replay_endpoint": _local(self._publisher.replay_endpoint)} if self._replays else {})
+
+    def shutdown(self) -> None:
+        """What was published still goes out. Safe to call twice."""
+        self._publisher.close()
+
+
+def _local(endpoint: str) -> str:
+    """An endpoint at all addresses, as this host reaches it."""
+    return endpoint.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
