@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import itertools
 import math
+import os
 import re
 import struct
 from pathlib import Path
@@ -212,9 +213,9 @@ def test_a_card_is_read_by_the_page() -> None:
     mover = Mover(LoopbackTransport(LoopbackNetwork(), "p"), MODEL, place, [Pool.zeros(spec)])
     card, end = unpack(mover.card, 0)
     assert end == len(mover.card)
-    keys = ("name", "layers", "kv", "heads", "dim", "dtype", "window", "states")
+    keys = ("name", "layers", "kv", "heads", "dim", "dtype", "window", "states", "row_tokens")
     model = {"name": "tiny", "components": [{key: getattr(KV, key) for key in keys}]}
-    assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([3, model])).digest()
+    assert card["digest"] == hashlib.sha256(msgspec.msgpack.encode([4, model])).digest()
     body, _ = unpack(card["body"], 0)
     assert (body["place"]["engine"], body["place"]["rank"], body["place"]["fleet"]["tp"]) == ("prefill", 1, 2)
     assert body["pools"][0]["layout"]["axes"] == ["layer", "kv", "page", "token", "head", "dim"]
@@ -230,7 +231,11 @@ def test_a_card_is_read_by_the_page() -> None:
         "shares",
         "machine",
         "registration",
+        "process",
     }
+    assert body["process"]["pid"] == os.getpid()
+    start = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19]  # field 22; the name is the second
+    assert body["process"]["started"] == int(start)
     mover.close()
 
 

@@ -24,6 +24,12 @@ MODELS = (
         Component("state", 2, 1, 2, 16, "uint8", states=2),
     ),
 )
+#: Rows of several tokens beside a window, both in pages of their own: of one schedule in eight.
+COMPRESSED = (
+    Component("attention", 2, 2, 2, 8, "uint8"),
+    Component("compressed", 2, 1, 1, 16, "uint8", row_tokens=3),
+    Component("sliding", 2, 2, 2, 8, "uint8", window=3),
+)
 #: The deadline where nothing goes wrong: slow copies and lost notes may take their time.
 CALM_S = 12.0
 #: How long processes of one host may be cut off: longer than a lease and what lingers of it, and until they meet again.
@@ -280,6 +286,9 @@ class Scenario:
         calm = random.random() < profile.calm
         components = random.choice(MODELS)
         fleets = {engine: _fleet(random) for engine in ENGINES}
+        own = Random(f"compressed {seed}")
+        if own.random() < 0.125:
+            components, fleets = COMPRESSED, {engine: _own_pages(own, fleet) for engine, fleet in fleets.items()}
         revocation = Random(f"revocation {seed}").choice(profile.revocations)
         config = replace(_config(random, profile, calm), revocation=revocation)
         scenario = cls(
@@ -319,7 +328,7 @@ class Scenario:
         """In some schedules there is another decode engine, which asks for some of the requests too."""
         if random.random() >= profile.others:
             return self
-        fleet = random.choice([self.fleets["d"], _fleet(random)])
+        fleet = random.choice([self.fleets["d"], replace(_fleet(random), pages=self.fleets["d"].pages)])
         requests = (
             replace(asked, other_s=asked.begin_s[1] + random.choice([0.0, random.uniform(0, 0.1)]))
             if random.random() < OTHER_ASKS
@@ -338,6 +347,11 @@ class Scenario:
 
 def _fleet(random: Random) -> Fleet:
     return Fleet(*random.choice(GRIDS), page_tokens=random.choice([2, 4]), cp_order=random.choice(list(CpOrder)))
+
+
+def _own_pages(random: Random, fleet: Fleet) -> Fleet:
+    """The same fleet, whose compressed rows and windows have pages of their own sizes."""
+    return replace(fleet, pages={"compressed": random.choice([1, 2, 5]), "sliding": random.choice([2, 3])})
 
 
 def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:

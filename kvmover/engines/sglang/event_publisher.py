@@ -36,12 +36,11 @@ class KvmoverEventPublisher(engine_radix.EventPublisher):
         replay_endpoint: str | None = None,
         buffer_steps: int = 10_000,
         hwm: int = 100_000,
-        max_queue_size: int = 100_000,
         topic: str = "",
-        bind: bool | None = None,
+        **others: Any,
     ) -> None:
         """Raises EngineUnsupported where it should connect, TransportError for an endpoint that cannot be bound."""
-        if bind is False:
+        if others.get("bind") is False:
             raise EngineUnsupported('kvmover\'s publisher of KV events binds its endpoint: leave out "bind": false')
         self._rank, self._topic, self._replays = attn_dp_rank, topic, replay_endpoint is not None
         self._publisher = EventPublisher(

@@ -13,7 +13,7 @@ from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
-from kvmover.sharing import SharedRange
+from kvmover.sharing import HostProcess, SharedRange
 from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
 from kvmover.transport.base import Memory
 
@@ -22,6 +22,9 @@ MAX_CARD_BYTES = 4 << 20
 #: Lengths of the names of an engine and of a host, in characters, and of both models' text.
 MAX_NAME_CHARACTERS = 256
 MAX_MODEL_CHARACTERS = 1 << 16
+
+#: What Linux numbers processes up to (PID_MAX_LIMIT).
+MAX_PID = 1 << 22
 
 #: Tensors of one component: more than a model has layers, times two.
 MAX_ALLOCATIONS = 4096
@@ -54,8 +57,26 @@ class Model(msgspec.Struct, frozen=True):
 
     def text(self) -> str:
         """Name, components and protocol version, as PeerRefused shows them."""
-        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}" for c in self.components]
+        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}{_reach(c)}" for c in self.components]
         return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
+
+
+def _reach(component: Component) -> str:
+    """How its rows go with tokens, where that is not one each."""
+    if component.states:
+        return f" {component.states} states"
+    rows = f" a row every {component.row_tokens} tokens" if component.row_tokens > 1 else ""
+    return rows + (f" window {component.window}" if component.window is not None else "")
+
+
+def check_fleet_pages(fleet: Fleet, components: tuple[Component, ...]) -> None:
+    """Raise LayoutError for a fleet that names pages of no component of the model, or whose pages end within a row."""
+    unknown = sorted(dict(fleet.pages).keys() - {component.name for component in components})
+    if unknown:
+        known = ", ".join(component.name for component in components)
+        raise LayoutError(f"the fleet names pages of {unknown[0]}, and the model's components are {known}")
+    for component in components:
+        fleet.page_rows(component)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -107,9 +128,9 @@ class Rank(msgspec.Struct, frozen=True):
 
     `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory that packed chunks are
     written to, `staging` what they are read from, `sandbox` what anybody may write to in order to measure the way here.
-    Ranks of one `host` share what is measured. `shares`: where each allocation lies in shared memory of `machine`, as
-    `allocations`; empty where they do not. `registration`: how often parts of `arena` were registered anew, which
-    `transport` knows of.
+    Ranks of one `host` share what is measured. `process` runs on `machine`. `shares`: where each allocation lies in
+    shared memory of it, as `allocations`; empty where they do not. `registration`: how often parts of `arena` were
+    registered anew, which `transport` knows of.
     """
 
     place: Place
@@ -129,6 +150,7 @@ class Rank(msgspec.Struct, frozen=True):
     ] = ()
     machine: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     registration: Natural = 0
+    process: HostProcess | None = None
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -172,6 +194,8 @@ def _check(model: Model, rank: Rank) -> None:
     for what, memory in (("arena", rank.arena), ("staging", rank.staging)):
         if memory.nbytes < LEAST_STAGING_BYTES:
             raise PeerRefused(f"the card has {what} of {memory.nbytes} bytes; a region takes {LEAST_STAGING_BYTES}")
+    if rank.process is not None and not 0 < rank.process.pid <= MAX_PID:
+        raise PeerRefused(f"the card names process {rank.process.pid}; numbers are 1 to {MAX_PID}")
     if not 0 <= place.rank < place.fleet.size:
         raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
     if not len(rank.pools) == len(rank.allocations) == len(model.components):
@@ -180,9 +204,10 @@ def _check(model: Model, rank: Rank) -> None:
     if rank.shares and list(map(len, rank.shares)) != list(map(len, rank.allocations)):
         counts = f"{sum(map(len, rank.shares))} shares for {sum(map(len, rank.allocations))} allocations"
         raise PeerRefused(f"the card has {counts}; each must have one, or none")
+    check_fleet_pages(place.fleet, model.components)
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
-        if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):
+        if spec.component != component or spec.page_tokens != place.fleet.page_rows(component):
             raise PeerRefused(f"pool of {spec.component.name}, {spec.page_tokens}-token pages, does not fit its fleet")
         for axis, extent, stride in zip(spec.layout.axes, spec.layout.shape, spec.layout.stride, strict=True):
             if extent * max(stride, 1) * component.element_bytes > MOST:

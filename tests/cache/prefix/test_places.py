@@ -18,8 +18,9 @@ from kvmover.cache.prefix import (
     Tier,
     WriteThrough,
 )
-from kvmover.cache.prefix.forest import MOST_PLACES, SHORTEST_RUN
+from kvmover.cache.prefix.forest import MOST_PLACES
 from kvmover.cache.prefix.hashes import chain
+from kvmover.cache.prefix.joins import SHORTEST_RUN
 
 
 def test_probing_a_cached_prompt_leaves_one_node() -> None:

@@ -77,7 +77,7 @@ class Rank:
             for component in components:
                 shard = fleet.shard(component, rank, self.page)
                 spec = PoolSpec.dense(
-                    component, shard, pages[0], component.page_tokens(fleet.page_tokens), "layer kv page token head dim"
+                    component, shard, pages[0], fleet.page_rows(component), "layer kv page token head dim"
                 )
                 device = Pool.zeros(spec, place)
                 share = Share.of(component, fleet, rank, shared) if shared else SOLE
