@@ -438,7 +438,8 @@ def _ask_to_clear(root: Path, namespace: str) -> None:
 
     rows = stat_stores(root, namespace)
     names = ", ".join(f"{row.found.manifest.model} ({row.found.folder.name[:12]})" for row in rows)
-    what = f"{sum(row.stat.pages for row in rows):,} pages of {len(rows)} namespaces in {root}: {names}"
+    plural = "" if len(rows) == 1 else "s"
+    what = f"{sum(row.stat.pages for row in rows):,} pages of {len(rows)} namespace{plural} in {root}: {names}"
     if not sys.stdin.isatty():
         raise StoreError(f"would delete {what}; say --yes to do it")
     typer.confirm(f"Delete {what}?", abort=True, err=True)

@@ -82,7 +82,7 @@ def verify_stores(root: Path, name: str | None) -> list[StoreRow]:
     rows: list[StoreRow] = []
     with _progress() as progress:
         for each, store in _opened(chosen_stores(root, name)):
-            task = progress.add_task(each.manifest.model or each.folder.name, total=store.stat().payload_bytes)
+            task = progress.add_task(each.folder.name[:12], total=store.stat().payload_bytes)
             verified = store.verify(lambda one, task=task: progress.advance(task, one.nbytes))
             rows.append(_row(each, store, verified=verified))
     return rows

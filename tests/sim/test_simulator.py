@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
@@ -46,6 +47,18 @@ BLOCKS = [
 
 #: A mutation that survives so many schedules is not caught.
 MUTANT_SCHEDULES = 300
+
+#: The schedule that caught a mutation after many that did not: tried first. The others are tried where it does no more.
+CAUGHT_AT = {
+    "a_want_opens_what_is_over": 88,
+    "a_slab_is_renewed_under_its_neighbours": 32,
+    "regions_that_went_out_with_wants_count_for_ever": 78,
+    "a_dead_peer_is_waited_for": 123,
+    "lost_page_ids_are_not_missed": 64,
+    "any_answer_notes_all_pages": 199,
+    "ranks_are_counted_without_their_engine": 224,
+    "a_spoilt_chunk_of_a_failed_request_is_whole": 225,
+}
 
 #: In how many of a hundred schedules a situation is reached, at the least: half of what is usual.
 REACHED: dict[str, dict[str, int]] = {
@@ -154,7 +167,7 @@ def test_a_broken_schedule_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPa
 def test_a_broken_rule_is_caught(mutation: Mutation, profile: str, monkeypatch: pytest.MonkeyPatch):
     mutation(monkeypatch)
     with pytest.raises(Broken, match=r"seed \d+, profile"):
-        _run(range(MUTANT_SCHEDULES), profile)
+        _run([CAUGHT_AT.get(mutation.__name__, 0), *range(MUTANT_SCHEDULES)], profile)
 
 
 @pytest.mark.parametrize("profile", ["swarm", "frail", "replaced", "reordered"])
@@ -163,7 +176,7 @@ def test_when_faults_stop_a_request_lands_whatever_was(profile: str):
         World(seed, profile).recover()
 
 
-def _run(seeds: range, profile: str) -> Counter[str]:
+def _run(seeds: Iterable[int], profile: str) -> Counter[str]:
     """In how many schedules each situation was reached."""
     reached = Counter[str]()
     for seed in seeds:

@@ -183,13 +183,23 @@ class Request:
         if (known := self.failed.get(peer.card.place.engine)) is not None:
             return known[0]
         before = self.attempts.get(peer.name)
-        known_attempt = before is not None and want.generation <= before.state.generation
-        return SERVED if self.transfer.ended and not known_attempt else None
+        if before is not None and want.generation <= before.state.generation:
+            return None
+        if self.transfer.ended:
+            return SERVED
+        if before is not None and (not before.state.finished or before.state.in_flight):
+            return "an earlier attempt is still open"
+        return None
 
     def told(self, reason: str) -> str:
         """`reason`, and which tokens were asked for and have no pages."""
         missing = next((unnamed for attempt in self.attempts.values() if (unnamed := attempt.unnamed())), "")
         return f"{reason}: {missing}" if missing else reason
+
+    def too_late(self) -> str:
+        """What its deadline found missing."""
+        missing = "was served" if self.all_asked else "asked"
+        return self.told(f"deadline passed before every destination {missing}")
 
     def look(self) -> None:
         """Ask the gates that have not passed."""

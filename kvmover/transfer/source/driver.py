@@ -187,9 +187,6 @@ class SourceDriver:
             if want.generation == before.state.generation:
                 self._asked_again(request, before, want)
             return
-        if before is not None and (not before.state.finished or before.state.in_flight):
-            self.core.say(peer.name, wire.Abort(want.request, want.generation, "an earlier attempt is still open"))
-            return
         try:
             with ranges.span(ranges.PLAN, want.request):
                 attempt = attempt_for(self.core, request, peer, want)
@@ -214,10 +211,8 @@ class SourceDriver:
         self._attach(request, attempt)
 
     def _turn_away(self, request: Request, engine: str, error: Exception) -> None:
-        """A Want that cannot be met is the affair of its engine: one of another asks for what is there.
-
-        An engine that has not asked for anything else has not asked. Our page tables may be too short, or the Want too
-        long: both sides hear of it.
+        """A Want that cannot be met is the affair of its engine: one of another asks for what is there. Our page tables
+        may be too short, or the Want too long: both sides hear of it. An engine that asked for nothing else has not.
         """
         if isinstance(error, OwnTables) or request.of(engine):
             self._part(request, engine, str(error), Cause.PROTOCOL)
@@ -330,9 +325,7 @@ class SourceDriver:
         self._step(request, request.attempts[job.peer.name], event)
 
     def lost(self, peer: str, reason: str) -> None:
-        """A destination is gone, with a read under way perhaps. The pages are free all the same: what a dead process
-        reads is nobody's, and one that only seemed dead is never told Kept.
-        """
+        """A destination is gone. Pages that it may be reading are free: who only seemed dead is never told Kept."""
         for request in self._early.lost(peer, reason):
             self.core.timers.cancel((TimerKind.EARLY, (request, peer)))
             self.core.awaits_no_more(peer)
@@ -368,9 +361,7 @@ class SourceDriver:
         """The deadline of a request has passed."""
         request = self._requests.get(name)
         if request is not None and not request.transfer.ended:
-            missing = "was served" if request.all_asked else "asked"
-            reason = request.told(f"deadline passed before every destination {missing}")
-            self._fail(request, reason, Cause.DEADLINE)
+            self._fail(request, request.too_late(), Cause.DEADLINE)
 
     def expire(self, now: float) -> None:
         """Forget what is remembered long enough."""
