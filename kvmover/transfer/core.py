@@ -21,7 +21,7 @@ from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mappings, shares
 from kvmover.transfer.memory.regions import allocations
 from kvmover.transfer.memory.slabs import slab_bytes
-from kvmover.transfer.meter import Count, Meter
+from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peers
@@ -115,6 +115,13 @@ class Core:
     def patience(self) -> Patience:
         """What an attempt that begins now waits for, on either side."""
         return Patience(self.config.deadline_s, self.config.drain_s, self.config.resend_s)
+
+    @property
+    def moving_s(self) -> float:
+        """Seconds of polls that went into copies and posts so far: copies on a GPU take none of a poll."""
+        stages = self.meter.stages
+        copies = (Stage.GATHER, Stage.SCATTER) if self.copier.inline else ()
+        return stages[Stage.POST].sum_s + sum(stages[stage].sum_s for stage in copies)
 
     def stamp_us(self) -> int:
         """This side's clock, for what a WriteLease will echo."""

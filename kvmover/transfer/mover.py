@@ -344,7 +344,7 @@ class Mover:
         or was done: if so, the next poll should not be long in coming.
         """
         self._check_thread()
-        before = self.meter.beats
+        before, began, moved_s = self.meter.beats, self._core.clock(), self._core.moving_s
         self.meter.counts[Count.POLLS] += 1
         self._events += self._transport.poll()
         left = MAX_HEARD
@@ -364,6 +364,7 @@ class Mover:
         while self._core.later:
             self._core.later.popleft()()
         self._flush()
+        self._core.links.polled(self._core.clock() - began - (self._core.moving_s - moved_s))
         return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events)
 
     def _flush(self) -> None:

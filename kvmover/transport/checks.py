@@ -140,7 +140,9 @@ class Ranges:
             mine = [memory for memory in self._serials if (memory.kind, memory.device) == (kind, device)]
             spans = sorted((memory.address, memory.address + memory.nbytes, self._serials[memory]) for memory in mine)
             bounds = np.array([(-(1 << 62), -(1 << 62), 0), *spans], np.int64)
-            table = self._tables[kind, device] = _Sorted(*bounds.T, bounds[:, 0].tolist())
+            table = self._tables[kind, device] = _Sorted(
+                bounds[:, 0], bounds[:, 1], bounds[:, 2], bounds[:, 0].tolist()
+            )
         return table
 
 
