@@ -120,8 +120,8 @@ class Core:
     def moving_s(self) -> float:
         """Seconds of polls that went into copies and posts so far: copies on a GPU take none of a poll."""
         stages = self.meter.stages
-        copies = (Stage.GATHER, Stage.SCATTER) if self.copier.inline else ()
-        return stages[Stage.POST].sum_s + sum(stages[stage].sum_s for stage in copies)
+        copied_s = stages[Stage.GATHER].sum_s + stages[Stage.SCATTER].sum_s if self.copier.inline else 0.0
+        return stages[Stage.POST].sum_s + copied_s
 
     def stamp_us(self) -> int:
         """This side's clock, for what a WriteLease will echo."""

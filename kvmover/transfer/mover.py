@@ -134,6 +134,7 @@ class Mover:
         }
         self._forget_the_past(None)
         self._thread: threading.Thread | None = None
+        self._moved_s = 0.0
 
     @property
     def meter(self) -> Meter:
@@ -344,7 +345,7 @@ class Mover:
         or was done: if so, the next poll should not be long in coming.
         """
         self._check_thread()
-        before, began, moved_s = self.meter.beats, self._core.clock(), self._core.moving_s
+        before, began = self.meter.beats, self._core.clock()
         self.meter.counts[Count.POLLS] += 1
         self._events += self._transport.poll()
         left = MAX_HEARD
@@ -364,7 +365,9 @@ class Mover:
         while self._core.later:
             self._core.later.popleft()()
         self._flush()
-        self._core.links.polled(self._core.clock() - began - (self._core.moving_s - moved_s))
+        if self.meter.beats != before:
+            moved_s, self._moved_s = self._core.moving_s - self._moved_s, self._core.moving_s
+            self._core.links.polled(self._core.clock() - began - moved_s)
         return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events)
 
     def _flush(self) -> None:
