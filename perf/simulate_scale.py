@@ -231,7 +231,7 @@ def machines(chunks: int) -> dict[str, object]:
         sending.Written,
     ]
     to_dst: list[Callable[[int], receiving.Event]] = [
-        lambda chunk: receiving.Leased("p", chunk, 256 * chunk),
+        lambda chunk: receiving.Leased("p", ((chunk, 256 * chunk),)),
         lambda chunk: receiving.Heard("p", wire.Chunk("r", 1, chunk, 0, 7)),
         lambda chunk: receiving.Scattered("p", chunk, 7),
     ]

@@ -220,12 +220,14 @@ class Measurements:
     _gathers: deque[tuple[float, float]] = field(default_factory=_window)
     _scatters: deque[tuple[float, float]] = field(default_factory=_window)
     _chunks: deque[float] = field(default_factory=lambda: deque[float](maxlen=_KEPT))
+    _fitted: tuple[Costs, dict[str, float | None]] | None = None
 
     def wrote(self, sample: Sample) -> None:
         """Take in a write that was timed."""
         if _timed(sample.total_us):
             run_bytes = sample.nbytes // sample.runs
             self._writes[min(_CLASSES - 1, max(0, run_bytes.bit_length() - 9) // 2)].append(sample)
+            self._fitted = None
 
     def gathered(self, nbytes: int, us: float) -> None:
         """Take in a gather of `nbytes` bytes that took `us` microseconds."""
@@ -238,7 +240,7 @@ class Measurements:
             self._scatters.append((nbytes, us))
 
     def waited(self, us: float) -> None:
-        """What a packed chunk took beyond its gather, its write and its scatter: notes, grants, launches."""
+        """What a packed chunk took of this side beyond its copy and its write: notes, grants, launches."""
         if _timed(us):
             self._chunks.append(us)
 
@@ -248,7 +250,7 @@ class Measurements:
         return sum(map(len, self._writes))
 
     def calibrate(self, host: str, transport: str, base: Costs) -> Calibration:
-        """The link's numbers by now; None for each that the samples do not tell. Takes 1-5 ms."""
+        """The link's numbers by now; None for each that the samples do not tell. Takes 1-5 ms after new writes."""
         chunks = max(len(self._gathers), len(self._scatters), len(self._chunks))
         copies = Calibration(
             host,
@@ -260,7 +262,11 @@ class Measurements:
             scatter_rate=_median([nbytes / us for nbytes, us in self._scatters]),
             chunk_us=_median(list(self._chunks)),
         )
-        return copies if self.writes < FEWEST else _with_wire(copies, self._writes, base)
+        if self.writes < FEWEST:
+            return copies
+        if self._fitted is None or self._fitted[0] != base:
+            self._fitted = base, _wire(self._writes, base)
+        return msgspec.structs.replace(copies, **self._fitted[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,8 +289,8 @@ class _Design:
         return np.stack([np.ones_like(self.runs), self.runs * (both | posted), self.nbytes * (both | ~posted)], axis=1)
 
 
-def _with_wire(copies: Calibration, writes: Sequence[deque[Sample]], base: Costs) -> Calibration:
-    """`copies` and the numbers that the samples in `writes` tell, one deque a class of run lengths."""
+def _wire(writes: Sequence[deque[Sample]], base: Costs) -> dict[str, float | None]:
+    """The numbers of a Calibration that the samples in `writes` tell, one deque a class of run lengths."""
     kept = [sample for window in writes for sample in reversed(window)]
     ages = np.array([age for window in writes for age in range(len(window))])
     nbytes, runs, times = (
@@ -294,13 +300,12 @@ def _with_wire(copies: Calibration, writes: Sequence[deque[Sample]], base: Costs
     fitted = fit(_Design(runs, nbytes, base.posting).rows, times, _FORGETTING**ages, guess)
     operation_us, descriptor_us, byte_us = (float(value) for value in fitted.values)
     posting, wire = runs * descriptor_us, nbytes * byte_us
-    return msgspec.structs.replace(
-        copies,
-        noise=fitted.scatter,
-        operation_us=operation_us if fitted.measured[0] else None,
-        descriptor_us=descriptor_us if fitted.measured[1] and _clear(posting, wire) else None,
-        wire_rate=1 / byte_us if fitted.measured[2] and _clear(wire, posting) else None,
-    )
+    return {
+        "noise": fitted.scatter,
+        "operation_us": operation_us if fitted.measured[0] else None,
+        "descriptor_us": descriptor_us if fitted.measured[1] and _clear(posting, wire) else None,
+        "wire_rate": 1 / byte_us if fitted.measured[2] and _clear(wire, posting) else None,
+    }
 
 
 def _clear(term: Array, other: Array) -> bool:

@@ -22,7 +22,7 @@ from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mappings, shares
 from kvmover.transfer.memory.regions import allocations
 from kvmover.transfer.memory.slabs import slab_bytes
-from kvmover.transfer.meter import Count, Meter
+from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peers
@@ -115,6 +115,13 @@ class Core:
     def patience(self) -> Patience:
         """What an attempt that begins now waits for, on either side."""
         return Patience(self.config.deadline_s, self.config.drain_s, self.config.resend_s)
+
+    @property
+    def moving_s(self) -> float:
+        """Seconds of polls that went into copies and posts so far: copies on a GPU take none of a poll."""
+        stages = self.meter.stages
+        copied_s = stages[Stage.GATHER].sum_s + stages[Stage.SCATTER].sum_s if self.copier.inline else 0.0
+        return stages[Stage.POST].sum_s + copied_s
 
     def stamp_us(self) -> int:
         """This side's clock, for what a WriteLease will echo."""

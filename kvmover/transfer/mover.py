@@ -121,6 +121,7 @@ class Mover:
         self._when_due = self._calls_when_due()
         self._forget_the_past(None)
         self._thread: threading.Thread | None = None
+        self._moved_s = 0.0
 
     def _calls_when_due(self) -> dict[TimerKind, Callable[[Any], None]]:
         return {
@@ -344,7 +345,7 @@ class Mover:
         or was done: if so, the next poll should not be long in coming.
         """
         self._check_thread()
-        before = self.meter.beats
+        before, began = self.meter.beats, self._core.clock()
         self.meter.counts[Count.POLLS] += 1
         self._events += self._transport.poll()
         left = MAX_HEARD
@@ -364,6 +365,9 @@ class Mover:
         while self._core.later:
             self._core.later.popleft()()
         self._flush()
+        if self.meter.beats != before:
+            moved_s, self._moved_s = self._core.moving_s - self._moved_s, self._core.moving_s
+            self._core.links.polled(self._core.clock() - began - moved_s)
         return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events)
 
     def _flush(self) -> None:

@@ -7,7 +7,9 @@ descriptor whose negative stride leaves the registered memory (measured with 1.5
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import ItemsView, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,23 @@ MAX_NOTE_BYTES = 1 << 20
 _LOWEST_ADDRESS = 1 << 16
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sorted:
+    """The ranges of one kind of memory on one device by address, as arrays [range] and as a list of the first.
+
+    The first is none: it lies below all memory, so that there is something to look up where nothing is registered.
+    """
+
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    serials: npt.NDArray[np.int64]
+    ordered: list[int]
+
+    def at(self, address: int) -> int:
+        """Number of the last range that begins at or before an address; 0 or less where none does."""
+        return bisect_right(self.ordered, address) - 1
+
+
 class Ranges:
     """Registered ranges of one process, none overlapping another, each with the serial number it was registered under.
 
@@ -30,7 +49,7 @@ class Ranges:
 
     def __init__(self, entries: Iterable[tuple[Memory, int]] = ()) -> None:
         self._serials: dict[Memory, int] = {}
-        self._tables: dict[tuple[MemoryKind, int], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._tables: dict[tuple[MemoryKind, int], _Sorted] = {}
         self.revision = 0
         for memory, serial in entries:
             self.add(memory)
@@ -81,21 +100,30 @@ class Ranges:
             self._check_rows(descriptors.kind, device, table[devices == device], owner)
 
     def serials(self, descriptors: Descriptors) -> frozenset[int]:
-        """The serial numbers of the registered ranges that runs begin in."""
-        return frozenset(serial for memory, serial in self._serials.items() if touches(descriptors, memory))
+        """The serial numbers of the registered ranges that the runs of checked descriptors lie in."""
+        table = descriptors.table
+        if len(table) == 1:
+            found = self._table(descriptors.kind, int(table[0, DEVICE]))
+            return frozenset([int(found.serials[found.at(int(table[0, ADDRESS]))])])
+        serials = set[int]()
+        for device in np.unique(table[:, DEVICE]).tolist():
+            found = self._table(descriptors.kind, device)
+            address = table[table[:, DEVICE] == device, ADDRESS]
+            serials.update(found.serials[np.searchsorted(found.starts, address, side="right") - 1].tolist())
+        return frozenset(serials)
 
     def _holds(self, kind: MemoryKind, address: int, nbytes: int, device: int, stride: int, count: int) -> bool:
         """Whether one row lies in one registered range; the arithmetic of arrays is for many."""
-        starts, ends = self._table(kind, device)
-        at = int(np.searchsorted(starts, address, side="right")) - 1
-        room = int(ends[at]) - address if at > 0 else -1  # 0 is the sentinel
+        found = self._table(kind, device)
+        at = found.at(address)
+        room = int(found.ends[at]) - address if at > 0 else -1  # the first is no range
         return nbytes <= room and (count == 1 or nbytes <= stride <= (room - nbytes) // (count - 1))
 
     def _check_rows(self, kind: MemoryKind, device: int, rows: npt.NDArray[np.int64], owner: str) -> None:
         address, nbytes, stride, gaps = rows[:, ADDRESS], rows[:, NBYTES], rows[:, STRIDE], rows[:, COUNT] - 1
-        starts, ends = self._table(kind, device)
-        at = np.searchsorted(starts, address, side="right") - 1
-        room = np.where(at >= 0, ends[at] - address, -1)
+        found = self._table(kind, device)
+        at = np.searchsorted(found.starts, address, side="right") - 1
+        room = np.where(at >= 0, found.ends[at] - address, -1)
         # Compared by division, since a product of two hostile int64 wraps round to something that fits.
         bad = (room < nbytes) | (gaps > (room - nbytes) // np.maximum(stride, 1)) | ((gaps > 0) & (stride < nbytes))
         if not bad.any():
@@ -106,14 +134,15 @@ class Ranges:
             raise DescriptorError(f"{owner}: {runs}: the runs overlap or go backwards")
         raise DescriptorError(f"{owner}: {runs}: outside the registered {kind} memory of device {device}")
 
-    def _table(self, kind: MemoryKind, device: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _table(self, kind: MemoryKind, device: int) -> _Sorted:
         table = self._tables.get((kind, device))
         if table is None:
             mine = [memory for memory in self._serials if (memory.kind, memory.device) == (kind, device)]
-            spans = sorted((memory.address, memory.address + memory.nbytes) for memory in mine)
-            # The sentinel below every address keeps `ends[at]` indexable when there is no range at all.
-            bounds = np.array([(-(1 << 62), -(1 << 62)), *spans], np.int64)
-            table = self._tables[kind, device] = (bounds[:, 0], bounds[:, 1])
+            spans = sorted((memory.address, memory.address + memory.nbytes, self._serials[memory]) for memory in mine)
+            bounds = np.array([(-(1 << 62), -(1 << 62), 0), *spans], np.int64)
+            table = self._tables[kind, device] = _Sorted(
+                bounds[:, 0], bounds[:, 1], bounds[:, 2], bounds[:, 0].tolist()
+            )
         return table
 
 

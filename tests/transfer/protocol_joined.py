@@ -196,7 +196,7 @@ class Joined:
         while self.state.reason is None and (granted := self.credits.lease(self.arena)) is not None:
             _, key, offset = granted
             self.leased[offset] = key
-            self._step(receiving.Leased(*key, offset))
+            self._step(receiving.Leased(key[0], ((key[1], offset),)))
 
     def _read(self, read: receiving.Read) -> None:
         """The bytes are those that lie there when the read takes place, whoever's they are by then."""

@@ -104,7 +104,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.state, actions = step(before, event, self.now)
         if before.finished:
             assert self.state == before
-            assert actions == ([Free(event.offset)] if isinstance(event, Leased) else [])
+            assert actions == ([Free(offset) for _, offset in event.regions] if isinstance(event, Leased) else [])
         self.check(event, actions)
 
     def check(self, event: Event | None, actions: list[Action]) -> None:
@@ -130,7 +130,7 @@ class AnyOrder(RuleBasedStateMachine):
                     self.copying[peer, chunk] = offset
                 case Free(offset):
                     key = self.out.pop(offset)
-                    refused = isinstance(event, Leased) and event.offset == offset
+                    refused = isinstance(event, Leased) and offset in dict(event.regions).values()
                     assert refused or self.may_free(key), f"{key} was freed by {event}"
                 case Isolate(peer, offset):
                     key = self.out.pop(offset)
@@ -215,7 +215,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.leasing.remove(key)
         self.offsets += 256
         self.out[self.offsets] = key
-        self.feed(Leased(*key, self.offsets))
+        self.feed(Leased(key[0], ((key[1], self.offsets),)))
 
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), late=st.booleans())

@@ -14,6 +14,7 @@ from mover_network import FaultyNetwork
 
 from kvmover.layout import Fleet, Pool
 from kvmover.plan.cost import BY_WIRE, Route
+from kvmover.transfer.meter import Count
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer
 from tests.proofs import searched
@@ -108,6 +109,16 @@ def test_of_26_chunks_that_make_25_pages_in_two_halves_some_have_landed(way: tup
         assert pages == 25
     else:
         assert (0 if most == 25 else 15) < pages <= (8 if most == 25 else 25)
+
+
+def test_a_destination_says_as_much_however_many_chunks_find_room_at_once():
+    pair = Pair.of(clock=HandClock())
+    counts = pair.dst.movers[0].meter.counts
+    before = counts[Count.MESSAGES]
+    sent, landed = pair.send(), pair.receive()
+    pair.bench.ended([*sent, *landed])
+    assert counts[Count.RECEIVED_CHUNKS] > 10
+    assert counts[Count.MESSAGES] - before <= 5, "Want, Ping, Granted, Done, and what a Ping of the other is answered"
 
 
 def test_a_page_that_two_sources_write_is_whole_when_both_have():

@@ -158,6 +158,22 @@ def test_rows_touch_only_the_memory_they_lie_in() -> None:
     assert not touches(descriptors, Memory(HOST, BASE + 9000, 64, device=0))
 
 
+def test_serials_are_of_the_ranges_that_runs_lie_in() -> None:
+    ranges = two_ranges()
+    both = rows((BASE, 16, 0, 16, 2), (BASE + 4096, 16, 0, 16, 1), (BASE + 9, 1, 0, 1, 1))
+    assert ranges.serials(rows((BASE + 4096, 16, 0, 16, 2))) == {2}
+    assert ranges.serials(both) == {1, 2}
+    on_two_devices = Ranges()
+    for device in (0, 1):
+        on_two_devices.add(Memory(DEVICE, BASE, 4096, device))
+    table = np.array([[BASE, 16, device, 16, 1] for device in (1, 0)], np.int64)
+    assert on_two_devices.serials(Descriptors(DEVICE, table)) == {1, 2}
+    assert on_two_devices.serials(Descriptors(DEVICE, table[:1])) == {2}
+    ranges.remove(Memory(HOST, BASE, 4096))
+    ranges.add(Memory(HOST, BASE, 4096))
+    assert ranges.serials(both) == {2, 5}, "registered anew"
+
+
 @pytest.mark.parametrize("deadline_s", [0, -1, float("inf"), float("nan")])
 def test_an_operation_needs_a_finite_deadline(deadline_s: float) -> None:
     with pytest.raises(DescriptorError, match="deadline"):

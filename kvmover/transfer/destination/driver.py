@@ -208,12 +208,16 @@ class DestinationDriver:
         if self._room:
             for offset in self.renewals.renew():
                 self._eager.freed(offset)
-        while self._room and (granted := self._credits.lease(arena)) is not None:
-            id_, key, offset = granted
+        leased = dict[tuple[ReceiveAttempt, str], list[tuple[int, int]]]()
+        while self._room and (found := self._credits.lease(arena)) is not None:
+            id_, (peer, chunk), offset = found
             attempt = self._attempts[id_]
-            self.core.meter.took(Stage.CREDIT_WAIT, self.core.clock() - attempt.asked.pop(key), attempt.spent_s)
-            self._step(attempt, Leased(*key, offset))
+            waited_s = self.core.clock() - attempt.asked.pop((peer, chunk))
+            self.core.meter.took(Stage.CREDIT_WAIT, waited_s, attempt.spent_s)
+            leased.setdefault((attempt, peer), []).append((chunk, offset))
         self._room = False
+        for (attempt, peer), regions in leased.items():  # granted in one message
+            self._step(attempt, Leased(peer, tuple(regions)))
         for reading in self.reads.settled():
             self._settled(reading)
 

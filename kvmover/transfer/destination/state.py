@@ -20,11 +20,10 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class Leased(msgspec.Struct, frozen=True):
-    """The arena has a region for a chunk."""
+    """The arena has regions for some chunks of a source: `regions` [n] are (chunk, offset)."""
 
     peer: str
-    chunk: int
-    offset: int
+    regions: tuple[tuple[int, int], ...]
 
 
 class ReadEnded(msgspec.Struct, frozen=True):
@@ -99,7 +98,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Get a region for a chunk when there is one, then report Leased."""
+    """Get a region for a chunk when there is one, then report Leased, of several chunks at once where it can."""
 
     peer: str
     chunk: int

@@ -1,7 +1,8 @@
 """Links: what the writes of this side took on the way to each host, and the costs that routes are chosen by.
 
 Measured by probes when a peer is connected, into memory that every mover lays open for that and nothing else, and by
-every write since. The way back is taken to cost the same: the destination chooses the route, the source writes.
+every write, copy and poll since. The way back is taken to cost the same: the destination chooses the route, the source
+writes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class _Link:
 
 @dataclass(slots=True, eq=False)
 class Links:
-    """Links by host. `sandbox`: memory of ours that probes are written from, None where nothing is probed."""
+    """Links by host. `sandbox`: memory of ours that probes are written from, None where nothing is probed.
+
+    `_packed`: the host of each packed chunk that was copied since the last poll.
+    """
 
     transport: Transport
     kind: str
@@ -46,6 +50,7 @@ class Links:
     flights: InFlight[tuple[Probe, Peer]]
     _links: dict[str, _Link] = field(default_factory=dict[str, _Link])
     _probes: dict[str, deque[Probe]] = field(default_factory=dict[str, "deque[Probe]"])
+    _packed: list[str] = field(default_factory=list[str])
 
     def connected(self, peer: Peer, now: float) -> None:
         """Probe the way to a host that nothing is known of."""
@@ -98,15 +103,31 @@ class Links:
             link.fresh += 1
 
     def gathered(self, host: str, nbytes: int, seconds: float) -> None:
-        self._link(host).measured.gathered(nbytes, seconds * 1e6)
+        """A packed chunk was gathered for a host."""
+        link = self._link(host)
+        link.measured.gathered(nbytes, seconds * 1e6)
+        link.fresh += 1
+        self._packed.append(host)
 
     def scattered(self, host: str, nbytes: int, seconds: float) -> None:
-        self._link(host).measured.scattered(nbytes, seconds * 1e6)
+        """A packed chunk of a host was scattered."""
+        link = self._link(host)
+        link.measured.scattered(nbytes, seconds * 1e6)
+        link.fresh += 1
+        self._packed.append(host)
 
     def copied(self, host: str, nbytes: int, seconds: float) -> None:
         """A copy from pool to pool took that long: it reads as a gather does and writes as a scatter does."""
-        self.gathered(host, nbytes, seconds)
-        self.scattered(host, nbytes, seconds)
+        link = self._link(host)
+        link.measured.gathered(nbytes, seconds * 1e6)
+        link.measured.scattered(nbytes, seconds * 1e6)
+        link.fresh += 1
+
+    def polled(self, seconds: float) -> None:
+        """A poll took so long beside what it copied and posted: as much as its packed chunks take, each alike."""
+        for host in self._packed:
+            self._link(host).measured.waited(seconds / len(self._packed) * 1e6)
+        self._packed.clear()
 
     def costs(self, host: str, base: Costs, now: float) -> Costs:
         """`base`, with what was measured on the way to `host`."""

@@ -409,7 +409,8 @@ class SourceDriver:
                 self._fault(request, attempt, wrong)
         if attempt.state.reason is not None:
             self._part(request, attempt.engine, attempt.state.reason, cause_of(event))
-        self._settle(request)
+        if attempt.state.finished:  # no request ends, and none is forgotten, before all its attempts have
+            self._settle(request)
 
     def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
         match action:

@@ -340,7 +340,7 @@ class Writes:
         begun = self.core.clock()
         ends = self._direct(entry, job.target) if job.target is not None else self._packed(entry)
         try:
-            with ranges.span(ranges.POST, job.want.request, ends[0].nbytes):
+            with ranges.span(ranges.POST, job.want.request, job.lane.chunks[entry.chunk].nbytes):
                 note = self.core.auth.sign(job.peer.name, job.note(entry))
                 deadline_s, until = self.core.config.deadline_s, self._until(entry)
                 entry.posting = True

@@ -1,0 +1,64 @@
+"""Links: what was measured of copies and of polls is what routes are chosen by, on either side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mover_fleets import CONFIG, HandClock, Pair
+
+from kvmover.plan.calibration import FEWEST, Calibration
+from kvmover.plan.cost import Route
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.peers.links import REFIT_S
+
+
+class TickingClock(HandClock):
+    """Moves on by a microsecond each time that somebody looks."""
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+def measured(mover: Mover) -> Calibration:
+    (found,) = mover.calibrations()
+    return found
+
+
+def test_what_packed_chunks_take_of_a_side_is_measured_on_both_and_counts() -> None:
+    pair = Pair.of(clock=TickingClock())
+    pair.bench.ended([*pair.send(), *pair.receive()])
+    for mover in (*pair.src.movers, *pair.dst.movers):
+        link, base = measured(mover), mover.config.costs
+        assert link.chunks >= FEWEST
+        assert link.chunk_us is not None
+        assert 0 < link.chunk_us < 1e3, "looks at the clock in one poll, and none of the copies and posts between"
+        assert link.chunk_us != base.chunk_us
+        (host,) = mover._core.links._links
+        assert mover._core.links.costs(host, base, pair.bench.clock()).chunk_us == link.chunk_us
+
+
+def test_the_receiving_side_learns_of_its_copies_though_it_never_writes() -> None:
+    pair = Pair.of(clock=TickingClock())
+    pair.bench.ended([*pair.send(), *pair.receive()])
+    (mover,) = pair.dst.movers
+    first = measured(mover)
+    assert (first.writes, first.gather_rate) == (0, None)
+    assert first.scatter_rate is not None
+    clock = pair.bench.clock
+    assert isinstance(clock, HandClock)
+    clock.now += REFIT_S
+    for _ in range(64):  # as many as are kept: the copies from before are forgotten
+        mover._core.links.scattered(first.host, 1 << 20, 1.0)
+    assert measured(mover).scatter_rate == (1 << 20) / 1e6
+
+
+def test_chunks_that_are_not_packed_say_nothing_of_packed_ones() -> None:
+    pair = Pair.of(clock=TickingClock(), config=replace(CONFIG, route=Route.DIRECT))
+    pair.bench.ended([*pair.send(), *pair.receive()])
+    links = pair.src.movers[0]._core.links
+    links.copied("a", 4096, 1e-3)
+    links.polled(1e-3)
+    assert all(
+        link.measured.calibrate("a", "", pair.bench.config.costs).chunk_us is None for link in links._links.values()
+    )
