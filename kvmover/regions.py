@@ -45,7 +45,7 @@ class CopyStream:
     _stream: torch.cuda.Stream | None = None
 
     def follow(self, *others: torch.cuda.Stream) -> None:
-        """What is launched from now on waits for what the device's current stream, and others, were given so far."""
+        """What is launched from now on waits for all that the device's current stream and others were given so far."""
         if self.device.type != "cpu":
             import torch
 

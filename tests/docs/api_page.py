@@ -98,6 +98,7 @@ TEXTS = {
     "kvmover.cache.prefix.NO_IDS": "No page ids: an empty int32 array.",
     "kvmover.cache.prefix.PageArray": "Page ids as the tree gives them: int32, [page], read-only.",
     "kvmover.cache.prefix.PageIds": "Page ids as the tree takes them: a buffer of int32 as it lies, others converted.",
+    "kvmover.cache.prefix.Tiers": "A DeviceOnly, a WriteThrough or a WriteBack.",
     "kvmover.cache.prefix.TokenIds": "A row of integers from 0 to 2**32 - 1: a sequence, an array or a buffer.",
     "kvmover.cache.prefix.ALL_PAGES": "The rule of attention KV and of index keys.",
     "kvmover.cache.prefix.LAST_PAGE": "The rule of a state.",

@@ -123,8 +123,9 @@ class RadixAccounts:
         if attempt is None or attempt.prefix_tokens is None:
             return
         computed = attempt.lookup.prompt_tokens - attempt.prefix_tokens
-        # A page with the last token was known before: that it is known again is no news.
-        concurrent = max(0, attempt.concurrent_tokens - attempt.lookup.last_page_tokens)
+        # What was found and not used was known before: that it is known again is no news.
+        known = attempt.lookup.found_tokens + attempt.lookup.last_page_tokens - attempt.prefix_tokens
+        concurrent = max(0, attempt.concurrent_tokens - known)
         with self._lock:
             self.ledger.computed(request, computed)
             self.ledger.finished(request, time.time(), min(concurrent, computed))

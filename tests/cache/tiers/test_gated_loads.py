@@ -1,4 +1,4 @@
-"""Loads that an engine waits for layer by layer: the tree has the pages at once, a reader has each layer in time."""
+"""Loads that an engine waits for layer by layer: the tree has the pages at once, a reader each layer in time."""
 
 from __future__ import annotations
 

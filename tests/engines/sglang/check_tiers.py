@@ -12,6 +12,7 @@ import torch
 from bench import Shape, ranks
 from scheduling import NOTHING, Server, base, paged, parameters, pools, publish, tokens_of
 
+from kvmover.cache.ledger import Loss
 from kvmover.cache.tiers import TierCount
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
@@ -259,17 +260,27 @@ def test_pages_under_a_load_do_not_leave_either_tier() -> None:
     assert server.cache.evict(base.EvictParams(num_tokens=96)).num_tokens_evicted == 40
 
 
-def test_a_load_that_finds_no_room_is_computed() -> None:
-    server = serving(4, size=64)
+def test_a_load_that_finds_no_room_is_computed_and_the_ledger_says_why() -> None:
+    accounts = with_accounts()
+    server = serving(4, size=96, accounts=accounts)
     served(server, list(range(40)), answer=0)
     server.evict_all()
-    running = server.request(list(range(100, 140)))
+    running = server.request(list(range(100, 160)))
     assert server.prefill(running)
     server.settle()
     req = server.request([*range(40), 1])
-    assert server.match(req) == 0
-    assert server.cache.protected_size() == 40
+    assert server.prefill(req, chunk=16)
+    assert (req.host_loaded_length, server.tiers["host"]) == (0, 0)
     server.check()
+    server.finish(running)
+    run(server, req, answer=0)
+    sums = accounts.ledger.total().first
+    assert sums.lost == {Loss.DEVICE_CAPACITY: 40}
+    assert (sums.computed_tokens, accounts.ledger.faults) == (40 + 60 + 41, 0)
+    # What was computed again is the same prefix, on both tiers.
+    server.evict_all()
+    assert looked(server, [*range(40), 7]) == (0, 40)
+    accounts.close()
 
 
 def test_after_n_hits_only_what_was_used_again_is_written_through() -> None:

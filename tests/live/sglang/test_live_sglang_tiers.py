@@ -45,7 +45,7 @@ def written(server: Server) -> None:
     raise AssertionError(f"{server.name} does not end its writes")
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("latent", 1)])
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("latent-yarn", 2)])
 def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
     kind: str, tp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
