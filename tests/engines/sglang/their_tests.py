@@ -1,6 +1,6 @@
 """SGLang's own unit tests of its radix caches, run against kvmover's: what passes with both, with SGLang's alone, why.
 
-    python tests/engines/sglang/their_tests.py CHECKOUT/test/registered/unit/mem_cache/test_unified_radix_cache_unittest.py ...
+    python tests/engines/sglang/their_tests.py CHECKOUT/test/registered/unit/mem_cache/test_radix_cache_unit.py ...
 
 in the environment of the engine, with tests of the engine's own release. Each file runs twice, in processes of their
 own: as it is, and with kvmover's cache under the names of SGLang's caches. What SGLang's cache does not pass here, on
@@ -106,7 +106,7 @@ def inside(files: list[Path], cache: str) -> None:
     sys.stdout = sys.stderr
     # Named as SGLang names them, which the configuration of our own checks does not.
     pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", *map(str, files)], plugins=[swap])
-    print(json.dumps(swap.outcomes), file=stdout)
+    stdout.write(json.dumps(swap.outcomes))
 
 
 def why(name: str, message: str) -> str:
@@ -150,11 +150,9 @@ def main() -> None:
         return
     for file in files:
         counts, differences = compare(*(run([file], cache, asked.timeout_s) for cache in ("sglang", "kvmover")))
-        print(f"{file.name}:")
-        for what, count in counts.most_common():
-            print(f"  {count} {what}")
-        for line in differences:
-            print(f"  different: {line}")
+        lines = [f"{count} {what}" for what, count in counts.most_common()]
+        lines += [f"different: {line}" for line in differences]
+        sys.stdout.write("\n  ".join([f"{file.name}:", *lines]) + "\n")
 
 
 if __name__ == "__main__":
