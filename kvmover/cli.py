@@ -21,6 +21,7 @@ import typer
 from kvmover import __version__
 from kvmover.cli_options import (
     HELP,
+    KINDS,
     DemoArguments,
     Json,
     OneNamespace,
@@ -132,7 +133,12 @@ def plan(options: PlanOptions) -> None:
     cache, note = _cache(options)
     source, target = _fleet("--src", options.src), _fleet("--dst", options.dst)
     _check_size(options.tokens, source, target)
-    answer = Plan(cache, source.fleet, target.fleet, 0, options.tokens, Replicas(options.replicas))
+    wanted = cache.wanted(range(options.tokens))
+    if not wanted:
+        raise LayoutError(f"--tokens {options.tokens}: {cache.name} has a row every {cache.row_tokens} tokens")
+    for each in (source, target):
+        each.fleet.page_rows(cache)
+    answer = Plan(cache, source.fleet, target.fleet, wanted.start, wanted.stop, Replicas(options.replicas))
     measured = _link(options.calibration, options.link)
     assumed, among = (HOST, BY_HOST) if options.one_host else (RDMA, BY_WIRE)
     costs = measured.costs(assumed) if measured else assumed
@@ -156,6 +162,8 @@ def plan(options: PlanOptions) -> None:
 def _cache(given: PlanOptions) -> tuple[Component, str]:
     """The component from the options, and from the model's own configuration where they say nothing; and a note."""
     kind, layers, dtype, note = given.component, given.layers, given.dtype, ""
+    if kind is not None and "=" in kind:
+        return _component_by_fields(given, kind), note
     sizes = {name: getattr(given, name) for name in ("kv_heads", "head_dim", "latent_dim")}
     if given.model is not None:
         from kvmover.plan.model_config import read_sizes
@@ -170,11 +178,27 @@ def _cache(given: PlanOptions) -> tuple[Component, str]:
     return _component(kind or "attention", layers, dtype or "bfloat16", **sizes), note
 
 
+def _component_by_fields(given: PlanOptions, text: str) -> Component:
+    from kvmover.plan.fleet_text import component_of
+
+    for name in ("model", "layers", "dtype", "kv_heads", "head_dim", "latent_dim"):
+        if (value := getattr(given, name)) is not None:
+            raise LayoutError(f"--{name.replace('_', '-')} {value} beside --component {text}, which says all sizes")
+    try:
+        return component_of(text)
+    except LayoutError as error:
+        raise LayoutError(f"--component {error}") from None
+
+
 def _component(kind: str, layers: int, dtype: str, **sizes: int | None) -> Component:
     """The model's component from the sizes that its kind has, no fewer and no others."""
     from kvmover.layout import Component
 
-    wanted = ("kv_heads", "head_dim") if kind == "attention" else ("latent_dim",)
+    if kind not in KINDS:
+        raise LayoutError(
+            f"--component {kind!r} is not one of {', '.join(KINDS)}, nor fields of one, as name=c4,layers=30"
+        )
+    wanted = KINDS[kind]
     for name, value in sizes.items():
         option = "--" + name.replace("_", "-")
         if name in wanted and value is None:

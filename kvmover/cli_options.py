@@ -18,6 +18,8 @@ _MOST = 1 << 53
 
 #: What `--scenario`, `--policy` and `--format` take: the modules that have them load numpy and torch.
 SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "storage")
+#: Kinds of cache, and the sizes that each has.
+KINDS = {"attention": ("kv_heads", "head_dim"), "mla": ("latent_dim",)}
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
 TRACE_FORMATS = ("mooncake", "mooncake-delta", "agentic-mooncake", "weka")
 
@@ -33,6 +35,10 @@ def _scenarios() -> tuple[str, ...]:
 
 def _policies() -> tuple[str, ...]:
     return POLICIES
+
+
+def _kinds() -> tuple[str, ...]:
+    return tuple(KINDS)
 
 
 def _formats() -> tuple[str, ...]:
@@ -105,7 +111,12 @@ class PlanOptions:
     ] = None
     layers: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Layers of the model.")] = None
     component: Annotated[
-        Literal["attention", "mla"] | None, typer.Option(help="Kind of cache; attention if not given.")
+        str | None,
+        typer.Option(
+            help="Kind of cache, attention if not given; or any: name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4.",
+            metavar="attention|mla|NAME=VALUE,...",
+            autocompletion=_kinds,
+        ),
     ] = None
     kv_heads: Annotated[
         int | None, typer.Option(parser=count, metavar="N", help="KV heads of the model (attention).")

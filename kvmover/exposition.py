@@ -1,11 +1,12 @@
 """A Metric is a name, a kind and a help text; collectors make families of prometheus_client from tables of them.
 
-Nothing is counted here: values are read from snapshots when somebody scrapes.
+Values are read from snapshots when somebody scrapes. Times are in a DurationHistogram, whoever counts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -50,11 +51,54 @@ def named(prefix: str, kind: MetricKind, texts: Mapping[Any, str]) -> dict[StrEn
     return {name: Metric(f"{prefix}{name}", kind, text) for name, text in texts.items()}
 
 
-class Timed(Protocol):
-    """A histogram: how many values each bucket counted, the one above all bounds last, and the sum of all values."""
+#: Upper bounds of what one operation takes, in seconds: 10 us to 84 s in powers of two.
+OPERATION_BOUNDS_S = tuple(10e-6 * 2**power for power in range(24))
 
-    counts: list[int]
-    sum_s: float
+
+class DurationHistogram:
+    """How often a time fell at or below each of `bounds_s` and above the one before, and the sum of all, in seconds.
+
+    `counts` has one more at its end, of all above the last bound.
+
+    >>> histogram = DurationHistogram((1.0, 2.0))
+    >>> for seconds in (0.5, 2.0, 9.0): histogram.add(seconds)
+    >>> histogram.counts, histogram.count, histogram.sum_s
+    ([1, 1, 1], 3, 11.5)
+    >>> histogram.cumulative()
+    [('1.0', 1), ('2.0', 2), ('+Inf', 3)]
+    """
+
+    __slots__ = ("bounds_s", "counts", "sum_s")
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self.bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DurationHistogram):
+            return NotImplemented
+        return (self.bounds_s, self.counts, self.sum_s) == (other.bounds_s, other.counts, other.sum_s)
+
+    @property
+    def count(self) -> int:
+        """Times that were added."""
+        return sum(self.counts)
+
+    def add(self, seconds: float) -> None:
+        """Count one time."""
+        self.counts[bisect_left(self.bounds_s, seconds)] += 1
+        self.sum_s += seconds
+
+    def copy(self) -> DurationHistogram:
+        """A copy that does not change with this one."""
+        copy = DurationHistogram(self.bounds_s)
+        copy.counts, copy.sum_s = self.counts.copy(), self.sum_s
+        return copy
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, how many times were at most that long), the last one open."""
+        return list(zip((*map(str, self.bounds_s), "+Inf"), accumulate(self.counts), strict=True))
 
 
 class RankMeter(Protocol):
@@ -64,7 +108,7 @@ class RankMeter(Protocol):
     def counts(self) -> Mapping[Any, int]: ...
 
     @property
-    def stages(self) -> Mapping[Any, Timed]: ...
+    def stages(self) -> Mapping[Any, DurationHistogram]: ...
 
 
 class RankSnapshot(Protocol):
@@ -83,9 +127,7 @@ class RankSnapshot(Protocol):
     def gauges(self) -> Mapping[Any, int]: ...
 
 
-def families(
-    metrics: Mapping[StrEnum, Metric], taken: Iterable[RankSnapshot], bounds_s: Sequence[float]
-) -> Iterator[Family]:
+def families(metrics: Mapping[StrEnum, Metric], taken: Iterable[RankSnapshot]) -> Iterator[Family]:
     """A family a metric, with a sample a rank. The keys are those of the snapshots' counts, gauges and stages."""
     taken = list(taken)
     for key, metric in metrics.items():
@@ -94,13 +136,8 @@ def families(
             labels = (at.engine, str(at.rank))
             if metric.kind is MetricKind.HISTOGRAM:
                 stage = at.meter.stages[key]
-                family.add_metric(labels, cumulative(stage, bounds_s), stage.sum_s)
+                family.add_metric(labels, stage.cumulative(), stage.sum_s)
             else:
                 held = at.meter.counts if metric.kind is MetricKind.COUNTER else at.gauges
                 family.add_metric(labels, held[key])
         yield family
-
-
-def cumulative(histogram: Timed, bounds_s: Sequence[float]) -> list[tuple[str, float]]:
-    """(upper bound, how many were at most that long), the last one open: counts 1, 0, 2 become 1, 1, 3."""
-    return list(zip((*map(str, bounds_s), "+Inf"), accumulate(histogram.counts), strict=True))

@@ -44,12 +44,13 @@ class CopyStream:
     device: torch.device
     _stream: torch.cuda.Stream | None = None
 
-    def follow(self) -> None:
-        """What is launched from now on waits for all that the device's current stream was given so far."""
+    def follow(self, *others: torch.cuda.Stream) -> None:
+        """What is launched from now on waits for what the device's current stream, and others, were given so far."""
         if self.device.type != "cpu":
             import torch
 
-            self._own().wait_stream(torch.cuda.current_stream(self.device))
+            for stream in (torch.cuda.current_stream(self.device), *others):
+                self._own().wait_stream(stream)
 
     def launch(self, regions: Sequence[Region], move: Move | None = None) -> torch.cuda.Event | None:
         """Begin a copy; the event that passes when its bytes are in place, or None where they are. Raises RegionError.

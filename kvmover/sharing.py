@@ -11,12 +11,16 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import select
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 from uuid import uuid4
+
+from msgspec import Meta
 
 from kvmover.errors import LayoutError
 
@@ -37,14 +41,36 @@ class MapMode(Enum):
 class SharedRange:
     """Where a memory lies in a shared file: `offset` bytes from the beginning of what `pid` has open as `fd`."""
 
-    pid: int
-    fd: int
-    token: str
-    offset: int
+    pid: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    fd: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    token: Annotated[str, Meta(max_length=32)]
+    offset: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class NotShared(LayoutError):
     """Memory of another process that this one may not, or cannot, map."""
+
+
+class Maker:
+    """The process that made a share, as the kernel knows it (pidfd_open(2)): no other that has its number later.
+
+    Raises NotShared where it is not the process that was announced, and where the kernel cannot say.
+    """
+
+    def __init__(self, share: SharedRange) -> None:
+        try:
+            self._fd = os.pidfd_open(share.pid)
+        except (AttributeError, OSError) as error:
+            raise NotShared(f"process {share.pid} cannot be watched: {error}") from error
+        weakref.finalize(self, os.close, self._fd).atexit = False
+        if _token(_path(share)) != share.token:  # it was there when its number was taken for it
+            raise NotShared(f"{_path(share)} is not the memory that was announced")
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    def lives(self) -> bool:
+        """Whether one of its threads may still run. False once all have ended, also while nobody has waited for it."""
+        return not self._poll.poll(0)
 
 
 #: What this process allocated and still has, by token: the descriptor that others open.
@@ -89,6 +115,8 @@ def machine() -> str:
 
 def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
     """The share that each (address, bytes) of this process lies in as a whole; None for memory of its own."""
+    if not _FILES:
+        return [None for _ in ranges]
     found = [match for line in _lines(Path("/proc/self/maps")) if (match := _MAPPED.match(line))]
     files = [(int(m[1], 16), int(m[2], 16), int(m[3], 16), m[4]) for m in found]
     return [_share(address, nbytes, files) for address, nbytes in ranges]
@@ -111,6 +139,10 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
+def _path(share: SharedRange) -> str:
+    return f"/proc/{share.pid}/fd/{share.fd}"
+
+
 def _token(path: str) -> str | None:
     try:
         name = str(Path(path).readlink())
@@ -128,7 +160,7 @@ def map_file(share: SharedRange, access: MapMode) -> memoryview:
     """
     import fcntl
 
-    path = f"/proc/{share.pid}/fd/{share.fd}"
+    path = _path(share)
     if _token(path) != share.token:  # before it is opened: to open another file might do something
         raise NotShared(f"{path} is not the memory that was announced")
     try:

@@ -245,6 +245,37 @@ def test_a_latent_has_neither_heads_nor_their_size(command: Command, change: dic
     assert named in answer.err
 
 
+ROWS = {"component": "name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4", "tokens": 8195}
+OWN_PAGES = {"src": "tp=4,page=256", "dst": "tp=1,page=64,page.c4=8"}
+
+
+def test_a_component_by_its_fields_is_planned_in_its_own_rows_and_pages(command: Command) -> None:
+    lines = command.plan(ROWS | OWN_PAGES).out.splitlines()
+    assert lines[0] == "c4: 30 layers, one row of 584 uint8, 2,048 rows of 4 tokens, 34.2 MiB in 4 legs"
+    assert lines[2] == "to    one rank, pages of 64 and 8 of c4, NHD"
+    found = json.loads(command.plan(ROWS | OWN_PAGES, "--json").out)
+    assert found["total_bytes"] == 2048 * 30 * 584
+    assert found["dst"]["ranks"][0]["positions"] == [[0, 1, 2048, 2048]]
+    assert [leg["descriptors_direct"] for leg in found["legs"]] == [64 * 30] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokens": 3}, "--tokens 3: c4 has a row every 4 tokens"),
+        ({"layers": 30}, "--layers 30 beside --component name=c4"),
+        ({"src": "page=2"}, "c4 has a row every 4 tokens, and pages of 2 tokens end within one"),
+        ({"component": "name=c4,dim=8"}, "--component 'name=c4,dim=8' gives no layers"),
+    ],
+)
+def test_rows_that_cannot_be_planned_are_refused_with_the_reason(
+    command: Command, change: dict[str, Any], named: str
+) -> None:
+    answer = command.plan(ROWS | OWN_PAGES | change)
+    assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert named in answer.err
+
+
 def test_the_table_shows_every_leg_and_each_reason_once(command: Command) -> None:
     lines = command.plan(GQA | TP4_TP2).out.splitlines()
     assert lines[0] == "attention: 80 layers, 8 heads of 128 bfloat16, 8,192 tokens, 2.5 GiB in 4 legs"
@@ -358,7 +389,10 @@ def test_a_reader_that_has_had_enough_is_no_error() -> None:
 
 def test_a_word_that_is_none_of_a_choice_is_told_the_choice_and_no_python(command: Command) -> None:
     answer = command.plan(GQA | TP4_TP2 | {"component": "foo"})
-    assert answer.err == "kvmover: Invalid value for '--component': 'foo' is not one of 'attention', 'mla'.\n"
+    assert (
+        answer.err
+        == "kvmover: --component 'foo' is not one of attention, mla, nor fields of one, as name=c4,layers=30\n"
+    )
 
 
 def test_the_words_that_the_help_shows_are_those_that_are_taken() -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from kvmover.errors import LayoutError
 from kvmover.fields import settle_whole, whole
 
-#: Bytes of an element, by torch's name of the dtype. Moves never look inside an element.
+#: Bytes of an element, by torch's name of the dtype. Moves never look inside an element: where two FP4 values share a
+#: byte, the pair is the element, as torch has it.
 DTYPE_BYTES = {
     "bfloat16": 2,
     "float16": 2,
@@ -15,6 +16,8 @@ DTYPE_BYTES = {
     "float64": 8,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
     "int8": 1,
     "uint8": 1,
     "int16": 2,
@@ -43,6 +46,10 @@ class Component:
     `states`: 0 is a row a token; n is n rows a request, however long it is. They are the component's positions then, in
     pages of one, and every context-parallel rank holds them all.
 
+    `row_tokens`: how many tokens share a row, 1 in most. A compressed cache has a row of every 4 or 128 tokens, a
+    hybrid that keeps its state every 256 tokens a row of those. Rows are the component's positions then; the row of
+    tokens [r * n, r * n + n) is there once the last of them is computed, so tokens beyond the last full row have none.
+
     `dtype`: torch's name of it; torch's own and NumPy's dtypes are taken for theirs.
     """
 
@@ -54,15 +61,19 @@ class Component:
     dtype: str
     window: int | None = None
     states: int = 0
+    row_tokens: int = 1
 
     def __post_init__(self) -> None:
         what = f"component {self.name}"
-        settle_whole(self, what, LayoutError, layers=1, kv=1, heads=1, dim=1, states=0)
+        settle_whole(self, what, LayoutError, layers=1, kv=1, heads=1, dim=1, states=0, row_tokens=1)
         object.__setattr__(self, "dtype", _dtype(self.dtype))
         if self.window is not None:
             object.__setattr__(self, "window", whole(self.window, f"{what} has window", LayoutError, 1))
         if self.window is not None and self.states:
             raise LayoutError(f"component {self.name} has a window of {self.window} and {self.states} states; not both")
+        if self.states and self.row_tokens > 1:
+            held = f"{self.states} states and a row every {self.row_tokens} tokens"
+            raise LayoutError(f"component {self.name} has {held}; not both")
 
     @classmethod
     def attention(cls, layers: int, kv_heads: int, head_dim: int, dtype: str) -> Component:
@@ -93,7 +104,8 @@ class Component:
     def wanted(self, positions: range) -> range:
         """The component's own positions that must move when tokens `positions` of a request are asked for.
 
-        With a window, the last positions before `stop`; with states, all states, if any token is asked for.
+        With a window, the last positions before `stop`; with states, all states, if any token is asked for. Ranges that
+        follow one another want every row once, wherever they are cut:
 
         >>> full, sliding = Component.attention(1, 8, 64, "bfloat16"), Component.sliding(1, 8, 64, 128, "bfloat16")
         >>> [component.wanted(range(64, 1000)) for component in (full, sliding)]
@@ -101,23 +113,24 @@ class Component:
         >>> temporal = Component.state("temporal", 24, 128, 64 * 128, "float32")
         >>> temporal.wanted(range(64, 1000)), temporal.wanted(range(64, 64)), sliding.wanted(range(960, 1000))
         (range(0, 1), range(0, 0), range(960, 1000))
+        >>> compressed = Component("c4", 30, 1, 1, 584, "uint8", row_tokens=4)
+        >>> compressed.wanted(range(0, 66)), compressed.wanted(range(66, 1000)), compressed.wanted(range(2))
+        (range(0, 16), range(16, 250), range(0, 0))
         """
         if positions.step != 1:
             raise LayoutError(f"positions {positions} of {self.name} are not consecutive")
         if not positions:
             return range(0)
-        if self.states:
-            return range(self.states)
         first = positions.start if self.window is None else positions.stop - self.window
-        return range(max(positions.start, first), positions.stop)
+        return self.rows(range(max(positions.start, first), positions.stop))
+
+    def rows(self, tokens: range) -> range:
+        """The component's own positions that are there once `tokens` are, and were not before: or all the states."""
+        return range(self.states) if self.states else range(tokens.start // self.row_tokens, self.extent(tokens.stop))
 
     def extent(self, tokens: int) -> int:
-        """How many positions of its own a request of `tokens` tokens has: as many, or the states."""
-        return self.states or tokens
-
-    def page_tokens(self, fleet_page_tokens: int) -> int:
-        """Positions in a page of a pool: the fleet's, or 1 for states."""
-        return 1 if self.states else fleet_page_tokens
+        """How many positions of its own a request of `tokens` has: 250 rows of 4 in 1,003 tokens; or the states."""
+        return self.states or tokens // self.row_tokens
 
     def cp_parts(self, cp: int) -> int:
         """Into how many parts `cp` context-parallel ranks divide the positions: `cp`, or 1 where each holds all."""
@@ -135,5 +148,5 @@ class Component:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one position, or state, over all layers, heads and kv: 327,680 for Llama-3-70B in bfloat16."""
+        """Bytes of one position, row or state, over all layers, heads and kv: 327,680 for Llama-3-70B in bfloat16."""
         return self.layers * self.kv * self.heads * self.row_bytes

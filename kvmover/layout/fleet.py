@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import Any
 
 from kvmover.errors import LayoutError
-from kvmover.fields import settle, settle_whole
+from kvmover.fields import settle, settle_whole, whole
 from kvmover.layout.component import Component
 from kvmover.layout.positions import Stripe
 from kvmover.layout.span import Span
@@ -55,15 +56,27 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One engine's grid of ranks: `rank = (pp * cp_size + cp) * tp_size + tp`, and its page size in tokens."""
+    """One engine's grid of ranks: `rank = (pp * cp_size + cp) * tp_size + tp`, and its page size in tokens.
+
+    `pages`: (component, rows of a page) of the components whose pages are of another size; a mapping is taken for it.
+    All others have pages of `page_tokens` tokens. A model with a window of 64-token pages beside pages of 256, and a
+    row every 4 tokens in the others:
+
+    >>> fleet = Fleet(tp=2, page_tokens=256, pages={"sliding": 64})
+    >>> sliding, c4 = Component.sliding(1, 1, 512, 128, "uint8"), Component("c4", 1, 1, 1, 584, "uint8", row_tokens=4)
+    >>> fleet.page_rows(sliding), fleet.page_rows(c4), fleet.page_rows(Component.mla(1, 576, "uint8"))
+    (64, 64, 256)
+    """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     page_tokens: int = 64
     cp_order: CpOrder = CpOrder.PAGE
+    pages: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pages", _component_pages(self.pages))
         settle_whole(self, "fleet", LayoutError, tp=1, pp=1, cp=1, page_tokens=1)
         settle(self, "fleet", LayoutError, cp_order=CpOrder)
 
@@ -84,12 +97,33 @@ class Fleet:
         """The rank at a coordinate: the reverse of `coordinate`."""
         return (at.pp * self.cp + at.cp) * self.tp + at.tp
 
+    def page_rows(self, component: Component) -> int:
+        """Positions of the component's own in a page of its pools: a token each, or a row, or 1 state.
+
+        Raises LayoutError where a page would end within a row: 64 tokens, and a row every 128.
+        """
+        named = dict(self.pages).get(component.name)
+        if component.states:
+            if named not in (None, 1):
+                raise LayoutError(f"pages of {component.name} have {named} states; a page of states has 1")
+            return 1
+        if named is None and self.page_tokens % component.row_tokens:
+            held = f"{component.name} has a row every {component.row_tokens} tokens"
+            raise LayoutError(
+                f"{held}, and pages of {self.page_tokens} tokens end within one; name its rows in `pages`"
+            )
+        return named or self.page_tokens // component.row_tokens
+
     def shard(self, component: Component, rank: int, tokens: int) -> Shard:
         """What `rank` holds of `component` for a request of `tokens` tokens."""
         if tokens < 1:
             raise LayoutError(f"tokens = {tokens}; a request has at least 1")
+        return self.shard_of_rows(component, rank, component.extent(tokens))
+
+    def shard_of_rows(self, component: Component, rank: int, extent: int) -> Shard:
+        """As `shard`, of a request that has `extent` positions of the component's own."""
         layers, heads, cp = _layers_and_heads(self, component, rank)
-        return Shard(layers, heads, self._positions(component, cp, component.extent(tokens)))
+        return Shard(layers, heads, self._positions(component, cp, extent))
 
     def replica(self, component: Component, rank: int) -> Replica:
         """Which copy of which box of `component` a rank holds.
@@ -101,7 +135,7 @@ class Fleet:
 
     def _positions(self, component: Component, cp: int, extent: int) -> Stripe | None:
         """The part of `extent` positions that falls to the context-parallel rank `cp`."""
-        width, parts = component.page_tokens(self.page_tokens), component.cp_parts(self.cp)
+        width, parts = self.page_rows(component), component.cp_parts(self.cp)
         part = cp % parts
         if self.cp_order is CpOrder.TOKEN:
             count = len(range(part, extent, parts))
@@ -112,6 +146,26 @@ class Fleet:
             return Stripe(part * width, count, parts * width, width) if count else None
         first, stop = part * pages // parts, (part + 1) * pages // parts
         return Stripe(first * width, stop - first, width, width) if first < stop else None
+
+
+def _component_pages(given: Any) -> tuple[tuple[str, int], ...]:
+    """By name, each once. Raises LayoutError."""
+    wrong = f"fleet has pages = {given!r}; give the rows of a page by component, as {{'c4': 64}}"
+    try:
+        pairs: list[Any] = list(given.items() if hasattr(given, "items") else given)
+    except TypeError:
+        raise LayoutError(wrong) from None
+    found: dict[str, int] = {}
+    for pair in pairs:
+        if type(pair) not in (tuple, list) or len(pair) != 2:
+            raise LayoutError(wrong)
+        name: Any = pair[0]
+        if not isinstance(name, str):
+            raise LayoutError(f"fleet has pages of {name!r}; components are named by text")
+        if name in found:
+            raise LayoutError(f"fleet has pages = {given!r}, where a component is named twice")
+        found[name] = whole(pair[1], f"a page of {name} has rows", LayoutError, 1)
+    return tuple(sorted(found.items()))
 
 
 @lru_cache(maxsize=65536)

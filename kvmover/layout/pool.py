@@ -54,7 +54,7 @@ class PoolSpec:
                 f"pool layout has kv = {kv}, dim = {dim}; component {self.component.name} has kv = {self.component.kv},"
                 f" dim = {self.component.dim}"
             )
-        if self.page_tokens != self.component.page_tokens(self.page_tokens):
+        if self.component.states and self.page_tokens != 1:
             raise LayoutError(
                 f"pool of {self.component.name} has page_tokens = {self.page_tokens}; a page of states has 1"
             )
@@ -78,7 +78,7 @@ class PoolSpec:
     ) -> PoolSpec:
         """The pool without gaps for the layers and heads of `shard`, its axes nested in `order`.
 
-        `page_tokens` is `component.page_tokens(fleet.page_tokens)`: the fleet's, or 1 for states.
+        `page_tokens` is `fleet.page_rows(component)`.
         """
         whole = Layout.dense(
             order,
@@ -95,7 +95,7 @@ class PoolSpec:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page; 1 for states."""
+        """Positions of a page: tokens, rows of several tokens, or 1 state."""
         return self.layout.extent_of("token")
 
     @property

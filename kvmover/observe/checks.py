@@ -97,6 +97,15 @@ def triton() -> Iterator[Finding]:
         yield Finding("triton", Status.OK, f"{found}, newer than {newest}, the newest tested")
 
 
+def prefix_core() -> Iterator[Finding]:
+    """Whether the prefix tree runs in C. Not imported: a core that does not load says so where it is used."""
+    if find_spec("kvmover.cache.prefix._core"):
+        yield Finding("prefix core", Status.OK, "C")
+    else:
+        remedy = "install kvmover again where there is a C compiler, for a third to a half of the time a request"
+        yield Finding("prefix core", Status.MISSING, "Python: there was no C compiler", remedy)
+
+
 def gpus() -> Iterator[Finding]:
     """What nvidia-smi says: name, memory, compute capability and driver of each."""
     names = _gpus()
@@ -213,6 +222,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python,
     pytorch,
     triton,
+    prefix_core,
     gpus,
     cupy,
     nixl,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvmover.exposition import RANK, Metric, MetricKind, families, named
 from kvmover.plan.cost import Route
-from kvmover.transfer.meter import BOUNDS_S, Count, Gauge, Snapshot, Stage
+from kvmover.transfer.meter import Count, Gauge, Snapshot, Stage
 from kvmover.transfer.protocol.auth import Refusal
 from kvmover.transfer.result import Cause
 
@@ -106,7 +106,7 @@ class MoverCollector:
     def collect(self) -> Iterator[Family]:
         """The metric families of docs/metrics.md, from one snapshot of each mover. For prometheus_client."""
         taken = [mover.snapshot() for mover in self._movers]
-        yield from families(METRICS, taken, BOUNDS_S)
+        yield from families(METRICS, taken)
         yield from _by_how(taken)
 
 

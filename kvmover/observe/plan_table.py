@@ -9,6 +9,7 @@ from kvmover.observe.tables import Column, Sheet, console
 from kvmover.observe.words import (
     bytes_in_words,
     cache_in_words,
+    extent_in_words,
     fleet_in_words,
     positions_in_words,
     ranks_in_words,
@@ -28,10 +29,10 @@ def print_plan(
     """Print the plan on stdout. Of more than `most_legs` legs, equal ones are one line."""
     out = console()
     model = plan.component
-    total = sum(each.nbytes for each in legs)
+    total = bytes_in_words(sum(each.nbytes for each in legs))
     out.print(
         f"{model.name}: {model.layers} layers, {cache_in_words(model)} {model.dtype},"
-        f" {plan.stop:,} tokens, {bytes_in_words(total)} in {len(legs)} leg{'s' if len(legs) > 1 else ''}"
+        f" {extent_in_words(model, plan.stop - plan.start)}, {total} in {len(legs)} leg{'s' if len(legs) > 1 else ''}"
     )
     out.print(f"from  {fleet_in_words(src)}\nto    {fleet_in_words(dst)}")
     out.print(_table(legs) if len(legs) <= most_legs else _folded(legs))

@@ -44,7 +44,16 @@ def positions_in_words(positions: Positions) -> str:
 def cache_in_words(component: Component) -> str:
     """What a token leaves in one layer: `8 heads of 128`, or `one latent of 576`."""
     heads = f"{component.heads} heads" if component.heads > 1 else "one head"
-    return f"{heads if component.kv > 1 else 'one latent'} of {component.dim}"
+    one = "one latent" if component.row_tokens == 1 and not component.states else "one row"
+    return f"{heads if component.kv > 1 or component.heads > 1 else one} of {component.dim}"
+
+
+def extent_in_words(component: Component, positions: int) -> str:
+    """How much of a request: `8,192 tokens`, `2,048 rows of 4 tokens`, `1 state`."""
+    if component.states:
+        return f"{positions:,} state{'s' if positions > 1 else ''}"
+    rows = f" rows of {component.row_tokens}" if component.row_tokens > 1 else ""
+    return f"{positions:,}{rows} tokens"
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -69,4 +78,5 @@ def fleet_in_words(text: FleetText) -> str:
     sizes = [f"{name} {size}" for name, size in (("tp", fleet.tp), ("pp", fleet.pp), ("cp", fleet.cp)) if size > 1]
     if fleet.cp > 1 and fleet.cp_order is not CpOrder.PAGE:
         sizes[-1] += f" by {fleet.cp_order}"
-    return ", ".join([*(sizes or ["one rank"]), f"pages of {fleet.page_tokens}", text.order])
+    pages = [f"{rows} of {name}" for name, rows in fleet.pages]
+    return ", ".join([*(sizes or ["one rank"]), " and ".join([f"pages of {fleet.page_tokens}", *pages]), text.order])

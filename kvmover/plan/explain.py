@@ -38,15 +38,15 @@ def explain(
 
 
 def _held(plan: Plan, fleet: Fleet, shard: Shard, order: str) -> Held:
-    pages = -(-plan.stop // fleet.page_tokens)
-    return Held(PoolSpec.dense(plan.component, shard, pages, fleet.page_tokens, order), shard)
+    rows = fleet.page_rows(plan.component)
+    return Held(PoolSpec.dense(plan.component, shard, -(-plan.stop // rows), rows, order), shard)
 
 
 def ranks_as_data(plan: Plan, fleet: Fleet) -> list[dict[str, object]]:
     """What each rank holds, positions cut to the request: spans as [start, count, step], stripes with a width too."""
     rows: list[dict[str, object]] = []
     for rank in range(fleet.size):
-        at, shard = fleet.coordinate(rank), fleet.shard(plan.component, rank, plan.stop)
+        at, shard = fleet.coordinate(rank), fleet.shard_of_rows(plan.component, rank, plan.stop)
         positions = shard.positions.clip(0, plan.stop) if shard.positions else ()
         rows.append(
             {

@@ -1,12 +1,16 @@
-"""Fleets are read from text, `tp=4,page=16,order=NHD`, or in an engine's own words: `vllm -tp 8 --block-size 16`."""
+"""Fleets are read from text, `tp=4,page=16,order=NHD`, or in an engine's own words: `vllm -tp 8 --block-size 16`.
+
+Components are too: `name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4`.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
 from kvmover.errors import LayoutError
+from kvmover.layout.component import Component
 from kvmover.layout.fleet import CpOrder, Fleet
 from kvmover.layout.layout import axes_of
 
@@ -14,6 +18,9 @@ from kvmover.layout.layout import axes_of
 _MOST = 1 << 31
 
 _SIZES = {"tp": "tp", "pp": "pp", "cp": "cp", "page": "page_tokens"}
+
+#: `page.c4=64`: rows of a page of one component.
+_OWN_PAGE = "page."
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +32,13 @@ class FleetText:
 
     @classmethod
     def parse(cls, text: str) -> FleetText:
-        """`tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; what is left out is 1, page, 64 and NHD.
+        """`tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; what is left out is 1, page, 64 and NHD. `page.c4=64` is
+        the rows of a page of component c4.
 
         Raises LayoutError naming the first word that is wrong.
         """
         sizes: dict[str, int] = {}
+        pages: dict[str, int] = {}
         order, cp_order = "NHD", CpOrder.PAGE
         seen: set[str] = set()
         for word in text.split(","):
@@ -45,16 +54,45 @@ class FleetText:
                     raise LayoutError(f"unknown cp_order {value!r} in {text!r}; known are {', '.join(CpOrder)}")
                 cp_order = CpOrder(value)
             elif key in _SIZES:
-                try:
-                    sizes[_SIZES[key]] = int(value)
-                except ValueError:
-                    raise LayoutError(f"{key} = {value!r} in {text!r} is not a number") from None
-                if sizes[_SIZES[key]] > _MOST:
-                    raise LayoutError(f"{key} = {value} in {text!r} is more than {_MOST}, the most that there may be")
+                sizes[_SIZES[key]] = _size(key, value, text)
+            elif key.startswith(_OWN_PAGE) and key != _OWN_PAGE:
+                pages[key.removeprefix(_OWN_PAGE)] = _size(key, value, text)
             else:
-                known = ", ".join((*_SIZES, "order", "cp_order"))
+                known = ", ".join((*_SIZES, "page.COMPONENT", "order", "cp_order"))
                 raise LayoutError(f"unknown word {word!r} in {text!r}; known are {known}")
-        return cls(Fleet(**sizes, cp_order=cp_order), order)
+        return cls(Fleet(**sizes, cp_order=cp_order, pages=tuple(pages.items())), order)
+
+
+def _size(key: str, value: str, text: str) -> int:
+    try:
+        size = int(value)
+    except ValueError:
+        raise LayoutError(f"{key} = {value!r} in {text!r} is not a number") from None
+    if size > _MOST:
+        raise LayoutError(f"{key} = {value} in {text!r} is more than {_MOST}, the most that there may be")
+    return size
+
+
+def component_of(text: str) -> Component:
+    """A component by its fields; `kv`, `heads` are 1 where they are left out. Raises LayoutError naming what is wrong.
+
+    >>> component_of("name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4").extent(1003)
+    250
+    """
+    known = {each.name: each.default for each in fields(Component)}
+    found: dict[str, str | int] = {"kv": 1, "heads": 1}
+    seen: set[str] = set()
+    for word in text.split(","):
+        key, _, value = (part.strip() for part in word.partition("="))
+        if key not in known:
+            raise LayoutError(f"unknown word {word.strip()!r} in {text!r}; known are {', '.join(known)}")
+        if key in seen:
+            raise LayoutError(f"{key} is given twice in {text!r}")
+        seen.add(key)
+        found[key] = value if key in ("name", "dtype") else _size(key, value, text)
+    if missing := [key for key, default in known.items() if default is MISSING and key not in found]:
+        raise LayoutError(f"{text!r} gives no {missing[0]}")
+    return Component(**found)  # pyright: ignore[reportArgumentType]
 
 
 #: Options that shape a fleet, by the key of `tp=4,pp=1,page=64`, as each engine has them.

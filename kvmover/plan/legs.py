@@ -66,12 +66,12 @@ class Plan:
         if not 0 <= self.start < self.stop:
             raise PlanError(f"positions [{self.start}, {self.stop}) of a request are not a range of tokens")
         settle(self, "plan", PlanError, replicas=Replicas)
-        extent = self.component.extent(self.stop)
-        if self.stop > extent:
+        states = self.component.states
+        if states and self.stop > states:
             name = self.component.name
-            raise PlanError(f"positions [{self.start}, {self.stop}) of {name}, which has {extent} a request")
+            raise PlanError(f"positions [{self.start}, {self.stop}) of {name}, which has {states} a request")
         for fleet in (self.src, self.dst):
-            fleet.shard(self.component, 0, self.stop)
+            fleet.shard_of_rows(self.component, 0, self.stop)
 
     def src_shard(self, rank: int) -> Shard:
         """What a rank of the source fleet holds of this request."""
@@ -136,7 +136,7 @@ class Plan:
         deal = self._deal(src_rank, dst_rank)
         if deal is None or not whole:
             return ()
-        page = self.component.page_tokens(self.src.page_tokens)
+        page = self.src.page_rows(self.component)
         unit = (held.step, held.width) if held.count > 1 else (page, page)
         return _dealt(whole, held.start, unit, deal)
 
@@ -158,12 +158,12 @@ class Plan:
 class _Shards(dict[int, Shard]):
     """A fleet's shards by rank, worked out when first asked for: a rank looks at its peers, not the whole fleet."""
 
-    def __init__(self, fleet: Fleet, component: Component, tokens: int) -> None:
+    def __init__(self, fleet: Fleet, component: Component, extent: int) -> None:
         super().__init__()
-        self._fleet, self._component, self._tokens = fleet, component, tokens
+        self._fleet, self._component, self._extent = fleet, component, extent
 
     def __missing__(self, rank: int) -> Shard:
-        shard = self[rank] = self._fleet.shard(self._component, rank, self._tokens)
+        shard = self[rank] = self._fleet.shard_of_rows(self._component, rank, self._extent)
         return shard
 
 

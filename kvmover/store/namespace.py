@@ -69,7 +69,10 @@ class Namespace:
 def _digest(namespace: Namespace, component: Component | None) -> bytes:
     """Length and bytes of every name and value: "ab" beside "c" is not "a" beside "bc"."""
     whole = sha256(_TAG)
-    for value, names in ((namespace, _OF_NAMESPACE), (component, _OF_COMPONENT if component else ())):
+    of_component = _OF_COMPONENT if component else ()
+    if component and component.row_tokens > 1:  # objects of rows of one token keep their names
+        of_component += ("row_tokens",)
+    for value, names in ((namespace, _OF_NAMESPACE), (component, of_component)):
         for name in names:
             for text in (name, str(getattr(value, name))):
                 encoded = text.encode("utf-8", "surrogatepass")

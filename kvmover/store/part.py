@@ -57,17 +57,16 @@ class PagePart:
         `shard` is `fleet.shard(component, rank, tokens)`. Raises LayoutError where the rank's tokens of the page are no
         stripe: its fleet's own pages must divide into the store's, or the other way round.
         """
-        tokens = component.extent(page_tokens)
-        first = 0 if component.states else page * page_tokens
+        rows = page_rows(component, page_tokens, page)
         if shard.positions is None:
             return None
-        held = [stripe.quad() for stripe in shard.positions.clip(first, first + tokens)]
+        held = [stripe.quad() for stripe in shard.positions.clip(rows.start, rows.stop)]
         if len(held) > 1:
             raise LayoutError(f"stripes {held} of page {page} of {page_tokens} tokens are not one stripe")
         if not held:
             return None
         start, count, step, width = held[0]
-        return cls(component, PageBox(shard.heads, shard.layers, Stripe(start - first, count, step, width)))
+        return cls(component, PageBox(shard.heads, shard.layers, Stripe(start - rows.start, count, step, width)))
 
     @classmethod
     def held(cls, component: Component, fleet: Fleet, rank: int, page_tokens: int) -> PagePart:
@@ -82,7 +81,7 @@ class PagePart:
     @classmethod
     def whole(cls, component: Component, page_tokens: int) -> PagePart:
         """All of every page."""
-        tokens = component.extent(page_tokens)
+        tokens = len(page_rows(component, page_tokens))
         return cls(
             component, PageBox(Span(0, component.heads), Span(0, component.layers), Stripe(0, 1, tokens, tokens))
         )
@@ -104,10 +103,20 @@ class PagePart:
 
     def key(self, namespace: Namespace) -> PartKey:
         """How objects of `namespace` name this part. Raises LayoutError where its tokens leave the page."""
-        tokens = self.component.extent(namespace.page_tokens)
+        tokens = len(page_rows(self.component, namespace.page_tokens))
         if self.box.tokens.stop > tokens:
             raise LayoutError(f"tokens {self.box.tokens.quad()} are outside a page of {tokens}")
         return part_key(namespace.digest_for(self.component), self.box)
+
+
+def page_rows(component: Component, page_tokens: int, page: int = 0) -> range:
+    """Positions of the component's own that page number `page` of a request is. Raises LayoutError where it ends in a
+    row: 64 tokens, and a row every 128.
+    """
+    if page_tokens % component.row_tokens:
+        held = f"{component.name} has a row every {component.row_tokens} tokens"
+        raise LayoutError(f"{held}, and pages of {page_tokens} tokens end within one")
+    return component.rows(range(page * page_tokens, (page + 1) * page_tokens))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

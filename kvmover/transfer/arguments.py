@@ -12,7 +12,7 @@ from kvmover.errors import LayoutError, PlanError
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import Pool
-from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.protocol.handshake import Model, Place, check_fleet_pages
 from kvmover.transfer.protocol.wire import MAX_REQUEST_CHARACTERS
 
 #: No pool has more pages, so that ids of any type can be compared with its size.
@@ -36,6 +36,8 @@ def checked_pools(model: object, place: object, pools: object) -> tuple[Pool, ..
         found.append(each)
     if not found or len(found) != len(model.components):
         raise LayoutError(f"{len(found)} pools for {len(model.components)} components of {model.name}")
+    assert isinstance(place, Place)
+    check_fleet_pages(place.fleet, model.components)
     return tuple(found)
 
 
@@ -71,7 +73,7 @@ def check_offered(tables: PageTables, pools: Sequence[Pool], fleet: Fleet) -> No
     check_named(tables, pools)
     for table, pool in zip(tables, pools, strict=True):
         component = pool.spec.component
-        if not (table != -1).any() and component.cp_parts(fleet.cp) == 1:
+        if not (table != -1).any() and component.cp_parts(fleet.cp) == 1 and component.extent(1):
             raise PlanError(f"page table of {component.name} is empty; a request has at least one page")
 
 
@@ -100,8 +102,8 @@ def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fl
     for table, pool in zip(tables, pools, strict=False):
         component = pool.spec.component
         if component.window is None and not component.states and component.cp_parts(fleet.cp) == 1:
-            first, last = positions.start // fleet.page_tokens, -(-positions.stop // fleet.page_tokens)
-            ids = np.sort(table[first:last] if positions else table[:0])
+            rows, of_page = component.wanted(positions), fleet.page_rows(component)
+            ids = np.sort(table[rows.start // of_page : -(-rows.stop // of_page)] if rows else table[:0])
             twice = ids[1:][ids[1:] == ids[:-1]]
             if twice.size:
                 raise PlanError(f"page id {int(twice[0])} is twice in the page table of {component.name}")
@@ -120,7 +122,7 @@ def table_lengths(components: Sequence[Component], fleet: Fleet, rank: int, toke
     lengths = list[int]()
     for component in components:
         held = fleet.shard(component, rank, max(tokens, 1)).positions
-        lengths.append(-(-held.tokens // component.page_tokens(fleet.page_tokens)) if held else 0)
+        lengths.append(-(-held.tokens // fleet.page_rows(component)) if held else 0)
     return tuple(lengths)
 
 

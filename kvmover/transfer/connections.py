@@ -57,7 +57,7 @@ class Connections:
         name = core.transport.identify(rank.transport)
         if sender is not None and sender != name:
             raise PeerRefused(f"{sender} sent the card of {name}")
-        core.peers.admit(rank.place, name)
+        core.peers.admit(rank, name)
         core.transport.connect(rank.transport)
         self.reconnector.seated(rank.place.seat, name)
         peer = Peer(name, rank, card)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from kvmover.exposition import OPERATION_BOUNDS_S, DurationHistogram
 
 
 class Count(StrEnum):
@@ -84,25 +85,8 @@ class Gauge(StrEnum):
     INCOMING_QUARANTINED_BYTES = "incoming_quarantined_bytes"
 
 
-#: Upper bounds of the histograms' buckets in seconds, 10 us to 84 s in powers of two; one more is open above.
-BOUNDS_S = tuple(10e-6 * 2**i for i in range(24))
-
-
-@dataclass(slots=True)
-class Histogram:
-    """How often a time fell below each of BOUNDS_S and above the one before, and their sum."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
-    sum_s: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count a time of so many seconds."""
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
-
-    def copy(self) -> Histogram:
-        """A copy that does not change."""
-        return Histogram(self.counts.copy(), self.sum_s)
+def _empty() -> dict[Stage, DurationHistogram]:
+    return {stage: DurationHistogram(OPERATION_BOUNDS_S) for stage in Stage}
 
 
 @dataclass(slots=True)
@@ -114,7 +98,7 @@ class Meter:
     """
 
     counts: Counter[Count] = field(default_factory=Counter[Count])
-    stages: dict[Stage, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in Stage})
+    stages: dict[Stage, DurationHistogram] = field(default_factory=_empty)
     ended: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     routes: Counter[str] = field(default_factory=Counter[str])
     unopened: Counter[str] = field(default_factory=Counter[str])

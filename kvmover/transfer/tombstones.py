@@ -69,6 +69,10 @@ MAX_TOMBSTONES = 65536
 #: How long requests that are over are remembered, in seconds: longer than a destination's queue may be.
 MEMORY_S = 3600.0
 
+#: Of a peer's budget, what is remembered of the past leaves the other half to what the peer still asks for: at 50
+#: requests a second and a deadline of 300 s the past alone would fill it, and each new Want would be refused.
+HALF = 2
+
 #: How a request ended that nothing was wrong with.
 SERVED = "it was served already"
 
@@ -85,8 +89,8 @@ class Outcome:
 class Tombstones:
     """Attempts by (request, peer), of which the newest counts, and requests by name.
 
-    An attempt is kept of its peer's `budget`: of one that says too much nothing more is remembered, which harms no
-    other.
+    An attempt is kept of its peer's `budget`, of half of it at most: of one that says too much nothing more is
+    remembered, which harms no other.
     """
 
     budget: Budget = field(default_factory=Budget)
@@ -102,7 +106,7 @@ class Tombstones:
             return
         self._attempts.forget(key)
         outcome = Outcome(generation, reason)
-        if self.budget.take(key[1], _bytes(key, outcome)):
+        if self.budget.take(key[1], _bytes(key, outcome), HALF):
             self._attempts.keep(key, outcome, until)
 
     def of(self, request: str, peer: str, generation: int) -> Outcome | None:

@@ -16,7 +16,7 @@ _LENGTHS |= {0xDC: "H", 0xDD: "I", 0xDE: "H", 0xDF: "I"}
 
 def messages(note: bytes) -> list[dict[str, Any]]:
     """The maps of a note that is not sealed. Fields that were left out are left out."""
-    assert note[:4] == b"kvm\x03", "a note of this version"
+    assert note[:4] == b"kvm\x04", "a note of this version"
     value, end = unpack(note, 4)
     assert end == len(note), "one map or one array of them, and nothing behind it"
     return value if isinstance(value, list) else [value]
@@ -74,6 +74,7 @@ def name(model: str, weights: str, page_tokens: int, salt: str = "", **component
     fields += [
         (key, component[key]) for key in ("name", "layers", "kv", "heads", "dim", "dtype", "states") if component
     ]
+    fields += [("row_tokens", tokens) for tokens in (component.get("row_tokens", 1),) if tokens != 1]
     texts = (str(text).encode() for field in fields for text in field)
     return sha256(b"kvmover-store-v1" + b"".join(struct.pack("<Q", len(text)) + text for text in texts)).digest()
 

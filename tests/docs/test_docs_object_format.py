@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
@@ -79,13 +80,14 @@ def test_objects_of_every_rank_are_read_by_the_page(tmp_path: Path, fleet: Fleet
 def test_names_are_derived_as_the_page_says(tmp_path: Path) -> None:
     of_space = by_the_page.name("org/model", "révision 7", 16, "of a tenant")
     assert (tmp_path / of_space[:16].hex()).name == SPACE.folder
-    for component in (KV, TEMPORAL):
+    for component in (KV, TEMPORAL, replace(KV, row_tokens=4)):
         _write(tmp_path, component, Fleet(page_tokens=16), 0, NAMES[:1])
-        fields = {k: getattr(component, k) for k in ("name", "layers", "kv", "heads", "dim", "dtype", "states")}
+        keys = ("name", "layers", "kv", "heads", "dim", "dtype", "states", "row_tokens")
+        fields = {key: getattr(component, key) for key in keys}
         names = [record["component"] for record, _ in _read(tmp_path)]
         assert by_the_page.name("org/model", "révision 7", 16, "of a tenant", **fields) in names
     boot = UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
-    assert [by_the_page.preamble(head.read_bytes()) for head in _segments(tmp_path)] == [(of_space, boot)] * 2
+    assert [by_the_page.preamble(head.read_bytes()) for head in _segments(tmp_path)] == [(of_space, boot)] * 3
     manifest = json.loads((tmp_path / SPACE.folder / "namespace.json").read_text())
     (fields,) = re.findall(r"`namespace.json` \| for people and tools: (.*?)\. No read", PAGE)
     assert list(manifest) == re.findall(r"`(\w+)`(?! *\))", fields.replace("`kvmover.store/1`", ""))

@@ -37,10 +37,7 @@ class Engine:
     def __init__(self, street: dict[str, Mailbox], name: str, fleet: Fleet, config: MoverConfig, order: str) -> None:
         self.fleet, self.pools, self.movers = fleet, list[list[Pool]](), list[Mover]()
         for rank in range(fleet.size):
-            specs = [
-                PoolSpec.dense(c, fleet.shard(c, rank, TOKENS), 16, c.page_tokens(fleet.page_tokens), order)
-                for c in STRANGE
-            ]
+            specs = [PoolSpec.dense(c, fleet.shard(c, rank, TOKENS), 16, fleet.page_rows(c), order) for c in STRANGE]
             pools = [Pool.shared(spec) if config.route is Route.MAPPED else Pool.zeros(spec) for spec in specs]
             for pool in pools:
                 pool.tensors[0].fill_(0xEE)
@@ -50,7 +47,7 @@ class Engine:
 
     def pages(self) -> list[list[int]]:
         """A page table for each component, backwards from page 14 on: pages 15 and those below are neighbours."""
-        return [[14 - n for n in range(-(-c.extent(TOKENS) // c.page_tokens(self.fleet.page_tokens)))] for c in STRANGE]
+        return [[14 - n for n in range(-(-c.extent(TOKENS) // self.fleet.page_rows(c)))] for c in STRANGE]
 
     def rows(self, component: int, rank: int) -> torch.Tensor:
         """Bytes of the request as a rank holds it: [layer, kv, position, head, byte of dim]."""

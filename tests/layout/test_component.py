@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ RANGES = st.builds(lambda start, tokens: range(start, start + tokens), st.intege
 
 def sliding(window: int) -> Component:
     return Component.sliding(2, 8, 64, window, "bfloat16")
+
+
+def every(row_tokens: int) -> Component:
+    return Component("compressed", 2, 1, 1, 584, "uint8", row_tokens=row_tokens)
 
 
 def states(count: int) -> Component:
@@ -48,9 +53,48 @@ def test_what_is_wanted_of_the_wanted_is_all_of_it(positions: range, component: 
 
 
 def test_pages_and_context_parallel_parts_of_states_are_the_components_own() -> None:
+    fleet = Fleet(page_tokens=64)
     for component in (FULL, sliding(7)):
-        assert (component.extent(1_000), component.page_tokens(64), component.cp_parts(4)) == (1_000, 64, 4)
-    assert (states(3).extent(1_000), states(3).page_tokens(64), states(3).cp_parts(4)) == (3, 1, 1)
+        assert (component.extent(1_000), fleet.page_rows(component), component.cp_parts(4)) == (1_000, 64, 4)
+    assert (states(3).extent(1_000), fleet.page_rows(states(3)), states(3).cp_parts(4)) == (3, 1, 1)
+    assert (every(4).extent(1_003), fleet.page_rows(every(4)), every(4).cp_parts(4)) == (250, 16, 4)
+
+
+@given(st.lists(st.integers(0, 2_000), min_size=2, max_size=9).map(sorted), st.integers(1, 130))
+def test_a_request_that_moves_in_parts_moves_every_full_row_once(cuts: list[int], row_tokens: int) -> None:
+    parts = [every(row_tokens).wanted(range(a, b)) for a, b in pairwise(cuts)]
+    full = [row for row in range(2_001) if cuts[0] < (row + 1) * row_tokens <= cuts[-1]]
+    assert [row for part in parts for row in part] == full
+
+
+def test_pages_of_a_component_are_its_own_where_the_fleet_says_so() -> None:
+    fleet = Fleet(page_tokens=256, pages={"sliding": 64, "compressed": 2})
+    assert [fleet.page_rows(component) for component in (FULL, sliding(7), every(128))] == [256, 64, 2]
+    assert fleet == Fleet(page_tokens=256, pages=(("compressed", 2), ("sliding", 64)))
+    assert hash(fleet) == hash(Fleet(page_tokens=256, pages=[("sliding", 64), ("compressed", 2)]))  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        ({"sliding": 0}, "a page of sliding has rows = 0; it must be at least 1"),
+        ({"sliding": 2.0}, "a page of sliding has rows = 2.0; it must be a whole number"),
+        ({3: 2}, "fleet has pages of 3; components are named by text"),
+        ((("a", 1), ("a", 2)), "a component is named twice"),
+        (7, "fleet has pages = 7; give the rows of a page by component"),
+    ],
+)
+def test_pages_that_no_component_can_have_are_refused(pages: Any, message: str) -> None:
+    with pytest.raises(LayoutError) as refused:
+        Fleet(pages=pages)
+    assert message in str(refused.value)
+
+
+def test_pages_that_end_within_a_row_are_refused_before_anything_is_computed() -> None:
+    with pytest.raises(LayoutError, match="compressed has a row every 128 tokens, and pages of 64 tokens end within"):
+        Fleet(page_tokens=64).page_rows(every(128))
+    with pytest.raises(LayoutError, match="pages of temporal have 3 states; a page of states has 1"):
+        Fleet(pages={"temporal": 3}).page_rows(states(1))
 
 
 def test_a_state_has_the_bytes_of_its_heads() -> None:
@@ -67,10 +111,24 @@ def test_a_state_has_the_bytes_of_its_heads() -> None:
             lambda: Component("both", 1, 1, 1, 1, "int8", 4, 2),
             "component both has a window of 4 and 2 states; not both",
         ),
+        (lambda: every(0), "component compressed has row_tokens = 0; it must be at least 1"),
+        (
+            lambda: replace(states(2), row_tokens=4),
+            "component temporal has 2 states and a row every 4 tokens; not both",
+        ),
         (lambda: states(1).wanted(range(0, 8, 2)), r"positions range\(0, 8, 2\) of temporal are not consecutive"),
         (lambda: FULL.wanted(range(8, 0, -1)), r"positions range\(8, 0, -1\) of attention are not consecutive"),
     ],
-    ids=["no-window", "negative-window", "negative-states", "both", "stepped", "backwards"],
+    ids=[
+        "no-window",
+        "negative-window",
+        "negative-states",
+        "both",
+        "no-tokens",
+        "states-and-rows",
+        "stepped",
+        "backwards",
+    ],
 )
 def test_an_impossible_component_or_range_is_refused_with_its_values(make, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
@@ -90,7 +148,7 @@ def test_another_dtype_is_refused_with_those_that_are_known(dtype: Any):
         Component.attention(2, 2, 8, dtype)
 
 
-@pytest.mark.parametrize("field", ["layers", "kv", "heads", "dim", "states", "window"])
+@pytest.mark.parametrize("field", ["layers", "kv", "heads", "dim", "states", "window", "row_tokens"])
 @pytest.mark.parametrize("value", [2.0, "2", True])
 def test_a_size_is_a_whole_number(field: str, value: object):
     with pytest.raises(LayoutError) as refused:

@@ -93,7 +93,7 @@ class HybridRank:
         noise = torch.Generator().manual_seed(seed + rank)
         made = cls(fleet, rank, order, (*ROWS, *components), {}, {}, torch.empty(0))
         for component in ROWS:
-            shard, page_tokens = made.shard(component), component.page_tokens(fleet.page_tokens)
+            shard, page_tokens = made.shard(component), fleet.page_rows(component)
             held = np.array(list(shard.positions or ()))
             needed = -(-len(held) // page_tokens)
             table = random.permutation(needed) * 2 + 1
@@ -144,7 +144,7 @@ class HybridRank:
     def put(self, whole: dict[str, torch.Tensor]) -> None:
         """Write what this rank holds of the wanted positions, by slicing `whole`."""
         for component in ROWS:
-            shard, page_tokens = self.shard(component), component.page_tokens(self.fleet.page_tokens)
+            shard, page_tokens = self.shard(component), self.fleet.page_rows(component)
             layers, heads = (slice(span.start, span.stop) for span in (shard.layers, shard.heads))
             wanted = component.wanted(range(TOKENS))
             here = whole[component.name][layers, :, heads]

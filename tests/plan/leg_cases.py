@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -52,7 +52,7 @@ class Box:
 
 
 def boxes(plan: Plan, fleet: Fleet) -> list[Box]:
-    shards = (fleet.shard(plan.component, rank, plan.stop) for rank in range(fleet.size))
+    shards = (fleet.shard_of_rows(plan.component, rank, plan.stop) for rank in range(fleet.size))
     return [Box.of(shard, (shard.positions,) if shard.positions else (), plan.start, plan.stop) for shard in shards]
 
 
@@ -101,7 +101,7 @@ def check_balance(plan: Plan, legs: list[Leg]) -> None:
     for ranks in replica_groups(plan):
         if plan.replicas is Replicas.STRIPE:
             shard = plan.src_shard(ranks[0])
-            page_tokens = plan.component.page_tokens(plan.src.page_tokens)
+            page_tokens = plan.src.page_rows(plan.component)
             page = page_tokens * shard.layers.count * shard.heads.count * plan.component.kv * plan.component.row_bytes
             assert np.ptp(sent[ranks]) <= page, f"{plan}: replicas {ranks} send {sent[ranks]} bytes, a page is {page}"
         else:
@@ -126,7 +126,13 @@ def check_relations(plan: Plan, legs: list[Leg]) -> None:
 def fleets(draw: st.DrawFn) -> Fleet:
     tp = draw(st.integers(1, 16))
     pp, cp = draw(st.sampled_from([at for at in product(range(1, 5), repeat=2) if tp * at[0] * at[1] <= 32]))
-    return Fleet(tp, pp, cp, draw(st.sampled_from(PAGES)), draw(st.sampled_from(CpOrder)))
+    page = draw(st.sampled_from(PAGES))
+    return Fleet(tp, pp, cp, page, draw(st.sampled_from(CpOrder)), draw(own_pages()))
+
+
+def own_pages() -> st.SearchStrategy[dict[str, int]]:
+    """A size of their own for the pages of `rows`: some fleets need it for rows of several tokens."""
+    return st.fixed_dictionaries({"rows": st.sampled_from(PAGES)})
 
 
 #: What makes a component a full, a sliding or a state one.
@@ -134,12 +140,14 @@ KINDS = st.one_of(
     st.just({}),
     st.fixed_dictionaries({"window": st.integers(1, 120)}),
     st.fixed_dictionaries({"states": st.integers(1, 9)}),
+    st.fixed_dictionaries({"row_tokens": st.integers(2, 9)}),
 )
 
 
 def plan_of(component: Component, src: Fleet, dst: Fleet, tokens: range, replicas: Replicas) -> Plan:
-    """The plan for what `component` wants of `tokens`."""
-    wanted = component.wanted(tokens)
+    """The plan for what `component` wants of `tokens`, or of as many more as make a row."""
+    wanted = component.wanted(tokens) or component.wanted(range(tokens.start, tokens.start + component.row_tokens))
+    src, dst = (replace(fleet, pages=()) if component.states else fleet for fleet in (src, dst))
     return Plan(component, src, dst, wanted.start, wanted.stop, replicas)
 
 

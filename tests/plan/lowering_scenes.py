@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvmover.layout import AXES, Component, CpOrder, Fleet, Layout, PoolSpec, Shard
 from kvmover.plan import Box, BoxSide, Held, Leg, Plan, Runs, Strided
 from kvmover.plan.lower import box, coalesced_runs, count_runs, packed_place, pool_place, strided, units_of
-from tests.plan.leg_cases import BOTH, KINDS, plan_of
+from tests.plan.leg_cases import BOTH, KINDS, own_pages, plan_of
 
 DIM_LAST = [" ".join(axes) for axes in permutations(AXES) if axes[-1] == "dim"]
 SEPARATE = [(), ("layer",), ("layer", "kv"), ("kv",)]
@@ -207,9 +207,9 @@ def scene_of(
     for fleet, rank, order, apart in zip(
         (plan.src, plan.dst), (leg.src_rank, leg.dst_rank), layouts, separate, strict=True
     ):
-        shard = fleet.shard(plan.component, rank, plan.stop)
+        shard = fleet.shard_of_rows(plan.component, rank, plan.stop)
         assert shard.positions is not None
-        page_tokens = plan.component.page_tokens(fleet.page_tokens)
+        page_tokens = fleet.page_rows(plan.component)
         pages = 2 * -(-shard.positions.tokens // page_tokens) + 1
         spec = PoolSpec.dense(plan.component, shard, pages, page_tokens, order, apart)
         if gap:
@@ -243,6 +243,7 @@ def scenes(draw: st.DrawFn, orders: Sequence[str] = DIM_LAST) -> Scene:
             draw(st.integers(1, 3)),
             draw(st.sampled_from([1, 3, 4, 16, 24])),
             draw(st.sampled_from(CpOrder)),
+            draw(own_pages()),
         )
         for _ in range(2)
     ]

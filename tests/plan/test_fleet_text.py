@@ -11,7 +11,7 @@ from kvmover.errors import LayoutError
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan import RDMA, Plan
 from kvmover.plan.explain import explain, plan_as_data
-from kvmover.plan.fleet_text import FleetText
+from kvmover.plan.fleet_text import FleetText, component_of
 
 LEG = ("src_rank", "dst_rank", "layers", "heads", "positions", "bytes")
 PACKED = "page head layer kv token dim"
@@ -27,11 +27,37 @@ PACKED = "page head layer kv token dim"
         ("cp=2,cp_order=block,page=1", Fleet(cp=2, page_tokens=1, cp_order=CpOrder.BLOCK), "NHD"),
         ("order=page-head-layer-kv-token-dim", Fleet(), PACKED.replace(" ", "-")),
         (f"order={PACKED}", Fleet(), PACKED),
+        ("page=256,page.swa=64,page.c4=16", Fleet(page_tokens=256, pages={"swa": 64, "c4": 16}), "NHD"),
     ],
-    ids=["nhd", "hnd", "defaults", "spaces", "block", "dashes", "words"],
+    ids=["nhd", "hnd", "defaults", "spaces", "block", "dashes", "words", "own-pages"],
 )
 def test_a_fleet_is_read_from_text(text: str, fleet: Fleet, order: str) -> None:
     assert FleetText.parse(text) == FleetText(fleet, order)
+
+
+def test_a_component_is_read_from_text_by_its_fields() -> None:
+    compressed = Component("c4", 30, 1, 1, 584, "uint8", row_tokens=4)
+    assert component_of("name=c4, layers=30, dim=584, dtype=uint8, row_tokens=4") == compressed
+    window = Component.sliding(12, 8, 64, 128, "bfloat16")
+    assert component_of("name=sliding,layers=12,kv=2,heads=8,dim=64,dtype=bfloat16,window=128") == window
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name=c4,layers=30,dim=584", "'name=c4,layers=30,dim=584' gives no dtype"),
+        ("layers=30,dim=584,dtype=uint8", "gives no name"),
+        ("name=c4,layers=x,dim=584,dtype=uint8", "layers = 'x'"),
+        ("name=c4,layers=1,layers=2,dim=5,dtype=uint8", "layers is given twice"),
+        ("name=c4,rows=4", "unknown word 'rows=4'"),
+        ("name=c4,layers=1,dim=5,dtype=bf16", "unknown dtype 'bf16'"),
+        ("name=c4,layers=1,dim=5,dtype=uint8,row_tokens=0", "row_tokens = 0; it must be at least 1"),
+    ],
+)
+def test_wrong_fields_of_a_component_are_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(LayoutError) as refused:
+        component_of(text)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +77,14 @@ def test_a_fleet_is_read_from_text(text: str, fleet: Fleet, order: str) -> None:
         ("order=", "unknown order ''"),
         ("order=layer-kv-page-token-head", "unknown order 'layer-kv-page-token-head'"),
         ("cp_order=ring", "unknown cp_order 'ring' in 'cp_order=ring'; known are page, token, block"),
-        ("tp=2,dp=2", "unknown word 'dp=2' in 'tp=2,dp=2'; known are tp, pp, cp, page, order, cp_order"),
+        (
+            "tp=2,dp=2",
+            "unknown word 'dp=2' in 'tp=2,dp=2'; known are tp, pp, cp, page, page.COMPONENT, order, cp_order",
+        ),
+        ("page.c4=0", "a page of c4 has rows = 0"),
+        ("page.c4=", "page.c4 = '' in 'page.c4=' is not a number"),
+        ("page.=4", "unknown word 'page.=4'"),
+        ("page.c4=4,page.c4=8", "page.c4 is given twice"),
         ("", "unknown word ''"),
         ("tp=2,", "unknown word ''"),
         ("TP=2", "unknown word 'TP=2'"),

@@ -180,7 +180,7 @@ def places_of(component: Component, stop: int, pages: list[int]) -> list[int]:
     plan = plan_of(component, Fleet(page_tokens=4), Fleet(page_tokens=4), range(stop), Replicas.STRIPE)
     (leg,) = plan.legs()
     shard = plan.src_shard(0)
-    held = Held(PoolSpec.dense(component, shard, 10, component.page_tokens(4), "NHD"), shard)
+    held = Held(PoolSpec.dense(component, shard, 10, Fleet(page_tokens=4).page_rows(component), "NHD"), shard)
     table = np.array(pages, np.int64)
     return [
         offset // held.spec.stride_bytes("page")

@@ -153,7 +153,11 @@ class SimCopier:
     @property
     def busy(self) -> bool:
         """Also just after a copy: what waited for it ends with the next poll."""
-        return self.network.now < max(self._busy_until, self._told + NEXT_POLL_S) or bool(self._finished)
+        return self.network.now < self.busy_until or bool(self._finished)
+
+    @property
+    def busy_until(self) -> float:
+        return max(self._busy_until, self._told + NEXT_POLL_S)
 
     def poll(self) -> None:
         self._told = self.network.now if self._finished else self._told

@@ -48,6 +48,8 @@ def _check_whole(scene: Scene, order: Order) -> None:
     scenario, request = scene.scenario, order.request
     if not scene.calm or request.asked.other_s is None or scenario.fleets["p"].size > 1:
         return
+    if request.asked.start == request.asked.tokens:  # nothing was asked for: no rank has to be heard of
+        return
     for engine in ("d", OTHER):
         fleets = scenario.fleets["p"], scenario.fleets[engine]
         ranks = related(scenario.components, *fleets, scenario.config.replicas).destinations_of(order.seat.place.rank)

@@ -39,7 +39,7 @@ def part_of(fleet: Fleet, rank: int, component: Component, tokens: int) -> Part:
     shard, extent = fleet.shard(component, rank, tokens), component.extent(tokens)
     held = [p for p in shard.positions if p < extent] if shard.positions else []
     local = [shard.positions.index(p) for p in held] if shard.positions else []
-    page, token = np.divmod(np.array(local, np.int64), component.page_tokens(fleet.page_tokens))
+    page, token = np.divmod(np.array(local, np.int64), fleet.page_rows(component))
     return Part(np.array(list(shard.layers)), np.array(list(shard.heads)), np.array(held, np.int64), page, token)
 
 
@@ -62,7 +62,7 @@ class Geometry:
         specs, starts, planes = list[PoolSpec](), list[tuple[int, ...]](), list[Index]()
         end = 0
         for component in components:
-            page_tokens = component.page_tokens(fleet.page_tokens)
+            page_tokens = fleet.page_rows(component)
             spec = PoolSpec.dense(component, fleet.shard(component, rank, 1), PAGES, page_tokens, order, separate)
             first = tuple(end + i * spec.allocation_bytes for i in range(spec.allocations))
             end += spec.allocations * spec.allocation_bytes

@@ -18,9 +18,9 @@ from kvmover.transfer.destination import machine as destination_machine
 from kvmover.transfer.destination.attempts import ReceiveAttempt
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.leases import WriteLeases
-from kvmover.transfer.destination.quarantine import Quarantine
+from kvmover.transfer.destination.quarantine import Quarantine, Retransmissions
 from kvmover.transfer.destination.renewals import Renewals
-from kvmover.transfer.destination.state import Action, Free, Receiving, Source, WriterChunk
+from kvmover.transfer.destination.state import Action, Free, Receiving, WriterChunk
 from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
 from kvmover.transfer.memory.slabs import Renewal
 from kvmover.transfer.peers.liveness import Duty, Liveness
@@ -38,6 +38,7 @@ from kvmover.transfer.timers import Timers
 from kvmover.transfer.tombstones import Tombstones
 from kvmover.transport.base import Completed, Failed
 from kvmover.transport.loopback import LoopbackTransport
+from tests.sim.seats import SimMappings
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 Stepped = tuple[Receiving, list[Action]]
@@ -446,7 +447,7 @@ def hello_is_said_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_source_without_chunks_is_told_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Source, "idle", property(lambda self: False))
+    patch.setattr(Retransmissions, "said", lambda self, key, want, due, until: None)
 
 
 def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
@@ -458,11 +459,16 @@ def silence_is_never_noticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_older_process_takes_its_seat_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Peers, "admit", lambda self, place, name: None)
+    patch.setattr(Peers, "admit", lambda self, card, name: None)
 
 
 def a_peer_that_is_back_releases_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Quarantine, "drained", lambda self, key: [])
+
+
+def a_mapped_copy_ends_with_its_lease(patch: pytest.MonkeyPatch) -> None:
+    """Pages are given back by the clock, whoever may still copy into them."""
+    patch.setattr(SimMappings, "maker", lambda self, peer: None)
 
 
 def a_dead_peer_is_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -498,7 +504,7 @@ def a_chunk_is_told_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_fails_one_engine_fails_all(patch: pytest.MonkeyPatch) -> None:
-    def part(self: SourceDriver, request: Request, attempt: SendAttempt, reason: str, cause: Any) -> None:
+    def part(self: SourceDriver, request: Request, engine: str, reason: str, cause: Any) -> None:
         self._fail(request, reason, cause)
 
     patch.setattr(SourceDriver, "_part", part)
@@ -565,6 +571,7 @@ MUTATIONS: list[tuple[Mutation, str]] = [
     (a_lease_is_looked_at_before_the_gather_only, "drowsy"),
     (a_renewal_revives_old_grants, "drowsy"),
     (a_lapsed_chunk_is_not_offered_again, "drowsy"),
+    (a_mapped_copy_ends_with_its_lease, "drowsy"),
     (held_pages_are_given_back, "default"),
     (held_is_over_with_the_transfer, "default"),
     (gates_are_ignored, "default"),

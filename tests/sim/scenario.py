@@ -24,8 +24,16 @@ MODELS = (
         Component("state", 2, 1, 2, 16, "uint8", states=2),
     ),
 )
+#: Rows of several tokens beside a window, both in pages of their own: of one schedule in eight.
+COMPRESSED = (
+    Component("attention", 2, 2, 2, 8, "uint8"),
+    Component("compressed", 2, 1, 1, 16, "uint8", row_tokens=3),
+    Component("sliding", 2, 2, 2, 8, "uint8", window=3),
+)
 #: The deadline where nothing goes wrong: slow copies and lost notes may take their time.
 CALM_S = 12.0
+#: How long processes of one host may be cut off: longer than a lease and what lingers of it, and until they meet again.
+NEAR_CUT_S = 3.5
 #: Grids of (tp, pp, cp).
 GRIDS = ((1, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 3))
 ENGINES = ("p", "d")
@@ -91,8 +99,8 @@ ECHOES = replace(HOSTILE, name="echoes", duplicates=0.6, corrupt=0.4, calm=0.0, 
 AMBUSHED = replace(HOSTILE, name="ambushed", late_notes=0.3, calm=0.0, verbs=(Verb.PULL,), ambushes=0.8)
 #: Ranks that die with writes under way.
 FRAIL = replace(DEFAULT, name="frail", late=0.3, calm=0.0, crashes=0.5)
-#: Ranks that are stopped in mid-copy, or whose copies take so long, that their leases are over before they write.
-#: Copies into mapped pools are writes, and end within `linger_s`: there are none.
+#: Ranks that are stopped in mid-copy, or whose copies take so long, that their leases are over before they write, or
+#: while they copy into a mapped pool.
 DROWSY = replace(
     DEFAULT,
     name="drowsy",
@@ -101,8 +109,6 @@ DROWSY = replace(
     stops=0.6,
     long_stop_s=(3.3, 6.0),
     copies_s=((0.05, 0.3), (1.0, 4.0), (2.0, 5.0)),
-    routes=(Route.PACKED, Route.DIRECT, None),
-    sharing=0.0,
 )
 #: Ranks that die or are cut off with writes under way, into arenas of slabs that are registered anew.
 REVOKED = replace(
@@ -280,6 +286,9 @@ class Scenario:
         calm = random.random() < profile.calm
         components = random.choice(MODELS)
         fleets = {engine: _fleet(random) for engine in ENGINES}
+        own = Random(f"compressed {seed}")
+        if own.random() < 0.125:
+            components, fleets = COMPRESSED, {engine: _own_pages(own, fleet) for engine, fleet in fleets.items()}
         revocation = Random(f"revocation {seed}").choice(profile.revocations)
         config = replace(_config(random, profile, calm), revocation=revocation)
         scenario = cls(
@@ -296,7 +305,18 @@ class Scenario:
             ),
             () if calm else tuple(_faults(random, profile, fleets)),
         )
-        return scenario._allocating(Random(f"allocated {seed}"))._asked_twice(Random(f"other {seed}"), profile)
+        drawn = scenario._allocating(Random(f"allocated {seed}"))._asked_twice(Random(f"other {seed}"), profile)
+        return drawn._on_one_host() if drawn.shared else drawn
+
+    def _on_one_host(self) -> Scenario:
+        """Processes that map each other's memory are not cut off for ever, but for longer than a clock would wait."""
+        return replace(
+            self,
+            faults=tuple(
+                replace(fault, seconds=NEAR_CUT_S) if isinstance(fault, Cut) and fault.seconds is None else fault
+                for fault in self.faults
+            ),
+        )
 
     def _allocating(self, random: Random) -> Scenario:
         """Some requests get their pages at the destination part by part."""
@@ -305,13 +325,10 @@ class Scenario:
         return replace(self, requests=tuple(requests))
 
     def _asked_twice(self, random: Random, profile: Profile) -> Scenario:
-        """In some schedules there is another decode engine, which asks for some of the requests too.
-
-        Not where a source would copy into the pools of both for longer than `linger_s`.
-        """
-        if random.random() >= profile.others or (self.shared and self.copy_s[1]):
+        """In some schedules there is another decode engine, which asks for some of the requests too."""
+        if random.random() >= profile.others:
             return self
-        fleet = random.choice([self.fleets["d"], _fleet(random)])
+        fleet = random.choice([self.fleets["d"], replace(_fleet(random), pages=self.fleets["d"].pages)])
         requests = (
             replace(asked, other_s=asked.begin_s[1] + random.choice([0.0, random.uniform(0, 0.1)]))
             if random.random() < OTHER_ASKS
@@ -330,6 +347,11 @@ class Scenario:
 
 def _fleet(random: Random) -> Fleet:
     return Fleet(*random.choice(GRIDS), page_tokens=random.choice([2, 4]), cp_order=random.choice(list(CpOrder)))
+
+
+def _own_pages(random: Random, fleet: Fleet) -> Fleet:
+    """The same fleet, whose compressed rows and windows have pages of their own sizes."""
+    return replace(fleet, pages={"compressed": random.choice([1, 2, 5]), "sliding": random.choice([2, 3])})
 
 
 def _config(random: Random, profile: Profile, calm: bool) -> MoverConfig:

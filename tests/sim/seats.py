@@ -134,6 +134,13 @@ class Seat:
         return self.transport.name
 
     @property
+    def busy_until(self) -> float:
+        """When what it copies now has ended, or what it copied last had."""
+        copier = self.mover._core.copier
+        assert isinstance(copier, SimCopier)
+        return copier.busy_until
+
+    @property
     def base(self) -> int:
         """Address of the first byte of its pools."""
         return self.memory.ctypes.data
@@ -147,7 +154,7 @@ class Seat:
         counts = list[int]()
         for component in scenario.components:
             held = fleet.shard(component, rank, tokens).positions
-            counts.append(-(-held.tokens // component.page_tokens(fleet.page_tokens)) if held else 0)
+            counts.append(-(-held.tokens // fleet.page_rows(component)) if held else 0)
         if any(count > len(free) for count, free in zip(counts, self.free, strict=True)):
             return None
         return tuple(np.array(free[:count], np.int64) for count, free in zip(counts, self.free, strict=True))
@@ -161,7 +168,7 @@ class Seat:
             if component.states:  # states are final when all tokens were
                 chosen = np.full(len(part.positions), step.tokens >= asked.tokens)
             else:
-                chosen = part.positions < step.tokens
+                chosen = part.positions < component.extent(step.tokens)
             layers = part.layers < step.layers
             if chosen.any() and layers.any():
                 rows = self.geometry.rows(number, order.pages[number][part.pages[chosen]], part.tokens[chosen])
@@ -196,6 +203,16 @@ class Seat:
 
 
 @dataclass(slots=True, eq=False)
+class SimProcess:
+    """Stands in for a Maker."""
+
+    seat: Seat
+
+    def lives(self) -> bool:
+        return self.seat.alive
+
+
+@dataclass(slots=True, eq=False)
 class SimMappings:
     """Stands in for a mover's Mappings: all processes of a scenario that shares its pools are on one host.
 
@@ -219,6 +236,9 @@ class SimMappings:
         else:
             self.lent.update(tensor.data_ptr() for tensors in pools for tensor in tensors)
         return pools
+
+    def maker(self, peer: Peer) -> SimProcess | None:
+        return SimProcess(self.seats[peer.name]) if self.ours else None
 
     def forget(self, peer: str) -> None:
         """A mapping outlives its peer."""

@@ -61,7 +61,8 @@ def _check_chunk(order: Order, attempt: SendAttempt, chunk: int) -> None:
             )
         positions = np.array(list(held.shard.positions or ()))
         last = positions[piece.units.src + piece.units.tokens - 1].max()
-        needed = tokens - 1 if held.spec.component.states else last
+        component = held.spec.component
+        needed = tokens - 1 if component.states else (last + 1) * component.row_tokens - 1
         layers = piece.leg.layers.stop
         if not any(layers <= step.layers and needed < step.tokens for step in order.computed):
             raise Broken(f"{order.name}: chunk {chunk} goes before it was computed")
@@ -129,12 +130,13 @@ def check_silence(scene: Scene, seat: Seat) -> None:
         return
     config, network, now = scene.scenario.config, scene.network, scene.network.now
     bound = config.ping_s + config.silence_s + SLACK_S + 5 * seat.pace_s
-    for peer in _awaited(seat):
+    for peer, began in _awaited(seat):
         since = network.unreachable_since(seat.name, peer)
         if since is None:
             since = next((a for a, b in scene.seats[peer].stops if a <= now < b), now)
         since = max(since, network.heard_at.get((peer, seat.name), 0.0))
-        if now - since > bound + seat.stopped_within(since, now) and now - _waiting_since(seat, now) > bound:
+        since = max(since, began, *(until for _, until in seat.stops if until <= now))
+        if now - since > bound + seat.stopped_within(since, now):
             raise Broken(f"{seat.name} still waits for {peer}, which is silent since {since - 1000:.4f}")
 
 
@@ -159,7 +161,7 @@ def check_forgotten(seat: Seat, dead: Seat) -> None:
     """Nothing is kept from a process that is known to be dead, nor is it awaited or dialled."""
     mover = seat.mover
     kept = [key for key, ward in mover._destination.quarantine._held.items() if key[0] == dead.name and not ward.reads]
-    awaited = dead.name in set(_awaited(seat))
+    awaited = dead.name in dict(_awaited(seat))
     if kept or awaited or mover._core.peers.get(dead.name) or dead.name in mover._reconnector._lost_peers:
         raise Broken(f"{seat.name}: {dead.name} is dead, as it was told, and not forgotten: {kept}")
 
@@ -192,19 +194,15 @@ def check_seats(scene: Scene, seat: Seat) -> None:
         scene.newest[seat.name, place] = generation
 
 
-def _awaited(seat: Seat) -> Iterator[str]:
-    """Peers that something is awaited from by transfers that have not failed."""
+def _awaited(seat: Seat) -> Iterator[tuple[str, float]]:
+    """Peers that something is awaited from by transfers that have not failed, and since when at the earliest."""
     for attempt in seat.mover._destination._attempts.values():
         if attempt.state.reason is None:
-            yield from (peer for peer in attempt.state.sources if not attempt.state.served(peer))
+            began = attempt.transfer.started
+            yield from ((peer, began) for peer in attempt.state.sources if not attempt.state.served(peer))
     for request in seat.mover._source._requests.values():
-        yield from (n for n, a in request.attempts.items() if not a.state.finished and a.state.reason is None)
-
-
-def _waiting_since(seat: Seat, now: float) -> float:
-    """When its oldest open transfer began, or it was polled again: it cannot have begun to wait before."""
-    began = min((order.transfer.started for order in seat.orders if not order.transfer.ended), default=now)
-    return max([began, *(until for _, until in seat.stops if until <= now)])
+        began = request.transfer.started
+        yield from ((n, began) for n, a in request.attempts.items() if not a.state.finished and a.state.reason is None)
 
 
 def _timeless(message: wire.AnyMessage) -> wire.AnyMessage:

@@ -44,16 +44,6 @@ BLOCKS = [
     for first in range(0, SCHEDULES * share // 16, BLOCK)
 ]
 
-#: Schedules that break a rule and wait to be mended, and how. Each is held to break it yet, so that none is forgotten.
-UNMENDED = {
-    ("default", 1851): "memory changed under a copy",
-    ("drowsy", 525): "still busy after",
-    ("echoes", 790): "memory changed under a copy",
-    ("hostile", 790): "memory changed under a copy",
-    ("pulled", 270): "failed though nothing went wrong",
-    ("several", 225): "still waits for p0.1",
-}
-
 #: A mutation that survives so many schedules is not caught.
 MUTANT_SCHEDULES = 300
 
@@ -101,7 +91,13 @@ REACHED: dict[str, dict[str, int]] = {
     "hostile": {"lost Abort": 14, "lost Drained": 10, "receive landed": 30, "landed resent": 2},
     "echoes": {"receive landed": 25, "landed resent": 1, "receive held": 14},
     "ambushed": {"pages reused under a read": 18, "given up under a chunk": 22, "receive landed": 12},
-    "drowsy": {"receive landed": 24, "send landed": 17, "receive held and given back": 19, "landed after a lapse": 5},
+    "drowsy": {
+        "receive landed": 24,
+        "send landed": 17,
+        "receive held and given back": 19,
+        "landed after a lapse": 5,
+        "push mapped landed": 1,
+    },
     "several": {"landed at a second engine": 30, "landed where another failed": 8},
     "replaced": {"replaced and heard of again": 90, "receive landed": 20},
     "frail": {"crashed and came back": 40, "crashed for ever": 9, "receive held and given back": 9},
@@ -130,12 +126,6 @@ def test_every_invariant_holds_after_every_step_of_a_schedule(profile: str, seed
         if reached[what] * 100 < least * len(seeds)
     }
     assert not rare, f"too few of a hundred schedules of {profile} reach: {rare}"
-
-
-@pytest.mark.parametrize(("profile", "seed"), sorted(UNMENDED))
-def test_a_schedule_that_waits_to_be_mended_breaks_what_it_broke(profile: str, seed: int):
-    with pytest.raises(Broken, match=UNMENDED[profile, seed]):
-        simulate(seed, profile)
 
 
 @pytest.mark.parametrize(("seed", "profile"), family([(9, "hostile"), (3, "default")], few=[(9, "hostile")]))
@@ -176,6 +166,6 @@ def test_when_faults_stop_a_request_lands_whatever_was(profile: str):
 def _run(seeds: range, profile: str) -> Counter[str]:
     """In how many schedules each situation was reached."""
     reached = Counter[str]()
-    for seed in (seed for seed in seeds if (profile, seed) not in UNMENDED):
+    for seed in seeds:
         reached.update(what for what, count in simulate(seed, profile).seen.items() if count)
     return reached

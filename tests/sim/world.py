@@ -27,7 +27,7 @@ __all__ = ["Broken", "World", "simulate"]
 IDLE_S, BUSY_S = 0.4, 0.08
 #: No schedule is longer than this in virtual time: what is still open then never ends. Copies that were queued end by
 #: themselves, 5 s each at worst: it may take so long after the last, but not for ever.
-HORIZON_S, AFTER_COPIES_S, SLOW_HORIZON_S = 30.0, 10.0, 90.0
+HORIZON_S, AFTER_COPIES_S, SLOW_HORIZON_S = 30.0, 10.0, 300.0
 #: Between what `recover` does: longer than a lost peer waits for its next dial.
 MEETING_S = 2.0
 #: No schedule has so much under way at once, unless every answer is answered.
@@ -116,8 +116,9 @@ class World:
         network, started = self.network, self.network.now
         until = started + HORIZON_S
         while not self._quiet():
-            if any(seat.mover._core.copier.busy for seat in self.scene.alive):
-                until = max(until, min(network.now + AFTER_COPIES_S, started + SLOW_HORIZON_S))
+            if network.now > until:
+                busy_until = max((seat.busy_until for seat in self.scene.alive), default=started)
+                until = max(until, min(busy_until + AFTER_COPIES_S, started + SLOW_HORIZON_S))
             if network.now > until:
                 raise Broken(f"still busy after {network.now - started:.0f} s: {left(self.scene)}")
             if network.pending > CROWD:
@@ -144,9 +145,7 @@ class World:
             case Crash(rank, back_s=back_s, told=told, forgotten=forgotten):
                 seat = self.scene.at[rank]
                 if seat.alive:
-                    network.log(lambda: f"{seat.name}: CRASH")
-                    seat.alive = False
-                    network.crash(seat.name, told)
+                    self._kill(seat, told)
                     if back_s is not None:
                         network.after(back_s, lambda: self._start(*rank))
                     if forgotten:
@@ -169,6 +168,13 @@ class World:
                     network.cut(old.name, other, told)
                     network.after(seconds, lambda other=other: self._heal(old.name, other))
                 network.after(after_s, lambda: self._start(engine, number))
+                if self.scenario.shared:  # what it may still copy into is kept while it lives
+                    network.after(seconds + MEETING_S, lambda: self._kill(old, told))
+
+    def _kill(self, seat: Seat, told: bool) -> None:
+        self.network.log(lambda: f"{seat.name}: CRASH")
+        seat.alive = False
+        self.network.crash(seat.name, told)
 
     def _forget(self, dead: Seat) -> None:
         """Every rank that knew it is told of a death, as soon as nothing of the dead is under way."""

@@ -35,7 +35,7 @@ class Shelf:
     def __init__(self, components: Sequence[Component], fleet: Fleet, rank: int, order: str, pages: int) -> None:
         self._fleet, self._rank, self._pages = fleet, rank, pages
         self.pools = [
-            Pool.shared(PoolSpec.dense(c, fleet.shard(c, rank, 1), pages, c.page_tokens(fleet.page_tokens), order))
+            Pool.shared(PoolSpec.dense(c, fleet.shard(c, rank, 1), pages, fleet.page_rows(c), order))
             for c in components
         ]
         self._planes = [_planes(pool) for pool in self.pools]

@@ -55,6 +55,10 @@ ORDERS = [" ".join(axes) for axes in permutations(AXES) if axes[-1] == "dim"]
 SEPARATE = [(), ("layer",), ("layer", "kv")]
 
 
+#: Components of the cases whose pages no fleet's size gives.
+OWN_PAGES = ("every 4", "every 7", "sliding")
+
+
 @dataclass(frozen=True)
 class Shape:
     """How one engine lays the model out."""
@@ -86,10 +90,14 @@ def components(draw: st.DrawFn) -> tuple[Component, ...]:
     beside = {
         "keys": Component("keys", layers, 1, 1, draw(st.sampled_from([3, 16])), "uint8"),
         "sliding": Component.sliding(draw(st.integers(2, 5)), heads, 2, draw(st.sampled_from([1, 7, 40])), "uint8"),
+        "every 4": Component("every 4", layers, 1, heads, 5, "uint8", row_tokens=4),
+        "every 7": Component("every 7", layers, 2, 1, 8, "float32", row_tokens=7),
         "temporal": Component.state("temporal", layers, heads, 8, "float32"),
         "steps": Component("steps", layers, 3, 2, 4, "bfloat16", states=draw(st.sampled_from([1, 3]))),
     }
-    names = draw(st.sampled_from([(), ("keys",), ("sliding",), ("temporal", "steps"), tuple(beside)]))
+    names = draw(
+        st.sampled_from([(), ("keys",), ("sliding",), ("temporal", "steps"), ("every 4", "sliding"), tuple(beside)])
+    )
     return (Component("main", layers, kv, heads, dim, dtype), *(beside[name] for name in names))
 
 
@@ -102,6 +110,7 @@ shapes = st.builds(
         cp=st.integers(1, 2),
         page_tokens=st.sampled_from([1, 3, 4, 16, 24]),
         cp_order=st.sampled_from(CpOrder),
+        pages=st.fixed_dictionaries({name: st.sampled_from([1, 2, 5, 16]) for name in OWN_PAGES}),
     ),
     st.sampled_from(ORDERS),
     st.sampled_from(SEPARATE),

@@ -79,7 +79,7 @@ class Bench:
         pools: list[list[Pool]] = []
         for rank in range(fleet.size):
             specs = [
-                PoolSpec.dense(c, fleet.shard(c, rank, 1), pages, c.page_tokens(fleet.page_tokens), order, separate)
+                PoolSpec.dense(c, fleet.shard(c, rank, 1), pages, fleet.page_rows(c), order, separate)
                 for c in self.components
             ]
             shared = (config or self.config).route is Route.MAPPED
@@ -147,8 +147,8 @@ class Engine:
         return [[self._table(c, rank, tokens, random) for c in self.components] for rank in range(self.fleet.size)]
 
     def _table(self, component: Component, rank: int, tokens: int, random: np.random.Generator) -> np.ndarray:
-        held = self.fleet.shard(component, rank, component.extent(tokens)).positions
-        pages = -(-held.tokens // component.page_tokens(self.fleet.page_tokens)) if held else 0
+        held = self.fleet.shard(component, rank, tokens).positions
+        pages = -(-held.tokens // self.fleet.page_rows(component)) if held else 0
         pool = self.pools[rank][self.components.index(component)].spec.pages
         return random.permutation(np.arange(1, pool, 2))[:pages]
 
@@ -191,12 +191,12 @@ class Engine:
         """Write what a request needs from token `start` on, component by component."""
         for pool, table, rows in zip(pools, tables, truth, strict=True):
             component = pool.spec.component
-            shard = self.fleet.shard(component, rank, rows.shape[3])
+            shard = self.fleet.shard_of_rows(component, rank, rows.shape[3])
             held, wanted = shard.positions, component.wanted(range(start, start + self._tokens(truth, start)))
             chosen = [p for p in held if p in wanted] if held else []
             if held is None or not chosen:
                 continue
-            page, token = np.divmod([held.index(p) for p in chosen], component.page_tokens(self.fleet.page_tokens))
+            page, token = np.divmod([held.index(p) for p in chosen], self.fleet.page_rows(component))
             whole = rows.numpy()[:, :, list(shard.heads)][:, :, :, chosen].swapaxes(2, 3)
             for local, layer in enumerate(shard.layers):
                 for kv in range(component.kv):
@@ -206,7 +206,9 @@ class Engine:
 
     def _tokens(self, truth: Truth, start: int) -> int:
         """How many tokens from `start` on a request has, by the components that have a row a token."""
-        lengths = [rows.shape[3] for c, rows in zip(self.components, truth, strict=True) if not c.states]
+        lengths = [
+            rows.shape[3] for c, rows in zip(self.components, truth, strict=True) if c.extent(1) == 1 and not c.states
+        ]
         return max(lengths, default=start + 1) - start
 
 

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvmover.errors import KvmoverError, TransferFailed
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import Costs, Route
 from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.memory.copier import Copier, Done, Work
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Transfer
@@ -35,6 +37,14 @@ CONFIG = MoverConfig(
     deadline_s=DEADLINE_S,
     costs=Costs(descriptor_us=1, wire_rate=1e3, gather_rate=1e3, scatter_rate=1e3, chunk_us=10, chunk_bytes=32 << 10),
 )
+
+
+class Halting(Copier):
+    """Stops its process when a copy is to begin, and copies when that goes on."""
+
+    def run(self, work: Work, done: Done) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        super().run(work, done)
 
 
 class Side:
@@ -73,6 +83,10 @@ class Side:
 
     def slow_down(self, naps_s: float) -> None:
         self.naps_s = naps_s
+
+    def stop_at_a_copy(self) -> None:
+        """The process is stopped (SIGSTOP) after the lease for its next copy was looked at, and before it copies."""
+        self.mover._core.copier = Halting(self._pools[0].tensors[0].device, None)
 
     def fill(self, seed: int, pages: Sequence[int], tokens: int) -> str:
         """Make rows up for a request, and their digest."""
@@ -123,6 +137,9 @@ class Side:
             said = f"TransferFailed: {failed}"
         return said, time.monotonic() - began
 
+    def held(self, request: str) -> bool:
+        return self._transfers[request].held
+
     def progress(self) -> int:
         """Chunks of all open requests that have arrived, or were written."""
         arrived = sum(len(attempt.state.arrived) for attempt in self.mover._destination._attempts.values())
@@ -170,6 +187,10 @@ class MoverProcess:
         value, trouble = self._pipe.recv()
         assert trouble is None, trouble
         return value
+
+    def resume(self) -> None:
+        """What has stopped itself goes on."""
+        os.kill(self._process.pid or 0, signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

@@ -37,6 +37,32 @@ def rank_of(model: Model = MODEL, fleet: Fleet | None = None, rank: int = 0, ord
 RANK = rank_of()
 
 
+def test_a_fleet_with_pages_of_its_own_is_read_and_its_pools_must_have_them():
+    fleet = Fleet(page_tokens=16, pages={"index": 4})
+    pools = [
+        PoolSpec.dense(c, fleet.shard(c, 0, 1), 8, fleet.page_rows(c), "NHD", ("layer",)) for c in MODEL.components
+    ]
+    own = msgspec.structs.replace(rank_of(fleet=fleet), pools=tuple(pools))
+    assert read_card(MODEL, write_card(MODEL, own)) == own
+    with pytest.raises(PeerRefused, match="pool of index, 16-token pages, does not fit its fleet"):
+        read_card(MODEL, write_card(MODEL, rank_of(fleet=fleet)))
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        ([["keys", 4]], "the fleet names pages of keys, and the model's components are attention, index"),
+        ([["index", 0]], "a page of index has rows = 0"),
+        ([["index", 4], ["index", 4]], "a component is named twice"),
+    ],
+)
+def test_pages_that_no_pool_has_are_refused_when_the_card_is_read(pages: list[list[object]], message: str):
+    body = msgspec.msgpack.decode(msgspec.msgpack.encode(RANK))
+    body["place"]["fleet"]["pages"] = pages
+    with pytest.raises(PeerRefused, match=message):
+        read_card(MODEL, msgspec.msgpack.encode(Card(MODEL.digest(), MODEL.text(), msgspec.msgpack.encode(body))))
+
+
 @pytest.mark.parametrize("rank", [RANK, rank_of(fleet=Fleet(tp=3, cp=2, cp_order=CpOrder.TOKEN), rank=5, order="HND")])
 def test_what_was_written_is_read(rank: Rank):
     assert read_card(MODEL, write_card(MODEL, rank)) == rank
@@ -57,6 +83,7 @@ def test_what_was_written_is_read(rank: Rank):
                 {"heads": 4},
                 {"dim": 128},
                 {"dtype": "float16"},
+                {"row_tokens": 4},
             )
         ),
         Model("toy", (ATTENTION, replace(KEYS, dim=17))),
@@ -101,7 +128,7 @@ def test_another_shape_of_the_same_model_is_welcome(fleet: Fleet, order: str):
 def test_the_body_of_a_stranger_is_not_read(body: bytes):
     stranger = Model("stranger", ())
     card = msgspec.msgpack.encode(Card(stranger.digest(), stranger.text(), body))
-    with pytest.raises(PeerRefused, match=r"peer holds stranger \(\), protocol 3; this side holds toy"):
+    with pytest.raises(PeerRefused, match=r"peer holds stranger \(\), protocol 4; this side holds toy"):
         read_card(MODEL, card)
 
 

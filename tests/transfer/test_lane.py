@@ -27,7 +27,7 @@ def end_of(case: Case, shape: Shape, rank: int, pages: int) -> End:
     specs = tuple(
         PoolSpec.dense(c, shape.fleet.shard(c, rank, 1), pages, tokens, shape.order, shape.separate)
         for c in case.components
-        for tokens in [c.page_tokens(shape.fleet.page_tokens)]
+        for tokens in [shape.fleet.page_rows(c)]
     )
     return End(shape.fleet, rank, specs)
 
@@ -182,14 +182,13 @@ def test_the_reach_of_a_chunk_is_the_last_layer_and_position_of_its_rows(case: C
             for piece in chunk.pieces:
                 component = case.components[piece.component]
                 layer_stop = max(layer_stop, *(layer + 1 for layer in piece.leg.layers))
-                tokens = component.extent(case.tokens)
                 ours, theirs = (
-                    list(end.fleet.shard(component, end.rank, tokens).positions or ()) for end in (src, dst)
+                    list(end.fleet.shard(component, end.rank, case.tokens).positions or ()) for end in (src, dst)
                 )
                 for first_src, first_dst in zip(piece.units.src.tolist(), piece.units.dst.tolist(), strict=True):
                     here = ours[first_src : first_src + piece.units.tokens]
                     assert here == theirs[first_dst : first_dst + piece.units.tokens]
-                    stop = max(stop, case.tokens if component.states else here[-1] + 1)
+                    stop = max(stop, case.tokens if component.states else (here[-1] + 1) * component.row_tokens)
             assert lane.reach(number, case.tokens) == (layer_stop, stop)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -14,7 +16,7 @@ from mover_fleets import CONFIG, SMALL_CHUNKS, Pair
 from kvmover.errors import PeerRefused, PlanError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import BY_HOST, HOST, Costs, Route
-from kvmover.sharing import MapMode, NotShared, SharedRange, allocate, map_file, shares_of
+from kvmover.sharing import Maker, MapMode, NotShared, SharedRange, allocate, map_file, shares_of
 from kvmover.transfer.protocol.handshake import read_card, write_card
 from kvmover.transfer.protocol.wire import Verb
 
@@ -67,6 +69,34 @@ def test_a_share_is_announced_by_the_descriptor_that_stays_whoever_maps_it_meanw
     assert share == first
     del mapped
     assert len(map_file(share, MapMode.READ)) == mmap.PAGESIZE
+
+
+def test_the_maker_of_a_share_lives_until_it_has_ended_though_nobody_has_waited_for_it():
+    code = (
+        "import mmap, os, sys\n"
+        "from kvmover.sharing import _FILES, allocate\n"
+        "memory = allocate(mmap.PAGESIZE)\n"
+        "[(token, fd)] = _FILES.items()\n"
+        "print(os.getpid(), fd, token, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        pid, fd, token = child.stdout.readline().split()
+        share, before = SharedRange(int(pid), int(fd), token, 0), len(os.listdir("/proc/self/fd"))
+        with pytest.raises(NotShared, match="not the memory that was announced"):
+            Maker(replace(share, token="0" * 32))
+        assert len(os.listdir("/proc/self/fd")) == before
+        maker = Maker(share)
+        assert maker.lives()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its end, and nobody has waited for it yet
+        assert not maker.lives()
+        del maker
+        assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(NotShared, match=f"process {pid} cannot be watched"):
+        Maker(share)
 
 
 def test_memory_that_could_shrink_under_a_reader_is_not_mapped():

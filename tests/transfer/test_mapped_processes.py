@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -57,6 +59,36 @@ def test_a_source_that_is_killed_while_it_copies_ends_the_request_and_touches_no
     assert said.startswith(f"TransferFailed: doomed: {name} is lost")
     assert seconds < NOTICED_S
     assert here.digest([page - 1 for page in DST_PAGES], TOKENS) == Side.poisoned_digest(TOKENS)
+
+
+@pytest.mark.parametrize("end", ["resume", "kill"])
+def test_pages_that_a_stopped_source_may_copy_into_wait_for_its_end_and_for_no_clock(
+    here: Side, victim: MoverProcess, end: str
+):
+    """Its lease was looked at before it was stopped: when it goes on, it writes, however long ago the lease ended."""
+    config = replace(here.mover._config, lease_s=0.3, linger_s=0.3, ping_s=0.1, silence_s=0.5, drain_s=0.2)
+    here.mover.configure(config)
+    here.connect(victim.ask("card"))
+    victim.ask("fill", 7, SRC_PAGES, TOKENS)
+    victim.ask("stop_at_a_copy")
+    victim.ask("send", "doomed", SRC_PAGES)
+    here.receive("doomed", "victim", 0, TOKENS, DST_PAGES)
+    assert here.outcome("doomed", DEADLINE_S)[0].startswith("TransferFailed")
+    over = time.monotonic() + 4 * (config.lease_s + config.linger_s)
+    while time.monotonic() < over:
+        here.poll()
+    assert here.held("doomed")
+    getattr(victim, end)()
+    until = time.monotonic() + DEADLINE_S
+    while here.held("doomed"):
+        assert time.monotonic() < until, "the pages never come back"
+        here.poll()
+    reused = here.fill(8, DST_PAGES, TOKENS)
+    if end == "resume":
+        victim.ask("held", "doomed")
+    for _ in range(100):
+        here.poll()
+    assert here.digest(DST_PAGES, TOKENS) == reused
 
 
 def test_a_destination_that_is_killed_leaves_its_memory_to_who_copies_into_it(here: Side, victim: MoverProcess):

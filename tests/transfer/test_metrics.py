@@ -20,11 +20,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvmover.cache.ledger import Ledger
 from kvmover.cache.ledger.metrics import LedgerCollector
-from kvmover.exposition import cumulative
+from kvmover.exposition import OPERATION_BOUNDS_S, DurationHistogram
 from kvmover.layout import Fleet
 from kvmover.observe.metrics import METRICS, Metered, MoverCollector
 from kvmover.plan.cost import Route
-from kvmover.transfer.meter import BOUNDS_S, Count, Gauge, Histogram, Stage
+from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause
 from perf import metrics_page
@@ -177,13 +177,17 @@ def test_scrapes_in_the_middle_of_everything_never_see_a_count_go_down():
     assert at(seen[-1], "kvmover_received_bytes_total", "decode") == 25 * 16 * 1024
 
 
-@given(st.lists(st.sampled_from([*BOUNDS_S, *(bound * 1.01 for bound in BOUNDS_S), 0.0, 1e4]), max_size=40))
+@given(
+    st.lists(
+        st.sampled_from([*OPERATION_BOUNDS_S, *(bound * 1.01 for bound in OPERATION_BOUNDS_S), 0.0, 1e4]), max_size=40
+    )
+)
 def test_a_bucket_counts_all_that_took_no_longer_than_its_bound(times: list[float]):
-    histogram = Histogram()
+    histogram = DurationHistogram(OPERATION_BOUNDS_S)
     for seconds in times:
         histogram.add(seconds)
-    buckets = cumulative(histogram, BOUNDS_S)
-    assert [float(bound) for bound, _ in buckets] == [*BOUNDS_S, float("inf")]
+    buckets = histogram.cumulative()
+    assert [float(bound) for bound, _ in buckets] == [*OPERATION_BOUNDS_S, float("inf")]
     assert [count for _, count in buckets] == [sum(s <= float(bound) for s in times) for bound, _ in buckets]
 
 

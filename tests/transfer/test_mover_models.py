@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Bench, Engine, Pair, truth_of
+from mover_fleets import CONFIG, POISON, SMALL_CHUNKS, Bench, Engine, Pair, poisoned, truth_of
 
-from kvmover.layout import Component, CpOrder, Fleet, Pool, PoolSpec
+from kvmover.layout import AXES, Component, CpOrder, Fleet, Layout, Pool, PoolSpec
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.config import Integrity
@@ -26,9 +27,23 @@ HYBRID = (
     Component.attention(4, 2, 16, "bfloat16"),
     Component.sliding(4, 4, 8, 10, "bfloat16"),
     Component("index", 4, 1, 1, 12, "uint8"),
+    Component("every 4", 4, 1, 1, 24, "uint8", row_tokens=4),
     Component.state("temporal", 4, 4, 32, "float32"),
     Component("conv x", 4, 3, 4, 8, "bfloat16", states=1),
     Component("conv b", 4, 3, 2, 8, "bfloat16", states=1),
+)
+
+KEYS = Component("keys", 3, 1, 1, 16, "float8_e4m3fn", row_tokens=4)
+SCALES = Component("scales", 3, 1, 1, 1, "float32", row_tokens=4)
+#: A window in small pages, rows of 4 and of 128 tokens, keys that choose among the rows of 4, with their scales beside
+#: them in the same blocks, and what is not a full row yet: six pools, each with pages of its own.
+COMPRESSED = (
+    Component.sliding(4, 1, 96, 32, "uint8"),
+    Component("c4", 3, 1, 1, 73, "uint8", row_tokens=4),
+    Component("c128", 2, 1, 1, 73, "uint8", row_tokens=128),
+    KEYS,
+    SCALES,
+    Component("c4 state", 3, 1, 2, 24, "float32", states=1),
 )
 
 
@@ -37,13 +52,67 @@ def reasons(transfers: list[Transfer]) -> set[str | None]:
     return {transfer.result.reason for transfer in transfers if transfer.result}
 
 
+def compressed_pools(fleet: Fleet, rank: int, pages: int) -> list[Pool]:
+    """The pools of `COMPRESSED`, full of poison: keys and scales of a page in one block, one after the other."""
+    pools: list[Pool] = []
+    layers, rows = fleet.shard(KEYS, rank, 1).layers.count, fleet.page_rows(KEYS)
+    block = rows * (KEYS.row_bytes + SCALES.row_bytes)
+    blocks = torch.full((layers * pages * block,), POISON, dtype=torch.uint8)
+    for component in COMPRESSED:
+        spec = PoolSpec.dense(component, fleet.shard(component, rank, 1), pages, fleet.page_rows(component), "NHD")
+        if component not in (KEYS, SCALES):
+            pools.append(poisoned(spec))
+            continue
+        size = component.element_bytes
+        stride = {"layer": pages * block // size, "page": block // size, "token": component.dim, "dim": 1}
+        layout = Layout(AXES, tuple(map(spec.layout.extent_of, AXES)), tuple(stride.get(axis, 0) for axis in AXES))
+        pools.append(Pool(PoolSpec(component, layout), (blocks[0 if component is KEYS else rows * KEYS.row_bytes :],)))
+    return pools
+
+
+@pytest.mark.parametrize(("verb", "route"), [(verb, route) for verb in Verb for route in (Route.PACKED, Route.DIRECT)])
+@pytest.mark.parametrize("start", [0, 130])
+def test_a_model_of_compressed_rows_moves_between_pages_of_unlike_sizes(verb: Verb, route: Route, start: int):
+    """300 tokens: 75 rows of 4, 2 of 128, the last 32 of the window, a state. From 130 on: 43 rows of 4, one of 128."""
+    bench = Bench(COMPRESSED, replace(CONFIG, verb=verb, route=route, costs=replace(SMALL_CHUNKS, chunk_bytes=1024)))
+    fleets = {
+        "prefill": Fleet(tp=2, page_tokens=256, pages={"sliding": 64}),
+        "decode": Fleet(cp=2, page_tokens=32, pages={"c128": 1, "keys": 4, "scales": 4}),
+    }
+    engines: list[Engine] = []
+    for name, fleet in fleets.items():
+        pools = [compressed_pools(fleet, rank, 90) for rank in range(fleet.size)]
+        movers = [bench.mover(Place(name, fleet, rank), pools[rank]) for rank in range(fleet.size)]
+        engines.append(Engine(name, fleet, COMPRESSED, movers, pools))
+    src, dst = engines
+    dst.connect(src)
+    bench.turn()
+    src_tables, dst_tables = src.tables(300, 1), dst.tables(300, 2)
+    for tables in (*src_tables, *dst_tables):
+        tables[4] = tables[3]  # one table names the blocks that keys and scales share
+    truth = truth_of(COMPRESSED, 300)
+    src.fill(src_tables, truth)
+    wanted = [component.wanted(range(start, 300)) for component in COMPRESSED]
+    assert [len(rows) for rows in wanted] == {0: [32, 75, 2, 75, 75, 1], 130: [32, 43, 1, 43, 43, 1]}[start]
+    expected = dst.landed(dst.snapshot(), dst_tables, truth, start)
+    transfers = [*src.send("r", src_tables), *dst.receive("r", "prefill", range(start, 300), dst_tables)]
+    bench.ended(transfers)
+    assert reasons(transfers) == {None}
+    for pools, others in zip(dst.pools, expected, strict=True):
+        for pool, other in zip(pools, others, strict=True):
+            for layer, kv in product(range(pool.spec.layout.extent_of("layer")), range(pool.spec.component.kv)):
+                got, want = (each.plane(layer, kv).view(torch.uint8) for each in (pool, other))
+                assert torch.equal(got, want), (pool.spec.component.name, layer, kv)
+    bench.assert_nothing_is_left()
+
+
 @ways
 @pytest.mark.parametrize(("start", "chunk_layers"), [(0, 0), (21, 1)])
 def test_a_hybrid_model_moves_from_tp2_pp2_to_tp1_cp2(verb: Verb, route: Route, start: int, chunk_layers: int):
     costs = replace(SMALL_CHUNKS, chunk_bytes=1024)
     config = replace(CONFIG, verb=verb, route=route, costs=costs, chunk_layers=chunk_layers, integrity=Integrity.DIGEST)
     bench = Bench(HYBRID, config)
-    src = bench.engine("prefill", Fleet(tp=2, pp=2, page_tokens=8))
+    src = bench.engine("prefill", Fleet(tp=2, pp=2, page_tokens=8, pages={"sliding": 2}))
     dst = bench.engine("decode", Fleet(cp=2, page_tokens=4, cp_order=CpOrder.TOKEN), "HND", ("layer",))
     dst.connect(src)
     bench.turn()

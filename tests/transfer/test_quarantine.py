@@ -54,6 +54,16 @@ def test_the_very_process_that_may_write_says_that_it_has_drained():
     assert len(limbo) == 0
 
 
+def test_what_a_process_of_this_host_copies_into_is_kept_while_it_lives_whatever_the_time():
+    alive = [True]
+    limbo = holding(Isolated("enough", SEAT, offsets=[0, 256], lives=lambda: alive[0]))
+    assert freed(limbo, 100 * UNTIL) == []
+    assert limbo.next_due() == 100 * UNTIL + ASK_S
+    alive.clear()
+    alive.append(False)
+    assert freed(limbo, 100 * UNTIL + ASK_S) == [0, 256]
+
+
 def test_peers_are_asked_now_and_then_until_nothing_of_them_can_land():
     limbo = holding()
     limbo.hold(("prefill4.1", "request", 7), Isolated("enough", ("prefill", 4), 10.5))

@@ -10,8 +10,10 @@ from mover_network import FaultyNetwork
 
 from kvmover.layout import Component, Fleet
 from kvmover.plan.cost import Route
+from kvmover.plan.legs import Replicas
 from kvmover.transfer.meter import Gauge
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Gate, Result, Transfer
 from kvmover.transfer.tombstones import SERVED
@@ -140,6 +142,51 @@ def test_an_engine_that_gives_up_fails_its_own_ranks_and_no_other():
     scene.source.movers[0].produced(sent, Gate(Passed()))
     scene.pass_time(1.0)
     assert reasons(other, sent) == [None] * 2
+    scene.holds(1)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["the one that is wrong asks first", "the other asks first"])
+@pytest.mark.parametrize("stop", [TOKENS + 1, TOKENS + 100], ids=["a page", "many pages"])
+def test_an_engine_that_asks_for_more_than_there_is_fails_no_other_that_asks(first: int, stop: int):
+    """The source knows what it has, and not who is wrong."""
+    scene = Scene(1, 1)
+    greedy = scene.engines[0].movers[0]
+    transfers = dict[int, Transfer]()
+    for engine in (first, 1 - first):
+        if engine:
+            transfers[1] = scene.receive(1)
+        else:
+            transfers[0] = greedy.receive("request", "prefill", range(stop), [range(-(-stop // 4))])
+    scene.pass_time(0.5)
+    sent = scene.send()
+    scene.pass_time(1.0)
+    assert "too short" in str(reasons(transfers[0])[0])
+    assert reasons(transfers[1], sent) == [None, None]
+    scene.holds(1)
+    scene.bench.assert_nothing_is_left()
+
+
+def test_an_engine_whose_want_cannot_be_met_is_not_waited_for():
+    scene = Scene(1, 1)
+    sent, odd = scene.send(), scene.engines[0].movers[0]
+    impossible = wire.Want("request", 1, 0, TOKENS, Route.MAPPED, Replicas.STRIPE, 4096, (bytes(4 * TOKENS // 4),))
+    odd._transport.notify(scene.source.movers[0]._transport.name, wire.encode(impossible))
+    asked = scene.receive(1)
+    scene.pass_time(1.0)
+    assert reasons(asked, sent) == [None, None]
+
+
+def test_a_second_engine_is_served_after_the_first_has_failed_once_the_request_is_sent_again():
+    scene = Scene(1, 1)
+    scene.receive(0)
+    failed = scene.send(gates=[])
+    scene.pass_time(0.5)
+    scene.cut(scene.engines[0].movers[0])
+    scene.pass_time(1.0)
+    assert result(failed).cause is Cause.PEER_LOST
+    again, asked = scene.send(), scene.receive(1)
+    scene.pass_time(1.0)
+    assert reasons(again, asked) == [None, None]
     scene.holds(1)
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from kvmover.plan.cost import Route
+from kvmover.plan.legs import Replicas
 from kvmover.transfer import tombstones as closed
 from kvmover.transfer.peers import budget
+from kvmover.transfer.protocol import wire
+from kvmover.transfer.source.early import EarlyWants
 from kvmover.transfer.tombstones import Tombstones
 
 KEY = ("request", "decode0.1")
@@ -81,7 +88,7 @@ def test_news_of_what_is_remembered_push_out_nobody(monkeypatch: pytest.MonkeyPa
 def test_of_a_peer_that_says_too_much_nothing_more_is_remembered_and_of_others_everything(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(budget, "PEER_BYTES", 10_000)
+    monkeypatch.setattr(budget, "PEER_BYTES", 20_000)
     memory = Tombstones()
     for n in range(100):
         memory.close((f"request-{n}", "loud.1"), 1, "x" * 100, 10.0)
@@ -93,3 +100,16 @@ def test_of_a_peer_that_says_too_much_nothing_more_is_remembered_and_of_others_e
     assert all(memory.of(f"request-{n}", f"quiet.{n}", 1) for n in range(100))
     memory.expire(10.0)
     assert memory.budget.kept_bytes("loud.1") == 0
+
+
+def test_what_is_remembered_of_the_past_keeps_nobody_from_asking_for_more():
+    """20,000 requests that a peer was served, as 160 a second within 125 s, and the next one that it asks for early."""
+    memory = Tombstones()
+    for n in range(20_000):
+        memory.close((f"00000000-0000-0000-0000-{n:012}", "busy.1"), 1, None, 10.0)
+    early = EarlyWants(memory.budget)
+    peer: Any = SimpleNamespace(name="busy.1", card=SimpleNamespace(place=SimpleNamespace(engine="busy")))
+    for n in range(1000):
+        want = wire.Want(f"{n}", 1, 0, 64, Route.DIRECT, Replicas.STRIPE, 1 << 20, (bytes(4096),))
+        assert early.wait(peer, want, 10.0)
+    assert memory.budget.kept_bytes("busy.1") <= budget.PEER_BYTES

@@ -12,7 +12,8 @@ from kvmover.cache.ledger.account import (
 )
 from kvmover.cache.ledger.export import JsonLines, read_accounts
 from kvmover.cache.ledger.ledger import EVERYBODY, Book, FaultPolicy, Ledger, PredictionTotals, TimeWindow, Totals
-from kvmover.cache.ledger.metrics import DurationHistogram, LedgerCollector, Residency
+from kvmover.cache.ledger.metrics import LedgerCollector, Residency
+from kvmover.exposition import DurationHistogram
 
 __all__ = [
     "EVERYBODY",

@@ -6,14 +6,13 @@ that is too small and an idle one look alike.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from kvmover.cache.ledger.ledger import Ledger
-from kvmover.exposition import Metric, MetricKind, cumulative
+from kvmover.exposition import DurationHistogram, Metric, MetricKind
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -92,32 +91,12 @@ class LedgerCollector:
             family: Any = metric.family()
             for tier, residency in self._tiers.items():
                 histogram = getattr(residency, attribute)
-                family.add_metric((tier,), cumulative(histogram, BOUNDS_S), histogram.sum_s)
+                family.add_metric((tier,), histogram.cumulative(), histogram.sum_s)
             yield family
 
 
-#: Upper bounds of the histograms, in seconds: a millisecond to three days and a half, by factors of four.
-BOUNDS_S = tuple(0.001 * 4**power for power in range(15))
-
-
-class DurationHistogram:
-    """Counts by upper bound, for times in seconds; the last count is of all above the last bound."""
-
-    __slots__ = ("counts", "sum_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.sum_s = 0.0
-
-    @property
-    def count(self) -> int:
-        """Times that were added."""
-        return sum(self.counts)
-
-    def add(self, seconds: float) -> None:
-        """Count one time."""
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.sum_s += seconds
+#: Upper bounds of how long pages stay, in seconds: a millisecond to three days and a half, by factors of four.
+STAY_BOUNDS_S = tuple(0.001 * 4**power for power in range(15))
 
 
 @dataclass(slots=True)
@@ -141,7 +120,7 @@ class Residency:
     """
 
     def __init__(self) -> None:
-        self.lifetimes, self.idles, self.gaps = DurationHistogram(), DurationHistogram(), DurationHistogram()
+        self.lifetimes, self.idles, self.gaps = (DurationHistogram(STAY_BOUNDS_S) for _ in range(3))
         self._stays = dict[int, _Stay]()
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ from kvmover.cache.prefix.components import (
     TreeComponent,
     restorable,
 )
-from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, WriteBack, WriteThrough
+from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, WriteBack, WriteThrough
 from kvmover.cache.prefix.copies import TierCopy
 from kvmover.cache.prefix.errors import InvariantBroken, PrefixError, StaleHandle
 from kvmover.cache.prefix.events import (
@@ -95,6 +95,7 @@ __all__ = [
     "State",
     "Tier",
     "TierCopy",
+    "Tiers",
     "TokenIds",
     "TreeComponent",
     "WriteBack",

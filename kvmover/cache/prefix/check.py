@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import cast
 
+from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
 from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.copies import CopyRecord
+from kvmover.cache.prefix.core import PYTHON_CORE
 from kvmover.cache.prefix.errors import InvariantBroken
-from kvmover.cache.prefix.forest import ID_BYTES, EvictableSet, Forest
+from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import chain
 from kvmover.cache.prefix.keys import page_array
 from kvmover.cache.prefix.node import LockedPath, Node
-from kvmover.cache.prefix.policy import Recency
+from kvmover.cache.prefix.policy import Order, Recency
 from kvmover.cache.prefix.results import Tier
 
 INVARIANTS = {
@@ -126,7 +129,7 @@ def _reachable(forest: Forest, nodes: Sequence[Node]) -> None:
     _demand(
         {node.id: node for node in nodes} == {i: n for i, n in forest.nodes.items() if i}, 24, "ids and nodes differ"
     )
-    _demand(all(0 < node.id < forest.next_id for node in nodes), 29, f"an id is above {forest.next_id}")
+    _demand(all(0 < node.id < forest.columns.next_id for node in nodes), 29, f"an id is above {forest.columns.next_id}")
 
 
 def _locks(forest: Forest, nodes: Sequence[Node]) -> None:
@@ -184,15 +187,15 @@ def _orders(forest: Forest, nodes: Sequence[Node]) -> None:
             _demand((node in forest.held_host[index].order) == alone, 10, where)
     for account in (forest.device, forest.host):
         _demand(len(account.order) <= len(nodes), 8, "an order holds nodes that are gone")
-        if isinstance(account.order, Recency):
-            _in_order(account.order)
-    if isinstance(forest.device.order, Recency):
+        if forest.by_recency:
+            _in_order(_listed(account.order))
+    if forest.by_recency:
         # On the host a node stands where it came there, if it was not used since.
-        used = [node.used for node in forest.device.order]
+        used = [node.used for node in _listed(forest.device.order)]
         _demand(used == sorted(used), 30, f"the order on the device is by use, but says {used}")
 
 
-def _in_order(order: Recency) -> None:
+def _in_order(order: Iterable[Node]) -> None:
     seen = set[int]()
     for node in order:
         parent = node.parent
@@ -200,10 +203,15 @@ def _in_order(order: Recency) -> None:
         seen.add(node.id)
 
 
+def _listed(order: Order) -> Iterable[Node]:
+    """By recency, what goes first comes first."""
+    return cast("Recency", order)
+
+
 def _sizes(forest: Forest, nodes: Sequence[Node]) -> None:
-    fresh = Forest(forest.config)
+    fresh = Forest(forest.config, PYTHON_CORE)
     for node in nodes:
-        fresh.weigh(node, 1)
+        fresh.columns.weigh(node, 1)
     kept = [forest.device, forest.host, *forest.held_device, *forest.held_host]
     due = [fresh.device, fresh.host, *fresh.held_device, *fresh.held_host]
     for i, (mine, right) in enumerate(zip(kept, due, strict=True)):

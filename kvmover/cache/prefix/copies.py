@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.errors import PrefixError, StaleHandle
-from kvmover.cache.prefix.forest import ID_BYTES, Forest
+from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import positions, walk
-from kvmover.cache.prefix.node import LockedSegment, Node
+from kvmover.cache.prefix.node import LockedSegment, Node, page_hashes
 from kvmover.cache.prefix.results import ActionList, CopyLeg, FreePages, Inserted, LockHandle, PageArray, Tier
 
 
@@ -121,7 +122,7 @@ class CopyRecords:
         forest, path = self._forest, [each for each in reversed(node.path()) if each.end > first_page]
         if any(each.host is None for each in path):
             raise PrefixError(f"node {node.id} is not backed from page {first_page} on: nothing on the host to store")
-        hashes = [name for each in path for name in each.page_hashes(forest.config.page_words)]
+        hashes = [name for each in path for name in page_hashes(each, forest.config.page_words)]
         first = path[0].start if path else node.end
         sources = [
             (i, each)

@@ -14,7 +14,7 @@ import msgspec
 
 from kvmover.cache.prefix.config import TreeConfig
 from kvmover.cache.prefix.hashes import PrefixNamespace, as_int64, as_int64s
-from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.node import Node, page_hashes
 from kvmover.cache.prefix.results import Tier
 
 
@@ -162,10 +162,10 @@ class Journal:
     def stored(self, node: Node, tier: Tier) -> None:
         """All pages of a node, which have come to a tier."""
         config, parent = self._config, node.parent
-        above = parent.page_hashes(config.page_words) if parent is not None else ()
+        above = page_hashes(parent, config.page_words) if parent is not None else ()
         # Of a bigram the second token is the next one's first: the first of each are the tokens.
         tokens = tuple(memoryview(node.tokens).cast("I")[:: int(config.units)])
-        hashes = node.page_hashes(config.page_words)
+        hashes = page_hashes(node, config.page_words)
         last = above[-1] if above else None
         self._sink(block_stored(hashes, last, tier, config.page_tokens, tokens, _namespace(node)))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.forest import ID_BYTES, EvictableSet, Forest
+from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, page_array, words
 from kvmover.cache.prefix.match import positions
 from kvmover.cache.prefix.node import Node
@@ -199,12 +200,14 @@ class Eviction:
         self._forest.remove(node)
 
     def _of_no_use(self, node: Node) -> bool:
-        """Whether a childless node lacks a component on either tier. One that is locked, either way, stays
-        (sglang#23696).
+        """Whether nothing of a childless node is left to find. One that is locked, either way, stays (sglang#23696).
+
+        Attention KV alone is kept: the next prompt of this kind sees by it where a window or a state is missing, and
+        brings it.
         """
         if node.children or node.locks or node.host_locks:
             return False
-        return any(held.pages is None and held.host is None for held in node.held)
+        return node.pages is None and node.host is None
 
     def _take(self, node: Node, tier: Tier, index: int) -> None:
         self._note(index, tier, self._forest.take(node, tier, index))

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
+from kvmover.cache.prefix.core import TreeCore, chosen
 from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
-from kvmover.cache.prefix.node import ComponentPages, LockedPath, Node
-from kvmover.cache.prefix.policy import LRU, Order, Recency
+from kvmover.cache.prefix.node import LockedPath, Node, page_hashes
+from kvmover.cache.prefix.policy import LRU, Order
 from kvmover.cache.prefix.results import ROOT, Tier
-
-ID_BYTES = 4
-
-
-@dataclass(slots=True)
-class EvictableSet:
-    """Pages of one component on one tier, and those of its nodes that may be given up, in order."""
-
-    order: Order
-    evictable: int = 0
-    protected: int = 0
 
 
 class PrefixEnd(NamedTuple):
@@ -38,9 +28,12 @@ MOST_PLACES = 4096
 
 
 class Forest:
-    """State of a tree. It holds to the invariants between two calls, but for those about what only callers can do."""
+    """State of a tree. It holds to the invariants between two calls, but for those about what only callers can do.
 
-    def __init__(self, config: TreeConfig) -> None:
+    `core` has the columns: that of the process, unless a caller brings one.
+    """
+
+    def __init__(self, config: TreeConfig, core: TreeCore | None = None) -> None:
         self.config = config
         self.page_bytes = config.page_bytes
         self.hosted = not isinstance(config.tiers, DeviceOnly)
@@ -52,10 +45,13 @@ class Forest:
         #: Hits from which on a node is written through: more of them tell nothing.
         self.hits_due = config.tiers.after_hits if isinstance(config.tiers, WriteThrough) else 0
         self.journal: Journal | None = None
-        self.clock = 0
-        self.next_id = ROOT + 1
         self.locked_paths: dict[int, LockedPath] = {}
-        self.nodes: dict[int, Node] = {}
+        self.columns = columns = (core or chosen()).Columns()
+        columns.page_bytes, columns.per_page = config.page_bytes, tuple(each.per_page for each in config.components)
+        columns.hosted, columns.writes_back = self.hosted, self.writes_back
+        columns.next_id = ROOT + 1
+        #: Those of the columns.
+        self.nodes, self.roots = columns.nodes, columns.roots
         self.clear()
 
     def __del__(self) -> None:
@@ -64,28 +60,30 @@ class Forest:
     def _unlink(self) -> None:
         """Nodes know their parents and children, and no collector takes such rings apart."""
         for node in self.nodes.values():
-            node.children.clear()
-            node.parent = None
+            node.unlink()
 
     def clear(self) -> None:
         """Forget all nodes. Ids go on counting, so that none is used twice."""
         self._unlink()
-        self.roots: dict[PrefixNamespace, Node] = {}
-        self.nodes = {ROOT: self._root(None)}
+        self.nodes.clear()
+        self.roots.clear()
+        self.nodes[ROOT] = self._root(None)
         self._places: dict[int, PrefixEnd] = {}
-        #: The leaf that was trimmed last: its tokens and pages may reach beyond its end. See `whole`.
-        self.trimmed: Node | None = None
-        self.device = EvictableSet(self.config.policy.order())
-        self.host = EvictableSet(self.config.policy.order())
-        #: Nodes with pages on both tiers, where the host's are made on eviction: those on the host are the first to go
-        #: there.
-        self.doubles = Recency()
-        self.held_device = [EvictableSet(Recency()) for _ in self.config.components]
-        self.held_host = [EvictableSet(Recency()) for _ in self.config.components]
+        columns, components = self.columns, range(len(self.config.components))
+        columns.trimmed = None
+        columns.device = self.device = columns.set_of(self._order(), 0)
+        columns.host = self.host = columns.set_of(self._order(), 1)
+        columns.doubles = self.doubles = columns.recency(2)
+        columns.held_device = self.held_device = [columns.set_of(None, 3 + 2 * i) for i in components]
+        columns.held_host = self.held_host = [columns.set_of(None, 4 + 2 * i) for i in components]
+
+    def _order(self) -> Order | None:
+        return None if self.by_recency else self.config.policy.order()
 
     def _root(self, namespace: PrefixNamespace | None) -> Node:
         """A root: no pages, on every tier, and locked for ever, so that no walk upwards goes past it."""
-        root = Node(ROOT, None, b"", 0, 0)
+        root = self.columns.node(ROOT, None, b"", 0, 0)
+        root.held = ()
         root.pages, root.host, root.locks, root.host_locks, root.namespace = b"", b"", 1, 1, namespace
         return root
 
@@ -101,7 +99,7 @@ class Forest:
 
         Raises StaleHandle for an id that is gone or never was.
         """
-        self.whole()
+        self.columns.whole()
         node = self.nodes.get(node_id)
         if node is None:
             node, page = self._place(node_id)
@@ -113,7 +111,7 @@ class Forest:
 
     def view(self, node_id: int) -> Node:
         """As `node`, to be read only: of a place it is a copy of the front, and nothing is cut or used."""
-        self.whole()
+        self.columns.whole()
         node = self.nodes.get(node_id)
         if node is None:
             node, page = self._place(node_id)
@@ -125,8 +123,8 @@ class Forest:
 
     def place(self, node: Node, page: int) -> int:
         """A new id for the end of `page` inside `node`. It holds whatever is split or merged, until the page goes."""
-        node_id = self.next_id
-        self.next_id += 1
+        node_id = self.columns.next_id
+        self.columns.next_id += 1
         self.keep_place(node_id, PrefixEnd(node, page))
         return node_id
 
@@ -149,7 +147,7 @@ class Forest:
 
     def __iter__(self) -> Iterator[Node]:
         """Every node but the roots, parents first."""
-        self.whole()
+        self.columns.whole()
         waiting = list(self.roots.values())
         while waiting:
             node = waiting.pop()
@@ -165,11 +163,10 @@ class Forest:
 
     def attach(self, parent: Node, tokens: bytes) -> Node:
         """A new child. It has no pages yet: set them, then `weigh` and `settle`."""
-        node = Node(self.next_id, parent, tokens, parent.end, parent.end + len(tokens) // self.page_bytes)
-        self.next_id += 1
-        node.used = node.created = self.clock
-        if self.config.components:
-            node.held = tuple(ComponentPages() for _ in self.config.components)
+        columns, end = self.columns, parent.end + len(tokens) // self.page_bytes
+        node = columns.node(columns.next_id, parent, tokens, parent.end, end)
+        columns.next_id += 1
+        node.used = node.created = columns.clock
         self.nodes[node.id] = node
         parent.children[tokens[: self.page_bytes]] = node
         return node
@@ -178,7 +175,7 @@ class Forest:
         """What a split of `node` after its first `pages` pages would put above it, without tokens and a place in the
         tree. Nothing is changed.
         """
-        front = Node(node_id, node.parent, b"", node.start, node.start + pages)
+        front = self.columns.node(node_id, node.parent, b"", node.start, node.start + pages)
         front.hits, front.used, front.created, front.priority = node.hits, node.used, node.created, node.priority
         front.locks, front.host_locks = int(node.locks > 0), int(node.host_locks > 0)
         front.backing, front.loading = node.backing, node.loading
@@ -189,16 +186,13 @@ class Forest:
             front.host = node.host[:ids]
         if node.hashes is not None:
             front.hashes = node.hashes[:pages]
-        if node.held:
-            front.held = tuple(self._front_held(i, held, ids) for i, held in enumerate(node.held))
+        for i, held in enumerate(node.held):
+            if self.config.components[i].per_page:
+                mine = front.held[i]
+                mine.pages = held.pages[:ids] if held.pages is not None else None
+                mine.host = held.host[:ids] if held.host is not None else None
+                mine.locks, mine.host_locks, mine.busy = held.locks, held.host_locks, held.busy
         return front
-
-    def _front_held(self, index: int, held: ComponentPages, ids: int) -> ComponentPages:
-        if not self.config.components[index].per_page:
-            return ComponentPages()
-        pages = held.pages[:ids] if held.pages is not None else None
-        host = held.host[:ids] if held.host is not None else None
-        return ComponentPages(pages, host, held.locks, held.host_locks, held.busy)
 
     def split(self, node: Node, pages: int, front_id: int = 0) -> Node:
         """Cut `node` after its first `pages` pages. The front becomes a new node, with a new id or the place's that it
@@ -208,14 +202,14 @@ class Forest:
         last of all: use its path, or put it in front.
         """
         assert node.parent is not None
-        if node is self.trimmed:
-            self.whole()
+        if node is self.columns.trimmed:
+            self.columns.whole()
         cut, ids = pages * self.page_bytes, pages * ID_BYTES
         if not front_id:
-            front_id = self.next_id
-            self.next_id += 1
+            front_id = self.columns.next_id
+            self.columns.next_id += 1
         front = self.front(node, pages, front_id)
-        front.tokens, front.used = node.tokens[:cut], self.clock
+        front.tokens, front.used = node.tokens[:cut], self.columns.clock
         self.nodes[front.id] = front
         node.parent.children[self.key(node)] = front
         node.parent, node.tokens, node.start = front, node.tokens[cut:], front.end
@@ -231,7 +225,7 @@ class Forest:
             if self.config.components[i].per_page:
                 held.pages = held.pages[ids:] if held.pages is not None else None
                 held.host = held.host[ids:] if held.host is not None else None
-        self.settle(front)
+        self.columns.settle(front)
         return front
 
     def remove(self, node: Node) -> None:
@@ -245,76 +239,24 @@ class Forest:
         node.tokens, node.hashes = b"", None
         if parent.parent is not None:
             if self.hosted:
-                self.settle(parent)
+                self.columns.settle(parent)
         else:
-            self.forget_root(parent)
+            self.columns.forget_root(parent)
 
-    def forget_root(self, root: Node) -> None:
-        """A namespace goes with the last of its nodes."""
-        if not root.children and root.namespace is not None:
-            del self.roots[root.namespace]
-
-    # Accounts and orders
-
-    def weigh(self, node: Node, sign: int) -> None:
-        """Add or take off what `node` counts in the accounts: take it off, change the node, add it, settle it."""
-        pages = sign * (node.end - node.start)
-        if node.pages is not None:
-            if node.locks:
-                self.device.protected += pages
-            else:
-                self.device.evictable += pages
-        if self.plain:
-            return
-        if node.host is not None:
-            if node.pages is not None or node.locks or node.host_locks:
-                self.host.protected += pages
-            else:
-                self.host.evictable += pages
-        for i, held in enumerate(node.held):
-            count = pages if self.config.components[i].per_page else sign
-            if held.pages is not None:
-                account = self.held_device[i]
-                if held.locks:
-                    account.protected += count
-                else:
-                    account.evictable += count
-            if held.host is not None:
-                account = self.held_host[i]
-                if held.pages is not None or held.host_locks:
-                    account.protected += count
-                else:
-                    account.evictable += count
-
-    def settle(self, node: Node) -> None:
-        """Put `node` into the orders of what may be given up, or out of them. One that is there keeps its place."""
-        _place(self.device.order, node, node.pages is not None and not node.locks)
-        if self.plain:
-            return
-        if self.hosted:
-            alone = node.pages is None and node.host is not None
-            _place(self.host.order, node, alone and not node.locks and not node.host_locks)
-            if self.writes_back:
-                both = node.pages is not None and node.host is not None
-                _place(self.doubles, node, both and not node.host_locks)
-        for i, held in enumerate(node.held):
-            _place(self.held_device[i].order, node, held.pages is not None and not held.locks)
-            if self.hosted:
-                alone = held.pages is None and held.host is not None
-                _place(self.held_host[i].order, node, alone and not held.host_locks)
+    # What a node holds
 
     def give(self, node: Node, tier: Tier, index: int, ids: bytes) -> None:
         """The node now has `ids` of a component on `tier`."""
         if self.plain:
             node.pages = ids
-            self.weigh(node, 1)
+            self.columns.weigh(node, 1)
             if not node.locks:
                 self.device.order.add(node)
         else:
-            self.weigh(node, -1)
+            self.columns.weigh(node, -1)
             _set(node, tier, index, ids)
-            self.weigh(node, 1)
-            self.settle(node)
+            self.columns.weigh(node, 1)
+            self.columns.settle(node)
         if index < 0:
             if tier is Tier.DEVICE and node.parent is not None:
                 node.parent.device_children += 1
@@ -323,17 +265,17 @@ class Forest:
 
     def take(self, node: Node, tier: Tier, index: int) -> bytes:
         """The node has no ids of a component on `tier` any more; those it had are returned. The parent may go next."""
-        if node is self.trimmed:
-            self.whole()
+        if node is self.columns.trimmed:
+            self.columns.whole()
         ids = self.ids(node, tier, index)
         assert ids is not None
-        self.weigh(node, -1)
+        self.columns.weigh(node, -1)
         _set(node, tier, index, None)
         if self.plain:
             self.device.order.discard(node)
         else:
-            self.weigh(node, 1)
-            self.settle(node)
+            self.columns.weigh(node, 1)
+            self.columns.settle(node)
         if index < 0:
             parent = node.parent
             assert parent is not None
@@ -342,42 +284,16 @@ class Forest:
                 if not parent.locks and parent.pages is not None:
                     self.device.order.add(parent)
             if self.journal is not None:
-                self.journal.removed(node.page_hashes(self.config.page_words), tier)
+                self.journal.removed(page_hashes(node, self.config.page_words), tier)
         return ids
 
     def trim(self, node: Node, pages: int) -> bytes:
-        """Cut the last `pages` pages off an unlocked leaf that has nothing but device pages; their ids are returned.
-
-        As a split and a removal of the end. What is left keeps its place in the order, and is another node: whoever
-        knew the old one knew of more pages. Its bytes are cut when somebody looks at them, so that the next cut, which
-        is of the same leaf, copies no more than what goes.
-        """
+        """See Columns.trim. The node is on the device alone, and unlocked."""
         keep = node.end - node.start - pages
-        assert node.pages is not None
         assert not node.locks
         if self.journal is not None:
-            self.journal.removed(node.page_hashes(self.config.page_words)[keep:], Tier.DEVICE)
-        if node.hashes is not None:
-            node.hashes = node.hashes[:keep]
-        del self.nodes[node.id]
-        node.id = self.next_id
-        self.next_id += 1
-        self.nodes[node.id] = node
-        if node is not self.trimmed:
-            self.whole()
-            self.trimmed = node
-        ids = node.pages[keep * ID_BYTES : (keep + pages) * ID_BYTES]
-        node.end -= pages
-        self.device.evictable -= pages
-        return ids
-
-    def whole(self) -> None:
-        """Cut the bytes of the leaf that was trimmed last to its pages. Every way to a node that reads them goes by."""
-        node = self.trimmed
-        if node is not None:
-            self.trimmed, pages = None, node.end - node.start
-            node.tokens = node.tokens[: pages * self.page_bytes]
-            node.pages = node.pages[: pages * ID_BYTES] if node.pages is not None else None
+            self.journal.removed(page_hashes(node, self.config.page_words)[keep:], Tier.DEVICE)
+        return self.columns.trim(node, pages)
 
     def ids(self, node: Node, tier: Tier, index: int) -> bytes | None:
         """Page ids of a component (-1: attention KV) at a node on a tier, int32 as bytes; None where it has none."""
@@ -386,15 +302,13 @@ class Forest:
         held = node.held[index]
         return held.pages if tier is Tier.DEVICE else held.host
 
-    def touch(self, path: Sequence[Node]) -> None:
-        """A use of `path`, deepest first. Of other components only what the end of the path needs is used."""
-        self.clock += 1
-        clock = self.clock
-        for node in path:
-            node.used = clock
-        self.device.order.touch(path)
-        if self.hosted:
-            self.host.order.touch(path)
+    def touch(self, path: list[Node], used_pages: int | None = None) -> None:
+        """A use of `path`, deepest first. Of other components only what its end needs is used: the end of the path, or
+        of its first `used_pages` pages.
+        """
+        self.columns.touch(path)
+        if self.config.components and used_pages is not None:
+            path = [node for node in path if node.end <= used_pages]
         for i, component in enumerate(self.config.components):
             reached = path[: self.reach(path, component.reach_tokens)]
             self.held_device[i].order.touch(reached)
@@ -407,13 +321,6 @@ class Forest:
             tokens -= (path[count].end - path[count].start) * self.config.page_tokens
             count += 1
         return count
-
-
-def _place(order: Order, node: Node, belongs: bool) -> None:
-    if belongs:
-        order.add(node)
-    else:
-        order.discard(node)
 
 
 def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:

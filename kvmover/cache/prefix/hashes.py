@@ -7,7 +7,7 @@ page starts from the namespace: what else must be equal, beside the tokens, for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from struct import unpack
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.cache.prefix.native import NATIVE
 from kvmover.errors import KvmoverError
 
 _TAG = b"kvmover-namespace-v1"
@@ -59,6 +60,7 @@ def _digest(namespace: PrefixNamespace) -> bytes:
 
 
 HASH_BYTES = 32
+WORD_BYTES = 4
 
 #: An array, array.array or memoryview of integers, which is not copied where it holds 32-bit words, or plain integers.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | memoryview
@@ -79,7 +81,7 @@ def chain(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
     """
     words = _words(tokens)
     _check(parent, page_tokens)
-    return _chain(parent, words, 4 * page_tokens)
+    return chain_bytes(parent, words.tobytes(), WORD_BYTES * page_tokens)
 
 
 def chain_bigrams(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[bytes]:
@@ -90,7 +92,7 @@ def chain_bigrams(parent: bytes, tokens: TokenIds, page_tokens: int) -> list[byt
     words = _words(tokens)
     _check(parent, page_tokens)
     pairs = np.stack([words[:-1], words[1:]], axis=1).reshape(-1)
-    return _chain(parent, pairs, 8 * page_tokens)
+    return chain_bytes(parent, pairs.tobytes(), 2 * WORD_BYTES * page_tokens)
 
 
 def as_int64(page_hash: bytes) -> int:
@@ -107,12 +109,17 @@ def as_int64s(page_hashes: Sequence[bytes]) -> tuple[int, ...]:
     return unpack(f">{len(page_hashes) * (HASH_BYTES // 8)}q", b"".join(page_hashes))[:: HASH_BYTES // 8]
 
 
-def _chain(parent: bytes, words: npt.NDArray[np.uint32], page_bytes: int) -> list[bytes]:
-    raw, hashes = words.tobytes(), list[bytes]()
-    for first in range(0, len(raw) - page_bytes + 1, page_bytes):
-        parent = sha256(parent + raw[first : first + page_bytes]).digest()
+def chain_in_python(parent: bytes, data: bytes, page_bytes: int) -> list[bytes]:
+    """See `chain_bytes`."""
+    hashes = list[bytes]()
+    for first in range(0, len(data) - page_bytes + 1, page_bytes):
+        parent = sha256(parent + data[first : first + page_bytes]).digest()
         hashes.append(parent)
     return hashes
+
+
+#: `(parent, data, page_bytes)`: `chain` of bytes, unchecked. In C where the processor has SHA instructions.
+chain_bytes: Callable[[bytes, bytes, int], list[bytes]] = getattr(NATIVE, "chain", chain_in_python)
 
 
 def _check(parent: bytes, page_tokens: int) -> None:

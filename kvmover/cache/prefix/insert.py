@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import WriteThrough
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.forest import ID_BYTES, Forest
+from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, unlike, words
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ROOT, FreePages, Inserted, PageArray, Tier
@@ -140,8 +141,8 @@ class Insertion:
             child = at.children.get(data[offset : offset + page_bytes])
             if child is None:
                 break
-            if child is forest.trimmed:
-                forest.whole()
+            if child is forest.columns.trimmed:
+                forest.columns.whole()
             tokens = child.tokens
             if not data.startswith(tokens, offset, stop):
                 cut = common_bytes(data, offset, stop, tokens, page_bytes) // page_bytes

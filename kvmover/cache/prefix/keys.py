@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.prefix.errors import PrefixError
-from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, chain
+from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, TokenIds, chain_bytes
+from kvmover.cache.prefix.native import NATIVE
 
 #: Page ids as they are handed in: a buffer of int32 is taken as it lies, anything else is converted.
 PageIds: TypeAlias = TokenIds
 
 DEFAULT_NAMESPACE = PrefixNamespace()
-
-WORD_BYTES = 4
 
 _INT32 = np.dtype(np.int32)
 
@@ -69,7 +68,7 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
         """
         known = self._hashes.get(page_words)
         if known is None:
-            known = chain(self.namespace.digest, memoryview(self.data).cast("I"), page_words)
+            known = chain_bytes(self.namespace.digest, self.data, page_words * WORD_BYTES)
             self._hashes[page_words] = known
         return known
 
@@ -79,7 +78,15 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 def words(tokens: TokenIds) -> bytes:
-    """`tokens` as 32-bit little-endian words. Raises PrefixError for what 32 bits cannot hold.
+    """`tokens` as 32-bit little-endian words. Raises PrefixError for what 32 bits cannot hold."""
+    if NATIVE is not None and _WORD_FORMATS:
+        data = NATIVE.words(tokens)
+        return data if data is not None else _converted(tokens)
+    return words_in_python(tokens)
+
+
+def words_in_python(tokens: TokenIds) -> bytes:
+    """See `words`.
 
     12,000 tokens take 1 us as 32-bit words, 6 us as 64-bit ones, 70 us as a list of numbers.
     """

@@ -28,21 +28,7 @@ class Locks:
 
     def device(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
         """Keep `node` and all above it: their pages where they are, and the nodes themselves."""
-        forest = self._forest
-        account, at = forest.device, node
-        while True:
-            at.locks += 1
-            if at.locks > 1:
-                break
-            pages = at.end - at.start
-            if at.pages is not None:
-                account.evictable -= pages
-                account.protected += pages
-                account.order.discard(at)
-            elif not at.host_locks:
-                self._pin(at)
-            assert at.parent is not None
-            at = at.parent
+        self._forest.columns.lock(node)
         return self._handle(node, Tier.DEVICE, segments)
 
     def host(self, node: Node, segments: tuple[LockedSegment, ...] = ()) -> LockHandle:
@@ -67,7 +53,7 @@ class Locks:
         for segment in locked.segments:
             self._shift(locked.node, segment, locked.tier, -1)
         if locked.tier is Tier.DEVICE:
-            self._release_device(locked.node)
+            self._forest.columns.unlock(locked.node)
         else:
             self._release_host(locked.node)
 
@@ -120,34 +106,16 @@ class Locks:
         self._forest.locked_paths[number] = LockedPath(node, tier, segments)
         return LockHandle(number, node.id, tier)
 
-    def _release_device(self, node: Node) -> None:
-        forest = self._forest
-        forest.clock += 1
-        account, at, clock = forest.device, node, forest.clock
-        at.locks -= 1
-        while not at.locks:
-            pages = at.end - at.start
-            at.used = clock
-            if at.pages is not None:
-                account.evictable += pages
-                account.protected -= pages
-                account.order.add(at)
-            elif not at.host_locks:
-                self._unpin(at)
-            assert at.parent is not None
-            at = at.parent
-            at.locks -= 1
-
     def _release_host(self, node: Node) -> None:
         forest, at = self._forest, node
-        forest.clock += 1
+        forest.columns.clock += 1
         at.host_locks -= 1
         while not at.host_locks:
             if at.pages is None and at.host is not None and not at.locks:
-                at.used = forest.clock
+                at.used = forest.columns.clock
                 self._unpin(at)
             elif forest.writes_back:
-                forest.settle(at)
+                forest.columns.settle(at)
             assert at.parent is not None
             at = at.parent
             at.host_locks -= 1
@@ -169,13 +137,13 @@ class Locks:
         forest, at = self._forest, node
         while at.end > segment.first:
             if at.end <= segment.stop:
-                forest.weigh(at, -1)
+                forest.columns.weigh(at, -1)
                 held = at.held[segment.index]
                 if tier is Tier.DEVICE:
                     held.locks += by
                 else:
                     held.host_locks += by
-                forest.weigh(at, 1)
-                forest.settle(at)
+                forest.columns.weigh(at, 1)
+                forest.columns.settle(at)
             assert at.parent is not None
             at = at.parent

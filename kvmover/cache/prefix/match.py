@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 
+from kvmover.cache.prefix.columns import Descent
 from kvmover.cache.prefix.components import MatchValidator
 from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.forest import Forest
-from kvmover.cache.prefix.keys import NO_IDS, RadixKey, common_bytes, page_array
+from kvmover.cache.prefix.keys import NO_IDS, RadixKey, page_array
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ROOT, LoadBack, Match, PageArray, Tier
 
-#: Nodes from the root down that spell a prompt, whole; one more that it leaves half way, and after how many pages.
-Descent: TypeAlias = tuple[list[Node], Node | None, int]
-
 
 def descend(forest: Forest, key: RadixKey, stop: int) -> Descent:
-    """As far as the first `stop` bytes of `key` are known. Nothing is changed.
-
-    O(bytes) + O(nodes): each node is one look-up of its first page and one comparison of memory.
-    """
-    path = list[Node]()
-    at = forest.roots.get(key.namespace)
-    if at is None:
-        return path, None, 0
-    data, page_bytes, offset, trimmed = key.data, forest.page_bytes, 0, forest.trimmed
-    compare = data.startswith
-    while offset < stop:
-        child = at.children.get(data[offset : offset + page_bytes])
-        if child is None:
-            break
-        if child is trimmed:
-            forest.whole()
-        tokens = child.tokens
-        if not compare(tokens, offset, stop):
-            return path, child, common_bytes(data, offset, stop, tokens, page_bytes) // page_bytes
-        path.append(child)
-        offset += len(tokens)
-        at = child
-    return path, None, 0
+    """As far as the first `stop` bytes of `key` are known. Nothing is changed."""
+    root = forest.roots.get(key.namespace)
+    return forest.columns.descend(root, key.data, stop) if root is not None else ([], None, 0)
 
 
 def walk(forest: Forest, key: RadixKey, stop: int) -> list[Node]:
@@ -63,8 +40,7 @@ def matched(forest: Forest, descent: Descent) -> Match:
     if forest.config.components or None in rows:
         return _anchors(forest, path)
     end, node_id = path[-1].end * forest.config.page_tokens, path[-1].id
-    data = b"".join(rows) if len(rows) > 1 else rows[0]  # type: ignore[arg-type]
-    ids = page_array(data)  # type: ignore[arg-type]  # none is None
+    ids = page_array(forest.columns.gather(path, path[-1].end))
     return Match(end, ids, node_id, end, node_id, end, _backed(forest, path) if forest.hosted else node_id)
 
 

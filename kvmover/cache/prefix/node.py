@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmover.cache.prefix.hashes import PrefixNamespace, chain
+from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, chain_bytes
 from kvmover.cache.prefix.results import Tier
 
 
@@ -62,21 +62,10 @@ class Node(msgspec.Struct, eq=False, gc=False):
     def __repr__(self) -> str:
         return f"Node({self.id}, pages {self.start} to {self.end})"
 
-    def page_hashes(self, page_words: int) -> tuple[bytes, ...]:
-        """Hash of each of its pages, of `page_words` 32-bit words, chained from the namespace.
-
-        Computed when somebody asks, with those above that nobody asked for yet, and kept: no split changes them.
-        """
-        missing = list[Node]()
-        above = self
-        while above.parent is not None and above.hashes is None:
-            missing.append(above)
-            above = above.parent
-        last = above.hashes[-1] if above.hashes else above.namespace.digest if above.namespace is not None else b""
-        for each in reversed(missing):
-            each.hashes = tuple(chain(last, memoryview(each.tokens).cast("I"), page_words))
-            last = each.hashes[-1]
-        return self.hashes or ()
+    def unlink(self) -> None:
+        """Cut the links to the nodes around it: it is forgotten."""
+        self.children.clear()
+        self.parent = None
 
     def path(self) -> list[Node]:
         """This node and those above it but for the root, deepest first."""
@@ -86,6 +75,23 @@ class Node(msgspec.Struct, eq=False, gc=False):
             path.append(node)
             node = node.parent
         return path
+
+
+def page_hashes(node: Node, page_words: int) -> tuple[bytes, ...]:
+    """Hash of each page of a node, of `page_words` 32-bit words, chained from the namespace.
+
+    Computed when somebody asks, with those above that nobody asked for yet, and kept: no split changes them.
+    """
+    missing = list[Node]()
+    above = node
+    while above.parent is not None and above.hashes is None:
+        missing.append(above)
+        above = above.parent
+    last = above.hashes[-1] if above.hashes else above.namespace.digest if above.namespace is not None else b""
+    for each in reversed(missing):
+        each.hashes = tuple(chain_bytes(last, each.tokens, page_words * WORD_BYTES))
+        last = each.hashes[-1]
+    return node.hashes or ()
 
 
 class LockedSegment(msgspec.Struct, frozen=True):

@@ -52,8 +52,10 @@ class Recency:
     and nothing is searched. With a strict order nothing is left to break ties.
     """
 
-    def __init__(self) -> None:
-        #: First what goes first. Straight-line paths go to it themselves.
+    def __init__(self, slot: int = 0) -> None:
+        """`slot`: which of a node's orders this is. Only orders that keep their links in the nodes need to know."""
+        self.slot = slot
+        #: First what goes first.
         self.nodes: OrderedDict[Node, None] = OrderedDict()
 
     def add(self, node: Node) -> None:

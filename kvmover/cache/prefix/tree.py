@@ -10,20 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvmover.cache.prefix.check import check
+from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
 from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.events import Journal, KVEvent, Sink
 from kvmover.cache.prefix.evict import Eviction
-from kvmover.cache.prefix.forest import ID_BYTES, Forest
+from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
 from kvmover.cache.prefix.joins import join
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, matched, walk
-from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.node import Node, page_hashes
 from kvmover.cache.prefix.plain import PlainSteps
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.results import (
@@ -103,10 +104,15 @@ class PrefixTree:
         if self._plain is not None:
             return self._plain.match(self._key(tokens, namespace), limit_tokens)
         path, inside, pages = self._descend(tokens, namespace, limit_tokens)
-        if path:
+        if not path:
+            return matched(self._forest, (path, inside, pages))
+        if not self.config.components:
             self._forest.touch(path[::-1])
-            path = join(self._forest, path)
-        return matched(self._forest, (path, inside, pages))
+            return matched(self._forest, (join(self._forest, path), inside, pages))
+        found = matched(self._forest, (path, inside, pages))
+        self._forest.touch(path[::-1], found.best_tokens // self.config.page_tokens)
+        join(self._forest, path)
+        return found
 
     def look(
         self,
@@ -147,7 +153,7 @@ class PrefixTree:
         then kept.
         """
         path = self._forest.view(node_id).path()
-        return [name for node in reversed(path) for name in node.page_hashes(self.config.page_words)]
+        return [name for node in reversed(path) for name in page_hashes(node, self.config.page_words)]
 
     def sizes(self, component: str = FULL, tier: Tier = Tier.DEVICE) -> Sizes:
         """Pages of a component on a tier. On the host, what is on the device too counts as protected."""

@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvmover.cache.ledger import DurationHistogram, Loss, Residency, Totals
+from kvmover.cache.ledger import Loss, Residency, Totals
 from kvmover.cache.replay.config import ReplayConfig
+from kvmover.exposition import DurationHistogram
 
 #: What no cache in pages could have reused, however large.
 UNAVOIDABLE = (Loss.PARTIAL_PAGE, Loss.LAST_TOKEN)

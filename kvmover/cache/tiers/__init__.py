@@ -2,8 +2,10 @@
 
 from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
+from kvmover.cache.tiers.allocator import DevicePages, FreeList
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
 from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool, unlink
+from kvmover.cache.tiers.loading import GatedLoads
 from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import (
     BestEffort,
@@ -34,6 +36,9 @@ __all__ = [
     "Controller",
     "ControllerConfig",
     "CostAware",
+    "DevicePages",
+    "FreeList",
+    "GatedLoads",
     "Grouped",
     "HostTier",
     "Inclusion",

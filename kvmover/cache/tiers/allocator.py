@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
+from typing import Protocol
 
 from kvmover.cache.prefix import (
     FULL,
@@ -23,8 +25,32 @@ from kvmover.cache.tiers.tiered_pool import TieredPool
 from kvmover.errors import TierError
 
 
+class DevicePages(Protocol):
+    """Free pages of one component on the device. An engine that deals them itself is asked for them by this."""
+
+    def __len__(self) -> int:
+        """Pages that `take` has."""
+        ...
+
+    def take(self, count: int) -> list[int]:
+        """Ids for the tree. Raises TierError where there are fewer, and takes none."""
+        ...
+
+    def give(self, ids: Iterable[int]) -> None:
+        """The tree uses these no more."""
+        ...
+
+    def places(self, ids: Sequence[int]) -> Sequence[int]:
+        """The pages of the pool that these ids stand for, in order."""
+        ...
+
+    def check(self, others: Collection[int]) -> None:
+        """Raise InvariantBroken unless each page is free or one of `others`."""
+        ...
+
+
 class FreeList:
-    """Page ids that nobody uses, of `pages` ids from 0."""
+    """Page ids that nobody uses, of `pages` ids from 0, which are the pool's own."""
 
     def __init__(self, name: str, pages: int) -> None:
         self._name, self.pages = name, pages
@@ -59,6 +85,10 @@ class FreeList:
             self._ids.add(page)
             heappush(self._heap, page)
 
+    def places(self, ids: Sequence[int]) -> Sequence[int]:
+        """See DevicePages."""
+        return ids
+
     def check(self, others: Collection[int]) -> None:
         """Raise InvariantBroken unless each page is free or one of `others`, which the tree and the caller have."""
         if sorted(self._heap) != sorted(self._ids):
@@ -78,14 +108,24 @@ _ROOM_PAGES = 512
 
 
 class PageAllocator:
-    """Free page ids of one rank. An id is free here, the tree's, a record's or the caller's; none is returned twice."""
+    """Free page ids of one rank. An id is free here, the tree's, a record's or the caller's; none is returned twice.
 
-    def __init__(self, tree: PrefixTree, tiered_pools: Sequence[TieredPool], copies: LayerwiseCopier) -> None:
+    `device_pages`: of components whose pages on the device the engine deals.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        tiered_pools: Sequence[TieredPool],
+        copies: LayerwiseCopier,
+        device_pages: Mapping[str, DevicePages] = MappingProxyType({}),
+    ) -> None:
         self.tree, self.tiered_pools, self.copies = tree, tuple(tiered_pools), copies
         #: Hears of what was evicted to the host, once it is there.
         self.copied_out: Callable[[CopyOut], None] = lambda action: None
         names = [FULL, *(component.name for component in tree.config.components)]
-        self.free: dict[tuple[str, Tier], FreeList] = {}
+        self.free: dict[tuple[str, Tier], DevicePages] = {}
+        self.host: dict[str, FreeList] = {}
         for name in names:
             mine = [tiered_pool for tiered_pool in tiered_pools if tiered_pool.name == name]
             if not mine:
@@ -96,7 +136,12 @@ class PageAllocator:
                     raise TierError(
                         f"pools of {name!r} that share page ids have {sizes} pages on the {tier.name.lower()}"
                     )
-                self.free[name, tier] = FreeList(f"{name} on the {tier.name.lower()}", sizes[0])
+                if tier is Tier.DEVICE and name in device_pages:
+                    self.free[name, tier] = device_pages[name]
+                    continue
+                free = self.free[name, tier] = FreeList(f"{name} on the {tier.name.lower()}", sizes[0])
+                if tier is Tier.HOST:
+                    self.host[name] = free
         if unknown := {tiered_pool.name for tiered_pool in tiered_pools} - set(names):
             raise TierError(f"pools for {sorted(unknown)}, and the tree has {names}")
 
@@ -109,7 +154,7 @@ class PageAllocator:
         """Ids, from what was used least recently where none are free; None where that does not do."""
         pool = self.free[name, tier]
         if count > len(pool):
-            self._evict(name, tier, count - len(pool))
+            self.evict(name, tier, count - len(pool))
         return pool.take(count) if count <= len(pool) else None
 
     def take_all(self, counts: Mapping[str, int], tier: Tier) -> dict[str, list[int]] | None:
@@ -139,8 +184,8 @@ class PageAllocator:
                 self.give(action.component, action.tier, action.page_ids.tolist())
             else:
                 for leg in action.legs:
-                    if (leg.component, Tier.HOST) in self.free:
-                        self.free[leg.component, Tier.HOST].claim(leg.dst_page_ids.tolist())
+                    if leg.component in self.host:
+                        self.host[leg.component].claim(leg.dst_page_ids.tolist())
                 self.copies.at_once(self.batches(action.legs, Tier.HOST), Tier.HOST)
                 self.copied_out(action)
 
@@ -151,7 +196,8 @@ class PageAllocator:
             src, to = leg.src_page_ids.tolist(), leg.dst_page_ids.tolist()
             for tiered_pool in self.tiered_pools:
                 if tiered_pool.name == leg.component:
-                    host, device = (src, to) if dst is Tier.DEVICE else (to, src)
+                    host, ids = (src, to) if dst is Tier.DEVICE else (to, src)
+                    device = self.free[leg.component, Tier.DEVICE].places(ids)
                     places = tiered_pool.mine(host) if dst is Tier.HOST else list(range(len(host)))
                     found.append(Batch(tiered_pool, [host[i] for i in places], [device[i] for i in places]))
         return found
@@ -170,16 +216,23 @@ class PageAllocator:
         if doubles:
             self.apply(self.tree.evict_host(doubles))
 
-    def _evict(self, name: str, tier: Tier, pages: int) -> None:
+    def evict(self, name: str, tier: Tier, pages: int) -> ActionList:
+        """Free at least `pages` ids, or all that may go. What was done is said, and has been done."""
         if tier is Tier.HOST:
-            self.apply(self.tree.evict_host(pages, name))
-            return
-        room: list[int] = []
-        if isinstance(self.tree.config.tiers, WriteBack):
-            host = self.free[FULL, Tier.HOST]
-            coming = min(pages, self.tree.sizes(name, tier).evictable)  # the host gives up nothing for what stays
-            if coming > len(host):
-                self.apply(self.tree.evict_host(coming - len(host)))
-            room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
-            host.give(room)  # what a copy takes of it is claimed when it is carried out
-        self.apply(self.tree.evict(pages, name, room=room))
+            given = self.tree.evict_host(pages, name)
+        else:
+            given = self.tree.evict(pages, name, room=self._room(name, pages))
+        self.apply(given)
+        return given
+
+    def _room(self, name: str, pages: int) -> list[int]:
+        """Free pages of the host for a tree that writes back as it evicts."""
+        if not isinstance(self.tree.config.tiers, WriteBack):
+            return []
+        host = self.host[FULL]
+        coming = min(pages, self.tree.sizes(name).evictable)  # the host gives up nothing for what stays
+        if coming > len(host):
+            self.apply(self.tree.evict_host(coming - len(host)))
+        room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
+        host.give(room)  # what a copy takes of it is claimed when it is carried out
+        return room

@@ -82,6 +82,11 @@ class Backups:
         if self.writes_back and self.policy.store is Store.BACKED and self.storage is not None:
             self._kept.update(dict.fromkeys(np.asarray(page_ids).tolist(), node))
 
+    def forget(self) -> None:
+        """The tree has nothing any more."""
+        self._due.clear()
+        self._kept.clear()
+
     def copied_out(self, action: CopyOut) -> None:
         """Pages came to the host as they were evicted."""
         if not self._kept:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from kvmover.cache.prefix import (
     DEFAULT_NAMESPACE,
     FULL,
+    ActionList,
     Inserted,
     KVEvent,
     LockHandle,
@@ -26,16 +29,20 @@ from kvmover.cache.prefix import (
     WriteBack,
 )
 from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
-from kvmover.cache.tiers.allocator import PageAllocator
+from kvmover.cache.tiers.allocator import DevicePages, PageAllocator
 from kvmover.cache.tiers.backup import Backups, StorageEvents
 from kvmover.cache.tiers.layerwise_copier import LayerwiseCopier
+from kvmover.cache.tiers.loading import GatedLoads
 from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import Inclusion, TierPolicy
 from kvmover.cache.tiers.restore_driver import Restore, Restores
 from kvmover.cache.tiers.restore_machine import GivenUp, Hurry
-from kvmover.cache.tiers.storage import Stopwatch, Storage, StorageWorker, Urgency
+from kvmover.cache.tiers.storage import Stopwatch, Storage, StorageChore, StorageWorker, Urgency
 from kvmover.cache.tiers.tiered_pool import TieredPool
 from kvmover.errors import TierError
+
+if TYPE_CHECKING:
+    import torch
 
 #: How long `wait` sleeps at most between two polls: a storage job that ends wakes it.
 _NAP_S = 0.002
@@ -43,11 +50,14 @@ _NAP_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class ControllerConfig:
-    """What a controller is made with beside its parts. `clock` is in seconds; `group_layers` see LayerwiseCopier."""
+    """What a controller is made with beside its parts. `clock` is in seconds; `group_layers` and `fences` see
+    LayerwiseCopier.
+    """
 
     policy: TierPolicy = field(default_factory=TierPolicy)
     consensus: Consensus = field(default_factory=LocalConsensus)
     group_layers: int = 8
+    fences: Sequence[torch.cuda.Stream] = ()
     clock: Callable[[], float] = time.monotonic
     sink: Callable[[KVEvent], None] | None = None
     engine: str = "engine"
@@ -61,6 +71,9 @@ class Controller:
 
     A request: `restore` and `poll` until it is ready; `take` pages for the rest of its prompt; compute; `keep`; and
     `release` what was restored.
+
+    An engine that allocates, inserts and matches by itself gives its `device_pages`, by component, and asks for less:
+    `prefetch` while a request waits, `load` when it is admitted, `kept` after an insert, and `evict` for room.
     """
 
     def __init__(
@@ -69,6 +82,7 @@ class Controller:
         tiered_pools: Sequence[TieredPool],
         storage: Storage | None = None,
         config: ControllerConfig | None = None,
+        device_pages: Mapping[str, DevicePages] = MappingProxyType({}),
     ) -> None:
         self.config = config or ControllerConfig()
         policy, clock, sink = self.config.policy, self.config.clock, self.config.sink
@@ -79,8 +93,10 @@ class Controller:
         self.worker = StorageWorker({urgency: rate for urgency, rate in rates.items() if rate})
         shared = any(tiered_pool.share.count > 1 for tiered_pool in tiered_pools)
         self.collectives = CollectiveOps(checksum) if shared else CollectiveOps()
-        self.copies = LayerwiseCopier(tiered_pools[0].device.tensors[0].device, self.config.group_layers)
-        self.allocator = PageAllocator(tree, tiered_pools, self.copies)
+        self.copies = LayerwiseCopier(
+            tiered_pools[0].device.tensors[0].device, self.config.group_layers, self.config.fences
+        )
+        self.allocator = PageAllocator(tree, tiered_pools, self.copies, device_pages)
         hands = self.allocator, storage, self.worker, self.collectives, policy, self.meter
         self._events = StorageEvents(sink, storage.whole) if storage is not None and sink is not None else None
         if storage is not None and self._events is not None:
@@ -88,6 +104,8 @@ class Controller:
         self._backups = Backups(*hands, self._events)
         self.allocator.copied_out = self._backups.copied_out
         self._restores = Restores(*hands, clock, self._backups.reused)
+        self._chore = False
+        self.loads = GatedLoads(self.allocator, self.collectives, self.meter, self._backups.reused)
 
     @property
     def tree(self) -> PrefixTree:
@@ -109,7 +127,15 @@ class Controller:
         """
         key = tokens if isinstance(tokens, RadixKey) else self.tree.key(tokens, namespace)
         limit = key.tokens - 1 if limit_tokens is None else min(limit_tokens, key.tokens)
-        return self._restores.begin(key, max(0, limit))
+        return self._restores.begin(key, max(0, limit), self.config.policy)
+
+    def prefetch(self, key: RadixKey, limit_tokens: int) -> Restore:
+        """As `restore`, as far as the host: what comes there is loaded when the request is admitted, or never."""
+        return self._restores.begin(key, limit_tokens, replace(self.config.policy, least_load_tokens=limit_tokens + 1))
+
+    def load(self, node: int) -> int | None:
+        """Bring the path to `node` from the host to the device: see `GatedLoads.begin`. `loads.wait` is the gate."""
+        return self.loads.begin(node)
 
     def want(self, restore: Restore) -> None:
         """The request is to start now: with BestEffort a read ends with what it has."""
@@ -158,11 +184,40 @@ class Controller:
             counted_tokens=counted_tokens,
             namespace=namespace,
         )
+        self.kept(kept, page_ids)
+        return kept
+
+    def kept(self, kept: Inserted, page_ids: PageIds) -> None:
+        """As `keep`, of pages that the caller has inserted into the tree."""
         self._backups.kept(kept.node, page_ids)
         self.allocator.apply(kept)
         for node in kept.backups:
             self._backups.back_up(node)
-        return kept
+
+    def evict(self, pages: int, component: str = FULL) -> ActionList:
+        """Free at least `pages` device pages of a component, or all that nobody locked. What was done is said."""
+        return self.allocator.evict(component, Tier.DEVICE, pages)
+
+    def reset(self) -> None:
+        """Forget what device and host hold. Raises PrefixError while a lock or an operation is out."""
+        self.allocator.apply(self.tree.reset())
+        self._backups.forget()
+
+    def beside(self, work: Callable[[], None]) -> None:
+        """Do `work` in the storage thread, behind what waits there; not while such work waits already.
+
+        What it raises is raised by `poll`.
+        """
+        if self._chore:
+            return
+        self._chore = True
+
+        def ended(error: Exception | None) -> None:
+            self._chore = False
+            if error is not None:
+                raise error
+
+        self.worker.begin(StorageChore(work), Urgency.WRITE, ended)
 
     # Progress
 
@@ -229,6 +284,7 @@ class Controller:
         self.copies.check()
         self._restores.check()
         self._backups.check()
+        self.loads.check()
 
     def close(self) -> None:
         """Stop the thread. What is on its way to storage is dropped: `wait` before, to have it written."""

@@ -74,15 +74,18 @@ class LayerGate:
 
 @dataclass(slots=True)
 class LayerwiseCopier:
-    """Of one rank. `group_layers`: how many layers make a group."""
+    """Of one rank. `group_layers`: how many layers make a group. `fences`: streams whose work so far a copy waits for,
+    beside the current one's.
+    """
 
     device: torch.device
     group_layers: int = 8
+    fences: Sequence[torch.cuda.Stream] = ()
     _under_way: list[LayerwiseCopy] = field(default_factory=list[LayerwiseCopy])
     _streams: dict[Tier, CopyStream] = field(default_factory=dict[Tier, CopyStream])
 
     def begin(self, batches: Sequence[Batch], dst: Tier, done: Callable[[], None]) -> LayerGate:
-        """Copy the batches to `dst`, after all that the current stream has been given. Raises RegionError."""
+        """Copy the batches to `dst`, after all that the current stream and fences were given. Raises RegionError."""
         most = max((batch.tiered_pool.part.box.layers.count for batch in batches), default=1)
         groups = deque(
             [
@@ -150,7 +153,7 @@ class LayerwiseCopier:
 
     def _launch(self, copy: LayerwiseCopy, dst: Tier) -> None:
         stream = self._streams.setdefault(dst, CopyStream(self.device))
-        stream.follow()
+        stream.follow(*self.fences)
         while copy.groups:
             event = stream.launch(copy.groups.popleft())
             assert event is not None

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from kvmover.exposition import RANK, Metric, MetricKind, families, named
-from kvmover.transfer.meter import BOUNDS_S, Histogram
+from kvmover.exposition import OPERATION_BOUNDS_S, RANK, DurationHistogram, Metric, MetricKind, families, named
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -54,12 +53,16 @@ class TierGauge(StrEnum):
     WRITING_PAGES = "writing_pages"
 
 
+def _empty() -> dict[TierStage, DurationHistogram]:
+    return {stage: DurationHistogram(OPERATION_BOUNDS_S) for stage in TierStage}
+
+
 @dataclass(slots=True)
 class TierMeter:
     """`dropped`: pages by (verb, why) that were not backed up, stored, fetched or loaded."""
 
     counts: Counter[TierCount] = field(default_factory=Counter[TierCount])
-    stages: dict[TierStage, Histogram] = field(default_factory=lambda: {stage: Histogram() for stage in TierStage})
+    stages: dict[TierStage, DurationHistogram] = field(default_factory=_empty)
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
 
     def copy(self) -> TierMeter:
@@ -141,7 +144,7 @@ class TierCollector:
     def collect(self) -> Iterator[Family]:
         """The metric families of docs/metrics.md, from one snapshot of each rank. For prometheus_client."""
         taken = [snapshot() for snapshot in self._snapshots]
-        yield from families(METRICS, taken, BOUNDS_S)
+        yield from families(METRICS, taken)
         dropped: Any = _DROPPED.family()
         for at in taken:
             for (verb, why), pages in at.meter.dropped.items():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import structs
 
 from kvmover.cache.ledger import Credit, Loss
 from kvmover.cache.prefix import (
@@ -140,10 +141,11 @@ class Restores:
         states = [restore.state for restore in (*self.open, *self.leaving)]
         return sum(state.op_pages for state in states if state.asked is RestorePhase.READ)
 
-    def begin(self, key: RadixKey, limit_tokens: int) -> Restore:
+    def begin(self, key: RadixKey, limit_tokens: int, policy: TierPolicy) -> Restore:
         """Begin to bring what is kept of the first `limit_tokens` tokens of `key`. It may be ready at once."""
         match = self.allocator.tree.match(key, limit_tokens=limit_tokens)
-        state, actions = restore_machine.start(self.terms, limit_tokens, match.tokens, match.best_tokens, self.clock())
+        terms = structs.replace(self.terms, policy=policy)
+        state, actions = restore_machine.start(terms, limit_tokens, match.tokens, match.best_tokens, self.clock())
         restore = Restore(key, match, state)
         self._lock(restore, match)
         self.open.append(restore)
@@ -261,7 +263,7 @@ class Restores:
             if pool.name != FULL:
                 needs[pool.name] = pool.rule.needs(pages, self.terms.page_tokens)
         ids = None
-        if self.reading_pages + pages - anchor <= self.policy.reading_share * allocator.free[FULL, Tier.HOST].pages:
+        if self.reading_pages + pages - anchor <= self.policy.reading_share * allocator.host[FULL].pages:
             ids = allocator.take_all({name: len(where) for name, where in needs.items()}, Tier.HOST)
         if ids is None:
             return restore_machine.HostFull(pages * self.terms.page_tokens - restore.found.best_tokens)

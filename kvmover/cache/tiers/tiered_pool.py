@@ -87,7 +87,7 @@ class TieredPool:
         """
         part = part_of(component, fleet, rank)
         shard = fleet.shard(component, rank, page_tokens(fleet))
-        spec = PoolSpec.dense(component, shard, host.pages, component.page_tokens(fleet.page_tokens), host.order)
+        spec = PoolSpec.dense(component, shard, host.pages, fleet.page_rows(component), host.order)
         rule = LAST_PAGE if component.states else Rule(component.window)
         return cls(name, part, device, host_pool(spec, host.share, device.tensors[0].device), rule, host.share)
 

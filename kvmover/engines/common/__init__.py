@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from kvmover.engines.common.parallel_rank import ParallelRank
     from kvmover.engines.common.release import EngineUnsupported, Tested
+    from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
 
 _HOMES = {

@@ -16,6 +16,8 @@ _registry: Any = import_module("sglang.srt.mem_cache.registry")
 _components: Any = import_module("sglang.srt.mem_cache.unified_cache.component_type")
 _common: Any = import_module("sglang.srt.utils.common")
 _context: Any = import_module("sglang.srt.runtime_context")
+_environ: Any = import_module("sglang.srt.environ")
+_pools: Any = import_module("sglang.srt.mem_cache.memory_pool")
 
 BasePrefixCache: Any = _base.BasePrefixCache
 DecLockRefResult: Any = _base.DecLockRefResult
@@ -24,6 +26,7 @@ IncLockRefResult: Any = _base.IncLockRefResult
 InsertParams: Any = _base.InsertParams
 InsertResult: Any = _base.InsertResult
 MatchResult: Any = _base.MatchResult
+TreeLock: Any = _base.TreeLock
 
 _batch: Any = import_module("sglang.srt.managers.schedule_batch")
 _events: Any = import_module("sglang.srt.disaggregation.kv_events")
@@ -33,9 +36,10 @@ EventPublisher: Any = _events.EventPublisher
 #: An endpoint with its port moved by a data-parallel rank; None of None.
 port_of_rank: Any = _events.ZmqEventPublisher.offset_endpoint_port
 
-#: SGLang's names of attention KV and of windows.
+#: SGLang's names of attention KV, of windows, and of states of recurrent layers.
 FULL: Any = _components.ComponentType.FULL
 SWA: Any = _components.ComponentType.SWA
+MAMBA: Any = _components.ComponentType.MAMBA
 
 default_radix_cache: Any = _registry.default_radix_cache_factory
 
@@ -57,6 +61,21 @@ def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
 def has_windows(allocator: Any) -> bool:
     """Whether an allocator has pages of windows beside those of attention KV."""
     return type(allocator).__name__ == HYBRID_ALLOCATOR
+
+
+def has_states(rows: Any) -> bool:
+    """Whether requests have slots in a pool of states beside their rows."""
+    return isinstance(rows, _pools.HybridReqToTokenPool)
+
+
+def state_grid(page_tokens: int) -> int:
+    """States that the tree can name are of multiples of this many tokens, as SGLang takes its snapshots."""
+    return _context.mamba_checkpoint_grid(page_tokens)
+
+
+def leaves_states_unlocked() -> bool:
+    """Whether SGLang counts on it that a request which has copied its state locks it no more."""
+    return _environ.envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()
 
 
 def is_abort(reason: Any) -> bool:
@@ -88,11 +107,27 @@ def odd_windows(context: Any) -> str:
     return ", ".join(name for name, is_odd in odd.items() if is_odd)
 
 
-def asked_beside(context: Any) -> str:
-    """What else a `TreeCacheBuildContext` asks for that only SGLang's own tree does; empty for nothing."""
+def odd_states(context: Any) -> str:
+    """What makes states of a `TreeCacheBuildContext` other than slots of requests and of the tree; empty for none."""
+    params, rows, options = context.params, context.params.req_to_token_pool, _context.get_exec().mamba
+    pool = getattr(rows, "mamba_pool", None)
+    behind = getattr(pool, "replayssm_write_pos", None) is not None
+    odd = {
+        f"in {type(rows).__name__}": type(rows) is not _pools.HybridReqToTokenPool,
+        "in eight bits (--enable-int8-mamba-checkpoint)": getattr(rows, "mamba_ckpt_pool", None) is not None,
+        "some of a path only (--mamba-max-states-per-path)": options.mamba_max_states_per_path >= 0,
+        "behind their tokens (--enable-linear-replayssm)": behind and not params.enable_mamba_extra_buffer,
+        f"without snapshots in pages of {params.page_size} tokens": (
+            params.page_size > 1 and not params.enable_mamba_extra_buffer
+        ),
+    }
+    return ", ".join(name for name, is_odd in odd.items() if is_odd)
+
+
+def asked_beside() -> str:
+    """What else this process is asked for that only SGLang's own tree does; empty for nothing."""
     memory, disaggregation = _context.get_memory(), _context.get_disagg()
     asked = {
-        "HiCache's tiers (--enable-hierarchical-cache)": context.enable_hierarchical_cache,
         "LMCache (--enable-lmcache)": memory.enable_lmcache,
         "FlexKV (--enable-flexkv)": memory.enable_flexkv,
         "retraction to the host's pool": disaggregation.disaggregation_decode_retraction_backup == "host_pool",

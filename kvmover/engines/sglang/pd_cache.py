@@ -282,7 +282,7 @@ def _cut(state: RankCache, dim: int, outer: int, groups: Sequence[int], place: P
 
 def pool_of(cache: RankCache, component: Component, page_tokens: int, device: torch.device) -> Pool:
     """The engine's memory as it lies: pages of `token head dim`, states of `kv head dim`. It stays the engine's."""
-    tokens, layers = component.page_tokens(page_tokens), cache.layers
+    tokens, layers = 1 if component.states else page_tokens, cache.layers
     token_bytes = cache.own_heads * cache.row_bytes
     shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, cache.row_bytes)
     stride = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes, 1)

@@ -63,8 +63,9 @@ def event_publisher(**options: Any) -> Any:
 
 
 def radix_cache(context: Any) -> Any:
-    """The prefix cache of one rank. Imported when a server asks for it."""
-    return import_module("kvmover.engines.sglang.radix_cache").build(context)
+    """The prefix cache of one rank, with tiers where SGLang is asked for them. Imported when a server asks for it."""
+    module = "radix_tiers" if context.enable_hierarchical_cache else "radix_cache"
+    return import_module(f"kvmover.engines.sglang.{module}").build(context)
 
 
 def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

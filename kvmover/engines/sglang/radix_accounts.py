@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -19,19 +21,21 @@ from kvmover.observe.observers import Observers
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
+    from kvmover.cache.tiers import TierCollector
     from kvmover.config import Settings
     from kvmover.engines.common import ParallelRank
 
 
 @dataclass(slots=True)
 class Lookup:
-    """What a request asked for and what was found. `last_page_tokens` were found and are computed all the same: a page
-    with a prompt's last token in it always is.
+    """What a request asked for and what was found, on device and host. `last_page_tokens` were found and are computed
+    all the same: a page with a prompt's last token in it always is. `left`: tokens that storage has and did not bring.
     """
 
     prompt_tokens: int
     found_tokens: int = 0
     last_page_tokens: int = 0
+    left: Mapping[Loss, int] = field(default_factory=dict[Loss, int])
 
 
 @dataclass(slots=True)
@@ -57,6 +61,7 @@ class RadixAccounts:
         self._groups = TenantGroups(AccountGroup(model=model))
         self._attempts: dict[str, _Attempt] = {}
         self._lock = Lock()
+        self._beside: list[TierCollector] = []
         self._observers.serve(self)
 
     def close(self) -> None:
@@ -64,9 +69,14 @@ class RadixAccounts:
         self._observers.close()
 
     def collect(self) -> list[Family]:
-        """The ledger's families. For prometheus_client."""
+        """The ledger's families, and those of the tiers. For prometheus_client."""
         with self._lock:
-            return list(LedgerCollector(self.ledger).collect())
+            found = list(LedgerCollector(self.ledger).collect())
+        return [*found, *(family for collector in self._beside for family in collector.collect())]
+
+    def show(self, tiers: TierCollector) -> None:
+        """Serve these families too."""
+        self._beside.append(tiers)
 
     def matched(self, request: str, lookup: Lookup, params: object = None) -> None:
         """A look-up of a request that waits. The last one before admission counts.
@@ -78,7 +88,7 @@ class RadixAccounts:
         if attempt is not None and attempt.prefix_tokens is not None:
             return
         self._attempts[request] = _Attempt(lookup)
-        reusable = lookup.found_tokens + lookup.last_page_tokens
+        reusable = lookup.found_tokens + lookup.last_page_tokens + sum(lookup.left.values())
         if attempt is not None:
             with self._lock:
                 self.ledger.matched(request, lookup.prompt_tokens, reusable, time.time())
@@ -89,18 +99,17 @@ class RadixAccounts:
             self.ledger.matched(request, lookup.prompt_tokens, reusable, time.time(), group)
             self.ledger.predicted(request, hints.prediction(lookup.prompt_tokens, lookup.found_tokens))
 
-    def admitted(self, request: str, prefix_tokens: int) -> None:
-        """The request has pages, behind `prefix_tokens` that it found. Later chunks of it change nothing."""
+    def admitted(self, request: str, credit: Credit, why: Loss = Loss.THRESHOLD) -> None:
+        """The request has pages, behind what it found; `why` it has not all of that. Later chunks change nothing."""
         attempt = self._attempts.get(request)
         if attempt is None or attempt.prefix_tokens is not None:
             return
-        attempt.prefix_tokens = prefix_tokens
+        prefix = attempt.prefix_tokens = credit.device_tokens + credit.host_tokens + credit.storage_tokens
         lookup = attempt.lookup
-        lost = {Loss.LAST_TOKEN: lookup.last_page_tokens, Loss.THRESHOLD: lookup.found_tokens - prefix_tokens}
+        lost = Counter({Loss.LAST_TOKEN: lookup.last_page_tokens, why: lookup.found_tokens - prefix})
+        lost.update(lookup.left)
         with self._lock:
-            self.ledger.admitted(
-                request, Credit(device_tokens=prefix_tokens), {reason: count for reason, count in lost.items() if count}
-            )
+            self.ledger.admitted(request, credit, {reason: count for reason, count in lost.items() if count})
 
     def concurrent(self, request: str, tokens: int) -> None:
         """The request computed `tokens` of its prompt that another had kept by then."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvmover.cache.ledger import Credit
 from kvmover.cache.prefix import (
     FIFO,
     LFU,
@@ -24,6 +25,7 @@ from kvmover.cache.prefix import (
     ROOT,
     SLRU,
     ActionList,
+    DeviceOnly,
     EvictionPolicy,
     Inserted,
     InvariantBroken,
@@ -35,6 +37,8 @@ from kvmover.cache.prefix import (
     RadixKey,
     SlidingWindow,
     StaleHandle,
+    State,
+    Tiers,
     coalesce,
 )
 from kvmover.cache.prefix import FULL as ATTENTION
@@ -42,20 +46,27 @@ from kvmover.config import load
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine, engine_radix
 from kvmover.engines.sglang.device_indices import DeviceIndices
-from kvmover.engines.sglang.engine_radix import FULL, SWA
+from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.event_publisher import CacheEvents
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
+from kvmover.engines.sglang.radix_states import SnapshotSlots, StateSlots
 from kvmover.engines.sglang.radix_windows import WindowPages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
 log = logging.getLogger(__name__)
 
-#: The tree's name of sliding windows.
-WINDOW = "swa"
+#: The tree's names of sliding windows, and of states of recurrent layers.
+WINDOW, STATE = "swa", "state"
+
+#: By SGLang's names.
+_COMPONENTS = {SWA: WINDOW, MAMBA: STATE}
+
+#: Nothing below the device.
+DEVICE_ONLY = DeviceOnly()
 
 #: Token ids are 32-bit words in the tree.
 _WORD_BITS = 32
@@ -64,12 +75,12 @@ _HIGHEST = 2**63 - 1
 
 
 class KvmoverRadixCache(engine_radix.BasePrefixCache):
-    """One rank's cache on the device, of attention KV and of sliding windows. SGLang knows nodes by the tree's ids.
+    """One rank's cache on the device: attention KV, sliding windows, states. SGLang knows nodes by the tree's ids.
 
     `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
     """
 
-    def __init__(self, params: Any, accounts: RadixAccounts | None = None) -> None:
+    def __init__(self, params: Any, accounts: RadixAccounts | None = None, tiers: Tiers = DEVICE_ONLY) -> None:
         """Raises EngineUnsupported for an eviction policy that the tree has not."""
         import torch
 
@@ -86,11 +97,17 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self.sliding_window_size: int | None = params.sliding_window_size
         self.draft_swa_window: int = params.draft_swa_window
         window = params.swa_retain_window if engine_radix.has_windows(allocator) else None
+        stateful = engine_radix.has_states(params.req_to_token_pool)
+        components: list[SlidingWindow | State] = [] if window is None else [SlidingWindow(window)]
+        if stateful:
+            components.append(State(grid_tokens=engine_radix.state_grid(self.page_size)))
         self._tree = PrefixTree(
             self.page_size,
-            components=[] if window is None else [SlidingWindow(window)],
+            components=components,
             policy=self._policy,
-            units=KeyUnits.BIGRAM if params.is_eagle else KeyUnits.PLAIN,
+            tiers=tiers,
+            # As in SGLang's own cache: a state is of tokens.
+            units=KeyUnits.BIGRAM if params.is_eagle and not stateful else KeyUnits.PLAIN,
             sink=self._events.append if params.enable_kv_cache_events else None,
         )
         to_device = partial(engine_radix.to_device, device=self._device)
@@ -98,6 +115,10 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self._windows: WindowPages | None = None
         if window is not None:
             self._windows = WindowPages(allocator, DeviceIndices(self.page_size, self._device, to_device))
+        self._states: StateSlots | None = None
+        if stateful:
+            kind = SnapshotSlots if params.enable_mamba_extra_buffer else StateSlots
+            self._states = kind(params.req_to_token_pool, DeviceIndices(1, self._device, to_device))
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -107,10 +128,20 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """The longest prefix that is cached, in whole pages. Nothing is locked."""
         match = self._tree.match(self._key(params.key))
         if self._accounts is not None and params.req is not None:
-            lookup = self._lookup(params.req, params.key, match.tokens)
+            lookup = self._lookup(params.req, params.key, match.best_tokens)
             self._accounts.matched(params.req.rid, lookup, params.req.sampling_params.custom_params)
         node = match.device_node
-        return engine_radix.MatchResult(match.tokens, node, node, node, full_kv_hit_length=match.full_tokens)
+        if self._states is not None and params.cow_mamba and match.tokens:
+            self._states.start(params.req, dict(match.held)[STATE], partial(self._room_for_state, node))
+        return engine_radix.MatchResult(
+            match.tokens,
+            node,
+            match.host_node,
+            match.best_node,
+            host_hit_length=match.best_tokens - match.tokens,
+            mamba_branching_seqlen=dict(match.branches).get(STATE),
+            full_kv_hit_length=match.full_tokens,
+        )
 
     def touch_prefix(self, key: Any) -> None:
         """The path of a request that waits is used: it goes later."""
@@ -120,14 +151,22 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """Keep the request's pages up to `up_to` tokens, have its row name the tree's, and lock them instead of those
         before.
         """
-        kept = req.kv.cache_protected_len
-        key = self._key_of(req, req.full_untruncated_fill_ids[:up_to])
+        kept, states = req.kv.cache_protected_len, self._states
+        reach = up_to if states is None else min(up_to, states.reach(req, up_to))
+        key = self._key_of(req, req.full_untruncated_fill_ids[:reach])
         end = key.tokens // self.page_size * self.page_size
         if end <= kept:
+            if states is not None:
+                states.withhold(req)
+            self._reused(req, key, end)
             return
+        state = NO_IDS if states is None else self._take_state(states, req, reach == end)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         live = min(end, max(kept, req.kv.get_evicted_seqlen(SWA)))
-        known, node = self._insert(key, row[kept:end], kept, live, req.kv.cache_inserted_len, req.priority or 0)
+        inserted = self._insert(key, row[kept:end], kept, live, req.kv.cache_inserted_len, req.priority or 0, state)
+        known, node = inserted.known_tokens, inserted.node
+        if states is not None:
+            states.give_back(inserted.page_ids(STATE))
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, end)
         self._raise_prompt(req, end)
         if known > kept:
@@ -137,25 +176,41 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(kept, known)), self._indices.of(theirs))
         req.kv.cache_protected_len = end
         before = req.lock
-        req.lock, req.last_node = self.lock(node), node
+        skipped = (MAMBA,) if states is not None and engine_radix.leaves_states_unlocked() else ()
+        req.lock, req.last_node = self.lock(node, skipped), node
         self.unlock(before)
 
     def insert(self, params: Any) -> Any:
-        """Keep `params.value`, a token index a token, from `params.prev_prefix_len` on; those before are the tree's."""
+        """Keep `params.value`, a token index a token, from `params.prev_prefix_len` on; those before are the tree's.
+
+        A slot with a state, `params.mamba_value`, stays the caller's where the tree has that state.
+        """
         key = self._key(params.key)
         end = key.tokens // self.page_size * self.page_size
         kept = min(params.prev_prefix_len // self.page_size * self.page_size, end)
         live = min(end, max(kept, params.get_evicted_seqlen(SWA)))
-        known, node = self._insert(key, params.value[kept:end], kept, live, params.inserted_len, params.priority or 0)
-        return engine_radix.InsertResult(prefix_len=known, total_len=end, last_device_node=node)
+        state = NO_IDS
+        if self._states is not None and params.mamba_value is not None:
+            state = self._states.keep(params.mamba_value)
+        inserted = self._insert(
+            key, params.value[kept:end], kept, live, params.inserted_len, params.priority or 0, state
+        )
+        double = inserted.page_ids(STATE)
+        if self._states is not None:
+            self._states.forget(double)
+        return engine_radix.InsertResult(
+            inserted.known_tokens, end, last_device_node=inserted.node, mamba_exist=len(double) > 0
+        )
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """SGLang has just given the request pages."""
         if self._accounts is not None:
-            self._accounts.admitted(req.rid, req.prefix_len)
+            self._accounts.admitted(req.rid, Credit(device_tokens=req.prefix_len))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """SGLang has taken the request's pages back: it is answered, given up, or waits again."""
+        if self._states is not None and not checkpointed:
+            self._states.release(req)
         if self._accounts is None:
             return
         if not req.finished():
@@ -177,22 +232,33 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     # Room
 
     def evict(self, params: Any) -> Any:
-        """Give up `params.num_tokens` tokens and windows of `params.swa_num_tokens`, in whole pages, or all that nobody
-        locked. A leaf takes its window along.
+        """Give up `params.num_tokens` tokens, windows of `params.swa_num_tokens`, both in whole pages, and
+        `params.mamba_num` states, or all that nobody locked. A leaf takes its window and its state along.
         """
         began = time.perf_counter()
         wanted = {ATTENTION: -(-params.num_tokens // self.page_size)}
         if self._windows is not None:
             wanted[WINDOW] = -(-params.swa_num_tokens // self.page_size)
-        given = self._tree.evict_pools(wanted)
-        self._give_back(given)
+        if self._states is not None:
+            wanted[STATE] = params.mamba_num
+        given = self._evict(wanted)
         tokens, window_tokens = (len(given.page_ids(name)) * self.page_size for name in (ATTENTION, WINDOW))
         self.update_eviction_metrics(tokens, began)
-        return engine_radix.EvictResult(num_tokens_evicted=tokens, swa_num_tokens_evicted=window_tokens)
+        return engine_radix.EvictResult(tokens, window_tokens, len(given.page_ids(STATE)))
 
-    def inc_lock_ref(self, node: int) -> Any:
-        """Lock a node and all above it. The receipt carries the tree's own handle."""
-        return engine_radix.IncLockRefResult(node_id=node, component_lock_uuids={FULL: self._tree.lock(node)})
+    def lock(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
+        """As `inc_lock_ref`, for one holder."""
+        return engine_radix.TreeLock(node, self.inc_lock_ref(node, skip_lock_components).to_dec_params())
+
+    def inc_lock_ref(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
+        """Lock a node and all above it, with the window and the state at its end. The receipt carries the tree's own
+        handle.
+        """
+        skipped = tuple(skip_lock_components)
+        handle = self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped])
+        return engine_radix.IncLockRefResult(
+            node_id=node, skipped_lock_components=skipped, component_lock_uuids={FULL: handle}
+        )
 
     def dec_lock_ref(self, node: int, params: Any = None) -> Any:
         """Give a lock back by its receipt. Raises StaleHandle without one, or for one that was given back."""
@@ -217,6 +283,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self._indices.forget(given.page_ids())
         if self._windows is not None:
             self._windows.forget(given.page_ids(WINDOW))
+        if self._states is not None:
+            self._states.forget(given.page_ids(STATE))
 
     # What there is
 
@@ -242,6 +310,34 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def swa_protected_size(self) -> int:
         """Tokens whose windows are locked."""
         return 0 if self._windows is None else self._tree.sizes(WINDOW).protected * self.page_size
+
+    def supports_mamba(self) -> bool:
+        """Whether requests have states of recurrent layers."""
+        return self._states is not None
+
+    def mamba_evictable_size(self) -> int:
+        """States that may go."""
+        return 0 if self._states is None else self._tree.sizes(STATE).evictable
+
+    def mamba_protected_size(self) -> int:
+        """States that are locked."""
+        return 0 if self._states is None else self._tree.sizes(STATE).protected
+
+    def swa_retain_floor(self, req: Any) -> int | None:
+        """The window behind a snapshot is kept with it."""
+        snapshot = req.kv.mamba_last_track_seqlen
+        if self._windows is None or self._states is None or snapshot is None:
+            return None
+        return snapshot - self.swa_retain_window
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """Every token index that is cached, int64, for SGLang's report of a leak."""
+        return self._indices.of(np.fromiter(self._tree.ids(), np.int32))
+
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        """Every slot of a state that is cached, int64, for SGLang's report of a leak."""
+        assert self._states is not None
+        return self._states.slots(np.fromiter(self._tree.ids(STATE), np.int32))
 
     def total_size(self) -> int:
         """Tokens that are cached."""
@@ -274,37 +370,73 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def check(self) -> None:
         """Raise InvariantBroken where the tree or its tables of indices are not sound. O(pages), for tests."""
         self._tree.check()
-        tables = (
-            {ATTENTION: self._indices} if self._windows is None else {ATTENTION: self._indices, WINDOW: self._windows}
-        )
+        tables = {ATTENTION: self._indices, WINDOW: self._windows, STATE: self._states}
         for name, table in tables.items():
+            if table is None:
+                continue
             sizes = self._tree.sizes(name)
             if len(table) != sizes.evictable + sizes.protected:
                 raise InvariantBroken(f"{len(table)} pages of {name} have indices, the tree has {sizes}")
 
     # Inside
 
-    def _insert(
-        self, key: RadixKey, indices: torch.Tensor, kept: int, live: int, counted: int, priority: int
-    ) -> tuple[int, int]:
-        """Keep the pages of `key` behind the first `kept` tokens, with their windows behind the first `live`.
+    def _room_for_state(self, node: int) -> None:
+        """Give up a state, and not that of `node`."""
+        handle = self._tree.lock(node)
+        self._evict({STATE: 1})
+        self._tree.unlock(handle)
 
-        How many tokens the tree knew, and the path's end. Page ids are new each time, so what the tree knew comes back.
+    def _room_beside(self, req: Any) -> None:
+        """Give up a state: if need be the one that the request started from, which it has copied."""
+        lock: Any = req.lock
+        if lock is not None and lock.node != ROOT and MAMBA not in lock.receipt.skipped_lock_components:
+            self._tree.unlock_component(lock.receipt.get_lock_uuid(FULL), STATE)
+            lock.receipt.skipped_lock_components += (MAMBA,)
+        self._evict({STATE: 1})
+
+    def _take_state(self, states: StateSlots, req: Any, at_end: bool) -> PageArray:
+        """What the tree gets of a request's states: none, where the key does not end with the state's token."""
+        if at_end:
+            return states.take(req, partial(self._room_beside, req))
+        states.withhold(req)
+        return NO_IDS
+
+    def _insert(
+        self, key: RadixKey, indices: torch.Tensor, kept: int, live: int, counted: int, priority: int, state: PageArray
+    ) -> Inserted:
+        """Keep the pages of `key` behind the first `kept` tokens, with their windows behind the first `live`, and the
+        state at their end. Page ids are new each time, so what the tree knew comes back; its state is the caller's.
         """
         pages = self._indices.keep(indices)
         windows = NO_IDS if self._windows is None else self._windows.keep(indices[live - kept :])
+        held = {name: ids for name, ids in ((WINDOW, windows), (STATE, state)) if len(ids)}
         inserted = self._tree.insert(
             key,
             pages,
             first_page=kept // self.page_size,
             counted_tokens=counted,
-            held={WINDOW: windows} if len(windows) else None,
+            held=held or None,
             priority=priority,
         )
         if self._windows is not None and inserted.known_tokens > live:
             self._adopt(self._windows, inserted, windows, live)
+        self._kept(inserted, pages)
+        return inserted
+
+    def _reused(self, req: Any, key: RadixKey, end: int) -> None:
+        """A request is at `end` and has added nothing: on one tier that changes nothing."""
+
+    def _kept(self, inserted: Inserted, pages: PageArray) -> None:
+        """The tree was given `pages`: carry out what it answered."""
         self._give_back(inserted)
-        return inserted.known_tokens, inserted.node
+
+    def _evict(self, wanted: Mapping[str, int]) -> ActionList:
+        """Give up so many pages of each component. What was done is said."""
+        given = self._tree.evict_pools(wanted)
+        self._give_back(given)
+        if self._states is not None:
+            self._states.give_back(given.page_ids(STATE))
+        return given
 
     def _adopt(self, of: WindowPages, inserted: Inserted, windows: PageArray, live: int) -> None:
         """Of pages that the tree knew without their windows, it has taken the request's: its own indices lead there."""
@@ -326,7 +458,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def _raise_prompt(self, req: Any, end: int) -> None:
         """By priority, the answer goes before the prompt, as in SGLang's own cache; by others it is the leaf's end."""
-        if self._policy is not PRIORITY:
+        if self._policy is not PRIORITY or self._states is not None:
             return
         key = self._key_of(req, req.origin_input_ids)
         pages = key.tokens // self.page_size
@@ -339,16 +471,22 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         prompt = len(req.origin_input_ids) + len(req.output_ids)
         last = 0
         if prompt == len(key.token_ids) == found + self.page_size:
-            whole = self._tree.key(_words(key.token_ids, None), self._namespace(key.extra_key, key.cache_salt))
-            last = max(0, self._tree.look(whole).tokens - found)
+            whole = self._key_from(key.token_ids, key.extra_key, key.cache_salt)
+            last = max(0, self._tree.look(whole).best_tokens - found)
         return Lookup(prompt, found, last)
 
     def _key_of(self, req: Any, tokens: Any) -> RadixKey:
-        return self._tree.key(_words(tokens, None), self._namespace(req.extra_key, req.cache_salt))
+        return self._key_from(tokens, req.extra_key, req.cache_salt)
 
     def _key(self, key: Any) -> RadixKey:
-        """Of SGLang's RadixKey; one with a token that 32 bits cannot hold is empty: such a request is not cached."""
-        return self._tree.key(_words(key.token_ids, key.limit), self._namespace(key.extra_key, key.cache_salt))
+        """Of SGLang's RadixKey."""
+        return self._key_from(key.token_ids, key.extra_key, key.cache_salt, key.limit)
+
+    def _key_from(
+        self, tokens: Any, extra_key: str | None, cache_salt: str | None, limit: int | None = None
+    ) -> RadixKey:
+        """Of the first `limit` tokens; empty where 32 bits cannot hold one of them: such a request is not cached."""
+        return self._tree.key(_words(tokens, limit), self._namespace(extra_key, cache_salt))
 
     def _namespace(self, extra_key: str | None, cache_salt: str | None) -> PrefixNamespace:
         return _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
@@ -381,11 +519,18 @@ def build(context: Any) -> Any:
     """SGLang's factory of this backend. Raises EngineUnsupported for what needs SGLang's own tree."""
     if context.disable_radix_cache:
         return engine_radix.default_radix_cache(context)
-    asked = engine_radix.asked_beside(context)
+    refuse(context)
+    return KvmoverRadixCache(context.params, accounts_of(context.params))
+
+
+def refuse(context: Any) -> None:
+    """Raise EngineUnsupported where a `TreeCacheBuildContext` is of what only SGLang's own tree keeps."""
+    asked = engine_radix.asked_beside()
     if asked:
         raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
-    if context.is_hybrid_ssm:
-        raise EngineUnsupported("kvmover's radix cache keeps no states: such a model needs SGLang's own")
+    odd = engine_radix.odd_states(context) if context.is_hybrid_ssm else ""
+    if odd:
+        raise EngineUnsupported(f"kvmover's radix cache keeps states in slots of SGLang's pool, and not {odd}")
     odd = engine_radix.odd_windows(context) if context.is_hybrid_swa else ""
     if odd:
         raise EngineUnsupported(f"kvmover's radix cache keeps windows in pages, and not {odd}")
@@ -397,10 +542,9 @@ def build(context: Any) -> Any:
             f"kvmover's radix cache works with {', '.join(sorted(known))} of its own page size,"
             f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
         )
-    return KvmoverRadixCache(params, _accounts(params))
 
 
-def _accounts(params: Any) -> RadixAccounts | None:
+def accounts_of(params: Any) -> RadixAccounts | None:
     """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
     settings = load().settings
     if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
+from kvmover.sharing import Maker
 from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
@@ -65,7 +66,8 @@ class ReceiveAttempt:
     """A request that this rank wants: its state, its page tables, and the lane from each source.
 
     `positions` of the request are wanted. `most`: how many pages of each table come to be named; None where all were
-    with the request. `routes`: by which each source is to send. `wants`: what it was asked, encoded. `theirs`: page
+    with the request. `routes`: by which each source is to send. `wants`: what it was asked, encoded. `writers`: the
+    processes of sources that copy into our pages by themselves. `theirs`: page
     tables of sources that are read from pages to pages. `copying`: chunks that a copy was begun of and has not ended.
     `faults`: exceptions on this side.
     """
@@ -79,6 +81,7 @@ class ReceiveAttempt:
     seats: dict[str, tuple[str, int]]
     runs: int
     routes: dict[str, Route]
+    writers: dict[str, Maker] = field(default_factory=dict[str, Maker])
     wants: dict[str, bytes] = field(default_factory=dict[str, bytes])
     theirs: dict[str, Pages] = field(default_factory=dict[str, Pages])
     aux: dict[int, bytes] = field(default_factory=dict[int, bytes])
@@ -226,6 +229,7 @@ def attempt_of(
                 lane.check_pages(lane.dst, pages)
     largest = tuple(bytes(wire.PAGE_ID_BYTES * count) for count in most or map(len, pages))
     sources, routes, cuts = dict[str, Source](), dict[str, Route](), dict[str, Cut]()
+    writers = dict[str, Maker]()
     for peer in peers:
         name, aux = peer.name, peer.card.place.rank in wanted.aux_from
         route = routes[name] = _route(core, peer, lanes[name], runs[name], sum(map(len, largest)))
@@ -235,13 +239,15 @@ def attempt_of(
         if route is Route.PACKED:
             lanes[name], cuts[name] = _fitting(core, peer, lanes[name], cut)
         sources[name] = Source(len(lanes[name].chunks), route is not Route.PACKED, config.verb, aux)
+        if route is Route.MAPPED and config.verb is wire.Verb.PUSH and (writer := core.mappings.maker(peer)):
+            writers[name] = writer
     request = wanted.transfer.request
     state = Receiving(request, generation, sources, core.patience, now + wanted.deadline_s, now, now + config.resend_s)
     if most is not None:
         state = replace(state, unnamed=_chunks_of(sources))
     seats = {peer.name: peer.card.place.seat for peer in peers}
     attempt = ReceiveAttempt(
-        state, wanted.transfer, wanted.positions, pages, most, lanes, seats, sum(runs.values()), routes
+        state, wanted.transfer, wanted.positions, pages, most, lanes, seats, sum(runs.values()), routes, writers
     )
     wants = {name: _want(core, attempt, name, cuts[name], wanted, leases) for name in lanes}
     for name, want in wants.items():

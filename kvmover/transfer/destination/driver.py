@@ -133,7 +133,8 @@ class DestinationDriver:
             self._free(self.quarantine.drained((peer.name, *id_)))
             return
         self.core.meter.add(Count.LATE_MESSAGES)
-        self._retransmissions.heard((peer.name, *id_))
+        if not isinstance(message, wire.Offered):  # who still offers has not heard of the end: it is told on and on
+            self._retransmissions.heard((peer.name, *id_))
         if isinstance(message, wire.Kept):
             return
         reason = self._ended.get(id_) if id_ in self._ended else "this attempt is over"
@@ -421,13 +422,15 @@ class DestinationDriver:
             reads = {chunk for name, chunk in attempt.state.reading if name == peer}
             until = math.inf if reads else self.leases.retire(peer)
             isolated = Isolated(attempt.state.reason or "", attempt.seats[peer], until, reads=reads)
+            if (writer := attempt.writers.get(peer)) is not None:
+                isolated.until, isolated.lives = math.inf, writer.lives
             self.quarantine.hold(key, isolated)
             self.watch_quarantine()
         return isolated
 
     def _finish(self, attempt: ReceiveAttempt, reason: str | None, held: frozenset[str]) -> None:
         config, now = self.core.config, self.core.clock()
-        for peer in held:
+        for peer in sorted(held):  # terms are given out in this order, in every process the same
             self._isolate(attempt, peer).transfer = attempt.transfer
         del self._attempts[attempt.id]
         self.core.timers.cancel((TimerKind.RECEIVE, attempt.id))
@@ -436,7 +439,7 @@ class DestinationDriver:
         until = self.core.remembered_until()
         self._ended.keep(attempt.id, reason, until)
         for peer, source in attempt.state.sources.items():
-            if reason is None and source.idle and peer not in attempt.state.gone:
+            if reason is None and not source.chunks and peer not in attempt.state.gone:
                 key = (peer, *attempt.id)
                 self._retransmissions.said(key, attempt.wants[peer], now + config.resend_s, until)
                 self.core.timers.set((TimerKind.FAREWELL, key), self._retransmissions.due(key))

@@ -2,7 +2,8 @@
 
 A region or a page is given back when the very process that may write it says that it has drained, or when its lease is
 over and nothing that it posted before can land (see `leases`). Regions also when the peer is lost and their memory was
-registered anew (see `renewals`).
+registered anew (see `renewals`). Pages that a process of this host copies into by itself wait for no clock: a copy that
+was begun under a lease ends when its process gets the time to, or when it dies.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Isolated:
     """What one peer's writes, or our own `reads` from it, may still touch: arena regions and a transfer's pages.
 
     `seat`: the engine and rank of the peer. `until`: when it ends by itself; a read does when the transport says so.
+    `lives`: whether the process of this host still runs that copies into them by itself.
     """
 
     reason: str
@@ -34,6 +36,11 @@ class Isolated:
     offsets: list[int] = field(default_factory=list[int])
     reads: set[int] = field(default_factory=set[int])
     transfer: Transfer | None = None
+    lives: Callable[[], bool] | None = None
+
+    def is_over(self, now: float) -> bool:
+        """Whether nothing can be written any more, though nobody said so."""
+        return now >= self.until or (self.lives is not None and not self.lives())
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +91,7 @@ class Quarantine:
 
     def poll(self, now: float) -> tuple[list[Key], list[int]]:
         """(attempts to ask about again, offsets to release)."""
-        over = [key for key, isolated in self._held.items() if now >= isolated.until]
+        over = [key for key, isolated in self._held.items() if isolated.is_over(now)]
         freed = [offset for key in over for offset in self._release(key)]
         if now < self._next:
             return [], freed
@@ -129,7 +136,7 @@ class _Retransmission:
 
 @dataclass(slots=True, eq=False)
 class Retransmissions:
-    """Sources that have not replied, by (peer, request, generation). Times in seconds."""
+    """Sources that had no chunk and have not replied, by (peer, request, generation). Times in seconds."""
 
     _open: dict[Key, _Retransmission] = field(default_factory=dict[Key, _Retransmission])
 

@@ -169,11 +169,6 @@ class Source(msgspec.Struct, frozen=True):
         return self.chunks == 1 and not self.direct and self.verb is Verb.PUSH
 
     @property
-    def idle(self) -> bool:
-        """Nothing is wanted of it, so nothing that is needed tells whether it heard."""
-        return not self.chunks and not self.aux
-
-    @property
     def writes_pages(self) -> bool:
         """It has our page tables, and writes into our pages by itself."""
         return self.direct and self.verb is Verb.PUSH

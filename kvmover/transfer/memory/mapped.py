@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvmover.sharing import MapMode, NotShared, SharedRange, machine, map_file, shares_of
+from kvmover.sharing import Maker, MapMode, NotShared, SharedRange, machine, map_file, shares_of
 from kvmover.transfer.peers.table import Peer
 from kvmover.transport.base import Memory, MemoryKind
 
@@ -44,13 +44,28 @@ class Mappings:
     _mapped: dict[tuple[str, MapMode], Mapped | None] = field(
         default_factory=dict["tuple[str, MapMode]", "Mapped | None"]
     )
+    _makers: dict[str, Maker | None] = field(default_factory=dict[str, "Maker | None"])
 
     def both(self, peer: Peer) -> bool:
-        """Whether this rank and the peer can copy to and from each other's pools.
+        """Whether this rank and the peer can copy to and from each other's pools, and this one hears of its end.
 
         The peer is taken to be allowed what we are: it may look, since we may.
         """
-        return self.ours and self.pools(peer, MapMode.READ) is not None
+        return self.ours and self.pools(peer, MapMode.READ) is not None and self.maker(peer) is not None
+
+    def maker(self, peer: Peer) -> Maker | None:
+        """The process that copies into our pools once the peer has mapped them; None where it cannot be watched."""
+        if peer.name not in self._makers:
+            self._makers[peer.name] = self._watch(peer)
+        return self._makers[peer.name]
+
+    def _watch(self, peer: Peer) -> Maker | None:
+        share = next((share for pool in peer.card.shares for share in pool), None)
+        try:
+            return Maker(share) if share is not None else None
+        except NotShared as error:
+            log.warning("nothing is mapped between this rank and %s: %s", peer.name, error)
+            return None
 
     def pools(self, peer: Peer, access: MapMode) -> Mapped | None:
         """The peer's pools, or None where it is elsewhere, does not share them, or the kernel does not let us."""
@@ -78,6 +93,7 @@ class Mappings:
         """The peer is gone. Copies under way keep what they need."""
         for access in MapMode:
             self._mapped.pop((peer, access), None)
+        self._makers.pop(peer, None)
 
 
 def _tensor(file: memoryview, share: SharedRange, memory: Memory) -> torch.Tensor:

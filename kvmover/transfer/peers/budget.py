@@ -20,9 +20,12 @@ class Budget:
 
     _kept: Counter[str] = field(default_factory=Counter[str])
 
-    def take(self, peer: str, nbytes: int) -> bool:
-        """Whether an entry of `nbytes` bytes may be kept for `peer`; if so, they are its own until given back."""
-        if self._kept[peer] + nbytes + ENTRY_BYTES > PEER_BYTES:
+    def take(self, peer: str, nbytes: int, leaving: int = 1) -> bool:
+        """Whether an entry of `nbytes` bytes may be kept for `peer`; if so, they are its own until given back.
+
+        `leaving`: the entry is kept only if no more than one part in so many of the budget is kept with it.
+        """
+        if self._kept[peer] + nbytes + ENTRY_BYTES > PEER_BYTES // leaving:
             return False
         self._kept[peer] += nbytes + ENTRY_BYTES
         return True

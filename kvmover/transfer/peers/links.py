@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvmover.errors import TransportError
-from kvmover.plan.calibration import Calibration, Measurements, Probe, Sample, probes
+from kvmover.plan.calibration import LEAST_REGION_BYTES, Calibration, Measurements, Probe, Sample, probes
 from kvmover.plan.cost import Costs
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.peers.table import Peer
@@ -51,6 +51,8 @@ class Links:
         """Probe the way to a host that nothing is known of."""
         theirs = peer.card.sandbox
         if self.sandbox is None or theirs is None or peer.card.host in self._links:
+            return
+        if theirs.nbytes < LEAST_REGION_BYTES:
             return
         self._links[peer.card.host] = _Link()
         self._probes[peer.name] = deque(probes(min(self.sandbox.nbytes, theirs.nbytes)))

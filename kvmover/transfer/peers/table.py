@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvmover.errors import PeerRefused, PeerReplaced, PeerUnknown
 from kvmover.layout.fleet import Fleet
-from kvmover.transfer.protocol.handshake import Place, Rank
+from kvmover.transfer.protocol.handshake import Rank
 from kvmover.transfer.protocol.lane import End
 
 
@@ -52,11 +54,15 @@ class Peers:
     _by_place: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     _seen: OrderedDict[str, _Incarnation] = field(default_factory=OrderedDict[str, _Incarnation])
 
-    def admit(self, place: Place, name: str) -> None:
-        """Raise PeerRefused where `name` may not sit at `place`, PeerReplaced where a newer process has been there."""
-        known = self._by_name.get(name)
+    def admit(self, card: Rank, name: str) -> None:
+        """Raise PeerRefused where `name` may not sit at the place of `card`, or has another card but for what it has
+        registered since, and PeerReplaced where a newer process has been there.
+        """
+        place, known = card.place, self._by_name.get(name)
         if known is not None and known.card.place != place:
             raise PeerRefused(f"{name} is {known.card.place.text()} and cannot be {place.text()} as well")
+        if known is not None and replace(known.card, transport=card.transport, registration=card.registration) != card:
+            raise PeerRefused(f"{name}, {place.text()}, has another card than before; its memory cannot have moved")
         seen = self._seen.get(place.engine)
         if seen is None:
             return

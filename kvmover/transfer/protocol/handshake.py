@@ -26,6 +26,9 @@ MAX_MODEL_CHARACTERS = 1 << 16
 #: Tensors of one component: more than a model has layers, times two.
 MAX_ALLOCATIONS = 4096
 
+#: Staging memory holds a region, or chunks could be cut for ever to fit it.
+LEAST_STAGING_BYTES = 256
+
 
 class Model(msgspec.Struct, frozen=True):
     """What both sides must hold alike: the weights by name, and every component of their cache."""
@@ -51,8 +54,26 @@ class Model(msgspec.Struct, frozen=True):
 
     def text(self) -> str:
         """Name, components and protocol version, as PeerRefused shows them."""
-        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}" for c in self.components]
+        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}{_reach(c)}" for c in self.components]
         return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
+
+
+def _reach(component: Component) -> str:
+    """How its rows go with tokens, where that is not one each."""
+    if component.states:
+        return f" {component.states} states"
+    rows = f" a row every {component.row_tokens} tokens" if component.row_tokens > 1 else ""
+    return rows + (f" window {component.window}" if component.window is not None else "")
+
+
+def check_fleet_pages(fleet: Fleet, components: tuple[Component, ...]) -> None:
+    """Raise LayoutError for a fleet that names pages of no component of the model, or whose pages end within a row."""
+    unknown = sorted(dict(fleet.pages).keys() - {component.name for component in components})
+    if unknown:
+        known = ", ".join(component.name for component in components)
+        raise LayoutError(f"the fleet names pages of {unknown[0]}, and the model's components are {known}")
+    for component in components:
+        fleet.page_rows(component)
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -120,8 +141,11 @@ class Rank(msgspec.Struct, frozen=True):
     transport: bytes
     host: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     sandbox: Memory | None = None
-    shares: tuple[tuple[SharedRange, ...], ...] = ()
-    machine: str = ""
+    shares: Annotated[
+        tuple[Annotated[tuple[SharedRange, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)], ...],
+        msgspec.Meta(max_length=MAX_COMPONENTS),
+    ] = ()
+    machine: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     registration: Natural = 0
 
 
@@ -163,6 +187,9 @@ def _check(model: Model, rank: Rank) -> None:
         numbers = memory.address, memory.nbytes, memory.device, memory.address + memory.nbytes
         if min(numbers) < 0 or max(numbers) > MOST:
             raise PeerRefused(f"the card names {memory}, which is beyond 64 bits")
+    for what, memory in (("arena", rank.arena), ("staging", rank.staging)):
+        if memory.nbytes < LEAST_STAGING_BYTES:
+            raise PeerRefused(f"the card has {what} of {memory.nbytes} bytes; a region takes {LEAST_STAGING_BYTES}")
     if not 0 <= place.rank < place.fleet.size:
         raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
     if not len(rank.pools) == len(rank.allocations) == len(model.components):
@@ -171,9 +198,10 @@ def _check(model: Model, rank: Rank) -> None:
     if rank.shares and list(map(len, rank.shares)) != list(map(len, rank.allocations)):
         counts = f"{sum(map(len, rank.shares))} shares for {sum(map(len, rank.allocations))} allocations"
         raise PeerRefused(f"the card has {counts}; each must have one, or none")
+    check_fleet_pages(place.fleet, model.components)
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
-        if spec.component != component or spec.page_tokens != component.page_tokens(place.fleet.page_tokens):
+        if spec.component != component or spec.page_tokens != place.fleet.page_rows(component):
             raise PeerRefused(f"pool of {spec.component.name}, {spec.page_tokens}-token pages, does not fit its fleet")
         for axis, extent, stride in zip(spec.layout.axes, spec.layout.shape, spec.layout.stride, strict=True):
             if extent * max(stride, 1) * component.element_bytes > MOST:

@@ -87,14 +87,14 @@ class Lane:
             held_dst.append(Held(target, shards[1]))
             legs.append(plan.leg(src.rank, dst.rank) if plan else None)
         units = tuple(units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, held_src, held_dst, strict=True))
-        chunks = tuple(islice(_chunks(legs, [held.spec for held in held_src], units, cut), MAX_CHUNKS + 1))
-        if len(chunks) > MAX_CHUNKS:
-            raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
-        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, chunks)
+        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, ()).recut(cut)
 
     def recut(self, cut: Cut) -> Lane:
-        """The same lane in other chunks."""
-        chunks = tuple(_chunks(self.legs, [held.spec for held in self.src], self.units, cut))
+        """The same lane in other chunks. Raises PlanError for more than MAX_CHUNKS of them."""
+        every = _chunks(self.legs, [held.spec for held in self.src], self.units, cut)
+        chunks = tuple(islice(every, MAX_CHUNKS + 1))
+        if len(chunks) > MAX_CHUNKS:
+            raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
         return replace(self, chunks=chunks)
 
     @cached_property
@@ -170,19 +170,21 @@ class Lane:
         return tuple(at // own.spec.page_tokens + 1 for at, own in zip(last, held, strict=True))
 
     def source_tokens(self, component: int, first_page: int) -> range:
-        """From the first to the last position of the lane that lies in the source's pages from `first_page` on."""
+        """From the first to the last token of the lane whose row lies in the source's pages from `first_page` on."""
         ends = [end for units in self.units[component] for end in (units.src, units.src + units.tokens - 1)]
         at = np.concatenate(ends) if ends else np.zeros(0, np.int64)
         at = at[at // self.src[component].spec.page_tokens >= first_page]
         if not at.size:
             return range(0)
         positions = self._position(component, at)
-        return range(int(positions.min()), int(positions.max()) + 1)
+        tokens = self.src[component].spec.component.row_tokens
+        return range(int(positions.min()) * tokens, (int(positions.max()) + 1) * tokens)
 
     def _stop(self, piece: Piece, stop: int) -> int:
         if self.src[piece.component].spec.component.states:
             return stop  # a state is final when every token has been through it
-        return int(self._position(piece.component, piece.units.src + piece.units.tokens - 1).max()) + 1
+        last = int(self._position(piece.component, piece.units.src + piece.units.tokens - 1).max())
+        return (last + 1) * self.src[piece.component].spec.component.row_tokens
 
     def _positions(self, piece: Piece) -> npt.NDArray[np.int64]:
         """Logical position of each unit's first token [unit], the same from either side."""
@@ -273,7 +275,8 @@ def plans_between(
 @lru_cache(maxsize=1024)
 def related(components: tuple[Component, ...], src: Fleet, dst: Fleet, replicas: Replicas) -> Relation:
     """Who may serve whom, whatever the request. Kept: it is asked for with every request."""
-    plans = plans_between(components, src, dst, range(1), replicas)
+    tokens = max(component.row_tokens for component in components)
+    plans = plans_between(components, src, dst, range(tokens), replicas)
     return Relation(tuple(plan for plan in plans if plan))
 
 

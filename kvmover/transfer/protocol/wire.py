@@ -14,7 +14,7 @@ from kvmover.errors import ProtocolError
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 
-VERSION = 3
+VERSION = 4
 _HEAD = b"kvm" + bytes([VERSION])
 
 #: How a sealed message begins (see `auth`), and what a seal adds to it at most.

@@ -74,6 +74,11 @@ class SendAttempt:
     waiting: tuple[int, ...]
     _needs: dict[int, Needs] = field(default_factory=dict[int, Needs])
 
+    @property
+    def engine(self) -> str:
+        """Whose rank it serves."""
+        return self.job.peer.card.place.engine
+
     def needs(self, chunk: int) -> Needs:
         if chunk not in self._needs:
             lane = self.job.lane
@@ -163,7 +168,7 @@ class Request:
 
     def of(self, engine: str) -> list[SendAttempt]:
         """The attempts of an engine's ranks."""
-        return [attempt for attempt in self.attempts.values() if attempt.job.peer.card.place.engine == engine]
+        return [attempt for attempt in self.attempts.values() if attempt.engine == engine]
 
     @property
     def is_over(self) -> bool:
@@ -268,8 +273,8 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     """The attempt that serves `want`. Raises ValueError or ProtocolError on one that cannot be met."""
     fleet, place = core.end.fleet, peer.card.place
     theirs = place.fleet
-    most = _most_pages(core, request)
-    if most is not None and want.stop > (most + 1) * fleet.page_tokens * fleet.cp:  # before so much is computed
+    most = _most_tokens(core, request)
+    if most is not None and want.stop > most:  # before so much is computed
         raise PlanError(f"page tables are too short for {want.stop} positions")
     if place.engine not in request.expected:
         relation = related(core.components, fleet, theirs, want.replicas)
@@ -307,16 +312,18 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     return SendAttempt(state, Job(want, peer, lane, request.pages, target, mapped), tuple(range(chunks)))
 
 
-def _most_pages(core: Core, request: Request) -> int | None:
-    """Of how many pages the request can be at the most: of those named, or while it grows, of those that are there.
+def _most_tokens(core: Core, request: Request) -> int | None:
+    """No request has more tokens than this: a page more than are named, or while it grows, than there are.
 
     None where nothing says it: states are no tokens, and of a growing window what lies before is no page.
     """
-    pools = [(table, pool) for table, pool in zip(request.pages, core.end.pools, strict=True)]
-    if request.gates is None:
-        return min((len(table) for table, pool in pools if not pool.component.states), default=None)
-    dense = [pool.pages for _, pool in pools if not pool.component.states and pool.component.window is None]
-    return min(dense, default=None)
+    fleet, most = core.end.fleet, list[int]()
+    for table, pool in zip(request.pages, core.end.pools, strict=True):
+        component, grows = pool.component, request.gates is not None
+        if not component.states and not (grows and component.window is not None):
+            pages = pool.pages if grows else len(table)
+            most.append((pages + 1) * fleet.page_rows(component) * component.row_tokens * fleet.cp)
+    return min(most, default=None)
 
 
 def _is_read_from_pages(want: wire.Want) -> bool:

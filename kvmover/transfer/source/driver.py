@@ -198,8 +198,7 @@ class SourceDriver:
                     attempt.job.check_source()
         except (ValueError, ProtocolError) as error:  # PlanError, LayoutError, or page tables that are none
             self.core.say(peer.name, wire.Abort(want.request, want.generation, str(error)))
-            if isinstance(error, OwnTables):
-                self._fail(request, str(error), Cause.PROTOCOL)
+            self._turn_away(request, peer.card.place.engine, error)
             return
         wrong = None if request.attempts else self.core.contain(want.request, request.look)  # nobody has looked yet
         if wrong is not None:
@@ -213,6 +212,18 @@ class SourceDriver:
         if not self._offer(request, attempt):
             self._step(request, attempt, want)  # so that it knows that we know
         self._attach(request, attempt)
+
+    def _turn_away(self, request: Request, engine: str, error: Exception) -> None:
+        """A Want that cannot be met is the affair of its engine: one of another asks for what is there.
+
+        An engine that has not asked for anything else has not asked. Our page tables may be too short, or the Want too
+        long: both sides hear of it.
+        """
+        if isinstance(error, OwnTables) or request.of(engine):
+            self._part(request, engine, str(error), Cause.PROTOCOL)
+            self.core.later.append(lambda: self._settle(request))  # when all who asked by now have been heard
+        else:
+            request.expected.pop(engine, None)
 
     def _asked_again(self, request: Request, attempt: SendAttempt, want: wire.Want) -> None:
         """A Want that was said before names more pages, or asks for what was said in answer."""
@@ -282,7 +293,8 @@ class SourceDriver:
         try:
             ready = request.take_ready(attempt)
         except OwnTables as error:
-            self._fail(request, str(error), Cause.PROTOCOL)
+            self._part(request, attempt.engine, str(error), Cause.PROTOCOL)
+            self._settle(request)
             return False
         if ready:
             self._step(request, attempt, Ready(ready, attempt.tables()))
@@ -405,7 +417,7 @@ class SourceDriver:
             if wrong is not None:
                 self._fault(request, attempt, wrong)
         if attempt.state.reason is not None:
-            self._part(request, attempt, attempt.state.reason, cause_of(event))
+            self._part(request, attempt.engine, attempt.state.reason, cause_of(event))
         self._settle(request)
 
     def _act(self, request: Request, attempt: SendAttempt, action: Action) -> None:
@@ -434,7 +446,7 @@ class SourceDriver:
         self.writes.drop(attempt.job)
         request.held |= bool(state.in_flight)
         self.core.say(attempt.job.peer.name, wire.Abort(state.request, state.generation, reason))
-        self._part(request, attempt, reason, Cause.FAULT)
+        self._part(request, attempt.engine, reason, Cause.FAULT)
         self._settle(request)
 
     def _schedule(self, request: Request, attempt: SendAttempt) -> None:
@@ -450,9 +462,8 @@ class SourceDriver:
                 self._step(request, attempt, Cancel(reason))
             self._settle(request)
 
-    def _part(self, request: Request, attempt: SendAttempt, reason: str, cause: Cause) -> None:
+    def _part(self, request: Request, engine: str, reason: str, cause: Cause) -> None:
         """What fails one rank of an engine fails its other ranks, and no other engine. The first reason stays."""
-        engine = attempt.job.peer.card.place.engine
         if request.reason is None and engine not in request.failed and not request.transfer.ended:
             request.failed[engine] = reason, cause
             for each in request.of(engine):

@@ -28,9 +28,8 @@ from kvmover.cache.ledger import (
     Totals,
     read_accounts,
 )
-from kvmover.cache.ledger.metrics import BOUNDS_S
+from kvmover.cache.ledger.metrics import STAY_BOUNDS_S
 from kvmover.errors import KvmoverError
-from kvmover.exposition import cumulative
 from tests.test_imports import modules_after
 
 LLAMA = AccountGroup("gold", "llama")
@@ -137,13 +136,13 @@ def test_no_prompt_is_a_hit_rate_of_zero() -> None:
 
 @given(st.lists(st.floats(0, 1e9), max_size=50))
 def test_a_histogram_counts_every_time_at_its_bound(times: list[float]) -> None:
-    histogram = DurationHistogram()
+    histogram = DurationHistogram(STAY_BOUNDS_S)
     for seconds in times:
         histogram.add(seconds)
-    rows = cumulative(histogram, BOUNDS_S)
+    rows = histogram.cumulative()
     assert rows[-1] == ("+Inf", len(times))
     assert histogram.count == len(times)
-    for (label, count), bound in zip(rows, BOUNDS_S, strict=False):
+    for (label, count), bound in zip(rows, STAY_BOUNDS_S, strict=False):
         assert float(label) == bound
         assert count == sum(seconds <= bound for seconds in times)
 

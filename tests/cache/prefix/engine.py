@@ -157,3 +157,15 @@ def locked(tree: PrefixTree, tokens: Sequence[int]) -> LockHandle:
 
 def row(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
+
+
+def said(answer: object) -> object:
+    """An answer as data that can be compared."""
+    if isinstance(answer, np.ndarray):
+        return answer.tolist()
+    if isinstance(answer, ActionList):
+        fields = {name: said(getattr(answer, name)) for name in answer.__struct_fields__ if name != "actions"}
+        return fields, [(each.component, each.tier, each.page_ids.tolist()) for each in answer.actions]
+    if hasattr(answer, "__struct_fields__"):
+        return {name: said(getattr(answer, name)) for name in answer.__struct_fields__}
+    return answer

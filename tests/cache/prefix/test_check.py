@@ -135,7 +135,7 @@ DAMAGE: dict[str, tuple[int, Callable[[Forest], object]]] = {
     "pages that moved under a copy": (21, move_pages),
     "a page on its way by a copy of others": (22, extend_copy),
     "a node deleted above others": (24, lambda f: f.nodes.pop(inner(f).id)),
-    "an id from the future": (29, lambda f: setattr(f, "next_id", 2)),
+    "an id from the future": (29, lambda f: setattr(f.columns, "next_id", 2)),
     "an order that is not that of use": (30, swap_order),
 }  # fmt: skip
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from typing import cast
 
 import numpy as np
 import pytest
+from engine import said
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -14,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvmover.cache.prefix import (
     EARNED,
     ROOT,
-    ActionList,
     EvictionGranularity,
     LockHandle,
     PrefixError,
@@ -154,21 +155,8 @@ class BothWays(RuleBasedStateMachine):
 
 
 def order_of(tree: PrefixTree) -> list[int]:
-    order = tree._forest.device.order  # no public sight of it
-    assert isinstance(order, Recency)
+    order = cast("Recency", tree._forest.device.order)  # no public sight of it
     return [node.id for node in order]
-
-
-def said(answer: object) -> object:
-    """An answer as data that can be compared."""
-    if isinstance(answer, np.ndarray):
-        return answer.tolist()
-    if isinstance(answer, ActionList):
-        fields = {name: said(getattr(answer, name)) for name in answer.__struct_fields__ if name != "actions"}
-        return fields, [(each.component, each.tier, each.page_ids.tolist()) for each in answer.actions]
-    if hasattr(answer, "__struct_fields__"):
-        return {name: said(getattr(answer, name)) for name in answer.__struct_fields__}
-    return answer
 
 
 def described(node) -> tuple[object, ...]:

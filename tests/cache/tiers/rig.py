@@ -16,6 +16,7 @@ from kvmover.cache.tiers import (
     SOLE,
     Controller,
     ControllerConfig,
+    FreeList,
     HostTier,
     Share,
     Storage,
@@ -76,7 +77,7 @@ class Rank:
             for component in components:
                 shard = fleet.shard(component, rank, self.page)
                 spec = PoolSpec.dense(
-                    component, shard, pages[0], component.page_tokens(fleet.page_tokens), "layer kv page token head dim"
+                    component, shard, pages[0], fleet.page_rows(component), "layer kv page token head dim"
                 )
                 device = Pool.zeros(spec, place)
                 share = Share.of(component, fleet, rank, shared) if shared else SOLE
@@ -126,8 +127,10 @@ class Rank:
             for tier, pool in ((Tier.DEVICE, tiered_pool.device), (Tier.HOST, tiered_pool.host)):
                 if tiered_pool.share.count > 1 and tier is Tier.HOST:
                     continue
+                free = self.allocator.free[tiered_pool.name, tier]
+                assert isinstance(free, FreeList)
                 for page in range(pool.spec.pages):
-                    if page in self.allocator.free[tiered_pool.name, tier]:
+                    if page in free:
                         for layer in range(pool.spec.layout.extent_of("layer")):
                             for kv in range(pool.spec.layout.extent_of("kv")):
                                 pool.plane(layer, kv)[page].view(torch.uint8).fill_(POISON)

@@ -564,7 +564,6 @@ def test_the_plug_in_registers_a_factory_that_makes_the_cache() -> None:
 @pytest.mark.parametrize(
     ("asked", "word"),
     [
-        ({"enable_hierarchical_cache": True}, "HiCache"),
         ({"is_hybrid_swa": True, "full_tokens_per_layer": 0}, "not windows only"),
         ({"is_hybrid_swa": True}, "SWATokenToKVPoolAllocator of its own page size"),
         ({"is_hybrid_ssm": True}, "states"),

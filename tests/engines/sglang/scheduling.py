@@ -35,12 +35,16 @@ unified: Any = import_module("sglang.srt.mem_cache.unified_radix_cache")
 NOTHING = -1
 
 
-def publish(folder: Path) -> None:
-    """The settings that SGLang's functions ask for, of a server without a GPU."""
+def publish(folder: Path, **more: Any) -> None:
+    """The settings that SGLang's functions ask for, of a server without a GPU: `more` of its arguments."""
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text(MODEL)
     args = arguments.ServerArgs(
-        model_path=str(folder / "model"), device="cpu", attention_backend="torch_native", skip_tokenizer_init=True
+        model_path=str(folder / "model"),
+        device="cpu",
+        attention_backend="torch_native",
+        skip_tokenizer_init=True,
+        **more,
     )
     context.publish(args, role="scheduler", ranks=context.SpawnRanks(world_rank=0))
 
@@ -51,22 +55,31 @@ def hybrid_allocator(page: int, size: int, window_size: int) -> Any:
     return swa.SWATokenToKVPoolAllocator(size, window_size, page, torch.float32, "cpu", pool, False)
 
 
-def parameters(page: int, size: int, window: int | None = None, window_size: int = 0, **more: Any) -> Any:
-    """`CacheInitParams` over pools of `size` tokens in pages of `page`; `window_size`: of the windows' pool."""
+def parameters(
+    page: int, size: int, window: int | None = None, window_size: int = 0, rows: Any = None, **more: Any
+) -> Any:
+    """`CacheInitParams` over pools of `size` tokens in pages of `page`; `window_size`: of the windows' pool; `rows` of
+    requests, where they have states.
+    """
     if window is not None:
         allocator = hybrid_allocator(page, size, window_size or size)
     elif page == 1:
         allocator = tokens_of.TokenToKVPoolAllocator(size, torch.float32, "cpu", None, False)
     else:
         allocator = paged.PagedTokenToKVPoolAllocator(size, page, torch.float32, "cpu", None, False)
-    rows = pools.ReqToTokenPool(size=16, max_context_len=256, device="cpu", enable_memory_saver=False)
+    named = [kinds.ComponentType.FULL]
+    if window is not None:
+        named.append(kinds.ComponentType.SWA)
+    if rows is not None:
+        named.append(kinds.ComponentType.MAMBA)
+    plain_rows = pools.ReqToTokenPool(size=16, max_context_len=256, device="cpu", enable_memory_saver=False)
     return inits.CacheInitParams(
         disable=False,
-        req_to_token_pool=rows,
+        req_to_token_pool=rows or plain_rows,
         token_to_kv_pool_allocator=allocator,
         page_size=page,
         sliding_window_size=window,
-        tree_components=(kinds.ComponentType.FULL, *((kinds.ComponentType.SWA,) if window is not None else ())),
+        tree_components=tuple(named),
         **more,
     )
 
@@ -182,7 +195,7 @@ class Server:
             owned += held - kept
             owned_windows += held - max(kept, req.kv.get_evicted_seqlen(kinds.ComponentType.SWA))
             row = self.rows.req_to_token[req.kv.req_pool_idx, :done].long()
-            wanted = torch.tensor(_numbers(req, 0, done))
+            wanted = torch.tensor(numbers_of(req, 0, done))
             assert torch.equal(self.content[row], wanted), f"{req.rid} reads another request's pages"
             if self.window is not None:
                 # The window of a token has the token itself in it.
@@ -208,7 +221,7 @@ class Server:
 
     def _compute(self, req: Any, first: int, stop: int) -> None:
         row = self.rows.req_to_token[req.kv.req_pool_idx, first:stop].long()
-        numbers = torch.tensor(_numbers(req, first, stop))
+        numbers = torch.tensor(numbers_of(req, first, stop))
         self.content[row] = numbers
         if self.window is not None:
             self.window_content[self.allocator.full_to_swa_index_mapping[row]] = numbers
@@ -247,7 +260,7 @@ class Server:
         )
 
 
-def _numbers(req: Any, first: int, stop: int) -> list[int]:
+def numbers_of(req: Any, first: int, stop: int) -> list[int]:
     """Of each position, a number of its namespace and of all tokens up to it."""
     tokens = [*req.origin_input_ids, *req.output_ids]
     number = hash((req.extra_key, req.cache_salt))

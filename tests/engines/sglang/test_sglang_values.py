@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from kvmover.cache.prefix import Tiers, WriteBack, WriteThrough
+from kvmover.cache.tiers import BestEffort, Prefetch, Store, Timeout, Wait
 from kvmover.config import ConfigError
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import SGLANG
 from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions, parse, said
 from kvmover.engines.sglang.page_parts import ALL_PAGES, PoolRows, TpPlacement, hits, native_part, part_of_rows
+from kvmover.engines.sglang.tier_options import StorageFlags, TierFlags
 from kvmover.errors import KvmoverError, LayoutError
 from kvmover.layout import Fleet
 from kvmover.store import PagePart
@@ -20,7 +23,9 @@ from kvmover.store import PagePart
 ATTENTION = PoolRows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["sglang.device_indices", "sglang.page_parts", "common.parallel_rank"])
+@pytest.mark.parametrize(
+    "name", ["sglang.device_indices", "sglang.page_parts", "sglang.tier_options", "common.parallel_rank"]
+)
 def test_the_examples_in_the_docstrings_hold(name: str) -> None:
     found = doctest.testmod(import_module(f"kvmover.engines.{name}"))
     assert found.attempted
@@ -173,3 +178,44 @@ def test_a_prefix_shorter_than_a_window_needs_all_of_its_pages() -> None:
 @pytest.mark.parametrize("found", [{}, {"kv": []}, {"kv": [False, True]}], ids=str)
 def test_nothing_is_restorable_where_the_first_page_is_missing(found: dict[str, list[bool]]) -> None:
     assert hits(found, {"kv": ALL_PAGES}).pages == 0
+
+
+@pytest.mark.parametrize(
+    ("write", "tiers"),
+    [
+        ("write_through", WriteThrough(1)),
+        ("write_through_selective", WriteThrough(2)),
+        ("write_back", WriteBack()),
+    ],
+)
+def test_sglangs_write_policies_are_the_trees_tiers(write: str, tiers: Tiers) -> None:
+    assert TierFlags(2.0, write=write).tiers() == tiers
+
+
+STORAGE = StorageFlags("dynamic", {"class_name": "KvmoverStore"}, 64, 2.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "policy"),
+    [("best_effort", BestEffort()), ("wait_complete", Wait()), ("timeout", Timeout(2.0, 0.5))],
+)
+def test_sglangs_prefetch_policies_and_thresholds_are_the_tiers(prefetch: str, policy: Prefetch) -> None:
+    made = TierFlags(2.0, prefetch=prefetch, storage=STORAGE).policy()
+    assert (made.prefetch, made.least_tokens, made.store) == (policy, 64, Store.BACKED)
+
+
+def test_without_a_storage_nothing_is_written_to_one() -> None:
+    assert TierFlags(2.0).policy().store is Store.NEVER
+
+
+def test_flags_that_are_not_understood_are_refused_by_name() -> None:
+    with pytest.raises(EngineUnsupported, match="not by write_around"):
+        TierFlags(2.0, write="write_around").tiers()
+    with pytest.raises(EngineUnsupported, match="not by guess"):
+        TierFlags(2.0, prefetch="guess", storage=STORAGE).policy()
+    with pytest.raises(EngineUnsupported, match="holds no page of 4096 bytes"):
+        TierFlags(2.0, host_bytes=4095).host_pages(1000, 4096)
+    for backend, options in (("mooncake", {}), ("dynamic", {"class_name": "Other"})):
+        with pytest.raises(EngineUnsupported, match="class_name KvmoverStore, not "):
+            StorageFlags(backend, options).check()
+    STORAGE.check()

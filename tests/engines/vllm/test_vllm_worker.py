@@ -389,7 +389,9 @@ def test_a_failure_is_told_while_pages_may_be_written_and_so_is_that_they_are_no
     src.marks[0].passed = True
     dst.step(KvmoverConnectorMetadata(receives=[RECEIVE]))
     dst.until(lambda: torch.equal(dst.cache[:, 7], src.cache[:, 3]))
-    silent = src.worker.transfers.progress.submit(lambda _: answers.wait(30))
+    asleep = Event()
+    silent = src.worker.transfers.progress.submit(lambda _: asleep.set() or answers.wait(30))
+    assert asleep.wait(30), "its thread would still answer"
     dst.step(KvmoverConnectorMetadata(aborts=[AbortSpec("d", "enough")]))
     assert dst.take() == Ended(received={"d"}, failed={"d"}, held={"d"})
     assert [end.landed for end in dst.worker.take_endings()] == [False]

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvmover.cache.prefix import FULL, PrefixTree, SlidingWindow, State, Tier
 from kvmover.cache.prefix.forest import ID_BYTES
-from kvmover.cache.tiers import Controller, ControllerConfig, LocalConsensus, Rule, Speed
+from kvmover.cache.tiers import Controller, ControllerConfig, FreeList, LocalConsensus, Rule, Speed
 from kvmover.cache.tiers.host_memory import SOLE
 from kvmover.cache.tiers.layerwise_copier import Batch
 from kvmover.cache.tiers.storage import Ended, PageRef, StorageJob, StorageLookup, StorageRead, Urgency
@@ -244,6 +244,7 @@ class SimRank:
         """Every page is in one place, and nobody writes one that is free."""
         self.controller.check(self.out)
         for (name, tier), free in self.controller.allocator.free.items():
+            assert isinstance(free, FreeList)
             written = [page for page, what in enumerate(self.contents[name, tier]) if page in free and what != GARBAGE]
             if written:
                 raise Broken(f"rank {self.number}: pages {written} of {name} on {tier.name} are free, and were written")

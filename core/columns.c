@@ -1,0 +1,147 @@
+/* EvictableSet and Columns: what columns.py says of them, with its steps in steps.c and accounts.c. */
+#include "core.h"
+
+PyTypeObject *EvictableSetType, *ColumnsType;
+
+EvictableSet *as_set(PyObject *value)
+{
+    if (value != NULL && Py_TYPE(value) == EvictableSetType && ((EvictableSet *)value)->order != NULL)
+        return (EvictableSet *)value;
+    PyErr_Format(PyExc_TypeError, "an evictable set of this core is due, got %R", value == NULL ? Py_None : value);
+    return NULL;
+}
+
+static PyMemberDef set_members[] = {{"order", T_OBJECT, offsetof(EvictableSet, order), READONLY, NULL},
+                                    {"evictable", T_LONGLONG, offsetof(EvictableSet, evictable), 0, NULL},
+                                    {"protected", T_LONGLONG, offsetof(EvictableSet, protected_), 0, NULL},
+                                    {NULL, 0, 0, 0, NULL}};
+
+static void set_dealloc(EvictableSet *self)
+{
+    put(&self->order, NULL);
+    object_free((PyObject *)self);
+}
+
+static PyType_Slot set_slots[] = {{Py_tp_dealloc, set_dealloc}, {Py_tp_members, set_members}, {0, NULL}};
+PyType_Spec evictable_set_spec = {"kvmover.cache.prefix._core.EvictableSet", sizeof(EvictableSet), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, set_slots};
+
+static Py_ssize_t components(Columns *self)
+{
+    return self->per_page == NULL ? 0 : PyTuple_Size(self->per_page);
+}
+
+static int columns_init(Columns *self, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(names))
+{
+    put(&self->nodes, PyDict_New());
+    put(&self->roots, PyDict_New());
+    put(&self->per_page, PyTuple_New(0));
+    return self->nodes == NULL || self->roots == NULL || self->per_page == NULL ? -1 : 0;
+}
+
+static void columns_dealloc(Columns *self)
+{
+    PyObject **columns[] = {&self->nodes, &self->roots, &self->trimmed, &self->device, &self->host,
+                            &self->doubles, &self->held_device, &self->held_host, &self->per_page};
+    for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
+        put(columns[i], NULL);
+    object_free((PyObject *)self);
+}
+
+static PyObject *columns_node(Columns *self, PyObject *args)
+{
+    long long id, start, end;
+    PyObject *parent, *tokens;
+    if (!PyArg_ParseTuple(args, "LOO!LL", &id, &parent, &PyBytes_Type, &tokens, &start, &end))
+        return NULL;
+    if (parent != Py_None && as_node(parent) == NULL)
+        return NULL;
+    Py_ssize_t count = components(self);
+    Node *node = node_new(self->hosted || count ? HELD + 2 * count : 1, id, parent, tokens, start, end);
+    PyObject *held = node == NULL || !count ? NULL : PyTuple_New(count);
+    for (Py_ssize_t i = 0; held != NULL && i < count; i++) {
+        PyObject *each = PyType_GenericAlloc(ComponentPagesType, 0);
+        if (each == NULL || PyTuple_SetItem(held, i, each) < 0)
+            Py_CLEAR(held);
+    }
+    if (held != NULL)
+        put(&node->held, held);
+    else if (PyErr_Occurred())
+        Py_CLEAR(node);
+    return (PyObject *)node;
+}
+
+static PyObject *columns_recency(Columns *Py_UNUSED(self), PyObject *slot)
+{
+    return PyObject_CallFunctionObjArgs((PyObject *)RecencyType, slot, NULL);
+}
+
+static PyObject *columns_set_of(Columns *self, PyObject *args)
+{
+    PyObject *order, *slot;
+    if (!PyArg_ParseTuple(args, "OO", &order, &slot))
+        return NULL;
+    EvictableSet *set = (EvictableSet *)PyType_GenericAlloc(EvictableSetType, 0);
+    if (set != NULL) {
+        set->order = order == Py_None ? columns_recency(self, slot) : Py_NewRef(order);
+        if (set->order == NULL)
+            Py_CLEAR(set);
+    }
+    return (PyObject *)set;
+}
+
+int columns_whole(Columns *self)
+{
+    if (!is_some(self->trimmed))
+        return 0;
+    Node *node = as_node(self->trimmed);
+    if (node == NULL)
+        return -1;
+    long long pages = node->end - node->start;
+    PyObject **columns[] = {&node->tokens, &node->pages};
+    long long lengths[] = {pages * self->page_bytes, pages * ID_BYTES};
+    for (int i = 0; i < 2; i++) {
+        if (!is_some(*columns[i]) || PyBytes_Size(*columns[i]) <= lengths[i])
+            continue;
+        PyObject *front = PyBytes_FromStringAndSize(PyBytes_AsString(*columns[i]), lengths[i]);
+        if (front == NULL)
+            return -1;
+        put(columns[i], front);
+    }
+    put(&self->trimmed, NULL);
+    return 0;
+}
+
+static PyObject *columns_py_whole(Columns *self, PyObject *Py_UNUSED(none))
+{
+    return columns_whole(self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+#define COUNT(name) {#name, T_LONGLONG, offsetof(Columns, name), 0, NULL}
+#define COLUMN(name) {#name, T_OBJECT, offsetof(Columns, name), 0, NULL}
+static PyMemberDef columns_members[] = {
+    COUNT(page_bytes), COUNT(clock), COUNT(next_id), COLUMN(nodes), COLUMN(roots), COLUMN(trimmed), COLUMN(device),
+    COLUMN(host), COLUMN(doubles), COLUMN(held_device), COLUMN(held_host), COLUMN(per_page),
+    {"hosted", T_BOOL, offsetof(Columns, hosted), 0, NULL},
+    {"writes_back", T_BOOL, offsetof(Columns, writes_back), 0, NULL}, {NULL, 0, 0, 0, NULL}};
+#define METHOD(name, function, flags) {name, (PyCFunction)(void (*)(void))function, flags, NULL}
+static PyMethodDef columns_methods[] = {METHOD("node", columns_node, METH_VARARGS),
+                                        METHOD("set_of", columns_set_of, METH_VARARGS),
+                                        METHOD("recency", columns_recency, METH_O),
+                                        METHOD("whole", columns_py_whole, METH_NOARGS),
+                                        METHOD("descend", columns_descend, METH_FASTCALL),
+                                        METHOD("gather", columns_gather, METH_FASTCALL),
+                                        METHOD("touch", columns_touch, METH_O),
+                                        METHOD("lock", columns_lock, METH_O),
+                                        METHOD("unlock", columns_unlock, METH_O),
+                                        METHOD("grow", columns_grow, METH_FASTCALL),
+                                        METHOD("evict", columns_evict, METH_O),
+                                        METHOD("trim", columns_trim, METH_FASTCALL),
+                                        METHOD("forget_root", columns_forget_root, METH_O),
+                                        METHOD("weigh", columns_weigh, METH_FASTCALL),
+                                        METHOD("settle", columns_settle, METH_O),
+                                        {NULL, NULL, 0, NULL}};
+static PyType_Slot columns_slots[] = {{Py_tp_init, columns_init}, {Py_tp_dealloc, columns_dealloc},
+                                      {Py_tp_members, columns_members}, {Py_tp_methods, columns_methods}, {0, NULL}};
+PyType_Spec columns_spec = {"kvmover.cache.prefix._core.Columns", sizeof(Columns), 0, Py_TPFLAGS_DEFAULT,
+                            columns_slots};

@@ -1,0 +1,108 @@
+/* The parts of the C core and what they share: the same columns that columns.py defines, as C structures.
+ *
+ * Everything that Python can see of them has the names and meanings that it has there. A column without a value is
+ * NULL, or None where Python has set it. Nodes are not seen by Python's cyclic collector: the Forest cuts their links.
+ */
+#ifndef KVMOVER_CORE_H
+#define KVMOVER_CORE_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <structmember.h>
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ID_BYTES = 4, DEVICE = 0, HOST = 1, DOUBLES = 2, HELD = 3 };
+
+/* A node's place in one order. Both are NULL where it is in none. */
+typedef struct Link {
+    struct Link *before, *after;
+} Link;
+
+typedef struct {
+    PyObject_VAR_HEAD
+    long long id, start, end, locks, host_locks, device_children, hits, used, created, backing, loading;
+    PyObject *parent, *tokens, *children, *pages, *host, *priority, *hashes, *held, *namespace;
+    Link links[1]; /* as many as the tree has orders: ob_size */
+} Node;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *pages, *host;
+    long long locks, host_locks, busy;
+} ComponentPages;
+
+typedef struct {
+    PyObject_HEAD
+    Link ends; /* its `after` goes first */
+    Py_ssize_t slot, count;
+} Recency;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *order;
+    long long evictable, protected_;
+} EvictableSet;
+
+typedef struct {
+    PyObject_HEAD
+    long long page_bytes, clock, next_id;
+    PyObject *nodes, *roots, *trimmed;
+    PyObject *device, *host, *doubles, *held_device, *held_host, *per_page;
+    char hosted, writes_back;
+} Columns;
+
+extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetType, *ColumnsType;
+extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec;
+
+static inline int is_some(PyObject *value) { return value != NULL && value != Py_None; }
+
+/* Puts a new reference in a column and drops what was there. */
+static inline void put(PyObject **column, PyObject *value)
+{
+    PyObject *before = *column;
+    *column = value;
+    Py_XDECREF(before);
+}
+
+/* node.c: NULL with a TypeError for anything else. */
+Node *as_node(PyObject *value);
+Node *node_new(Py_ssize_t orders, long long id, PyObject *parent, PyObject *tokens, long long start, long long end);
+PyObject *node_children(Node *node, void *unused);
+void object_free(PyObject *self);
+
+/* recency.c: of an order that is a Recency, or any other that has the methods. -1 with an error. */
+int order_add(PyObject *order, Node *node);
+int order_discard(PyObject *order, Node *node);
+int order_contains(PyObject *order, Node *node);
+int order_touch(PyObject *order, PyObject *path);
+Node *recency_first(Recency *order);
+
+/* columns.c */
+EvictableSet *as_set(PyObject *value);
+int columns_whole(Columns *self);
+
+/* steps.c, accounts.c: methods of Columns. */
+PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_gather(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_touch(Columns *self, PyObject *path);
+PyObject *columns_lock(Columns *self, PyObject *node);
+PyObject *columns_unlock(Columns *self, PyObject *node);
+PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_evict(Columns *self, PyObject *pages);
+PyObject *columns_trim(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_forget_root(Columns *self, PyObject *root);
+PyObject *columns_weigh(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_settle(Columns *self, PyObject *node);
+
+/* words.c, sha256.c: functions of the module. */
+int words_init(void);
+PyObject *words(PyObject *module, PyObject *tokens);
+PyObject *chain(PyObject *module, PyObject *const *args, Py_ssize_t count);
+int has_sha_instructions(void);
+
+#endif

@@ -1,0 +1,201 @@
+/* Recency: least recently used first, as a ring of links that lie in the nodes, so that every step is O(1). */
+#include "core.h"
+
+PyTypeObject *RecencyType;
+
+/* NULL without an error for a node that was made for fewer orders, and so is in none that is not its own. */
+static Link *link_of(Recency *order, Node *node)
+{
+    return order->slot < Py_SIZE((PyObject *)node) ? node->links + order->slot : NULL;
+}
+
+static Node *node_of(Recency *order, Link *link)
+{
+    return (Node *)((char *)(link - order->slot) - offsetof(Node, links));
+}
+
+static void insert_behind(Link *before, Link *link)
+{
+    link->before = before, link->after = before->after;
+    before->after->before = link;
+    before->after = link;
+}
+
+static void take_out(Link *link)
+{
+    link->before->after = link->after;
+    link->after->before = link->before;
+    link->before = link->after = NULL;
+}
+
+Node *recency_first(Recency *order)
+{
+    return order->count ? node_of(order, order->ends.after) : NULL;
+}
+
+int order_add(PyObject *order, Node *node)
+{
+    if (Py_TYPE(order) != RecencyType) {
+        PyObject *none = PyObject_CallMethod(order, "add", "O", node);
+        Py_XDECREF(none);
+        return none == NULL ? -1 : 0;
+    }
+    Recency *mine = (Recency *)order;
+    Link *link = link_of(mine, node);
+    if (link == NULL) {
+        PyErr_Format(PyExc_ValueError, "node %lld was not made for order %zd", node->id, mine->slot);
+        return -1;
+    }
+    if (link->after == NULL) {
+        insert_behind(mine->ends.before, link);
+        mine->count++;
+        Py_INCREF((PyObject *)node);
+    }
+    return 0;
+}
+
+int order_discard(PyObject *order, Node *node)
+{
+    if (Py_TYPE(order) != RecencyType) {
+        PyObject *none = PyObject_CallMethod(order, "discard", "O", node);
+        Py_XDECREF(none);
+        return none == NULL ? -1 : 0;
+    }
+    Recency *mine = (Recency *)order;
+    Link *link = link_of(mine, node);
+    if (link != NULL && link->after != NULL) {
+        take_out(link);
+        mine->count--;
+        Py_DECREF(node);
+    }
+    return 0;
+}
+
+int order_contains(PyObject *order, Node *node)
+{
+    if (Py_TYPE(order) != RecencyType)
+        return PySequence_Contains(order, (PyObject *)node);
+    Link *link = link_of((Recency *)order, node);
+    return link != NULL && link->after != NULL;
+}
+
+/* Nodes of one path, deepest first, each behind all others. */
+int order_touch(PyObject *order, PyObject *path)
+{
+    if (Py_TYPE(order) != RecencyType) {
+        PyObject *none = PyObject_CallMethod(order, "touch", "O", path);
+        Py_XDECREF(none);
+        return none == NULL ? -1 : 0;
+    }
+    Recency *mine = (Recency *)order;
+    Py_ssize_t count = PyList_Size(path);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Node *node = as_node(PyList_GetItem(path, i));
+        if (node == NULL)
+            return -1;
+        Link *link = link_of(mine, node);
+        if (link != NULL && link->after != NULL) {
+            take_out(link);
+            insert_behind(mine->ends.before, link);
+        }
+    }
+    return count < 0 ? -1 : 0;
+}
+
+static PyObject *done(int failed) { return failed < 0 ? NULL : Py_NewRef(Py_None); }
+
+static PyObject *recency_add(PyObject *self, PyObject *value)
+{
+    Node *node = as_node(value);
+    return node == NULL ? NULL : done(order_add(self, node));
+}
+
+static PyObject *recency_discard(PyObject *self, PyObject *value)
+{
+    Node *node = as_node(value);
+    return node == NULL ? NULL : done(order_discard(self, node));
+}
+
+static PyObject *recency_touch(PyObject *self, PyObject *path)
+{
+    PyObject *nodes = PySequence_List(path);
+    if (nodes == NULL)
+        return NULL;
+    int failed = order_touch(self, nodes);
+    Py_DECREF(nodes);
+    return done(failed);
+}
+
+static PyObject *recency_front(Recency *self, PyObject *value)
+{
+    Node *node = as_node(value);
+    if (node == NULL || order_add((PyObject *)self, node) < 0)
+        return NULL;
+    Link *link = node->links + self->slot;
+    take_out(link);
+    insert_behind(&self->ends, link);
+    Py_RETURN_NONE;
+}
+
+static PyObject *recency_get_first(Recency *self, PyObject *Py_UNUSED(none))
+{
+    Node *node = recency_first(self);
+    return Py_NewRef(node == NULL ? Py_None : (PyObject *)node);
+}
+
+/* Over the nodes of this moment. */
+static PyObject *recency_iter(Recency *self)
+{
+    PyObject *nodes = PyList_New(0);
+    for (Link *link = self->ends.after; nodes != NULL && link != &self->ends; link = link->after)
+        if (PyList_Append(nodes, (PyObject *)node_of(self, link)) < 0)
+            Py_CLEAR(nodes);
+    PyObject *each = nodes == NULL ? NULL : PyObject_GetIter(nodes);
+    Py_XDECREF(nodes);
+    return each;
+}
+
+static int recency_contains(PyObject *self, PyObject *value)
+{
+    Node *node = as_node(value);
+    return node == NULL ? -1 : order_contains(self, node);
+}
+
+static Py_ssize_t recency_length(Recency *self) { return self->count; }
+
+static PyObject *recency_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(names))
+{
+    Py_ssize_t slot = 0;
+    if (!PyArg_ParseTuple(args, "|n", &slot))
+        return NULL;
+    Recency *self = (Recency *)PyType_GenericAlloc(type, 0);
+    if (self != NULL) {
+        self->slot = slot < 0 ? 0 : slot;
+        self->ends.before = self->ends.after = &self->ends;
+    }
+    return (PyObject *)self;
+}
+
+static void recency_dealloc(Recency *self)
+{
+    while (self->count) {
+        Node *node = recency_first(self);
+        take_out(self->ends.after);
+        self->count--;
+        Py_DECREF(node);
+    }
+    object_free((PyObject *)self);
+}
+
+static PyMethodDef recency_methods[] = {{"add", recency_add, METH_O, NULL},
+                                        {"discard", recency_discard, METH_O, NULL},
+                                        {"touch", recency_touch, METH_O, NULL},
+                                        {"front", (PyCFunction)recency_front, METH_O, NULL},
+                                        {"first", (PyCFunction)recency_get_first, METH_NOARGS, NULL},
+                                        {NULL, NULL, 0, NULL}};
+static PyType_Slot recency_slots[] = {{Py_tp_new, recency_new},         {Py_tp_dealloc, recency_dealloc},
+                                      {Py_tp_iter, recency_iter},       {Py_sq_contains, recency_contains},
+                                      {Py_sq_length, recency_length},   {Py_tp_methods, recency_methods},
+                                      {0, NULL}};
+PyType_Spec recency_spec = {"kvmover.cache.prefix._core.Recency", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT,
+                            recency_slots};

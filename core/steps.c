@@ -1,0 +1,349 @@
+/* Walks down and up a tree: what a match, a lock, an insertion and an eviction of a plain tree are made of. */
+#include "core.h"
+
+/* The map of a node's children, borrowed; NULL where it has none. */
+static PyObject *children_of(Node *node)
+{
+    return node->children != NULL && PyDict_Size(node->children) ? node->children : NULL;
+}
+
+static Node *parent_of(Node *node) { return as_node(node->parent); }
+
+/* How many whole pages of two rows of `length` bytes are equal from the front on: by halves, each one comparison. */
+static Py_ssize_t common_pages(const char *one, const char *other, Py_ssize_t length, Py_ssize_t page_bytes)
+{
+    Py_ssize_t low = 0, high = length / page_bytes;
+    while (low < high) {
+        Py_ssize_t middle = (low + high + 1) / 2, at = low * page_bytes;
+        if (memcmp(one + at, other + at, (middle - low) * page_bytes) == 0)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* The child under the page at `page`, borrowed; NULL without an error where there is none. */
+static Node *child_under(Node *node, const char *page, Py_ssize_t page_bytes)
+{
+    PyObject *children = children_of(node);
+    PyObject *name = children == NULL ? NULL : PyBytes_FromStringAndSize(page, page_bytes);
+    if (name == NULL)
+        return NULL;
+    PyObject *child = PyDict_GetItemWithError(children, name);
+    Py_DECREF(name);
+    return child == NULL ? NULL : as_node(child);
+}
+
+PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count)
+{
+    char *data;
+    Py_ssize_t length, offset = 0, page_bytes = (Py_ssize_t)self->page_bytes;
+    Node *at = count == 3 ? as_node(args[0]) : NULL;
+    if (at == NULL || PyBytes_AsStringAndSize(args[1], &data, &length) < 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a root, data and where to stop are due");
+        return NULL;
+    }
+    Py_ssize_t stop = PyLong_AsSsize_t(args[2]);
+    if (stop == -1 && PyErr_Occurred())
+        return NULL;
+    if (stop > length)
+        stop = length;
+    PyObject *path = PyList_New(0);
+    while (path != NULL && offset < stop) {
+        Py_ssize_t first = length - offset < page_bytes ? length - offset : page_bytes;
+        Node *child = child_under(at, data + offset, first);
+        if (child == NULL)
+            break;
+        if ((PyObject *)child == self->trimmed && columns_whole(self) < 0)
+            break;
+        char *tokens;
+        Py_ssize_t own, room = stop - offset;
+        if (PyBytes_AsStringAndSize(child->tokens, &tokens, &own) < 0)
+            break;
+        if (own > room || memcmp(data + offset, tokens, own) != 0) {
+            Py_ssize_t pages = common_pages(data + offset, tokens, own < room ? own : room, page_bytes);
+            return Py_BuildValue("NOn", path, child, pages);
+        }
+        if (PyList_Append(path, (PyObject *)child) < 0)
+            break;
+        offset += own, at = child;
+    }
+    if (path != NULL && PyErr_Occurred())
+        Py_CLEAR(path);
+    return path == NULL ? NULL : Py_BuildValue("NOi", path, Py_None, 0);
+}
+
+PyObject *columns_gather(Columns *Py_UNUSED(self), PyObject *const *args, Py_ssize_t count)
+{
+    Py_ssize_t left = count == 2 && PyList_Check(args[0]) ? PyLong_AsSsize_t(args[1]) : -1;
+    if (left < 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a path and a count of pages are due");
+        return NULL;
+    }
+    left *= ID_BYTES;
+    PyObject *ids = PyBytes_FromStringAndSize(NULL, left);
+    char *to = ids == NULL ? NULL : PyBytes_AsString(ids);
+    for (Py_ssize_t i = 0; to != NULL && left > 0; i++) {
+        PyObject *value = PyList_GetItem(args[0], i);
+        Node *node = value == NULL ? NULL : as_node(value);
+        char *own;
+        Py_ssize_t size;
+        if (node == NULL || PyBytes_AsStringAndSize(node->pages, &own, &size) < 0) {
+            Py_CLEAR(ids);
+            break;
+        }
+        size = size < left ? size : left;
+        memcpy(to, own, size);
+        to += size, left -= size;
+    }
+    return ids;
+}
+
+PyObject *columns_touch(Columns *self, PyObject *path)
+{
+    EvictableSet *device = as_set(self->device), *host = self->hosted ? as_set(self->host) : NULL;
+    if (device == NULL || (self->hosted && host == NULL))
+        return NULL;
+    Py_ssize_t count = PyList_Size(path);
+    self->clock++;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Node *node = as_node(PyList_GetItem(path, i));
+        if (node == NULL)
+            return NULL;
+        node->used = self->clock;
+    }
+    if (count < 0 || order_touch(device->order, path) < 0 || (host != NULL && order_touch(host->order, path) < 0))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* The set that counts the attention KV of a node that was or becomes free: the device's, or the host's where it is
+ * there alone and not kept there. `*set` is NULL where none does. */
+static int set_that_counts(Columns *self, Node *node, EvictableSet **set)
+{
+    *set = NULL;
+    if (!is_some(node->pages) && node->host_locks)
+        return 0;
+    *set = as_set(is_some(node->pages) ? self->device : self->host);
+    return *set == NULL ? -1 : 0;
+}
+
+PyObject *columns_lock(Columns *self, PyObject *value)
+{
+    EvictableSet *set;
+    Node *node = as_node(value);
+    for (; node != NULL && ++node->locks == 1; node = parent_of(node)) {
+        if (set_that_counts(self, node, &set) < 0)
+            return NULL;
+        if (set != NULL) {
+            long long pages = node->end - node->start;
+            set->evictable -= pages, set->protected_ += pages;
+            if (order_discard(set->order, node) < 0)
+                return NULL;
+        }
+    }
+    return node == NULL ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *columns_unlock(Columns *self, PyObject *value)
+{
+    EvictableSet *set;
+    Node *node = as_node(value);
+    self->clock++;
+    for (; node != NULL && --node->locks == 0; node = parent_of(node)) {
+        node->used = self->clock;
+        if (set_that_counts(self, node, &set) < 0)
+            return NULL;
+        if (set != NULL) {
+            long long pages = node->end - node->start;
+            set->evictable += pages, set->protected_ -= pages;
+            if (order_add(set->order, node) < 0)
+                return NULL;
+        }
+    }
+    return node == NULL ? NULL : Py_NewRef(Py_None);
+}
+
+static int enter(PyObject *nodes, Node *node)
+{
+    PyObject *id = PyLong_FromLongLong(node->id);
+    int failed = id == NULL ? -1 : PyDict_SetItem(nodes, id, (PyObject *)node);
+    Py_XDECREF(id);
+    return failed;
+}
+
+static int strike(PyObject *nodes, Node *node)
+{
+    PyObject *id = PyLong_FromLongLong(node->id);
+    int failed = id == NULL ? -1 : PyDict_DelItem(nodes, id);
+    Py_XDECREF(id);
+    return failed;
+}
+
+PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count)
+{
+    char *data;
+    Py_ssize_t length, page_bytes = (Py_ssize_t)self->page_bytes;
+    Node *parent = count == 4 ? as_node(args[0]) : NULL;
+    EvictableSet *device = as_set(self->device);
+    if (parent == NULL || device == NULL || PyBytes_AsStringAndSize(args[1], &data, &length) < 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a parent, data, an end and pages are due");
+        return NULL;
+    }
+    long long end = PyLong_AsLongLong(args[2]), pages = end - parent->end;
+    if (!PyErr_Occurred() && (pages < 1 || end > length / page_bytes || !PyBytes_Check(args[3])))
+        PyErr_SetString(PyExc_ValueError, "the data does not fill these pages");
+    if (PyErr_Occurred())
+        return NULL;
+    char *first = data + parent->end * page_bytes;
+    PyObject *tokens = PyBytes_FromStringAndSize(first, pages * page_bytes);
+    PyObject *name = PyBytes_FromStringAndSize(first, page_bytes), *children = node_children(parent, NULL);
+    Node *node = NULL;
+    if (tokens != NULL && name != NULL && children != NULL)
+        node = node_new(1, self->next_id, (PyObject *)parent, tokens, parent->end, end);
+    if (node != NULL) {
+        self->next_id++;
+        node->pages = Py_NewRef(args[3]);
+        node->created = node->used = self->clock;
+        node->hits = 1;
+        if (enter(self->nodes, node) < 0 || PyDict_SetItem(children, name, (PyObject *)node) < 0 ||
+            order_add(device->order, node) < 0) {
+            Py_CLEAR(node);
+        } else {
+            parent->device_children++;
+            device->evictable += pages;
+        }
+    }
+    Py_XDECREF(tokens);
+    Py_XDECREF(name);
+    Py_XDECREF(children);
+    return (PyObject *)node;
+}
+
+PyObject *columns_forget_root(Columns *self, PyObject *value)
+{
+    Node *root = as_node(value);
+    if (root == NULL || (children_of(root) == NULL && is_some(root->namespace) &&
+                         PyDict_DelItem(self->roots, root->namespace) < 0))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Cuts `pages` pages off the end of a leaf; copies their ids to `to`. See columns.py. */
+static int trim(Columns *self, Node *node, long long pages, char *to)
+{
+    EvictableSet *device = as_set(self->device);
+    long long keep = node->end - node->start - pages;
+    char *ids;
+    Py_ssize_t size;
+    if (device == NULL || PyBytes_AsStringAndSize(node->pages, &ids, &size) < 0)
+        return -1;
+    if (keep < 0 || pages < 0 || size < (keep + pages) * ID_BYTES) {
+        PyErr_Format(PyExc_ValueError, "node %lld has no %lld pages to trim", node->id, pages);
+        return -1;
+    }
+    memcpy(to, ids + keep * ID_BYTES, pages * ID_BYTES);
+    if (is_some(node->hashes)) {
+        PyObject *front = PyTuple_GetSlice(node->hashes, 0, keep);
+        if (front == NULL)
+            return -1;
+        put(&node->hashes, front);
+    }
+    if (strike(self->nodes, node) < 0)
+        return -1;
+    node->id = self->next_id++;
+    if (enter(self->nodes, node) < 0)
+        return -1;
+    if ((PyObject *)node != self->trimmed) {
+        if (columns_whole(self) < 0)
+            return -1;
+        put(&self->trimmed, Py_NewRef((PyObject *)node));
+    }
+    node->end -= pages;
+    device->evictable -= pages;
+    return 0;
+}
+
+PyObject *columns_trim(Columns *self, PyObject *const *args, Py_ssize_t count)
+{
+    Node *node = count == 2 ? as_node(args[0]) : NULL;
+    long long pages = node == NULL ? -1 : PyLong_AsLongLong(args[1]);
+    if (node == NULL || PyErr_Occurred())
+        return NULL;
+    PyObject *ids = PyBytes_FromStringAndSize(NULL, pages < 0 ? 0 : pages * ID_BYTES);
+    if (ids != NULL && trim(self, node, pages, PyBytes_AsString(ids)) < 0)
+        Py_CLEAR(ids);
+    return ids;
+}
+
+/* Takes an unlocked leaf out with all it holds; its ids go to `to`. */
+static int uproot(Columns *self, EvictableSet *device, Node *node, char *to)
+{
+    char *ids, *tokens;
+    Py_ssize_t size, length, pages = (Py_ssize_t)(node->end - node->start);
+    Node *parent = parent_of(node);
+    if (parent == NULL || PyBytes_AsStringAndSize(node->pages, &ids, &size) < 0 ||
+        PyBytes_AsStringAndSize(node->tokens, &tokens, &length) < 0)
+        return -1;
+    memcpy(to, ids, pages * ID_BYTES);
+    PyObject *name = PyBytes_FromStringAndSize(tokens, (Py_ssize_t)self->page_bytes);
+    if (name == NULL)
+        return -1;
+    Py_INCREF((PyObject *)node);
+    if ((PyObject *)node == self->trimmed)
+        put(&self->trimmed, NULL);
+    device->evictable -= pages;
+    int failed = order_discard(device->order, node) < 0 || strike(self->nodes, node) < 0 ||
+                 PyDict_DelItem(parent->children, name) < 0;
+    put(&node->pages, NULL);
+    put(&node->hashes, NULL);
+    put(&node->tokens, PyBytes_FromStringAndSize(NULL, 0));
+    parent->device_children--;
+    Py_DECREF(name);
+    if (!failed && !is_some(parent->parent)) {
+        PyObject *none = columns_forget_root(self, (PyObject *)parent);
+        failed = none == NULL;
+        Py_XDECREF(none);
+    } else if (!failed && !parent->locks) {
+        failed = order_add(device->order, parent) < 0;
+    }
+    Py_DECREF(node);
+    return failed ? -1 : 0;
+}
+
+PyObject *columns_evict(Columns *self, PyObject *value)
+{
+    EvictableSet *device = as_set(self->device);
+    long long left = PyLong_AsLongLong(value);
+    if (device == NULL || PyErr_Occurred())
+        return NULL;
+    left = left > device->evictable ? device->evictable : left < 0 ? 0 : left;
+    PyObject *ids = PyBytes_FromStringAndSize(NULL, left * ID_BYTES);
+    char *to = ids == NULL ? NULL : PyBytes_AsString(ids);
+    if (Py_TYPE(device->order) != RecencyType)
+        PyErr_SetString(PyExc_TypeError, "a plain tree evicts by recency");
+    while (to != NULL && left > 0 && !PyErr_Occurred()) {
+        Node *node = recency_first((Recency *)device->order);
+        if (node == NULL) {
+            PyErr_SetString(PyExc_RuntimeError, "no leaf is left in the order, and pages are");
+            break;
+        }
+        long long pages = node->end - node->start;
+        if (node->device_children) { /* it comes back with the end of its last child */
+            order_discard(device->order, node);
+            continue;
+        }
+        if (pages > left)
+            pages = left, trim(self, node, pages, to);
+        else
+            uproot(self, device, node, to);
+        to += pages * ID_BYTES, left -= pages;
+    }
+    if (PyErr_Occurred())
+        Py_CLEAR(ids);
+    return ids;
+}

@@ -1,0 +1,291 @@
+"""TieredRadixCache is the radix cache with host memory and a page store below it: `--enable-hierarchical-cache` beside
+`--radix-cache-backend kvmover`.
+
+The scheduler has storage asked for each request that waits, loads what the host has when it admits one, and starts the
+forward pass at once: each layer waits for its own KV. In every step it polls, and what is done on all ranks ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvmover.cache.ledger import Credit, Loss
+from kvmover.cache.prefix import FULL as ATTENTION
+from kvmover.cache.prefix import NO_IDS, ROOT, ActionList, Inserted, PageArray, RadixKey, StaleHandle
+from kvmover.cache.tiers import Controller, FreeList, Restore, TierCollector
+from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.sglang import engine_radix, engine_tiers
+from kvmover.engines.sglang.engine_pages import EnginePages
+from kvmover.engines.sglang.layer_gates import LayerGates
+from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
+from kvmover.engines.sglang.radix_cache import KvmoverRadixCache, accounts_of, refuse
+from kvmover.engines.sglang.tier_options import TierFlags
+from kvmover.engines.sglang.tier_pools import EngineTiers, open_tiers
+
+#: How old the tiers' counts may be that a scrape is answered with, and how often a store is asked to look after itself.
+_SNAPSHOT_S, _UPKEEP_S = 0.5, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """What SGLang's gauges of host memory ask for, in tokens."""
+
+    pages: FreeList
+    page_tokens: int
+
+    @property
+    def logical_size(self) -> int:
+        """Tokens that the host can hold."""
+        return self.pages.pages * self.page_tokens
+
+    def available_size(self) -> int:
+        """Tokens for which it has room."""
+        return len(self.pages) * self.page_tokens
+
+
+class TieredRadixCache(KvmoverRadixCache):
+    """One rank's cache of attention KV on device, host and in storage. All ranks call it in the same order."""
+
+    #: What SGLang's scheduler reads of its own cache: no hashes of a prefix are wanted, a prefetch is not asked twice.
+    hicache_storage_pass_prefix_keys = False
+
+    def __init__(
+        self, params: Any, flags: TierFlags, tiers: EngineTiers, accounts: RadixAccounts | None = None
+    ) -> None:
+        """The host pools and the store of `tiers` are this cache's from here on."""
+        super().__init__(params, accounts, flags.tiers())
+        pages = EnginePages(self.token_to_kv_pool_allocator, self._indices, self.page_size)
+        self._tiers = tiers
+        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, {ATTENTION: pages})
+        self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
+        self.gates = LayerGates(self._controller.loads, tiers.layers)
+        #: By request: what it waits for from storage, and where that begins.
+        self.ongoing_prefetch: dict[Any, Restore] = {}
+        #: By request: what storage has of its prompt and did not bring.
+        self._left: dict[str, Mapping[Loss, int]] = {}
+        #: Requests whose host copies found no room on the device.
+        self._no_room: set[str] = set()
+        self._snapshot = self._controller.snapshot()
+        self._snapshot_s = self._upkeep_s = time.monotonic()
+        if accounts is not None:
+            accounts.show(TierCollector(lambda: self._snapshot))
+
+    # Requests
+
+    def prefetch_from_storage(
+        self,
+        handle: Any,
+        last_host_node: int,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: Any = None,
+        *,
+        matched_prefix_tokens: Any,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        **_options: Any,
+    ) -> bool:
+        """Begin to bring to the host what storage has of a prompt. Whether the request has something to wait for."""
+        if handle in self.ongoing_prefetch or not self.enable_storage:
+            return False
+        tokens = np.concatenate([np.asarray(matched_prefix_tokens, np.int64), np.asarray(new_input_tokens, np.int64)])
+        key = self._key_from(tokens, extra_key, cache_salt)
+        self.ongoing_prefetch[handle] = self._controller.prefetch(key, key.tokens)
+        return True
+
+    def check_prefetch_progress(self, handle: Any) -> bool:
+        """Whether the request need not wait for storage: nothing comes, or all has that will."""
+        restore = self.ongoing_prefetch.get(handle)
+        if restore is None:
+            return True
+        if not restore.done:
+            self._controller.want(restore)
+        return restore.done
+
+    def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
+        """How many tokens came from storage, and where they begin. The request is matched next."""
+        restore = self.ongoing_prefetch.pop(handle, None)
+        if restore is None:
+            return 0, None
+        self._controller.release(restore)
+        first = restore.state.best_tokens
+        came = max(0, self._tree.look(restore.key).best_tokens - first)
+        self._left[handle.rid] = restore.state.reasons
+        return came, first
+
+    def init_load_back(self, params: Any) -> tuple[int, int]:
+        """Bring what the host has of a request to the device: how many tokens come, and the node they end at."""
+        req, node = params.req, params.best_match_node
+        if params.host_hit_length < self._controller.config.policy.least_load_tokens:
+            return 0, req.last_node
+        try:
+            pages = self._controller.load(node)
+        except StaleHandle:  # it was matched, and has left the host since
+            pages = None
+        if pages is None:
+            self._no_room.add(req.rid)
+            return 0, req.last_node
+        return pages * self.page_size, node
+
+    def maybe_hand_to_session(self, req: Any) -> None:
+        """SGLang has just given the request pages."""
+        if self._accounts is not None:
+            why = Loss.DEVICE_CAPACITY if req.rid in self._no_room else Loss.THRESHOLD
+            self._accounts.admitted(req.rid, Credit(*engine_tiers.tokens_by_tier(req)), why)
+        self._forget(req.rid)
+
+    def release_aborted_request(self, handle: Any) -> None:
+        """SGLang has given up a request that waits."""
+        restore = self.ongoing_prefetch.pop(handle, None)
+        if restore is not None and restore.done:
+            self._controller.release(restore)
+        elif restore is not None:
+            self._controller.abort(restore)
+        self._forget(handle.rid)
+        super().release_aborted_request(handle)
+
+    # Steps of the scheduler
+
+    def ready_to_load_host_cache(self) -> int:
+        """A batch is made: the number under which it waits at the gates."""
+        return self.gates.consumer_index
+
+    def check_hicache_events(self) -> None:
+        """End what is done on all ranks, and go on with what follows: one collective while anything is open."""
+        self._controller.poll()
+        now = time.monotonic()
+        if now >= self._snapshot_s + _SNAPSHOT_S:
+            self._snapshot, self._snapshot_s = self._controller.snapshot(), now
+        if self._tiers.upkeep is not None and now >= self._upkeep_s + _UPKEEP_S:
+            self._upkeep_s = now
+            self._controller.beside(self._tiers.upkeep.come_by)
+
+    def reset(self) -> None:
+        """Forget what device and host hold, not storage. Raises PrefixError while a request holds a lock."""
+        self._controller.reset()
+
+    def clear_storage_backend(self) -> bool:
+        """Delete the pages of this model, page size and tenant from storage; whether there is one."""
+        if self._tiers.store is not None:
+            self._tiers.store.clear()
+        return self._tiers.store is not None
+
+    def attach_storage_backend(self, *_given: Any, **_options: Any) -> tuple[bool, str]:
+        """Storage is there from the start, or not at all."""
+        return False, "kvmover's radix cache has the storage that the server was started with"
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """As `attach_storage_backend`."""
+        return self.attach_storage_backend()
+
+    def release_host_resources(self) -> None:
+        """End the storage's thread, and close the store. What waits to be written is not."""
+        self._controller.close()
+        if self._tiers.store is not None:
+            self._tiers.store.close()
+
+    # What SGLang asks before it waits, flushes or sleeps
+
+    @property
+    def enable_storage(self) -> bool:
+        """Whether there is a page store."""
+        return self._tiers.storage is not None
+
+    @property
+    def ongoing_load_back(self) -> Collection[Any]:
+        """Loads that have not ended on all ranks."""
+        return self._controller.loads.open
+
+    @property
+    def ongoing_write_through(self) -> Collection[Any]:
+        """Operations that have not ended on all ranks, and one where some are due."""
+        return self._controller.collectives.open or [self] * (not self._controller.idle)
+
+    @property
+    def ongoing_backup(self) -> Collection[Any]:
+        """Writes to storage are among `ongoing_write_through`."""
+        return ()
+
+    def is_root(self, node: int) -> bool:
+        """Whether this is the empty prefix."""
+        return node == ROOT
+
+    def is_backuped(self, node: int) -> bool:
+        """Whether storage may be asked for what follows: always. A prefetch begins where the host's copy ends."""
+        return True
+
+    def get_last_hash_value(self, node: int) -> None:
+        """SGLang's hash of a node's end, which a prefetch here has no use for."""
+
+    def check(self) -> None:
+        """As KvmoverRadixCache's, of all tiers. For tests."""
+        super().check()
+        self._controller.check({})
+
+    # Inside
+
+    def _reused(self, req: Any, key: RadixKey, end: int) -> None:
+        """It counts as a hit, once a request: the path may be due to be written through."""
+        counted = req.kv.cache_inserted_len
+        if counted < end:
+            used = self._tree.insert(key, NO_IDS, first_page=end // self.page_size, counted_tokens=counted)
+            req.kv.cache_inserted_len = end
+            self._controller.kept(used, NO_IDS)
+
+    def _kept(self, inserted: Inserted, pages: PageArray) -> None:
+        self._controller.kept(inserted, pages)
+
+    def _evict(self, wanted: Mapping[str, int]) -> ActionList:
+        return self._controller.evict(wanted[ATTENTION])
+
+    def _lookup(self, req: Any, key: Any, found: int) -> Lookup:
+        lookup, left = super()._lookup(req, key, found), self._left.get(req.rid)
+        if left:
+            room = lookup.prompt_tokens - found - lookup.last_page_tokens
+            lookup.left = left_within(left, room)
+        return lookup
+
+    def _forget(self, rid: str) -> None:
+        self._left.pop(rid, None)
+        self._no_room.discard(rid)
+
+
+def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
+    """Why storage did not bring `tokens` tokens at most: what another request has brought since is not left.
+
+    A load that was not asked for yet is no loss of storage's.
+
+    >>> left_within({Loss.LATE: 32, Loss.THRESHOLD: 16}, 20)
+    {<Loss.LATE: 'late'>: 20}
+    """
+    left: dict[Loss, int] = {}
+    for reason, count in reasons.items():
+        if reason is not Loss.THRESHOLD and tokens > 0:
+            left[reason] = min(count, tokens)
+            tokens -= left[reason]
+    return left
+
+
+def build(context: Any) -> Any:
+    """SGLang's factory of this backend with tiers. Raises EngineUnsupported for what needs SGLang's own."""
+    if context.disable_radix_cache:
+        return engine_radix.default_radix_cache(context)
+    refuse(context)
+    flags, odd = engine_tiers.flags(), engine_tiers.odd_pools(context)
+    if odd or flags.host_memory != "cache" or engine_radix.disaggregated():
+        asked = odd or ("prefill and decode" if flags.host_memory == "cache" else f"host memory as {flags.host_memory}")
+        raise EngineUnsupported(
+            f"kvmover's tiers keep attention KV of a server by itself, and not {asked}: leave out"
+            " --enable-hierarchical-cache, or --radix-cache-backend kvmover"
+        )
+    params = context.params
+    tp, tp_size = engine_radix.rank()
+    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_tiers.fences(context))
+    cache = TieredRadixCache(params, flags, tiers, accounts_of(params))
+    engine_tiers.gate(context, cache.gates)
+    return cache

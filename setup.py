@@ -1,0 +1,23 @@
+"""The C core of the prefix tree is built where there is a compiler; everything else is said in pyproject.toml."""
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+core = Extension(
+    "kvmover.cache.prefix._core",
+    sources=sorted(map(str, Path("core").glob("*.c"))),
+    depends=["core/core.h"],
+    extra_compile_args=["-std=c11", "-O3", "-g0"],
+    py_limited_api=True,
+    optional=True,
+)
+
+setup(
+    ext_modules=[core] if shutil.which(compiler) else [],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if shutil.which(compiler) else {},
+)

@@ -1,0 +1,22 @@
+"""Every test of the tree runs over both cores, the one in C and the Python that defines it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvmover.cache.prefix import core, hashes, keys
+
+CORES = ["python"] if core.C_CORE is None else ["c", "python"]
+
+
+@pytest.fixture(scope="module", autouse=True, params=CORES)
+def used_core(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Which core trees have that are made meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "python":
+            patch.setattr(core, "C_CORE", None)
+            patch.setattr(keys, "NATIVE", None)
+            patch.setattr(hashes, "chain_bytes", hashes.chain_in_python)
+        yield request.param

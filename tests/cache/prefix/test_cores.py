@@ -1,0 +1,367 @@
+"""The C core does what the Python that defines it does: state for state, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from engine import Engine, said
+
+from kvmover.cache.prefix import (
+    FULL,
+    LFU,
+    EvictionGranularity,
+    KeyUnits,
+    PrefixError,
+    PrefixTree,
+    SlidingWindow,
+    State,
+    Tier,
+    WriteBack,
+    WriteThrough,
+    core,
+    hashes,
+    keys,
+)
+from kvmover.cache.prefix.node import Node
+from kvmover.cache.prefix.policy import Recency
+
+ROOT = Path(__file__).parents[3]
+#: `KVMOVER_HISTORIES=50` runs fifty times as many.
+MORE = int(os.environ.get("KVMOVER_HISTORIES", "1"))
+PAGES = 48
+SHAPES: dict[str, dict] = {
+    "plain": {},
+    "write through": {"tiers": WriteThrough(2)},
+    "write back": {"tiers": WriteBack()},
+    "ranked": {"policy": LFU, "tiers": WriteThrough()},
+    "whole nodes": {"grain": EvictionGranularity.NODE, "tiers": WriteThrough()},
+    "bigrams": {"units": KeyUnits.BIGRAM, "tiers": WriteThrough()},
+    "window": {"components": (SlidingWindow(3),)},
+    "window and state": {"components": (SlidingWindow(4), State()), "tiers": WriteThrough()},
+}
+built = pytest.mark.skipif(core.C_CORE is None, reason="the C core was not built")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def used_core() -> None:
+    """Here both are used, each where a test says so."""
+
+
+def engine(of: core.TreeCore | None, shape: dict) -> Engine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "C_CORE", None if of is core.PYTHON_CORE else of)
+        return Engine(PrefixTree(2, **shape), PAGES)
+
+
+Turn = Callable[[Engine], object]
+
+
+def turn(rng: random.Random) -> Turn:
+    """One call, drawn before it is made of either tree."""
+    text = rng.choice([[0] * 14, [0] * 6 + [1] * 8, [1] * 14])
+    tokens = text[: rng.randrange(1, 15)] + [rng.randrange(3) for _ in range(rng.choice([0, 0, 3]))]
+    count, which, done = rng.randrange(6), rng.randrange(99), rng.choice([None, None, 0, 1, 3])
+    turns: list[tuple[int, Turn]] = [
+        (6, lambda mine: insert(mine, tokens, count, which % 2)),
+        (3, lambda mine: mine.tree.match(tokens, limit_tokens=which if which < 14 else None)),
+        (1, lambda mine: mine.tree.look(tokens)),
+        (2, lambda mine: keep(mine, tokens)),
+        (2, lambda mine: let_go(mine, which)),
+        (3, lambda mine: give_up(mine, count, which)),
+        (2, lambda mine: copy(mine, tokens, Tier.HOST)),
+        (2, lambda mine: copy(mine, tokens, Tier.DEVICE)),
+        (2, lambda mine: fetch(mine, tokens)),
+        (3, lambda mine: end(mine, which, done)),
+        (1, lambda mine: mine.tree.page_hashes(mine.tree.match(tokens).device_node)),
+    ]
+    return rng.choices([each for _, each in turns], [weight for weight, _ in turns])[0]
+
+
+def short(mine: Engine, count: int, name: str, tier: Tier) -> bool:
+    """Whether a pool has too few pages even after an eviction."""
+    missing = count - len(mine.free[name, tier])
+    if missing > 0:
+        (mine.evict if tier is Tier.DEVICE else mine.evict_host)(missing, name)
+    return count > len(mine.free[name, tier])
+
+
+def insert(mine: Engine, tokens: list[int], window: int, state: int) -> object:
+    units = len(tokens) - (int(mine.tree.config.units) - 1)
+    pages, held = units // 2, {}
+    for component in mine.tree.config.components:
+        held[component.name] = min(window if component.per_page else state, pages)
+    if any(short(mine, count, name, Tier.DEVICE) for name, count in [(FULL, pages), *held.items()]):
+        return None
+    return mine.insert(tokens, held)
+
+
+def keep(mine: Engine, tokens: list[int]) -> object:
+    handles = mine.__dict__.setdefault("handles", [])
+    if len(handles) < 4:
+        handles.append(mine.tree.lock(mine.tree.match(tokens).best_node))
+        return handles[-1].node
+    return None
+
+
+def let_go(mine: Engine, which: int) -> None:
+    if handles := mine.__dict__.get("handles"):
+        mine.tree.unlock(handles.pop(which % len(handles)))
+
+
+def give_up(mine: Engine, pages: int, which: int) -> object:
+    names = [FULL, *(component.name for component in mine.tree.config.components)]
+    name, tiers = names[which % len(names)], mine.tree.config.tiers
+    if which % 5 == 0 and mine.tree._forest.hosted:
+        return mine.evict_host(pages, name)
+    room = mine.free[FULL, Tier.HOST][: which % 4] if isinstance(tiers, WriteBack) else []
+    return mine.apply(mine.tree.evict(pages, name, room=room))
+
+
+def copy(mine: Engine, tokens: list[int], dst: Tier) -> object:
+    match, tree = mine.tree.match(tokens), mine.tree
+    if not tree._forest.hosted or match.waits or (dst is Tier.HOST and isinstance(tree.config.tiers, WriteBack)):
+        return None
+    handle = tree.lock(match.best_node)
+    ask = tree.backup_needs if dst is Tier.HOST else tree.load_needs
+    for name, count in ask(match.best_node).items():
+        if short(mine, count, name, dst):
+            break
+    needs = ask(match.best_node)
+    told = None
+    if needs and all(count <= len(mine.free[name, dst]) for name, count in needs.items()):
+        told = (mine.backup if dst is Tier.HOST else mine.load)(match.best_node)
+    tree.unlock(handle)
+    return told
+
+
+def fetch(mine: Engine, tokens: list[int]) -> object:
+    if not mine.tree._forest.hosted or mine.tree.config.units is KeyUnits.BIGRAM:
+        return None
+    return None if short(mine, len(tokens) // 2, FULL, Tier.HOST) else mine.fetch(tokens, 0)
+
+
+def end(mine: Engine, which: int, done: int | None) -> object:
+    ops = sorted([*mine.transfers, *mine.fetches])
+    return mine.end(ops[which % len(ops)], done) if ops else None
+
+
+def state(tree: PrefixTree) -> list[object]:
+    """Every column of every node, every sum and every order."""
+    forest = tree._forest
+    sets = [forest.device, forest.host, *forest.held_device, *forest.held_host]
+    orders = [each.order for each in sets] + [forest.doubles]
+    return [
+        sorted((column(node) for node in forest), key=lambda each: each[0]),
+        [(each.evictable, each.protected) for each in sets],
+        [
+            [node.id for node in cast("Recency", order)] if hasattr(order, "__iter__") else len(order)
+            for order in orders
+        ],
+        [getattr(order.first(), "id", None) for order in orders],
+        (forest.columns.clock, forest.columns.next_id, len(forest.nodes), list(forest.roots)),
+    ]
+
+
+def column(node: Node) -> tuple:
+    names = [name for name in Node.__struct_fields__ if name not in ("parent", "children", "held")]
+    return (
+        *(getattr(node, name) for name in names),
+        node.parent and node.parent.id,
+        {page: child.id for page, child in node.children.items()},
+        [(each.pages, each.host, each.locks, each.host_locks, each.busy) for each in node.held],
+    )
+
+
+@built
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_history_leaves_both_cores_in_the_same_state(shape: str) -> None:
+    for seed in range(12 * MORE):
+        rng, pair = (
+            random.Random(f"{shape} {seed}"),
+            [engine(each, SHAPES[shape]) for each in (core.C_CORE, core.PYTHON_CORE)],
+        )
+        assert type(pair[0].tree._forest.columns) is not type(pair[1].tree._forest.columns)
+        for _ in range(120):
+            call, told = turn(rng), []
+            for mine in pair:
+                try:
+                    told.append(said(call(mine)))
+                except PrefixError as error:
+                    told.append(type(error))
+            assert repr(told[0]) == repr(told[1])
+            assert state(pair[0].tree) == state(pair[1].tree)
+        for mine in pair:
+            mine.tree.check()
+
+
+@built
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_tree_that_is_gone_leaves_no_node_and_no_page(shape: str) -> None:
+    """Nodes are not seen by Python's collector, so a reference too many would stay for ever."""
+    nodes, whole = [], engine(core.C_CORE, SHAPES[shape])
+    rng = random.Random(5)
+    for _ in range(300):
+        call = turn(rng)
+        try:
+            call(whole)
+        except PrefixError:
+            continue
+    kept = list(whole.tree._forest)
+    nodes = [(node, node.tokens, node.pages) for node in kept]
+    del kept, call
+    columns = whole.tree._forest.columns
+    del whole
+    gc.collect()
+    assert sys.getrefcount(columns) == 2
+    del columns
+    for node, _, _ in nodes:
+        assert sys.getrefcount(node) == 3  # the tuple, the loop and the call
+        assert node.parent is None
+    assert nodes
+
+
+@built
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [],
+        [0],
+        [0, 1, 255, 256, 1 << 29, (1 << 30) - 1, 1 << 30, (1 << 32) - 1],
+        [1, -1],
+        [1, 1 << 32],
+        [1, 1 << 64],
+        [1, -(1 << 70)],
+        [True, 2],
+        [1.5],
+        ["1"],
+        [[1]],
+        (3, 4),
+        range(5),
+        array("I", [1, 2]),
+        array("q", [1, 2, 1 << 31]),
+        array("q", [-1]),
+        array("H", [7, 8]),
+        np.array([1, 2], np.int64),
+        np.array([1, -2], np.int64),
+        np.array([1, 2, 3, 4], np.int64)[::2],
+        np.array([1, 2, 3, 4], np.int32)[::-1],
+        np.array([[1, 2]], np.int32),
+        np.array([1, 2], ">i4"),
+        np.array([1, 2], ">i8"),
+        np.array([1.0], np.float32),
+        np.array([1], np.uint8),
+        np.array([], np.int64),
+        b"ab",
+    ],
+    ids=repr,
+)
+def test_both_cores_take_and_refuse_the_same_tokens(tokens: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for native in (keys.NATIVE, None):
+        monkeypatch.setattr(keys, "NATIVE", native)
+        try:
+            told.append(keys.words(tokens))
+        except PrefixError as error:
+            told.append(str(error))
+    assert told[0] == told[1]
+
+
+@built
+def test_words_of_long_lists_and_rows_are_those_of_numpy() -> None:
+    row = np.random.default_rng(3).integers(0, 1 << 32, 5_000, dtype=np.uint64)
+    for tokens in (row, row.tolist(), row.astype(np.int64), row.astype(np.uint32), (row >> 3).tolist()):
+        assert keys.words(tokens) == np.asarray(tokens).astype("<u4").tobytes()
+
+
+@pytest.mark.skipif(hashes.chain_bytes is hashes.chain_in_python, reason="no SHA instructions, or no C core")
+@pytest.mark.parametrize("page_bytes", [4, 8, 56, 60, 64, 92, 96, 256, 1000])
+def test_hashes_of_pages_are_hashlibs(page_bytes: int) -> None:
+    data = random.Random(4).randbytes(20_003)
+    for parent in (b"", bytes(range(32))):
+        for length in (0, page_bytes - 1, page_bytes, 20_003):
+            assert hashes.chain_bytes(parent, data[:length], page_bytes) == hashes.chain_in_python(
+                parent, data[:length], page_bytes
+            )
+    whole = data * 8
+    assert hashes.chain_bytes(b"", whole, page_bytes) == hashes.chain_in_python(b"", whole, page_bytes)
+
+
+@built
+def test_what_is_no_node_of_this_core_is_refused_with_its_type() -> None:
+    assert core.C_CORE is not None
+    columns = core.C_CORE.Columns()
+    columns.device = columns.set_of(None, 0)
+    stranger = Node(1, None, b"", 0, 0)
+    for call in (columns.lock, columns.settle, columns.forget_root, lambda node: columns.touch([node])):
+        with pytest.raises(TypeError, match="a node of this core is due"):
+            call(stranger)
+    with pytest.raises(TypeError, match="due"):
+        columns.descend(columns.node(0, None, b"", 0, 0), "text", 4)
+    with pytest.raises(ValueError):
+        columns.trim(columns.node(0, None, b"", 0, 0), -1)
+
+
+STORY = """
+import random, sys
+sys.path[:0] = [{folder!r}, {root!r}]
+import kvmover.cache.prefix as prefix
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("_core", {library!r}, loader=ExtensionFileLoader("_core", {library!r}))
+made = module_from_spec(spec)
+spec.loader.exec_module(made)
+prefix.core.C_CORE = prefix.keys.NATIVE = made
+import test_cores
+for shape in test_cores.SHAPES:
+    rng, mine = random.Random(9), test_cores.engine(made, test_cores.SHAPES[shape])
+    for _ in range(400):
+        call = test_cores.turn(rng)
+        try:
+            call(mine)
+        except prefix.PrefixError:
+            continue
+    mine.tree.check()
+print(type(mine.tree._forest.columns).__module__, "done")
+"""
+
+
+def test_a_sanitised_build_finds_no_fault(tmp_path: Path) -> None:
+    """Of memory and of arithmetic, by every operation on every shape of tree."""
+    compiler = shutil.which("gcc") or pytest.skip("needs gcc")
+    library, include = tmp_path / "_core.abi3.so", sysconfig.get_paths()["include"]
+    if not Path(include, "Python.h").exists():
+        pytest.skip("needs Python's headers")
+    options = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-cast-function-type"]
+    options += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fPIC", "-shared", f"-I{include}"]
+    sources = [str(each) for each in sorted((ROOT / "core").glob("*.c"))]
+    built = subprocess.run(
+        [compiler, *options, *sources, "-o", str(library)], capture_output=True, text=True, timeout=100
+    )
+    assert built.returncode == 0, built.stderr
+    runtime = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip("needs gcc's address sanitizer")
+    script = STORY.format(folder=str(Path(__file__).parent), root=str(ROOT), library=str(library))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.endswith("_core done\n")

@@ -1,0 +1,114 @@
+"""SGLang with kvmover's radix cache, host memory and page store: what left the device is not computed again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.live.answers import many
+from tests.live.conftest import ModelMaker, Servers
+from tests.live.server import Command, Server, free_port
+from tests.live.sglang.test_live_sglang_radix import conversations, told
+from tests.live.sglang_client import ask, counted, usage, warm
+from tests.live.sglang_servers import hicache, sglang
+from tests.live.table import Results
+
+#: Room on the device for three prompts of the longest, of 24 conversations; long prompts come in chunks.
+_LITTLE = ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
+_TIERS = ("device", "host", "storage", "computed")
+
+
+def tiered(name: str, model: Path, root: Path, tp: int = 1, **options: object) -> Command:
+    return sglang(
+        name,
+        model,
+        *(*_LITTLE, "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct", **options)),
+        tp=tp,
+        environment={"KVMOVER_METRICS_PORT": str(free_port())},
+    )
+
+
+def hits(server: Server) -> dict[str, float]:
+    return {source: told(server, source) for source in _TIERS}
+
+
+def written(server: Server) -> None:
+    """Wait until nothing is on its way to storage."""
+    for _ in range(300):
+        time.sleep(0.1)
+        if not counted(server, "kvmover_tier_open_operations") + counted(server, "kvmover_tier_writing_pages"):
+            time.sleep(1.0)  # the counts are half a second old at most
+            return
+    raise AssertionError(f"{server.name} does not end its writes")
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("latent", 1)])
+def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
+    kind: str, tp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    weights = model(kind, "sglang")
+    plain, first = servers.start(
+        sglang(f"sglang-plain-{kind}", weights), tiered(f"sglang-tiers-{kind}-{tp}", weights, tmp_path, tp)
+    )
+    warm(plain, first)
+    prompts = conversations(200, seed=95)
+    before = hits(first)
+    wanted = [ask(plain, prompt, 4) for prompt in prompts]
+    got = [ask(first, prompt, 4) for prompt in prompts]
+    found = {source: tokens - before[source] for source, tokens in hits(first).items()}
+    said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
+    title = f"tiers under the radix cache, {kind}, TP{tp}"
+    assert not results.add("sglang", title, wanted, got, said).failed
+    assert min(found["host"], found["storage"]) > 5_000
+    assert sum(found.values()) - found["computed"] == sum(answer.cached_tokens for answer in got)
+    assert sum(found.values()) == sum(map(len, prompts))
+    assert usage(first) == 0
+
+    at_once = conversations(60, seed=96)
+    wanted_at_once = many(lambda prompt: ask(plain, prompt, 4), at_once)
+    got = many(lambda prompt: ask(first, prompt, 4), at_once)
+    assert not results.add("sglang", f"{title}, 8 at once", wanted_at_once, got).failed
+    assert usage(first) == 0
+    written(first)
+    servers.stop([first])
+
+    (again,) = servers.start(tiered(f"sglang-tiers-{kind}-{tp}-again", weights, tmp_path, tp))
+    warm(again)
+    before = hits(again)
+    got = [ask(again, prompt, 4) for prompt in prompts]
+    found = {source: tokens - before[source] for source, tokens in hits(again).items()}
+    said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
+    assert not results.add("sglang", f"{title}, after a restart", wanted, got, said).failed
+    assert min(found["storage"], found["host"]) > 5_000
+    # All was stored; the last token of a prompt is computed, and the rest of its page.
+    assert found["computed"] <= 16 * len(prompts)
+    assert sum(found.values()) == sum(map(len, prompts))
+    servers.stop([plain, again])
+
+
+def test_a_server_that_is_killed_while_it_writes_costs_its_successor_misses_alone(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    weights = model("llama", "sglang")
+    command = tiered("sglang-tiers-killed", weights, tmp_path)
+    (first,) = servers.start(command)
+    warm(plain.ready(), first)
+    prompts = conversations(60, seed=97)
+    wanted = [ask(plain, prompt, 4) for prompt in prompts]
+    asking = Thread(target=lambda: many(lambda prompt: ask(first, prompt, 4), prompts))
+    asking.start()
+    while counted(first, "kvmover_tier_stored_pages_total") < 50:
+        time.sleep(0.01)
+    first.kill()
+    asking.join()
+    (second,) = servers.start(command)
+    warm(second)
+    got = [ask(second, prompt, 4) for prompt in prompts]
+    stored = told(second, "storage")
+    said = f"{stored:,.0f} tokens from storage"
+    assert not results.add("sglang", "tiers under the radix cache, killed while it writes", wanted, got, said).failed
+    assert stored >= 256
+    assert usage(second) == 0
