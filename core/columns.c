@@ -36,7 +36,10 @@ static int columns_init(Columns *self, PyObject *Py_UNUSED(args), PyObject *Py_U
     put(&self->nodes, PyDict_New());
     put(&self->roots, PyDict_New());
     put(&self->per_page, PyTuple_New(0));
-    return self->nodes == NULL || self->roots == NULL || self->per_page == NULL ? -1 : 0;
+    put(&self->held_device, PyList_New(0));
+    put(&self->held_host, PyList_New(0));
+    put(&self->doubles, PyObject_CallFunction((PyObject *)RecencyType, "i", DOUBLES));
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static void columns_dealloc(Columns *self)
@@ -120,8 +123,10 @@ static PyObject *columns_py_whole(Columns *self, PyObject *Py_UNUSED(none))
 #define COUNT(name) {#name, T_LONGLONG, offsetof(Columns, name), 0, NULL}
 #define COLUMN(name) {#name, T_OBJECT, offsetof(Columns, name), 0, NULL}
 static PyMemberDef columns_members[] = {
-    COUNT(page_bytes), COUNT(clock), COUNT(next_id), COLUMN(nodes), COLUMN(roots), COLUMN(trimmed), COLUMN(device),
+    COUNT(page_bytes), COUNT(clock), COUNT(next_id), COLUMN(trimmed), COLUMN(device),
     COLUMN(host), COLUMN(doubles), COLUMN(held_device), COLUMN(held_host), COLUMN(per_page),
+    {"nodes", T_OBJECT, offsetof(Columns, nodes), READONLY, NULL},
+    {"roots", T_OBJECT, offsetof(Columns, roots), READONLY, NULL},
     {"hosted", T_BOOL, offsetof(Columns, hosted), 0, NULL},
     {"writes_back", T_BOOL, offsetof(Columns, writes_back), 0, NULL}, {NULL, 0, 0, 0, NULL}};
 #define METHOD(name, function, flags) {name, (PyCFunction)(void (*)(void))function, flags, NULL}

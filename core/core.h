@@ -16,7 +16,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ID_BYTES = 4, DEVICE = 0, HOST = 1, DOUBLES = 2, HELD = 3 };
+/* Which of a node's links an order takes: the device's and the host's are 0 and 1, of component i 3 + 2i and 4 + 2i. */
+enum { ID_BYTES = 4, DOUBLES = 2, HELD = 3 };
 
 /* A node's place in one order. Both are NULL where it is in none. */
 typedef struct Link {
@@ -60,6 +61,12 @@ extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetT
 extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec;
 
 static inline int is_some(PyObject *value) { return value != NULL && value != Py_None; }
+
+/* The bytes of a column; -1 with a TypeError where it has none. */
+static inline int row_of(PyObject *column, char **row, Py_ssize_t *length)
+{
+    return PyBytes_AsStringAndSize(column == NULL ? Py_None : column, row, length);
+}
 
 /* Puts a new reference in a column and drops what was there. */
 static inline void put(PyObject **column, PyObject *value)

@@ -60,7 +60,7 @@ PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count
             break;
         char *tokens;
         Py_ssize_t own, room = stop - offset;
-        if (PyBytes_AsStringAndSize(child->tokens, &tokens, &own) < 0)
+        if (row_of(child->tokens, &tokens, &own) < 0)
             break;
         if (own > room || memcmp(data + offset, tokens, own) != 0) {
             Py_ssize_t pages = common_pages(data + offset, tokens, own < room ? own : room, page_bytes);
@@ -91,7 +91,7 @@ PyObject *columns_gather(Columns *Py_UNUSED(self), PyObject *const *args, Py_ssi
         Node *node = value == NULL ? NULL : as_node(value);
         char *own;
         Py_ssize_t size;
-        if (node == NULL || PyBytes_AsStringAndSize(node->pages, &own, &size) < 0) {
+        if (node == NULL || row_of(node->pages, &own, &size) < 0) {
             Py_CLEAR(ids);
             break;
         }
@@ -240,7 +240,7 @@ static int trim(Columns *self, Node *node, long long pages, char *to)
     long long keep = node->end - node->start - pages;
     char *ids;
     Py_ssize_t size;
-    if (device == NULL || PyBytes_AsStringAndSize(node->pages, &ids, &size) < 0)
+    if (device == NULL || row_of(node->pages, &ids, &size) < 0)
         return -1;
     if (keep < 0 || pages < 0 || size < (keep + pages) * ID_BYTES) {
         PyErr_Format(PyExc_ValueError, "node %lld has no %lld pages to trim", node->id, pages);
@@ -286,8 +286,8 @@ static int uproot(Columns *self, EvictableSet *device, Node *node, char *to)
     char *ids, *tokens;
     Py_ssize_t size, length, pages = (Py_ssize_t)(node->end - node->start);
     Node *parent = parent_of(node);
-    if (parent == NULL || PyBytes_AsStringAndSize(node->pages, &ids, &size) < 0 ||
-        PyBytes_AsStringAndSize(node->tokens, &tokens, &length) < 0)
+    if (parent == NULL || row_of(node->pages, &ids, &size) < 0 ||
+        row_of(node->tokens, &tokens, &length) < 0)
         return -1;
     memcpy(to, ids, pages * ID_BYTES);
     PyObject *name = PyBytes_FromStringAndSize(tokens, (Py_ssize_t)self->page_bytes);

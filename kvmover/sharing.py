@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
@@ -49,6 +50,40 @@ class SharedRange:
 
 class NotShared(LayoutError):
     """Memory of another process that this one may not, or cannot, map."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostProcess:
+    """A process of a machine: its number, and when it began, in the kernel's ticks since boot. No two are equal."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls) -> HostProcess | None:
+        """This process; None where the kernel does not say."""
+        state = _state_of(os.getpid())
+        return cls(os.getpid(), state[1]) if state is not None else None
+
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended; asked on the machine that it ran on. What may not be looked at lives."""
+        try:
+            os.kill(self.pid, 0)  # also of processes that /proc hides
+        except ProcessLookupError:
+            return True
+        except OSError:  # another user's
+            pass
+        state = _state_of(self.pid)
+        return state is not None and (state[0] in "ZX" or state[1] != self.started)
+
+
+def _state_of(pid: int) -> tuple[str, int] | None:
+    """The state and the start of a process, from proc_pid_stat(5): its name, in brackets, may hold anything."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0].decode(), int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 class Maker:
@@ -101,6 +136,7 @@ def _close(token: str) -> None:
     os.close(_FILES.pop(token))
 
 
+@cache
 def machine() -> str:
     """Which host this is, since its last boot, and whose processes are seen: those of one answer can find each other.
 

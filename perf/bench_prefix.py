@@ -28,7 +28,16 @@ import numpy as np
 from kvmover.cache.prefix import POLICIES
 from kvmover.cache.prefix.hashes import chain
 from kvmover.cache.replay import ReplayConfig, ReplayRequest, read_trace, replay
-from perf.prefix_ours import UNLIMITED, Contender, Kvmover, KvmoverEvents, KvmoverInt64, KvmoverList, Maker
+from perf.prefix_ours import (
+    UNLIMITED,
+    Contender,
+    Kvmover,
+    KvmoverEvents,
+    KvmoverInt64,
+    KvmoverList,
+    KvmoverPython,
+    Maker,
+)
 from perf.prefix_peers import load
 from perf.record import Spread, write
 
@@ -38,13 +47,20 @@ OURS: dict[str, Maker] = {
     "kvmover": Kvmover,
     "kvmover int64": KvmoverInt64,
     "kvmover list": KvmoverList,
+    "kvmover in python": KvmoverPython,
     "kvmover events": KvmoverEvents,
 }
 CAPACITIES = {"unlimited": UNLIMITED, "10M": 10_000_000, "3M": 3_000_000}
 #: vLLM keeps an object and a hash a page: with pages of one token a pass takes minutes.
 SLOW_AT_PAGE_1 = {"vllm", "kvmover events"}
 #: These are told once: at page 64.
-ONLY_AT_PAGE_64 = {"kvmover int64", "kvmover list", "kvmover events", "sglang rust gathering"}
+ONLY_AT_PAGE_64 = {
+    "kvmover int64",
+    "kvmover list",
+    "kvmover in python",
+    "kvmover events",
+    "sglang rust gathering",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,6 +340,7 @@ def _prefix() -> list[str]:
         "kvmover": "kvmover",
         "kvmover int64": "kvmover, of tokens in 64 bits",
         "kvmover list": "kvmover, of tokens in a list",
+        "kvmover in python": "kvmover without its C core",
         "sglang rust core": "SGLang, Rust core",
         "sglang radix cache": "SGLang, RadixCache",
         "vllm": "vLLM, KVCacheManager, with its hashing",

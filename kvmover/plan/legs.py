@@ -189,7 +189,7 @@ def _dealt(whole: Positions, origin: int, unit: tuple[int, int], deal: _Deal) ->
     def page(number: int) -> Positions:
         return common(whole, Stripe(origin + number * step, 1, width, width))
 
-    cut = sorted((n for n in {first, last} if tokens_of(page(n)) < width), key=lambda n: -tokens_of(page(n)))
+    cut = sorted((n for n in sorted({first, last}) if tokens_of(page(n)) < width), key=lambda n: -tokens_of(page(n)))
     full_from = first + (first in cut)
     full = max(0, last + 1 - (last in cut) - full_from)
     mine = full_from + (deal.index - deal.turn * full) % deal.parts

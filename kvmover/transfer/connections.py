@@ -14,7 +14,7 @@ from kvmover.transfer.peers.liveness import Duty
 from kvmover.transfer.peers.reconnect import Reconnector
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.handshake import Model, read_card, write_card
+from kvmover.transfer.protocol.handshake import Model, Rank, read_card, write_card
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class Connections:
         name = core.transport.identify(rank.transport)
         if sender is not None and sender != name:
             raise PeerRefused(f"{sender} sent the card of {name}")
+        if sender is None and self._has_ended(rank):  # to load it would cost a socket for good
+            raise PeerRefused(f"{name} has ended")
         core.peers.admit(rank, name)
         core.transport.connect(rank.transport)
         self.reconnector.seated(rank.place.seat, name)
@@ -66,6 +68,11 @@ class Connections:
         for before in over:
             self.lost(before, f"rank {rank.place.rank} of {rank.place.engine} restarted as {name}")
         return name
+
+    def _has_ended(self, rank: Rank) -> bool:
+        """Whether the process behind a card is of this machine, and over: nobody answers there any more."""
+        here = self.core.mappings.machine
+        return bool(here) and rank.machine == here and rank.process is not None and rank.process.has_ended()
 
     def welcome(self, name: str, hello: wire.Hello) -> None:
         """A peer has introduced itself: seat it and answer, or drop what it said."""
@@ -108,6 +115,10 @@ class Connections:
         for name in silent:
             core.lost.append((name, f"{name} does not answer"))
         for name, card in dial:
+            if self._has_ended(read_card(self.model, card)):
+                self.reconnector.retired(name)
+                log.warning("%s has ended; it is dialled no more", name)
+                continue
             try:
                 self._greet(self._seat(card))
                 core.say(name, wire.Ping(self.leases.renewed(name)))

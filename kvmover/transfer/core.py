@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
+from kvmover.sharing import HostProcess
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.events import Patience
 from kvmover.transfer.memory.arena import Arena
@@ -215,7 +216,8 @@ def assembled(
         socket.gethostname(),
         sandbox,
         shared,
-        mappings.machine if shared else "",
+        mappings.machine,
+        process=HostProcess.own() if mappings.machine else None,
     )
     return Core(
         transport,

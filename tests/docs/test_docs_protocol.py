@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import itertools
 import math
+import os
 import re
 import struct
 from pathlib import Path
@@ -230,7 +231,11 @@ def test_a_card_is_read_by_the_page() -> None:
         "shares",
         "machine",
         "registration",
+        "process",
     }
+    assert body["process"]["pid"] == os.getpid()
+    start = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19]  # field 22; the name is the second
+    assert body["process"]["started"] == int(start)
     mover.close()
 
 

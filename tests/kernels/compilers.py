@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import pytest
 
@@ -39,9 +41,13 @@ class Compiler:
     def __str__(self) -> str:
         return f"{self.triton}-sm_{self.architecture}-{self.cases}"
 
-    def reports(self, worker: str, folder: Path) -> dict[str, dict]:
+    def reports(self, worker: str) -> dict[str, dict]:
         """What `worker`, a file of this folder, prints of its cases, compiled without anybody's cache. Skips the test
         where this Triton is not installed."""
+        with TemporaryDirectory(prefix="kvmover-compiled-") as folder:
+            return self._reports(worker, Path(folder))
+
+    def _reports(self, worker: str, folder: Path) -> dict[str, dict]:
         version, path = importlib.metadata.version("triton"), ROOT
         if self.triton == "oldest":
             version, path = OLDEST, OLDEST_PATH
@@ -69,6 +75,7 @@ class Limited:
     process: subprocess.Popen[bytes]
     output: Path
     deadline: float
+    running: ClassVar[list[Limited]] = []
 
     @classmethod
     def start(cls, command: Sequence[object], environment: dict[str, str], output: Path, limit_s: float) -> Limited:
@@ -76,7 +83,8 @@ class Limited:
             process = subprocess.Popen(
                 list(map(str, command)), stdout=out, stderr=err, env=environment, cwd=ROOT, start_new_session=True
             )
-        return cls(process, output, time.monotonic() + limit_s)
+        cls.running.append(limited := cls(process, output, time.monotonic() + limit_s))
+        return limited
 
     def result(self) -> str:
         """What it printed. Raises TimeoutExpired at the limit, and AssertionError with its words when it fails."""
@@ -84,6 +92,7 @@ class Limited:
             self.process.wait(max(0.0, self.deadline - time.monotonic()))
         finally:
             self.kill()
+            self.running.remove(self)
         assert self.process.returncode == 0, self.output.with_suffix(".err").read_text()
         return self.output.read_text()
 

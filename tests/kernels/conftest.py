@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ahead import Ahead
+from compilers import Limited
 from row_moves import SPARSE_BYTES
 
 
@@ -22,3 +24,25 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
         pytest.skip(f"no sparse file of {SPARSE_BYTES >> 30} GiB here: {error}")
     path.unlink()  # gone with the mapping
     return torch.from_numpy(memory)
+
+
+_AHEAD = pytest.StashKey[Ahead]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    ahead = session.config.stash[_AHEAD] = Ahead()
+    if not session.config.option.collectonly and not hasattr(session.config, "workerinput"):
+        ahead.announce(session.items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (ahead := session.config.stash.get(_AHEAD, None)) is not None:
+        ahead.close()
+        for limited in list(Limited.running):
+            limited.kill()
+
+
+@pytest.fixture(scope="session")
+def ahead(request: pytest.FixtureRequest) -> Ahead:
+    """What begins when the run does."""
+    return request.config.stash[_AHEAD]

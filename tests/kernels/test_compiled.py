@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ahead import Ahead
 from compilers import COMPILERS, LIMIT_S, Limited
 
 REGISTERS = 96
@@ -18,10 +19,13 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 Report = dict[str, dict]
 
 
+AHEAD = {"cases": lambda compiler: compiler.reports("compile_worker.py")}
+
+
 @pytest.fixture(scope="module", params=COMPILERS, ids=str)
-def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
+def cases(request: pytest.FixtureRequest, ahead: Ahead) -> Report:
     """By case, of one compiler."""
-    found = request.param.reports("compile_worker.py", tmp_path_factory.mktemp(str(request.param)))
+    found = ahead.result(request.module, "cases", request.param)
     assert len(found) == {"all": 32, "few": 11}[request.param.cases]
     return found
 

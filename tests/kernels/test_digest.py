@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from ahead import Ahead
 from compilers import COMPILERS, LIMIT_S
 from digest_cases import coordinates, merged
 from hypothesis import assume, given, settings
@@ -227,10 +228,13 @@ def test_a_copy_onto_what_it_reads_is_refused_and_a_digest_alone_is_not() -> Non
     assert digest([itself], coordinates, "src") == digest([itself], coordinates, "dst")
 
 
+AHEAD = {"compiled": lambda compiler: compiler.reports("digest_worker.py")}
+
+
 @pytest.fixture(scope="module", params=COMPILERS, ids=str)
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def compiled(request: pytest.FixtureRequest, ahead: Ahead) -> dict[str, dict]:
     """The machine code of the Triton kernel, by case, of one compiler."""
-    found = request.param.reports("digest_worker.py", tmp_path_factory.mktemp(str(request.param)))
+    found = ahead.result(request.module, "compiled", request.param)
     assert len(found) == {"all": 9, "few": 5}[request.param.cases]
     return found
 

@@ -8,18 +8,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from ahead import Ahead
 
 HERE = Path(__file__).parent
 CASES = [HERE / f"{kernel}_cases.py" for kernel in ("rows", "digest", "quant")]
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("selection", ["not proof", pytest.param("proof", marks=pytest.mark.proof)])
-def test_all_cases_hold_in_the_interpreter(selection: str) -> None:
+def run_cases(selection: str) -> subprocess.CompletedProcess[str]:
     """TRITON_INTERPRET has to be set before Triton is imported, and the tests of compiled code need it unset."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", selection, *CASES]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True, timeout=380)
+    return subprocess.run(
+        command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True, timeout=380, check=False
+    )
+
+
+AHEAD = {"selection": run_cases}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("selection", ["not proof", pytest.param("proof", marks=pytest.mark.proof)])
+def test_all_cases_hold_in_the_interpreter(selection: str, request: pytest.FixtureRequest, ahead: Ahead) -> None:
+    done = ahead.result(request.module, "selection", selection)
     out = done.stdout
     assert done.returncode == 0, f"\n{out}\n{done.stderr}"
     assert " passed" in out

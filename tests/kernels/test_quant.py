@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ahead import Ahead
 from compilers import COMPILERS, LIMIT_S
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -269,10 +270,13 @@ def test_more_rows_than_32_bits_count_are_refused() -> None:
         quant.describe([replace(fits, tokens=(1 << 31) - 1)], quant.CONFIG)
 
 
+AHEAD = {"report": lambda compiler: compiler.reports("quant_cases.py")}
+
+
 @pytest.fixture(scope="module", params=COMPILERS, ids=str)
-def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def report(request: pytest.FixtureRequest, ahead: Ahead) -> dict[str, dict]:
     """By launch, of one compiler."""
-    found = request.param.reports("quant_cases.py", tmp_path_factory.mktemp(str(request.param)))
+    found = ahead.result(request.module, "report", request.param)
     sizes = {80: 4, 90: 22, 100: 4}
     assert len(found) == (sizes[request.param.architecture] if request.param.cases == "all" else 8)
     return found

@@ -135,6 +135,17 @@ def test_a_million_tokens_are_planned_without_a_look_at_a_single_one(
             assert len(leg.positions) <= 3 * (src.page_tokens + dst.page_tokens), leg
 
 
+def test_pages_are_dealt_alike_wherever_in_a_request_they_lie() -> None:
+    """Of two cut pages of equal size the first comes first: the order in a set of page numbers is nobody's to know."""
+    src, dst = Fleet(tp=3, page_tokens=2), Fleet(tp=2, page_tokens=2)
+
+    def dealt(shift: int) -> list[tuple[int, int, list[int]]]:
+        legs = Plan(heads_of(1), src, dst, shift + 1, shift + 15).legs()
+        return [(leg.src_rank, leg.dst_rank, sorted(p - shift for s in leg.positions for p in s)) for leg in legs]
+
+    assert all(dealt(shift) == dealt(0) for shift in range(0, 64, 2))
+
+
 def test_page_interleaved_ranks_exchange_a_handful_of_stripes_however_long_the_request() -> None:
     src, dst = Fleet(cp=4, page_tokens=16), Fleet(cp=3, page_tokens=64)
     for tokens in (100_000, 1_000_000, 100_000_000):

@@ -32,7 +32,9 @@ class SimTransport(LoopbackTransport):
 
 @dataclass(slots=True, eq=False)
 class Posted:
-    """A write or a read under way. `before` is what a write was to carry when it was posted."""
+    """A write or a read under way. `before` is what a write was to carry when it was posted. `revoked`: as of a
+    revision of its target's ranges, whether its memory is registered no more.
+    """
 
     sender: SimTransport
     flight: _Flight
@@ -40,6 +42,7 @@ class Posted:
     theirs: list[int] = field(init=False)
     lengths: list[int] = field(init=False)
     before: bytes = field(init=False)
+    revoked: tuple[int, bool] = (-1, False)
 
     def __post_init__(self) -> None:
         flight = self.flight
@@ -181,7 +184,14 @@ class SimNetwork(LoopbackNetwork):
 
     def is_revoked(self, posted: Posted) -> bool:
         """Whether an operation is for memory that was deregistered, or registered anew, since: it cannot land."""
-        return posted.flight.peer in self._members and self.refusal(posted.flight) is not None
+        peer = self._members.get(posted.flight.peer)
+        if peer is None:
+            return False
+        revision, revoked = posted.revoked
+        if revision != peer.ranges.revision:
+            revoked = self.refusal(posted.flight) is not None
+            posted.revoked = peer.ranges.revision, revoked
+        return revoked
 
     # What is carried.
 

@@ -13,12 +13,14 @@ import torch
 
 from kvmover.layout import Component, Pool
 from kvmover.sharing import MapMode
+from kvmover.transfer.destination.state import Receiving
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Transfer
+from kvmover.transfer.source.state import Sending
 from tests.sim.copies import SimCopier
 from tests.sim.geometry import PAGES, Bytes, Geometry, Part, part_of
 from tests.sim.network import SimNetwork, SimTransport
@@ -111,7 +113,8 @@ class Seat:
     """One incarnation of a rank: its mover and its pools, with what they must hold outside of pages in `open_to`.
 
     `open_to` [page]: the receive that lets peers write it; it stays after a transfer that ended `held`. `dirty`:
-    memory was touched since it was last checked. `stops`: (since, until) when it is not polled.
+    memory was touched since it was last checked. `stops`: (since, until) when it is not polled. `sound`: states of its
+    attempts, and `sitting`: who sat where, as they were checked last.
     """
 
     place: Place
@@ -127,6 +130,8 @@ class Seat:
     alive: bool = True
     waking: bool = False
     dirty: bool = False
+    sitting: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    sound: dict[int, Receiving | Sending] = field(default_factory=dict[int, "Receiving | Sending"])
     stops: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     @property
@@ -221,6 +226,7 @@ class SimMappings:
 
     ours: bool
     seats: dict[str, Seat]
+    machine: str = ""
     written: set[str] = field(default_factory=set[str])
     lent: set[int] = field(default_factory=set[int])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from msgspec import structs
@@ -26,12 +27,13 @@ def check_states(seat: Seat) -> None:
     if seat.mover.meter.counts[Count.FAULTS]:
         raise Broken(f"{seat.name}: an attempt failed by an exception: python -m tests.sim.replay shows it")
     try:
-        seat.mover._core.peers.check()
-        for attempt in seat.mover._destination._attempts.values():
-            attempt.state.check()
-        for request in seat.mover._source._requests.values():
-            for attempt in request.attempts.values():
-                attempt.state.check()
+        requests = seat.mover._source._requests.values()
+        states = [attempt.state for attempt in seat.mover._destination._attempts.values()]
+        states += [attempt.state for request in requests for attempt in request.attempts.values()]
+        sound, seat.sound = seat.sound, {id(state): state for state in states}
+        for state in states:
+            if sound.get(id(state)) is not state:  # a value, and checked before
+                state.check()
     except AssertionError as error:
         raise Broken(f"{seat.name}: {error}") from error
 
@@ -187,7 +189,14 @@ def check_early(scene: Scene, seat: Seat) -> None:
 def check_seats(scene: Scene, seat: Seat) -> None:
     """No process takes a seat again that a newer one has had."""
     peers = seat.mover._core.peers
-    for place, name in peers._by_place.items():
+    if peers._by_place == seat.sitting:
+        return
+    seat.sitting = dict(peers._by_place)
+    try:
+        peers.check()
+    except AssertionError as error:
+        raise Broken(f"{seat.name}: {error}") from error
+    for place, name in seat.sitting.items():
         generation = scene.seats[name].place.generation
         if generation < scene.newest[seat.name, place]:
             raise Broken(f"{seat.name}: {name} sits at {place}, where {scene.newest[seat.name, place]} processes stood")
@@ -207,8 +216,14 @@ def _awaited(seat: Seat) -> Iterator[tuple[str, float]]:
 
 def _timeless(message: wire.AnyMessage) -> wire.AnyMessage:
     """Without what is another whenever it is said again."""
+    fields = _timed(type(message))
+    return structs.replace(message, **fields) if fields else message
+
+
+@cache
+def _timed(kind: type[wire.AnyMessage]) -> dict[str, object]:
     fields = {"lease": wire.WriteLease(), "stamp_us": 0}
-    return structs.replace(message, **{name: value for name, value in fields.items() if hasattr(message, name)})
+    return {name: value for name, value in fields.items() if name in kind.__struct_fields__}
 
 
 @dataclass(slots=True, eq=False)

@@ -295,3 +295,17 @@ def test_a_region_larger_than_that_part_waits_to_be_asked_for():
     eager, arena = EagerGrants(), Arena(64 * SLOT)
     assert eager.lease(arena, "one", 9 * SLOT) is None
     assert eager.lease(arena, "one", 8 * SLOT) is not None
+
+
+def test_no_region_of_a_slab_that_was_registered_anew_goes_out_with_a_want():
+    """Nothing in a Want tells a source of new keys, as a grant does."""
+    eager, arena = EagerGrants(), Arena(64 * SLOT, 32 * SLOT)
+    lost = arena.lease(SLOT, "lost")
+    assert lost == 0
+    arena.quarantine(lost)
+    assert eager.lease(arena, "one", SLOT) == SLOT
+    arena.release(SLOT)
+    eager.freed(SLOT)
+    assert arena.renew(0) == [0]
+    assert eager.lease(arena, "one", SLOT) is None
+    assert (arena.leased_bytes, eager.nbytes) == (0, 0)

@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import msgspec.inspect as schemas
@@ -81,14 +81,16 @@ def value(kind: Any, dice: random.Random, names: list[str]) -> Any:
             raise AssertionError(f"no value of {kind}")
 
 
-def message(dice: random.Random, names: list[str]) -> wire.AnyMessage:
-    made: Any = value(schemas.type_info(dice.choice(KINDS)), dice, names)
+def message(dice: random.Random, names: list[str]) -> Any:
+    """One of any kind."""
+    made = value(schemas.type_info(dice.choice(KINDS)), dice, names)
+    changes: dict[str, Any] = {}
     if isinstance(made, wire.Want) and dice.random() < 0.7:  # one that could be served
         start = dice.randrange(60)
-        made = msgspec.structs.replace(made, start=start, stop=start + dice.randrange(60), pages=(bytes(100),))
+        changes |= {"start": start, "stop": start + dice.randrange(60), "pages": (bytes(100),)}
     if isinstance(made, wire.About) and dice.random() < 0.7:
-        made = msgspec.structs.replace(made, generation=dice.randrange(3))
-    return cast("wire.AnyMessage", made)
+        changes["generation"] = dice.randrange(3)
+    return msgspec.structs.replace(made, **changes)
 
 
 def damaged(note: bytes, dice: random.Random) -> bytes:

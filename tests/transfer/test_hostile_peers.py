@@ -158,7 +158,7 @@ def followed(number: int) -> Iterator[wire.AnyMessage]:
 
 
 @pytest.mark.parametrize(
-    ("flood", "count"), [(aborts, 2000), (wants, 4000), (tables, 12), (payloads, 60), (followed, 20)]
+    ("flood", "count"), [(aborts, 2000), (wants, 4000), (tables, 12), (payloads, 8), (followed, 4)]
 )
 def test_what_a_peer_says_fills_its_budget_and_no_more(flood: Flood, count: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(budget, "PEER_BYTES", 1 << 20)

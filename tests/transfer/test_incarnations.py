@@ -102,6 +102,7 @@ def test_an_older_card_opens_nothing_either_while_the_newer_process_is_away():
         target.connect(older.card)
     assert seated(target) is None
     assert name(older) not in target._core.peers._by_name
+    assert name(older) not in target._transport._peers, "nothing was loaded"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_two_processes_of_one_generation_do_not_unseat_each_other():

@@ -16,7 +16,17 @@ from mover_fleets import CONFIG, SMALL_CHUNKS, Pair
 from kvmover.errors import PeerRefused, PlanError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import BY_HOST, HOST, Costs, Route
-from kvmover.sharing import Maker, MapMode, NotShared, SharedRange, allocate, map_file, shares_of
+from kvmover.sharing import (
+    HostProcess,
+    Maker,
+    MapMode,
+    NotShared,
+    SharedRange,
+    _state_of,
+    allocate,
+    map_file,
+    shares_of,
+)
 from kvmover.transfer.protocol.handshake import read_card, write_card
 from kvmover.transfer.protocol.wire import Verb
 
@@ -99,6 +109,23 @@ def test_the_maker_of_a_share_lives_until_it_has_ended_though_nobody_has_waited_
         Maker(share)
 
 
+def test_a_process_has_ended_when_it_is_gone_unwaited_for_or_another_has_its_number():
+    own = HostProcess.own()
+    assert own is not None
+    assert own.pid == os.getpid()
+    assert not own.has_ended()
+    assert replace(own, started=own.started - 1).has_ended()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        state = _state_of(child.pid)
+        assert state is not None
+        other = HostProcess(child.pid, state[1])
+        assert not other.has_ended()
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert other.has_ended()
+    assert other.has_ended()
+
+
 def test_memory_that_could_shrink_under_a_reader_is_not_mapped():
     token = "f" * 32
     fd = os.memfd_create(f"kvmover-{token}", os.MFD_ALLOW_SEALING)
@@ -170,6 +197,14 @@ def test_a_card_with_shares_for_some_allocations_is_refused():
     assert rank.shares
     with pytest.raises(PeerRefused, match="2 shares for 1 allocations"):
         read_card(mover._model, write_card(mover._model, msgspec.structs.replace(rank, shares=(rank.shares[0] * 2,))))
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1 << 22 | 1, 1 << 62])
+def test_a_card_of_no_process_is_refused(pid: int):
+    mover = Pair.of(config=MAPPED).src.movers[0]
+    rank = msgspec.structs.replace(read_card(mover._model, mover.card), process=HostProcess(pid, 1))
+    with pytest.raises(PeerRefused, match=f"names process {pid}"):
+        read_card(mover._model, write_card(mover._model, rank))
 
 
 def test_shares_that_reach_over_their_file_are_not_mapped():

@@ -163,3 +163,25 @@ def test_a_payload_is_given_once_and_has_to_fit():
     assert ended(landed[0]).aux == {0: bytes(MAX_AUX_BYTES)}
     mover.attach(sent, TOKEN)  # of a request that is over: nobody waits
     pair.bench.assert_nothing_is_left()
+
+
+def test_a_rank_of_another_engine_says_nothing_beside_the_cache():
+    """Its number is that of the rank that is awaited."""
+    pair, _ = pair_of(Verb.PUSH)
+    target = pair.dst.movers[0]
+    other = pair.bench.mover(Place("other", Fleet(page_tokens=4), 0), [Pool.zeros(pair.src.pools[0][0].spec)])
+    other.connect(target.card)
+    (landed,) = receive(pair, 0)
+    pair.bench.turn()
+    generation = target._destination.generation
+    forged = wire.Aux("request", generation, b"another token")
+    for sent in ([], pair.send()):
+        other._core.say(target._transport.name, forged)
+        pair.bench.turn()
+        for transfer in sent:
+            pair.src.movers[0].attach(transfer, TOKEN)
+    pair.bench.ended([landed])
+    assert ended(landed).aux == {0: TOKEN}
+    other._core.say(target._transport.name, forged)
+    pair.bench.turn()
+    assert ended(landed).aux == {0: TOKEN}

@@ -84,6 +84,15 @@ def test_reads_of_our_own_end_with_each_of_them_and_no_word_of_the_peer():
     assert limbo.settled(KEY, 5) == []
 
 
+def test_who_is_dead_writes_no_more_and_what_is_read_from_him_may_still_land():
+    limbo = holding(ward_of(0, 256, reads={2}))
+    limbo.hold(("prefill3.1", "other", 8), ward_of(512))
+    limbo.hold(("prefill4.1", "other", 8), Isolated("enough", ("prefill", 4), UNTIL, [768]))
+    assert limbo.forget(SEAT) == [512]
+    assert limbo.settled(KEY, 2) == [0, 256]
+    assert len(limbo) == 1
+
+
 def test_the_pages_of_a_transfer_are_held_until_the_last_of_its_peers_is_done_with_them():
     transfer, limbo = held_transfer(), Quarantine()
     keys: list[Key] = [(f"prefill{n}.1", "request", 7) for n in range(2)]

@@ -147,6 +147,22 @@ def test_the_dead_ones_writes_land_late_among_those_of_the_next_and_spoil_none()
     assert trouble.arena.leased_bytes == 0
 
 
+def test_a_peer_that_is_only_slow_is_waited_for_though_its_attempt_has_failed():
+    """To shut it out would make a write of it fail, and with that what else it writes."""
+    trouble = Trouble()
+    (landed,), _ = trouble.pair.receive("slow"), trouble.pair.send("slow")
+    trouble.network.hold()
+    trouble.bench.turn(4)
+    trouble.target.abort(landed, "enough")
+    trouble.pass_time(2 * ROOMY.drain_s)
+    assert landed.ended
+    assert trouble.target._core.peers.get(trouble.source._transport.name) is not None
+    assert (trouble.arena.quarantined_bytes, trouble.renewed) == (8 * CHUNK_BYTES, 0)
+    trouble.network.deliver()
+    trouble.pass_time(2.0)
+    assert (trouble.arena.leased_bytes, trouble.renewed) == (0, 0)
+
+
 def test_a_healthy_peer_in_the_same_slab_is_waited_for_and_not_disturbed():
     trouble = Trouble()
     arena, other = trouble.arena, trouble.healthy.src.movers[0]._transport.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +15,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 from mover_peer import DEADLINE_S, MoverProcess, Side, footprint
 
 from kvmover.plan.cost import Route
+from kvmover.transfer.peers.reconnect import Backoff
 from tests.proofs import family
 
 pytestmark = pytest.mark.timeout(90)
@@ -148,6 +150,29 @@ def half_way(process: MoverProcess) -> None:
     while (chunks := process.ask("progress")) < 2:
         assert time.monotonic() < deadline, "nothing moves"
     assert chunks < 12
+
+
+def test_killed_peers_of_this_host_are_dialled_no_more_and_leave_no_descriptor():
+    here, left = Side("here", 24, "HND", None), list[int]()
+    here.mover.configure(replace(here.mover.config, backoff=Backoff(0.02, 0.05), silence_s=2.0, ping_s=0.1))
+    for number in range(5):
+        victim = MoverProcess(f"victim{number}", 24, "HND", None)
+        card = victim.ask("card")
+        name = here.connect(card)
+        victim.ask("send", "first", SRC_PAGES)
+        here.receive("first", f"victim{number}", 0, TOKENS, DST_PAGES)
+        assert here.outcome("first", DEADLINE_S)[0].startswith("landed")
+        here.receive("second", f"victim{number}", 0, TOKENS, DST_PAGES)
+        victim.kill()
+        assert here.outcome("second", DEADLINE_S)[0].startswith(f"TransferFailed: second: {name} is lost")
+        until = time.monotonic() + DEADLINE_S
+        while len(here.mover._reconnector):
+            assert time.monotonic() < until, "it is dialled for ever"
+            here.poll()
+        assert here.connect(card) == f"PeerRefused: {name} has ended"
+        left.append(here.footprint()["file descriptors"])
+    here.mover.close()
+    assert left == left[:1] * len(left)
 
 
 @pytest.mark.parametrize("cycles", family([20, 50], few=[20]))

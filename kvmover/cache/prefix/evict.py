@@ -79,14 +79,14 @@ class Eviction:
         return not node.host_locks and (not node.children or self._drop_below(node))
 
     def _held(self, index: int, pages: int) -> None:
-        """Give up ids of a further component on the device: inside the tree these alone, at a leaf all of it."""
+        """Give up ids of a further component on the device alone: a leaf that is backed goes to the host whole."""
         account = self._forest.held_device[index]
         aim = account.evictable - pages
         while account.evictable > aim:
             node = account.order.first()
             if node is None:
                 break
-            if node.device_children or node.locks or node.children or (node.host is None and node.host_locks):
+            if node.host is None or node.device_children or node.locks or node.children:
                 self._bury(node, index)
             else:
                 self._give_up(node)

@@ -81,7 +81,8 @@ def words(tokens: TokenIds) -> bytes:
     """`tokens` as 32-bit little-endian words. Raises PrefixError for what 32 bits cannot hold."""
     if NATIVE is not None and _WORD_FORMATS:
         data = NATIVE.words(tokens)
-        return data if data is not None else _converted(tokens)
+        if data is not None:
+            return data
     return words_in_python(tokens)
 
 

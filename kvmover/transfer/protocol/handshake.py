@@ -13,7 +13,7 @@ from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
-from kvmover.sharing import SharedRange
+from kvmover.sharing import HostProcess, SharedRange
 from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
 from kvmover.transport.base import Memory
 
@@ -22,6 +22,9 @@ MAX_CARD_BYTES = 4 << 20
 #: Lengths of the names of an engine and of a host, in characters, and of both models' text.
 MAX_NAME_CHARACTERS = 256
 MAX_MODEL_CHARACTERS = 1 << 16
+
+#: What Linux numbers processes up to (PID_MAX_LIMIT).
+MAX_PID = 1 << 22
 
 #: Tensors of one component: more than a model has layers, times two.
 MAX_ALLOCATIONS = 4096
@@ -125,9 +128,9 @@ class Rank(msgspec.Struct, frozen=True):
 
     `pools`, `allocations`: one a component, in the model's order. `arena` is staging memory that packed chunks are
     written to, `staging` what they are read from, `sandbox` what anybody may write to in order to measure the way here.
-    Ranks of one `host` share what is measured. `shares`: where each allocation lies in shared memory of `machine`, as
-    `allocations`; empty where they do not. `registration`: how often parts of `arena` were registered anew, which
-    `transport` knows of.
+    Ranks of one `host` share what is measured. `process` runs on `machine`. `shares`: where each allocation lies in
+    shared memory of it, as `allocations`; empty where they do not. `registration`: how often parts of `arena` were
+    registered anew, which `transport` knows of.
     """
 
     place: Place
@@ -147,6 +150,7 @@ class Rank(msgspec.Struct, frozen=True):
     ] = ()
     machine: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     registration: Natural = 0
+    process: HostProcess | None = None
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -190,6 +194,8 @@ def _check(model: Model, rank: Rank) -> None:
     for what, memory in (("arena", rank.arena), ("staging", rank.staging)):
         if memory.nbytes < LEAST_STAGING_BYTES:
             raise PeerRefused(f"the card has {what} of {memory.nbytes} bytes; a region takes {LEAST_STAGING_BYTES}")
+    if rank.process is not None and not 0 < rank.process.pid <= MAX_PID:
+        raise PeerRefused(f"the card names process {rank.process.pid}; numbers are 1 to {MAX_PID}")
     if not 0 <= place.rank < place.fleet.size:
         raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
     if not len(rank.pools) == len(rank.allocations) == len(model.components):

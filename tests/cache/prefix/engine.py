@@ -165,7 +165,9 @@ def said(answer: object) -> object:
         return answer.tolist()
     if isinstance(answer, ActionList):
         fields = {name: said(getattr(answer, name)) for name in answer.__struct_fields__ if name != "actions"}
-        return fields, [(each.component, each.tier, each.page_ids.tolist()) for each in answer.actions]
+        return fields, [said(each) for each in answer.actions]
+    if isinstance(answer, tuple | list):
+        return [said(each) for each in answer]
     if hasattr(answer, "__struct_fields__"):
         return {name: said(getattr(answer, name)) for name in answer.__struct_fields__}
     return answer

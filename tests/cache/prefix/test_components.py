@@ -63,12 +63,15 @@ def test_a_leaf_takes_its_window_along() -> None:
     mine.conserved()
 
 
-def test_a_leaf_whose_window_goes_is_of_no_use_and_goes() -> None:
+def test_a_leaf_whose_window_goes_keeps_its_attention_for_who_brings_the_window_again() -> None:
     mine = window()
     mine.insert(range(4), {"swa": 4})
     outcome = mine.apply(mine.tree.evict(1, "swa"))
-    assert len(outcome.page_ids()) == 4
-    assert len(mine.tree) == 0
+    assert (len(outcome.page_ids()), len(outcome.page_ids("swa"))) == (0, 4)
+    assert (usable(mine, range(4)), mine.tree.match(list(range(4))).full_tokens) == (0, 4)
+    mine.insert(range(4), {"swa": 4})
+    assert usable(mine, range(4)) == 4
+    assert len(mine.apply(mine.tree.evict(4)).page_ids()) == 4
     mine.conserved()
 
 

@@ -35,7 +35,7 @@ from kvmover.cache.prefix import (
     keys,
 )
 from kvmover.cache.prefix.node import Node
-from kvmover.cache.prefix.policy import Recency
+from kvmover.cache.prefix.policy import Order, Recency
 
 ROOT = Path(__file__).parents[3]
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.
@@ -165,13 +165,17 @@ def state(tree: PrefixTree) -> list[object]:
     return [
         sorted((column(node) for node in forest), key=lambda each: each[0]),
         [(each.evictable, each.protected) for each in sets],
-        [
-            [node.id for node in cast("Recency", order)] if hasattr(order, "__iter__") else len(order)
-            for order in orders
-        ],
-        [getattr(order.first(), "id", None) for order in orders],
+        [[node.id for node in listed(order)] for order in orders],
         (forest.columns.clock, forest.columns.next_id, len(forest.nodes), list(forest.roots)),
     ]
+
+
+def listed(order: Order) -> list[Node]:
+    """First what goes first; by other policies than LRU, that one alone."""
+    if hasattr(order, "__iter__"):
+        return list(cast("Recency", order))
+    first = order.first()
+    return [first] * len(order) if first is not None else []
 
 
 def column(node: Node) -> tuple:
@@ -188,10 +192,8 @@ def column(node: Node) -> tuple:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_history_leaves_both_cores_in_the_same_state(shape: str) -> None:
     for seed in range(12 * MORE):
-        rng, pair = (
-            random.Random(f"{shape} {seed}"),
-            [engine(each, SHAPES[shape]) for each in (core.C_CORE, core.PYTHON_CORE)],
-        )
+        rng = random.Random(f"{shape} {seed}")
+        pair = [engine(each, SHAPES[shape]) for each in (core.C_CORE, core.PYTHON_CORE)]
         assert type(pair[0].tree._forest.columns) is not type(pair[1].tree._forest.columns)
         for _ in range(120):
             call, told = turn(rng), []
@@ -307,10 +309,21 @@ def test_what_is_no_node_of_this_core_is_refused_with_its_type() -> None:
     for call in (columns.lock, columns.settle, columns.forget_root, lambda node: columns.touch([node])):
         with pytest.raises(TypeError, match="a node of this core is due"):
             call(stranger)
-    with pytest.raises(TypeError, match="due"):
-        columns.descend(columns.node(0, None, b"", 0, 0), "text", 4)
-    with pytest.raises(ValueError):
-        columns.trim(columns.node(0, None, b"", 0, 0), -1)
+    leaf = columns.node(1, None, b"", 0, 1)
+    leaf.children = {b"text": stranger}
+    columns.page_bytes = 4
+    for data in ("text", b"text"):
+        with pytest.raises(TypeError, match="bytes|a node of this core is due"):
+            columns.descend(leaf, data, 4)
+    with pytest.raises(TypeError, match="bytes"):
+        columns.trim(leaf, 1)
+    leaf.pages = bytes(4)
+    for pages in (-1, 2):
+        with pytest.raises(ValueError, match=f"node 1 has no {pages} pages to trim"):
+            columns.trim(leaf, pages)
+    del leaf.tokens, leaf.pages
+    with pytest.raises(TypeError, match="bytes"):
+        columns.gather([leaf], 1)
 
 
 STORY = """

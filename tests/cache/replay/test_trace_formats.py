@@ -6,7 +6,7 @@ import json
 import os
 import tracemalloc
 from collections.abc import Sequence
-from itertools import accumulate, combinations
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +345,7 @@ def naive_hits(rows: list[dict[str, Any]]) -> int:
     """Tokens of whole blocks that a request and an earlier one of its session begin with, the last token left out."""
     hits = 0
     for session in rows:
-        seen = set[int]()
+        seen = set[tuple[int, ...]]()
         size = session["block_size"]
         flat = [(request["t"], request) for request in session["requests"] if request["type"] != "subagent"]
         for entry in session["requests"]:
@@ -354,7 +354,7 @@ def naive_hits(rows: list[dict[str, Any]]) -> int:
                 flat += [(request["t"] + (entry["t"] if early else 0), request) for request in entry["requests"]]
         for _, request in sorted(flat, key=lambda pair: pair[0]):
             whole = request["hash_ids"][: request["in"] // size]
-            prefixes = list(accumulate(whole, lambda before, block: hash((before, block)), initial=0))[1:]
+            prefixes = [tuple(whole[: end + 1]) for end in range(len(whole))]
             usable = prefixes[: (request["in"] - 1) // size]
             hits += size * next((at for at, prefix in enumerate(usable) if prefix not in seen), len(usable))
             seen.update(prefixes)
