@@ -47,7 +47,7 @@ class WriteBack:
     """Pages are copied to the host when they are evicted, leaves first: what is above may not be backed yet."""
 
 
-#: Whether a tree has a host tier, and when pages are copied to it.
+#: Which tiers a tree knows of, and when pages are copied to the host.
 Tiers: TypeAlias = DeviceOnly | WriteThrough | WriteBack
 
 

@@ -320,3 +320,14 @@ def test_a_state_at_each_turn_of_a_chat_makes_one_node_a_turn() -> None:
     assert len(mine.tree) == 10
     assert [usable(mine, range(n)) for n in (9, 10, 99, 100)] == [0, 10, 90, 100]
     mine.conserved()
+
+
+def test_windows_of_two_lengths_that_begin_inside_one_node_are_each_kept_whole() -> None:
+    """The node is cut at the first beginning, and then at the other: each part has as many ids as pages."""
+    mine = Engine(PrefixTree(1, components=(SlidingWindow(2, name="short"), SlidingWindow(4, name="long"))))
+    mine.insert(range(8))
+    mine.insert(range(8), held={"short": 5, "long": 7})
+    mine.conserved()
+    assert mine.tree.match(range(8)).tokens == 8
+    assert [mine.tree.match(range(end)).tokens for end in (4, 5, 7)] == [0, 5, 7]
+    mine.conserved()

@@ -88,6 +88,9 @@ def test_at_equal_capacity_the_conversation_trace_hits_as_often_as_in_vllm(
         (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000), 0.2302, 13_300_000),
         (ReplayConfig(64, 3_000_000, policy=EARNED), 0.1525, 0),
         (ReplayConfig(64, 3_000_000, policy=FIFO), 0.1420, 0),
+        (ReplayConfig(64, 10_000_000, policy=FIFO), 0.2934, 0),
+        (ReplayConfig(64, 30_000_000, policy=EARNED), 0.3641, 0),
+        (ReplayConfig(64, 30_000_000), 0.3660, 0),
     ],
     ids=lambda value: f"{value.device_tokens}-{value.host_tokens}" if isinstance(value, ReplayConfig) else str(value),
 )

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import random
 from array import array
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prometheus_client as prometheus
 import pytest
 import torch
+from rich.console import Console
 from scheduling import Server, base, parameters, publish, radix, unified
 
 from kvmover.cache.ledger import AccountGroup, Loss, PredictionTotals, Predictor
 from kvmover.cache.prefix import StaleHandle
 from kvmover.config import Settings
+from kvmover.config.settings import RecordSettings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import plugin
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
+from kvmover.observe.report import page
+from kvmover.observe.runlog import read_lines
+from kvmover.observe.top import show
 
 PAGES = [1, 4]
 
@@ -481,6 +489,35 @@ def test_what_a_router_predicted_stands_beside_what_was_found() -> None:
     assert predictions[Predictor.INVENTORY] == PredictionTotals(3, 32 + 32, 0, 0)
     assert accounts.ledger.groups() == (AccountGroup(model="m"), AccountGroup("gold", "m"))
     assert accounts.ledger.total(AccountGroup("gold", "m")).first.prompt_tokens == 33
+
+
+def test_top_and_the_report_show_the_ledger_of_the_cache(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    accounts = RadixAccounts("m", Settings(record=RecordSettings(run_log=log)), ParallelRank(0, 1))
+    server = Server(KvmoverRadixCache(parameters(4, 512), accounts))
+    history([server], 3, 200)
+    for req in [each for each in server.given if not each.finished()]:
+        server.cache.finish(req.cache_request_handle, base.CacheRequestOutcome.ABORT)
+    registry, out = prometheus.CollectorRegistry(), io.StringIO()
+    registry.register(accounts)
+    show(["here"], Console(file=out, width=200), get=lambda _: prometheus.generate_latest(registry).decode())
+    accounts.close()
+    totals, rows = accounts.ledger.total().first, [line.split() for line in out.getvalue().splitlines()]
+    assert totals.device_tokens == server.hits > 50
+    (device,) = [row for row in rows if row[:1] == ["device"]]
+    assert device[1] == f"{totals.device_tokens:,}"
+    for reason, tokens in totals.lost.items():
+        assert any(row[:3] == ["lost:", str(reason), f"{tokens:,}"] for row in rows)
+    (group,) = [row for row in rows if row[:3] == ["no", "tenant,", "m"]]
+    assert group[3] == f"{totals.prompt_tokens:,}"
+    assert group[5:8] == [f"{totals.device_tokens:,}", "0", "0"]
+    assert group[8:10] == [f"{totals.computed_tokens:,}", f"{totals.abandoned_tokens:,}"]
+    text = page(read_lines([log]))
+    cells = f"<td>m</td><td>{totals.prompt_tokens:,}</td><td>{totals.device_tokens:,}</td>"
+    assert cells in text.split("<h2>Tenants and models</h2>")[1].split("</section>")[0]
+    sums = totals.predictions[Predictor.INVENTORY]
+    cells = f"<td>inventory</td><td>{sums.requests:,}</td><td>{sums.foreseen_tokens + sums.missed_tokens:,}</td>"
+    assert cells in text.split("<h2>Predicted and delivered hits</h2>")[1]
 
 
 def test_an_inventory_that_is_evicted_while_a_request_waits_was_predicted_and_missed() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prometheus_client as prometheus
 import pytest
 from bench import Engine, RequestStatus, Shape
+from rich.console import Console
 
 from kvmover.cache.ledger import Loss, PredictionTotals, Predictor, Totals
+from kvmover.observe.report import page
+from kvmover.observe.runlog import read_lines
+from kvmover.observe.top import show
 
 PROMPT = [7 * n % 900 + 1 for n in range(100)]
 
@@ -153,3 +159,24 @@ def test_each_account_is_a_line_of_the_run_log(
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines() if line]
     (account,) = [line["account"] for line in lines if "account" in line]
     assert (account["request"], account["computed_tokens"]) == ("a", 100)
+    text = page(read_lines([tmp_path / "run.jsonl"]))
+    groups = text.split("<h2>Tenants and models</h2>")[1].split("</section>")[0]
+    assert f"<td>one</td><td>{a.config.model_config.model}</td><td>100</td><td>0</td><td>0</td><td>0</td>" in groups
+    assert "<td>inventory</td><td>1</td>" in text.split("<h2>Predicted and delivered hits</h2>")[1]
+
+
+def test_what_it_serves_is_what_top_shows(engines: Callable[..., Engine]) -> None:
+    a = engines(("tenant", "one"))
+    compute(a, "first")
+    compute(a, "again")
+    accounts = a.scheduler.connector._accounts
+    registry = prometheus.CollectorRegistry()
+    registry.register(accounts)
+    out = io.StringIO()
+    show(["here"], Console(file=out, width=200), get=lambda _: prometheus.generate_latest(registry).decode())
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert ["device", "96", "48.0%", "96", "48.0%"] in rows
+    assert ["computed", "104", "52.0%", "104", "52.0%"] in rows
+    (row,) = [row for row in rows if row[:1] == ["one,"]]
+    assert row[2:] == ["200", "48.0%", "96", "0", "0", "104", "0", "0"]
+    assert ["inventory", "2", "96", "96", "96", "0", "0"] in rows
