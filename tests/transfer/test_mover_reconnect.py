@@ -100,10 +100,12 @@ def test_what_a_cut_off_peer_may_write_comes_back_when_it_is_reached_again_and_h
     pair.bench.assert_nothing_is_left()
 
 
-@routes
+@pytest.mark.parametrize("route", [Route.PACKED, Route.DIRECT])
 @pytest.mark.parametrize("successor", [True, False])
 def test_what_a_dead_process_may_write_comes_back_whether_or_not_another_takes_its_place(route: Route, successor: bool):
-    """Its lease ends on its own clock, and what it posted before has landed `linger_s` later."""
+    """Its lease ends on its own clock, and what it posted before has landed `linger_s` later. A process that maps our
+    pages is waited for itself, and it would have to die: `test_mapped_processes.py` kills one.
+    """
     pair, network, clock = pair_of(route)
     _, landed = in_flight(pair, network)
     heard = clock.now
