@@ -450,54 +450,10 @@ def _tell(rows: Sequence[StoreRow], as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps([row.as_data() for row in rows]))
     else:
-        _print_stores(rows)
+        from kvmover.observe.store_table import print_stores
+
+        print_stores(rows)
     return int(any(sum(row.verified.bad.values()) for row in rows if row.verified))
-
-
-def _print_stores(rows: Sequence[StoreRow]) -> None:
-    from kvmover.observe.tables import Column, Sheet, console
-
-    out = console()
-    table = Sheet(
-        [
-            Column("namespace", "left"),
-            *(Column(title, "left", folds_at=24) for title in ("model", "weights")),
-            *(Column(title) for title in ("page", "pages", "objects", "payload", "on disk", "segments")),
-        ]
-    )
-    for row in rows:
-        manifest, found = row.found.manifest, row.stat
-        table.add(
-            row.found.folder.name[:12],
-            manifest.model + (" (salted)" if manifest.salted else ""),
-            manifest.weights,
-            str(manifest.page_tokens),
-            f"{found.pages:,}",
-            f"{found.objects:,}",
-            _mebibytes(found.payload_bytes),
-            _mebibytes(found.held_bytes + found.head_bytes),
-            f"{found.segments:,}",
-        )
-    out.print(table if rows else "no page store here")
-    for row in rows:
-        if note := _note(row):
-            out.print(f"{row.found.folder.name[:12]} {row.found.manifest.model}: {note}", soft_wrap=True)
-
-
-def _mebibytes(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"
-
-
-def _note(row: StoreRow) -> str:
-    """What was found or done, in words; nothing where there is nothing to say."""
-    notes = [f"dropped {number:,} ({reason})" for reason, number in row.recovered.dropped.items()]
-    if row.deleted_pages:
-        notes.append(f"deleted {row.deleted_pages:,} pages")
-    if row.verified:
-        bad = [f"deleted {number:,} bad ({reason})" for reason, number in row.verified.bad.items()]
-        objects = f"all {row.verified.objects:,} objects are" if row.verified.objects != 1 else "its one object is"
-        notes += bad or [f"{objects} whole"]
-    return ", ".join(notes)
 
 
 app.add_typer(store_app, name="store")

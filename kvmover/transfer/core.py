@@ -211,8 +211,7 @@ def assembled(
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs = tuple(pool.spec for pool in pools)
-    shared = shares(memories)
-    mappings = Mappings(bool(shared))
+    mappings = Mappings(bool(shared := shares(memories)))
     card = Rank(
         place,
         specs,

@@ -1,0 +1,53 @@
+"""A table of page stores has a row for each namespace, and below it what was found of each or done to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmover.observe.tables import Column, Sheet, console
+from kvmover.store import StoreRow
+
+
+def print_stores(rows: Sequence[StoreRow]) -> None:
+    """To standard output, as wide as that is. A note is a line of its own, which no table can cut."""
+    out = console()
+    table = Sheet(
+        [
+            Column("namespace", "left"),
+            *(Column(title, "left", folds_at=24) for title in ("model", "weights")),
+            *(Column(title) for title in ("page", "pages", "objects", "payload", "on disk", "segments")),
+        ]
+    )
+    for row in rows:
+        manifest, found = row.found.manifest, row.stat
+        table.add(
+            row.found.folder.name[:12],
+            manifest.model + (" (salted)" if manifest.salted else ""),
+            manifest.weights,
+            str(manifest.page_tokens),
+            f"{found.pages:,}",
+            f"{found.objects:,}",
+            _mebibytes(found.payload_bytes),
+            _mebibytes(found.held_bytes + found.head_bytes),
+            f"{found.segments:,}",
+        )
+    out.print(table if rows else "no page store here")
+    for row in rows:
+        if note := _note(row):
+            out.print(f"{row.found.folder.name[:12]} {row.found.manifest.model}: {note}", soft_wrap=True)
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.1f} MiB"
+
+
+def _note(row: StoreRow) -> str:
+    """What was found or done, in words; nothing where there is nothing to say."""
+    notes = [f"dropped {number:,} ({reason})" for reason, number in row.recovered.dropped.items()]
+    if row.deleted_pages:
+        notes.append(f"deleted {row.deleted_pages:,} pages")
+    if row.verified:
+        bad = [f"deleted {number:,} bad ({reason})" for reason, number in row.verified.bad.items()]
+        objects = f"all {row.verified.objects:,} objects are" if row.verified.objects != 1 else "its one object is"
+        notes += bad or [f"{objects} whole"]
+    return ", ".join(notes)
