@@ -13,7 +13,7 @@ from kvmover.layout import Fleet, Pool
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.protocol.wire import MAX_AUX_BYTES, Verb
-from kvmover.transfer.result import Result, Transfer
+from kvmover.transfer.result import Gate, Result, Transfer
 
 TOKEN = b"first token"
 verbs = pytest.mark.parametrize("verb", list(Verb))
@@ -175,13 +175,11 @@ def test_a_rank_of_another_engine_says_nothing_beside_the_cache():
     pair.bench.turn()
     generation = target._destination.generation
     forged = wire.Aux("request", generation, b"another token")
-    for sent in ([], pair.send()):
-        other._core.say(target._transport.name, forged)
-        pair.bench.turn()
-        for transfer in sent:
-            pair.src.movers[0].attach(transfer, TOKEN)
-    pair.bench.ended([landed])
-    assert ended(landed).aux == {0: TOKEN}
+    sent = pair.src.movers[0].send("request", pair.src_tables[0], [], TOKEN)
+    pair.bench.turn()
+    assert not landed.ended
     other._core.say(target._transport.name, forged)
     pair.bench.turn()
+    pair.src.movers[0].produced(sent, Gate(None))
+    pair.bench.ended([landed])
     assert ended(landed).aux == {0: TOKEN}
