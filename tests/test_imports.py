@@ -60,7 +60,7 @@ MUST_REACH = {
     "bounce": {"regions", "store"},
     "regions": {"kernels", "plan"},
     "plan": {"layout"},
-    "cache.tiers": {"bounce", "cache.ledger", "cache.prefix", "kernels", "store", "transfer"},
+    "cache.tiers": {"bounce", "cache.ledger", "cache.prefix", "kernels", "store"},
     "cache.replay": {"cache.ledger", "cache.prefix"},
     "observe": {"cache.ledger", "config", "plan", "transfer"},
     "engines.common": {"bounce", "cache.ledger", "store"},
