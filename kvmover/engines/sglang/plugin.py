@@ -50,7 +50,7 @@ def register_radix_cache() -> None:
 
 def radix_cache(context: Any) -> Any:
     """The prefix cache of one rank. Imported when a server asks for it."""
-    return import_module("kvmover.engines.sglang.radix_cache").build(context)
+    return import_module("kvmover.engines.sglang.radix_backend").build(context)
 
 
 def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

@@ -39,9 +39,8 @@ from kvmover.cache.prefix import (
     coalesce,
 )
 from kvmover.cache.prefix import FULL as ATTENTION
-from kvmover.config import load
-from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import engine, engine_radix
+from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.sglang import engine_radix
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
@@ -143,7 +142,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """
         kept, states = req.kv.cache_protected_len, self._states
         reach = up_to if states is None else min(up_to, states.reach(req, up_to))
-        key = self._key_of(req, req.full_untruncated_fill_ids[:reach])
+        key = self._key_of(req, req.full_untruncated_fill_ids, reach)
         end = key.tokens // self.page_size * self.page_size
         if end <= kept:
             if states is not None:
@@ -442,7 +441,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """By priority, the answer goes before the prompt, as in SGLang's own cache; by others it is the leaf's end."""
         if self._policy is not PRIORITY or self._states is not None:
             return
-        key = self._key_of(req, req.origin_input_ids)
+        key = self._key_of(req, req.origin_input_ids, None)
         pages = key.tokens // self.page_size
         if 0 < pages * self.page_size < end:
             raised = min((req.priority or 0) + 1, _HIGHEST)
@@ -457,8 +456,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             last = max(0, self._tree.look(whole).tokens - found)
         return Lookup(prompt, found, last)
 
-    def _key_of(self, req: Any, tokens: Any) -> RadixKey:
-        return self._tree.key(_words(tokens, None), self._namespace(req.extra_key, req.cache_salt))
+    def _key_of(self, req: Any, tokens: Any, limit: int | None) -> RadixKey:
+        return self._tree.key(_words(tokens, limit), self._namespace(req.extra_key, req.cache_salt))
 
     def _key(self, key: Any) -> RadixKey:
         """Of SGLang's RadixKey; one with a token that 32 bits cannot hold is empty: such a request is not cached."""
@@ -489,36 +488,3 @@ def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
         asked = f"{name} with {options}" if options else name
         raise EngineUnsupported(f"kvmover's radix cache evicts by {', '.join(known)} without options, not by {asked}")
     return known[name.lower()]
-
-
-def build(context: Any) -> Any:
-    """SGLang's factory of this backend. Raises EngineUnsupported for what needs SGLang's own tree."""
-    if context.disable_radix_cache:
-        return engine_radix.default_radix_cache(context)
-    asked = engine_radix.asked_beside(context)
-    if asked:
-        raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
-    odd = engine_radix.odd_states(context) if context.is_hybrid_ssm else ""
-    if odd:
-        raise EngineUnsupported(f"kvmover's radix cache keeps states in slots of SGLang's pool, and not {odd}")
-    odd = engine_radix.odd_windows(context) if context.is_hybrid_swa else ""
-    if odd:
-        raise EngineUnsupported(f"kvmover's radix cache keeps windows in pages, and not {odd}")
-    params = context.params
-    allocator = params.token_to_kv_pool_allocator
-    known = {engine_radix.HYBRID_ALLOCATOR} if context.is_hybrid_swa else engine_radix.ALLOCATORS
-    if type(allocator).__name__ not in known or allocator.page_size != params.page_size:
-        raise EngineUnsupported(
-            f"kvmover's radix cache works with {', '.join(sorted(known))} of its own page size,"
-            f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
-        )
-    return KvmoverRadixCache(params, _accounts(params))
-
-
-def _accounts(params: Any) -> RadixAccounts | None:
-    """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
-    settings = load().settings
-    if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
-        return None
-    tp, tp_size = engine_radix.rank()
-    return RadixAccounts(engine.served_name(), settings, ParallelRank(tp, tp_size, params.pp_rank, params.pp_size))
