@@ -41,6 +41,7 @@ def load() -> dict[str, Maker]:
                 "sglang rust gathering": lambda page, capacity: SglangGathering(page, capacity, "rust"),
                 "sglang python core": lambda page, capacity: Sglang(page, capacity, "python"),
                 "sglang radix cache": lambda page, capacity: Sglang(page, capacity, "legacy"),
+                "kvmover in sglang": lambda page, capacity: SglangGathering(page, capacity, "kvmover"),
             }
         else:
             found["vllm"] = Vllm
@@ -106,8 +107,17 @@ class _Counting:
     free_full_segment = free_segment
 
 
+#: SGLang's two cores of `UnifiedRadixCache`.
+_CORES = ("rust", "python")
+
+
+def _ours() -> Any:
+    """kvmover's cache behind SGLang's interface."""
+    return import_module("kvmover.engines.sglang.radix_cache").KvmoverRadixCache
+
+
 class Sglang:
-    """`UnifiedRadixCache` with the full component and one of its two cores, or the older `RadixCache`.
+    """`UnifiedRadixCache` with the full component and one of its two cores, the older `RadixCache`, or ours instead.
 
     The indices that a request would have allocated are a slice of one tensor: allocation and their gathering are free.
     """
@@ -129,7 +139,7 @@ class Sglang:
         self.allocator = _Counting(page_tokens, capacity_tokens)
         self.legacy = core == "legacy"
         more: dict[str, Any] = (
-            {} if self.legacy else {"tree_components": (kinds.ComponentType.FULL,), "tree_core_backend": core}
+            {"tree_components": (kinds.ComponentType.FULL,), "tree_core_backend": core} if core in _CORES else {}
         )
         params = params_of.CacheInitParams(
             disable=False,
@@ -138,7 +148,8 @@ class Sglang:
             page_size=page_tokens,
             **more,
         )
-        self.tree: Any = (legacy.RadixCache if self.legacy else unified.UnifiedRadixCache)(params)
+        makers = {"legacy": legacy.RadixCache} | dict.fromkeys(_CORES, unified.UnifiedRadixCache)
+        self.tree: Any = (makers.get(core) or _ours())(params)
         self.base, self.key = base, legacy.RadixKey
         self.rows = torch.arange(200_000, dtype=torch.int64)
 

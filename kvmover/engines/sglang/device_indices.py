@@ -59,17 +59,18 @@ class DeviceIndices:
             self._grow()
         self._count -= count
         ids = self._free[self._count : self._count + count][::-1].copy()
-        self._first[self._to_device(ids.astype(np.int64))] = first.to(torch.int64)
+        self._first.index_copy_(0, self._to_device(ids.astype(np.int64)), first.to(torch.int64))
         return ids
 
     def of(self, ids: PageArray) -> torch.Tensor:
         """The token indices of these pages, int64, in order; a tensor of the caller's own."""
-        first = self._first[self._to_device(ids.astype(np.int64))]
+        first = self._first.index_select(0, self._to_device(ids.astype(np.int64)))
         return first if self._page_tokens == 1 else (first[:, None] + self._within).reshape(-1)
 
     def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
         """These ids stand for the whole pages of `indices` from now on."""
-        self._first[self._to_device(ids.astype(np.int64))] = indices[:: self._page_tokens].to(torch.int64)
+        first = indices[:: self._page_tokens].to(torch.int64)
+        self._first.index_copy_(0, self._to_device(ids.astype(np.int64)), first)
 
     def forget(self, ids: PageArray) -> None:
         """These ids stand for nothing any more. Raises PrefixError for more than are kept."""

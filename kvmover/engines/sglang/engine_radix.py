@@ -1,4 +1,4 @@
-"""All further names of SGLang that the radix cache uses are imported here."""
+"""All further names of SGLang that the radix cache uses are imported here, and what they are called in the tree."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from kvmover.cache.prefix import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
+from kvmover.engines.common import EngineUnsupported
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -133,3 +136,12 @@ def asked_beside() -> str:
         "retraction to the host's pool": disaggregation.disaggregation_decode_retraction_backup == "host_pool",
     }
     return ", ".join(name for name, is_asked in asked.items() if is_asked)
+
+
+def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
+    """The tree's policy of SGLang's name. Raises EngineUnsupported for one that it has not, or for options."""
+    known = {"lru": LRU, "lfu": LFU, "slru": SLRU, "fifo": FIFO, "priority": PRIORITY}
+    if name.lower() not in known or options:
+        asked = f"{name} with {options}" if options else name
+        raise EngineUnsupported(f"kvmover's radix cache evicts by {', '.join(known)} without options, not by {asked}")
+    return known[name.lower()]

@@ -64,7 +64,7 @@ def event_publisher(**options: Any) -> Any:
 
 def radix_cache(context: Any) -> Any:
     """The prefix cache of one rank, with tiers where SGLang is asked for them. Imported when a server asks for it."""
-    module = "radix_tiers" if context.enable_hierarchical_cache else "radix_cache"
+    module = "radix_tiers" if context.enable_hierarchical_cache else "radix_backend"
     return import_module(f"kvmover.engines.sglang.{module}").build(context)
 
 

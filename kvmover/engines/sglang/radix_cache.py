@@ -16,17 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvmover.cache.ledger import Credit
+from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.cache.prefix import (
-    FIFO,
-    LFU,
-    LRU,
     NO_IDS,
     PRIORITY,
     ROOT,
-    SLRU,
     ActionList,
     DeviceOnly,
-    EvictionPolicy,
     Inserted,
     InvariantBroken,
     KeyUnits,
@@ -41,10 +37,7 @@ from kvmover.cache.prefix import (
     Tiers,
     coalesce,
 )
-from kvmover.cache.prefix import FULL as ATTENTION
-from kvmover.config import load
-from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import engine, engine_radix
+from kvmover.engines.sglang import engine_radix
 from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.event_publisher import CacheEvents
@@ -93,7 +86,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self._accounts = accounts
         self._lora_names: Any = params.kv_event_lora_names
         self._events: list[KVEvent] = []
-        self._policy = policy_of(params.eviction_policy, params.eviction_policy_config or {})
+        self._policy = engine_radix.policy_of(params.eviction_policy, params.eviction_policy_config or {})
         self.sliding_window_size: int | None = params.sliding_window_size
         self.draft_swa_window: int = params.draft_swa_window
         window = params.swa_retain_window if engine_radix.has_windows(allocator) else None
@@ -153,7 +146,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """
         kept, states = req.kv.cache_protected_len, self._states
         reach = up_to if states is None else min(up_to, states.reach(req, up_to))
-        key = self._key_of(req, req.full_untruncated_fill_ids[:reach])
+        key = self._key_of(req, req.full_untruncated_fill_ids, reach)
         end = key.tokens // self.page_size * self.page_size
         if end <= kept:
             if states is not None:
@@ -460,7 +453,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """By priority, the answer goes before the prompt, as in SGLang's own cache; by others it is the leaf's end."""
         if self._policy is not PRIORITY or self._states is not None:
             return
-        key = self._key_of(req, req.origin_input_ids)
+        key = self._key_of(req, req.origin_input_ids, None)
         pages = key.tokens // self.page_size
         if 0 < pages * self.page_size < end:
             raised = min((req.priority or 0) + 1, _HIGHEST)
@@ -475,8 +468,8 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             last = max(0, self._tree.look(whole).best_tokens - found)
         return Lookup(prompt, found, last)
 
-    def _key_of(self, req: Any, tokens: Any) -> RadixKey:
-        return self._key_from(tokens, req.extra_key, req.cache_salt)
+    def _key_of(self, req: Any, tokens: Any, limit: int | None) -> RadixKey:
+        return self._key_from(tokens, req.extra_key, req.cache_salt, limit)
 
     def _key(self, key: Any) -> RadixKey:
         """Of SGLang's RadixKey."""
@@ -504,50 +497,3 @@ def _words(tokens: Any, limit: int | None) -> Any:
     if not len(row) or int(np.bitwise_or.reduce(row)) >> _WORD_BITS:
         return np.empty(0, np.uint32)
     return row.astype(np.uint32)
-
-
-def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
-    """The tree's policy of SGLang's name. Raises EngineUnsupported for one that it has not, or for options."""
-    known = {"lru": LRU, "lfu": LFU, "slru": SLRU, "fifo": FIFO, "priority": PRIORITY}
-    if name.lower() not in known or options:
-        asked = f"{name} with {options}" if options else name
-        raise EngineUnsupported(f"kvmover's radix cache evicts by {', '.join(known)} without options, not by {asked}")
-    return known[name.lower()]
-
-
-def build(context: Any) -> Any:
-    """SGLang's factory of this backend. Raises EngineUnsupported for what needs SGLang's own tree."""
-    if context.disable_radix_cache:
-        return engine_radix.default_radix_cache(context)
-    refuse(context)
-    return KvmoverRadixCache(context.params, accounts_of(context.params))
-
-
-def refuse(context: Any) -> None:
-    """Raise EngineUnsupported where a `TreeCacheBuildContext` is of what only SGLang's own tree keeps."""
-    asked = engine_radix.asked_beside()
-    if asked:
-        raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
-    odd = engine_radix.odd_states(context) if context.is_hybrid_ssm else ""
-    if odd:
-        raise EngineUnsupported(f"kvmover's radix cache keeps states in slots of SGLang's pool, and not {odd}")
-    odd = engine_radix.odd_windows(context) if context.is_hybrid_swa else ""
-    if odd:
-        raise EngineUnsupported(f"kvmover's radix cache keeps windows in pages, and not {odd}")
-    params = context.params
-    allocator = params.token_to_kv_pool_allocator
-    known = {engine_radix.HYBRID_ALLOCATOR} if context.is_hybrid_swa else engine_radix.ALLOCATORS
-    if type(allocator).__name__ not in known or allocator.page_size != params.page_size:
-        raise EngineUnsupported(
-            f"kvmover's radix cache works with {', '.join(sorted(known))} of its own page size,"
-            f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
-        )
-
-
-def accounts_of(params: Any) -> RadixAccounts | None:
-    """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
-    settings = load().settings
-    if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
-        return None
-    tp, tp_size = engine_radix.rank()
-    return RadixAccounts(engine.served_name(), settings, ParallelRank(tp, tp_size, params.pp_rank, params.pp_size))

@@ -23,7 +23,8 @@ from kvmover.engines.sglang import engine_radix, engine_tiers
 from kvmover.engines.sglang.engine_pages import EnginePages
 from kvmover.engines.sglang.layer_gates import LayerGates
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
-from kvmover.engines.sglang.radix_cache import KvmoverRadixCache, accounts_of, refuse
+from kvmover.engines.sglang.radix_backend import accounts_of, refuse
+from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 from kvmover.engines.sglang.tier_options import TierFlags
 from kvmover.engines.sglang.tier_pools import EngineTiers, open_tiers
 
