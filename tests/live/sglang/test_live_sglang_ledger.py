@@ -48,9 +48,7 @@ def predicted(tokens: int, tenant: str) -> dict[str, Any]:
     return {"sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "custom_params": custom}}
 
 
-def test_metrics_say_what_sglang_says_and_a_late_subscriber_knows_the_cache(
-    servers: Servers, model: ModelMaker
-) -> None:
+def test_metrics_say_what_sglang_says_and_late_subscribers_know_the_cache(servers: Servers, model: ModelMaker) -> None:
     zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
     metrics, live, again = free_port(), free_port(), free_port()
     events = {"publisher": "kvmover", "endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{again}"}
