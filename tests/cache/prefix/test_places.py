@@ -221,7 +221,9 @@ def test_one_walk_frees_enough_of_several_pools_and_no_leaf_more() -> None:
     for text in range(4):
         mine.insert(range(10 * text, 10 * text + 4), {"swa": 4})
     freed = mine.apply(mine.tree.evict_pools({"swa": 5, "full": 3}))
-    assert freed.page_ids().tolist() == freed.page_ids("swa").tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    # The first leaf has enough of attention KV; of the second the window alone goes.
+    assert freed.page_ids().tolist() == [0, 1, 2, 3]
+    assert freed.page_ids("swa").tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     mine.conserved()
     assert mine.tree.evict_pools({}).actions == ()
 
