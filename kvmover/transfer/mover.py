@@ -121,7 +121,14 @@ class Mover:
             self._destination.greeted,
         )
         self._events: deque[Event] = deque()
-        self._when_due: dict[TimerKind, Callable[[Any], None]] = {
+        self._when_due = self._duties()
+        self._forget_the_past(None)
+        self._thread: threading.Thread | None = None
+        self._moved_s = 0.0
+
+    def _duties(self) -> dict[TimerKind, Callable[[Any], None]]:
+        """What to do when a timer of each kind is due, with whose it is."""
+        return {
             TimerKind.PEER: self._connections.check_on,
             TimerKind.DIAL: self._connections.dial,
             TimerKind.RECEIVE: self._destination.tick,
@@ -132,9 +139,6 @@ class Mover:
             TimerKind.EARLY: self._source.drop_early,
             TimerKind.TOMBSTONES: self._forget_the_past,
         }
-        self._forget_the_past(None)
-        self._thread: threading.Thread | None = None
-        self._moved_s = 0.0
 
     @property
     def meter(self) -> Meter:

@@ -245,13 +245,7 @@ def attempt_of(
         state, wanted.transfer, wanted.positions, pages, most, lanes, seats, sum(runs.values()), routes
     )
     wants = {name: _want(core, attempt, name, cuts[name], wanted, leases) for name in lanes}
-    for name, want in wants.items():  # a table that no message holds is refused before anything is asked
-        try:
-            attempt.wants[name] = wire.encode(want)
-            if want.pages and most is not None:
-                wire.encode(replace(want, pages=largest))
-        except ProtocolError as error:
-            raise PlanError(f"{error}; the packed route sends no page tables") from error
+    attempt.wants.update(_encoded_wants(wants, largest if most is not None else None))
     for name, want in wants.items():  # what can fail has not
         if (
             sources[name].is_one_packed_push
@@ -261,6 +255,20 @@ def attempt_of(
             state.regions[name, 0] = at
             attempt.wants[name] = wire.encode(replace(want, grant=wire.Grant(0, at)))
     return attempt
+
+
+def _encoded_wants(wants: dict[str, wire.Want], largest: tuple[bytes, ...] | None) -> dict[str, bytes]:
+    """Each Want as bytes. `largest`: page tables as long as they come to be, where they grow.
+
+    Raises PlanError for a table that no message holds, now or when it is whole.
+    """
+    try:
+        for want in wants.values():
+            if want.pages and largest is not None:
+                wire.encode(replace(want, pages=largest))
+        return {name: wire.encode(want) for name, want in wants.items()}
+    except ProtocolError as error:
+        raise PlanError(f"{error}; the packed route sends no page tables") from error
 
 
 def _lanes(core: Core, wanted: ReceiveRequest) -> tuple[list[Peer], dict[str, Lane]]:
