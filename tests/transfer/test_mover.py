@@ -631,7 +631,7 @@ def test_another_model_is_refused_with_both_sides_values_and_nothing_is_loaded()
     pair = Pair.of()
     other, _ = stranger(pair, "tay")
     with pytest.raises(
-        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 3; this side holds toy"
+        PeerRefused, match=r"peer holds tay \(attention 2x2x2x64 bfloat16\), protocol 4; this side holds toy"
     ):
         pair.dst.movers[0].connect(other.card)
     assert other._transport.name not in pair.dst.movers[0]._transport._peers
