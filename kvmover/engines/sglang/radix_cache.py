@@ -376,10 +376,10 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def _room_beside(self, req: Any) -> None:
         """Give up a state: if need be the one that the request started from, which it has copied."""
-        receipt = None if req.lock is None else req.lock.receipt
-        if receipt is not None and req.lock.node != ROOT and MAMBA not in receipt.skipped_lock_components:
-            self._tree.unlock_component(receipt.get_lock_uuid(FULL), STATE)
-            receipt.skipped_lock_components += (MAMBA,)
+        lock: Any = req.lock
+        if lock is not None and lock.node != ROOT and MAMBA not in lock.receipt.skipped_lock_components:
+            self._tree.unlock_component(lock.receipt.get_lock_uuid(FULL), STATE)
+            lock.receipt.skipped_lock_components += (MAMBA,)
         self._give_up({STATE: 1})
 
     def _take_state(self, states: StateSlots, req: Any, at_end: bool) -> PageArray:
