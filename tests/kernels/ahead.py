@@ -26,7 +26,8 @@ class Ahead:
     def announce(self, items: Iterable[pytest.Item]) -> None:
         """Begin with what these tests will ask for, each piece once."""
         for item in items:
-            module, values = getattr(item, "module", None), getattr(getattr(item, "callspec", None), "params", {})
+            module: Any = getattr(item, "module", None)
+            values = getattr(getattr(item, "callspec", None), "params", {})
             for name, work in getattr(module, "AHEAD", {}).items():
                 if name in values and (key := (module.__name__, name, str(values[name]))) not in self._begun:
                     self._begun[key] = self._thread.submit(partial(work, values[name]))

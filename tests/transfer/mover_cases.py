@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -122,6 +122,13 @@ def cases(draw: st.DrawFn, most_tokens: int = 150) -> Case:
     tokens = draw(st.integers(1, most_tokens))
     start = draw(st.sampled_from([0, tokens // 3, tokens]) | st.integers(0, tokens))
     chunk_bytes = draw(st.sampled_from([1, 100, 1 << 10, 1 << 12, 1 << 20]))
-    return Case(
-        draw(components()), draw(shapes), draw(shapes), tokens, start, draw(st.sampled_from(Replicas)), chunk_bytes
-    )
+    model = draw(components())
+    src, dst = (_fit(draw(shapes), model) for _ in range(2))
+    return Case(model, src, dst, tokens, start, draw(st.sampled_from(Replicas)), chunk_bytes)
+
+
+def _fit(shape: Shape, model: tuple[Component, ...]) -> Shape:
+    """Without pages of components that the model does not have."""
+    names = {component.name for component in model}
+    pages = tuple(each for each in shape.fleet.pages if each[0] in names)
+    return replace(shape, fleet=replace(shape.fleet, pages=pages))
