@@ -8,9 +8,9 @@ number that is reused, or another container's, opens nothing.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-import re
 import select
 import weakref
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from uuid import uuid4
 
 from msgspec import Meta
@@ -26,9 +26,6 @@ from msgspec import Meta
 from kvmover.errors import LayoutError
 
 _PREFIX = "kvmover-"
-_MAPPED = re.compile(
-    rf"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ \d+\s+/memfd:{_PREFIX}([0-9a-f]{{32}}) \(deleted\)$"
-)
 
 
 class MapMode(Enum):
@@ -108,8 +105,16 @@ class Maker:
         return not self._poll.poll(0)
 
 
-#: What this process allocated and still has, by token: the descriptor that others open.
-_FILES: dict[str, int] = {}
+class _Allocated(NamedTuple):
+    """Memory of this process that others may map: the descriptor that they open, and where it lies."""
+
+    fd: int
+    address: int
+    nbytes: int
+
+
+#: What this process allocated and still has, by token.
+_ALLOCATED: dict[str, _Allocated] = {}
 
 
 def allocate(nbytes: int) -> mmap.mmap:
@@ -127,13 +132,14 @@ def allocate(nbytes: int) -> mmap.mmap:
     except BaseException:
         os.close(fd)
         raise
-    _FILES[token] = fd
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    _ALLOCATED[token] = _Allocated(fd, address, nbytes)
     weakref.finalize(memory, _close, token).atexit = False
     return memory
 
 
 def _close(token: str) -> None:
-    os.close(_FILES.pop(token))
+    os.close(_ALLOCATED.pop(token).fd)
 
 
 @cache
@@ -151,28 +157,14 @@ def machine() -> str:
 
 def shares_of(ranges: Sequence[tuple[int, int]]) -> list[SharedRange | None]:
     """The share that each (address, bytes) of this process lies in as a whole; None for memory of its own."""
-    if not _FILES:
-        return [None for _ in ranges]
-    found = [match for line in _lines(Path("/proc/self/maps")) if (match := _MAPPED.match(line))]
-    files = [(int(m[1], 16), int(m[2], 16), int(m[3], 16), m[4]) for m in found]
-    return [_share(address, nbytes, files) for address, nbytes in ranges]
+    return [_share(address, nbytes) for address, nbytes in ranges]
 
 
-def _share(address: int, nbytes: int, files: Sequence[tuple[int, int, int, str]]) -> SharedRange | None:
-    """A mapping may be listed in parts, as after mprotect(2)."""
-    for start, stop, at, token in files:
-        if start <= address < stop and token in _FILES:
-            parts = (min(e, address + nbytes) - max(s, address) for s, e, _, other in files if other == token)
-            if sum(part for part in parts if part > 0) == nbytes:
-                return SharedRange(os.getpid(), _FILES[token], token, at + address - start)
+def _share(address: int, nbytes: int) -> SharedRange | None:
+    for token, held in _ALLOCATED.items():
+        if held.address <= address and address + nbytes <= held.address + held.nbytes:
+            return SharedRange(os.getpid(), held.fd, token, address - held.address)
     return None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def _path(share: SharedRange) -> str:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
+
+from kvmover import sharing
+
+MOST_POOLS = 100
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -16,3 +21,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def few_descriptors() -> Iterator[None]:
+    """Movers are in cycles, and Python collects seldom in a large process: shared pools keep a descriptor till then."""
+    yield
+    if len(sharing._ALLOCATED) > MOST_POOLS:
+        gc.collect()

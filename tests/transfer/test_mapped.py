@@ -84,10 +84,10 @@ def test_a_share_is_announced_by_the_descriptor_that_stays_whoever_maps_it_meanw
 def test_the_maker_of_a_share_lives_until_it_has_ended_though_nobody_has_waited_for_it():
     code = (
         "import mmap, os, sys\n"
-        "from kvmover.sharing import _FILES, allocate\n"
+        "from kvmover.sharing import _ALLOCATED, allocate\n"
         "memory = allocate(mmap.PAGESIZE)\n"
-        "[(token, fd)] = _FILES.items()\n"
-        "print(os.getpid(), fd, token, flush=True)\n"
+        "[(token, held)] = _ALLOCATED.items()\n"
+        "print(os.getpid(), held.fd, token, flush=True)\n"
         "sys.stdin.read()"
     )
     command = [sys.executable, "-c", code]
