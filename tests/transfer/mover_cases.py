@@ -80,6 +80,11 @@ class Case:
     replicas: Replicas
     chunk_bytes: int
 
+    def pages(self, shape: Shape) -> int:
+        """Of each pool: twice what the request needs of the smallest, and some."""
+        of_page = (shape.fleet.page_rows(c) * c.row_tokens for c in self.components if not c.states)
+        return 2 * (2 * self.tokens // min(of_page)) + 9
+
 
 @st.composite
 def components(draw: st.DrawFn) -> tuple[Component, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mover_cases import Case, Shape, cases, messages
+from mover_cases import Case, cases, messages
 from mover_fleets import CONFIG, SMALL_CHUNKS, Bench, Engine, HandClock, Pair, truth_of
 
 from kvmover.errors import LayoutError, PeerLost, PeerRefused, PeerUnknown, PlanError, TransferFailed
@@ -42,11 +42,6 @@ def reasons(transfers: list[Transfer]) -> list[str | None]:
 # Every byte
 
 
-def least_of(case: Case, shape: Shape) -> int:
-    """Tokens of the smallest page that a component has."""
-    return min(shape.fleet.page_rows(c) * c.row_tokens for c in case.components if not c.states)
-
-
 @searched(few=15, many=60)
 @given(cases(most_tokens=90), st.sampled_from([None, *ROUTES]), st.sampled_from([1 << 20, 3 << 20]))
 def test_any_fleet_fills_any_other_and_touches_nothing_else(case: Case, route: Route | None, arena_bytes: int):
@@ -54,9 +49,8 @@ def test_any_fleet_fills_any_other_and_touches_nothing_else(case: Case, route: R
     bench = Bench(
         case.components, replace(CONFIG, arena_bytes=arena_bytes, costs=costs, route=route, replicas=case.replicas)
     )
-    pages = 2 * case.tokens + 3
     src, dst = (
-        bench.engine(name, s.fleet, s.order, s.separate, 2 * (pages // 2 // least_of(case, s)) + 9)
+        bench.engine(name, s.fleet, s.order, s.separate, case.pages(s))
         for name, s in (("prefill", case.src), ("decode", case.dst))
     )
     dst.connect(src)

@@ -140,7 +140,7 @@ def test_any_damage_is_found_between_any_fleets_and_nothing_whole_is_called_dama
     network = FaultyNetwork()
     bench = Bench(case.components, config, network=network)
     src, dst = (
-        bench.engine(name, s.fleet, s.order, s.separate, 2 * (2 * case.tokens // s.fleet.page_tokens) + 9)
+        bench.engine(name, s.fleet, s.order, s.separate, case.pages(s))
         for name, s in (("prefill", case.src), ("decode", case.dst))
     )
     dst.connect(src)

@@ -44,7 +44,7 @@ def test_any_fleet_reads_from_any_other_what_that_would_have_written(
     config = replace(CONFIG, costs=costs, route=route, replicas=case.replicas, chunk_layers=chunk_layers)
     bench = Bench(case.components, config)
     src, dst = (
-        bench.engine(name, s.fleet, s.order, s.separate, 2 * (2 * case.tokens // s.fleet.page_tokens) + 9)
+        bench.engine(name, s.fleet, s.order, s.separate, case.pages(s))
         for name, s in (("prefill", case.src), ("decode", case.dst))
     )
     dst.connect(src)

@@ -84,7 +84,7 @@ def test_the_pages_that_are_called_incomplete_are_those_that_are(
     config = replace(CONFIG, costs=replace(SMALL_CHUNKS, chunk_bytes=256), route=route, verb=verb)
     bench = Bench(case.components, replace(config, replicas=case.replicas), network=FaultyNetwork())
     src, dst = (
-        bench.engine(name, s.fleet, s.order, s.separate, 2 * (2 * case.tokens // s.fleet.page_tokens) + 9)
+        bench.engine(name, s.fleet, s.order, s.separate, case.pages(s))
         for name, s in (("prefill", case.src), ("decode", case.dst))
     )
     dst.connect(src)
