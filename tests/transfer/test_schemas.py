@@ -9,6 +9,7 @@ from typing import Any
 import msgspec.inspect as schemas
 
 from kvmover.layout.fleet import Fleet
+from kvmover.sharing import HostProcess
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Card, Place, Rank
 from kvmover.transport import Memory
@@ -26,7 +27,7 @@ WHOLE = {
 }
 
 #: Values that check themselves, or that a card is checked for, and the tests that show it.
-CHECKED = {"Place", "PoolSpec", "Memory"}
+CHECKED = {"Place", "PoolSpec", "Memory", "HostProcess"}
 
 
 def unbounded(kind: Any, where: str) -> Iterator[str]:
@@ -67,6 +68,7 @@ def test_each_field_of_each_message_and_card_has_a_bound_of_its_own():
 def test_values_that_check_themselves_have_the_fields_that_are_checked():
     """Each is tried beyond its bounds in test_handshake.py and test_hostile_peers.py."""
     assert {field.name for field in fields(Memory)} == {"kind", "address", "nbytes", "device"}
-    assert {field.name for field in fields(Fleet)} == {"tp", "pp", "cp", "page_tokens", "cp_order"}
+    assert {field.name for field in fields(Fleet)} == {"tp", "pp", "cp", "page_tokens", "cp_order", "pages"}
     assert Place.__struct_fields__ == ("engine", "fleet", "rank", "generation")
+    assert {field.name for field in fields(HostProcess)} == {"pid", "started"}  # which is compared, and no more
     assert is_dataclass(Memory)
