@@ -136,8 +136,6 @@ def plan(options: PlanOptions) -> None:
     wanted = cache.wanted(range(options.tokens))
     if not wanted:
         raise LayoutError(f"--tokens {options.tokens}: {cache.name} has a row every {cache.row_tokens} tokens")
-    for each in (source, target):
-        each.fleet.page_rows(cache)
     answer = Plan(cache, source.fleet, target.fleet, wanted.start, wanted.stop, Replicas(options.replicas))
     measured = _link(options.calibration, options.link)
     assumed, among = (HOST, BY_HOST) if options.one_host else (RDMA, BY_WIRE)

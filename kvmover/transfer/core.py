@@ -200,9 +200,8 @@ def assembled(
     device = pools[0].tensors[0].device
     revocation = config.revocation or transport.revocation
     outgoing = _staging(config.arena_bytes, 0, device)  # only read by peers, which does no harm however late it is
-    incoming = _staging(
-        config.arena_bytes, slab_bytes(config.arena_bytes, config.costs.chunk_bytes, revocation), device
-    )
+    slab = slab_bytes(config.arena_bytes, config.costs.chunk_bytes, revocation)
+    incoming = _staging(config.arena_bytes, slab, device)
     slabs = map(incoming.slab, range(incoming.arena.slabs))
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
     sandbox = memory_of(probed) if config.sandbox_bytes else None
@@ -211,7 +210,8 @@ def assembled(
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs = tuple(pool.spec for pool in pools)
-    mappings = Mappings(bool(shared := shares(memories)))
+    shared = shares(memories)
+    mappings = Mappings(bool(shared))
     card = Rank(
         place,
         specs,

@@ -67,9 +67,8 @@ class ReceiveAttempt:
 
     `positions` of the request are wanted. `most`: how many pages of each table come to be named; None where all were
     with the request. `routes`: by which each source is to send. `wants`: what it was asked, encoded. `writers`: the
-    processes of sources that copy into our pages by themselves. `theirs`: page
-    tables of sources that are read from pages to pages. `copying`: chunks that a copy was begun of and has not ended.
-    `faults`: exceptions on this side.
+    processes of sources that copy into our pages by themselves. `theirs`: page tables of sources that are read from
+    pages to pages. `copying`: chunks that a copy was begun of and has not ended. `faults`: exceptions on this side.
     """
 
     state: Receiving
