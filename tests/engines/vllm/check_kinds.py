@@ -6,8 +6,9 @@ is what a decode's ranks must hold then; all of their memory is compared, with p
 
 from __future__ import annotations
 
+import ast
 import copy
-import os
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from bench import KV_HEADS, POISON, Factory, Role, Shape, allocate, caching, config_of
+from bench import KV_HEADS, POISON, Factory, Role, Shape, allocate, caching, config_of, configs
 
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, SendSpec
 from kvmover.engines.vllm.handshake import HandshakeServer, Remote
 
-os.environ["TRITON_INTERPRET"] = "1"
 triton: Any = import_module("triton")
 units: Any = import_module("vllm.triton_utils")
 units.triton, units.tl = triton, import_module("triton.language")
@@ -34,7 +34,7 @@ splits: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.ssm_co
 MambaBase: Any = import_module("vllm.model_executor.layers.mamba.abstract").MambaBase
 Kinds: Any = import_module("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
 
-BLOCKS, TOKENS = 14, 200
+BLOCKS, TOKENS = 31, 200
 
 #: Writes what `tokens` of a request keep in the caches of a rank, by their block tables, as vLLM does.
 Writer = Callable[["Rank", range], None]
@@ -169,6 +169,62 @@ def state_of(rank: Rank, spec: Any, n: int, layer: int) -> torch.Tensor:
     held = shape[0]
     whole = content(layer, n, nbytes=held * tp * shape[1] * (shape[2] if len(shape) > 2 else 1) * size)
     return whole.reshape(held * tp, *shape[1:-1], -1)[rank.rank * held : (rank.rank + 1) * held].contiguous()
+
+
+def index_pages(rank: Rank, tokens: range) -> None:
+    """Keys and scales of every page, where vLLM's own code for `[block, all keys, all scales]` has them."""
+    for layer, cache in rank.caches.items():
+        spec = rank.specs[layer]
+        if spec.state_content_size_bytes != 132:
+            continue
+        ratio, size = int(spec.tokens_per_state), cache.shape[2]
+        pages = cache.squeeze(1)
+        keys, scales = pages.as_strided((len(pages), size * 132), (pages.stride(0), 1)).split((size * 128, size * 4), 1)
+        for token in tokens:
+            if (token + 1) % ratio:
+                continue
+            page, row = rank.place(layer, token)
+            keys[page, row * 128 : (row + 1) * 128] = content(number(layer), token, 1, nbytes=128)
+            scales[page, row * 4 : (row + 1) * 4] = content(number(layer), token, 2, nbytes=4)
+
+
+def latent_pages(rank: Rank, tokens: range) -> None:
+    """DeepSeek V4's latents, by vLLM's own kernel, in Triton's interpreter."""
+    for layer, cache in rank.caches.items():
+        spec = rank.specs[layer]
+        if spec.state_content_size_bytes != 584:
+            continue
+        window, ratio = getattr(spec, "sliding_window", None), int(spec.tokens_per_state)
+        kept = [n for n in (tokens[-(window - 1) :] if window else tokens) if (n + 1) % ratio == 0]
+        values = [content(number(layer), n, nbytes=512).to(torch.bfloat16) / 8 for n in kept]
+        slots = [page * cache.shape[2] + row for page, row in (rank.place(layer, n) for n in kept)]
+        pages = cache.squeeze(1)
+        flat = pages.as_strided((len(pages), pages.stride(0)), (pages.stride(0), 1))
+        latents.quantize_and_insert_k_cache(torch.stack(values), flat, torch.tensor(slots), cache.shape[2])
+
+
+def nvfp4_pages(rank: Rank, tokens: range) -> None:
+    """Values and scales of K and V, in the views that vLLM's FlashInfer backend makes of a cache."""
+    for layer, cache in rank.caches.items():
+        held = rank.heads(KV_HEADS)
+        *parts, order = flashinfers("_nvfp4_kv_views")(cache, len(held))
+        for token in tokens:
+            page, row = rank.place(layer, token)
+            for n, head in enumerate(held):
+                at = (page, n, row) if order == "HND" else (page, row, n)
+                for part, sides in enumerate(parts):
+                    for side, view in enumerate(sides):
+                        said = content(number(layer), token, head, side, part, nbytes=view.shape[3])
+                        view.view(torch.uint8)[at] = said
+
+
+def flashinfers(name: str) -> Any:
+    """A function of vLLM's FlashInfer backend, whose module asks for FlashInfer itself."""
+    path = Path(nvfp4.__file__).parent.parent / "v1/attention/backends/flashinfer.py"
+    found = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == name]
+    scope = {"torch": torch, "_KVPair": Any, "nvfp4_split_data_scale": nvfp4.nvfp4_split_data_scale}
+    exec(compile(ast.Module(found, []), str(path), "exec"), scope)
+    return scope[name]
 
 
 #: Whether B and C of the toy Mamba-2 have one group, of which each rank has a copy.
@@ -338,8 +394,9 @@ def blank(family: Family, grid: Grid, number: int, tokens: int) -> Rank:
     tables: list[list[int]] = []
     for n, group in enumerate(config.kv_cache_groups):
         spec = group.kv_cache_spec
-        need = 1 if isinstance(spec, caching.MambaSpec) else -(-tokens // (spec.block_size * grid.dcp))
-        free = sorted(range(1, BLOCKS), key=lambda block, n=n: (block * 5 + n) % 13)
+        scratch = getattr(spec, "num_speculative_blocks", None)
+        need = -(-tokens // (spec.block_size * grid.dcp)) if scratch is None else 1 + scratch
+        free = sorted(range(1, BLOCKS), key=lambda block, n=n: (block * 11 + n) % 31)
         tables.append(table_of(free, need, getattr(spec, "sliding_window", None), spec.block_size))
     rank = Rank(grid, number, specs, groups, caches, tables)
     rank.memory.fill_(POISON)
@@ -434,3 +491,159 @@ def test_states_of_recurrent_layers_are_cut_where_vllm_splits_them(
     mamba_utils.get_conv_state_layout.cache_clear()
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: order)
     bench.hand_over(Family(recurrent(kind), both(of_layers(0, 2), states)), src, dst)
+
+
+def mamba2_of(folder: Path, groups: int) -> Any:
+    """A configuration of Mamba-2, of which vLLM's model says how its groups are shared."""
+    config = {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "hidden_size": 32,
+        "num_heads": 8,
+        "head_dim": 8,
+        "expand": 2,
+        "n_groups": groups,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 1000,
+        "torch_dtype": "float32",
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    model = configs.ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", seed=0)
+    model.get_total_num_kv_heads = lambda: KV_HEADS  # it has none of its own
+    return model
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_groups_of_mamba2_are_shared_or_copied_as_vllm_has_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, groups: int
+) -> None:
+    monkeypatch.setattr(f"{__name__}.ONE_GROUP", groups == 1)
+    bench.model = mamba2_of(tmp_path / "mamba2", groups)
+    sizes = mamba_utils.MambaStateShapeCalculator
+
+    def made(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+        shapes = sizes.mamba2_state_shape(tp, 64, groups, 8, 8, 16, 4)
+        spec = caching.MambaSpec(block_size=block_tokens, shapes=shapes, dtypes=(torch.bfloat16, torch.float32))
+        return [named(0, 2, full(tp, block_tokens)), named(2, 4, spec)]
+
+    family = Family(made, both(of_layers(0, 2), states))
+    bench.hand_over(family, Grid(2), Grid(1, 32))
+    bench.hand_over(family, Grid(1), Grid(4, 32))
+
+
+def test_a_state_is_where_the_last_token_left_it_and_scratch_blocks_stay(bench: Bench) -> None:
+    """Blocks at the end of a table are for steps of speculation, and hold nothing of the request."""
+    family = Family(recurrent("GDN", num_speculative_blocks=2), both(of_layers(0, 2), states))
+    bench.hand_over(family, Grid(2), Grid(1))
+
+
+def latent(block_tokens: int, **more: Any) -> Any:
+    return caching.MLAAttentionSpec(block_size=block_tokens, num_kv_heads=1, max_tp_shards=1, **more)
+
+
+def sparse(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    """DeepSeek V3.2: a latent of 656 B a token, and index keys beside it."""
+    fp8 = {"head_size": 576, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656}
+    indexer = {"head_size": 132, "dtype": torch.uint8, "cache_role": caching.SparseCacheRole.INDEXER}
+    return [named(0, 2, latent(block_tokens, **fp8)) | named(2, 4, latent(block_tokens, **indexer))]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("tokens", [range(200), range(70, 131)], ids=["all", "part"])
+def test_index_keys_move_with_their_scales(bench: Bench, layout: str, tokens: range) -> None:
+    """Replicas share the work. vLLM's kernels for index keys know blocks of 64 tokens only."""
+    family = Family(sparse, both(of_layers(0, 2), index_pages))
+    bench.hand_over(family, Grid(4), Grid(2, 64, layout), tokens)
+    logits(bench, family)
+
+
+def logits(bench: Bench, family: Family) -> None:
+    """vLLM's own reader of index keys, in plain torch, sees at the other end what was written at this one."""
+    rank = blank(family, Grid(1), 0, 200)
+    family.write(rank, range(200))
+    cache = rank.caches["model.layers.2.mixer"].squeeze(1).unsqueeze(2)
+    table = torch.tensor([rank.tables[0]] * 128)
+    ask, ones = torch.eye(128).reshape(128, 1, 1, 128), torch.ones(128, 1)
+    seen = index_keys.fp8_paged_mqa_logits_torch(ask, cache, ones, torch.full((128,), 200), table, 256)
+    for token in (0, 63, 64, 199):
+        key = content(2, token, 1, nbytes=128).view(torch.float8_e4m3fn).float()
+        assert torch.equal(seen[:, token], key * content(2, token, 2, nbytes=4).view(torch.float32))
+
+
+def deepseek_v4(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    """Two compressions, their index keys, a window and what compressors keep: pools of six geometries."""
+    fp8 = {"dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4", "alignment": 576}
+    fp8 |= {"head_size": 512, "state_content_bytes": 584}
+    keys = {"head_size": 132, "dtype": torch.uint8, "alignment": 576}
+    window = {"num_kv_heads": 1, "max_tp_shards": 1}
+    return [
+        named(0, 2, latent(block_tokens, tokens_per_state=4, **fp8))
+        | named(2, 3, latent(block_tokens, tokens_per_state=128, **fp8))
+        | named(3, 4, latent(block_tokens, tokens_per_state=4, **keys)),
+        named(4, 6, caching.SlidingWindowMLASpec(block_size=32 * (1 + tp), sliding_window=128, **window, **fp8)),
+        named(6, 7, compressor(4, 1024, 8)),
+        named(7, 8, compressor(8, 512, 128)),
+    ]
+
+
+def compressor(block_tokens: int, size: int, window: int) -> Any:
+    return caching.SlidingWindowMLASpec(
+        block_size=block_tokens,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=size,
+        dtype=torch.float32,
+        sliding_window=window,
+        alignment=576,
+    )
+
+
+def test_the_pools_of_deepseek_v4_move_each_in_its_own_geometry(bench: Bench) -> None:
+    family = Family(deepseek_v4, both(latent_pages, index_pages, of_layers(6, 8)))
+    bench.hand_over(family, Grid(1, 256), Grid(2, 256), range(300))
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_nvfp4_moves_with_its_scales(bench: Bench, layout: str) -> None:
+    def groups(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+        heads = KV_HEADS // tp
+        packed = {"kv_quant_mode": caching.KVQuantMode.NVFP4, "num_head_slots": 2 * heads}
+        size = {"head_size": 64, "state_content_bytes": nvfp4.nvfp4_kv_cache_full_dim(64)}
+        return [named(0, 2, full(tp, block_tokens, dtype=torch.uint8, **packed, **size))]
+
+    family = Family(groups, nvfp4_pages)
+    bench.hand_over(family, Grid(2), Grid(1, 32))
+    bench.hand_over(family, Grid(1, 32), Grid(4))
+
+
+DRAFT = ("model.layers.2.mixer",)
+
+
+def drafted(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    """A draft of one layer with half as many heads, which vLLM keeps in a group of its own."""
+    return [named(0, 2, full(tp, block_tokens)), named(2, 3, full(tp, block_tokens, 2))]
+
+
+def test_a_draft_with_other_heads_moves_with_its_model(bench: Bench) -> None:
+    family = Family(drafted, both(of_layers(0, 2), of_layers(2, 3, 2)), DRAFT)
+    bench.hand_over(family, Grid(4), Grid(1, 32))
+    bench.hand_over(family, Grid(1), Grid(4, 32))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (Grid(4, 32, dcp=4), Grid(1)),
+        (Grid(2), Grid(4, 32, dcp=2)),
+        (Grid(4, 16, dcp=2, interleave=16), Grid(4, 32, dcp=4)),
+    ],
+    ids=["dcp4-to-1", "1-to-dcp2", "runs"],
+)
+def test_tokens_that_ranks_share_are_dealt_anew(bench: Bench, src: Grid, dst: Grid) -> None:
+    def groups(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+        return [named(0, 3, latent(block_tokens, head_size=24, dtype=torch.float32))]
+
+    bench.hand_over(Family(groups, rows), src, dst)
