@@ -15,14 +15,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvmover.cache.replay.request import MOST_DISTINCT_TOKENS, ReplayTraceError
 from kvmover.cache.replay.trace_reader import (
+    MOST_DISTINCT_TOKENS,
     BlockNumbers,
     HashId,
     Length,
     Lines,
     OutputLength,
     Prompt,
+    ReplayTraceError,
     Time,
     TraceFormat,
     TraceReader,

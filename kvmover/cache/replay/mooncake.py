@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from kvmover.cache.replay.request import BLOCK_TOKENS, MOST_DISTINCT_TOKENS, ReplayTraceError, in_blocks
 from kvmover.cache.replay.trace_reader import (
+    BLOCK_TOKENS,
+    MOST_DISTINCT_TOKENS,
     MOST_LENGTH_TOKENS,
     BlockNumbers,
     HashId,
@@ -21,12 +22,14 @@ from kvmover.cache.replay.trace_reader import (
     Lines,
     OutputLength,
     Prompt,
+    ReplayTraceError,
     Time,
     TraceFormat,
     TraceReader,
     TraceSession,
     TraceTurn,
     checked_blocks,
+    in_blocks,
 )
 
 
