@@ -81,7 +81,7 @@ MERGED: Mapping[str, str] = {
     "kvmover.cache.prefix.joins": "kvmover.cache.prefix.match",
     "kvmover.cache.prefix.native": "kvmover.cache.prefix.c_core",
     "kvmover.cache.prefix.publisher": "kvmover.cache.prefix.events",
-    "kvmover.cache.replay.agentic": "kvmover.cache.replay.agentic_mooncake",
+    "kvmover.cache.replay.agentic": "kvmover.cache.replay.mooncake",
     "kvmover.cache.replay.reader": "kvmover.cache.replay.trace_reader",
     "kvmover.cache.replay.request": "kvmover.cache.replay.trace_reader",
     "kvmover.cache.tiers.copies": "kvmover.cache.tiers.layerwise_copier",

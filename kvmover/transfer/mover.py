@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy.typing as npt
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import (
     check_named,
     check_offered,

@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvmover.cache.replay.agentic_mooncake import AGENTIC_MOONCAKE
-from kvmover.cache.replay.mooncake import MOONCAKE, MOONCAKE_DELTA
+from kvmover.cache.replay.mooncake import AGENTIC_MOONCAKE, MOONCAKE, MOONCAKE_DELTA
 from kvmover.cache.replay.trace_reader import (
     MOST_DISTINCT_TOKENS,
     Prompt,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
 from kvmover.sharing import Maker
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core

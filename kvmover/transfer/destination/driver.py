@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
 from kvmover.regions import bound
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import machine
 from kvmover.transfer.destination.attempts import (

@@ -9,8 +9,8 @@ from operator import methodcaller
 
 from msgspec.structs import replace
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError, ProtocolError
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge

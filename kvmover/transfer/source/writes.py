@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import LeaseOver, PlanError, TransportError
 from kvmover.kernels.region import Region
 from kvmover.plan.cost import Route
 from kvmover.regions import bound
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.descriptors import Ends, at_rest, between, descriptors, join, logical, part
