@@ -17,7 +17,7 @@ PACKAGE = ROOT / "kvmover"
 
 PURE = {"deprecated", "errors", "exposition", "fields", "sharing", "vocabulary"}
 PLANNING = PURE | {"layout", "plan"}
-MOVING = PLANNING | {"kernels", "nvtx_ranges", "regions", "transfer", "transport"}
+MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.ledger", "cache.prefix"}
 SERVING = MOVING | KEEPING | {"bounce", "store", "cache.tiers"}
 
@@ -27,7 +27,6 @@ MAY_IMPORT = {
     "errors": set(),
     "exposition": set(),
     "fields": {"errors"},
-    "nvtx_ranges": set(),
     "sharing": {"errors"},
     "vocabulary": set(),
     "kernels": set(),

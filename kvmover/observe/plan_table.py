@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from kvmover.observe.tables import Column, Sheet, console
-from kvmover.observe.words import (
+from kvmover.observe.formats import (
     bytes_in_words,
     cache_in_words,
     extent_in_words,
@@ -15,6 +14,7 @@ from kvmover.observe.words import (
     ranks_in_words,
     span_in_words,
 )
+from kvmover.observe.tables import Column, Sheet, console
 from kvmover.plan.explain import Explained
 from kvmover.plan.fleet_text import FleetText
 from kvmover.plan.legs import Plan

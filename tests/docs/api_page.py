@@ -38,7 +38,6 @@ PACKAGES = (
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
     "kvmover.errors",
-    "kvmover.errors",
     "kvmover.observe.observers",
     "kvmover.observe.metrics",
     "kvmover.plan.calibration",

@@ -20,7 +20,7 @@ from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
 from kvmover.cache.prefix import FULL, ActionList, InvariantBroken, Match, PrefixTree, RadixKey, Tier
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
-from kvmover.cache.replay.request import ReplayRequest
+from kvmover.cache.replay.trace_reader import ReplayRequest
 from kvmover.errors import KvmoverError
 
 
