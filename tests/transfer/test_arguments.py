@@ -12,7 +12,7 @@ from progress_cases import Threads
 
 from kvmover.errors import KvmoverError, LayoutError, PlanError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.transfer import AsyncMover, Model, Mover, MoverConfig, Place, Progress, SharedMover
+from kvmover.transfer import AsyncMover, Gate, Model, Mover, MoverConfig, Place, Progress, SharedMover
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
 
 ATTENTION = Component.attention(2, 2, 8, "float32")
@@ -102,6 +102,31 @@ def test_a_page_that_two_parts_of_a_request_would_land_in_is_refused():
     with pytest.raises(PlanError, match=f"page id {table[0]} is twice in the page table of attention"):
         pair.dst.movers[0].receive("request", "prefill", range(pair.tokens), [[*table[:-1], table[0]]])
     pair.bench.assert_nothing_is_left()
+
+
+def test_a_page_that_two_parts_of_a_sent_request_would_be_in_is_refused():
+    """Whichever of them is in it, the other would be sent the wrong KV."""
+    pair = Pair.of()
+    (source, *_), table = pair.src.movers, pair.src_tables[0][0].tolist()
+    page = f"page id {table[0]} is twice in the page table of attention"
+    with pytest.raises(PlanError, match=page):
+        source.send("request", [[*table[:-1], table[0]]])
+    growing = source.send("request", [table[:1]], gates=[])
+    with pytest.raises(PlanError, match=page):
+        source.produced(growing, Gate(None, tokens=8), [[table[1], table[0]]])
+    source.produced(growing, Gate(None), [table[1:]])
+    others = [
+        mover.send("request", tables) for mover, tables in zip(pair.src.movers[1:], pair.src_tables[1:], strict=True)
+    ]
+    pair.bench.ended([growing, *others, *pair.receive()])
+    pair.assert_landed()
+
+
+def test_states_and_pages_of_windows_may_repeat_in_what_is_sent():
+    """Engines fill up with any page what lies before a window; only they know where it begins."""
+    bench = Bench((Component.sliding(2, 2, 8, 8, "float32"), Component.state("state", 2, 2, 8, "float32", states=2)))
+    source = bench.engine("prefill", Fleet(page_tokens=4)).movers[0]
+    assert source.send("request", [[7, 7, 3, 4], [5, 5]]).result is None
 
 
 @pytest.mark.parametrize("wanted", ["some", "nothing"])
