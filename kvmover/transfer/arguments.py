@@ -8,13 +8,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.errors import LayoutError, PlanError
+from kvmover.errors import LayoutError, PeerRefused, PlanError
+from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.protocol.handshake import Model, Place, check_fleet_pages
 from kvmover.transfer.protocol.wire import MAX_REQUEST_CHARACTERS
+from kvmover.transfer.result import Gate, Transfer
 
 #: No pool has more pages, so that ids of any type can be compared with its size.
 _MOST = int(np.iinfo(np.int64).max)
@@ -187,6 +189,50 @@ def request_name(given: object) -> str:
     except UnicodeEncodeError as error:
         raise PlanError(f"a request's name {given!r} is not Unicode text: {error}") from None
     return given
+
+
+def gates_of(given: object) -> list[Gate] | None:
+    """Gates of a request that is still being computed; None: it is whole. Raises PlanError for what is no Gate."""
+    if given is None:
+        return None
+    if not isinstance(given, Iterable):
+        raise PlanError(f"gates = {given!r}; give a list of Gate, or None where all is computed")
+    return [gate_of(each) for each in given]  # pyright: ignore[reportUnknownVariableType]
+
+
+def gate_of(given: object) -> Gate:
+    """Raises PlanError for what is no Gate."""
+    if not isinstance(given, Gate):
+        raise PlanError(f"a gate is a Gate(event), got {given!r}")
+    return given
+
+
+def transfer_of(given: object) -> Transfer:
+    """Raises PlanError for what no `send` and no `receive` of a Mover returned."""
+    if not isinstance(given, Transfer):
+        raise PlanError(f"a transfer is what send or receive returned, got {given!r}")
+    return given
+
+
+def payload_of(given: object) -> bytes:
+    """What goes beside the cache. Raises PlanError for what is no bytes."""
+    if not isinstance(given, (bytes, bytearray, memoryview)):
+        raise PlanError(f"aux = {given!r}; it must be bytes")
+    return bytes(given)
+
+
+def ranks_of(given: object) -> tuple[int, ...]:
+    """Numbers of ranks. Raises PlanError for what is none."""
+    if not isinstance(given, Iterable):
+        raise PlanError(f"aux_from = {given!r}; give a list of ranks, as [0]")
+    return tuple(whole(rank, "a rank of aux_from", PlanError) for rank in given)  # pyright: ignore[reportUnknownVariableType]
+
+
+def card_of(given: object) -> bytes:
+    """Raises PeerRefused for what is no bytes, and so no card."""
+    if not isinstance(given, (bytes, bytearray, memoryview)):
+        raise PeerRefused(f"a card is bytes, got {given!r}")
+    return bytes(given)
 
 
 def deadline_of(given: object, configured_s: float) -> float:
