@@ -42,8 +42,7 @@ from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.event_publisher import CacheEvents
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
-from kvmover.engines.sglang.radix_states import SnapshotSlots, StateSlots
-from kvmover.engines.sglang.radix_windows import WindowPages
+from kvmover.engines.sglang.radix_components import SnapshotSlots, StateSlots, WindowPages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
