@@ -23,6 +23,7 @@ _environ: Any = import_module("sglang.srt.environ")
 _pools: Any = import_module("sglang.srt.mem_cache.memory_pool")
 
 BasePrefixCache: Any = _base.BasePrefixCache
+DecLockRefParams: Any = _base.DecLockRefParams
 DecLockRefResult: Any = _base.DecLockRefResult
 EvictResult: Any = _base.EvictResult
 IncLockRefResult: Any = _base.IncLockRefResult

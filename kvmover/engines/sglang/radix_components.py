@@ -111,8 +111,7 @@ class StateSlots:
     def give_back(self, ids: PageArray) -> None:
         """Free these slots."""
         if len(ids):
-            self._rows.mamba_allocator.free(self._indices.of(ids))
-            self._indices.forget(ids)
+            self._rows.mamba_allocator.free(self._indices.forget(ids))
 
     def forget(self, ids: PageArray) -> None:
         """As DeviceIndices.forget: the pool is cleared by whoever asks."""
