@@ -14,7 +14,6 @@ from kvmover.engines.vllm import engine, handshake
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
 from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, fleet_of, pools_of, refuse
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
-from kvmover.engines.vllm.handshake import Remote
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
@@ -157,7 +156,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
             left = max(1 if self._late else 0, engine.unread_tokens(vllm_config))
-            self._scheduler = ConnectorScheduler(self._groups[0].block_tokens, may, self._late, left)
+            keep_s = self._options.decoder_kv_blocks_ttl if self._options.bidirectional_kv_xfer else None
+            self._scheduler = ConnectorScheduler(
+                self._groups[0].block_tokens, may, self._late, left, keep_s, self._options.kv_recompute_threshold
+            )
             self._server: handshake.HandshakeServer | None = None
             self._lookup: StoreLookup | None = None
             self._events = StoredBlockEvents(self._place.ranks)
@@ -345,7 +347,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         if not num_external_tokens:
             return {}
         known = self._scheduler.live.get(request.request_id)
-        return {engine.P2P if known and isinstance(known.ask, Remote) else engine.DISK: num_external_tokens}
+        return {engine.P2P if known and known.source else engine.DISK: num_external_tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks; the last `num_external_tokens` of its computed tokens are to be fetched into them."""

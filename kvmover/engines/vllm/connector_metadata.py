@@ -18,13 +18,15 @@ Tables = tuple[list[int], ...]
 @dataclass(frozen=True, slots=True)
 class SendSpec:
     """Offer a request, or the beginning of one that is prefilled in chunks. `computed` positions are in its pages
-    before this step, those below `stop` after it (None: all of it); `computed` None: all of it is there."""
+    before this step, those below `stop` after it (None: all of it); `computed` None: all of it is there. `keep_s`: for
+    how long; None: as configured."""
 
     request: str
     transfer: str
     tables: Tables
     computed: int | None
     stop: int | None = None
+    keep_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

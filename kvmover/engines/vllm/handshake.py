@@ -5,8 +5,10 @@ The words are those of vLLM's own connectors and proxies. A card is how one rank
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -35,10 +37,30 @@ class Remote:
 
 
 @dataclass(frozen=True, slots=True)
+class LastTurn:
+    """What a decode engine has kept of a conversation, up to its last turn: `tokens`, whose digest is `digest`."""
+
+    remote: Remote
+    tokens: int
+    digest: str
+
+    def is_prefix_of(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt goes on where that ended. Texts that say the same may be other tokens."""
+        return self.tokens <= len(token_ids) and digest_of(token_ids[: self.tokens]) == self.digest
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """Of tokens in order, 128 bits."""
+    return blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class Serve:
-    """The request is to be computed here for another engine, which asks for it as `transfer`."""
+    """The request is to be computed here for another engine, which asks for it as `transfer`. `last`: who may have a
+    part of it already."""
 
     transfer: str
+    last: LastTurn | None = None
 
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -57,6 +79,18 @@ class _Params(msgspec.Struct, frozen=True):
     remote_request_id: _Name | None = None
     remote_host: Annotated[str, msgspec.Meta(min_length=1, max_length=253)] | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] | None = None
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    kvmover_tokens_digest: _Name | None = None
+
+    @property
+    def last(self) -> LastTurn | None:
+        """Of a request to be computed: what the decode of the turn before has told its proxy, all of it or nothing."""
+        if not (self.remote_engine_id and self.remote_host and self.remote_port and self.remote_request_id):
+            return None
+        if not (self.remote_num_tokens and self.kvmover_tokens_digest):
+            return None
+        remote = Remote(self.remote_engine_id, self.remote_request_id, self.remote_host, self.remote_port)
+        return LastTurn(remote, self.remote_num_tokens, self.kvmover_tokens_digest)
 
 
 def asked(params: Mapping[str, Any] | None, request: str) -> Serve | Remote | None:
@@ -73,7 +107,7 @@ def asked(params: Mapping[str, Any] | None, request: str) -> Serve | Remote | No
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_transfer_params of {request}: {error}") from None
     if said.do_remote_decode:
-        return Serve(said.transfer_id or request)
+        return Serve(said.transfer_id or request, said.last)
     if not said.do_remote_prefill:
         return None
     transfer = said.remote_request_id or said.transfer_id
@@ -86,13 +120,21 @@ def asked(params: Mapping[str, Any] | None, request: str) -> Serve | Remote | No
 
 def answer(served: Remote) -> dict[str, Any]:
     """The parameters of the other half, for a proxy to hand on."""
+    return {"do_remote_prefill": True, "do_remote_decode": False, **_reached(served)}
+
+
+def answer_of_turn(kept: LastTurn) -> dict[str, Any]:
+    """The parameters of the next turn's prefill, for a proxy to hand on."""
+    told = {"remote_num_tokens": kept.tokens, "kvmover_tokens_digest": kept.digest}
+    return {"do_remote_prefill": False, "do_remote_decode": True, **_reached(kept.remote), **told}
+
+
+def _reached(remote: Remote) -> dict[str, Any]:
     return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": served.engine,
-        "remote_request_id": served.transfer,
-        "remote_host": served.host,
-        "remote_port": served.port,
+        "remote_engine_id": remote.engine,
+        "remote_request_id": remote.transfer,
+        "remote_host": remote.host,
+        "remote_port": remote.port,
     }
 
 

@@ -37,10 +37,17 @@ class ConnectorOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     `model` and `weights` default to vLLM's model name and revision. `host`, `port`: where decode engines find this
     one's cards; 0 lets the system choose a port, which every answer to a prefill names, and data-parallel replicas take
     the ports behind it.
+
+    Words of vLLM's own connector, with its defaults: `bidirectional_kv_xfer`: a decode keeps what it has for a prefill
+    of the next turn, `decoder_kv_blocks_ttl` seconds long; `kv_recompute_threshold`: fewer tokens than these are
+    computed by such a prefill, not fetched.
     """
 
     host: str = ""
     port: _Natural = 0
+    bidirectional_kv_xfer: bool = False
+    decoder_kv_blocks_ttl: Annotated[float, msgspec.Meta(gt=0)] = 480.0
+    kv_recompute_threshold: _Natural = 64
 
 
 def parse(extra_config: Mapping[str, Any] | None) -> tuple[ConnectorOptions, Settings]:

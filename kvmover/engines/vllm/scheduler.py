@@ -24,7 +24,7 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
     Tables,
 )
-from kvmover.engines.vllm.handshake import Remote, Serve, answer, asked
+from kvmover.engines.vllm.handshake import LastTurn, Remote, Serve, answer, answer_of_turn, asked, digest_of
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class Live:
 
     `offered`: positions that its transfer was told to wait for, in `named` blocks of each group; 0 before it was
     ordered. `begun`: its fetch was, or needs none. `fetching`: pages are being written.
+    `source`: who has a part of it: the first `stop` positions are fetched from there.
     `saved`: blocks ordered to be stored. `first`: the block from which on the store was asked. `looked`: after which
     preemption it was read, once: what could not be read then is computed.
     """
@@ -116,6 +117,8 @@ class Live:
     request: Any
     ask: Serve | Remote | None
     preemptions: int
+    source: Remote | None = None
+    stop: int = 0
     offered: int = 0
     named: tuple[int, ...] = ()
     begun: bool = False
@@ -132,12 +135,16 @@ class ConnectorScheduler:
     `late`: some pages are given back before a request ends, or hold a state of all of it, so it is offered when it has
     ended. `left_tokens`: so many at the end of a prompt are left to the decode engine. Of a window that would otherwise
     need one position more than a prefill keeps, and a state cannot be taken back by the token that decode computes.
+    `keep_s`: for how long a decode keeps a request for its next turn, of which `fewest` tokens are worth a fetch; None:
+    it does not.
     """
 
     block_tokens: int
     role: Role = Role.GIVES | Role.TAKES
     late: bool = False
     left_tokens: int = 0
+    keep_s: float | None = None
+    fewest: int = 0
     leading: Leading | None = None
     home: Home | None = None
     live: dict[str, Live] = field(default_factory=dict[str, Live])
@@ -157,8 +164,9 @@ class ConnectorScheduler:
     def matched(self, request: Any, computed: int) -> int:
         """How many tokens beyond the first `computed` come from elsewhere."""
         known = self._live(request)
-        if isinstance(known.ask, Remote) and not known.begun:
-            return max(0, self._wanted(request) - computed)
+        if known.source and not known.begun:
+            found = max(0, known.stop - computed)
+            return 0 if isinstance(known.ask, Serve) and found < self.fewest else found
         if self.leading is None or Role.TAKES not in self.role or known.looked == request.num_preemptions:
             return 0
         hashes = request.block_hashes[: request.num_tokens // self.block_tokens]
@@ -169,15 +177,15 @@ class ConnectorScheduler:
     def allocated(self, request: Any, tables: Tables, external: int) -> None:
         """The request has pages, and the last `external` of its computed tokens are to come from elsewhere."""
         known = self._live(request)
-        if isinstance(known.ask, Remote) and not known.begun:
+        if known.source and not known.begun:
             known.begun, known.fetching = True, external > 0
-            stop = self._wanted(request)
             if external:
+                first = known.stop - external
                 self.metadata.receives.append(
-                    ReceiveSpec(request.request_id, known.ask, stop - external, stop, _copied(tables))
+                    ReceiveSpec(request.request_id, known.source, first, known.stop, _copied(tables))
                 )
             else:
-                self.metadata.releases.append(ReleaseSpec(known.ask, request.num_prompt_tokens))
+                self.metadata.releases.append(ReleaseSpec(known.source, request.num_prompt_tokens))
         elif external:
             known.looked, known.fetching = request.num_preemptions, True
             blocks = slice(known.first, known.first + external // self.block_tokens)
@@ -218,8 +226,8 @@ class ConnectorScheduler:
         known = self._live(request)
         if known.preemptions != request.num_preemptions:
             self._preempted(name, known)
-        if isinstance(known.ask, Remote) and not known.begun:
-            self.metadata.releases.append(ReleaseSpec(known.ask, request.num_prompt_tokens))
+        if known.source and not known.begun:
+            self.metadata.releases.append(ReleaseSpec(known.source, request.num_prompt_tokens))
         keep = known.saved > 0
         if isinstance(known.ask, Serve):
             keep = self._served(known, known.ask, tables, outcome) or keep
@@ -227,9 +235,24 @@ class ConnectorScheduler:
             self.metadata.aborts.append(AbortSpec(name, "aborted by the scheduler"))
             return False, None
         del self.live[name]
-        if keep:
+        kept = self._kept(known, outcome)
+        if kept is not None:
+            self.metadata.sends.append(SendSpec(name, name, _copied(tables), None, keep_s=self.keep_s))
+        if keep or kept is not None:
             self.metadata.delayed.add(name)
-        return keep, self._answer(known.ask) if outcome is RequestOutcome.DELIVERED else None
+        if outcome is not RequestOutcome.DELIVERED:
+            return keep, None
+        return keep or kept is not None, self._answer(known.ask) if kept is None else answer_of_turn(kept)
+
+    def _kept(self, known: Live, outcome: RequestOutcome) -> LastTurn | None:
+        """What is here of a request that another engine prefilled, for its next turn: all but the last token's."""
+        request, has_fetched = known.request, isinstance(known.ask, Remote)
+        may = self.keep_s is not None and Role.GIVES in self.role and not self.late
+        if not (may and has_fetched and self.home and outcome is RequestOutcome.DELIVERED):
+            return None
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        remote = Remote(self.home.engine, request.request_id, self.home.host, self.home.port)
+        return LastTurn(remote, tokens, digest_of(request.all_token_ids[:tokens]))
 
     def _answer(self, ask: Serve | Remote | None) -> dict[str, Any] | None:
         if not isinstance(ask, Serve) or self.home is None:
@@ -239,8 +262,21 @@ class ConnectorScheduler:
     def _live(self, request: Any) -> Live:
         name = request.request_id
         if name not in self.live:
-            self.live[name] = Live(request, self._ask(request), request.num_preemptions)
+            known = self.live[name] = Live(request, self._ask(request), request.num_preemptions)
+            known.source, known.stop = self._source(request, known.ask)
         return self.live[name]
+
+    def _source(self, request: Any, ask: Serve | Remote | None) -> tuple[Remote | None, int]:
+        """Who has a part of a request, and how many positions are fetched: of a prefill, or of the turn before."""
+        tokens: int = request.num_prompt_tokens
+        wanted = tokens - self.left_tokens if tokens > self.left_tokens else tokens
+        if isinstance(ask, Remote):
+            return ask, wanted
+        last = ask.last if ask else None
+        if last is None:
+            return None, 0
+        use = Role.TAKES in self.role and not self.late and last.is_prefix_of(request.all_token_ids)
+        return last.remote, min(last.tokens, wanted) if use else 0
 
     def _ask(self, request: Any) -> Serve | Remote | None:
         try:
@@ -254,11 +290,6 @@ class ConnectorScheduler:
             log.warning("%s is for an engine of another kv_role; it is computed here", request.request_id)
             return None
         return ask
-
-    def _wanted(self, request: Any) -> int:
-        """Positions that a decode engine fetches."""
-        tokens: int = request.num_prompt_tokens
-        return tokens - self.left_tokens if tokens > self.left_tokens else tokens
 
     def _offers(self, known: Live) -> bool:
         """Whether this step computes tokens of a prompt that others fetch: a chunk of it, or the last."""

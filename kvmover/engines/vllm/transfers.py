@@ -68,10 +68,12 @@ class RequestTransfers:
         default_factory=lambda: ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvmover-call")
     )
 
-    def send(self, request: str, transfer: str, pages: Pages, gates: Sequence[Gate] | None) -> None:
-        """Offer a request, under the name by which the other engine asks for it."""
+    def send(
+        self, request: str, transfer: str, pages: Pages, gates: Sequence[Gate] | None, keep_s: float | None = None
+    ) -> None:
+        """Offer a request, under the name by which the other engine asks for it. `keep_s`: None: as configured."""
         tables = [np.asarray(table, np.int64) for table in pages]
-        self._sends[request] = self._started(lambda mover: mover.send(transfer, tables, gates))
+        self._sends[request] = self._started(lambda mover: mover.send(transfer, tables, gates, deadline_s=keep_s))
 
     def produced(self, request: str, gate: Gate, pages: Pages | None) -> None:
         """One more event to wait for, and pages that come behind those named before. Nothing of a request whose

@@ -186,7 +186,7 @@ class ConnectorWorker:
         if send.computed is not None:
             self._computing.append(Computing(send.request, _positions(send.stop)))
             gates = [Gate(self.mark(), ALL, send.computed)] if send.computed else []
-        self.transfers.send(send.request, send.transfer, self._pages(send.tables), gates)
+        self.transfers.send(send.request, send.transfer, self._pages(send.tables), gates, send.keep_s)
 
     def _produced(self, layers: int) -> None:
         """Once what is launched has been computed, layers below `layers` of this step's chunks are in their pages."""

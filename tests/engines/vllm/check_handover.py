@@ -197,6 +197,47 @@ def test_engines_that_guess_tokens_hand_over(engines: Callable[..., Engine], sha
     b.drain()
 
 
+KEEPS = (("bidirectional_kv_xfer", True), ("kv_recompute_threshold", 16))
+
+
+def test_the_next_turns_prefill_fetches_what_decode_has(engines: Callable[..., Engine]) -> None:
+    """As with vLLM's own connector: the proxy hands decode's answer to the prefill of the next turn, another one."""
+    a, b, c = engines(options=KEEPS), engines(tp=2, block_tokens=32, options=KEEPS), engines(options=KEEPS)
+    hand_over(a, b, tokens=21)
+    told = b.answers["d-1"]
+    assert (told["do_remote_decode"], told["do_remote_prefill"], told["remote_num_tokens"]) == (True, False, 120)
+    turn = [*PROMPT, *b.said["d-1"], *range(2, 32)]
+    c.ask("p-2", turn, params=told)
+    c.finish("p-2")
+    assert c.computed == [("p-2", 120, 151)]
+    assert c.said["p-2"] == [1]
+    b.ask("d-2", turn, 5, c.answers["p-2"])
+    b.finish("d-2")
+    assert b.said["d-2"] == [1] * 5
+    a.drain()
+
+
+@pytest.mark.parametrize("changed", [range(1), range(110, 130)], ids=["another", "shorter"])
+def test_a_turn_that_goes_on_in_another_way_is_computed_and_decode_lets_go(
+    engines: Callable[..., Engine], changed: range
+) -> None:
+    a, b, c = engines(options=KEEPS), engines(options=KEEPS), engines(tp=2, options=KEEPS)
+    hand_over(a, b, tokens=21)
+    turn = [*PROMPT, *b.said["d-1"]]
+    turn[changed.start : changed.stop] = [9] if changed.start == 0 else []
+    c.ask("p-2", turn, params=b.answers["d-1"])
+    c.finish("p-2")
+    assert (c.computed[0][1], c.said["p-2"]) == (0, [1])
+    b.drain()
+
+
+def test_what_nobody_asks_for_is_free_when_its_time_is_over(engines: Callable[..., Engine]) -> None:
+    a, b = engines(options=KEEPS), engines(options=(*KEEPS, ("decoder_kv_blocks_ttl", 0.3)))
+    hand_over(a, b)
+    assert b.answers["d-1"]["remote_num_tokens"] == 104
+    b.drain()
+
+
 def test_a_request_that_decode_gives_up_before_it_has_pages_lets_the_prefill_go(engines: Callable[..., Engine]) -> None:
     a, b = engines(), engines()
     a.ask("p-1", PROMPT, params={"do_remote_decode": True})
