@@ -247,7 +247,7 @@ class ConnectorScheduler:
     def _kept(self, known: Live, outcome: RequestOutcome) -> LastTurn | None:
         """What is here of a request that another engine prefilled, for its next turn: all but the last token's."""
         request, has_fetched = known.request, isinstance(known.ask, Remote)
-        may = self.keep_s is not None and Role.GIVES in self.role and not self.late
+        may = self.keep_s is not None and Role.GIVES in self.role and not self.late and _is_tokens_alone(request)
         if not (may and has_fetched and self.home and outcome is RequestOutcome.DELIVERED):
             return None
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -275,7 +275,8 @@ class ConnectorScheduler:
         last = ask.last if ask else None
         if last is None:
             return None, 0
-        use = Role.TAKES in self.role and not self.late and last.is_prefix_of(request.all_token_ids)
+        use = Role.TAKES in self.role and not self.late and _is_tokens_alone(request)
+        use = use and last.is_prefix_of(request.all_token_ids)
         return last.remote, min(last.tokens, wanted) if use else 0
 
     def _ask(self, request: Any) -> Serve | Remote | None:
@@ -342,3 +343,9 @@ class ConnectorScheduler:
 
 def _copied(tables: Tables) -> Tables:
     return tuple(list(table) for table in tables)
+
+
+def _is_tokens_alone(request: Any) -> bool:
+    """Whether token ids say all of what a request's KV is of: no images, adapters, embeddings or salt beside them."""
+    beside = (getattr(request, name, None) for name in ("mm_features", "lora_request", "cache_salt"))
+    return not any(beside) and getattr(request, "prompt_embeds", None) is None

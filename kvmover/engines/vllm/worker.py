@@ -222,8 +222,9 @@ class ConnectorWorker:
         return [cache.entries(range(spec.start, spec.stop), self.fleet) for cache in self.caches]
 
     def _failed(self, ended: Ended, request: str, blocks: set[int]) -> None:
-        """Blocks of several groups have the same numbers: then the request fails as a whole."""
-        if len({cache.group for cache in self.caches}) == 1:
+        """Blocks of several groups have the same numbers: then the request fails as a whole, as one does whose state is
+        not there, which nothing but all of its tokens makes again."""
+        if len({cache.group for cache in self.caches}) == 1 and not any(c.component.states for c in self.caches):
             ended.blocks |= blocks
         elif blocks:
             ended.failed.add(request)

@@ -25,7 +25,7 @@ from kvmover.engines.vllm.caches import (
     number_of,
     pools_of,
 )
-from kvmover.engines.vllm.handshake import Remote, Serve, answer, asked
+from kvmover.engines.vllm.handshake import LastTurn, Remote, Serve, answer, answer_of_turn, asked, digest_of
 from kvmover.engines.vllm.options import ConnectorOptions, parse
 from kvmover.errors import TransportError
 from kvmover.layout import Span
@@ -210,6 +210,21 @@ def test_a_prefill_is_known_by_its_own_id_or_by_that_of_the_proxy() -> None:
     assert asked({"do_remote_decode": True, "transfer_id": "both"}, "p-1") == Serve("both")
     both = answer(REMOTE) | {"remote_request_id": None, "transfer_id": "both"}
     assert asked(both, "d-1") == Remote("engine", "both", "10.0.0.1", 5600)
+
+
+def test_a_turn_goes_on_where_its_tokens_begin_with_those_that_decode_has() -> None:
+    last = LastTurn(REMOTE, 3, digest_of([1, 2, 3]))
+    ask = asked(answer_of_turn(last), "p-2")
+    assert ask == Serve("p-2", last)
+    assert [last.is_prefix_of(turn) for turn in ([1, 2, 3], [1, 2, 3, 4], [1, 2], [1, 2, 4], [2, 1, 3])] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    for key in ("remote_request_id", "remote_num_tokens", "kvmover_tokens_digest"):
+        assert asked(answer_of_turn(last) | {key: None}, "p-2") == Serve("p-2")
 
 
 @pytest.mark.parametrize("port", [5600, "5600", 5600.0])
