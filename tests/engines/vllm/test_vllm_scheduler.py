@@ -47,6 +47,10 @@ class Request:
         self._all_token_ids = list(range(self.num_prompt_tokens))
 
     @property
+    def all_token_ids(self) -> list[int]:
+        return self._all_token_ids
+
+    @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.generated
 
@@ -91,8 +95,8 @@ def served(scheduler: ConnectorScheduler | None = None) -> tuple[ConnectorSchedu
     return scheduler, request
 
 
-def fetched() -> tuple[ConnectorScheduler, Request]:
-    scheduler, request = ConnectorScheduler(TOKENS), Request("d-1", kv_transfer_params=answer(REMOTE))
+def fetched(scheduler: ConnectorScheduler | None = None) -> tuple[ConnectorScheduler, Request]:
+    scheduler, request = scheduler or ConnectorScheduler(TOKENS), Request("d-1", kv_transfer_params=answer(REMOTE))
     scheduler.new(request)
     return scheduler, request
 
@@ -209,11 +213,63 @@ def test_where_pages_are_given_back_the_last_token_is_left_to_decode() -> None:
     assert step(scheduler, (request, 99)) == KvmoverConnectorMetadata()
     assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED)[0]
     assert step(scheduler).sends == [SendSpec("p-1", "p-1", tables(), None)]
-    scheduler, request = fetched()
-    scheduler.late, scheduler.left_tokens = True, 1
+    scheduler, request = fetched(ConnectorScheduler(TOKENS, late=True, left_tokens=1))
     assert scheduler.matched(request, 0) == 99
     scheduler.allocated(request, tables(), 99)
     assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 0, 99, tables())]
+
+
+def kept(**how: Any) -> tuple[ConnectorScheduler, dict[str, Any] | None, bool]:
+    """A decode engine that has ended a request of 100 tokens and 8 more, of the last of which it has nothing."""
+    decode = ConnectorScheduler(TOKENS, home=Home("decode", "10.0.0.2", 5700), **how)
+    scheduler, request = fetched(decode)
+    scheduler.matched(request, 0)
+    scheduler.allocated(request, tables(), 100)
+    scheduler.output(Received({"d-1"}))
+    request.num_computed_tokens, request.generated = 107, 8
+    request._all_token_ids += range(500, 508)
+    keeps, told = scheduler.finished(request, tables(), RequestOutcome.DELIVERED)
+    return scheduler, told, keeps
+
+
+@dataclass
+class Received:
+    """What all ranks told."""
+
+    finished_recving: set[str] | None
+
+
+def test_a_decode_keeps_what_it_has_for_the_next_turn_where_it_is_told_to() -> None:
+    scheduler, told, keeps = kept(keep_s=480.0)
+    assert keeps
+    assert told is not None
+    assert (told["do_remote_decode"], told["remote_request_id"], told["remote_num_tokens"]) == (True, "d-1", 107)
+    metadata = step(scheduler)
+    assert metadata.sends == [SendSpec("d-1", "d-1", tables(), None, keep_s=480.0)]
+    assert metadata.delayed == {"d-1"}
+    for how in ({}, {"keep_s": 480.0, "late": True}, {"keep_s": 480.0, "role": Role.TAKES}):
+        scheduler, told, keeps = kept(**how)
+        assert (told, keeps, step(scheduler).sends) == (None, False, [])
+
+
+@pytest.mark.parametrize(("fewest", "changed"), [(64, None), (64, 3), (128, None)], ids=["goes-on", "other", "few"])
+def test_a_prefill_fetches_the_turns_before_where_they_are_worth_it(fewest: int, changed: int | None) -> None:
+    """In every other case decode is told to let go, and the prompt is computed."""
+    _, told, _ = kept(keep_s=480.0)
+    scheduler = ConnectorScheduler(TOKENS, home=Home("prefill", "10.0.0.1", 5600), fewest=fewest)
+    request = Request("p-2", num_prompt_tokens=140, kv_transfer_params=told)
+    request._all_token_ids[100:108] = range(500, 508)
+    if changed is not None:
+        request._all_token_ids[changed] = 999
+    scheduler.new(request)
+    found = scheduler.matched(request, 16)
+    scheduler.allocated(request, tables(9), found)
+    metadata = step(scheduler)
+    decode = Remote("decode", "d-1", "10.0.0.2", 5700)
+    if changed is None and fewest == 64:
+        assert metadata.receives == [ReceiveSpec("p-2", decode, 16, 107, tables(9))]
+    else:
+        assert (found, metadata.receives, metadata.releases) == (0, [], [ReleaseSpec(decode, 140)])
 
 
 class Stock:
