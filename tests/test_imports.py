@@ -50,7 +50,8 @@ MAY_IMPORT = {
     "demo": SERVING | {"cache.replay", "config", "observe"},
     "__main__": {"cli"},
     "cli_options": {"config"} | PURE,
-    "cli": SERVING | {"cli_options", "config", "observe", "engines", "demo", "cache.replay"},
+    "cli_plan": {"cli_options", "observe", "plan", "layout"} | PURE,
+    "cli": SERVING | {"cli_options", "cli_plan", "config", "observe", "engines", "demo", "cache.replay"},
 }
 
 #: What each part must import of the others, or what is said of it in README.md and DESIGN.md is not so.
@@ -77,7 +78,8 @@ MUST_REACH = {
     "engines.vllm": {"cache.ledger", "config", "observe", "store", "transfer", "transport"},
     "demo": {"cache.ledger", "cache.prefix", "cache.tiers", "plan", "store", "transfer"},
     "testing": {"store"},
-    "cli": {"cache.replay", "config", "demo", "observe", "plan", "store"},
+    "cli": {"cache.replay", "cli_plan", "config", "demo", "observe", "store"},
+    "cli_plan": {"observe", "plan"},
 }
 
 #: Parts of which nothing but the face, their `__init__`, is imported from outside: from other packages and other rooms.

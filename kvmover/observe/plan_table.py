@@ -101,6 +101,35 @@ def _folded(legs: Sequence[Explained]) -> Sheet:
     return table
 
 
+_SUMS = (
+    Column("component", "left"),
+    Column("dtype", "left"),
+    Column("layers"),
+    Column("rows of the request"),
+    Column("bytes"),
+    Column("legs"),
+)
+
+
+def print_sums(plans: Sequence[tuple[Plan, Sequence[Explained]]]) -> None:
+    """Print a line for each component of a model, and what they are together."""
+    table, total = Sheet(_SUMS), 0
+    for plan, legs in plans:
+        component, nbytes = plan.component, sum(each.nbytes for each in legs)
+        total += nbytes
+        table.add(
+            component.name,
+            component.dtype,
+            str(component.layers),
+            extent_in_words(component, plan.stop - plan.start),
+            bytes_in_words(nbytes),
+            f"{len(legs):,}",
+        )
+    out = console()
+    out.print(table)
+    out.print(f"together: {bytes_in_words(total)}")
+
+
 def reasons(legs: Sequence[Explained]) -> list[str]:
     """One line for each distinct choice, with the number of legs it decides, the most frequent first."""
     counts = Counter(each.choice.why() for each in legs)

@@ -67,7 +67,8 @@ class Backoff:
 class MoverConfig:
     """How a mover behaves. Sizes in bytes, times in seconds. Raises LayoutError for a value out of range.
 
-    `arena_bytes`: staging memory on the pools' device, allocated twice: for sending and for receiving.
+    `arena_bytes`: staging memory on the pools' device, allocated twice: for sending and for receiving. A Mover wants it
+    to hold one layer of a page of each of its pools, which is the least that a packed chunk can be.
     `deadline_s`: a transfer that has not ended by then fails.
     `drain_s`: how long a failed transfer waits for its sources to stop, before its memory is quarantined.
     `ping_s`: time between pings of a peer that owes an answer.

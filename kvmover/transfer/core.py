@@ -14,6 +14,7 @@ from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
 from kvmover.sharing import HostProcess
+from kvmover.transfer.arguments import least_chunk_bytes
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.events import Patience
 from kvmover.transfer.memory.arena import Arena, slab_bytes
@@ -193,13 +194,17 @@ class Core:
 def assembled(
     transport: Transport, place: Place, pools: Sequence[Pool], config: MoverConfig, clock: Callable[[], float]
 ) -> Core:
-    """Takes two arenas and the sandbox on the pools' device; whoever has the Core keeps them alive."""
+    """Takes two arenas and the sandbox on the pools' device; whoever has the Core keeps them alive.
+
+    Raises LayoutError for an arena that is smaller than the least that a chunk may have to be.
+    """
     import torch
 
+    least = least_chunk_bytes(pools, config.arena_bytes)
     device = pools[0].tensors[0].device
     revocation = config.revocation or transport.revocation
     outgoing = _staging(config.arena_bytes, 0, device)  # only read by peers, which does no harm however late it is
-    slab = slab_bytes(config.arena_bytes, config.costs.chunk_bytes, revocation)
+    slab = slab_bytes(config.arena_bytes, max(config.costs.chunk_bytes, least), revocation)
     incoming = _staging(config.arena_bytes, slab, device)
     slabs = map(incoming.slab, range(incoming.arena.slabs))
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)

@@ -287,8 +287,6 @@ class PrefixTree:
         EvictionGranularity.NODE, whole nodes. `room` are free host pages for a tree that writes back; those not named
         in a CopyOut stay the caller's.
         """
-        if self._plain is not None and component == FULL and not len(room):
-            return self._plain.evict(pages)
         return self.evict_pools({component: pages}, room=room)
 
     def evict_pools(self, pages: Mapping[str, int], *, room: PageIds = ()) -> ActionList:
@@ -296,6 +294,8 @@ class PrefixTree:
 
         A leaf takes its window and its state along, so that two calls after each other give up more than both need.
         """
+        if self._plain is not None and pages.keys() == {FULL} and not len(room):
+            return self._plain.evict(pages[FULL])
         eviction = Eviction(self._forest, room)
         return eviction.pools({self.config.index(name): count for name, count in pages.items()})
 
