@@ -1,4 +1,4 @@
-"""Memory that a peer may still write is given back when its lease is over, or it is known that it will not: not before."""
+"""Memory that a peer may still write is given back when its lease is over, or the peer has drained, and not before."""
 
 from __future__ import annotations
 
