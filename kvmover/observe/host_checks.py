@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvmover.errors import KvmoverError
 from kvmover.observe.checks import Finding, Status
-from kvmover.observe.words import bytes_in_words
+from kvmover.observe.formats import bytes_in_words
 
 _ROOT = Path("/")
 

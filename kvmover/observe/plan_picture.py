@@ -15,7 +15,7 @@ from textwrap import wrap
 
 from kvmover.layout import Coordinate, Fleet, Positions, Shard, Span, common
 from kvmover.observe import svg
-from kvmover.observe.words import bytes_in_words, cache_in_words, fleet_in_words, ranks_in_words, span_in_words
+from kvmover.observe.formats import bytes_in_words, cache_in_words, fleet_in_words, ranks_in_words, span_in_words
 from kvmover.plan.cost import Route
 from kvmover.plan.explain import Explained
 from kvmover.plan.fleet_text import FleetText

@@ -17,19 +17,18 @@ from kvmover.sharing import HostProcess
 from kvmover.transfer.arguments import least_chunk_bytes
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.events import Patience
-from kvmover.transfer.memory.arena import Arena
+from kvmover.transfer.memory.arena import Arena, slab_bytes
 from kvmover.transfer.memory.copier import Copier
+from kvmover.transfer.memory.descriptors import allocations
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mappings, shares
-from kvmover.transfer.memory.regions import allocations
-from kvmover.transfer.memory.slabs import slab_bytes
 from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
+from kvmover.transfer.protocol.chunks import End
 from kvmover.transfer.protocol.handshake import Place, Rank
-from kvmover.transfer.protocol.lane import End
 from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
 from kvmover.transfer.result import Ending, Result
 from kvmover.transfer.timers import Timers

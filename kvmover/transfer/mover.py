@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy.typing as npt
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import (
     card_of,
     check_named,
@@ -35,24 +35,21 @@ from kvmover.transfer.arguments import (
     transfer_of,
 )
 from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.connections import Connections
 from kvmover.transfer.core import Core, TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
-from kvmover.transfer.destination.leases import WriteLeases
-from kvmover.transfer.destination.quarantine import Quarantine
+from kvmover.transfer.destination.quarantine import Quarantine, WriteLeases
 from kvmover.transfer.destination.reads import Reads
-from kvmover.transfer.destination.renewals import Renewals
 from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.registrations import Registrations, Renewals
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
-from kvmover.transfer.peers.reconnect import Reconnector
+from kvmover.transfer.peers.connections import Connections, Reconnector
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import MessageAuth, Unverified
 from kvmover.transfer.protocol.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.result import Ending, Gate, Transfer
 from kvmover.transfer.source.driver import SourceDriver
-from kvmover.transfer.source.registrations import Registrations
 from kvmover.transfer.source.writes import Writes
 from kvmover.transport.base import Event, Note, Transport
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvmover.layout import Component
-from kvmover.observe import plan_picture, svg, words
+from kvmover.observe import formats, plan_picture, svg
 from kvmover.plan import RDMA, Plan, Replicas
 from kvmover.plan.explain import explain
 from kvmover.plan.fleet_text import FleetText
@@ -136,7 +136,7 @@ def test_a_rank_without_a_part_of_the_request_says_so() -> None:
 
 
 def test_the_examples_in_words_hold() -> None:
-    assert doctest.testmod(words).failed == 0
+    assert doctest.testmod(formats).failed == 0
 
 
 @pytest.mark.parametrize("case", CASES)
