@@ -218,7 +218,7 @@ def transfer_of(given: object) -> Transfer:
 def payload_of(given: object) -> bytes:
     """What goes beside the cache. Raises PlanError for what is no bytes."""
     if not isinstance(given, bytes | bytearray | memoryview):
-        raise PlanError(f"aux = {given!r}; it must be bytes")
+        raise PlanError(f"aux = {given!r:.60}; it must be bytes")
     return bytes(cast("bytes", given))
 
 
@@ -232,7 +232,7 @@ def ranks_of(given: object) -> tuple[int, ...]:
 def card_of(given: object) -> bytes:
     """Raises PeerRefused for what is no bytes, and so no card."""
     if not isinstance(given, bytes | bytearray | memoryview):
-        raise PeerRefused(f"a card is bytes, got {given!r}")
+        raise PeerRefused(f"a card is bytes, got {given!r:.60}")
     return bytes(cast("bytes", given))
 
 
