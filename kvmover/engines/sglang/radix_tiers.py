@@ -19,14 +19,12 @@ from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.cache.prefix import NO_IDS, ROOT, ActionList, Inserted, PageArray, RadixKey, StaleHandle
 from kvmover.cache.tiers import Controller, FreeList, Restore, TierCollector
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import engine_radix, engine_tiers
-from kvmover.engines.sglang.engine_pages import EnginePages
-from kvmover.engines.sglang.layer_gates import LayerGates
+from kvmover.engines.sglang import engine_radix
+from kvmover.engines.sglang.options import TierFlags
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
 from kvmover.engines.sglang.radix_backend import accounts_of, refuse
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
-from kvmover.engines.sglang.tier_options import TierFlags
-from kvmover.engines.sglang.tier_pools import EngineTiers, open_tiers
+from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, LayerGates, open_tiers
 
 #: How old the tiers' counts may be that a scrape is answered with, and how often a store is asked to look after itself.
 _SNAPSHOT_S, _UPKEEP_S = 0.5, 1.0
@@ -137,7 +135,7 @@ class TieredRadixCache(KvmoverRadixCache):
         """SGLang has just given the request pages."""
         if self._accounts is not None:
             why = Loss.DEVICE_CAPACITY if req.rid in self._no_room else Loss.THRESHOLD
-            self._accounts.admitted(req.rid, Credit(*engine_tiers.tokens_by_tier(req)), why)
+            self._accounts.admitted(req.rid, Credit(*engine_radix.tokens_by_tier(req)), why)
         self._forget(req.rid)
 
     def release_aborted_request(self, handle: Any) -> None:
@@ -277,7 +275,7 @@ def build(context: Any) -> Any:
     if context.disable_radix_cache:
         return engine_radix.default_radix_cache(context)
     refuse(context)
-    flags, odd = engine_tiers.flags(), engine_tiers.odd_pools(context)
+    flags, odd = engine_radix.tier_flags(), engine_radix.odd_pools(context)
     if odd or flags.host_memory != "cache" or engine_radix.disaggregated():
         asked = odd or ("prefill and decode" if flags.host_memory == "cache" else f"host memory as {flags.host_memory}")
         raise EngineUnsupported(
@@ -286,7 +284,7 @@ def build(context: Any) -> Any:
         )
     params = context.params
     tp, tp_size = engine_radix.rank()
-    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_tiers.fences(context))
+    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_radix.fences(context))
     cache = TieredRadixCache(params, flags, tiers, accounts_of(params))
-    engine_tiers.gate(context, cache.gates)
+    engine_radix.gate(context, cache.gates)
     return cache

@@ -1,31 +1,38 @@
-"""A rank's tiers are opened here over SGLang's device pools: host pools, the page store, and how they are used."""
+"""A rank's tiers are opened here over SGLang's device pools: host pools, the page store, and how they are used.
+
+EnginePages are SGLang's device pages as tiers take and give them; LayerGates hold a forward pass before each layer
+whose KV is still on its way from the host.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from kvmover.cache.prefix import InvariantBroken, PageArray
 from kvmover.cache.tiers import (
     Consensus,
     ControllerConfig,
+    GatedLoads,
     Grouped,
     HostTier,
     LocalConsensus,
     Storage,
     TieredPool,
+    TierError,
 )
 from kvmover.engines.common import ParallelRank, Upkeep, as_bytes
 from kvmover.engines.sglang import engine, engine_linker
+from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.devicepool import Strand, placement_of, strands_of
 from kvmover.engines.sglang.engine_radix import FULL
-from kvmover.engines.sglang.options import parse, said, served
+from kvmover.engines.sglang.options import StorageFlags, TierFlags, parse, said, served
 from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
-from kvmover.engines.sglang.tier_options import StorageFlags, TierFlags
 from kvmover.layout import Pool
 from kvmover.store import PagePart, PageStore
 
@@ -103,3 +110,61 @@ def _stored(
 
 def _part(strand: Strand, place: ParallelRank, page_tokens: int) -> PagePart:
     return part_of_rows(strand.rows, place, served(), page_tokens)
+
+
+class EnginePages:
+    """Of one rank: pages of `page_tokens` tokens in SGLang's `allocator`. See `tiers.DevicePages`."""
+
+    def __init__(self, allocator: Any, indices: DeviceIndices, page_tokens: int) -> None:
+        self._allocator, self._indices, self._page_tokens = allocator, indices, page_tokens
+
+    def __len__(self) -> int:
+        """Pages that SGLang has free."""
+        return self._allocator.available_size() // self._page_tokens
+
+    def take(self, count: int) -> list[int]:
+        """See `tiers.DevicePages`."""
+        indices = self._allocator.alloc(count * self._page_tokens)
+        if indices is None:
+            raise TierError(f"{count} pages of SGLang's pool, of which {len(self)} are free")
+        return self._indices.keep(indices).tolist()
+
+    def give(self, ids: Iterable[int]) -> None:
+        """See `tiers.DevicePages`."""
+        row = _row(ids)
+        if len(row):
+            self._allocator.free_segment(self._indices.of(row), start_pos=0)
+            self._indices.forget(row)
+
+    def places(self, ids: Sequence[int]) -> Sequence[int]:
+        """See `tiers.DevicePages`. On a GPU the current stream is waited for: a copy's pages are named on the host."""
+        first = self._indices.of(_row(ids))[:: self._page_tokens]
+        return cast(list[int], (first // self._page_tokens).tolist())  # pyright: ignore[reportUnknownMemberType]
+
+    def check(self, others: Collection[int]) -> None:
+        """See `tiers.DevicePages`: what is free is SGLang's to count."""
+        if len(self._indices) != len(others):
+            raise InvariantBroken(f"{len(self._indices)} pages have indices, the tree has {len(others)}")
+
+
+def _row(ids: Iterable[int]) -> PageArray:
+    return np.fromiter(ids, np.int32)
+
+
+class LayerGates:
+    """What SGLang's pools call a layer transfer counter. Whoever reads a layer waits for every load that was begun."""
+
+    def __init__(self, loads: GatedLoads, layers: int) -> None:
+        self._loads, self.num_layers = loads, layers
+
+    @property
+    def consumer_index(self) -> int:
+        """0 while something is on its way, else -1: SGLang asks before it replays a graph."""
+        return 0 if self._loads.closed else -1
+
+    def set_consumer(self, index: int) -> None:
+        """SGLang's own counter waits for the loads of one batch; here a batch waits for all before it too."""
+
+    def wait_until(self, layer: int) -> None:
+        """`layer` counts within the rank's own. On a GPU the current stream waits, and the host does not."""
+        self._loads.wait(layer)

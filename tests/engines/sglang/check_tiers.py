@@ -17,9 +17,9 @@ from kvmover.cache.tiers import TierCount
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang.options import StorageFlags, TierFlags
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_tiers import TieredRadixCache
-from kvmover.engines.sglang.tier_options import StorageFlags, TierFlags
 from kvmover.engines.sglang.tier_pools import open_tiers
 
 #: Two groups of layers: a pass that reads the first does not wait for the second.
