@@ -55,6 +55,8 @@ ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"}
 HYBRID_ALLOCATOR = "SWATokenToKVPoolAllocator"
 #: Pools whose buffers are all that there is of a token.
 _POOLS = {"MHATokenToKVPool", "MLATokenToKVPool"}
+#: Pools that are made of two of these, or of one and of states.
+_HYBRIDS = {"SWAKVPool", "HybridLinearKVPool"}
 
 
 def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -173,14 +175,20 @@ def tier_flags() -> TierFlags:
 
 def odd_pools(context: Any) -> str:
     """What of a `TreeCacheBuildContext` the tiers do not bring back as it was; empty for nothing."""
-    params = context.params
+    params, rows, parallel = context.params, context.params.req_to_token_pool, _context.get_parallel()
     pool = params.token_to_kv_pool_allocator.get_kvcache()
-    parallel = _context.get_parallel()
+    within = [getattr(pool, name) for name in ("full_kv_pool", "swa_kv_pool") if hasattr(pool, name)] or [pool]
+    strange = [type(each).__name__ for each in within if type(each).__name__ not in _POOLS]
+    if within != [pool] and type(pool).__name__ not in _HYBRIDS:
+        strange.append(type(pool).__name__)
     odd = {
-        "windows": context.is_hybrid_swa,
-        "states": context.is_hybrid_ssm,
-        f"pools of {type(pool).__name__}": type(pool).__name__ not in _POOLS,
-        "quantized pools with scales": getattr(pool, "is_quantized_kv_cache", False),
+        f"pools of {' and '.join(strange)}": bool(strange),
+        "quantized pools with scales": any(getattr(each, "is_quantized_kv_cache", False) for each in within),
+        "side states of recurrent layers": has_states(rows)
+        and (rows.short_conv_pool.enabled or rows.ngram_pool.enabled),
+        "windows or states written back (--hicache-write-policy write_back)": (
+            tier_flags().write == "write_back" and (within != [pool] or has_states(rows))
+        ),
         "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
         "pipeline stages": params.pp_size > 1,
         "context-parallel ranks": params.attn_cp_size > 1 or parallel.dcp_enabled,
@@ -197,6 +205,8 @@ def fences(context: Any) -> tuple[torch.cuda.Stream, ...]:
 def gate(context: Any, gates: Any) -> None:
     """Let every forward pass wait at `gates`."""
     context.params.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(gates)
+    if has_states(context.params.req_to_token_pool):
+        context.params.req_to_token_pool.register_layer_transfer_counter(gates)
     context.tp_worker.register_hicache_layer_transfer_counter(gates)
 
 

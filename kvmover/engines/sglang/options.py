@@ -125,6 +125,14 @@ class StorageFlags:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Of one component on the device: `pages`, or states, and the bytes of one in all its pools."""
+
+    pages: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierFlags:
     """`--hicache-ratio`, `--hicache-size` in bytes or 0, `--hicache-write-policy`, `--hicache-storage-prefetch-policy`,
     and the storage, if any. `host_memory`: `--hicache-host-memory-mode`.
@@ -162,18 +170,24 @@ class TierFlags:
             raise EngineUnsupported(f"storage is read by {', '.join(known)}, not by {self.prefetch}")
         return TierPolicy(prefetch=known[self.prefetch], least_tokens=storage.least_tokens)
 
-    def host_pages(self, device_pages: int, page_bytes: int) -> int:
-        """Pages of the host: as many as fit `host_bytes`, or `ratio` times those of the device.
+    def host_pages(self, device: Mapping[str, PoolSize]) -> dict[str, int]:
+        """Pages of the host, by component: `ratio` times those of the device, or as many as fit `host_bytes` together,
+        in the proportions of the device.
 
         Raises EngineUnsupported where that is none.
 
-        >>> TierFlags(ratio=2.0).host_pages(1000, 4096), TierFlags(2.0, host_bytes=10**9).host_pages(1000, 4096)
-        (2000, 244140)
+        >>> device = {"full": PoolSize(pages=1000, page_bytes=4096), "swa": PoolSize(pages=250, page_bytes=16384)}
+        >>> TierFlags(ratio=2.0).host_pages(device), TierFlags(2.0, host_bytes=10**9).host_pages(device)
+        ({'full': 2000, 'swa': 500}, {'full': 122070, 'swa': 30517})
         """
-        pages = self.host_bytes // page_bytes if self.host_bytes else int(device_pages * self.ratio)
-        if pages < 1:
-            raise EngineUnsupported(
-                f"the host holds no page of {page_bytes} bytes: --hicache-size {self.host_bytes} bytes,"
-                f" --hicache-ratio {self.ratio} of {device_pages} pages"
-            )
-        return pages
+        whole = sum(size.pages * size.page_bytes for size in device.values())
+        found: dict[str, int] = {}
+        for name, size in device.items():
+            given = size.pages * self.host_bytes // whole if self.host_bytes else int(size.pages * self.ratio)
+            if given < 1:
+                raise EngineUnsupported(
+                    f"the host holds no page of {name} of {size.page_bytes} bytes: --hicache-size {self.host_bytes}"
+                    f" bytes, --hicache-ratio {self.ratio} of {size.pages} pages"
+                )
+            found[name] = given
+        return found

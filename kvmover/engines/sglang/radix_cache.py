@@ -126,12 +126,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         node = match.device_node
         if self._states is not None and params.cow_mamba and match.tokens:
             self._states.start(params.req, dict(match.held)[STATE], partial(self._room_for_state, node))
+        loads = {load.component: len(load.positions) for load in match.loads}
         return engine_radix.MatchResult(
             match.tokens,
             node,
             match.host_node,
             match.best_node,
             host_hit_length=match.best_tokens - match.tokens,
+            swa_host_hit_length=loads.get(WINDOW, 0) * self.page_size,
+            mamba_host_hit_length=loads.get(STATE, 0),
             mamba_branching_seqlen=dict(match.branches).get(STATE),
             full_kv_hit_length=match.full_tokens,
         )

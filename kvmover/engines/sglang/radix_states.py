@@ -29,15 +29,15 @@ class StateSlots:
     """
 
     def __init__(self, rows: Any, indices: DeviceIndices) -> None:
-        self._rows, self._indices = rows, indices
+        self._rows, self.indices = rows, indices
 
     def __len__(self) -> int:
         """Slots that are kept."""
-        return len(self._indices)
+        return len(self.indices)
 
     def keep(self, slots: torch.Tensor) -> PageArray:
         """New ids for slots with states."""
-        return self._indices.keep(slots)
+        return self.indices.keep(slots)
 
     def reach(self, req: Any, tokens: int) -> int:
         """Of the first `tokens` tokens, those that the request has a state of to give; 0 for none."""
@@ -48,10 +48,10 @@ class StateSlots:
         working = req.kv.mamba_pool_idx.unsqueeze(0)
         if req.finished():
             req.kv.mamba_pool_idx = None
-            return self._indices.keep(working.clone())
+            return self.indices.keep(working.clone())
         copy = self._new(make_room)
         self._rows.mamba_pool.copy_from(working, copy)
-        return self._indices.keep(copy)
+        return self.indices.keep(copy)
 
     def withhold(self, req: Any) -> None:
         """The tree takes nothing: a request that has ended gives all its slots back, a snapshot of another is over."""
@@ -69,22 +69,22 @@ class StateSlots:
         """The request starts from a state: SGLang copies it to the request's own slot before its first step."""
         if not req.kv.holds_mamba:
             req.kv.mamba_pool_idx = self._new(make_room)[0]
-        req.kv.mamba_cow_src_index = self._indices.of(state)
+        req.kv.mamba_cow_src_index = self.indices.of(state)
         req.kv.mamba_needs_clear = False
 
     def give_back(self, ids: PageArray) -> None:
         """Free these slots."""
         if len(ids):
-            self._rows.mamba_allocator.free(self._indices.of(ids))
-            self._indices.forget(ids)
+            self._rows.mamba_allocator.free(self.indices.of(ids))
+            self.indices.forget(ids)
 
     def forget(self, ids: PageArray) -> None:
         """As DeviceIndices.forget: the pool is cleared by whoever asks."""
-        self._indices.forget(ids)
+        self.indices.forget(ids)
 
     def slots(self, ids: PageArray) -> torch.Tensor:
         """Slots by their ids, int64."""
-        return self._indices.of(ids)
+        return self.indices.of(ids)
 
     def _new(self, make_room: MakeRoom) -> torch.Tensor:
         slot = self._rows.mamba_allocator.alloc(1)
@@ -117,7 +117,7 @@ class SnapshotSlots(StateSlots):
         else:
             slot = self._rows.donate_mamba_ping_pong_slot(req, self._new(make_room))
             self._over(req)
-        return self._indices.keep(slot)
+        return self.indices.keep(slot)
 
     def _last(self, req: Any, tokens: int) -> tuple[int, int]:
         """Of the last snapshot within `tokens` tokens: how many it is of, and its place among the request's."""

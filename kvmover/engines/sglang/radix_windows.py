@@ -20,30 +20,30 @@ class WindowPages:
     """Ids for pages of the windows' pool. Each stands for the full index whose mapping leads to it."""
 
     def __init__(self, allocator: Any, indices: DeviceIndices) -> None:
-        self._allocator, self._indices = allocator, indices
+        self._allocator, self.indices = allocator, indices
 
     def __len__(self) -> int:
         """Pages that are kept."""
-        return len(self._indices)
+        return len(self.indices)
 
     def keep(self, full_indices: torch.Tensor) -> PageArray:
         """New ids for the windows of these tokens, whole pages."""
-        return self._indices.keep(full_indices)
+        return self.indices.keep(full_indices)
 
     def move(self, ids: PageArray, full_indices: torch.Tensor) -> None:
         """The same window pages are found by other full indices from now on: those of equal tokens."""
-        before = self._indices.of(ids)
+        before = self.indices.of(ids)
         pages = self._allocator.translate_loc_from_full_to_swa(before)
         self._allocator.clear_full_to_swa_mapping(before)
         self._allocator.set_full_to_swa_mapping(full_indices, pages)
-        self._indices.replace(ids, full_indices)
+        self.indices.replace(ids, full_indices)
 
     def give_back(self, ids: PageArray) -> None:
         """Free these pages. What full indices led to them leads nowhere."""
         if len(ids):
-            self._allocator.free_swa_segment(self._indices.of(ids), start_pos=0)
-            self._indices.forget(ids)
+            self._allocator.free_swa_segment(self.indices.of(ids), start_pos=0)
+            self.indices.forget(ids)
 
     def forget(self, ids: PageArray) -> None:
         """As DeviceIndices.forget: the allocator is cleared by whoever asks."""
-        self._indices.forget(ids)
+        self.indices.forget(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,8 +39,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> None:
 class PoolContent:
     """The rows of SGLang's pool as numbers: each layer, K and V, and head has its own of a token's."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, pool: Any, layers: Sequence[int] = range(LAYERS)) -> None:
+        self.pool, self.layers = pool, layers
 
     def planes(self, layer: int) -> list[torch.Tensor]:
         """As an attention backend reads them: behind the gate."""
@@ -52,7 +53,7 @@ class PoolContent:
         return 100 * layer + 10 * kv + torch.arange(width)
 
     def __setitem__(self, row: torch.Tensor, numbers: torch.Tensor) -> None:
-        for layer in range(LAYERS):
+        for layer in self.layers:
             for kv, plane in enumerate(self.planes(layer)):
                 plane[row] = numbers[:, None] + self.offsets(layer, kv, plane.shape[1])
 
@@ -60,7 +61,7 @@ class PoolContent:
         """Equal in all planes, or it is another's somewhere."""
         found = [
             plane[row] - self.offsets(layer, kv, plane.shape[1])
-            for layer in range(LAYERS)
+            for layer in self.layers
             for kv, plane in enumerate(self.planes(layer))
         ]
         numbers = found[0][:, 0]
