@@ -33,9 +33,9 @@ from kvmover.cache.tiers import Controller, DevicePages, FreeList, Restore, Tier
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine_radix
 from kvmover.engines.sglang.options import TierFlags
-from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
-from kvmover.engines.sglang.radix_backend import accounts_of, refuse
-from kvmover.engines.sglang.radix_cache import STATE, WINDOW, KvmoverRadixCache
+from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts, accounts_of
+from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
+from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
 
 #: How old the tiers' counts may be that a scrape is answered with, and how often a store is asked to look after itself.
@@ -262,11 +262,11 @@ class TieredRadixCache(KvmoverRadixCache):
         """What SGLang deals of each component."""
         allocator, page_tokens = self.token_to_kv_pool_allocator, self.page_size
         if self._windows is None:
-            free = partial(allocator.free_segment, start_pos=0)
+            free = allocator.free_page_ids
             pages: dict[str, DevicePages] = {ATTENTION: EnginePages(allocator, free, self._indices, page_tokens)}
         else:
-            free = partial(allocator.free_full_segment, start_pos=0)
-            pages = {ATTENTION: EnginePages(allocator.full_attn_allocator, free, self._indices, page_tokens)}
+            full = allocator.full_attn_allocator
+            pages = {ATTENTION: EnginePages(full, full.free_page_ids, self._indices, page_tokens)}
             pages[WINDOW] = EngineWindows(allocator, self._windows.indices, self._indices, page_tokens)
         if self._states is not None:
             slots = self.req_to_token_pool.mamba_allocator
@@ -305,11 +305,8 @@ def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
     return left
 
 
-def build(context: Any) -> Any:
-    """SGLang's factory of this backend with tiers. Raises EngineUnsupported for what needs SGLang's own."""
-    if context.disable_radix_cache:
-        return engine_radix.default_radix_cache(context)
-    refuse(context)
+def open_radix_cache(context: Any) -> TieredRadixCache:
+    """One rank's cache and its tiers. Raises EngineUnsupported for what needs SGLang's own."""
     flags, odd = engine_radix.tier_flags(), engine_radix.odd_pools(context)
     if odd or flags.host_memory != "cache" or engine_radix.disaggregated():
         asked = odd or ("prefill and decode" if flags.host_memory == "cache" else f"host memory as {flags.host_memory}")

@@ -32,7 +32,7 @@ from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.devicepool import Strand, part_of_strand, placement_of, strands_of
 from kvmover.engines.sglang.options import PoolSize, StorageFlags, TierFlags, parse, said, served
 from kvmover.engines.sglang.page_parts import TpPlacement
-from kvmover.engines.sglang.radix_cache import STATE, WINDOW
+from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
 from kvmover.layout import Pool
 from kvmover.store import PagePart, PageStore
@@ -143,7 +143,7 @@ def _stored(
 class EnginePages:
     """Of one rank and component: pages of `page_tokens` tokens in SGLang's `allocator`. See `tiers.DevicePages`.
 
-    States are pages of one slot. `free`: gives indices back to SGLang.
+    States are pages of one slot. `free`: gives pages, by number, back to SGLang.
     """
 
     def __init__(
@@ -166,8 +166,7 @@ class EnginePages:
         """See `tiers.DevicePages`."""
         row = _row(ids)
         if len(row):
-            self._free(self._indices.of(row))
-            self._indices.forget(row)
+            self._free(self._indices.forget(row))
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
         """See `tiers.DevicePages`. On a GPU the current stream is waited for: a copy's pages are named on the host."""
@@ -190,7 +189,7 @@ class EngineWindows(EnginePages):
     """
 
     def __init__(self, allocator: Any, indices: DeviceIndices, attention: DeviceIndices, page_tokens: int) -> None:
-        super().__init__(allocator.swa_attn_allocator, allocator.swa_attn_allocator.free, indices, page_tokens)
+        super().__init__(allocator.swa_attn_allocator, allocator.swa_attn_allocator.free_page_ids, indices, page_tokens)
         self._hybrid, self._attention = allocator, attention
         self._unplaced: set[int] = set()
 

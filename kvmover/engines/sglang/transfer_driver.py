@@ -12,10 +12,10 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from kvmover.errors import KvmoverError, PeerUnknown
+from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import Gate, Transfer
-from kvmover.transfer.threads.pace import Pace
 
 if TYPE_CHECKING:
     import numpy as np
