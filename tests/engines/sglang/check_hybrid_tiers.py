@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from check_tiers import ALONE, POISON, PoolContent, TieredServer, history, run, with_accounts
+from check_tiers import ALONE, POISON, PoolContent, TieredServer, context_of, history, run, with_accounts
 from scheduling import NOTHING, Server, base, context, kinds, parameters, pools, publish, swa, swa_pools, tokens_of
 from scheduling import paged as paged_of
 from states import CHUNK, SNAPSHOTS, StateServer, number, state_rows
 
 from kvmover.cache.prefix import Tier
 from kvmover.cache.tiers import TierCount
+from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.sglang import plugin
 from kvmover.engines.sglang.options import StorageFlags, TierFlags
 from kvmover.engines.sglang.radix_tiers import TieredRadixCache
 from kvmover.engines.sglang.tier_pools import open_tiers
@@ -294,6 +296,17 @@ def test_a_history_with_storage_loses_no_page(kind: str, tmp_path: Path) -> None
     history(server, 7, 300)
     assert server.controller.meter.counts[TierCount.STORED_PAGES] > 50
     server.cache.release_host_resources()
+
+
+def test_windows_and_states_that_are_written_back_are_refused(tmp_path: Path) -> None:
+    """An eviction copies attention KV alone."""
+    publish(tmp_path, hicache_write_policy="write_back", **SNAPSHOTS)
+    asked = context_of(params=parameters(4, 64, window=WINDOW_TOKENS), is_hybrid_swa=True)
+    with pytest.raises(EngineUnsupported, match="not windows or states written back"):
+        plugin.radix_cache(asked)
+    publish(tmp_path, **SNAPSHOTS)
+    context.get_server_args()._mamba_cache_chunk_size = CHUNK
+    assert plugin.radix_cache(asked).supports_swa()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -511,8 +511,6 @@ def of_stages(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("context", "word"),
     [
-        (lambda: context_of(params=parameters(4, 64, window=8), is_hybrid_swa=True), "not windows"),
-        (lambda: context_of(is_hybrid_ssm=True), "states"),
         (lambda: of_stages(pp_size=2), "not pipeline stages"),
         (lambda: of_stages(attn_cp_size=2), "not context-parallel ranks"),
         (lambda: of_stages(is_eagle=True), "not a draft's pools"),
