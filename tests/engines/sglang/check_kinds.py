@@ -583,7 +583,8 @@ def test_projections_of_mamba_2_are_cut_each_by_itself_and_a_group_that_every_ra
     src: int, dst: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modelled(monkeypatch, **FALCON)
-    assert pair(tmp_path, Shape(tp=src), Shape(tp=dst), "mamba2", 9) == ([""] * src, [""] * dst)
+    answers = pair(tmp_path, Shape(tp=src), Shape(tp=dst), "mamba2", 9, disable_radix_cache=True)
+    assert answers == ([""] * src, [""] * dst)
 
 
 def with_draft(root: Path) -> dict[str, Any]:
