@@ -1,7 +1,7 @@
 /* What a node counts in the sums of a tree, and the orders it stands in: by component and tier. */
 #include "core.h"
 
-static ComponentPages *held_of(Node *node, Py_ssize_t i)
+ComponentPages *held_of(Node *node, Py_ssize_t i)
 {
     PyObject *held = PyTuple_GetItem(node->held, i);
     if (held != NULL && Py_TYPE(held) == ComponentPagesType)
@@ -11,7 +11,7 @@ static ComponentPages *held_of(Node *node, Py_ssize_t i)
     return NULL;
 }
 
-static Py_ssize_t held_count(Node *node) { return node->held == NULL ? 0 : PyTuple_Size(node->held); }
+Py_ssize_t held_count(Node *node) { return node->held == NULL ? 0 : PyTuple_Size(node->held); }
 
 static int count_in(PyObject *value, int is_protected, long long pages)
 {

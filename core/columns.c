@@ -51,14 +51,9 @@ static void columns_dealloc(Columns *self)
     object_free((PyObject *)self);
 }
 
-static PyObject *columns_node(Columns *self, PyObject *args)
+/* A node that nobody knows yet, with places for the ids of each component. */
+Node *columns_make(Columns *self, long long id, PyObject *parent, PyObject *tokens, long long start, long long end)
 {
-    long long id, start, end;
-    PyObject *parent, *tokens;
-    if (!PyArg_ParseTuple(args, "LOO!LL", &id, &parent, &PyBytes_Type, &tokens, &start, &end))
-        return NULL;
-    if (parent != Py_None && as_node(parent) == NULL)
-        return NULL;
     Py_ssize_t count = components(self);
     Node *node = node_new(self->hosted || count ? HELD + 2 * count : 1, id, parent, tokens, start, end);
     PyObject *held = node == NULL || !count ? NULL : PyTuple_New(count);
@@ -71,7 +66,18 @@ static PyObject *columns_node(Columns *self, PyObject *args)
         put(&node->held, held);
     else if (PyErr_Occurred())
         Py_CLEAR(node);
-    return (PyObject *)node;
+    return node;
+}
+
+static PyObject *columns_node(Columns *self, PyObject *args)
+{
+    long long id, start, end;
+    PyObject *parent, *tokens;
+    if (!PyArg_ParseTuple(args, "LOO!LL", &id, &parent, &PyBytes_Type, &tokens, &start, &end))
+        return NULL;
+    if (parent != Py_None && as_node(parent) == NULL)
+        return NULL;
+    return (PyObject *)columns_make(self, id, parent, tokens, start, end);
 }
 
 static PyObject *columns_recency(Columns *Py_UNUSED(self), PyObject *slot)
@@ -100,16 +106,14 @@ int columns_whole(Columns *self)
     Node *node = as_node(self->trimmed);
     if (node == NULL)
         return -1;
-    long long pages = node->end - node->start;
-    PyObject **columns[] = {&node->tokens, &node->pages};
-    long long lengths[] = {pages * self->page_bytes, pages * ID_BYTES};
-    for (int i = 0; i < 2; i++) {
-        if (!is_some(*columns[i]) || PyBytes_Size(*columns[i]) <= lengths[i])
-            continue;
-        PyObject *front = PyBytes_FromStringAndSize(PyBytes_AsString(*columns[i]), lengths[i]);
+    Py_ssize_t pages = (Py_ssize_t)(node->end - node->start);
+    if (row_cut(&node->tokens, 0, pages * (Py_ssize_t)self->page_bytes) < 0)
+        return -1;
+    if (is_some(node->pages) && PyBytes_Size(node->pages) > pages * ID_BYTES) {
+        PyObject *front = PyBytes_FromStringAndSize(PyBytes_AsString(node->pages), pages * ID_BYTES);
         if (front == NULL)
             return -1;
-        put(columns[i], front);
+        put(&node->pages, front);
     }
     put(&self->trimmed, NULL);
     return 0;
@@ -139,6 +143,8 @@ static PyMethodDef columns_methods[] = {METHOD("node", columns_node, METH_VARARG
                                         METHOD("touch", columns_touch, METH_O),
                                         METHOD("lock", columns_lock, METH_O),
                                         METHOD("unlock", columns_unlock, METH_O),
+                                        METHOD("front", columns_front, METH_FASTCALL),
+                                        METHOD("split", columns_split, METH_FASTCALL),
                                         METHOD("grow", columns_grow, METH_FASTCALL),
                                         METHOD("evict", columns_evict, METH_O),
                                         METHOD("trim", columns_trim, METH_FASTCALL),

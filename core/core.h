@@ -11,6 +11,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <limits.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -24,10 +25,19 @@ typedef struct Link {
     struct Link *before, *after;
 } Link;
 
+/* Bytes [at, at + length) of a bytes object, or all of it where `length` is -1. A leaf takes its tokens as a part of the
+ * key that they came in, which saves the copy; where they are too small a part, they are copied. See `row_cut`.
+ */
+typedef struct {
+    PyObject *bytes;
+    Py_ssize_t at, length;
+} Row;
+
 typedef struct {
     PyObject_VAR_HEAD
     long long id, start, end, locks, host_locks, device_children, hits, used, created, backing, loading;
-    PyObject *parent, *tokens, *children, *pages, *host, *priority, *hashes, *held, *namespace;
+    Row tokens;
+    PyObject *parent, *children, *pages, *host, *priority, *hashes, *held, *namespace;
     Link links[1]; /* as many as the tree has orders: ob_size */
 } Node;
 
@@ -80,6 +90,8 @@ static inline void put(PyObject **column, PyObject *value)
 Node *as_node(PyObject *value);
 Node *node_new(Py_ssize_t orders, long long id, PyObject *parent, PyObject *tokens, long long start, long long end);
 PyObject *node_children(Node *node, void *unused);
+char *row_data(const Row *row, Py_ssize_t *length);
+int row_cut(Row *row, Py_ssize_t from, Py_ssize_t length);
 void object_free(PyObject *self);
 
 /* recency.c: of an order that is a Recency, or any other that has the methods. -1 with an error. */
@@ -92,13 +104,19 @@ Node *recency_first(Recency *order);
 /* columns.c */
 EvictableSet *as_set(PyObject *value);
 int columns_whole(Columns *self);
+Node *columns_make(Columns *self, long long id, PyObject *parent, PyObject *tokens, long long start, long long end);
 
-/* steps.c, accounts.c: methods of Columns. */
+/* steps.c, split.c, accounts.c: methods of Columns. */
+int enter(PyObject *nodes, Node *node);
+ComponentPages *held_of(Node *node, Py_ssize_t i);
+Py_ssize_t held_count(Node *node);
 PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_gather(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_touch(Columns *self, PyObject *path);
 PyObject *columns_lock(Columns *self, PyObject *node);
 PyObject *columns_unlock(Columns *self, PyObject *node);
+PyObject *columns_front(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_split(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_evict(Columns *self, PyObject *pages);
 PyObject *columns_trim(Columns *self, PyObject *const *args, Py_ssize_t count);

@@ -18,13 +18,49 @@ void object_free(PyObject *self)
     Py_DECREF(type);
 }
 
+/* Where it begins and how long it is; NULL with a TypeError where it is no bytes. */
+char *row_data(const Row *row, Py_ssize_t *length)
+{
+    char *data;
+    if (row_of(row->bytes, &data, length) < 0)
+        return NULL;
+    if (row->length < 0)
+        return data;
+    *length = row->length;
+    return data + row->at;
+}
+
+/* Leaves of a row `length` bytes from `from` on: without a copy where that is no less than 7/8 of the bytes that it then
+ * keeps in memory. */
+int row_cut(Row *row, Py_ssize_t from, Py_ssize_t length)
+{
+    Py_ssize_t own, size = PyBytes_Size(row->bytes);
+    char *data = row_data(row, &own);
+    if (data == NULL || from < 0 || length < 0 || from + length > own) {
+        if (data != NULL)
+            PyErr_Format(PyExc_ValueError, "a row of %zd bytes has none from %zd to %zd", own, from, from + length);
+        return -1;
+    }
+    if (length >= size - size / 8) {
+        row->at = (row->length < 0 ? 0 : row->at) + from, row->length = length;
+        return 0;
+    }
+    PyObject *part = PyBytes_FromStringAndSize(data + from, length);
+    if (part == NULL)
+        return -1;
+    put(&row->bytes, part);
+    row->length = -1;
+    return 0;
+}
+
 Node *node_new(Py_ssize_t orders, long long id, PyObject *parent, PyObject *tokens, long long start, long long end)
 {
     Node *node = (Node *)PyType_GenericAlloc(NodeType, orders);
     if (node == NULL)
         return NULL;
     node->id = id, node->start = start, node->end = end;
-    node->parent = Py_NewRef(parent), node->tokens = Py_NewRef(tokens);
+    node->parent = Py_NewRef(parent);
+    node->tokens = (Row){Py_NewRef(tokens), 0, -1};
     node->priority = PyLong_FromLong(0);
     node->held = PyTuple_New(0);
     return node;
@@ -32,7 +68,7 @@ Node *node_new(Py_ssize_t orders, long long id, PyObject *parent, PyObject *toke
 
 static void node_clear(Node *node)
 {
-    PyObject **columns[] = {&node->parent, &node->tokens, &node->children, &node->pages, &node->host,
+    PyObject **columns[] = {&node->parent, &node->tokens.bytes, &node->children, &node->pages, &node->host,
                             &node->priority, &node->hashes, &node->held, &node->namespace};
     for (size_t i = 0; i < sizeof columns / sizeof *columns; i++)
         put(columns[i], NULL);
@@ -67,6 +103,33 @@ static int node_set_children(Node *node, PyObject *children, void *Py_UNUSED(unu
     return 0;
 }
 
+/* Python sees bytes of its own: the part becomes a copy. */
+static PyObject *node_tokens(Node *node, void *Py_UNUSED(unused))
+{
+    Row *row = &node->tokens;
+    if (row->length >= 0) {
+        Py_ssize_t length;
+        char *data = row_data(row, &length);
+        PyObject *part = data == NULL ? NULL : PyBytes_FromStringAndSize(data, length);
+        if (part == NULL)
+            return NULL;
+        put(&row->bytes, part);
+        row->length = -1;
+    }
+    return Py_NewRef(row->bytes);
+}
+
+static int node_set_tokens(Node *node, PyObject *tokens, void *Py_UNUSED(unused))
+{
+    if (tokens == NULL || !PyBytes_Check(tokens)) {
+        PyErr_SetString(PyExc_TypeError, "tokens are bytes");
+        return -1;
+    }
+    put(&node->tokens.bytes, Py_NewRef(tokens));
+    node->tokens.length = -1;
+    return 0;
+}
+
 static PyObject *node_unlink(Node *node, PyObject *Py_UNUSED(none))
 {
     put(&node->children, NULL);
@@ -91,9 +154,10 @@ static PyObject *node_path(Node *node, PyObject *Py_UNUSED(none))
 static PyMemberDef node_members[] = {
     COUNT(id),     COUNT(start),  COUNT(end),     COUNT(locks),  COUNT(host_locks), COUNT(device_children),
     COUNT(hits),   COUNT(used),   COUNT(created), COUNT(backing), COUNT(loading),   COLUMN(parent),
-    COLUMN(tokens), COLUMN(pages), COLUMN(host),  COLUMN(priority), COLUMN(hashes), COLUMN(held),
-    COLUMN(namespace), {NULL, 0, 0, 0, NULL}};
+    COLUMN(pages), COLUMN(host),  COLUMN(priority), COLUMN(hashes), COLUMN(held), COLUMN(namespace),
+    {NULL, 0, 0, 0, NULL}};
 static PyGetSetDef node_getset[] = {{"children", (getter)node_children, (setter)node_set_children, NULL, NULL},
+                                    {"tokens", (getter)node_tokens, (setter)node_set_tokens, NULL, NULL},
                                     {NULL, NULL, NULL, NULL, NULL}};
 static PyMethodDef node_methods[] = {{"path", (PyCFunction)node_path, METH_NOARGS, NULL},
                                      {"unlink", (PyCFunction)node_unlink, METH_NOARGS, NULL},

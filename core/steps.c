@@ -58,9 +58,9 @@ PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count
             break;
         if ((PyObject *)child == self->trimmed && columns_whole(self) < 0)
             break;
-        char *tokens;
         Py_ssize_t own, room = stop - offset;
-        if (row_of(child->tokens, &tokens, &own) < 0)
+        char *tokens = row_data(&child->tokens, &own);
+        if (tokens == NULL)
             break;
         if (own > room || memcmp(data + offset, tokens, own) != 0) {
             Py_ssize_t pages = common_pages(data + offset, tokens, own < room ? own : room, page_bytes);
@@ -167,7 +167,7 @@ PyObject *columns_unlock(Columns *self, PyObject *value)
     return node == NULL ? NULL : Py_NewRef(Py_None);
 }
 
-static int enter(PyObject *nodes, Node *node)
+int enter(PyObject *nodes, Node *node)
 {
     PyObject *id = PyLong_FromLongLong(node->id);
     int failed = id == NULL ? -1 : PyDict_SetItem(nodes, id, (PyObject *)node);
@@ -199,12 +199,13 @@ PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count)
         PyErr_SetString(PyExc_ValueError, "the data does not fill these pages");
     if (PyErr_Occurred())
         return NULL;
-    char *first = data + parent->end * page_bytes;
-    PyObject *tokens = PyBytes_FromStringAndSize(first, pages * page_bytes);
-    PyObject *name = PyBytes_FromStringAndSize(first, page_bytes), *children = node_children(parent, NULL);
+    Py_ssize_t first = (Py_ssize_t)parent->end * page_bytes;
+    PyObject *name = PyBytes_FromStringAndSize(data + first, page_bytes), *children = node_children(parent, NULL);
     Node *node = NULL;
-    if (tokens != NULL && name != NULL && children != NULL)
-        node = node_new(1, self->next_id, (PyObject *)parent, tokens, parent->end, end);
+    if (name != NULL && children != NULL)
+        node = node_new(1, self->next_id, (PyObject *)parent, args[1], parent->end, end);
+    if (node != NULL && row_cut(&node->tokens, first, (Py_ssize_t)pages * page_bytes) < 0)
+        Py_CLEAR(node);
     if (node != NULL) {
         self->next_id++;
         node->pages = Py_NewRef(args[3]);
@@ -218,7 +219,6 @@ PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count)
             device->evictable += pages;
         }
     }
-    Py_XDECREF(tokens);
     Py_XDECREF(name);
     Py_XDECREF(children);
     return (PyObject *)node;
@@ -287,7 +287,7 @@ static int uproot(Columns *self, EvictableSet *device, Node *node, char *to)
     Py_ssize_t size, length, pages = (Py_ssize_t)(node->end - node->start);
     Node *parent = parent_of(node);
     if (parent == NULL || row_of(node->pages, &ids, &size) < 0 ||
-        row_of(node->tokens, &tokens, &length) < 0)
+        (tokens = row_data(&node->tokens, &length)) == NULL)
         return -1;
     memcpy(to, ids, pages * ID_BYTES);
     PyObject *name = PyBytes_FromStringAndSize(tokens, (Py_ssize_t)self->page_bytes);
@@ -301,7 +301,8 @@ static int uproot(Columns *self, EvictableSet *device, Node *node, char *to)
                  PyDict_DelItem(parent->children, name) < 0;
     put(&node->pages, NULL);
     put(&node->hashes, NULL);
-    put(&node->tokens, PyBytes_FromStringAndSize(NULL, 0));
+    put(&node->tokens.bytes, PyBytes_FromStringAndSize(NULL, 0));
+    node->tokens.length = -1;
     parent->device_children--;
     Py_DECREF(name);
     if (!failed && !is_some(parent->parent)) {

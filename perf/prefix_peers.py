@@ -106,6 +106,9 @@ class _Counting:
 
     free_full_segment = free_segment
 
+    def free_page_ids(self, page_ids: Any) -> None:
+        self.tokens += len(page_ids) * self.page_size
+
 
 #: SGLang's two cores of `UnifiedRadixCache`.
 _CORES = ("rust", "python")

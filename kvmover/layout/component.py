@@ -27,9 +27,9 @@ DTYPE_BYTES = {
 
 
 def _dtype(given: object) -> str:
-    """torch's name of a dtype, given by name or as torch's or NumPy's own. Raises LayoutError."""
-    name = str(getattr(given, "name", given)).removeprefix("torch.")
-    if name not in DTYPE_BYTES or not (isinstance(given, str) or type(given).__name__.lower().endswith("dtype")):
+    """torch's name of a dtype, given by name or as torch's or NumPy's own, `np.float32`, too. Raises LayoutError."""
+    name = given.__name__ if isinstance(given, type) else str(getattr(given, "name", given)).removeprefix("torch.")
+    if name not in DTYPE_BYTES or not (isinstance(given, str | type) or type(given).__name__.lower().endswith("dtype")):
         raise LayoutError(f"unknown dtype {given!r}; known are {', '.join(DTYPE_BYTES)}")
     return name
 

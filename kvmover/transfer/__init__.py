@@ -9,19 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvmover.transfer.config import Integrity, MoverConfig
+    from kvmover.transfer.config import Integrity, MoverConfig, Pace
     from kvmover.transfer.mover import Mover
     from kvmover.transfer.protocol.auth import Key, Keys
     from kvmover.transfer.protocol.handshake import Model, Place
     from kvmover.transfer.result import Cause, Ending, Gate, Result, Transfer
-    from kvmover.transfer.threads.aio import AsyncMover, AsyncTransfer
-    from kvmover.transfer.threads.pace import Pace
+    from kvmover.transfer.threads.async_mover import AsyncMover, AsyncTransfer
     from kvmover.transfer.threads.progress import Progress
-    from kvmover.transfer.threads.shared import SharedMover
+    from kvmover.transfer.threads.shared_mover import SharedMover
 
 _HOME = {
-    "AsyncMover": "threads.aio",
-    "AsyncTransfer": "threads.aio",
+    "AsyncMover": "threads.async_mover",
+    "AsyncTransfer": "threads.async_mover",
     "Cause": "result",
     "Ending": "result",
     "Gate": "result",
@@ -31,11 +30,11 @@ _HOME = {
     "Model": "protocol.handshake",
     "Mover": "mover",
     "MoverConfig": "config",
-    "Pace": "threads.pace",
+    "Pace": "config",
     "Place": "protocol.handshake",
     "Progress": "threads.progress",
     "Result": "result",
-    "SharedMover": "threads.shared",
+    "SharedMover": "threads.shared_mover",
     "Transfer": "result",
 }
 

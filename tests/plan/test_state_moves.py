@@ -12,7 +12,7 @@ from kvmover.kernels.region import Region
 from kvmover.layout import Fleet
 from kvmover.plan import Held, Leg, Replicas
 from kvmover.plan.lower import box, packed_place, pool_place, units_of
-from kvmover.transfer.memory.regions import region
+from kvmover.transfer.memory.descriptors import region
 from tests.plan.hybrid_rank import CHANNELS_OUT, TOKENS, WIDTH_OUT, ConvOrder, HybridRank, conv_components, whole_model
 from tests.plan.leg_cases import BOTH, plan_of
 

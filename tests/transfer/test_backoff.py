@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.errors import LayoutError
-from kvmover.transfer.peers import reconnect as backoff
-from kvmover.transfer.peers.reconnect import Backoff, Dial, Dialling, GiveUp, Idle, Lost, Tick, Waiting, step
+from kvmover.transfer.config import Backoff
+from kvmover.transfer.events import Tick
+from kvmover.transfer.peers.connections import Dial, Dialling, Event, GiveUp, Idle, Lost, State, Waiting, step
 
 STEADY = Backoff(jitter=0)
 EVENTS = st.one_of(st.just(Lost("cut off")), st.just(Tick()))
@@ -82,10 +83,10 @@ def test_a_wait_that_is_no_time_is_refused_by_its_name_and_value(wrong: dict[str
 
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 50))), st.integers(1, 4))
 def test_whatever_happens_no_more_dials_follow_a_loss_than_the_limit_and_none_comes_early(
-    history: list[tuple[backoff.Event, float]], attempts: int
+    history: list[tuple[Event, float]], attempts: int
 ) -> None:
     policy = Backoff(attempts=attempts)
-    state: backoff.State = Idle("peer")
+    state: State = Idle("peer")
     in_a_row, now = 0, 0.0
     for event, later in history:
         now += later

@@ -18,8 +18,8 @@ from kvmover.kernels import reference
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.legs import Replicas
 from kvmover.plan.lower import BoxSide
-from kvmover.transfer.memory.regions import region
-from kvmover.transfer.protocol.lane import PIECE_ALIGN_BYTES, Cut, End, Lane, plans_between
+from kvmover.regions import bound
+from kvmover.transfer.protocol.chunks import PIECE_ALIGN_BYTES, Cut, End, Lane, plans_between
 from tests.proofs import searched
 
 
@@ -125,11 +125,11 @@ def test_gathering_and_scattering_writes_what_going_direct_writes(case: Case):
         packed, direct = ([poisoned(spec) for spec in dst.pools] for _ in range(2))
         for number, chunk in enumerate(lane.chunks):
             staging = torch.full((chunk.span_bytes,), 0xAB, dtype=torch.uint8)
-            gather = [region(b, source[c].tensors, [staging]) for c, b in lane.gather_boxes(number, pages[0])]
+            gather = [bound(b, source[c].tensors, [staging]) for c, b in lane.gather_boxes(number, pages[0])]
             reference.move(gather)
-            scatter = [region(b, [staging], packed[c].tensors) for c, b in lane.scatter_boxes(number, pages[1])]
+            scatter = [bound(b, [staging], packed[c].tensors) for c, b in lane.scatter_boxes(number, pages[1])]
             reference.move(scatter)
-            straight = [region(b, source[c].tensors, direct[c].tensors) for c, b in lane.direct_boxes(number, *pages)]
+            straight = [bound(b, source[c].tensors, direct[c].tensors) for c, b in lane.direct_boxes(number, *pages)]
             reference.move(straight)
         for mine, theirs in zip(packed, direct, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine.tensors, theirs.tensors, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmover.transfer.destination.leases import CLOCK_DRIFT, WriteLeases
+from kvmover.transfer.destination.quarantine import CLOCK_DRIFT, WriteLeases
 from kvmover.transfer.protocol.wire import WriteLease
 
 LEASE_S, LINGER_S = 5.0, 40.0

@@ -13,10 +13,10 @@ from mover_network import FaultyNetwork
 
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
+from kvmover.transfer.config import Backoff
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer

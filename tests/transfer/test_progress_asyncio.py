@@ -14,10 +14,10 @@ from test_progress import ASLEEP, FAST_ASLEEP, WITHIN_S, Event
 
 from kvmover.errors import PeerUnknown, PlanError, TransportError
 from kvmover.plan.cost import Route
+from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Gauge
 from kvmover.transfer.result import Gate, Transfer
-from kvmover.transfer.threads.aio import AsyncMover, AsyncTransfer
-from kvmover.transfer.threads.pace import Pace
+from kvmover.transfer.threads.async_mover import AsyncMover, AsyncTransfer
 
 
 def movers(threads: Threads, pace: Pace | None = None) -> tuple[AsyncMover, AsyncMover]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.plan.cost import Route
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.result import Gate
 from tests.transfer.mover_fleets import CONFIG, Pair
 

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from kvmover.transfer.peers.reconnect import Backoff, Reconnector
+from kvmover.transfer.config import Backoff
+from kvmover.transfer.peers.connections import Reconnector
 
 POLICY = Backoff(first_s=0.5, most_s=4.0, jitter=0, attempts=3)
 ANSWER_S = 10.0

@@ -12,12 +12,10 @@ from mover_network import FaultyNetwork
 from kvmover.errors import LayoutError, TransportUnavailable
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Costs, Route
-from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
-from kvmover.transfer.memory.slabs import Renewal, renewal, slab_bytes
+from kvmover.transfer.config import Backoff, MoverConfig
+from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena, Renewal, renewal, slab_bytes
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.result import Cause, Transfer
 from kvmover.transport import Memory, Revocation

@@ -9,8 +9,8 @@ import pytest
 
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
+from kvmover.transfer import tombstones
 from kvmover.transfer import tombstones as closed
-from kvmover.transfer.peers import budget
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.source.early import EarlyWants
 from kvmover.transfer.tombstones import Tombstones
@@ -88,7 +88,7 @@ def test_news_of_what_is_remembered_push_out_nobody(monkeypatch: pytest.MonkeyPa
 def test_of_a_peer_that_says_too_much_nothing_more_is_remembered_and_of_others_everything(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(budget, "PEER_BYTES", 20_000)
+    monkeypatch.setattr(tombstones, "PEER_BYTES", 20_000)
     memory = Tombstones()
     for n in range(100):
         memory.close((f"request-{n}", "loud.1"), 1, "x" * 100, 10.0)
@@ -112,4 +112,4 @@ def test_what_is_remembered_of_the_past_keeps_nobody_from_asking_for_more():
     for n in range(1000):
         want = wire.Want(f"{n}", 1, 0, 64, Route.DIRECT, Replicas.STRIPE, 1 << 20, (bytes(4096),))
         assert early.wait(peer, want, 10.0)
-    assert memory.budget.kept_bytes("busy.1") <= budget.PEER_BYTES
+    assert memory.budget.kept_bytes("busy.1") <= tombstones.PEER_BYTES

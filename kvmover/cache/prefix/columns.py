@@ -1,7 +1,7 @@
 """The Columns of a tree are its nodes, sums and orders, and the steps over them that requests take most.
 
-This is the definition. The same class stands in C in `native/`, where it was built; every other part of the tree works
-on either, and `core` says which.
+This is the definition. The same class stands in C in `core/`, where it was built; every other part of the tree works
+on either, and `forest.chosen` says which.
 """
 
 from __future__ import annotations
@@ -139,6 +139,64 @@ class Columns:
             assert at.parent is not None
             at = at.parent
             at.locks -= 1
+
+    # Cuts
+
+    def front(self, node: Node, pages: int, node_id: int) -> Node:
+        """What a split of `node` after its first `pages` pages would put above it, without tokens and a place in the
+        tree. Nothing is changed.
+        """
+        front = self.node(node_id, node.parent, b"", node.start, node.start + pages)
+        front.hits, front.used, front.created, front.priority = node.hits, node.used, node.created, node.priority
+        front.locks, front.host_locks = int(node.locks > 0), int(node.host_locks > 0)
+        front.backing, front.loading = node.backing, node.loading
+        ids = pages * ID_BYTES
+        if node.pages is not None:
+            front.pages = node.pages[:ids]
+        if node.host is not None:
+            front.host = node.host[:ids]
+        if node.hashes is not None:
+            front.hashes = node.hashes[:pages]
+        for per_page, mine, held in zip(self.per_page, front.held, node.held, strict=True):
+            if per_page:
+                mine.pages = held.pages[:ids] if held.pages is not None else None
+                mine.host = held.host[:ids] if held.host is not None else None
+                mine.locks, mine.host_locks, mine.busy = held.locks, held.host_locks, held.busy
+        return front
+
+    def split(self, node: Node, pages: int, front_id: int) -> Node:
+        """Cut `node` after its first `pages` pages. The front becomes a new node, with a new id or the place's that it
+        was, and is returned; the id stays with the end.
+
+        Everything is copied, so that a part does not keep the memory of the whole. An unlocked front counts as used
+        last of all: use its path, or put it in front.
+        """
+        assert node.parent is not None
+        if node is self.trimmed:
+            self.whole()
+        cut, ids, page_bytes = pages * self.page_bytes, pages * ID_BYTES, self.page_bytes
+        if not front_id:
+            front_id = self.next_id
+            self.next_id += 1
+        front = self.front(node, pages, front_id)
+        front.tokens, front.used = node.tokens[:cut], self.clock
+        self.nodes[front.id] = front
+        node.parent.children[node.tokens[:page_bytes]] = front
+        node.parent, node.tokens, node.start = front, node.tokens[cut:], front.end
+        front.children = {node.tokens[:page_bytes]: node}
+        if node.pages is not None:
+            node.pages = node.pages[ids:]
+            front.device_children = 1
+        if node.host is not None:
+            node.host = node.host[ids:]
+        if node.hashes is not None:
+            node.hashes = node.hashes[pages:]
+        for per_page, held in zip(self.per_page, node.held, strict=True):
+            if per_page:
+                held.pages = held.pages[ids:] if held.pages is not None else None
+                held.host = held.host[ids:] if held.host is not None else None
+        self.settle(front)
+        return front
 
     # Plain trees: attention KV alone, on one tier, by LRU
 

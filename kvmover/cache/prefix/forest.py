@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
+from kvmover.cache.prefix import columns
+from kvmover.cache.prefix.c_core import NATIVE
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
-from kvmover.cache.prefix.core import TreeCore, chosen
-from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.node import LockedPath, Node, page_hashes
 from kvmover.cache.prefix.policy import LRU, Order
 from kvmover.cache.prefix.results import ROOT, Tier
+from kvmover.errors import StaleHandle
 
 
 class PrefixEnd(NamedTuple):
@@ -172,61 +173,12 @@ class Forest:
         return node
 
     def front(self, node: Node, pages: int, node_id: int) -> Node:
-        """What a split of `node` after its first `pages` pages would put above it, without tokens and a place in the
-        tree. Nothing is changed.
-        """
-        front = self.columns.node(node_id, node.parent, b"", node.start, node.start + pages)
-        front.hits, front.used, front.created, front.priority = node.hits, node.used, node.created, node.priority
-        front.locks, front.host_locks = int(node.locks > 0), int(node.host_locks > 0)
-        front.backing, front.loading = node.backing, node.loading
-        ids = pages * ID_BYTES
-        if node.pages is not None:
-            front.pages = node.pages[:ids]
-        if node.host is not None:
-            front.host = node.host[:ids]
-        if node.hashes is not None:
-            front.hashes = node.hashes[:pages]
-        for i, held in enumerate(node.held):
-            if self.config.components[i].per_page:
-                mine = front.held[i]
-                mine.pages = held.pages[:ids] if held.pages is not None else None
-                mine.host = held.host[:ids] if held.host is not None else None
-                mine.locks, mine.host_locks, mine.busy = held.locks, held.host_locks, held.busy
-        return front
+        """See Columns.front."""
+        return self.columns.front(node, pages, node_id)
 
     def split(self, node: Node, pages: int, front_id: int = 0) -> Node:
-        """Cut `node` after its first `pages` pages. The front becomes a new node, with a new id or the place's that it
-        was, and is returned; the id stays with the end.
-
-        Everything is copied, so that a part does not keep the memory of the whole. An unlocked front counts as used
-        last of all: use its path, or put it in front.
-        """
-        assert node.parent is not None
-        if node is self.columns.trimmed:
-            self.columns.whole()
-        cut, ids = pages * self.page_bytes, pages * ID_BYTES
-        if not front_id:
-            front_id = self.columns.next_id
-            self.columns.next_id += 1
-        front = self.front(node, pages, front_id)
-        front.tokens, front.used = node.tokens[:cut], self.columns.clock
-        self.nodes[front.id] = front
-        node.parent.children[self.key(node)] = front
-        node.parent, node.tokens, node.start = front, node.tokens[cut:], front.end
-        front.children = {self.key(node): node}
-        if node.pages is not None:
-            node.pages = node.pages[ids:]
-            front.device_children = 1
-        if node.host is not None:
-            node.host = node.host[ids:]
-        if node.hashes is not None:
-            node.hashes = node.hashes[pages:]
-        for i, held in enumerate(node.held):
-            if self.config.components[i].per_page:
-                held.pages = held.pages[ids:] if held.pages is not None else None
-                held.host = held.host[ids:] if held.host is not None else None
-        self.columns.settle(front)
-        return front
+        """See Columns.split."""
+        return self.columns.split(node, pages, front_id)
 
     def remove(self, node: Node) -> None:
         """Take a childless node out. What it holds must have been taken off it before."""
@@ -329,3 +281,19 @@ def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:
         at.pages = ids
     else:
         at.host = ids
+
+
+class TreeCore(Protocol):
+    """A module that has columns: `columns`, or the one in C, whose objects have the same attributes and methods."""
+
+    Columns: type[columns.Columns]
+
+
+PYTHON_CORE: TreeCore = columns
+#: None where it was not built, or must not be used.
+C_CORE: TreeCore | None = cast("TreeCore | None", NATIVE)
+
+
+def chosen() -> TreeCore:
+    """The core of trees that nobody brings one for."""
+    return C_CORE or PYTHON_CORE

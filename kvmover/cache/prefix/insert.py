@@ -13,11 +13,11 @@ import numpy.typing as npt
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import WriteThrough
-from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, unlike, words
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.results import ROOT, FreePages, Inserted, PageArray, Tier
+from kvmover.errors import PrefixError
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvmover.cache.prefix import LRU, POLICIES, DeviceOnly, EvictionPolicy, WriteThrough
+from kvmover.cache.prefix import LRU, POLICIES, DeviceOnly, EvictionPolicy, Tiers, WriteBack, WriteThrough
 from kvmover.errors import KvmoverError
 
 
@@ -25,6 +25,7 @@ class ReplayConfig:
     host_tokens: int = 0
     storage_tokens: int = 0
     policy: EvictionPolicy = LRU
+    writes: WriteBack | WriteThrough = WriteBack()
 
     def __post_init__(self) -> None:
         for name, tokens in (
@@ -40,9 +41,9 @@ class ReplayConfig:
             )
 
     @property
-    def tiers(self) -> DeviceOnly | WriteThrough:
-        """The host tier of the tree: written through where there are host tokens."""
-        return WriteThrough() if self.host_tokens else DeviceOnly()
+    def tiers(self) -> Tiers:
+        """Of the tree: its device alone where there are no host tokens."""
+        return self.writes if self.host_tokens else DeviceOnly()
 
     def pages(self, tokens: int) -> int:
         """Whole pages that `tokens` tokens of room make."""

@@ -9,18 +9,28 @@ no time.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.ledger import Credit, Ledger, Loss, Residency
-from kvmover.cache.prefix import FULL, ActionList, InvariantBroken, Match, PrefixTree, RadixKey, Tier
+from kvmover.cache.prefix import (
+    FULL,
+    ActionList,
+    CopyOut,
+    InvariantBroken,
+    Match,
+    PrefixTree,
+    RadixKey,
+    Tier,
+    WriteBack,
+    WriteThrough,
+)
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
-from kvmover.cache.replay.request import ReplayRequest
+from kvmover.cache.replay.trace_reader import ReplayRequest
 from kvmover.errors import KvmoverError
 
 
@@ -32,26 +42,46 @@ class Ideal:
         self._places = dict[tuple[int, int], int]()
         self._known = list[int]()
 
-    def serve(self, request: ReplayRequest) -> int:
-        """Tokens at the beginning of this prompt that an earlier one began with; then this prompt is known too."""
-        places, known, full = self._places, self._known, request.block_tokens
-        before, reused, whole = -1, 0, True
+    def serve(self, request: ReplayRequest) -> tuple[int, list[int]]:
+        """Tokens at the beginning of this prompt that an earlier one began with; then this prompt is known too.
+
+        With it the place of each block: equal for two prompts where all tokens up to there are.
+        """
+        known, full, found = self._known, request.block_tokens, list[int]()
+        before, reused, whole, place_of = -1, 0, True, self._places.setdefault
         for block, wanted in zip(request.hash_ids, request.lengths(), strict=True):
-            place = places.setdefault((before, block), len(known))
-            if place == len(known):
+            before = place_of((before, block), len(known))
+            found.append(before)
+            if before == len(known):
                 known.append(0)
-            have = known[place]
+            have = known[before]
             if whole:
                 reused += min(have, wanted)
                 whole = have >= wanted
             if have < wanted:
-                known[place] = wanted
-            before = place
+                known[before] = wanted
             if wanted < full:
-                before = places.setdefault((place, -wanted), len(known))
+                before = place_of((before, -wanted), len(known))
                 if before == len(known):
                     known.append(0)
-        return reused
+        return reused, found
+
+
+def page_numbers(request: ReplayRequest, places: Sequence[int], page_tokens: int) -> npt.NDArray[np.int64]:
+    """A number for each whole page of a prompt, equal where all tokens up to the page's end are.
+
+    It is of the place of the block that the page ends in, and of the how many'th page that is there.
+    """
+    ends = np.arange(page_tokens, request.input_length + 1, page_tokens)
+    if request.block_lengths:
+        begins = np.cumsum([0, *request.block_lengths[:-1]])
+        blocks = np.searchsorted(begins, ends, "left") - 1
+        within = ends - begins[blocks]
+    else:
+        blocks, within = np.divmod(ends - 1, request.block_tokens)
+        within += 1
+    most = -(-request.block_tokens // page_tokens)
+    return np.array(places)[blocks] * most + (within - 1) // page_tokens
 
 
 def in_pages(tokens: int, page_tokens: int) -> int:
@@ -60,6 +90,7 @@ def in_pages(tokens: int, page_tokens: int) -> int:
 
 
 PageArray = npt.NDArray[np.int32]
+PageNumbers = npt.NDArray[np.int64]
 
 
 class PagesExhausted(KvmoverError):
@@ -106,44 +137,85 @@ class SimulatedPages:
 
 
 class SimulatedStorage:
-    """Up to `limit` pages. Nothing takes time, and no page is ever bad."""
+    """Up to `limit` pages, by number. Nothing takes time, and no page is ever bad.
+
+    Uses are written down one after the other, and of each page where its last use stands: a page is here while that is
+    in the log, and what stands first there is what was used least recently.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._pages = OrderedDict[bytes, None]()
+        self._log = np.empty(1 << 16, np.int64)
+        self._head = self._tail = 0
+        self._used = np.full(1 << 16, -1)
+        self._pages = 0
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return self._pages
 
-    def leading(self, hashes: Sequence[bytes]) -> int:
-        """How many of `hashes` are here, up to the first that is not. They count as read."""
-        count = 0
-        for page in hashes:
-            if page not in self._pages:
-                break
-            count += 1
-        self._touch(hashes[:count])
+    def leading(self, pages: PageNumbers) -> int:
+        """How many of `pages` are here, up to the first that is not. They count as read."""
+        here = self._places(pages) >= 0
+        count = len(here) if here.all() else int(here.argmin())
+        self._touch(pages[:count])
         return count
 
-    def put(self, hashes: Sequence[bytes]) -> None:
-        """Keep pages by hash; the least recently used go when there is no room."""
-        self._touch(hashes)
-        while len(self._pages) > self.limit:
-            self._pages.popitem(last=False)
+    def put(self, pages: PageNumbers) -> None:
+        """Keep `pages`; the least recently used go when there is no room."""
+        self._pages += int((self._places(pages) < 0).sum())
+        self._touch(pages)
+        while self._pages > self.limit:
+            self._drop(self._pages - self.limit)
 
-    def _touch(self, hashes: Sequence[bytes]) -> None:
+    def _places(self, pages: PageNumbers) -> PageNumbers:
+        """Where the last use of each stands in the log; -1 for one that is not here."""
+        most = int(pages.max(initial=0))
+        if most >= len(self._used):
+            self._used = np.concatenate([self._used, np.full(most + 1, -1)])
+        return self._used[pages]
+
+    def _touch(self, pages: PageNumbers) -> None:
         """Deepest first, so that a prefix always outlives what follows it."""
-        pages = self._pages
-        move = pages.move_to_end
-        for page in reversed(hashes):
-            if page in pages:
-                move(page)
-            else:
-                pages[page] = None
+        if self._tail + len(pages) > len(self._log):
+            self._shorten(len(pages))
+        end = self._tail + len(pages)
+        self._log[self._tail : end] = pages[::-1]
+        self._used[pages[::-1]] = np.arange(self._tail, end)
+        self._tail = end
 
+    def _drop(self, most: int) -> None:
+        """Up to `most` pages, the least recently used of those whose uses stand first."""
+        places = np.arange(self._head, min(self._head + 2 * most, self._tail))
+        pages = self._log[places]
+        last = np.flatnonzero(self._used[pages] == places)[:most]
+        self._used[pages[last]] = -1
+        self._pages -= len(last)
+        self._head = int(places[last[-1]] if len(last) == most else places[-1]) + 1
+
+    def _shorten(self, room: int) -> None:
+        """Leave last uses alone in the log, and as many places again."""
+        places = np.arange(self._head, self._tail)
+        pages = self._log[places]
+        pages = pages[self._used[pages] == places]
+        self._log = np.empty(max(len(self._log), 2 * (len(pages) + room)), np.int64)
+        self._log[: len(pages)] = pages
+        self._used[pages] = np.arange(len(pages))
+        self._head, self._tail = 0, len(pages)
+
+
+_NO_PAGES = np.empty(0, np.int64)
 
 #: One page in so many is followed from storing to removal.
 RESIDENCY_SAMPLE = 61
+
+
+class ReplayPrompt(NamedTuple):
+    """A request's prompt: at most `limit_tokens` of it can be hits. `pages` names them for storage."""
+
+    key: RadixKey
+    limit_tokens: int
+    pages: PageNumbers
+    now_s: float
 
 
 class Server:
@@ -161,6 +233,8 @@ class Server:
         self.residency = Residency()
         #: Device pages that the tree gave up for room, over all requests.
         self.evicted_pages = 0
+        #: What storage names the pages on the device, which are written to it when they are given up.
+        self._numbers = np.zeros(self.device.limit or 0, np.int64)
         self._ideal = Ideal()
         self._served = 0
 
@@ -168,20 +242,20 @@ class Server:
         """Match, fetch and load what slower tiers have, make room, compute, insert."""
         number, self._served = self._served, self._served + 1
         page_tokens, now_s = self.config.page_tokens, request.arrived_s
-        tokens = request.tokens()
         needed = -(-request.input_length // page_tokens)
         if self.device.limit is not None and needed > self.device.limit:
             raise ReplayConfigError(
                 f"a device of {self.config.device_tokens} tokens cannot hold the prompt of {request.input_length}"
                 f" of request {number}"
             )
-        key = self.tree.key(tokens)
-        match = self.tree.match(key, limit_tokens=request.input_length - 1)
-        reusable = self._ideal.serve(request)
+        key, limit = self.tree.key(request.tokens()), request.input_length - 1
+        match = self.tree.match(key, limit_tokens=limit)
+        reusable, places = self._ideal.serve(request)
         self.ledger.matched(number, request.input_length, reusable, now_s)
-        credit, lost = Credit(match.tokens), dict[Loss, int]()
+        pages = page_numbers(request, places, page_tokens) if self.storage is not None else _NO_PAGES
+        prompt, credit, lost = ReplayPrompt(key, limit, pages, now_s), Credit(match.tokens), dict[Loss, int]()
         if self.config.host_tokens:
-            match, credit, lost = self._bring(key, match, request.input_length - 1, now_s)
+            match, credit, lost = self._bring(prompt, match)
         self.residency.used(_sample(match.page_ids), now_s)
         self.ledger.admitted(number, credit, self._losses(request, reusable, match.tokens, lost))
 
@@ -189,6 +263,7 @@ class Server:
         first_page = match.tokens // page_tokens
         ids = self._room(needed - first_page, now_s)
         whole = request.input_length // page_tokens - first_page
+        self._name(ids[:whole], pages[first_page:])
         inserted = self.tree.insert(key, ids[:whole], first_page=first_page)
         self.tree.unlock(handle)
         self._free(inserted, now_s)
@@ -197,7 +272,7 @@ class Server:
         self.ledger.computed(number, request.input_length - match.tokens)
         self.ledger.finished(number, now_s)
         for node in inserted.backups:
-            self._back_up(node, now_s)
+            self._back_up(node, prompt)
 
     def _losses(self, request: ReplayRequest, reusable: int, credited: int, lost: dict[Loss, int]) -> dict[Loss, int]:
         """Every reusable token that is not credited has a reason. What no other explains was evicted for room."""
@@ -214,13 +289,31 @@ class Server:
         }
         return {reason: tokens for reason, tokens in reasons.items() if tokens}
 
+    # Room
+
     def _room(self, pages: int, now_s: float) -> PageArray:
         """`pages` free pages of the device, of which the tree gives up what is short."""
-        if short := self.device.short(pages):
-            given_up = self.tree.evict(short)
+        while short := self.device.short(pages):
+            given_up = self._evicted(short, now_s)
             self.evicted_pages += len(given_up.page_ids())
             self._free(given_up, now_s)
         return self.device.take(pages)
+
+    def _evicted(self, pages: int, now_s: float) -> ActionList:
+        """What the tree does to give up `pages` pages of the device, or as many of them as the host can take at once.
+
+        Where they go there, they go on to storage.
+        """
+        if not isinstance(self.config.tiers, WriteBack) or self.host.limit is None:
+            return self.tree.evict(pages)
+        pages = min(pages, self.host.limit)
+        room = self.host.take(self._host_room(pages, now_s))
+        given_up = self.tree.evict(pages, room=room)
+        copies = [action.legs[0] for action in given_up.actions if isinstance(action, CopyOut)]
+        self.host.give(room[sum(len(leg.dst_page_ids) for leg in copies) :])
+        if self.storage is not None and copies:
+            self.storage.put(self._numbers[np.concatenate([leg.src_page_ids for leg in reversed(copies)])])
+        return given_up
 
     def _host_room(self, pages: int, now_s: float) -> int:
         """As many of `pages` as the host has free after the tree gave up what it may."""
@@ -229,70 +322,79 @@ class Server:
         return pages - self.host.short(pages)
 
     def _free(self, outcome: ActionList, now_s: float) -> None:
+        if not outcome.actions:
+            return
         if len(freed := outcome.page_ids()):
             self.residency.removed(_sample(freed), now_s)
             self.device.give(freed)
         if self.config.host_tokens:
             self.host.give(outcome.page_ids(tier=Tier.HOST))
 
-    def _bring(
-        self, key: RadixKey, match: Match, limit_tokens: int, now_s: float
-    ) -> tuple[Match, Credit, dict[Loss, int]]:
+    def _name(self, ids: PageArray, pages: PageNumbers) -> None:
+        """Remember what storage will call pages that came to the device."""
+        if self.storage is not None and self.device.limit is not None:
+            self._numbers[ids] = pages[: len(ids)]
+
+    # Tiers
+
+    def _bring(self, prompt: ReplayPrompt, match: Match) -> tuple[Match, Credit, dict[Loss, int]]:
         """Bring to the device what slower tiers have. Returned is the match with it, and which tier gave how much."""
         before, lost = match, dict[Loss, int]()
         if self.storage is not None:
-            match, lost = self._fetch(self.storage, key, match, limit_tokens, now_s)
-        match = self._load(key, match, limit_tokens, now_s)
+            match, lost = self._fetch(self.storage, prompt, match)
+        match = self._load(prompt, match)
         host_tokens = before.best_tokens - before.tokens
         return match, Credit(before.tokens, host_tokens, match.tokens - before.best_tokens), lost
 
     def _fetch(
-        self, storage: SimulatedStorage, key: RadixKey, match: Match, limit_tokens: int, now_s: float
+        self, storage: SimulatedStorage, prompt: ReplayPrompt, match: Match
     ) -> tuple[Match, dict[Loss, int]]:
         """Read into host pages what storage has beyond the best match."""
-        page_tokens = self.config.page_tokens
-        words = memoryview(key.data).cast("I")
+        page_tokens, tree = self.config.page_tokens, self.tree
         first = match.best_tokens // page_tokens
-        found = storage.leading(key.page_hashes(page_tokens)[: limit_tokens // page_tokens])
-        if found <= first:
+        beyond = storage.leading(prompt.pages[first : prompt.limit_tokens // page_tokens])
+        if not beyond:
             return match, {}
-        if not self._back_up(match.best_node, now_s):
-            return match, {Loss.HOST_CAPACITY: (found - first) * page_tokens}
-        handle = self.tree.lock_host(match.best_node)
-        able = self._host_room(found - first, now_s)
+        if isinstance(self.config.tiers, WriteThrough) and not self._back_up(match.best_node, prompt):
+            return match, {Loss.HOST_CAPACITY: beyond * page_tokens}
+        on_host = isinstance(self.config.tiers, WriteThrough) or match.best_tokens > match.tokens
+        handle = tree.lock_host(match.best_node) if on_host else tree.lock(match.device_node)
+        able = self._host_room(beyond, prompt.now_s)
         if able:
-            part = self.tree.key(words[: (first + able) * page_tokens])
-            op = self.tree.begin_fetch(part, first, self.host.take(able))
-            self._free(self.tree.end(op), now_s)
-        self.tree.unlock(handle)
-        lost = (found - first - able) * page_tokens
-        return self.tree.match(key, limit_tokens=limit_tokens), {Loss.HOST_CAPACITY: lost}
+            words = memoryview(prompt.key.data).cast("I")
+            part = tree.key(words[: (first + able) * page_tokens])
+            op = tree.begin_fetch(part, first, self.host.take(able))
+            self._free(tree.end(op), prompt.now_s)
+        tree.unlock(handle)
+        lost = (beyond - able) * page_tokens
+        found = tree.match(prompt.key, limit_tokens=prompt.limit_tokens)
+        return found, {Loss.HOST_CAPACITY: lost} if lost else {}
 
-    def _load(self, key: RadixKey, match: Match, limit_tokens: int, now_s: float) -> Match:
+    def _load(self, prompt: ReplayPrompt, match: Match) -> Match:
         """Copy to the device what the host has of the best match."""
         if match.best_tokens == match.tokens:
             return match
         handles = self.tree.lock(match.device_node), self.tree.lock_host(match.best_node)
-        ids = self._room(self.tree.load_needs(match.best_node)[FULL], now_s)
-        self._free(self.tree.end(self.tree.begin_load(match.best_node, {FULL: ids}).op), now_s)
+        ids = self._room(self.tree.load_needs(match.best_node)[FULL], prompt.now_s)
+        load = self.tree.begin_load(match.best_node, {FULL: ids})
+        self._free(self.tree.end(load.op), prompt.now_s)
         for handle in handles:
             self.tree.unlock(handle)
-        self.residency.stored(_sample(ids), now_s)
-        return self.tree.match(key, limit_tokens=limit_tokens)
+        self._name(ids, prompt.pages[load.first_page :])
+        self.residency.stored(_sample(ids), prompt.now_s)
+        return self.tree.match(prompt.key, limit_tokens=prompt.limit_tokens)
 
-    def _back_up(self, node: int, now_s: float) -> bool:
+    def _back_up(self, node: int, prompt: ReplayPrompt) -> bool:
         """Copy to the host, and to storage, what the path has on the device alone. False when the host has no room."""
         needs = self.tree.backup_needs(node).get(FULL, 0)
         if not needs:
             return True
-        if self._host_room(needs, now_s) < needs:
+        if self._host_room(needs, prompt.now_s) < needs:
             return False
-        transfer = self.tree.begin_backup(node, {FULL: self.host.take(needs)})
-        self._free(self.tree.end(transfer.op), now_s)
+        copy = self.tree.begin_backup(node, {FULL: self.host.take(needs)})
+        self._free(self.tree.end(copy.op), prompt.now_s)
         if self.storage is not None:
-            store = self.tree.begin_store(node, transfer.first_page)
-            self.storage.put(store.hashes)
-            self.tree.end(store.op)
+            self.storage.put(prompt.pages[copy.legs[0].positions])
         return True
 
 

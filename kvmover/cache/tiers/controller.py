@@ -31,8 +31,8 @@ from kvmover.cache.prefix import (
 from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
 from kvmover.cache.tiers.allocator import DevicePages, PageAllocator
 from kvmover.cache.tiers.backup import Backups, StorageEvents
+from kvmover.cache.tiers.gated_loads import GatedLoads
 from kvmover.cache.tiers.layerwise_copier import LayerwiseCopier
-from kvmover.cache.tiers.loading import GatedLoads
 from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import Inclusion, TierPolicy
 from kvmover.cache.tiers.restore_driver import Restore, Restores

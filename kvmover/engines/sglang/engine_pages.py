@@ -33,8 +33,7 @@ class EnginePages:
         """See `tiers.DevicePages`."""
         row = _row(ids)
         if len(row):
-            self._allocator.free_segment(self._indices.of(row), start_pos=0)
-            self._indices.forget(row)
+            self._allocator.free_page_ids(self._indices.forget(row))
 
     def places(self, ids: Sequence[int]) -> Sequence[int]:
         """See `tiers.DevicePages`. On a GPU the current stream is waited for: a copy's pages are named on the host."""

@@ -23,6 +23,7 @@ _environ: Any = import_module("sglang.srt.environ")
 _pools: Any = import_module("sglang.srt.mem_cache.memory_pool")
 
 BasePrefixCache: Any = _base.BasePrefixCache
+DecLockRefParams: Any = _base.DecLockRefParams
 DecLockRefResult: Any = _base.DecLockRefResult
 EvictResult: Any = _base.EvictResult
 IncLockRefResult: Any = _base.IncLockRefResult
@@ -145,3 +146,24 @@ def policy_of(name: str, options: dict[str, Any]) -> EvictionPolicy:
         asked = f"{name} with {options}" if options else name
         raise EngineUnsupported(f"kvmover's radix cache evicts by {', '.join(known)} without options, not by {asked}")
     return known[name.lower()]
+
+
+def refuse(context: Any) -> None:
+    """Raise EngineUnsupported where a `TreeCacheBuildContext` is of what only SGLang's own tree keeps."""
+    asked = asked_beside()
+    if asked:
+        raise EngineUnsupported(f"{asked} goes with SGLang's own radix cache: leave out --radix-cache-backend kvmover")
+    odd = odd_states(context) if context.is_hybrid_ssm else ""
+    if odd:
+        raise EngineUnsupported(f"kvmover's radix cache keeps states in slots of SGLang's pool, and not {odd}")
+    odd = odd_windows(context) if context.is_hybrid_swa else ""
+    if odd:
+        raise EngineUnsupported(f"kvmover's radix cache keeps windows in pages, and not {odd}")
+    params = context.params
+    allocator = params.token_to_kv_pool_allocator
+    known = {HYBRID_ALLOCATOR} if context.is_hybrid_swa else ALLOCATORS
+    if type(allocator).__name__ not in known or allocator.page_size != params.page_size:
+        raise EngineUnsupported(
+            f"kvmover's radix cache works with {', '.join(sorted(known))} of its own page size,"
+            f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
+        )

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvmover.errors import KvmoverError, PeerUnknown
+from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import Gate, Transfer
-from kvmover.transfer.threads.pace import Pace
 
 if TYPE_CHECKING:
     import numpy as np

@@ -28,6 +28,7 @@ from kvmover.cache.prefix import (
     KeyUnits,
     KVEvent,
     PageArray,
+    PrefixError,
     PrefixNamespace,
     PrefixTree,
     RadixKey,
@@ -42,8 +43,7 @@ from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.event_publisher import CacheEvents
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
-from kvmover.engines.sglang.radix_states import SnapshotSlots, StateSlots
-from kvmover.engines.sglang.radix_windows import WindowPages
+from kvmover.engines.sglang.radix_components import SnapshotSlots, StateSlots, WindowPages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,8 +61,6 @@ _COMPONENTS = {SWA: WINDOW, MAMBA: STATE}
 #: Nothing below the device.
 DEVICE_ONLY = DeviceOnly()
 
-#: Token ids are 32-bit words in the tree.
-_WORD_BITS = 32
 #: SGLang's priorities are int64.
 _HIGHEST = 2**63 - 1
 
@@ -241,7 +239,9 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def lock(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
         """As `inc_lock_ref`, for one holder."""
-        return engine_radix.TreeLock(node, self.inc_lock_ref(node, skip_lock_components).to_dec_params())
+        skipped = tuple(skip_lock_components)
+        handle = self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped])
+        return engine_radix.TreeLock(node, engine_radix.DecLockRefParams(node, skipped, {FULL: handle}))
 
     def inc_lock_ref(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
         """Lock a node and all above it, with the window and the state at its end. The receipt carries the tree's own
@@ -444,9 +444,12 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         pages, allocator = given.page_ids(), self.token_to_kv_pool_allocator
         if self._windows is not None:
             self._windows.give_back(given.page_ids(WINDOW))
-        if len(pages):
-            free = allocator.free_segment if self._windows is None else allocator.free_full_segment
-            free(self._indices.of(pages), start_pos=0)
+        if not len(pages):
+            return
+        if self._windows is None:
+            allocator.free_page_ids(self._indices.forget(pages))
+        else:
+            allocator.free_full_segment(self._indices.of(pages), start_pos=0)
             self._indices.forget(pages)
 
     def _raise_prompt(self, req: Any, end: int) -> None:
@@ -479,7 +482,13 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         self, tokens: Any, extra_key: str | None, cache_salt: str | None, limit: int | None = None
     ) -> RadixKey:
         """Of the first `limit` tokens; empty where 32 bits cannot hold one of them: such a request is not cached."""
-        return self._tree.key(_words(tokens, limit), self._namespace(extra_key, cache_salt))
+        namespace = self._namespace(extra_key, cache_salt)
+        if limit is not None and limit < len(tokens):
+            tokens = tokens[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
+        try:
+            return self._tree.key(tokens, namespace)
+        except PrefixError:
+            return self._tree.key((), namespace)
 
     def _namespace(self, extra_key: str | None, cache_salt: str | None) -> PrefixNamespace:
         return _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
@@ -489,11 +498,3 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 def _namespace(extra_key: str | None, cache_salt: str | None, lora_name: str) -> PrefixNamespace:
     """SGLang tells no extra key from an empty one, and an empty salt is none. The LoRA's name is told in events."""
     return PrefixNamespace(adapter=lora_name, salt=cache_salt or "", extra=() if extra_key is None else (extra_key,))
-
-
-def _words(tokens: Any, limit: int | None) -> Any:
-    """The first `limit` token ids as 32-bit words; none at all where one of them has more bits."""
-    row = np.asarray(tokens)[:limit]
-    if not len(row) or int(np.bitwise_or.reduce(row)) >> _WORD_BITS:
-        return np.empty(0, np.uint32)
-    return row.astype(np.uint32)

@@ -22,8 +22,7 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine_radix, engine_tiers
 from kvmover.engines.sglang.engine_pages import EnginePages
 from kvmover.engines.sglang.layer_gates import LayerGates
-from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
-from kvmover.engines.sglang.radix_backend import accounts_of, refuse
+from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts, accounts_of
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 from kvmover.engines.sglang.tier_options import TierFlags
 from kvmover.engines.sglang.tier_pools import EngineTiers, open_tiers
@@ -272,11 +271,8 @@ def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
     return left
 
 
-def build(context: Any) -> Any:
-    """SGLang's factory of this backend with tiers. Raises EngineUnsupported for what needs SGLang's own."""
-    if context.disable_radix_cache:
-        return engine_radix.default_radix_cache(context)
-    refuse(context)
+def open_radix_cache(context: Any) -> TieredRadixCache:
+    """One rank's cache and its tiers. Raises EngineUnsupported for what needs SGLang's own."""
     flags, odd = engine_tiers.flags(), engine_tiers.odd_pools(context)
     if odd or flags.host_memory != "cache" or engine_radix.disaggregated():
         asked = odd or ("prefill and decode" if flags.host_memory == "cache" else f"host memory as {flags.host_memory}")

@@ -24,7 +24,7 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
     Tables,
 )
-from kvmover.engines.vllm.params import Remote, Serve, answer, asked
+from kvmover.engines.vllm.handshake import Remote, Serve, answer, asked
 
 log = logging.getLogger(__name__)
 

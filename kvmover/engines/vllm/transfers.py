@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec
-from kvmover.engines.vllm.params import Remote
+from kvmover.engines.vllm.handshake import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
 from kvmover.transfer import Mover, Progress, Result, Transfer
 from kvmover.transfer.result import Gate

@@ -6,13 +6,16 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvmover.engines.vllm.block_store import Event, OffloadWorker
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, ReceiveSpec, SendSpec, Tables
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
 from kvmover.transfer.result import ALL, Cause, Gate
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -237,3 +240,27 @@ class ConnectorWorker:
 def _positions(stop: int | None) -> int:
     """Below which all is computed; None stands for all of a request."""
     return ALL if stop is None else stop
+
+
+class _Now:
+    """The event of a device that computes at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is behind it."""
+
+
+def marks(device: torch.device) -> Mark:
+    """How an event is recorded behind what `device` computes."""
+    if device.type != "cuda":
+        return _Now
+    import torch
+
+    def mark() -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return mark

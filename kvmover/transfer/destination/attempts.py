@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
 from kvmover.sharing import Maker
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
-from kvmover.transfer.destination.leases import WriteLeases
+from kvmover.transfer.destination.quarantine import WriteLeases
 from kvmover.transfer.destination.state import (
     Event,
     Heard,
@@ -33,7 +33,7 @@ from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.meter import Spent, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
+from kvmover.transfer.protocol.chunks import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.wire import encoded
 from kvmover.transfer.result import Cause, Result, Transfer
 from kvmover.transfer.source.writes import Pages

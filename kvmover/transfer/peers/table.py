@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from kvmover.errors import PeerRefused, PeerReplaced, PeerUnknown
 from kvmover.layout.fleet import Fleet
+from kvmover.transfer.protocol.chunks import End
 from kvmover.transfer.protocol.handshake import Rank
-from kvmover.transfer.protocol.lane import End
 
 
 @dataclass(frozen=True, slots=True, eq=False)

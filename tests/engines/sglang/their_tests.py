@@ -88,7 +88,7 @@ class NoPool:
 
     device = "cpu"
 
-    def free_segment(self, indices: Any, start_pos: int = 0) -> None:
+    def free_page_ids(self, page_ids: Any) -> None:
         """Nothing was allocated."""
 
 

@@ -20,7 +20,7 @@ from kvmover.engines.vllm.connector_metadata import (
     SaveSpec,
     SendSpec,
 )
-from kvmover.engines.vllm.params import Remote, answer
+from kvmover.engines.vllm.handshake import Remote, answer
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, RequestOutcome, Role
 
 TOKENS = 16

@@ -23,7 +23,7 @@ from kvmover.engines.vllm.connector_metadata import (
     SendSpec,
     Tables,
 )
-from kvmover.engines.vllm.params import Remote
+from kvmover.engines.vllm.handshake import Remote
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, unbegun
 from kvmover.errors import TransportError

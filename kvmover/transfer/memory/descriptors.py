@@ -1,4 +1,4 @@
-"""The mover's memory: its pools and arenas, boxes bound to them for the kernels, and descriptors for the wire."""
+"""Boxes with the mover's memory at both ends: regions of its pools for the kernels, descriptors for the wire."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.kernels.region import Region, Side
+from kvmover.kernels.region import Region
 from kvmover.layout.pool import Pool
-from kvmover.plan.lower import Box, BoxSide, strided
-from kvmover.transfer.protocol.lane import Marks
+from kvmover.plan.lower import Box, strided
+from kvmover.regions import bound
+from kvmover.transfer.protocol.chunks import Marks
 from kvmover.transport.base import Descriptors, Memory, memory_of
 
 if TYPE_CHECKING:
@@ -23,22 +24,13 @@ if TYPE_CHECKING:
 Bases = npt.NDArray[np.int64]
 
 
-def region(b: Box, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> Region:
-    """A box with the memory at both ends."""
-    return Region(_side(b.src, src), _side(b.dst, dst), b.heads, b.tokens, b.row_bytes)
-
-
 def between(
     boxes: Sequence[tuple[int, Box]],
     src: Sequence[Sequence[torch.Tensor]],
     dst: Sequence[Sequence[torch.Tensor]],
 ) -> list[Region]:
     """Boxes from pool to pool [component] with the memory of both."""
-    return [region(b, src[component], dst[component]) for component, b in boxes]
-
-
-def _side(place: BoxSide, memory: Sequence[torch.Tensor]) -> Side:
-    return Side(tuple(memory), place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
+    return [bound(b, src[component], dst[component]) for component, b in boxes]
 
 
 def logical(marks: Marks, of: Region) -> Logical:

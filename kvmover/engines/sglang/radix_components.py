@@ -1,8 +1,11 @@
-"""StateSlots keeps the states of recurrent layers for SGLang's radix cache, a slot of SGLang's pool for each.
+"""What SGLang's radix cache keeps beside attention KV: pages of sliding windows, and states of recurrent layers.
 
-A request writes to a slot of its own as it goes, so what stands in the tree is never written to. Where SGLang keeps
-snapshots, in two further slots by turns, the tree takes the slot of the last one: it may lie behind what the request
-has computed. Where it does not, the tree takes the working slot of a request that ends, and a copy before that.
+A token of SGLang's hybrid allocator has one index, into the pool of full attention. A mapping on the device leads from
+it to the token's KV in the pool of the windows, which may be given up alone: then the mapping says 0.
+
+A request writes its state to a slot of its own as it goes, so what stands in the tree is never written to. Where SGLang
+keeps snapshots, in two further slots by turns, the tree takes the slot of the last one: it may lie behind what the
+request has computed. Where it does not, the tree takes the working slot of a request that ends, and a copy before that.
 """
 
 from __future__ import annotations
@@ -20,6 +23,39 @@ if TYPE_CHECKING:
 
 #: Makes room for one state, if it can.
 MakeRoom = Callable[[], object]
+
+
+class WindowPages:
+    """Ids for pages of the windows' pool. Each stands for the full index whose mapping leads to it."""
+
+    def __init__(self, allocator: Any, indices: DeviceIndices) -> None:
+        self._allocator, self._indices = allocator, indices
+
+    def __len__(self) -> int:
+        """Pages that are kept."""
+        return len(self._indices)
+
+    def keep(self, full_indices: torch.Tensor) -> PageArray:
+        """New ids for the windows of these tokens, whole pages."""
+        return self._indices.keep(full_indices)
+
+    def move(self, ids: PageArray, full_indices: torch.Tensor) -> None:
+        """The same window pages are found by other full indices from now on: those of equal tokens."""
+        before = self._indices.of(ids)
+        pages = self._allocator.translate_loc_from_full_to_swa(before)
+        self._allocator.clear_full_to_swa_mapping(before)
+        self._allocator.set_full_to_swa_mapping(full_indices, pages)
+        self._indices.replace(ids, full_indices)
+
+    def give_back(self, ids: PageArray) -> None:
+        """Free these pages. What full indices led to them leads nowhere."""
+        if len(ids):
+            self._allocator.free_swa_segment(self._indices.of(ids), start_pos=0)
+            self._indices.forget(ids)
+
+    def forget(self, ids: PageArray) -> None:
+        """As DeviceIndices.forget: the allocator is cleared by whoever asks."""
+        self._indices.forget(ids)
 
 
 class StateSlots:
@@ -75,8 +111,7 @@ class StateSlots:
     def give_back(self, ids: PageArray) -> None:
         """Free these slots."""
         if len(ids):
-            self._rows.mamba_allocator.free(self._indices.of(ids))
-            self._indices.forget(ids)
+            self._rows.mamba_allocator.free(self._indices.forget(ids))
 
     def forget(self, ids: PageArray) -> None:
         """As DeviceIndices.forget: the pool is cleared by whoever asks."""

@@ -1,4 +1,4 @@
-"""Lane: all that goes from one rank to one rank for a request, cut into chunks that both sides derive alike."""
+"""Chunks: all that goes from one rank to one rank for a request, a Lane, cut so that both sides derive them alike."""
 
 from __future__ import annotations
 

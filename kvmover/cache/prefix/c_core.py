@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from kvmover.cache.prefix.errors import PrefixError
+from kvmover.errors import PrefixError
 
 #: The environment variable that says which core a process uses: `c` or `python`. Without it: C where there is one.
 SETTING = "KVMOVER_CORE"
