@@ -194,23 +194,19 @@ class Core:
 def assembled(
     transport: Transport, place: Place, pools: Sequence[Pool], config: MoverConfig, clock: Callable[[], float]
 ) -> Core:
-    """Takes two arenas and the sandbox on the pools' device; whoever has the Core keeps them alive.
-
-    Raises LayoutError for an arena that is smaller than the least that a chunk may have to be.
-    """
+    """Takes two arenas and the sandbox on the pools' device; who has the Core keeps them alive. Raises LayoutError."""
     import torch
 
-    least = least_chunk_bytes(pools, config.arena_bytes)
+    chunk_bytes = max(config.costs.chunk_bytes, least_chunk_bytes(pools, config.arena_bytes))
     device = pools[0].tensors[0].device
     revocation = config.revocation or transport.revocation
     outgoing = _staging(config.arena_bytes, 0, device)  # only read by peers, which does no harm however late it is
-    slab = slab_bytes(config.arena_bytes, max(config.costs.chunk_bytes, least), revocation)
+    slab = slab_bytes(config.arena_bytes, chunk_bytes, revocation)
     incoming = _staging(config.arena_bytes, slab, device)
-    slabs = map(incoming.slab, range(incoming.arena.slabs))
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
     sandbox = memory_of(probed) if config.sandbox_bytes else None
     memories = tuple(allocations(pool) for pool in pools)
-    ours = [outgoing.memory, *slabs, *([sandbox] if sandbox else [])]
+    ours = [outgoing.memory, *map(incoming.slab, range(incoming.arena.slabs)), *([sandbox] if sandbox else [])]
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs = tuple(pool.spec for pool in pools)

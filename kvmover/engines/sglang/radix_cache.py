@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -484,7 +484,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """Of the first `limit` tokens; empty where 32 bits cannot hold one of them: such a request is not cached."""
         namespace = self._namespace(extra_key, cache_salt)
         if limit is not None and limit < len(tokens):
-            tokens = tokens[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
+            tokens = cast("list[int]", tokens)[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
         try:
             return self._tree.key(tokens, namespace)
         except PrefixError:
