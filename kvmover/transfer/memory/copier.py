@@ -35,23 +35,20 @@ class Work:
 class Copier:
     """On a GPU: the row mover on a stream of its own, under an SM budget, an event a copy. On a CPU: at once.
 
-    `sms`: multiprocessors that a copy may take (None: no budget).
+    `sms`: multiprocessors that a copy may take (None: no budget). `inline`: whether `run` copies before it returns.
     """
 
     device: torch.device
     sms: int | None
+    inline: bool = field(init=False)
     _stream: CopyStream = field(init=False)
     _running: list[tuple[torch.cuda.Event, torch.Tensor | None, Done]] = field(
         default_factory=list["tuple[torch.cuda.Event, torch.Tensor | None, Done]"]
     )
 
     def __post_init__(self) -> None:
+        self.inline = self.device.type == "cpu"
         self._stream = CopyStream(self.device)
-
-    @property
-    def inline(self) -> bool:
-        """Whether `run` copies before it returns."""
-        return self.device.type == "cpu"
 
     def run(self, work: Work, done: Done) -> None:
         """Do it and have `poll` call `done` when the bytes are in place. When it raises, nothing of it is under way."""
