@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
-from kvmover.sharing import HostProcess
+from kvmover.shared_memory import HostProcess
 from kvmover.transfer.arguments import least_chunk_bytes
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.events import Patience

@@ -16,7 +16,7 @@ from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
-from kvmover.sharing import HostProcess, SharedRange
+from kvmover.shared_memory import HostProcess, SharedRange
 from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
 from kvmover.transport.base import Memory
 
