@@ -223,7 +223,7 @@ class Mover:
         self._check_thread()
         for each in self._core.peers.ranks(engine) if rank is None else {rank} & self._core.peers.ranks(engine):
             self._lose(self._core.peers.at(engine, each).name, f"this side disconnected rank {each} of {engine}")
-        self._reconnector.forget(engine, rank)
+        self._connections.forget(engine, rank)
 
     def ranks(self, engine: str) -> frozenset[int]:
         """The ranks of an engine that are connected now. Empty for one that nobody connected, or that was lost."""
@@ -340,7 +340,7 @@ class Mover:
         name = self._core.peers.seated(seat)
         if name is not None:
             self._lose(name, reason)
-        self._reconnector.forget(engine, rank)
+        self._connections.forget(engine, rank)
 
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
@@ -399,7 +399,7 @@ class Mover:
         for name in list(self._core.liveness.awaited):
             self._lose(name, reason)
         self._core.flush()
-        self._transport.close()
+        self._connections.close()
         self._source.drop()
         self._destination.quarantine.clear()
 
