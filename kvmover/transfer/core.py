@@ -24,6 +24,7 @@ from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mappings, shares
 from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
+from kvmover.transfer.peers.listeners import own_listeners
 from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
@@ -224,6 +225,7 @@ def assembled(
         shared,
         mappings.machine,
         process=HostProcess.own() if mappings.machine else None,
+        listeners=own_listeners() if mappings.machine else (),
     )
     return Core(
         transport,
