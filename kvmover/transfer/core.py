@@ -28,7 +28,7 @@ from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
 from kvmover.transfer.protocol.chunks import End
-from kvmover.transfer.protocol.handshake import Place, Rank
+from kvmover.transfer.protocol.handshake import Place, Rank, interned, interned_pool
 from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
 from kvmover.transfer.result import Ending, Result
 from kvmover.transfer.timers import Timers
@@ -104,7 +104,7 @@ class Core:
     components: tuple[Component, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.components = tuple(pool.component for pool in self.end.pools)
+        self.components = tuple(pool.component for pool in self.end.pools)  # interned, as the pools are
 
     @property
     def revocation(self) -> Revocation:
@@ -228,7 +228,7 @@ def assembled(
     return Core(
         transport,
         config,
-        End(place.fleet, place.rank, specs),
+        End(interned(place.fleet), place.rank, tuple(map(interned_pool, specs))),
         card,
         tuple(pools),
         Copier(device, config.sms),
