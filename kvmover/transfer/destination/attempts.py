@@ -93,6 +93,7 @@ class ReceiveAttempt:
 
     @property
     def id(self) -> Id:
+        """The request by name, and the number of this try at it."""
         return self.state.request, self.state.generation
 
     def name(self, core: Core, pages: Pages) -> frozenset[WriterChunk]:

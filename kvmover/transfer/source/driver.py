@@ -335,6 +335,7 @@ class SourceDriver:
                 self._step(request, attempt, PeerGone(peer, reason))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
+        """End a transfer for `reason`, which every destination is told."""
         request = self._open(transfer)
         if request is not None:
             self._fail(request, request.told(reason), Cause.ABORTED)
@@ -385,6 +386,7 @@ class SourceDriver:
         self._gated.clear()
 
     def gauges(self) -> dict[Gauge, int]:
+        """What is under way at this moment, for exporters."""
         open_ = sum(not request.transfer.ended for request in self._requests.values())
         return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self._early), **self.writes.gauges()}
 
