@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmover.cache.ledger import Loss, Residency, Totals
+from kvmover.cache.prefix import WriteThrough
 from kvmover.cache.replay.config import ReplayConfig
 from kvmover.exposition import DurationHistogram
 
@@ -88,10 +89,11 @@ def print_report(report: Report, out: Console) -> None:
         if tokens := totals.lost.get(reason, 0):
             row(f"  lost: {reason}", tokens, _REASONS[reason])
     out.print(table)
-    if config.host_tokens and (config.device_tokens is None or config.device_tokens > config.host_tokens):
+    smaller = config.device_tokens is None or config.device_tokens > config.host_tokens
+    if config.host_tokens and smaller and isinstance(config.writes, WriteThrough):
         out.print(
             f"the host's {config.host_tokens:,} tokens are fewer than the device's: it holds second copies of what is"
-            " on the device, and storage is reached through it. Give it several times the device's"
+            " on the device, and storage is reached through it. Give it several times the device's, or write back"
         )
     out.print(f"hit rate {totals.hit_rate:.4f} of an ideal {report.ideal_hit_rate:.4f}")
     if lived := report.residency.lifetimes.count:
