@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
 from kvmover.cache.prefix.core import TreeCore, chosen
 from kvmover.cache.prefix.errors import StaleHandle

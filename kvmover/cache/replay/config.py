@@ -13,6 +13,15 @@ class ReplayConfigError(KvmoverError, ValueError):
     """A cache that cannot be: the message names the option and the value."""
 
 
+#: When pages come to the host, by SGLang's names. Back loses no hits, however small the host is. Through copies what the
+#: device goes on holding, and in a host smaller than the device there is no room left for anything else.
+WRITE_POLICIES: dict[str, WriteBack | WriteThrough] = {
+    "write_back": WriteBack(),
+    "write_through": WriteThrough(),
+    "write_through_selective": WriteThrough(2),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
     """Page size, policy, and what each tier holds. A device of None is without end; a tier of 0 tokens is not there.
@@ -26,7 +35,7 @@ class ReplayConfig:
     host_tokens: int = 0
     storage_tokens: int = 0
     policy: EvictionPolicy = LRU
-    writes: WriteBack | WriteThrough = WriteBack()
+    writes: WriteBack | WriteThrough = WRITE_POLICIES["write_back"]
 
     def __post_init__(self) -> None:
         for name, tokens in (
@@ -60,15 +69,6 @@ class ReplayConfig:
             "policy": self.policy.name,
             "write_policy": next(name for name, writes in WRITE_POLICIES.items() if writes == self.writes),
         }
-
-
-#: When pages come to the host, by the names that SGLang has for it. Back is what loses no hits however small the host is:
-#: through copies what the device goes on holding, and a host smaller than the device then has no room for anything else.
-WRITE_POLICIES: dict[str, WriteBack | WriteThrough] = {
-    "write_back": WriteBack(),
-    "write_through": WriteThrough(),
-    "write_through_selective": WriteThrough(2),
-}
 
 
 def write_policy_named(name: str) -> WriteBack | WriteThrough:

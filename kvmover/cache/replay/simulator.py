@@ -9,7 +9,7 @@ no time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,7 +32,6 @@ from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
 from kvmover.cache.replay.request import ReplayRequest
 from kvmover.errors import KvmoverError
-
 
 PageArray = npt.NDArray[np.int32]
 PageNumbers = npt.NDArray[np.int64]
