@@ -21,20 +21,18 @@ import typer
 from kvmover import __version__
 from kvmover.cli_options import (
     HELP,
-    KINDS,
     DemoArguments,
     Json,
     OneNamespace,
-    PlanOptions,
     ReplayArguments,
     Root,
     count,
     size,
     takes,
 )
+from kvmover.cli_plan import PlanOptions, show_plan
 from kvmover.errors import (
     KvmoverError,
-    LayoutError,
     PeerRefused,
     ProtocolError,
     StoreError,
@@ -44,17 +42,11 @@ from kvmover.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvmover.layout import Component
-    from kvmover.plan.calibration import Calibration
-    from kvmover.plan.fleet_text import FleetText
     from kvmover.store import StoreRow
 
 #: Errors that say what happened to a transfer. All others say what is wrong with the input.
 _HAPPENED = (TransportError, PeerRefused, ProtocolError, TransferFailed)
 _FAILED, _REFUSED = 1, 2
-
-#: Ranks of a fleet, and pages of a request, that a plan is made for. 10 million pages take about a second and 1 GB.
-_MOST_RANKS, _MOST_PAGES = 1 << 17, 10_000_000
 
 app = typer.Typer(
     name="kvmover",
@@ -126,124 +118,7 @@ def version() -> None:
 @takes(PlanOptions)
 def plan(options: PlanOptions) -> None:
     """Show who sends what to whom, by which route, and why."""
-    from kvmover.plan import HOST, RDMA, Plan, Replicas
-    from kvmover.plan.cost import BY_HOST, BY_WIRE
-    from kvmover.plan.explain import explain, link_as_data, plan_as_data
-
-    cache, note = _cache(options)
-    source, target = _fleet("--src", options.src), _fleet("--dst", options.dst)
-    _check_size(options.tokens, source, target)
-    wanted = cache.wanted(range(options.tokens))
-    if not wanted:
-        raise LayoutError(f"--tokens {options.tokens}: {cache.name} has a row every {cache.row_tokens} tokens")
-    answer = Plan(cache, source.fleet, target.fleet, wanted.start, wanted.stop, Replicas(options.replicas))
-    measured = _link(options.calibration, options.link)
-    assumed, among = (HOST, BY_HOST) if options.one_host else (RDMA, BY_WIRE)
-    costs = measured.costs(assumed) if measured else assumed
-    legs = list(explain(answer, source.order, target.order, costs, among))
-    if options.svg:
-        from kvmover.observe.plan_picture import draw
-
-        _write(options.svg, draw(answer, source, target, legs))
-    if options.as_json:
-        print(json.dumps(plan_as_data(answer, legs) | (link_as_data(measured, assumed) if measured else {})))
-        return
-    from kvmover.observe.plan_table import MOST_LEGS, print_plan
-
-    print_plan(answer, source, target, legs, len(legs) if options.every_leg else MOST_LEGS)
-    if note:
-        print(note)
-    if measured:
-        print(f"calibrated: {measured.why(assumed)}")
-
-
-def _cache(given: PlanOptions) -> tuple[Component, str]:
-    """The component from the options, and from the model's own configuration where they say nothing; and a note."""
-    kind, layers, dtype, note = given.component, given.layers, given.dtype, ""
-    if kind is not None and "=" in kind:
-        return _component_by_fields(given, kind), note
-    sizes = {name: getattr(given, name) for name in ("kv_heads", "head_dim", "latent_dim")}
-    if given.model is not None:
-        from kvmover.plan.model_config import read_sizes
-
-        found = read_sizes(given.model)
-        if kind not in (None, found.kind):
-            raise LayoutError(f"--component {kind}, and {given.model} is of {found.kind}")
-        kind, layers, dtype, note = found.kind, layers or found.layers, dtype or found.dtype, found.note
-        sizes = {name: value or found.sizes.get(name) for name, value in sizes.items()}
-    if layers is None:
-        raise LayoutError("--layers or --model is needed: nothing says how many layers there are")
-    return _component(kind or "attention", layers, dtype or "bfloat16", **sizes), note
-
-
-def _component_by_fields(given: PlanOptions, text: str) -> Component:
-    from kvmover.plan.fleet_text import component_of
-
-    for name in ("model", "layers", "dtype", "kv_heads", "head_dim", "latent_dim"):
-        if (value := getattr(given, name)) is not None:
-            raise LayoutError(f"--{name.replace('_', '-')} {value} beside --component {text}, which says all sizes")
-    try:
-        return component_of(text)
-    except LayoutError as error:
-        raise LayoutError(f"--component {error}") from None
-
-
-def _component(kind: str, layers: int, dtype: str, **sizes: int | None) -> Component:
-    """The model's component from the sizes that its kind has, no fewer and no others."""
-    from kvmover.layout import Component
-
-    if kind not in KINDS:
-        raise LayoutError(
-            f"--component {kind!r} is not one of {', '.join(KINDS)}, nor fields of one, as name=c4,layers=30"
-        )
-    wanted = KINDS[kind]
-    for name, value in sizes.items():
-        option = "--" + name.replace("_", "-")
-        if name in wanted and value is None:
-            raise LayoutError(f"component {kind} needs {option}")
-        if name not in wanted and value is not None:
-            raise LayoutError(f"{option} {value} has no meaning for component {kind}")
-    given = {name: sizes[name] or 0 for name in wanted}
-    return getattr(Component, kind)(layers, dtype=dtype, **given)
-
-
-def _fleet(option: str, text: str) -> FleetText:
-    from kvmover.plan.fleet_text import FleetText, in_our_words
-
-    try:
-        return FleetText.parse(in_our_words(text))
-    except LayoutError as error:
-        raise LayoutError(f"{option} {text}: {error}") from None
-
-
-def _check_size(tokens: int, *fleets: FleetText) -> None:
-    """Refuse what would take hours, or all memory, to be planned."""
-    for each in fleets:
-        if each.fleet.size > _MOST_RANKS:
-            raise LayoutError(f"a fleet of {each.fleet.size:,} ranks; at most {_MOST_RANKS:,} can be planned for")
-        pages = -(-tokens // each.fleet.page_tokens)
-        if pages > _MOST_PAGES:
-            raise LayoutError(
-                f"--tokens {tokens} are {pages:,} pages of {each.fleet.page_tokens}; at most {_MOST_PAGES:,} can be"
-                " planned"
-            )
-
-
-def _link(calibration: Path | None, name: str | None) -> Calibration | None:
-    from kvmover.plan.calibration import link_to, load
-
-    if calibration is not None:
-        return link_to(load(calibration), name)
-    if name is not None:
-        raise LayoutError(f"--link {name} has no meaning without --calibration")
-    return None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KvmoverError(f"cannot write {path}: {error.strerror}") from error
+    show_plan(options)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_type_hints
+from typing import Annotated, TypeVar, get_type_hints
 
 import typer
 
@@ -18,13 +18,9 @@ _MOST = 1 << 53
 
 #: What `--scenario`, `--policy`, `--write-policy` and `--format` take: the modules that have them load numpy and torch.
 SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "storage")
-#: Kinds of cache, and the sizes that each has.
-KINDS = {"attention": ("kv_heads", "head_dim"), "mla": ("latent_dim",)}
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 TRACE_FORMATS = ("mooncake", "mooncake-delta", "agentic-mooncake", "weka")
-
-_FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND"
 
 Options = TypeVar("Options")
 Answer = TypeVar("Answer")
@@ -40,10 +36,6 @@ def _policies() -> tuple[str, ...]:
 
 def _write_policies() -> tuple[str, ...]:
     return WRITE_POLICIES
-
-
-def _kinds() -> tuple[str, ...]:
-    return tuple(KINDS)
 
 
 def _formats() -> tuple[str, ...]:
@@ -98,60 +90,6 @@ Root = Annotated[
 OneNamespace = Annotated[
     str | None, typer.Option("--namespace", help="Only those whose name begins so.", metavar="PREFIX")
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """Of `kvmover plan`: two fleets, a request, the cache by its sizes or its model, and what routes cost."""
-
-    src: Annotated[
-        str,
-        typer.Option(help="The fleet that holds the KV; or as engines are told: 'vllm -tp 8'.", metavar=_FLEET),
-    ]
-    dst: Annotated[str, typer.Option(help="The fleet that wants it.", metavar=_FLEET)]
-    tokens: Annotated[int, typer.Option(parser=count, metavar="N", help="Tokens of the request.")]
-    model: Annotated[
-        Path | None,
-        typer.Option(help="A Hugging Face config.json, or its folder: sizes that are not given.", metavar="FILE"),
-    ] = None
-    layers: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Layers of the model.")] = None
-    component: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of cache, attention if not given; or any: name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4.",
-            metavar="attention|mla|NAME=VALUE,...",
-            autocompletion=_kinds,
-        ),
-    ] = None
-    kv_heads: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="KV heads of the model (attention).")
-    ] = None
-    head_dim: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Elements of a head (attention).")] = (
-        None
-    )
-    latent_dim: Annotated[
-        int | None, typer.Option(parser=count, metavar="N", help="Elements of a token's latent (mla).")
-    ] = None
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Element type, by torch's name: float8_e4m3fn; bfloat16 if not given.", metavar="DTYPE"),
-    ] = None
-    replicas: Annotated[
-        Literal["stripe", "elect"],
-        typer.Option(help="Sources that hold the same bytes share the pages out, or one sends them all."),
-    ] = "stripe"
-    calibration: Annotated[
-        Path | None, typer.Option(help="Choose routes by the costs measured on a link.", metavar="FILE")
-    ] = None
-    link: Annotated[
-        str | None, typer.Option(help="Which link of the calibration, if it has several.", metavar="HOST[/TRANSPORT]")
-    ] = None
-    one_host: Annotated[
-        bool, typer.Option("--one-host", help="Processes of one host with pools in shared memory, its costs assumed.")
-    ] = False
-    svg: Annotated[Path | None, typer.Option(help="Also draw it.", metavar="FILE")] = None
-    every_leg: Annotated[bool, typer.Option("--every-leg", help="Do not fold equal legs of large fleets.")] = False
-    as_json: Json = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,12 +74,20 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 #: Modules whose contents another one has now, in packages that stayed or below a new path.
 MERGED: Mapping[str, str] = {
-    "kvmover.cache.ledger.residency": "kvmover.cache.ledger.metrics",
-    "kvmover.cache.replay.agentic": "kvmover.cache.replay.agentic_mooncake",
+    "kvmover.cache.ledger.metrics": "kvmover.cache.ledger.export",
+    "kvmover.cache.ledger.residency": "kvmover.cache.ledger.export",
+    "kvmover.cache.prefix.core": "kvmover.cache.prefix.forest",
+    "kvmover.cache.prefix.errors": "kvmover.errors",
+    "kvmover.cache.prefix.joins": "kvmover.cache.prefix.match",
+    "kvmover.cache.prefix.native": "kvmover.cache.prefix.c_core",
+    "kvmover.cache.prefix.publisher": "kvmover.cache.prefix.events",
+    "kvmover.cache.replay.agentic": "kvmover.cache.replay.mooncake",
     "kvmover.cache.replay.reader": "kvmover.cache.replay.trace_reader",
+    "kvmover.cache.replay.request": "kvmover.cache.replay.trace_reader",
     "kvmover.cache.tiers.copies": "kvmover.cache.tiers.layerwise_copier",
     "kvmover.cache.tiers.errors": "kvmover.errors",
     "kvmover.cache.tiers.hostmem": "kvmover.cache.tiers.host_memory",
+    "kvmover.cache.tiers.loading": "kvmover.cache.tiers.gated_loads",
     "kvmover.cache.tiers.rate": "kvmover.cache.tiers.policy",
     "kvmover.cache.tiers.restore": "kvmover.cache.tiers.restore_driver",
     "kvmover.cache.tiers.restoring": "kvmover.cache.tiers.restore_machine",

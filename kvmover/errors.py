@@ -77,6 +77,18 @@ class ConsensusBroken(KvmoverError):
     """Ranks that must act alike did not: another one has other operations under way, or other page ids in them."""
 
 
+class PrefixError(KvmoverError, ValueError):
+    """Arguments that the tree cannot take. No page changed hands: those given are still the caller's."""
+
+
+class StaleHandle(PrefixError):
+    """A node, handle or operation that is gone, or never was. Ids are never used again, so it aliases no other."""
+
+
+class InvariantBroken(KvmoverError, AssertionError):
+    """A `check` found state that cannot be: the message has the invariant's sentence and the place."""
+
+
 class MissingLibrary(KvmoverError, ImportError):
     """A library that is not installed: the message says what needs it, and how to install it."""
 

@@ -106,7 +106,7 @@ def _trace(requests: list[ReplayRequest], makers: dict[str, Maker]) -> Iterator[
                 for name, maker in chosen.items():
                     if name == "vllm" and number not in (0, rounds):
                         continue  # ten times as long as the others
-                    passes[name].append(_apart(_serve, maker, requests, page_tokens, capacity, number == rounds))
+                    passes[name].append(apart(_serve, maker, requests, page_tokens, capacity, number == rounds))
             whole = {name: Spread.of([each.cpu_s for each in got[:-1]]) for name, got in passes.items()}
             for name, got in passes.items():
                 yield _row(name, page_tokens, label, whole, got, len(requests))
@@ -178,7 +178,7 @@ def _serve(maker: Maker, requests: list[ReplayRequest], page_tokens: int, capaci
     )
 
 
-def _apart(call: Callable[..., Any], *arguments: object) -> Any:
+def apart(call: Callable[..., Any], *arguments: object) -> Any:
     """The answer of a call in a child of its own: what one pass leaves in memory is no other's to pay for."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -208,7 +208,7 @@ def _depths(makers: dict[str, Maker]) -> Iterator[dict[str, object]]:
     tokens, page_tokens = np.arange(102_400, dtype=np.int32), 16
     for turns in (50, 200, 800):
         found = {
-            name: _apart(_deep, maker, tokens, page_tokens, turns)
+            name: apart(_deep, maker, tokens, page_tokens, turns)
             for name, maker in makers.items()
             if name not in ONLY_AT_PAGE_64
         }
@@ -228,7 +228,7 @@ def _evictions(makers: dict[str, Maker]) -> Iterator[dict[str, object]]:
     """One leaf of 64 tokens at a time goes, and another comes, in a full cache of so many."""
     for leaves in (1_000, 10_000, 50_000):
         found = {
-            name: _apart(_evict_one, maker, leaves) for name, maker in makers.items() if name not in ONLY_AT_PAGE_64
+            name: apart(_evict_one, maker, leaves) for name, maker in makers.items() if name not in ONLY_AT_PAGE_64
         }
         yield from _compared("evict one leaf of 64 tokens", f"{leaves} leaves", found, ("evict",))
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvmover.cache.ledger import Credit, FaultPolicy, Ledger
-from kvmover.cache.prefix import PrefixTree, core, keys
+from kvmover.cache.prefix import PrefixTree, forest, keys
 
 #: Called after every operation with its name, and with "start" before the first: the benchmark's clock.
 Lap = Callable[[str], object]
@@ -95,7 +95,7 @@ class KvmoverPython(Kvmover):
     """The same without the core in C. Every pass is a process of its own, which is changed for good."""
 
     def __init__(self, page_tokens: int, capacity_tokens: int) -> None:
-        core.C_CORE = keys.NATIVE = None
+        forest.C_CORE = keys.NATIVE = None
         super().__init__(page_tokens, capacity_tokens)
 
 

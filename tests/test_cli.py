@@ -141,7 +141,7 @@ def test_every_cell_of_the_destination_is_written_once_by_a_rank_that_holds_it(
 
 def test_the_json_of_a_plan_has_these_keys(command: Command) -> None:
     data = command.plan(GQA | {"src": TP4_TP2["src"], "dst": "tp=2,pp=2,page=64,order=HND"}, "--json").data
-    assert set(data) == {"src", "dst", "legs", "total_bytes"}
+    assert set(data) == {"component", "src", "dst", "legs", "total_bytes"}
     assert data["dst"]["ranks"][3] == {
         "rank": 3, "tp": 1, "pp": 1, "cp": 0,
         "layers": [40, 40, 1], "heads": [4, 4, 1], "positions": [[0, 1, 8192, 8192]],

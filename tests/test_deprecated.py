@@ -69,8 +69,12 @@ def test_a_name_of_old_is_found_in_a_module_below_an_old_path() -> None:
 
 #: A name of each module that another one has taken in.
 TAKEN_IN = {
+    "kvmover.cache.ledger.metrics": "LedgerCollector",
+    "kvmover.cache.prefix.errors": "PrefixError",
+    "kvmover.cache.prefix.joins": "join",
     "kvmover.cache.replay.agentic": "AgenticMooncakeReader",
     "kvmover.cache.replay.reader": "TraceReader",
+    "kvmover.cache.replay.request": "ReplayRequest",
     "kvmover.cache.tiers.errors": "TierError",
     "kvmover.cache.tiers.hostmem": "host_pool",
     "kvmover.cache.tiers.restore": "Restore",
@@ -83,7 +87,10 @@ TAKEN_IN = {
     "kvmover.kernels.ring": "Ring",
     "kvmover.ledger.residency": "Residency",
     "kvmover.store.upkeep": "StoreRow",
+    "kvmover.prefix.core": "TreeCore",
+    "kvmover.prefix.publisher": "EventPublisher",
     "kvmover.tiers.copies": "LayerwiseCopier",
+    "kvmover.tiers.loading": "GatedLoads",
     "kvmover.tiers.rate": "Bucket",
     "kvmover.tiers.restoring": "Restoring",
     "kvmover.tiers.rules": "Rule",

@@ -13,9 +13,8 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from kvmover.errors import KvmoverError
 from kvmover.fields import settle
 from kvmover.store import Policy
-from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.protocol.auth import Key, Keys
-from kvmover.transfer.threads.pace import Pace
 
 
 class ConfigError(KvmoverError, ValueError):

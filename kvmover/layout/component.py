@@ -27,9 +27,9 @@ DTYPE_BYTES = {
 
 
 def _dtype(given: object) -> str:
-    """torch's name of a dtype, given by name or as torch's or NumPy's own. Raises LayoutError."""
-    name = str(getattr(given, "name", given)).removeprefix("torch.")
-    if name not in DTYPE_BYTES or not (isinstance(given, str) or type(given).__name__.lower().endswith("dtype")):
+    """torch's name of a dtype, given by name or as torch's or NumPy's own, `np.float32`, too. Raises LayoutError."""
+    name = given.__name__ if isinstance(given, type) else str(getattr(given, "name", given)).removeprefix("torch.")
+    if name not in DTYPE_BYTES or not (isinstance(given, str | type) or type(given).__name__.lower().endswith("dtype")):
         raise LayoutError(f"unknown dtype {given!r}; known are {', '.join(DTYPE_BYTES)}")
     return name
 
@@ -74,6 +74,10 @@ class Component:
         if self.states and self.row_tokens > 1:
             held = f"{self.states} states and a row every {self.row_tokens} tokens"
             raise LayoutError(f"component {self.name} has {held}; not both")
+
+    def __hash__(self) -> int:
+        """By two of its fields: what is kept for a component is looked up several times a request."""
+        return hash((self.name, self.layers))
 
     @classmethod
     def attention(cls, layers: int, kv_heads: int, head_dim: int, dtype: str) -> Component:

@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvmover.observe.words import bytes_in_words
+from kvmover.observe.formats import bytes_in_words
 
 #: The Triton releases for which the kernels are compiled in the tests.
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)

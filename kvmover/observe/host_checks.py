@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvmover.errors import KvmoverError
 from kvmover.observe.checks import Finding, Status
-from kvmover.observe.words import bytes_in_words
+from kvmover.observe.formats import bytes_in_words
 
 _ROOT = Path("/")
 
@@ -47,7 +47,7 @@ def configuration() -> Iterator[Finding]:
     mover = loaded.settings.mover
     if mover.costs.chunk_bytes > mover.arena_bytes:
         fits = f"a chunk of {bytes_in_words(mover.costs.chunk_bytes)} does not fit {bytes_in_words(mover.arena_bytes)}"
-        remedy = "raise mover.arena_bytes or lower mover.costs.chunk_bytes: larger requests are refused"
+        remedy = "raise mover.arena_bytes or lower mover.costs.chunk_bytes: chunks are cut to fit, and one is under way"
         yield Finding("configuration", Status.PROBLEM, f"{detail}: {fits} of mover.arena_bytes", remedy)
         return
     yield Finding("configuration", Status.OK, detail + sealed)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmover.errors import KvmoverError
-from kvmover.observe.words import bytes_in_words
+from kvmover.observe.formats import bytes_in_words
 from kvmover.transfer.result import Ending
 
 log = logging.getLogger("kvmover.transfers")

@@ -1,18 +1,21 @@
 """A picture of a plan has source ranks left, destination ranks right, and a ribbon for every leg.
 
 A card is the whole model, heads across and layers down. What the rank holds is filled, in the colour of the source that
-sends it. Where ranks share the positions out, a bar below shows the first tokens of the request.
+sends it. Where ranks share the positions out, a bar below shows the first tokens of the request. Of large fleets one
+pattern of ranks is drawn for all that are like it, and a line says which those are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from textwrap import wrap
 
 from kvmover.layout import Coordinate, Fleet, Positions, Shard, Span, common
 from kvmover.observe import svg
-from kvmover.observe.words import bytes_in_words, cache_in_words, fleet_in_words, span_in_words
+from kvmover.observe.formats import bytes_in_words, cache_in_words, fleet_in_words, ranks_in_words, span_in_words
 from kvmover.plan.cost import Route
 from kvmover.plan.explain import Explained
 from kvmover.plan.fleet_text import FleetText
@@ -24,16 +27,22 @@ _TOP, _FOOT, _GAP = 92, 76, 14
 _INNER = _CARD - 2 * _PAD
 _SLOT, _THICKEST, _THINNEST = 15, 18, 2.5
 _LANE = 10
-_PALE = 0.22
+_PALE, _GREY = 0.22, "#8d96a0"
+_LINE, _LETTERS = 18, 150
+
+#: Ranks of both fleets that are drawn one by one, and how many alike are drawn where there are more.
+_MOST_RANKS, _MOST_ALIKE = 24, 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """What all cards share: the layer bands, the squares of heads, and how many tokens a bar shows (0: no bars)."""
+    """What all cards share: the layer bands, the squares of heads, how many tokens a bar shows (0: no bars), and the
+    colour of each source."""
 
     bands: tuple[Span, ...]
     heads: int
     window: int
+    paints: Mapping[int, str]
 
     @property
     def indent(self) -> float:
@@ -80,20 +89,139 @@ class _Card:
 
 def draw(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> str:
     """The plan as a standalone SVG document."""
-    scale = _Scale(_bands(plan), plan.component.heads, _window(plan, [each.leg for each in legs]))
-    sources = [_source(plan, rank, scale, legs) for rank in range(plan.src.size)]
-    targets = [_target(plan, rank, scale, legs) for rank in range(plan.dst.size)]
+    shown = _shown(plan, legs)
+    paints = {rank: svg.colour(index) for index, rank in enumerate(shown.sources)}
+    scale = _Scale(_bands(plan), plan.component.heads, _window(plan, [each.leg for each in legs]), paints)
+    body = [*_heading(plan, src, dst, legs)]
+    hidden = [each for each in legs if each.leg.src_rank not in paints and each.leg.dst_rank in shown.targets]
+    legs = shown.legs
+    sources = [_source(plan, rank, scale, legs) for rank in shown.sources]
+    targets = [_target(plan, rank, scale, legs, hidden) for rank in shown.targets]
     tall = max(_stacked(cards, scale) for cards in (sources, targets))
     left = _spread(sources, scale, tall)
     right = _spread(targets, scale, tall)
-    body = [*_heading(plan, src, dst, legs)]
-    body += _ribbons(legs, _ports(sources, left, scale), _ports(targets, right, scale), len(targets) >= len(sources))
+    ports = _ports(sources, left, scale), _ports(targets, right, scale)
+    body += _ribbons(legs, *ports, len(targets) >= len(sources), paints)
     for cards, tops, x in ((sources, left, _MARGIN), (targets, right, WIDTH - _MARGIN - _CARD)):
         for card, top in zip(cards, tops, strict=True):
             body += _draw_card(card, x, top, scale)
     height = _TOP + tall + _FOOT
     body += _legend(scale, plan.stop, height)
+    notes = [*shown.notes, *(["Grey: sent by ranks that are not drawn."] if hidden else [])]
+    notes = [line for note in notes for line in wrap(note, _LETTERS)]
+    body += [svg.text(_MARGIN, height + _LINE * line, words) for line, words in enumerate(notes)]
+    height += _LINE * len(notes)
     return svg.document(WIDTH, height, f"{fleet_in_words(src)} to {fleet_in_words(dst)}", body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """Ranks and legs that are drawn, and a line for each pattern of ranks that others are like."""
+
+    sources: list[int]
+    targets: list[int]
+    legs: list[Explained]
+    notes: list[str]
+
+
+def _shown(plan: Plan, legs: Sequence[Explained]) -> _Shown:
+    """All of it where there are few ranks. Else one pattern of each kind, and `_MOST_ALIKE` ranks of each kind in it.
+
+    A pattern is ranks that legs connect, with each other and with nobody else. Those are of a kind whose legs connect
+    as many ranks in the same way, with as many bytes by the same route: TP64 to TP8, of 8 heads, is 8 of one kind.
+    """
+    if plan.src.size + plan.dst.size <= _MOST_RANKS:
+        return _Shown([*range(plan.src.size)], [*range(plan.dst.size)], [*legs], [])
+    kinds: defaultdict[Hashable, list[_Pattern]] = defaultdict(list)
+    for pattern in _patterns(plan, legs):
+        kinds[pattern.kind()].append(pattern)
+    shown = _Shown([], [], [], [])
+    for first, *others in kinds.values():
+        drawn, notes = first.few()
+        shown.sources.extend(drawn.sources)
+        shown.targets.extend(drawn.targets)
+        shown.legs.extend(drawn.legs)
+        shown.notes.extend(notes)
+        if others:
+            sources = sorted(rank for each in others for rank in each.sources)
+            targets = sorted(rank for each in others for rank in each.targets)
+            shown.notes.append(f"Not drawn: {_ends(sources, targets)}, as {_ends(first.sources, first.targets)}.")
+    return shown
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """Ranks of both fleets, rising, and all legs from and to them."""
+
+    sources: list[int]
+    targets: list[int]
+    legs: list[Explained]
+
+    def kind(self) -> Hashable:
+        """Equal for patterns that differ in the numbers of their ranks alone."""
+        at_source = {rank: index for index, rank in enumerate(self.sources)}
+        at_target = {rank: index for index, rank in enumerate(self.targets)}
+        lines = ((at_source[e.leg.src_rank], at_target[e.leg.dst_rank], *_load(e)) for e in self.legs)
+        return len(self.sources), len(self.targets), tuple(sorted(lines))
+
+    def few(self) -> tuple[_Pattern, list[str]]:
+        """With some of the ranks whose legs are alike, and what is to be said of the others."""
+        if len(self.sources) + len(self.targets) <= _MOST_RANKS:
+            return self, []
+        to, of = defaultdict[int, list[Hashable]](list), defaultdict[int, list[Hashable]](list)
+        for each in self.legs:
+            to[each.leg.src_rank].append((each.leg.dst_rank, *_load(each)))
+            of[each.leg.dst_rank].append((each.leg.src_rank, *_load(each)))
+        sources, notes = _few(to, "source")
+        targets, more = _few(of, "destination")
+        legs = [each for each in self.legs if each.leg.src_rank in sources and each.leg.dst_rank in targets]
+        return _Pattern(sources, targets, legs), notes + more
+
+
+def _load(each: Explained) -> tuple[int, str, int]:
+    return each.nbytes, each.choice.route.value, each.choice.runs
+
+
+def _few(legs: Mapping[int, Sequence[Hashable]], side: str) -> tuple[list[int], list[str]]:
+    """Ranks of one side, by their legs: the first few of each kind, and a note of the others."""
+    kinds: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for rank in sorted(legs):
+        kinds[frozenset(legs[rank])].append(rank)
+    shown = sorted(rank for ranks in kinds.values() for rank in ranks[:_MOST_ALIKE])
+    others = [(ranks[0], ranks[_MOST_ALIKE:]) for ranks in kinds.values() if ranks[_MOST_ALIKE:]]
+    return shown, [f"Not drawn: {side} {_ranks(rest)}, as {side} rank {first}." for first, rest in others]
+
+
+def _patterns(plan: Plan, legs: Sequence[Explained]) -> Iterator[_Pattern]:
+    """Each rank is in one of them; a rank without legs is one by itself."""
+    of_source = {rank: _Pattern([rank], [], []) for rank in range(plan.src.size)}
+    of_target = {rank: _Pattern([], [rank], []) for rank in range(plan.dst.size)}
+    for each in legs:
+        one, other = of_source[each.leg.src_rank], of_target[each.leg.dst_rank]
+        if one is not other:
+            one, other = sorted((one, other), key=lambda found: -len(found.sources) - len(found.targets))
+            one.sources.extend(other.sources)
+            one.targets.extend(other.targets)
+            one.legs.extend(other.legs)
+            of_source |= dict.fromkeys(other.sources, one)
+            of_target |= dict.fromkeys(other.targets, one)
+        one.legs.append(each)
+    for found in {id(each): each for each in (*of_source.values(), *of_target.values())}.values():
+        yield _Pattern(sorted(found.sources), sorted(found.targets), found.legs)
+
+
+def _ends(sources: Sequence[int], targets: Sequence[int]) -> str:
+    if sources and targets:
+        return f"{_ranks(sources)} to {_ranks(targets)}"
+    return f"source {_ranks(sources)}" if sources else f"destination {_ranks(targets)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Of many that do not follow each other the first three, the last and how many there are."""
+    words = ranks_in_words(ranks).split(", ")
+    if len(words) > 6:
+        words = [*words[:3], f"... {words[-1]} ({len(ranks)} in all)"]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(words)}"
 
 
 def _bands(plan: Plan) -> tuple[Span, ...]:
@@ -125,7 +253,7 @@ def _covered(leg: Leg | Shard, scale: _Scale) -> Iterator[tuple[int, int]]:
 
 def _source(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained]) -> _Card:
     """A source rank: bright what it sends, pale what it holds and leaves to a replica."""
-    shard, paint = plan.src_shard(rank), svg.colour(rank)
+    shard, paint = plan.src_shard(rank), scale.paints[rank]
     mine = [number for number, each in enumerate(legs) if each.leg.src_rank == rank]
     held = shard.positions.clip(0, plan.stop) if shard.positions else ()
     squares = {square: [(paint, _PALE)] for square in _covered(shard, scale)} if held else {}
@@ -134,14 +262,14 @@ def _source(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained]) -> 
     return _Card(rank, _place(plan.src, rank), squares, [marks], mine)
 
 
-def _target(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained]) -> _Card:
-    """A destination rank: a square that several sources share is cut into their colours."""
+def _target(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained], hidden: Sequence[Explained]) -> _Card:
+    """A destination rank: a square that several sources share is cut into their colours, and grey if none is drawn."""
     mine = [number for number, each in enumerate(legs) if each.leg.dst_rank == rank]
     squares: dict[tuple[int, int], list[tuple[str, float]]] = {}
     lanes: list[list[_Mark]] = []
     for number in mine:
         leg = legs[number].leg
-        mark = _Mark(leg.positions, svg.colour(leg.src_rank))
+        mark = _Mark(leg.positions, scale.paints[leg.src_rank])
         for square in _covered(leg, scale):
             squares.setdefault(square, []).append((mark.paint, 1.0))
         free = next((lane for lane in lanes if not any(_overlap(mark, other) for other in lane)), None)
@@ -149,6 +277,8 @@ def _target(plan: Plan, rank: int, scale: _Scale, legs: Sequence[Explained]) -> 
             lanes.append([mark])
         else:
             free.append(mark)
+    greys = (each.leg for each in hidden if each.leg.dst_rank == rank)
+    squares = {square: [(_GREY, 1.0)] for leg in greys for square in _covered(leg, scale)} | squares
     return _Card(rank, _place(plan.dst, rank), squares, lanes, mine)
 
 
@@ -204,6 +334,7 @@ def _ribbons(
     left: dict[int, tuple[float, float]],
     right: dict[int, tuple[float, float]],
     label_right: bool,
+    paints: Mapping[int, str],
 ) -> Iterator[str]:
     """All ribbons first, then all labels, which stand at the side with more ranks, where ribbons lie apart."""
     most = max(each.nbytes for each in legs)
@@ -213,7 +344,7 @@ def _ribbons(
     for number, each in enumerate(legs):
         thickness = max(_THINNEST, thickest * each.nbytes / most)
         threads = 3 if each.choice.route is Route.DIRECT else 1
-        paint = svg.colour(each.leg.src_rank)
+        paint = paints[each.leg.src_rank]
         start, end = (x0, left[number][0]), (x1, right[number][0])
         hint = f"{each.leg.src_rank} to {each.leg.dst_rank}: {each.choice.why()}"
         yield svg.group(hint, [svg.ribbon(start, end, thickness, paint, threads)])

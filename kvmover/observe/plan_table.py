@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from kvmover.observe.tables import Column, Sheet, console
-from kvmover.observe.words import (
+from kvmover.observe.formats import (
     bytes_in_words,
     cache_in_words,
     extent_in_words,
@@ -15,6 +14,7 @@ from kvmover.observe.words import (
     ranks_in_words,
     span_in_words,
 )
+from kvmover.observe.tables import Column, Sheet, console
 from kvmover.plan.explain import Explained
 from kvmover.plan.fleet_text import FleetText
 from kvmover.plan.legs import Plan
@@ -99,6 +99,35 @@ def _folded(legs: Sequence[Explained]) -> Sheet:
             f"{chunks:,}",
         )
     return table
+
+
+_SUMS = (
+    Column("component", "left"),
+    Column("dtype", "left"),
+    Column("layers"),
+    Column("rows of the request"),
+    Column("bytes"),
+    Column("legs"),
+)
+
+
+def print_sums(plans: Sequence[tuple[Plan, Sequence[Explained]]]) -> None:
+    """Print a line for each component of a model, and what they are together."""
+    table, total = Sheet(_SUMS), 0
+    for plan, legs in plans:
+        component, nbytes = plan.component, sum(each.nbytes for each in legs)
+        total += nbytes
+        table.add(
+            component.name,
+            component.dtype,
+            str(component.layers),
+            extent_in_words(component, plan.stop - plan.start),
+            bytes_in_words(nbytes),
+            f"{len(legs):,}",
+        )
+    out = console()
+    out.print(table)
+    out.print(f"together: {bytes_in_words(total)}")
 
 
 def reasons(legs: Sequence[Explained]) -> list[str]:

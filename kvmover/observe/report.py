@@ -11,6 +11,7 @@ from kvmover import __version__
 from kvmover.errors import KvmoverError
 from kvmover.observe import charts
 from kvmover.observe.charts import STYLE, Axis, Bar, Ground, Series
+from kvmover.observe.formats import bytes_in_words
 from kvmover.observe.report_sums import (
     TIERS,
     Bins,
@@ -32,7 +33,6 @@ from kvmover.observe.report_sums import (
     tokens_of,
 )
 from kvmover.observe.runlog import Lines, Moved, read_lines
-from kvmover.observe.words import bytes_in_words
 
 #: Nothing is fetched and no script runs, whatever a request is named.
 POLICY = """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import accumulate
 from xml.sax.saxutils import escape
 
 #: Told apart by readers who do not see red, green or blue as others do: the colours of Okabe and Ito, and a dark red.
@@ -35,6 +37,19 @@ def document(width: float, height: float, title: str, body: Sequence[str]) -> st
     )
     paper = rect(0, 0, width, height, style="paper", radius=8)
     return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{_STYLE}</style>", paper, *body, "</svg>", ""])
+
+
+_SIZE = re.compile(r'<svg [^>]*?width="([0-9.]+)" height="([0-9.]+)"')
+
+
+def below(documents: Sequence[str]) -> str:
+    """One document of several, each below the one before, as wide as the widest."""
+    sizes = [tuple(map(float, found.groups())) for each in documents if (found := _SIZE.match(each))]
+    tops = list(accumulate((height for _, height in sizes), initial=0))
+    parts = [each.replace("<svg ", f'<svg y="{top:g}" ', 1) for each, top in zip(documents, tops, strict=False)]
+    width = max(width for width, _ in sizes)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{tops[-1]:g}"'
+    return "".join([head, f' viewBox="0 0 {width:g} {tops[-1]:g}" role="img">\n', *parts, "</svg>\n"])
 
 
 def text(x: float, y: float, words: str, style: str = "ink", anchor: str = "start") -> str:

@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.text import Text
 
 from kvmover.errors import KvmoverError, need
+from kvmover.observe.formats import bytes_in_words
 from kvmover.observe.tables import Column, Sheet
-from kvmover.observe.words import bytes_in_words
 
 #: No endpoint of ours says more: what is longer is something else.
 _MOST_BYTES = 64 << 20

@@ -1,32 +1,44 @@
-"""A model's cache is read from its Hugging Face `config.json`: nobody has to look up heads, sizes and layers."""
+"""A model's cache is read from its Hugging Face `config.json`: nobody has to look up heads, sizes and layers.
+
+Only what the configuration says decides: a key that is there, or a kind of layer. No model is known here by name.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from kvmover.errors import LayoutError
+from kvmover.layout.component import Component
 
-#: What a `layer_types` calls layers that keep a row a token of the whole request.
-_FULL = "full_attention"
+Config = Mapping[str, Any]
+
+#: What `layer_types` calls layers, by what they keep. Any other kind is named in the note of a cache.
+_FULL = ("full_attention", "indexed_attention", "attention")
+_WINDOWED = ("sliding_attention",)
+_RECURRENT = ("linear_attention", "mamba")
+_NOTHING = ("mlp", "moe")
+
+#: Letters of `hybrid_override_pattern`, a layer each.
+_LETTERS = {"*": "full_attention", "M": "mamba", "-": "mlp", "E": "moe"}
+
+#: Index keys are float8, with a float32 scale for so many; latents beside windows float8, with a byte for so many.
+_INDEX_BLOCK, _LATENT_BLOCK = 128, 64
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes of one component, by the options of `kvmover plan`; `note` says what of the model is not in it."""
+class ModelCache:
+    """The components of a model's cache; `note` says what of the model is in none of them."""
 
-    kind: str
-    layers: int
-    dtype: str
-    sizes: Mapping[str, int]
+    components: tuple[Component, ...]
     note: str = ""
 
 
-def read_sizes(path: Path) -> ModelSizes:
-    """Of the file, or of the `config.json` in the folder. Raises LayoutError."""
+def read_cache(path: Path, dtype: str | None = None) -> ModelCache:
+    """Of the file, or of the `config.json` in the folder; `dtype` stands for the file's own. Raises LayoutError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -37,43 +49,167 @@ def read_sizes(path: Path) -> ModelSizes:
     if not isinstance(found, dict):
         raise LayoutError(f"{file} is not a model's config.json: it has no object")
     try:
-        return sizes_of(cast("dict[str, Any]", found))
+        return cache_of(cast("dict[str, Any]", found), dtype)
     except LayoutError as error:
         raise LayoutError(f"{file}: {error}") from None
 
 
-def sizes_of(config: Mapping[str, Any]) -> ModelSizes:
+def cache_of(config: Config, dtype: str | None = None) -> ModelCache:
     """From the keys that Transformers gives them. Pure. Raises LayoutError naming a key that is missing.
 
     Multi-head latent attention has `kv_lora_rank`: a latent of that and `qk_rope_head_dim`, 512 + 64 for DeepSeek-V3.
+
+    >>> full = {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    >>> [component.token_bytes for component in cache_of(full).components]
+    [327680]
     """
-    text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
-    dtype = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    layers, note = _layers(text)
-    if text.get("kv_lora_rank"):
-        latent = _size(text, "kv_lora_rank") + _size(text, "qk_rope_head_dim")
-        return ModelSizes("mla", layers, dtype, {"latent_dim": latent}, note)
+    text: Config = {**config, **(config.get("text_config") or {})}
+    name = dtype or str(text.get("dtype") or text.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    kinds = _kinds(text)
+    found = (*_kept_by_token(text, kinds, name), *_kept_by_request(text, kinds, name))
+    if not found:
+        raise LayoutError(f"no layer keeps a cache that is known: layer_types are {', '.join(sorted(set(kinds)))}")
+    return ModelCache(found, _note(text, kinds))
+
+
+def _kinds(text: Config) -> list[str]:
+    """Of each layer, what it is."""
+    if pattern := text.get("hybrid_override_pattern"):
+        return [_LETTERS.get(letter, letter) for letter in str(pattern)]
+    if named := text.get("layer_types") or text.get("layers_block_type"):
+        return [str(each) for each in named]
+    layers = _size(text, "num_hidden_layers", "n_layer")
+    if given := text.get("linear_attn_config"):
+        recurrent: Sequence[int] = given.get("kda_layers") or ()
+        return ["linear_attention" if layer in recurrent else "full_attention" for layer in range(1, layers + 1)]
+    if ratios := text.get("compress_ratios"):
+        return ["sliding_attention" if ratio < 2 else f"every {ratio} tokens" for ratio in ratios[:layers]]
+    return ["full_attention"] * layers
+
+
+def _kept_by_token(text: Config, kinds: list[str], dtype: str) -> Iterator[Component]:
+    """A row a token, or every few tokens: attention, latents, windows, index keys."""
+    if rates := _rates(text, kinds):
+        yield from _compressed(text, kinds, rates)
+        return
+    full = sum(kind in _FULL for kind in kinds)
+    if full and text.get("kv_lora_rank"):
+        yield Component.mla(full, _size(text, "kv_lora_rank") + _size(text, "qk_rope_head_dim"), dtype)
+    elif full:
+        yield Component.attention(full, *_global_heads(text), dtype)
+    if full and text.get("index_head_dim"):
+        yield Component("index", full, 1, 1, _index_bytes(text), "uint8")
+    if windowed := sum(kind in _WINDOWED for kind in kinds):
+        yield Component.sliding(windowed, *_heads(text), _size(text, "sliding_window"), dtype)
+
+
+def _rates(text: Config, kinds: list[str]) -> list[int]:
+    """Of each layer, how many tokens share a row of its compressed cache: 0 where it has none. Empty: no layer has."""
+    named: Mapping[str, int] = text.get("compress_rates") or {}
+    rates = [int(kind.split()[1]) if kind.startswith("every ") else named.get(kind, 0) for kind in kinds]
+    return rates if any(rates) else []
+
+
+def _compressed(text: Config, kinds: list[str], rates: list[int]) -> Iterator[Component]:
+    """A window of latents in every layer, a compressed cache in most, and the tokens that wait for their row.
+
+    A latent is `head_dim` elements, of which `qk_rope_head_dim` are bfloat16, the rest float8 with a scale of one byte
+    for 64, padded to 8: 448 + 2 * 64 + 8 = 584 bytes for DeepSeek-V4. The finest rate overlaps: a row is made of two
+    blocks of tokens, and index keys choose among its rows. Tokens that wait are kept in float32, a value and a score
+    each; a window of the block is the most that waits.
+    """
+    dim, rope, window = _size(text, "head_dim"), _size(text, "qk_rope_head_dim"), _size(text, "sliding_window")
+    plain = dim - rope
+    row = plain + 2 * rope + -(-plain // _LATENT_BLOCK // 8) * 8
+    finest = min(filter(None, rates))
+    yield Component("sliding", len(kinds), 1, 1, row, "uint8", window)
+    for rate in sorted({rate for rate in rates if rate}):
+        layers, blocks = rates.count(rate), 2 if rate == finest else 1
+        yield Component(f"c{rate}", layers, 1, 1, row, "uint8", row_tokens=rate)
+        yield Component(f"c{rate} state", layers, 1, 1, 2 * blocks * dim, "float32", rate * blocks)
+        if rate == finest:
+            index = _size(text, "index_head_dim")
+            yield Component("index", layers, 1, 1, _index_bytes(text), "uint8", row_tokens=rate)
+            yield Component("index state", layers, 1, 1, 2 * blocks * index, "float32", rate * blocks)
+
+
+def _index_bytes(text: Config) -> int:
+    """Of an index key with its scale: 128 + 4."""
+    keys = _size(text, "index_head_dim")
+    return keys + 4 * -(-keys // _INDEX_BLOCK)
+
+
+def _kept_by_request(text: Config, kinds: list[str], dtype: str) -> Iterator[Component]:
+    """The states of recurrent layers, and of the convolutions before them: each part of those is split on its own."""
+    layers = sum(kind in _RECURRENT for kind in kinds)
+    if not layers:
+        return
+    temporal, parts, kernel = _recurrent(text)
+    heads, dim = temporal
+    state = str(text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype") or "float32").removeprefix("torch.")
+    yield Component.state("temporal", layers, heads, dim, state)
+    for name, (heads, dim) in parts.items():
+        yield Component.state(f"convolution {name}", layers, heads, dim * (kernel - 1), dtype)
+
+
+_Heads = tuple[int, int]
+
+
+def _recurrent(text: Config) -> tuple[_Heads, dict[str, _Heads], int]:
+    """Heads and elements of a head of the temporal state, of each part of the convolution, and its kernel."""
+    if given := text.get("linear_attn_config"):
+        heads, dim = _size(given, "num_heads"), _size(given, "head_dim")
+        kernel = _size(given, "short_conv_kernel_size")
+        return (heads, dim * dim), dict.fromkeys("qkv", (heads, dim)), kernel
+    if text.get("linear_num_heads"):
+        heads, dim = _size(text, "linear_num_heads"), _size(text, "linear_head_dim")
+        return (heads, dim * dim), dict.fromkeys("qkv", (heads, dim)), _size(text, "linear_conv_kernel_dim")
+    if text.get("linear_num_value_heads"):
+        keys = _size(text, "linear_num_key_heads"), _size(text, "linear_key_head_dim")
+        values = _size(text, "linear_num_value_heads"), _size(text, "linear_value_head_dim")
+        parts = {"q": keys, "k": keys, "v": values}
+        return (values[0], keys[1] * values[1]), parts, _size(text, "linear_conv_kernel_dim")
+    heads, dim = _size(text, "mamba_num_heads", "mamba_n_heads"), _size(text, "mamba_head_dim", "mamba_d_head")
+    state = _size(text, "ssm_state_size", "mamba_d_state")
+    groups = _size(text, "n_groups", "mamba_n_groups"), state
+    return (
+        (heads, dim * state),
+        {"x": (heads, dim), "B": groups, "C": groups},
+        _size(text, "conv_kernel", "mamba_d_conv"),
+    )
+
+
+def _heads(text: Config) -> _Heads:
+    """KV heads, and elements of one."""
     queries = _size(text, "num_attention_heads", "n_head")
     heads = 1 if text.get("multi_query") else queries
     heads = _size(text, "num_key_value_heads", default=heads)
-    dim = _size(text, "head_dim", default=_size(text, "hidden_size", "n_embd") // queries)
-    return ModelSizes("attention", layers, dtype, {"kv_heads": heads, "head_dim": dim}, note)
+    return heads, _size(text, "head_dim", default=_size(text, "hidden_size", "n_embd", default=queries) // queries)
 
 
-def _layers(text: Mapping[str, Any]) -> tuple[int, str]:
-    """Layers whose cache grows with the request, and a word about the others."""
-    layers = _size(text, "num_hidden_layers", "n_layer")
-    kinds = [str(each) for each in text.get("layer_types") or ()]
-    others = sorted({kind for kind in kinds if kind != _FULL})
-    if not others:
-        return layers, ""
-    full = kinds.count(_FULL)
-    if not full:
-        raise LayoutError(f"no layer is {_FULL}: layer_types are {', '.join(others)}")
-    return full, f"{len(kinds) - full} of {len(kinds)} layers are not in this plan: {', '.join(others)}"
+def _global_heads(text: Config) -> _Heads:
+    """Of layers that attend to all tokens, where they have heads of their own beside layers with a window."""
+    heads, dim = _heads(text)
+    if text.get("attention_k_eq_v"):
+        heads = _size(text, "num_global_key_value_heads", default=heads)
+    return heads, _size(text, "global_head_dim", default=dim)
 
 
-def _size(text: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+def _note(text: Config, kinds: list[str]) -> str:
+    """What keeps something and is in no component."""
+    known = {*_FULL, *_WINDOWED, *_RECURRENT, *_NOTHING, *(text.get("compress_rates") or ())}
+    others = [kind for kind in kinds if kind not in known and not kind.startswith("every ")]
+    words: list[str] = []
+    if others:
+        words.append(f"{len(others)} of {len(kinds)} layers are not in this plan: {', '.join(sorted(set(others)))}")
+    if drafts := text.get("num_nextn_predict_layers"):
+        words.append(f"layers that predict more than one token are not in this plan: {drafts}")
+    if shared := text.get("num_kv_shared_layers"):
+        words.append(f"the last {shared} layers share the cache of others, and are counted here all the same")
+    return "; ".join(words)
+
+
+def _size(text: Config, *names: str, default: int | None = None) -> int:
     for name in names:
         value = text.get(name)
         if value is not None:

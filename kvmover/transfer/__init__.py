@@ -5,23 +5,23 @@ A Mover is polled by its engine; a Progress polls it in a thread, for a SharedMo
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvmover.faces import public
+
 if TYPE_CHECKING:
-    from kvmover.transfer.config import Integrity, MoverConfig
+    from kvmover.transfer.config import Integrity, MoverConfig, Pace
     from kvmover.transfer.mover import Mover
     from kvmover.transfer.protocol.auth import Key, Keys
     from kvmover.transfer.protocol.handshake import Model, Place
     from kvmover.transfer.result import Cause, Ending, Gate, Result, Transfer
-    from kvmover.transfer.threads.aio import AsyncMover, AsyncTransfer
-    from kvmover.transfer.threads.pace import Pace
+    from kvmover.transfer.threads.async_mover import AsyncMover, AsyncTransfer
     from kvmover.transfer.threads.progress import Progress
-    from kvmover.transfer.threads.shared import SharedMover
+    from kvmover.transfer.threads.shared_mover import SharedMover
 
 _HOME = {
-    "AsyncMover": "threads.aio",
-    "AsyncTransfer": "threads.aio",
+    "AsyncMover": "threads.async_mover",
+    "AsyncTransfer": "threads.async_mover",
     "Cause": "result",
     "Ending": "result",
     "Gate": "result",
@@ -31,11 +31,11 @@ _HOME = {
     "Model": "protocol.handshake",
     "Mover": "mover",
     "MoverConfig": "config",
-    "Pace": "threads.pace",
+    "Pace": "config",
     "Place": "protocol.handshake",
     "Progress": "threads.progress",
     "Result": "result",
-    "SharedMover": "threads.shared",
+    "SharedMover": "threads.shared_mover",
     "Transfer": "result",
 }
 
@@ -61,6 +61,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return public(__name__, _HOME, name)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.errors import LayoutError, PlanError
+from kvmover.errors import LayoutError, PeerRefused, PlanError
+from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
-from kvmover.layout.pool import Pool
+from kvmover.layout.pool import Pool, PoolSpec
+from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.protocol.handshake import Model, Place, check_fleet_pages
 from kvmover.transfer.protocol.wire import MAX_REQUEST_CHARACTERS
+from kvmover.transfer.result import Gate, Transfer
 
 #: No pool has more pages, so that ids of any type can be compared with its size.
 _MOST = int(np.iinfo(np.int64).max)
@@ -39,6 +43,23 @@ def checked_pools(model: object, place: object, pools: object) -> tuple[Pool, ..
     assert isinstance(place, Place)
     check_fleet_pages(place.fleet, model.components)
     return tuple(found)
+
+
+def least_chunk_bytes(pools: Sequence[Pool], arena_bytes: int) -> int:
+    """One layer of a page of the largest pool, in bytes: 262,144 of 64 tokens with K and V of 8 heads of 128 bfloat16.
+
+    Chunks are cut by pages and layers, no finer, and pages of peers make none larger: an arena that holds so much holds
+    a chunk of every request. Raises LayoutError for a smaller one, of which only whole multiples of 256 bytes count.
+    """
+    least, name = max((_layer_bytes(pool.spec), pool.spec.component.name) for pool in pools)
+    if arena_bytes // ALIGN_BYTES * ALIGN_BYTES < least:
+        raise LayoutError(f"arena_bytes = {arena_bytes}; one layer of a page of {name} is a chunk of {least} bytes")
+    return least
+
+
+def _layer_bytes(spec: PoolSpec) -> int:
+    rows = math.prod(spec.layout.extent_of(axis) for axis in ("kv", "head", "token"))
+    return rows * spec.component.row_bytes
 
 
 def page_tables(pages: object) -> PageTables:
@@ -78,10 +99,11 @@ def check_offered(tables: PageTables, pools: Sequence[Pool], fleet: Fleet) -> No
 
 
 def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) -> None:
-    """Raise PlanError for tables, of a request to be sent or of its beginning, that name pages of no pool here.
+    """Raise PlanError for tables, of a request to be sent or of its beginning, that name pages of no pool here, or a
+    page twice: two parts of a request are never in one page.
 
     All of it is checked: which pages are asked for, only destinations know. A component with a window may begin with
-    -1, which is no page: what lies before the window is never read.
+    -1, which is no page: what lies before the window is never read, so that pages may repeat there, and states do.
     """
     if len(tables) != len(pools):
         raise PlanError(f"{len(tables)} page tables for {len(pools)} components")
@@ -91,6 +113,8 @@ def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) 
         if held.size and not 0 <= held.min() <= held.max() < pool.spec.pages:
             odd = int(held.min() if held.min() < 0 else held.max())
             raise PlanError(f"page id {odd} is outside a pool of {pool.spec.pages} pages of {component.name}")
+        if component.window is None and not component.states:
+            _check_once(held, pool)
 
 
 def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fleet: Fleet) -> None:
@@ -103,10 +127,21 @@ def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fl
         component = pool.spec.component
         if component.window is None and not component.states and component.cp_parts(fleet.cp) == 1:
             rows, of_page = component.wanted(positions), fleet.page_rows(component)
-            ids = np.sort(table[rows.start // of_page : -(-rows.stop // of_page)] if rows else table[:0])
-            twice = ids[1:][ids[1:] == ids[:-1]]
-            if twice.size:
-                raise PlanError(f"page id {int(twice[0])} is twice in the page table of {component.name}")
+            _check_once(table[rows.start // of_page : -(-rows.stop // of_page)] if rows else table[:0], pool)
+
+
+def _check_once(ids: npt.NDArray[np.int64], pool: Pool) -> None:
+    """Raise PlanError for an id that is there twice. O(pages): 8 us for 2,048. Others look at ids outside the pool."""
+    low = int(ids.min(initial=0))
+    extent = int(ids.max(initial=0)) - low + 1
+    if extent > pool.spec.pages:
+        return
+    seen = np.zeros(extent, np.bool_)
+    seen[ids - low] = True
+    if np.count_nonzero(seen) < ids.size:
+        ordered = np.sort(ids)
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        raise PlanError(f"page id {int(twice[0])} is twice in the page table of {pool.spec.component.name}")
 
 
 def check_allocated(tables: PageTables, pools: Sequence[Pool], most: Sequence[int]) -> None:
@@ -155,6 +190,50 @@ def request_name(given: object) -> str:
     except UnicodeEncodeError as error:
         raise PlanError(f"a request's name {given!r} is not Unicode text: {error}") from None
     return given
+
+
+def gates_of(given: object) -> list[Gate] | None:
+    """Gates of a request that is still being computed; None: it is whole. Raises PlanError for what is no Gate."""
+    if given is None:
+        return None
+    if not isinstance(given, Iterable):
+        raise PlanError(f"gates = {given!r}; give a list of Gate, or None where all is computed")
+    return [gate_of(each) for each in cast("Iterable[object]", given)]
+
+
+def gate_of(given: object) -> Gate:
+    """Raises PlanError for what is no Gate."""
+    if not isinstance(given, Gate):
+        raise PlanError(f"a gate is a Gate(event), got {given!r}")
+    return given
+
+
+def transfer_of(given: object) -> Transfer:
+    """Raises PlanError for what no `send` and no `receive` of a Mover returned."""
+    if not isinstance(given, Transfer):
+        raise PlanError(f"a transfer is what send or receive returned, got {given!r}")
+    return given
+
+
+def payload_of(given: object) -> bytes:
+    """What goes beside the cache. Raises PlanError for what is no bytes."""
+    if not isinstance(given, bytes | bytearray | memoryview):
+        raise PlanError(f"aux = {given!r:.60}; it must be bytes")
+    return bytes(cast("bytes", given))
+
+
+def ranks_of(given: object) -> tuple[int, ...]:
+    """Numbers of ranks. Raises PlanError for what is none."""
+    if not isinstance(given, Iterable):
+        raise PlanError(f"aux_from = {given!r}; give a list of ranks, as [0]")
+    return tuple(whole(rank, "a rank of aux_from", PlanError) for rank in cast("Iterable[object]", given))
+
+
+def card_of(given: object) -> bytes:
+    """Raises PeerRefused for what is no bytes, and so no card."""
+    if not isinstance(given, bytes | bytearray | memoryview):
+        raise PeerRefused(f"a card is bytes, got {given!r:.60}")
+    return bytes(cast("bytes", given))
 
 
 def deadline_of(given: object, configured_s: float) -> float:

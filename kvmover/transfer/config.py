@@ -1,8 +1,14 @@
-"""MoverConfig: how a mover behaves."""
+"""MoverConfig, its Backoff and Pace: how a mover behaves, dials again what it lost, and sleeps between polls.
+
+Nothing wakes a poller of NIXL, and one that never sleeps takes a core and starves whoever shares it: with two of them
+on two cores a note's round trip took 112 ms. So a thread that polls has a Pace.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import zlib
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from kvmover.errors import LayoutError
@@ -11,7 +17,6 @@ from kvmover.plan.calibration import LEAST_REGION_BYTES
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer.memory.arena import ALIGN_BYTES
-from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol.auth import Keys
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport.base import Revocation
@@ -25,10 +30,45 @@ class Integrity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Backoff:
+    """When to dial a lost peer: after `first_s` seconds, then twice as long each time, at most `most_s`.
+
+    Each wait is shortened by up to the fraction `jitter` of it. After `attempts` failures the peer is given up.
+
+    The defaults wait 0.5, 1, 2, 4, 8, 16, 30, 30, ... s and give up after some 3 minutes.
+    """
+
+    first_s: float = 0.5
+    most_s: float = 30.0
+    jitter: float = 0.25
+    attempts: int = 12
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("first_s", 0 < self.first_s <= self.most_s, f"must be in (0, most_s], and most_s is {self.most_s}"),
+            ("most_s", self.most_s < math.inf, "must be finite"),
+            ("jitter", 0 <= self.jitter < 1, "must be in [0, 1)"),
+            ("attempts", self.attempts >= 1, "must be at least 1"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise LayoutError(f"backoff.{name} = {getattr(self, name)}: {rule}")
+
+    def wait_s(self, name: str, attempt: int) -> float:
+        """Before the `attempt`-th try (from 0) at `name`: the same everywhere and always, and spread over names.
+
+        `name` is of both ends where many reach for one: a thousand ranks that lost the same peer must not dial as one.
+        """
+        longest_s = min(self.most_s, math.ldexp(self.first_s, min(attempt, 64)))
+        return longest_s * (1 - self.jitter * zlib.crc32(f"{name}/{attempt}".encode()) / (1 << 32))
+
+
+@dataclass(frozen=True, slots=True)
 class MoverConfig:
     """How a mover behaves. Sizes in bytes, times in seconds. Raises LayoutError for a value out of range.
 
-    `arena_bytes`: staging memory on the pools' device, allocated twice: for sending and for receiving.
+    `arena_bytes`: staging memory on the pools' device, allocated twice: for sending and for receiving. A Mover wants it
+    to hold one layer of a page of each of its pools, which is the least that a packed chunk can be.
     `deadline_s`: a transfer that has not ended by then fails.
     `drain_s`: how long a failed transfer waits for its sources to stop, before its memory is quarantined.
     `ping_s`: time between pings of a peer that owes an answer.
@@ -94,3 +134,33 @@ class MoverConfig:
         for name, kind in (("backoff", Backoff), ("costs", Costs), ("keys", Keys | None)):
             if not isinstance(getattr(self, name), kind):
                 raise LayoutError(f"{what} has {name} = {getattr(self, name)!r}; it must be a {name.capitalize()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The polling thread sleeps `share` of the time since the last event, within bounds. Times in seconds.
+
+    By default an event that comes after 2 ms without one is seen at most 0.5 ms late. No sleep is shorter than
+    `shortest_s`, to which Linux adds 60 us, nor longer than `open_s` while a transfer is open, or `idle_s` while none
+    is. After a poll that did something the next one follows at once. Raises LayoutError unless all are positive and
+    `shortest_s <= open_s <= idle_s`.
+    """
+
+    share: float = 0.25
+    shortest_s: float = 50e-6
+    open_s: float = 1e-3
+    idle_s: float = 20e-3
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) <= 0:
+                raise LayoutError(f"progress has {each.name} = {getattr(self, each.name)}; it must be positive")
+        if not self.shortest_s <= self.open_s <= self.idle_s:
+            raise LayoutError(
+                f"progress has shortest_s = {self.shortest_s}, open_s = {self.open_s}, idle_s = {self.idle_s};"
+                " they must not shrink in this order"
+            )
+
+    def nap_s(self, quiet_s: float, open_transfers: int) -> float:
+        """Seconds to sleep, `quiet_s` seconds after the last event, with so many transfers open."""
+        return min(max(self.share * quiet_s, self.shortest_s), self.open_s if open_transfers else self.idle_s)

@@ -14,39 +14,42 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy.typing as npt
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import (
+    card_of,
     check_named,
     check_offered,
     check_wanted,
     checked_pools,
     deadline_of,
+    gate_of,
+    gates_of,
     page_tables,
+    payload_of,
+    ranks_of,
     request_name,
     token_range,
+    transfer_of,
 )
 from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.connections import Connections
 from kvmover.transfer.core import Core, TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
-from kvmover.transfer.destination.leases import WriteLeases
-from kvmover.transfer.destination.quarantine import Quarantine
+from kvmover.transfer.destination.quarantine import Quarantine, WriteLeases
 from kvmover.transfer.destination.reads import Reads
-from kvmover.transfer.destination.renewals import Renewals
 from kvmover.transfer.memory.in_flight import InFlight
+from kvmover.transfer.memory.registrations import Registrations, Renewals
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
-from kvmover.transfer.peers.reconnect import Reconnector
+from kvmover.transfer.peers.connections import Connections, Reconnector
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import MessageAuth, Unverified
 from kvmover.transfer.protocol.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.result import Ending, Gate, Transfer
 from kvmover.transfer.source.driver import SourceDriver
-from kvmover.transfer.source.registrations import Registrations
 from kvmover.transfer.source.writes import Writes
 from kvmover.transport.base import Event, Note, Transport
 
@@ -208,7 +211,7 @@ class Mover:
         understood, loaded or sent before the digests were compared, and before that its seal where there are keys.
         Raises PeerReplaced for a card of a process whose place a newer one took: it opens nothing.
         """
-        return self._connections.connect(self._core.auth.verify_card(card))
+        return self._connections.connect(self._core.auth.verify_card(card_of(card)))
 
     def disconnect(self, engine: str, rank: int | None = None) -> None:
         """Part from one rank of `engine`, or from all (None): an engine that was taken out of service is not dialled.
@@ -247,7 +250,8 @@ class Mover:
         `deadline_s`: seconds from now at which it fails; None: as configured.
         """
         self._check_thread()
-        tables = page_tables(pages)
+        tables, gates = page_tables(pages), gates_of(gates)
+        aux = None if aux is None else payload_of(aux)
         if gates is None:
             check_offered(tables, self._core.pools, self._core.end.fleet)
         else:
@@ -265,11 +269,11 @@ class Mover:
         its pages are named. The time that the transfer may take begins anew. Raises PlanError, and adds nothing, as
         `send`, and for a request that was sent without gates. Of a transfer that has ended nothing is kept.
         """
-        self._source.produced(transfer, gate, None if pages is None else page_tables(pages))
+        self._source.produced(transfer_of(transfer), gate_of(gate), None if pages is None else page_tables(pages))
 
     def attach(self, transfer: Transfer, payload: bytes) -> None:
         """Hand over the `aux` of a request that was sent without: the first token is known after the last layer."""
-        self._source.attach(transfer, payload)
+        self._source.attach(transfer_of(transfer), payload_of(payload))
 
     def refuse(self, request: str, reason: str) -> None:
         """This rank will not send `request`: destinations that ask, or have asked, hear why instead of waiting."""
@@ -303,7 +307,7 @@ class Mover:
             check_wanted(tables, self._core.pools, tokens, self._core.end.fleet)
         transfer = Transfer(request_name(request), self._core.clock())
         seconds = deadline_of(deadline_s, self._config.deadline_s)
-        self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, seconds, aux_from))
+        self._destination.receive(ReceiveRequest(transfer, engine, tokens, tables, seconds, ranks_of(aux_from)))
         return transfer
 
     def allocated(self, transfer: Transfer, pages: Sequence[npt.ArrayLike]) -> None:
@@ -315,11 +319,11 @@ class Mover:
         `receive`, for more pages than the request needs, and for a request that was received with its pages. Of a
         transfer that has ended, or is failing, nothing is kept.
         """
-        self._destination.allocated(transfer, page_tables(pages))
+        self._destination.allocated(transfer_of(transfer), page_tables(pages))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
         """Give a transfer up: it ends, with `reason` on both sides, when no write can touch its pages any more."""
-        self._source.abort(transfer, reason)
+        self._source.abort(transfer_of(transfer), reason)
         self._destination.abort(transfer, reason)
 
     def forget(self, engine: str, rank: int) -> None:
@@ -366,8 +370,8 @@ class Mover:
             self._core.later.popleft()()
         self._flush()
         if self.meter.beats != before:
-            moved_s, self._moved_s = self._core.moving_s - self._moved_s, self._core.moving_s
-            self._core.links.polled(self._core.clock() - began - moved_s)
+            before_s, self._moved_s = self._moved_s, self._core.moving_s
+            self._core.links.polled(self._core.clock() - began - (self._moved_s - before_s))
         return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events)
 
     def _flush(self) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
-from kvmover.errors import TransferFailed
+from kvmover.errors import PlanError, TransferFailed
+from kvmover.fields import settle_whole
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import Stage
 
@@ -40,7 +41,8 @@ class Passed(Protocol):
 class Gate:
     """Once `event` has passed (None: it has), layers below `layers` of positions below `tokens` are in the pages.
 
-    Layers by number in the whole model, positions in the whole request. A prefill that computes layer by layer records
+    Layers by number in the whole model, positions in the whole request. Raises PlanError for an event without `query`,
+    and for what is no number. A prefill that computes layer by layer records
     an event a group of layers, one that computes in chunks an event a chunk; one that does both, for each pair. Pages
     may be named later than the gate passes: what is in them moves when both has happened.
     """
@@ -48,6 +50,11 @@ class Gate:
     event: Passed | None
     layers: int = ALL
     tokens: int = ALL
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "gate", PlanError, layers=0, tokens=0)
+        if self.event is not None and not callable(getattr(self.event, "query", None)):
+            raise PlanError(f"gate has event = {self.event!r}; it must have query(), as a CUDA event has, or be None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,18 @@ class Result:
     def landed(self) -> bool:
         """Whether all bytes are in the pages (a receive), or all destinations have them (a send)."""
         return self.reason is None
+
+    @property
+    def ok(self) -> bool:
+        """As `landed`."""
+        return self.landed
+
+    def __str__(self) -> str:
+        """`landed: 40,960 bytes in 8.1 ms`, or `failed (deadline) after 5000.0 ms: ...`, whatever else is known."""
+        took = f"{self.seconds * 1e3:.1f} ms"
+        if self.landed:
+            return f"landed: {self.nbytes:,} bytes in {took}"
+        return f"failed ({self.cause}) after {took}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

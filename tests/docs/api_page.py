@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, is_dataclass
 from enum import Enum
 from functools import cached_property
@@ -37,7 +37,6 @@ PACKAGES = (
 
 #: Modules without an `__all__`, of which every public class and function is promised.
 WHOLE = (
-    "kvmover.errors",
     "kvmover.errors",
     "kvmover.observe.observers",
     "kvmover.observe.metrics",
@@ -123,9 +122,9 @@ TEXTS = {
 HEAD = """\
 # API
 
-Every public name, by the package that exports it. A row has the signature, the first sentence of the docstring, and
-what is raised; of a class of fields the signature is the fields. Below a class are its properties and methods, and the
-fields that its docstring says more of than name and type do. `help()` shows the whole docstring.
+Every public name, by the package that exports it. A row has the signature, and what the docstring says: parameters,
+what is returned, what is raised. Of a class of fields the signature is the fields. Below a class are its properties and
+methods, and the fields that its docstring says more of than name and type do. Examples are in `help()`.
 [Your engine](your-engine.md) shows the names that an engine needs. `kvmover` itself exports the names of its first
 table lazily: importing it loads neither torch nor NIXL. The adapters have pages of their own: [SGLang](sglang.md),
 [vLLM](vllm.md). This page is written by `python -m tests.docs.api_page`.
@@ -171,13 +170,13 @@ def rows(package: str, module: ModuleType, name: str) -> Iterator[tuple[str, str
         return
     held = list(fields(value)) if inspect.isclass(value) else []
     made = f"({', '.join(field for field, _ in held)})" if held else signature(value)
-    yield name + made, own or whole(value)
+    yield name + made, own or whole(value, [field.partition(":")[0] for field, _ in held])
     if not inspect.isclass(value):
         return
     yield from ((f"{name}.{field}", text) for field, text in held if text)
     for attribute, member in vars(value).items():
         if not attribute.startswith("_") and is_call(member):
-            text = told(documentation(member))
+            text = prose(documentation(member))
             if not text and name in IMPLEMENTS:
                 text = f"As {IMPLEMENTS[name]}.{attribute}."
             if not text and attribute.startswith("test_"):
@@ -224,13 +223,13 @@ def _short(default: str) -> str:
 
 
 def about(field: str, said: str) -> str:
-    """What a docstring says after "`field`:", up to the next such name; else its sentences that hold the name."""
+    """What a docstring says after "`field`:", up to the next such name."""
     texts = _sentences(said.split(">>>")[0])
     for at, text in enumerate(texts):
         if text.startswith(f"`{field}`: "):
             own = [text.partition(": ")[2], *itertools.takewhile(lambda other: other[0] != "`", texts[at + 1 :])]
             return " ".join(own)
-    return " ".join(text for text in texts if f"`{field}`" in text)
+    return ""
 
 
 def documentation(member: Any) -> str | None:
@@ -239,25 +238,26 @@ def documentation(member: Any) -> str | None:
     return member.__doc__ if said or wrapped else None
 
 
-def whole(value: Any) -> str:
-    """The first sentence, what is raised, and the members of an enum."""
-    text = told(documentation(value))
+def whole(value: Any, held: Sequence[str]) -> str:
+    """What a function's docstring says, or a class's without what it says of the fields `held`; members of an enum."""
+    text = prose(documentation(value), held)
     if inspect.isclass(value) and issubclass(value, Enum):
         return f"{text} One of {', '.join(f'`{member.value}`' for member in value)}."
     if inspect.isclass(value) and (made := vars(value).get("__init__")) is not None and not is_dataclass(value):
-        return " ".join(filter(None, (text, *_raised(made.__doc__))))
+        return " ".join(filter(None, (text, prose(made.__doc__))))
     return text
 
 
-def told(text: str | None) -> str:
-    """The first sentence, and those about what is raised."""
-    first = sentence(text)
-    return " ".join(dict.fromkeys((first, *_raised(text)))) if first else ""
-
-
-def _raised(text: str | None) -> list[str]:
-    prose = inspect.cleandoc(text or "").split(">>>")[0]
-    return [said for said in _sentences(prose) if re.match(r"Raises? \w", said)]
+def prose(text: str | None, held: Sequence[str] = ()) -> str:
+    """A docstring on one line, without its examples, and without what rows of their own say of fields."""
+    cut, shown = False, list[str]()
+    for said in _sentences(inspect.cleandoc(text or "").split(">>>")[0]):
+        of = re.match(r"`(\w+)`: ", said)
+        cut = bool(of and of[1] in held) or (cut and not said.startswith("`"))
+        shown += [] if cut else [said]
+    if shown and shown[-1].endswith(":"):  # the example's own introduction
+        shown.pop()
+    return " ".join(shown)
 
 
 def _sentences(text: str) -> list[str]:

@@ -136,7 +136,8 @@ def test_an_impossible_component_or_range_is_refused_with_its_values(make, messa
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.bfloat16, "bfloat16"), (np.dtype("float16"), "float16"), ("torch.int8", "int8")]
+    ("dtype", "name"),
+    [(torch.bfloat16, "bfloat16"), (np.dtype("float16"), "float16"), ("torch.int8", "int8"), (np.float32, "float32")],
 )
 def test_a_dtype_is_taken_as_torch_and_numpy_have_it(dtype: Any, name: str):
     assert Component.attention(2, 2, 8, dtype) == Component.attention(2, 2, 8, name)

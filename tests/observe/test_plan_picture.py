@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 from collections import Counter
 from itertools import pairwise
 from xml.etree import ElementTree as ET
@@ -10,7 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvmover.layout import Component
-from kvmover.observe import plan_picture, svg, words
+from kvmover.observe import formats, plan_picture, svg
 from kvmover.plan import RDMA, Plan, Replicas
 from kvmover.plan.explain import explain
 from kvmover.plan.fleet_text import FleetText
@@ -135,7 +136,7 @@ def test_a_rank_without_a_part_of_the_request_says_so() -> None:
 
 
 def test_the_examples_in_words_hold() -> None:
-    assert doctest.testmod(words).failed == 0
+    assert doctest.testmod(formats).failed == 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -148,3 +149,73 @@ def test_every_line_below_the_ranks_ends_inside_of_the_picture(case: str) -> Non
         if float(text.attrib["y"]) > bottom:
             wide, x = 5.5 * len(text.text or ""), float(text.attrib["x"])
             assert x - wide >= 0 if text.attrib["text-anchor"] == "end" else x + wide <= plan_picture.WIDTH
+
+
+#: Fleets of more ranks than anybody looks at one by one, and how many ranks are drawn of each.
+LARGE = {
+    "tp64-tp8cp8": (heads(8), "tp=64", "tp=8,cp=8", (1, 1)),
+    "tp1024-tp64": (heads(8), "tp=1024", "tp=64", (16, 1)),
+    "pp8-one": (heads(8), "tp=8,pp=8", "tp=1", (4, 1)),
+    "one-latent-tp64": (LATENT, "tp=1", "tp=64", (1, 4)),
+    "some-send-nothing": (LATENT, "tp=64,page=64", "tp=1,page=64", (3, 1)),
+    "cp-by-token": (heads(8), "tp=8,cp=8", "tp=4,cp=8,cp_order=token", (16, 8)),
+}
+
+
+def ranks_in(text: str) -> set[int]:
+    ends = [[int(end) for end in part.split("-")] for part in re.findall(r"\d+-\d+|\d+", text)]
+    return {rank for low, *high in ends for rank in range(low, (high or [low])[0] + 1)}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_of_a_large_fleet_one_pattern_is_drawn_for_all_that_are_like_it(case: str) -> None:
+    component, src, dst, drawn = LARGE[case]
+    tokens = 2 * 64 if case == "some-send-nothing" else 8192
+    root = parsed(draw(component, src, dst, tokens))
+    cards = [t for t in root.iter(f"{SVG}text") if str(t.text).startswith("rank ")]
+    left = {int(str(t.text)[5:]) for t in cards if float(t.attrib["x"]) < plan_picture.WIDTH / 2}
+    right = {int(str(t.text)[5:]) for t in cards if float(t.attrib["x"]) > plan_picture.WIDTH / 2}
+    assert (len(left), len(right)) == drawn
+    assert float(root.attrib["height"]) < 2600
+    legs = Plan(component, FleetText.parse(src).fleet, FleetText.parse(dst).fleet, 0, tokens).legs()
+    ribbons = [group.findtext(f"{SVG}title", "").split(":")[0] for group in root.iter(f"{SVG}g")]
+    between = [f"{leg.src_rank} to {leg.dst_rank}" for leg in legs if leg.src_rank in left and leg.dst_rank in right]
+    assert sorted(ribbons) == sorted(between)
+
+
+def test_every_rank_of_a_large_fleet_is_drawn_or_named() -> None:
+    for case in ("tp64-tp8cp8", "tp1024-tp64", "pp8-one", "one-latent-tp64"):
+        component, src, dst, (left, right) = LARGE[case]
+        notes = [str(t.text) for t in parsed(draw(component, src, dst, 8192)).iter(f"{SVG}text")]
+        (note,) = [text for text in notes if text.startswith("Not drawn: ")]
+        named = note.removeprefix("Not drawn: ").split(", as ")[0]
+        sizes = FleetText.parse(src).fleet.size, FleetText.parse(dst).fleet.size
+        if named.startswith(("source", "destination")):
+            side = int(named.startswith("destination"))
+            assert len(ranks_in(named)) + (left, right)[side] == sizes[side]
+        else:
+            assert tuple(len(ranks_in(part)) for part in named.split(" to ")) == (sizes[0] - left, sizes[1] - right)
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_what_is_said_of_ranks_that_are_not_drawn_ends_inside_of_the_picture(case: str) -> None:
+    root = parsed(draw(*LARGE[case][:3], tokens=8192))
+    for text in root.iter(f"{SVG}text"):
+        assert 0 < float(text.attrib["y"]) < float(root.attrib["height"])
+        if text.attrib["class"] == "ink" and text.attrib["text-anchor"] == "start":
+            assert float(text.attrib["x"]) + 5.5 * len(text.text or "") <= plan_picture.WIDTH
+
+
+def test_fleets_that_can_be_looked_at_are_drawn_whole() -> None:
+    text = draw(heads(8), "tp=16", "tp=8")
+    assert "Not drawn" not in text
+    assert text.count(">rank ") == 24
+
+
+def test_what_a_drawn_rank_gets_from_ranks_that_are_not_drawn_is_grey() -> None:
+    """Of 64 parts of one rank's cache 4 have the colour of a sender."""
+    root = parsed(draw(heads(8), "tp=8,pp=8", "tp=1"))
+    assert sum(len(boxes(root, svg.colour(rank), right=True)) for rank in range(4)) == 4
+    assert len(boxes(root, "#8d96a0", right=True)) == 60
+    assert "Grey: sent by ranks that are not drawn." in {t.text for t in root.iter(f"{SVG}text")}
+    assert "Grey" not in draw(heads(8), "tp=64", "tp=8,cp=8")

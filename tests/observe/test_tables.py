@@ -20,9 +20,9 @@ from kvmover.cache.ledger import Credit, Loss
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.layout import Component
 from kvmover.observe import plan_table, tables
+from kvmover.observe.formats import bytes_in_words
 from kvmover.observe.tables import Column, Sheet, bands
 from kvmover.observe.top import View, screen
-from kvmover.observe.words import bytes_in_words
 from kvmover.store import Namespace, PagePart, PageStore, memory_of_buffer
 from kvmover.testing.store import page_hash
 from kvmover.transfer.meter import Gauge

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvmover import cli
 from kvmover.cache.ledger import EVERYBODY, AccountGroup, Credit, Ledger, Loss, Prediction, Predictor
-from kvmover.cache.ledger.metrics import LedgerCollector
+from kvmover.cache.ledger.export import LedgerCollector
 from kvmover.cache.tiers import metrics as tiers
 from kvmover.cache.tiers.metrics import TierCollector
 from kvmover.errors import KvmoverError

@@ -18,7 +18,7 @@ import pytest
 import rundata
 
 from kvmover.cache.ledger import Credit, Ledger
-from kvmover.cache.ledger.metrics import LedgerCollector
+from kvmover.cache.ledger.export import LedgerCollector
 from kvmover.config import load
 from kvmover.errors import KvmoverError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec

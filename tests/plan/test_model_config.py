@@ -10,8 +10,9 @@ import pytest
 
 from kvmover import cli
 from kvmover.errors import LayoutError
+from kvmover.layout import Component
 from kvmover.plan.fleet_text import in_our_words
-from kvmover.plan.model_config import ModelSizes, sizes_of
+from kvmover.plan.model_config import ModelCache, cache_of
 
 LLAMA = {
     "num_hidden_layers": 80,
@@ -23,32 +24,65 @@ LLAMA = {
 MLA = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
+def attention(layers: int, heads: int, dim: int) -> Component:
+    return Component.attention(layers, heads, dim, "bfloat16")
+
+
 @pytest.mark.parametrize(
-    ("config", "sizes"),
+    ("config", "component"),
     [
-        (LLAMA, ModelSizes("attention", 80, "bfloat16", {"kv_heads": 8, "head_dim": 128})),
-        (LLAMA | {"head_dim": 64}, ModelSizes("attention", 80, "bfloat16", {"kv_heads": 8, "head_dim": 64})),
-        (MLA, ModelSizes("mla", 61, "bfloat16", {"latent_dim": 576})),
-        (MLA | {"dtype": "torch.float16"}, ModelSizes("mla", 61, "float16", {"latent_dim": 576})),
-        ({"text_config": LLAMA}, ModelSizes("attention", 80, "bfloat16", {"kv_heads": 8, "head_dim": 128})),
-        (
-            {"n_layer": 12, "n_head": 12, "n_embd": 768},
-            ModelSizes("attention", 12, "bfloat16", {"kv_heads": 12, "head_dim": 64}),
-        ),
-        (
-            LLAMA | {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2},
-            ModelSizes(
-                "attention",
-                2,
-                "bfloat16",
-                {"kv_heads": 8, "head_dim": 128},
-                "2 of 4 layers are not in this plan: sliding_attention",
-            ),
-        ),
+        (LLAMA, attention(80, 8, 128)),
+        (LLAMA | {"head_dim": 64}, attention(80, 8, 64)),
+        (MLA, Component.mla(61, 576, "bfloat16")),
+        (MLA | {"dtype": "torch.float16"}, Component.mla(61, 576, "float16")),
+        ({"text_config": LLAMA}, attention(80, 8, 128)),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768}, attention(12, 12, 64)),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768, "multi_query": True}, attention(12, 1, 64)),
     ],
 )
-def test_sizes_are_those_of_the_configuration(config: dict[str, Any], sizes: ModelSizes):
-    assert sizes_of(config) == sizes
+def test_sizes_are_those_of_the_configuration(config: dict[str, Any], component: Component):
+    assert cache_of(config) == ModelCache((component,))
+
+
+def test_a_dtype_that_is_given_stands_for_the_models_own():
+    assert cache_of(LLAMA, "float8_e4m3fn").components[0].row_bytes == 128
+
+
+def test_layers_with_a_window_and_states_of_recurrent_layers_are_components_beside_attention():
+    config = LLAMA | {
+        "layer_types": ["full_attention", "sliding_attention", "mamba", "chunked_attention"],
+        "sliding_window": 512,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 2,
+        "mamba_d_conv": 4,
+    }
+    cache = cache_of(config)
+    assert cache.components == (
+        attention(1, 8, 128),
+        Component.sliding(1, 8, 128, 512, "bfloat16"),
+        Component.state("temporal", 1, 48, 64 * 128, "float32"),
+        Component.state("convolution x", 1, 48, 64 * 3, "bfloat16"),
+        Component.state("convolution B", 1, 2, 128 * 3, "bfloat16"),
+        Component.state("convolution C", 1, 2, 128 * 3, "bfloat16"),
+    )
+    assert cache.note == "1 of 4 layers are not in this plan: chunked_attention"
+
+
+def test_layers_are_told_by_the_letters_of_a_hybrid():
+    config = LLAMA | {
+        "hybrid_override_pattern": "M-M*E",
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+    }
+    assert [(each.name, each.layers) for each in cache_of(config).components] == [
+        ("attention", 1),
+        *((name, 2) for name in ("temporal", "convolution x", "convolution B", "convolution C")),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,13 +90,15 @@ def test_sizes_are_those_of_the_configuration(config: dict[str, Any], sizes: Mod
     [
         ({}, "there is no num_hidden_layers or n_layer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0 is not a number of at least 1"),
-        ({"num_hidden_layers": 2, "layer_types": ["mamba", "mamba"]}, "no layer is full_attention"),
+        ({"layer_types": ["chunked", "mlp"]}, "no layer keeps a cache that is known: layer_types are chunked, mlp"),
+        ({"layer_types": ["mamba"]}, "there is no mamba_num_heads or mamba_n_heads"),
+        (LLAMA | {"layer_types": ["sliding_attention"]}, "there is no sliding_window"),
         ({"num_hidden_layers": 2, "kv_lora_rank": 512}, "there is no qk_rope_head_dim"),
     ],
 )
 def test_a_configuration_that_does_not_say_is_refused_with_the_key(config: dict[str, Any], reason: str):
     with pytest.raises(LayoutError, match=reason):
-        sizes_of(config)
+        cache_of(config)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +138,12 @@ def test_a_plan_of_a_model_is_the_one_of_its_sizes(tmp_path: Path, capsys: pytes
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     fleets = ("--src", "vllm -tp 4", "--dst", "tp=2,page=64,order=HND", "--json")
     sizes = ("--layers", "80", "--kv-heads", "8", "--head-dim", "128")
-    found = planned(capsys, "--model", str(tmp_path), *fleets)
-    assert found == planned(capsys, *sizes, "--src", "tp=4,page=16", *fleets[2:])
-    assert found[0] == 0
+    status, out = planned(capsys, "--model", str(tmp_path), *fleets)
+    found = json.loads(out)
+    (plan,) = found.pop("components")
+    assert (status, plan) == (0, json.loads(planned(capsys, *sizes, "--src", "tp=4,page=16", *fleets[2:])[1]))
+    assert found == {"model": str(tmp_path), "total_bytes": plan["total_bytes"]}
+    assert Component(**plan["component"]) == attention(80, 8, 128)
     assert planned(capsys, *fleets) == (
         2,
         "kvmover: --layers or --model is needed: nothing says how many layers there are\n",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmover.plan.cost import Route
 from kvmover.transfer.meter import Count
-from kvmover.transfer.protocol.lane import plans_between, related
+from kvmover.transfer.protocol.chunks import plans_between, related
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result
 from kvmover.transfer.tombstones import SERVED

@@ -12,21 +12,20 @@ import numpy as np
 import pytest
 
 from kvmover.transfer import core
-from kvmover.transfer.destination import credits, renewals
+from kvmover.transfer.destination import credits
 from kvmover.transfer.destination import driver as destination_driver
 from kvmover.transfer.destination import machine as destination_machine
 from kvmover.transfer.destination.attempts import ReceiveAttempt
 from kvmover.transfer.destination.driver import DestinationDriver
-from kvmover.transfer.destination.leases import WriteLeases
-from kvmover.transfer.destination.quarantine import Quarantine, Retransmissions
-from kvmover.transfer.destination.renewals import Renewals
+from kvmover.transfer.destination.quarantine import Quarantine, Retransmissions, WriteLeases
 from kvmover.transfer.destination.state import Action, Free, Receiving, WriterChunk
-from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena
-from kvmover.transfer.memory.slabs import Renewal
+from kvmover.transfer.memory import registrations
+from kvmover.transfer.memory.arena import ALIGN_BYTES, Arena, Renewal
+from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.peers.liveness import Duty, Liveness
 from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.lane import Lane
+from kvmover.transfer.protocol.chunks import Lane
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import machine as source_machine
 from kvmover.transfer.source.attempts import Request, SendAttempt
@@ -208,7 +207,7 @@ def a_source_may_have_all(patch: pytest.MonkeyPatch) -> None:
 
 def a_slab_is_renewed_under_its_neighbours(patch: pytest.MonkeyPatch) -> None:
     """Whoever else has a region of it is shut out with the lost."""
-    patch.setattr(renewals, "renewal", lambda arena, lost: Renewal(tuple(sorted(set(map(arena.slab_of, lost))))))
+    patch.setattr(registrations, "renewal", lambda arena, lost: Renewal(tuple(sorted(set(map(arena.slab_of, lost))))))
 
     def renew(self: Arena, slab: int) -> list[int]:
         freed = [offset for offset in self._quarantined if self.slab_of(offset) == slab]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kvmover.transfer.protocol.lane import Lane
+from kvmover.transfer.protocol.chunks import Lane
 
 #: What one schedule plans, and not much more: other schedules plan something else.
 KEPT = 128

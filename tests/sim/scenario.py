@@ -9,8 +9,7 @@ from kvmover.layout import Component, Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.plan.cost import Costs, Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer.config import Integrity, MoverConfig
-from kvmover.transfer.peers.reconnect import Backoff
+from kvmover.transfer.config import Backoff, Integrity, MoverConfig
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import ALL
 from kvmover.transport import Revocation

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from mover_fleets import CONFIG, Bench, Pair
 
 from kvmover.layout import Component, Fleet
-from kvmover.transfer.config import MoverConfig
-from kvmover.transfer.threads.pace import Pace
+from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.threads.progress import Progress
-from kvmover.transfer.threads.shared import SharedMover
+from kvmover.transfer.threads.shared_mover import SharedMover
 from kvmover.transport import LoopbackNetwork, LoopbackTransport, Transport
 from kvmover.transport.base import Event
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from kvmover.errors import TransportError
 from kvmover.transfer.rendezvous import Directory, Entry, EtcdDirectory
-from kvmover.transfer.rendezvous.gateway import Gateway
+from kvmover.transfer.rendezvous.etcd import Gateway
 
 ETCD = shutil.which("etcd")
 

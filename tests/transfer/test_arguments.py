@@ -10,9 +10,9 @@ import torch
 from mover_fleets import CONFIG, Bench, Pair
 from progress_cases import Threads
 
-from kvmover.errors import KvmoverError, LayoutError, PlanError
+from kvmover.errors import KvmoverError, LayoutError, PeerRefused, PlanError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.transfer import AsyncMover, Model, Mover, MoverConfig, Place, Progress, SharedMover
+from kvmover.transfer import AsyncMover, Gate, Model, Mover, MoverConfig, Place, Progress, SharedMover
 from kvmover.transport import LoopbackNetwork, LoopbackTransport
 
 ATTENTION = Component.attention(2, 2, 8, "float32")
@@ -102,6 +102,31 @@ def test_a_page_that_two_parts_of_a_request_would_land_in_is_refused():
     with pytest.raises(PlanError, match=f"page id {table[0]} is twice in the page table of attention"):
         pair.dst.movers[0].receive("request", "prefill", range(pair.tokens), [[*table[:-1], table[0]]])
     pair.bench.assert_nothing_is_left()
+
+
+def test_a_page_that_two_parts_of_a_sent_request_would_be_in_is_refused():
+    """Whichever of them is in it, the other would be sent the wrong KV."""
+    pair = Pair.of()
+    (source, *_), table = pair.src.movers, pair.src_tables[0][0].tolist()
+    page = f"page id {table[0]} is twice in the page table of attention"
+    with pytest.raises(PlanError, match=page):
+        source.send("request", [[*table[:-1], table[0]]])
+    growing = source.send("request", [table[:1]], gates=[])
+    with pytest.raises(PlanError, match=page):
+        source.produced(growing, Gate(None, tokens=8), [[table[1], table[0]]])
+    source.produced(growing, Gate(None), [table[1:]])
+    others = [
+        mover.send("request", tables) for mover, tables in zip(pair.src.movers[1:], pair.src_tables[1:], strict=True)
+    ]
+    pair.bench.ended([growing, *others, *pair.receive()])
+    pair.assert_landed()
+
+
+def test_states_and_pages_of_windows_may_repeat_in_what_is_sent():
+    """Engines fill up with any page what lies before a window; only they know where it begins."""
+    bench = Bench((Component.sliding(2, 2, 8, 8, "float32"), Component.state("state", 2, 2, 8, "float32", states=2)))
+    source = bench.engine("prefill", Fleet(page_tokens=4)).movers[0]
+    assert source.send("request", [[7, 7, 3, 4], [5, 5]]).result is None
 
 
 @pytest.mark.parametrize("wanted", ["some", "nothing"])
@@ -227,6 +252,64 @@ def test_a_mover_refuses_arguments_in_another_order():
 def test_a_mover_config_refuses_sizes_and_times_that_cannot_be(settings: dict[str, Any], reason: str):
     with pytest.raises(LayoutError) as refused:
         MoverConfig(**settings)
+    assert str(refused.value) == reason
+
+
+def test_what_belongs_to_a_request_is_refused_at_the_call_if_it_is_of_another_kind():
+    pair = Pair.of()
+    source, table = pair.src.movers[0], pair.src_tables[0]
+    no: Any = 5
+    for gates in (no, [no], ["layer 3"]):
+        with pytest.raises(PlanError, match=r"gates = 5; give a list of Gate|a gate is a Gate\(event\), got"):
+            source.send("request", table, gates=cast(Any, gates))
+    with pytest.raises(PlanError, match="aux = 'token'; it must be bytes"):
+        source.send("request", table, aux=cast(Any, "token"))
+    with pytest.raises(PlanError, match="aux_from = 0; give a list of ranks"):
+        pair.dst.movers[0].receive("request", "prefill", range(8), None, aux_from=cast(Any, 0))
+    with pytest.raises(PlanError, match=r"a rank of aux_from = 0\.0; it must be a whole number"):
+        pair.dst.movers[0].receive("request", "prefill", range(8), None, aux_from=cast(Any, [0.0]))
+    calls: list[Any] = [
+        lambda: source.produced(no, Gate(None)),
+        lambda: source.attach(no, b"token"),
+        lambda: source.allocated(no, [[1]]),
+        lambda: source.abort(no, "enough"),
+    ]
+    for call in calls:
+        with pytest.raises(PlanError, match="a transfer is what send or receive returned, got 5"):
+            call()
+    pair.bench.assert_nothing_is_left()
+    growing = source.send("request", table, gates=[])
+    with pytest.raises(PlanError, match=r"a gate is a Gate\(event\), got 5"):
+        source.produced(growing, no)
+    with pytest.raises(PlanError, match="aux = 5; it must be bytes"):
+        source.attach(growing, no)
+
+
+def test_a_payload_and_a_card_are_taken_as_any_bytes():
+    pair = Pair.of()
+    sent = [
+        mover.send("request", table, aux=cast(Any, bytearray(b"token")))
+        for mover, table in zip(pair.src.movers, pair.src_tables, strict=True)
+    ]
+    landed = pair.dst.movers[0].receive("request", "prefill", range(pair.tokens), pair.dst_tables[0], aux_from=[0])
+    pair.bench.ended([landed, *sent])
+    assert landed.landed().aux == {0: b"token"}
+    assert pair.dst.movers[0].connect(cast(Any, memoryview(pair.src.movers[0].card))).startswith("prefill0")
+    with pytest.raises(PeerRefused, match="a card is bytes, got 'prefill-0'"):
+        pair.dst.movers[0].connect(cast(Any, "prefill-0"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"event": 5}, "gate has event = 5; it must have query(), as a CUDA event has, or be None"),
+        ({"event": None, "layers": -1}, "gate has layers = -1; it must not be negative"),
+        ({"event": None, "tokens": 1.5}, "gate has tokens = 1.5; it must be a whole number"),
+    ],
+)
+def test_a_gate_is_checked_when_it_is_made(settings: dict[str, Any], reason: str):
+    with pytest.raises(PlanError) as refused:
+        Gate(**settings)
     assert str(refused.value) == reason
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.transfer.peers import budget
+from kvmover.transfer import tombstones
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.source import early
 from kvmover.transfer.source.early import EarlyWants
@@ -113,7 +113,7 @@ def test_who_waits_is_known_until_the_last_request_is_served():
 
 
 def test_what_is_kept_for_a_peer_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(budget, "PEER_BYTES", 5024)
+    monkeypatch.setattr(tombstones, "PEER_BYTES", 5024)
     wants = EarlyWants()
     assert wants.wait(peer("a"), want("one", 1, 2000), 10.0)
     assert not wants.wait(peer("a"), want("two", 1, 1400), 10.0)

@@ -17,9 +17,9 @@ from kvmover.errors import PeerRefused, PlanError
 from kvmover.layout import Fleet, Layout, Pool, PoolSpec
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
+from kvmover.transfer import tombstones
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.peers import budget
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Card, Place, Rank, read_card
 from kvmover.transfer.protocol.wire import Verb
@@ -161,7 +161,7 @@ def followed(number: int) -> Iterator[wire.AnyMessage]:
     ("flood", "count"), [(aborts, 2000), (wants, 4000), (tables, 12), (payloads, 8), (followed, 4)]
 )
 def test_what_a_peer_says_fills_its_budget_and_no_more(flood: Flood, count: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(budget, "PEER_BYTES", 1 << 20)
+    monkeypatch.setattr(tombstones, "PEER_BYTES", 1 << 20)
     pair = Pair.of(clock=HandClock())
     mover, say = hostile(pair)
     source = pair.src.movers[0]

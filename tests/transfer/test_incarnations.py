@@ -11,9 +11,9 @@ from mover_network import FaultyNetwork
 
 from kvmover.errors import PeerRefused, PeerReplaced, PeerUnknown
 from kvmover.layout import Fleet, Pool
+from kvmover.transfer.config import Backoff
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import Key, Keys
 from kvmover.transfer.protocol.handshake import Card, Place, Rank

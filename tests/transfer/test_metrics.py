@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmover.cache.ledger import Ledger
-from kvmover.cache.ledger.metrics import LedgerCollector
+from kvmover.cache.ledger.export import LedgerCollector
 from kvmover.exposition import OPERATION_BOUNDS_S, DurationHistogram
 from kvmover.layout import Fleet
 from kvmover.observe.metrics import METRICS, Metered, MoverCollector

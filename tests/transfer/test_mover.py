@@ -22,6 +22,7 @@ from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Model, Place, read_card, write_card
 from kvmover.transfer.result import Result, Transfer
 from kvmover.transport import LoopbackTransport
+from kvmover.transport.base import Revocation
 from tests.proofs import searched
 
 ROUTES = [Route.DIRECT, Route.PACKED]
@@ -201,15 +202,34 @@ def test_full_arenas_wait_instead_of_dropping(src_arena: int, dst_arena: int):
     bench.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("arena_bytes", [1000, 1023, 1024 + 255])
-def test_a_chunk_that_fits_no_arena_is_refused_before_anything_is_asked(arena_bytes: int):
-    """A region takes multiples of 256 bytes, and so does an arena, whatever its size."""
-    costs = replace(SMALL_CHUNKS, chunk_bytes=1)  # a chunk is a page of four tokens
-    pair = Pair.of(config=replace(CONFIG, costs=costs, arena_bytes=arena_bytes), tokens=40)
-    with pytest.raises(PlanError, match="does not fit the arena"):
-        pair.receive()
-    pair.bench.turn()
-    pair.bench.assert_nothing_is_left()
+@pytest.mark.parametrize("arena_bytes", [1000, 2047, 2048 + 255])
+def test_an_arena_holds_one_layer_of_a_page_or_no_mover_is_made_with_it(arena_bytes: int):
+    """Of 4 tokens with K and V of 2 heads of 64 bfloat16: 2,048 bytes, less than which no chunk can always be."""
+    bench = Bench((Component("attention", 2, 2, 2, 64, "bfloat16"),), replace(CONFIG, arena_bytes=arena_bytes))
+    if arena_bytes >= 2048:
+        bench.engine("prefill", Fleet(page_tokens=4))
+        return
+    with pytest.raises(LayoutError) as refused:
+        bench.engine("prefill", Fleet(page_tokens=4))
+    wanted = f"arena_bytes = {arena_bytes}; one layer of a page of attention is a chunk of 2048 bytes"
+    assert str(refused.value) == wanted
+
+
+def test_an_arena_of_slabs_has_room_for_one_layer_of_a_page_in_each():
+    """Chunks are to be of 256 bytes and cannot be."""
+    costs = replace(SMALL_CHUNKS, chunk_bytes=1)
+    config = replace(CONFIG, arena_bytes=4 * 2048, revocation=Revocation.PROVEN, costs=costs)
+    bench = Bench((Component("attention", 2, 2, 2, 64, "bfloat16"),), config)
+    src, dst = (bench.engine(name, Fleet(page_tokens=4)) for name in ("prefill", "decode"))
+    assert dst.movers[0]._core.incoming.arena.slab_bytes == 2048
+    dst.connect(src)
+    bench.turn()
+    pair = Pair.request(bench, src, dst, 40)
+    transfers = [*pair.send(), *pair.receive()]
+    bench.ended(transfers)
+    assert reasons(transfers) == [None, None]
+    pair.assert_landed()
+    bench.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("odd", [1, 100, 255])
@@ -247,9 +267,11 @@ def test_a_page_of_all_layers_that_fits_no_arena_goes_by_fewer_layers(smaller: s
 
 
 def test_a_source_whose_arena_is_too_small_for_a_layer_is_not_asked():
+    """No Mover is made with one, so it is a peer of another making, which says so on its card."""
     bench = Bench((Component("attention", 2, 2, 2, 64, "bfloat16"),))
-    src = bench.engine("prefill", Fleet(page_tokens=4), config=replace(CONFIG, arena_bytes=256))
-    dst = bench.engine("decode", Fleet(page_tokens=4))
+    src, dst = (bench.engine(name, Fleet(page_tokens=4)) for name in ("prefill", "decode"))
+    core = src.movers[0]._core
+    core.card = msgspec.structs.replace(core.card, staging=replace(core.card.staging, nbytes=256))
     dst.connect(src)
     bench.turn()
     pair = Pair.request(bench, src, dst, 100)

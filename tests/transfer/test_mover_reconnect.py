@@ -1,6 +1,6 @@
 """Peers that are cut off, stopped, restarted and back again: what they may write is kept out of use until then.
 
-The transport is taken to prove nothing of deregistered memory, as NIXL does not; see `test_renewals` for others.
+The transport is taken to prove nothing of deregistered memory, as NIXL does not; see `test_registrations` for others.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from mover_network import FaultyNetwork
 
 from kvmover.layout import Fleet
 from kvmover.plan.cost import Route
+from kvmover.transfer.config import Backoff
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.meter import Count
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.peers.reconnect import Backoff
 from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Cause, Result, Transfer

@@ -22,12 +22,11 @@ from progress_cases import Threads
 
 from kvmover.errors import DeadlineExceeded, KvmoverError, LayoutError, PeerUnknown, PlanError, TransportError
 from kvmover.plan.cost import Route
-from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.meter import Count, Gauge
 from kvmover.transfer.result import Cause, Gate, Transfer
-from kvmover.transfer.threads.pace import Pace
 from kvmover.transfer.threads.progress import Progress
-from kvmover.transfer.threads.shared import SharedMover
+from kvmover.transfer.threads.shared_mover import SharedMover
 
 #: Naps that only a call ends: where one does not, the test does not end either.
 ASLEEP = Pace(share=1e9, idle_s=3600.0)

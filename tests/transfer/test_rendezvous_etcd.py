@@ -15,7 +15,7 @@ from rendezvous_peers import ETCD, EtcdServer, Publisher, etcd_directory, eventu
 from kvmover.errors import DeadlineExceeded, LayoutError, PeerLost, TransportUnavailable
 from kvmover.transfer.rendezvous import Entry, EtcdDirectory
 from kvmover.transfer.rendezvous.directory import write_entries
-from kvmover.transfer.rendezvous.gateway import EtcdRefused, Gateway
+from kvmover.transfer.rendezvous.etcd import EtcdRefused, Gateway
 
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="needs an etcd server (Debian: etcd-server)")
 pytestmark = pytest.mark.timeout(60)

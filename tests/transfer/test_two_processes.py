@@ -15,7 +15,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 from mover_peer import DEADLINE_S, MoverProcess, Side, footprint
 
 from kvmover.plan.cost import Route
-from kvmover.transfer.peers.reconnect import Backoff
+from kvmover.transfer.config import Backoff
 from tests.proofs import family
 
 pytestmark = pytest.mark.timeout(90)

@@ -10,9 +10,8 @@ from kvmover.cache.ledger.account import (
     Prediction,
     Predictor,
 )
-from kvmover.cache.ledger.export import JsonLines, read_accounts
+from kvmover.cache.ledger.export import JsonLines, LedgerCollector, Residency, read_accounts
 from kvmover.cache.ledger.ledger import EVERYBODY, Book, FaultPolicy, Ledger, PredictionTotals, TimeWindow, Totals
-from kvmover.cache.ledger.metrics import LedgerCollector, Residency
 from kvmover.exposition import DurationHistogram
 
 __all__ = [

@@ -1,16 +1,158 @@
-"""JsonLines writes accounts as JSON, one ended attempt a line, for whoever wants other sums than ours."""
+"""A ledger is shown to others: by LedgerCollector as Prometheus metrics, by JsonLines as a line of JSON an account.
+
+Metrics are read when scraped, so nothing is counted twice and no event pays for them. They say too how long pages live,
+lie idle and wait for their next use: without these times a cache that is too small and an idle one look alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO
+from types import MappingProxyType, TracebackType
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from kvmover.cache.ledger.account import Account
+from kvmover.cache.ledger.ledger import Ledger
 from kvmover.errors import KvmoverError
+from kvmover.exposition import DurationHistogram, Metric, MetricKind
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+_SOURCES = ("device", "host", "storage", "computed", "abandoned")
+_ENDS = ("finished", "retracted", "aborted")
+_OUTCOMES = ("foreseen", "missed", "unforeseen")
+_GROUP = ("tenant", "model", "attempt")
+_COUNTER, _TIMES = MetricKind.COUNTER, MetricKind.HISTOGRAM
+
+_TOKENS = Metric("prompt_tokens", _COUNTER, "Prompt tokens by where their KV came from.", (*_GROUP, "source"))
+_LOST = Metric("lost_tokens", _COUNTER, "Reusable tokens that were computed again, by reason.", (*_GROUP, "reason"))
+_ATTEMPTS = Metric("attempts", _COUNTER, "Attempts by how they ended.", (*_GROUP, "end"))
+_SAVED = Metric("saved_bytes", _COUNTER, "KV that was not computed.", ("tenant", "model"))
+_PREDICTED = Metric(
+    "predicted_tokens",
+    _COUNTER,
+    "Prompt tokens of first attempts by what was predicted of them: foreseen hits; missed, no hits; unforeseen hits.",
+    ("tenant", "model", "by", "outcome"),
+)
+_PREDICTIONS = Metric("predicted_requests", _COUNTER, "First attempts with a prediction.", ("tenant", "model", "by"))
+_FAULTS = Metric("ledger_faults", _COUNTER, "Events that did not balance.", ())
+_NEVER = Metric("never_admitted", _COUNTER, "Requests that ended before they began.", ())
+_NEVER_RESUMED = Metric("never_resumed", _COUNTER, "Requests that ended between a retraction and the next attempt.", ())
+#: By what a Residency calls them.
+_STAYS = {
+    "lifetimes": Metric("page_lifetime", _TIMES, "From a page's storing to its removal.", ("tier",)),
+    "idles": Metric("page_idle", _TIMES, "From a page's last use to its removal.", ("tier",)),
+    "gaps": Metric("page_reuse_gap", _TIMES, "Between two uses of a page.", ("tier",)),
+}
+
+
+class LedgerCollector:
+    """For `prometheus_client`: `REGISTRY.register(LedgerCollector(ledger, {"device": residency}))`.
+
+    Sums over `source` are prompt tokens, label by label. `attempt` is `first`, or `again` after a retraction: rates of
+    traffic are of `first` alone. Scrape in the ledger's own thread, or between its events.
+    """
+
+    def __init__(self, ledger: Ledger, tiers: Mapping[str, Residency] = MappingProxyType({})) -> None:
+        self._ledger, self._tiers = ledger, tiers
+
+    def collect(self) -> Iterator[Family]:
+        """The metric families of docs/metrics.md. For prometheus_client."""
+        tokens, lost, attempts, saved = (cast(Any, each.family()) for each in (_TOKENS, _LOST, _ATTEMPTS, _SAVED))
+        predicted, predictions = (cast(Any, each.family()) for each in (_PREDICTED, _PREDICTIONS))
+        for group in self._ledger.groups():
+            book = self._ledger.total(group)
+            saved.add_metric((group.tenant, group.model), self._ledger.saved_bytes(group))
+            for attempt, totals in (("first", book.first), ("again", book.again)):
+                labels = (group.tenant, group.model, attempt)
+                for source in _SOURCES:
+                    tokens.add_metric((*labels, source), getattr(totals, f"{source}_tokens"))
+                for end in _ENDS:
+                    attempts.add_metric((*labels, end), getattr(totals, end))
+                for reason, count in totals.lost.items():
+                    lost.add_metric((*labels, reason), count)
+            for by, sums in book.first.predictions.items():
+                predictions.add_metric((group.tenant, group.model, by), sums.requests)
+                for outcome in _OUTCOMES:
+                    count = getattr(sums, f"{outcome}_tokens")
+                    predicted.add_metric((group.tenant, group.model, by, outcome), count)
+        yield from (tokens, lost, attempts, saved, predicted, predictions)
+        for metric, count in (
+            (_FAULTS, self._ledger.faults),
+            (_NEVER, self._ledger.never_admitted),
+            (_NEVER_RESUMED, self._ledger.never_resumed),
+        ):
+            alone: Any = metric.family()
+            alone.add_metric((), count)
+            yield alone
+        yield from self._stays()
+
+    def _stays(self) -> Iterator[Family]:
+        for attribute, metric in _STAYS.items():
+            family: Any = metric.family()
+            for tier, residency in self._tiers.items():
+                histogram = getattr(residency, attribute)
+                family.add_metric((tier,), histogram.cumulative(), histogram.sum_s)
+            yield family
+
+
+#: Upper bounds of how long pages stay, in seconds: a millisecond to three days and a half, by factors of four.
+STAY_BOUNDS_S = tuple(0.001 * 4**power for power in range(15))
+
+
+@dataclass(slots=True)
+class _Stay:
+    stored_s: float
+    used_s: float
+
+
+class Residency:
+    """Three histograms of one tier's pages: `lifetimes`, `idles` (last use to removal) and `gaps` (use to use).
+
+    A page costs a third of a microsecond an event, so hand over a sample of them: always the same ids, for example
+    those divisible by 61. Pages whose storing was not seen are not counted.
+
+    >>> residency = Residency()
+    >>> residency.stored([7], 1.0)
+    >>> residency.used([7], 5.0)
+    >>> residency.removed([7], 8.0)
+    >>> residency.lifetimes.sum_s, residency.idles.sum_s, residency.gaps.sum_s
+    (7.0, 3.0, 4.0)
+    """
+
+    def __init__(self) -> None:
+        self.lifetimes, self.idles, self.gaps = (DurationHistogram(STAY_BOUNDS_S) for _ in range(3))
+        self._stays = dict[int, _Stay]()
+
+    def __len__(self) -> int:
+        """Pages that are there."""
+        return len(self._stays)
+
+    def stored(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages have come to the tier, which counts as their first use."""
+        for page in pages:
+            self._stays[page] = _Stay(now_s, now_s)
+
+    def used(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages were read; those that are not there are passed over."""
+        for page in pages:
+            stay = self._stays.get(page)
+            if stay:
+                self.gaps.add(now_s - stay.used_s)
+                stay.used_s = now_s
+
+    def removed(self, pages: Iterable[int], now_s: float) -> None:
+        """Pages have left the tier."""
+        for page in pages:
+            stay = self._stays.pop(page, None)
+            if stay:
+                self.lifetimes.add(now_s - stay.stored_s)
+                self.idles.add(now_s - stay.used_s)
+
 
 _FLUSH_BYTES = 1 << 16
 

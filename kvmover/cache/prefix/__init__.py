@@ -13,11 +13,11 @@ from kvmover.cache.prefix.components import (
 )
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, WriteBack, WriteThrough
 from kvmover.cache.prefix.copies import TierCopy
-from kvmover.cache.prefix.errors import InvariantBroken, PrefixError, StaleHandle
 from kvmover.cache.prefix.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EventPublisher,
     KVEvent,
     KVEventBatch,
     Medium,
@@ -28,7 +28,6 @@ from kvmover.cache.prefix.events import (
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds, chain
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey
 from kvmover.cache.prefix.policy import EARNED, FIFO, LFU, LRU, POLICIES, PRIORITY, SLRU, EvictionPolicy
-from kvmover.cache.prefix.publisher import EventPublisher
 from kvmover.cache.prefix.results import (
     ROOT,
     ActionList,
@@ -45,6 +44,7 @@ from kvmover.cache.prefix.results import (
     Tier,
 )
 from kvmover.cache.prefix.tree import PrefixTree
+from kvmover.errors import InvariantBroken, PrefixError, StaleHandle
 
 __all__ = [
     "ALL_PAGES",

@@ -13,14 +13,13 @@ from typing import cast
 from kvmover.cache.prefix.columns import ID_BYTES, EvictableSet
 from kvmover.cache.prefix.config import WriteBack
 from kvmover.cache.prefix.copies import CopyRecord
-from kvmover.cache.prefix.core import PYTHON_CORE
-from kvmover.cache.prefix.errors import InvariantBroken
-from kvmover.cache.prefix.forest import Forest
+from kvmover.cache.prefix.forest import PYTHON_CORE, Forest
 from kvmover.cache.prefix.hashes import chain
 from kvmover.cache.prefix.keys import page_array
 from kvmover.cache.prefix.node import LockedPath, Node
 from kvmover.cache.prefix.policy import Order, Recency
 from kvmover.cache.prefix.results import Tier
+from kvmover.errors import InvariantBroken
 
 INVARIANTS = {
     1: "a root has no parent and no pages, is locked for ever and never given up",

@@ -1,7 +1,7 @@
 """The Columns of a tree are its nodes, sums and orders, and the steps over them that requests take most.
 
 This is the definition. The same class stands in C in `core/`, where it was built; every other part of the tree works
-on either, and `core` says which.
+on either, and `forest.chosen` says which.
 """
 
 from __future__ import annotations

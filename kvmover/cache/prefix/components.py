@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.cache.prefix.errors import PrefixError
+from kvmover.errors import PrefixError
 
 #: The name of attention KV, which every tree has.
 FULL = "full"

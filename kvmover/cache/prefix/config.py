@@ -7,9 +7,9 @@ from enum import Enum
 from typing import TypeAlias
 
 from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
-from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.keys import WORD_BYTES, KeyUnits
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
+from kvmover.errors import PrefixError
 from kvmover.fields import settle
 
 

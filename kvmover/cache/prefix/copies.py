@@ -17,13 +17,13 @@ import msgspec
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import WriteBack
-from kvmover.cache.prefix.errors import PrefixError, StaleHandle
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import positions, walk
 from kvmover.cache.prefix.node import LockedSegment, Node, page_hashes
 from kvmover.cache.prefix.results import ActionList, CopyLeg, FreePages, Inserted, LockHandle, PageArray, Tier
+from kvmover.errors import PrefixError, StaleHandle
 
 
 class TierCopy(msgspec.Struct, frozen=True, eq=False):
@@ -106,8 +106,8 @@ class CopyRecords:
                 f"a copy of node {node.id} to the {dst.name.lower()} takes {names[0]} ids, got {names[1]}"
             )
         parts = tuple(self._part(each, index, src, brought) for index, each in sources)
-        full = [part.first for part in parts if part.index < 0]
-        record = CopyRecord(self.number(), src, dst, node, min(full, default=node.end), parts)
+        first = min((each.start for _, each in sources), default=node.end)
+        record = CopyRecord(self.number(), src, dst, node, first, parts)
         segments = tuple(LockedSegment(part.index, part.first, part.stop) for part in parts if part.index >= 0)
         record.handles = (self._locks.device(node, segments),)
         if src is Tier.HOST:

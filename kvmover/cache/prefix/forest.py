@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
+from kvmover.cache.prefix import columns
+from kvmover.cache.prefix.c_core import NATIVE
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
-from kvmover.cache.prefix.core import TreeCore, chosen
-from kvmover.cache.prefix.errors import StaleHandle
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace
 from kvmover.cache.prefix.node import LockedPath, Node, page_hashes
 from kvmover.cache.prefix.policy import LRU, Order
 from kvmover.cache.prefix.results import ROOT, Tier
+from kvmover.errors import StaleHandle
 
 
 class PrefixEnd(NamedTuple):
@@ -279,3 +280,19 @@ def _set(node: Node, tier: Tier, index: int, ids: bytes | None) -> None:
         at.pages = ids
     else:
         at.host = ids
+
+
+class TreeCore(Protocol):
+    """A module that has columns: `columns`, or the one in C, whose objects have the same attributes and methods."""
+
+    Columns: type[columns.Columns]
+
+
+PYTHON_CORE: TreeCore = columns
+#: None where it was not built, or must not be used.
+C_CORE: TreeCore | None = cast("TreeCore | None", NATIVE)
+
+
+def chosen() -> TreeCore:
+    """The core of trees that nobody brings one for."""
+    return C_CORE or PYTHON_CORE

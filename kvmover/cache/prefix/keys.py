@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.cache.prefix.errors import PrefixError
+from kvmover.cache.prefix.c_core import NATIVE
 from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, TokenIds, chain_bytes
-from kvmover.cache.prefix.native import NATIVE
+from kvmover.errors import PrefixError
 
 #: Page ids as they are handed in: a buffer of int32 is taken as it lies, anything else is converted.
 PageIds: TypeAlias = TokenIds

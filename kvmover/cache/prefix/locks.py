@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from itertools import count
 
 from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.errors import PrefixError, StaleHandle
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.node import LockedPath, LockedSegment, Node
 from kvmover.cache.prefix.results import LockHandle, Tier
+from kvmover.errors import PrefixError, StaleHandle
 
 #: Numbers of handles, of all trees of the process: one tree's handle opens nothing in another.
 NUMBERS = count(1)

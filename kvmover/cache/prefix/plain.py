@@ -12,10 +12,9 @@ from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
 from kvmover.cache.prefix.config import EvictionGranularity
 from kvmover.cache.prefix.forest import Forest
-from kvmover.cache.prefix.joins import SHORTEST_RUN, join
 from kvmover.cache.prefix.keys import RadixKey, page_array, unlike
 from kvmover.cache.prefix.locks import NUMBERS
-from kvmover.cache.prefix.match import MISS, descend
+from kvmover.cache.prefix.match import MISS, SHORTEST_RUN, descend, join
 from kvmover.cache.prefix.node import LockedPath, Node
 from kvmover.cache.prefix.results import ActionList, FreePages, Inserted, LockHandle, Match, Tier
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.keys import NO_IDS
+from kvmover.errors import PrefixError
 from kvmover.fields import member
 
 PageArray: TypeAlias = npt.NDArray[np.int32]

@@ -14,16 +14,14 @@ from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL, Sidecar, TreeComponent
 from kvmover.cache.prefix.config import DeviceOnly, EvictionGranularity, Tiers, TreeConfig, WriteBack
 from kvmover.cache.prefix.copies import CopyRecords, FetchRecord, TierCopy, land, land_held, offered
-from kvmover.cache.prefix.errors import PrefixError
 from kvmover.cache.prefix.events import Journal, KVEvent, Sink
 from kvmover.cache.prefix.evict import Eviction
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.hashes import PrefixNamespace, TokenIds
 from kvmover.cache.prefix.insert import Insertion, Offer
-from kvmover.cache.prefix.joins import join
 from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageIds, RadixKey, page_array, words
 from kvmover.cache.prefix.locks import Locks
-from kvmover.cache.prefix.match import Descent, descend, matched, walk
+from kvmover.cache.prefix.match import Descent, descend, join, matched, walk
 from kvmover.cache.prefix.node import Node, page_hashes
 from kvmover.cache.prefix.plain import PlainSteps
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
@@ -39,6 +37,7 @@ from kvmover.cache.prefix.results import (
     Sizes,
     Tier,
 )
+from kvmover.errors import PrefixError
 from kvmover.fields import member
 
 
@@ -288,8 +287,6 @@ class PrefixTree:
         EvictionGranularity.NODE, whole nodes. `room` are free host pages for a tree that writes back; those not named
         in a CopyOut stay the caller's.
         """
-        if self._plain is not None and component == FULL and not len(room):
-            return self._plain.evict(pages)
         return self.evict_pools({component: pages}, room=room)
 
     def evict_pools(self, pages: Mapping[str, int], *, room: PageIds = ()) -> ActionList:
@@ -297,6 +294,8 @@ class PrefixTree:
 
         A leaf takes its window and its state along, so that two calls after each other give up more than both need.
         """
+        if self._plain is not None and set(pages) == {FULL} and not len(room):
+            return self._plain.evict(pages[FULL])
         eviction = Eviction(self._forest, room)
         return eviction.pools({self.config.index(name): count for name, count in pages.items()})
 

@@ -3,9 +3,9 @@
 from kvmover.cache.replay.command import ReplayOptions, run_replay
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError, policy_named, write_policy_named
 from kvmover.cache.replay.report import Report
-from kvmover.cache.replay.request import ReplayRequest, ReplayTraceError
 from kvmover.cache.replay.simulator import Requests, Server, replay
 from kvmover.cache.replay.trace import ReplayTrace, TraceOptions, read_trace
+from kvmover.cache.replay.trace_reader import ReplayRequest, ReplayTraceError
 
 __all__ = [
     "ReplayConfig",

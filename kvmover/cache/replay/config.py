@@ -13,8 +13,8 @@ class ReplayConfigError(KvmoverError, ValueError):
     """A cache that cannot be: the message names the option and the value."""
 
 
-#: When pages come to the host, by SGLang's names. Back loses no hits, however small the host is. Through copies what the
-#: device goes on holding, and in a host smaller than the device there is no room left for anything else.
+#: When pages come to the host, by SGLang's names. Back loses no hits, however small the host is. Through copies what
+#: the device goes on holding, and in a host smaller than the device there is no room left for anything else.
 WRITE_POLICIES: dict[str, WriteBack | WriteThrough] = {
     "write_back": WriteBack(),
     "write_through": WriteThrough(),

@@ -30,7 +30,7 @@ from kvmover.cache.prefix import (
 )
 from kvmover.cache.replay.config import ReplayConfig, ReplayConfigError
 from kvmover.cache.replay.report import Report
-from kvmover.cache.replay.request import ReplayRequest
+from kvmover.cache.replay.trace_reader import ReplayRequest
 from kvmover.errors import KvmoverError
 
 PageArray = npt.NDArray[np.int32]

@@ -15,10 +15,15 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvmover.cache.replay.agentic_mooncake import AGENTIC_MOONCAKE
-from kvmover.cache.replay.mooncake import MOONCAKE, MOONCAKE_DELTA
-from kvmover.cache.replay.request import MOST_DISTINCT_TOKENS, ReplayRequest, ReplayTraceError
-from kvmover.cache.replay.trace_reader import Prompt, TraceFormat, TraceSession
+from kvmover.cache.replay.mooncake import AGENTIC_MOONCAKE, MOONCAKE, MOONCAKE_DELTA
+from kvmover.cache.replay.trace_reader import (
+    MOST_DISTINCT_TOKENS,
+    Prompt,
+    ReplayRequest,
+    ReplayTraceError,
+    TraceFormat,
+    TraceSession,
+)
 from kvmover.cache.replay.weka import WEKA
 
 TRACE_FORMATS = {each.name: each for each in (MOONCAKE, MOONCAKE_DELTA, AGENTIC_MOONCAKE, WEKA)}

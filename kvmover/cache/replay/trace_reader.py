@@ -1,4 +1,4 @@
-"""A TraceReader understands one format of traces: once over all lines to check them, then prompts when they are due.
+"""A TraceReader makes ReplayRequests of one format of traces: all lines are checked first, prompts read when due.
 
 What it keeps of a request between the two is when it comes and on which line it stands, and of a block its number.
 """
@@ -6,13 +6,69 @@ What it keeps of a request between the two is when it comes and on which line it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta
 
-from kvmover.cache.replay.request import ReplayTraceError
+from kvmover.errors import KvmoverError
+
+#: Tokens that one hash id stands for, where neither the trace nor its reader says. "Block" is the traces' word.
+BLOCK_TOKENS = 512
+#: Tokens are numbers of 31 bits, and no two blocks of a trace share one.
+MOST_DISTINCT_TOKENS = 2**31
+
+
+class ReplayTraceError(KvmoverError, ValueError):
+    """A trace that cannot be read: the message names the file, the line and the value."""
+
+
+def in_blocks(tokens: int, block_tokens: int) -> list[int]:
+    """Lengths of the blocks that `tokens` tokens are: whole ones, and what is left."""
+    whole, rest = divmod(tokens, block_tokens)
+    return [block_tokens] * whole + [rest] * bool(rest)
+
+
+class ReplayRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request of the trace; the prompt's tokens are made when asked for.
+
+    `timestamp` is in milliseconds from the beginning of the trace. Blocks of equal ids hold equal tokens: the first of
+    `hash_ids` the first `block_tokens` tokens, and so on, the last block cut short at `input_length`. Where others are
+    short too, `block_lengths` has the tokens of each.
+    """
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    block_tokens: int = BLOCK_TOKENS
+    block_lengths: tuple[int, ...] = ()
+
+    @property
+    def arrived_s(self) -> float:
+        """Seconds from the beginning of the trace."""
+        return self.timestamp / 1000
+
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each block."""
+        if self.block_lengths:
+            return self.block_lengths
+        return in_blocks(self.input_length, self.block_tokens)
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The prompt: token i of block h is h * block_tokens + i, so no two blocks share one."""
+        firsts = np.array(self.hash_ids, np.int32) * self.block_tokens
+        if not self.block_lengths:
+            within = np.arange(self.block_tokens, dtype=np.int32)
+            return (firsts[:, None] + within).reshape(-1)[: self.input_length]
+        lengths = np.array(self.block_lengths, np.int32)
+        begins = np.cumsum(lengths, dtype=np.int32) - lengths
+        return np.repeat(firsts - begins, lengths) + np.arange(self.input_length, dtype=np.int32)
+
 
 #: No context window comes near; a wrong number must not become an allocation.
 MOST_LENGTH_TOKENS = 2**24

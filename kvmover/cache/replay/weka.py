@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, field
 
-from kvmover.cache.replay.request import ReplayTraceError
 from kvmover.cache.replay.trace_reader import (
     HashId,
     Length,
     Lines,
     OutputLength,
     Prompt,
+    ReplayTraceError,
     Time,
     TraceFormat,
     TraceReader,

@@ -4,8 +4,8 @@ from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
 from kvmover.cache.tiers.allocator import DevicePages, FreeList
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
+from kvmover.cache.tiers.gated_loads import GatedLoads
 from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool, unlink
-from kvmover.cache.tiers.loading import GatedLoads
 from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import (
     BestEffort,

@@ -31,8 +31,8 @@ from kvmover.cache.prefix import (
 from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
 from kvmover.cache.tiers.allocator import DevicePages, PageAllocator
 from kvmover.cache.tiers.backup import Backups, StorageEvents
+from kvmover.cache.tiers.gated_loads import GatedLoads
 from kvmover.cache.tiers.layerwise_copier import LayerwiseCopier
-from kvmover.cache.tiers.loading import GatedLoads
 from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import Inclusion, TierPolicy
 from kvmover.cache.tiers.restore_driver import Restore, Restores
@@ -197,6 +197,10 @@ class Controller:
     def evict(self, pages: int, component: str = FULL) -> ActionList:
         """Free at least `pages` device pages of a component, or all that nobody locked. What was done is said."""
         return self.allocator.evict(component, Tier.DEVICE, pages)
+
+    def evict_pools(self, pages: Mapping[str, int]) -> ActionList:
+        """As `evict`, of several components at once: a leaf takes its window and its state along."""
+        return self.allocator.evict_pools(pages)
 
     def reset(self) -> None:
         """Forget what device and host hold. Raises PrefixError while a lock or an operation is out."""

@@ -59,17 +59,31 @@ def register_event_publisher() -> None:
 
 def event_publisher(**options: Any) -> Any:
     """What sends one cache's KV events. Imported when a server asks for it."""
-    return import_module("kvmover.engines.sglang.event_publisher").KvmoverEventPublisher(**options)
+    return _module("event_publisher").KvmoverEventPublisher(**options)
 
 
 def radix_cache(context: Any) -> Any:
-    """The prefix cache of one rank, with tiers where SGLang is asked for them. Imported when a server asks for it."""
-    module = "radix_tiers" if context.enable_hierarchical_cache else "radix_backend"
-    return import_module(f"kvmover.engines.sglang.{module}").build(context)
+    """The prefix cache of one rank, with tiers where SGLang is asked for them. Imported when a server asks for it.
+
+    Raises EngineUnsupported for what only SGLang's own tree keeps.
+    """
+    engine = _module("engine_radix")
+    if context.disable_radix_cache:
+        return engine.default_radix_cache(context)
+    engine.refuse(context)
+    if context.enable_hierarchical_cache:
+        return _module("radix_tiers").open_radix_cache(context)
+    accounts = _module("radix_accounts").accounts_of(context.params)
+    return _module("radix_cache").KvmoverRadixCache(context.params, accounts)
 
 
 def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
     """A part of ours for our name, SGLang's answer for all others."""
     if transfer_backend.value != NAME or class_type.value not in _CLASSES:
         return known(transfer_backend, class_type)
-    return getattr(import_module("kvmover.engines.sglang.pd"), _CLASSES[class_type.value])
+    return getattr(_module("pd"), _CLASSES[class_type.value])
+
+
+def _module(name: str) -> Any:
+    """One beside this, which imports SGLang."""
+    return import_module(f"kvmover.engines.sglang.{name}")

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup, Credit, FaultPolicy, Ledger, LedgerCollector, Loss
-from kvmover.engines.common import TenantGroups, hints_of
+from kvmover.config import load
+from kvmover.engines.common import ParallelRank, TenantGroups, hints_of
+from kvmover.engines.sglang import engine, engine_radix
 from kvmover.observe.logs import Guest
 from kvmover.observe.observers import Observers
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
     from kvmover.cache.tiers import TierCollector
     from kvmover.config import Settings
-    from kvmover.engines.common import ParallelRank
 
 
 @dataclass(slots=True)
@@ -153,3 +154,12 @@ class RadixAccounts:
 
 def _computed(attempt: _Attempt, done_tokens: int) -> int:
     return max(0, min(done_tokens, attempt.lookup.prompt_tokens) - (attempt.prefix_tokens or 0))
+
+
+def accounts_of(params: Any) -> RadixAccounts | None:
+    """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
+    settings = load().settings
+    if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
+        return None
+    tp, tp_size = engine_radix.rank()
+    return RadixAccounts(engine.served_name(), settings, ParallelRank(tp, tp_size, params.pp_rank, params.pp_size))

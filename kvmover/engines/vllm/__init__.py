@@ -12,8 +12,7 @@ from kvmover.engines.common import Tested
 
 if TYPE_CHECKING:
     from kvmover.engines.vllm.connector import KvmoverConnector
-    from kvmover.engines.vllm.offloading import KvmoverOffloadingConnector
-    from kvmover.engines.vllm.tier import KvmoverTier
+    from kvmover.engines.vllm.offloading import KvmoverOffloadingConnector, KvmoverTier
 
 #: The releases of vLLM that the adapters were tested with: vLLM calls the interfaces experimental itself.
 VLLM = Tested("vLLM", "vllm", ("0.33.0",), "kvmover.engines.vllm")
@@ -21,7 +20,7 @@ VLLM = Tested("vLLM", "vllm", ("0.33.0",), "kvmover.engines.vllm")
 _HOMES = {
     "KvmoverConnector": "connector",
     "KvmoverOffloadingConnector": "offloading",
-    "KvmoverTier": "tier",
+    "KvmoverTier": "offloading",
 }
 
 __all__ = ["KvmoverConnector", "KvmoverOffloadingConnector", "KvmoverTier"]

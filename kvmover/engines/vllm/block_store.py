@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+#: Blocks that are being stored and not told of yet: the oldest are forgotten beyond so many.
+_MOST_AWAITED = 1 << 16
 
 
 class Event(Protocol):
@@ -225,3 +228,35 @@ class StoreLookup:
     def close(self) -> None:
         """Close the store; its pages stay."""
         self.store.close()
+
+
+@dataclass(slots=True)
+class StoredBlockEvents:
+    """Events of blocks that are being stored, told when all `ranks` are done with them."""
+
+    ranks: int
+    _awaited: dict[bytes, Any] = field(default_factory=dict[bytes, Any])
+    _done: Counter[bytes] = field(default_factory=Counter[bytes])
+    _ready: list[Any] = field(default_factory=list[Any])
+
+    def expect(self, block_hash: bytes, event: Any) -> None:
+        """`event` is to be told once every rank has stored the block."""
+        self._awaited[block_hash] = event
+        if len(self._awaited) > _MOST_AWAITED:
+            oldest = next(iter(self._awaited))
+            del self._awaited[oldest], self._done[oldest]
+
+    def heard(self, ranks: Mapping[bytes, int]) -> None:
+        """So many more ranks are done with each block."""
+        for block_hash, count in ranks.items():
+            if block_hash not in self._awaited:
+                continue
+            self._done[block_hash] += count
+            if self._done[block_hash] >= self.ranks:
+                self._ready.append(self._awaited.pop(block_hash))
+                del self._done[block_hash]
+
+    def take(self) -> list[Any]:
+        """Events whose blocks are whole in the store since the last call."""
+        taken, self._ready = self._ready, []
+        return taken

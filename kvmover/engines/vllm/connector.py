@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
 from kvmover.engines.common import EngineUnsupported
-from kvmover.engines.vllm import engine, handshake_server
-from kvmover.engines.vllm.block_store import BlockStore, Event, OffloadWorker, StoreLookup
-from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, pools_of, refuse
+from kvmover.engines.vllm import engine, handshake
+from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
+from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, fleet_of, pools_of, refuse
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
+from kvmover.engines.vllm.handshake import Remote
 from kvmover.engines.vllm.options import parse
-from kvmover.engines.vllm.params import Remote
 from kvmover.engines.vllm.request_accounts import RequestAccounts
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
-from kvmover.engines.vllm.stats import KvmoverMetrics, KvmoverStats
 from kvmover.engines.vllm.transfers import RequestTransfers
-from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, unbegun
+from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, marks, unbegun
 from kvmover.layout import Fleet
 from kvmover.observe.logs import Guest
 from kvmover.observe.metrics import MoverCollector
@@ -33,8 +32,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Blocks that are being stored and not told of yet: the oldest are forgotten beyond so many.
-_MOST_AWAITED = 1 << 16
+#: Names of what is counted, by what it is, as Prometheus shows it. Requests count once, whatever the number of ranks;
+#: bytes and blocks are those of all ranks together.
+COUNTS = {
+    "sent_requests": "Requests whose KV another engine fetched, from every rank.",
+    "sent_failures": "Requests whose KV was not fetched to the end, from one rank or more.",
+    "sent_bytes": "Bytes of KV that other engines fetched, from all ranks together.",
+    "sent_microseconds": "Microseconds from offering a request to its end on the slowest rank.",
+    "received_requests": "Requests whose KV came from another engine, to every rank.",
+    "received_failures": "Requests whose KV did not come, or not all of it, to one rank or more.",
+    "received_bytes": "Bytes of KV that came from other engines, to all ranks together.",
+    "received_microseconds": "Microseconds from asking for a request to its end on the slowest rank.",
+    "stored_blocks": "Blocks that are in the page store, by a rank or before it, once a rank.",
+    "failed_stores": "Blocks that could not be stored, once a rank.",
+    "loaded_blocks": "Blocks read from the page store, once a rank.",
+    "failed_loads": "Blocks that could not be read from the page store, once a rank.",
+}
 
 
 @dataclass
@@ -64,46 +77,51 @@ class KvmoverWorkerMetadata(engine.WorkerMetadata):
         )
 
 
-@dataclass(slots=True)
-class StoredBlockEvents:
-    """Events of blocks that are being stored, told when all `ranks` are done with them."""
+class KvmoverStats(engine.Stats):
+    """Counts of an interval: `data` by the names of COUNTS, of ranks and of the scheduler, which vLLM adds up."""
 
-    ranks: int
-    _awaited: dict[bytes, Any] = field(default_factory=dict[bytes, Any])
-    _done: Counter[bytes] = field(default_factory=Counter[bytes])
-    _ready: list[Any] = field(default_factory=list[Any])
+    def reset(self) -> None:
+        """Begin an interval: every count is 0."""
+        self.data: dict[str, int] = {}
 
-    def expect(self, block_hash: bytes, event: Any) -> None:
-        """`event` is to be told once every rank has stored the block."""
-        self._awaited[block_hash] = event
-        if len(self._awaited) > _MOST_AWAITED:
-            oldest = next(iter(self._awaited))
-            del self._awaited[oldest], self._done[oldest]
+    def aggregate(self, other: KvmoverStats) -> KvmoverStats:
+        """Add the counts of another rank or step to these."""
+        self.data = dict(Counter(self.data) + Counter(other.data))
+        return self
 
-    def heard(self, ranks: Mapping[bytes, int]) -> None:
-        """So many more ranks are done with each block."""
-        for block_hash, count in ranks.items():
-            if block_hash not in self._awaited:
-                continue
-            self._done[block_hash] += count
-            if self._done[block_hash] >= self.ranks:
-                self._ready.append(self._awaited.pop(block_hash))
-                del self._done[block_hash]
+    def reduce(self) -> dict[str, int | float]:
+        """A line for people: times in milliseconds a request, bytes in MB, zeros left out."""
+        line: dict[str, int | float] = {}
+        for way in ("sent", "received"):
+            requests = self.data.get(f"{way}_requests", 0)
+            if requests:
+                line[f"{way} requests"] = requests
+                line[f"{way} MB"] = round(self.data.get(f"{way}_bytes", 0) / 1e6, 3)
+                line[f"{way} ms a request"] = round(self.data.get(f"{way}_microseconds", 0) / 1e3 / requests, 3)
+        rest = ("sent_failures", "received_failures", "stored_blocks", "failed_stores", "loaded_blocks", "failed_loads")
+        return line | {name.replace("_", " "): self.data[name] for name in rest if self.data.get(name)}
 
-    def take(self) -> list[Any]:
-        """Events whose blocks are whole in the store since the last call."""
-        taken, self._ready = self._ready, []
-        return taken
+    def is_empty(self) -> bool:
+        """Whether nothing was counted, so that vLLM logs no line."""
+        return not any(self.data.values())
 
 
-class _Now:
-    """The event of a device that computes at once."""
+class KvmoverMetrics(engine.PromMetrics):
+    """`vllm:kvmover_*_total`, a counter a name of COUNTS."""
 
-    def query(self) -> bool:
-        return True
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
+        engine.PromMetrics.__init__(self, vllm_config, metric_types, labelnames, per_engine)
+        self._counters = {
+            name: engine.per_engine(
+                self._counter_cls(name=f"vllm:kvmover_{name}", documentation=text, labelnames=labelnames), per_engine
+            )
+            for name, text in COUNTS.items()
+        }
 
-    def synchronize(self) -> None:
-        """Nothing is behind it."""
+    def observe(self, transfer_stats_data: Mapping[str, int], engine_idx: int = 0) -> None:
+        """Add an interval's counts, by the names of COUNTS, to those of engine `engine_idx`."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)
 
 
 class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
@@ -118,10 +136,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._config = vllm_config
         self._options, self._settings = parse(self._kv_transfer_config.kv_connector_extra_config)
         self._place = engine.place_of(vllm_config)
-        self._groups = engine.groups_of(kv_cache_config)
+        self._groups = engine.groups_of(kv_cache_config, vllm_config)
         refuse(self._groups)
         self._blocks: int = kv_cache_config.num_blocks
-        self._windowed = any(group.window is not None for group in self._groups)
+        self._late = any(group.is_late for group in self._groups)
         if self._settings.store.root:
             self._refuse_to_store(kv_cache_config)
         self._worker: ConnectorWorker | None = None
@@ -130,7 +148,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         if role is engine.SCHEDULER:
             # Where a rank in this process has said who it is, it is heard already.
             guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._place.grid}")
-            ranks = self._place.tp_size * self._place.pp_size
+            ranks = self._place.ranks
             self._observers = Observers(self._settings, self._kv_transfer_config.engine_id, ranks, guest)
             group = AccountGroup(self._options.tenant, self._space.model)
             self._accounts = RequestAccounts(group, self._observers.account)
@@ -138,19 +156,21 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             transfer = self._kv_transfer_config
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
-            self._scheduler = ConnectorScheduler(self._groups[0].block_tokens, may, self._windowed)
-            self._server: handshake_server.HandshakeServer | None = None
+            left = max(1 if self._late else 0, engine.unread_tokens(vllm_config))
+            self._scheduler = ConnectorScheduler(self._groups[0].block_tokens, may, self._late, left)
+            self._server: handshake.HandshakeServer | None = None
             self._lookup: StoreLookup | None = None
-            self._events = StoredBlockEvents(self._place.tp_size * self._place.pp_size)
-            self._tally = Tally(self._place.tp_size * self._place.pp_size)
+            self._events = StoredBlockEvents(self._place.ranks)
+            self._tally = Tally(self._place.ranks)
             events = getattr(vllm_config, "kv_events_config", None)
             self._tells = events is not None and events.enable_kv_cache_events
 
     def _refuse_to_store(self, kv_cache_config: Any) -> None:
         block_tokens = self._groups[0].block_tokens
-        if len(self._groups) > 1 or self._windowed:
+        if len(self._groups) > 1 or self._late or self._groups[0].row_tokens or self._place.cp_size > 1:
             raise EngineUnsupported(
-                'the page store takes models with one group of full attention, not hybrids; "root": "none" does without'
+                "the page store takes models with one group of full attention, a row a token, on ranks that hold all"
+                ' tokens; not hybrids, compressed caches or context parallelism. "root": "none" does without'
             )
         if (kv_cache_config.hash_block_size or block_tokens) != block_tokens:
             raise EngineUnsupported(
@@ -176,10 +196,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         """
         place, settings = self._place, self._settings
         backing = engine.backing_of(kv_caches)
-        made = component_caches(
-            self._groups, engine.layer_caches_of(kv_caches), self._blocks, engine.whole_of(self._config), place
-        )
-        fleet = place.fleet(made[0].spec.page_tokens)
+        whole = engine.whole_of(self._config, kv_caches)
+        made = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
+        fleet = fleet_of(made, place, engine.run_tokens(self._config))
         mover = Mover(
             BackedTransport(f"vllm-{place.rank}", backing),
             Model(f"{self._space.model} {self._space.weights}".strip(), tuple(cache.component for cache in made)),
@@ -197,12 +216,14 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         first = place.layers(made[0].component.layers).start
         self._worker = ConnectorWorker(
             made,
-            RequestTransfers(progress, handshake_server.call),
+            fleet,
+            RequestTransfers(progress, handshake.call),
             offload,
-            _marks(backing.device),
+            marks(backing.device),
             made[0].layers if len(made) == 1 else None,
             first,
             settings.mover.chunk_layers,
+            bool(whole.drafts),
             failed if settings.logging.level is None else unbegun,
         )
         log.info("serves %d blocks of %s", self._blocks, "; ".join(cache.component.name for cache in made))
@@ -293,7 +314,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         host = self._options.host or engine.own_address()
         if self._server is None:
             replica = self._config.parallel_config.data_parallel_index
-            self._server = handshake_server.HandshakeServer(host, self._options.port and self._options.port + replica)
+            self._server = handshake.HandshakeServer(host, self._options.port and self._options.port + replica)
         engine_id = self._kv_transfer_config.engine_id
         self._server.lay_out(engine_id, [rank.card for rank in ranks])
         self._scheduler.home = Home(engine_id, host, self._server.port)
@@ -422,17 +443,3 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     ) -> KvmoverMetrics:
         """The counters of COUNTS in vLLM's own registry."""
         return KvmoverMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _marks(device: torch.device) -> Any:
-    """How an event is recorded behind what `device` computes."""
-    if device.type != "cuda":
-        return _Now
-    import torch
-
-    def mark() -> Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    return mark

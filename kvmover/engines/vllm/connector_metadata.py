@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvmover.engines.vllm.params import Remote
+from kvmover.engines.vllm.handshake import Remote
 
 #: Block ids of a request, one table a cache group, from the request's beginning.
 Tables = tuple[list[int], ...]

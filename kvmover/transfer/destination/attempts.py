@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
 from kvmover.sharing import Maker
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
 from kvmover.transfer.config import Integrity
 from kvmover.transfer.core import Core
-from kvmover.transfer.destination.leases import WriteLeases
+from kvmover.transfer.destination.quarantine import WriteLeases
 from kvmover.transfer.destination.state import (
     Event,
     Heard,
@@ -33,7 +33,7 @@ from kvmover.transfer.memory.arena import ALIGN_BYTES
 from kvmover.transfer.meter import Spent, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
+from kvmover.transfer.protocol.chunks import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.wire import encoded
 from kvmover.transfer.result import Cause, Result, Transfer
 from kvmover.transfer.source.writes import Pages
@@ -227,8 +227,10 @@ def attempt_of(
             for lane in lanes.values():
                 lane.check_pages(lane.dst, pages)
     largest = tuple(bytes(wire.PAGE_ID_BYTES * count) for count in most or map(len, pages))
-    sources, routes, cuts = dict[str, Source](), dict[str, Route](), dict[str, Cut]()
-    writers = dict[str, Maker]()
+    sources: dict[str, Source] = {}
+    routes: dict[str, Route] = {}
+    cuts: dict[str, Cut] = {}
+    writers: dict[str, Maker] = {}
     for peer in peers:
         name, aux = peer.name, peer.card.place.rank in wanted.aux_from
         route = routes[name] = _route(core, peer, lanes[name], runs[name], sum(map(len, largest)))
@@ -331,7 +333,8 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> R
         return Route.PACKED  # no message holds its page tables
     among = BY_HOST if core.mappings.both(peer) else BY_WIRE
     choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs, among)
-    log.debug("from %s, %s", peer.name, choice.why())
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("from %s, %s", peer.name, choice.why())
     return choice.route
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
+from kvmover.regions import bound
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import machine
 from kvmover.transfer.destination.attempts import (
@@ -23,10 +24,8 @@ from kvmover.transfer.destination.attempts import (
     spliced,
 )
 from kvmover.transfer.destination.credits import Credits, EagerGrants
-from kvmover.transfer.destination.leases import WriteLeases
-from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions
+from kvmover.transfer.destination.quarantine import Isolated, Key, Quarantine, Retransmissions, WriteLeases
 from kvmover.transfer.destination.reads import Reading, Reads
-from kvmover.transfer.destination.renewals import Renewals
 from kvmover.transfer.destination.state import (
     Action,
     Allocated,
@@ -53,7 +52,8 @@ from kvmover.transfer.destination.state import (
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.copier import Work
-from kvmover.transfer.memory.regions import at_rest, logical, region
+from kvmover.transfer.memory.descriptors import at_rest, logical
+from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -208,7 +208,7 @@ class DestinationDriver:
         if self._room:
             for offset in self.renewals.renew():
                 self._eager.freed(offset)
-        leased = dict[tuple[ReceiveAttempt, str], list[tuple[int, int]]]()
+        leased: dict[tuple[ReceiveAttempt, str], list[tuple[int, int]]] = {}
         while self._room and (found := self._credits.lease(arena)) is not None:
             id_, (peer, chunk), offset = found
             attempt = self._attempts[id_]
@@ -407,7 +407,7 @@ class DestinationDriver:
 
         with ranges.span(ranges.SCATTER, attempt.state.request, plan.nbytes):
             regions = [
-                region(box, [packed], core.pools[component].tensors)
+                bound(box, [packed], core.pools[component].tensors)
                 for component, box in lane.scatter_boxes(chunk, attempt.pages)
             ]
             logicals = None

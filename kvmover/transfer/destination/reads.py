@@ -11,8 +11,8 @@ from kvmover.sharing import MapMode
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.state import ReadEnded
 from kvmover.transfer.memory.copier import Work
+from kvmover.transfer.memory.descriptors import Ends, between, descriptors, join, part
 from kvmover.transfer.memory.in_flight import InFlight
-from kvmover.transfer.memory.regions import Ends, between, descriptors, join, part
 from kvmover.transfer.meter import Count, Spent, Stage
 from kvmover.transport.base import Completed, Descriptors, Failed
 

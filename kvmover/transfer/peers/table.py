@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from msgspec.structs import replace
 
 from kvmover.errors import PeerRefused, PeerReplaced, PeerUnknown
 from kvmover.layout.fleet import Fleet
+from kvmover.transfer.protocol.chunks import End
 from kvmover.transfer.protocol.handshake import Rank
-from kvmover.transfer.protocol.lane import End
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Peer:
     """A connected rank: its card, as read and as it came, and its transport name, which no later incarnation has."""
 
@@ -21,7 +22,7 @@ class Peer:
     card: Rank
     encoded: bytes
 
-    @property
+    @cached_property
     def end(self) -> End:
         return End(self.card.place.fleet, self.card.place.rank, self.card.pools)
 

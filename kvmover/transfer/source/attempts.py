@@ -19,7 +19,7 @@ from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Stage, summed
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.lane import Cut, Lane, plans_between, related
+from kvmover.transfer.protocol.chunks import Cut, Lane, plans_between, related
 from kvmover.transfer.protocol.wire import PAGE_ID_BYTES, Verb, decoded, encoded
 from kvmover.transfer.result import Cause, Gate, Result, Transfer
 from kvmover.transfer.source.state import Event, Faulted, Sending, WriteFailed

@@ -9,12 +9,11 @@ from operator import methodcaller
 
 from msgspec.structs import replace
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import PlanError, ProtocolError
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.meter import Count, Gauge
-from kvmover.transfer.peers.budget import Budget
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import decoded
@@ -24,7 +23,7 @@ from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, 
 from kvmover.transfer.source.early import Early, EarlyWants
 from kvmover.transfer.source.state import Action, Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
-from kvmover.transfer.tombstones import MEMORY_S, SERVED, Tombstones
+from kvmover.transfer.tombstones import MEMORY_S, SERVED, Budget, Tombstones
 
 _HAS_PASSED = methodcaller("query")
 

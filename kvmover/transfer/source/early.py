@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvmover.transfer.peers.budget import Budget
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.tombstones import TtlMap
+from kvmover.transfer.tombstones import Budget, TtlMap
 
 #: Messages after one Want; what comes on top is dropped, and said again.
 MAX_MESSAGES = 16

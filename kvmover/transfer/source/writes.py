@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmover import nvtx_ranges as ranges
 from kvmover.errors import LeaseOver, PlanError, TransportError
 from kvmover.kernels.region import Region
 from kvmover.plan.cost import Route
+from kvmover.regions import bound
+from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
+from kvmover.transfer.memory.descriptors import Ends, at_rest, between, descriptors, join, logical, part
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mapped
-from kvmover.transfer.memory.regions import Ends, at_rest, between, descriptors, join, logical, part, region
+from kvmover.transfer.memory.registrations import Registrations
 from kvmover.transfer.meter import Count, Gauge, Spent, Stage
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.lane import Lane
+from kvmover.transfer.protocol.chunks import Lane
 from kvmover.transfer.protocol.wire import Verb
-from kvmover.transfer.source.registrations import Registrations
 from kvmover.transfer.source.state import (
     Event,
     Faulted,
@@ -304,7 +305,7 @@ class Writes:
     def _regions(self, entry: Part, packed: torch.Tensor) -> list[Region]:
         """From the pools to a packed chunk."""
         return [
-            region(box, self.core.pools[component].tensors, [packed])
+            bound(box, self.core.pools[component].tensors, [packed])
             for component, box in entry.job.lane.gather_boxes(entry.chunk, entry.job.source)
         ]
 

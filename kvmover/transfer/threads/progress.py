@@ -19,10 +19,10 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from kvmover.errors import DeadlineExceeded, KvmoverError, LayoutError, PlanError, TransportError
+from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Count, Snapshot
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import Cause, Result, Transfer
-from kvmover.transfer.threads.pace import Pace
 
 log = logging.getLogger(__name__)
 

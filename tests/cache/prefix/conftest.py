@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmover.cache.prefix import core, hashes, keys
+from kvmover.cache.prefix import forest, hashes, keys
 
-CORES = ["python"] if core.C_CORE is None else ["c", "python"]
+CORES = ["python"] if forest.C_CORE is None else ["c", "python"]
 
 
 @pytest.fixture(scope="module", autouse=True, params=CORES)
@@ -16,7 +16,7 @@ def used_core(request: pytest.FixtureRequest) -> Iterator[str]:
     """Which core trees have that are made meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":
-            patch.setattr(core, "C_CORE", None)
+            patch.setattr(forest, "C_CORE", None)
             patch.setattr(keys, "NATIVE", None)
             patch.setattr(hashes, "chain_bytes", hashes.chain_in_python)
         yield request.param

@@ -30,7 +30,7 @@ from kvmover.cache.prefix import (
     Tier,
     WriteBack,
     WriteThrough,
-    core,
+    forest,
     hashes,
     keys,
 )
@@ -51,7 +51,7 @@ SHAPES: dict[str, dict] = {
     "window": {"components": (SlidingWindow(3),)},
     "window and state": {"components": (SlidingWindow(4), State()), "tiers": WriteThrough()},
 }
-built = pytest.mark.skipif(core.C_CORE is None, reason="the C core was not built")
+built = pytest.mark.skipif(forest.C_CORE is None, reason="the C core was not built")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,9 +59,9 @@ def used_core() -> None:
     """Here both are used, each where a test says so."""
 
 
-def engine(of: core.TreeCore | None, shape: dict) -> Engine:
+def engine(of: forest.TreeCore | None, shape: dict) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "C_CORE", None if of is core.PYTHON_CORE else of)
+        patch.setattr(forest, "C_CORE", None if of is forest.PYTHON_CORE else of)
         return Engine(PrefixTree(2, **shape), PAGES)
 
 
@@ -193,7 +193,7 @@ def column(node: Node) -> tuple:
 def test_any_history_leaves_both_cores_in_the_same_state(shape: str) -> None:
     for seed in range(12 * MORE):
         rng = random.Random(f"{shape} {seed}")
-        pair = [engine(each, SHAPES[shape]) for each in (core.C_CORE, core.PYTHON_CORE)]
+        pair = [engine(each, SHAPES[shape]) for each in (forest.C_CORE, forest.PYTHON_CORE)]
         assert type(pair[0].tree._forest.columns) is not type(pair[1].tree._forest.columns)
         for _ in range(120):
             call, told = turn(rng), []
@@ -212,7 +212,7 @@ def test_any_history_leaves_both_cores_in_the_same_state(shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tree_that_is_gone_leaves_no_node_and_no_page(shape: str) -> None:
     """Nodes are not seen by Python's collector, so a reference too many would stay for ever."""
-    nodes, whole = [], engine(core.C_CORE, SHAPES[shape])
+    nodes, whole = [], engine(forest.C_CORE, SHAPES[shape])
     rng = random.Random(5)
     for _ in range(300):
         call = turn(rng)
@@ -302,8 +302,8 @@ def test_hashes_of_pages_are_hashlibs(page_bytes: int) -> None:
 
 @built
 def test_what_is_no_node_of_this_core_is_refused_with_its_type() -> None:
-    assert core.C_CORE is not None
-    columns = core.C_CORE.Columns()
+    assert forest.C_CORE is not None
+    columns = forest.C_CORE.Columns()
     columns.device = columns.set_of(None, 0)
     stranger = Node(1, None, b"", 0, 0)
     for call in (columns.lock, columns.settle, columns.forget_root, lambda node: columns.touch([node])):
@@ -335,7 +335,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 spec = spec_from_file_location("_core", {library!r}, loader=ExtensionFileLoader("_core", {library!r}))
 made = module_from_spec(spec)
 spec.loader.exec_module(made)
-prefix.core.C_CORE = prefix.keys.NATIVE = made
+prefix.forest.C_CORE = prefix.keys.NATIVE = made
 import test_cores
 for shape in test_cores.SHAPES:
     rng, mine = random.Random(9), test_cores.engine(made, test_cores.SHAPES[shape])

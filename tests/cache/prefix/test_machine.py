@@ -415,7 +415,7 @@ def machine(kind: str) -> type[Machine]:
 @pytest.fixture(autouse=True)
 def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes that nothing tells apart are joined: these prompts are too short for eight."""
-    monkeypatch.setattr("kvmover.cache.prefix.joins.SHORTEST_RUN", 2)
+    monkeypatch.setattr("kvmover.cache.prefix.match.SHORTEST_RUN", 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

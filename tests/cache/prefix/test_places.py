@@ -20,7 +20,7 @@ from kvmover.cache.prefix import (
 )
 from kvmover.cache.prefix.forest import MOST_PLACES
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.prefix.joins import SHORTEST_RUN
+from kvmover.cache.prefix.match import SHORTEST_RUN
 
 
 def test_probing_a_cached_prompt_leaves_one_node() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from scheduling import Server, parameters, publish, unified
 
-from kvmover.cache.prefix.publisher import END_OF_REPLAY
+from kvmover.cache.prefix.events import END_OF_REPLAY
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang import plugin
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache

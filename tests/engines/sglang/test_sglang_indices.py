@@ -35,12 +35,23 @@ def test_a_history_of_pages_is_read_back_as_it_was_written(page_tokens: int) -> 
             == tokens_of([known[name] for name in some], page_tokens).tolist()
         )
         if step % 3 == 0:
-            indices.forget(np.array(some, np.int32))
-            for name in some:
-                del known[name]
+            pages = indices.forget(np.array(some, np.int32)).tolist()
+            assert pages == [known.pop(name) for name in some]
         assert len(indices) == len(known)
     # The table has grown on the way.
     assert len(known) > 1024
+
+
+def test_pages_that_are_kept_together_follow_each_other_while_others_come_and_go() -> None:
+    indices = DeviceIndices(1, torch.device("cpu"), torch.from_numpy)
+    chance, rows, together = random.Random(3), list[np.ndarray](), 0
+    for _ in range(2000):
+        rows.append(indices.keep(torch.arange(chance.randrange(1, 200))))
+        together += bool((np.diff(rows[-1]) == 1).all())
+        if len(rows) > 100:  # the oldest goes, but for a third of it, which stays until the end
+            oldest = rows.pop(0)
+            indices.forget(oldest[len(oldest) // 3 :])
+    assert together > 1500
 
 
 def test_more_than_is_kept_cannot_be_forgotten() -> None:

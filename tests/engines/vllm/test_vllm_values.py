@@ -13,7 +13,7 @@ import torch
 
 from kvmover.config import ConfigError
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.vllm import VLLM, handshake_server
+from kvmover.engines.vllm import VLLM, handshake
 from kvmover.engines.vllm.block_store import page_of
 from kvmover.engines.vllm.caches import (
     CacheGroup,
@@ -25,8 +25,8 @@ from kvmover.engines.vllm.caches import (
     number_of,
     pools_of,
 )
+from kvmover.engines.vllm.handshake import Remote, Serve, answer, asked
 from kvmover.engines.vllm.options import ConnectorOptions, parse
-from kvmover.engines.vllm.params import Remote, Serve, answer, asked
 from kvmover.errors import TransportError
 from kvmover.layout import Span
 from kvmover.store import PagePart
@@ -170,7 +170,7 @@ def test_layers_that_lie_unevenly_have_an_allocation_each() -> None:
 @pytest.mark.parametrize(
     ("group", "layer_caches", "heads", "said"),
     [
-        (CacheGroup(NAMES, "mamba", TOKENS), caches("LBNHC", 2)[1], 2, "does not move caches of kind mamba"),
+        (CacheGroup(NAMES, "cross_attention", TOKENS), caches("LBNHC", 2)[1], 2, "of kind cross_attention"),
         (
             CacheGroup((*NAMES, "model.layers.4"), "full_attention", TOKENS),
             caches("LBNHC", 2)[1],
@@ -283,18 +283,18 @@ def test_hashes_of_any_length_name_pages() -> None:
 
 
 def test_cards_are_served_until_the_server_closes() -> None:
-    desk = handshake_server.HandshakeServer("127.0.0.1", 0)
+    desk = handshake.HandshakeServer("127.0.0.1", 0)
     try:
         with pytest.raises(TransportError, match="HTTP 503"):
-            handshake_server.call("127.0.0.1", desk.port)
+            handshake.call("127.0.0.1", desk.port)
         desk.lay_out("engine", [b"one", b"two"])
-        assert handshake_server.call("127.0.0.1", desk.port) == ("engine", (b"one", b"two"))
+        assert handshake.call("127.0.0.1", desk.port) == ("engine", (b"one", b"two"))
         desk.lay_out("engine", [b"three"])
-        assert handshake_server.call("127.0.0.1", desk.port)[1] == (b"three",)
+        assert handshake.call("127.0.0.1", desk.port)[1] == (b"three",)
     finally:
         desk.close()
     with pytest.raises(TransportError, match=f"no cards from 127.0.0.1:{desk.port}"):
-        handshake_server.call("127.0.0.1", desk.port)
+        handshake.call("127.0.0.1", desk.port)
 
 
 def test_a_stranger_at_the_port_is_no_engine() -> None:
@@ -311,7 +311,7 @@ def test_a_stranger_at_the_port_is_no_engine() -> None:
         thread = Thread(target=talk)
         thread.start()
         with pytest.raises(TransportError, match=f"no cards from 127.0.0.1:{port}"):
-            handshake_server.call("127.0.0.1", port)
+            handshake.call("127.0.0.1", port)
         thread.join()
 
 

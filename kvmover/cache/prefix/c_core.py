@@ -1,0 +1,30 @@
+"""Finds the C core: NATIVE is its module, or None where it was not built or `KVMOVER_CORE=python` forbids it."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+from kvmover.errors import PrefixError
+
+#: The environment variable that says which core a process uses: `c` or `python`. Without it: C where there is one.
+SETTING = "KVMOVER_CORE"
+
+
+def _found() -> ModuleType | None:
+    wanted = os.environ.get(SETTING, "")
+    if wanted not in ("", "c", "python"):
+        raise PrefixError(f"{SETTING} = {wanted!r}: it is c or python")
+    name = "kvmover.cache.prefix._core"
+    if wanted == "python":
+        return None
+    if find_spec(name) is None:
+        if wanted == "c":
+            raise PrefixError(f"{SETTING} = c, and this kvmover was installed without a compiler: {name} is not there")
+        return None
+    return import_module(name)
+
+
+NATIVE = _found()

@@ -1,0 +1,168 @@
+"""What SGLang's radix cache keeps beside attention KV: pages of sliding windows, and states of recurrent layers.
+
+A token of SGLang's hybrid allocator has one index, into the pool of full attention. A mapping on the device leads from
+it to the token's KV in the pool of the windows, which may be given up alone: then the mapping says 0.
+
+A request writes its state to a slot of its own as it goes, so what stands in the tree is never written to. Where SGLang
+keeps snapshots, in two further slots by turns, the tree takes the slot of the last one: it may lie behind what the
+request has computed. Where it does not, the tree takes the working slot of a request that ends, and a copy before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvmover.cache.prefix import PrefixError
+from kvmover.engines.sglang.device_indices import DeviceIndices
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvmover.cache.prefix import PageArray
+
+#: The tree's names of sliding windows, and of states of recurrent layers.
+WINDOW, STATE = "swa", "state"
+
+#: Makes room for one state, if it can.
+MakeRoom = Callable[[], object]
+
+
+class WindowPages:
+    """Ids for pages of the windows' pool. Each stands for the full index whose mapping leads to it."""
+
+    def __init__(self, allocator: Any, indices: DeviceIndices) -> None:
+        self._allocator, self.indices = allocator, indices
+
+    def __len__(self) -> int:
+        """Pages that are kept."""
+        return len(self.indices)
+
+    def keep(self, full_indices: torch.Tensor) -> PageArray:
+        """New ids for the windows of these tokens, whole pages."""
+        return self.indices.keep(full_indices)
+
+    def move(self, ids: PageArray, full_indices: torch.Tensor) -> None:
+        """The same window pages are found by other full indices from now on: those of equal tokens."""
+        before = self.indices.of(ids)
+        pages = self._allocator.translate_loc_from_full_to_swa(before)
+        self._allocator.clear_full_to_swa_mapping(before)
+        self._allocator.set_full_to_swa_mapping(full_indices, pages)
+        self.indices.replace(ids, full_indices)
+
+    def give_back(self, ids: PageArray) -> None:
+        """Free these pages. What full indices led to them leads nowhere."""
+        if len(ids):
+            self._allocator.free_swa_segment(self.indices.of(ids), start_pos=0)
+            self.indices.forget(ids)
+
+    def forget(self, ids: PageArray) -> None:
+        """As DeviceIndices.forget: the allocator is cleared by whoever asks."""
+        self.indices.forget(ids)
+
+
+class StateSlots:
+    """Ids for slots of states, and what requests hold of them. `rows`: SGLang's `HybridReqToTokenPool`.
+
+    This one is for a pool without snapshots: a request has the state of all its tokens, and of no others.
+    """
+
+    def __init__(self, rows: Any, indices: DeviceIndices) -> None:
+        self._rows, self.indices = rows, indices
+
+    def __len__(self) -> int:
+        """Slots that are kept."""
+        return len(self.indices)
+
+    def keep(self, slots: torch.Tensor) -> PageArray:
+        """New ids for slots with states."""
+        return self.indices.keep(slots)
+
+    def reach(self, req: Any, tokens: int) -> int:
+        """Of the first `tokens` tokens, those that the request has a state of to give; 0 for none."""
+        return tokens
+
+    def take(self, req: Any, make_room: MakeRoom) -> PageArray:
+        """The id, in a row, of the state of as many tokens as `reach` said. A request that has ended keeps no slot."""
+        working = req.kv.mamba_pool_idx.unsqueeze(0)
+        if req.finished():
+            req.kv.mamba_pool_idx = None
+            return self.indices.keep(working.clone())
+        copy = self._new(make_room)
+        self._rows.mamba_pool.copy_from(working, copy)
+        return self.indices.keep(copy)
+
+    def withhold(self, req: Any) -> None:
+        """The tree takes nothing: a request that has ended gives all its slots back, a snapshot of another is over."""
+        if req.finished():
+            self.release(req)
+        else:
+            self._over(req)
+
+    def release(self, req: Any) -> None:
+        """The request gives all its slots back."""
+        if req.kv.holds_mamba:
+            self._rows.free_mamba_cache(req)
+
+    def start(self, req: Any, state: PageArray, make_room: MakeRoom) -> None:
+        """The request starts from a state: SGLang copies it to the request's own slot before its first step."""
+        if not req.kv.holds_mamba:
+            req.kv.mamba_pool_idx = self._new(make_room)[0]
+        req.kv.mamba_cow_src_index = self.indices.of(state)
+        req.kv.mamba_needs_clear = False
+
+    def give_back(self, ids: PageArray) -> None:
+        """Free these slots."""
+        if len(ids):
+            self._rows.mamba_allocator.free(self.indices.forget(ids))
+
+    def forget(self, ids: PageArray) -> None:
+        """As DeviceIndices.forget: the pool is cleared by whoever asks."""
+        self.indices.forget(ids)
+
+    def slots(self, ids: PageArray) -> torch.Tensor:
+        """Slots by their ids, int64."""
+        return self.indices.of(ids)
+
+    def _new(self, make_room: MakeRoom) -> torch.Tensor:
+        slot = self._rows.mamba_allocator.alloc(1)
+        if slot is None:
+            make_room()
+            slot = self._rows.mamba_allocator.alloc(1)
+        if slot is None:
+            raise PrefixError(f"no slot for a state: all {self._rows.mamba_allocator.size} are in use")
+        return slot
+
+    def _over(self, req: Any) -> None:
+        req.kv.mamba_last_track_seqlen = req.kv.mamba_prev_track_seqlen = None
+
+
+class SnapshotSlots(StateSlots):
+    """The same for a pool with snapshots."""
+
+    def reach(self, req: Any, tokens: int) -> int:
+        """How far the last snapshot goes; of a request that was cut shorter than that, the one before."""
+        if not req.finished():
+            return req.kv.mamba_last_track_seqlen or 0
+        return self._last(req, tokens)[0]
+
+    def take(self, req: Any, make_room: MakeRoom) -> PageArray:
+        """The snapshot's slot. A request that goes on gets another one in its place."""
+        if req.finished():
+            place = self._last(req, len(req.full_untruncated_fill_ids))[1]
+            slot = req.kv.mamba_ping_pong_track_buffer[place].unsqueeze(0).clone()
+            self._rows.free_mamba_cache(req, mamba_ping_pong_track_buffer_to_keep=place)
+        else:
+            slot = self._rows.donate_mamba_ping_pong_slot(req, self._new(make_room))
+            self._over(req)
+        return self.indices.keep(slot)
+
+    def _last(self, req: Any, tokens: int) -> tuple[int, int]:
+        """Of the last snapshot within `tokens` tokens: how many it is of, and its place among the request's."""
+        rows, place = self._rows, self._rows.get_mamba_ping_pong_keep_idx(req)
+        last, before = req.kv.mamba_last_track_seqlen or 0, req.kv.mamba_prev_track_seqlen or 0
+        if last <= tokens:
+            return last, place
+        if rows.mamba_ping_pong_track_buffer_size == 2 and before <= tokens:
+            return before, rows.get_mamba_ping_pong_other_idx(place)
+        return 0, place

@@ -1,0 +1,93 @@
+"""Boxes with the mover's memory at both ends: regions of its pools for the kernels, descriptors for the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.kernels.region import Region
+from kvmover.layout.pool import Pool
+from kvmover.plan.lower import Box, strided
+from kvmover.regions import bound
+from kvmover.transfer.protocol.chunks import Marks
+from kvmover.transport.base import Descriptors, Memory, memory_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvmover.kernels.digest_reference import End, Logical
+
+Bases = npt.NDArray[np.int64]
+
+
+def between(
+    boxes: Sequence[tuple[int, Box]],
+    src: Sequence[Sequence[torch.Tensor]],
+    dst: Sequence[Sequence[torch.Tensor]],
+) -> list[Region]:
+    """Boxes from pool to pool [component] with the memory of both."""
+    return [bound(b, src[component], dst[component]) for component, b in boxes]
+
+
+def logical(marks: Marks, of: Region) -> Logical:
+    """The coordinates of a region's rows: heads that lie side by side at both ends are one row."""
+    from kvmover.kernels.digest_reference import Logical
+
+    return Logical(marks.planes, marks.positions, marks.heads.start, marks.heads.step, marks.heads.count // of.heads)
+
+
+def at_rest(region: Region, end: End) -> Region:
+    """The rows at one end of a region, which nothing moves."""
+    side = getattr(region, end)
+    return replace(region, src=side, dst=side)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """Base addresses of the two pools that a direct operation joins [allocation], and the devices they lie on."""
+
+    src: Bases
+    src_device: int
+    dst: Bases
+    dst_device: int
+
+    @classmethod
+    def of(cls, src: Sequence[Memory], dst: Sequence[Memory]) -> Ends:
+        return cls(_bases(src), src[0].device, _bases(dst), dst[0].device)
+
+
+def _bases(memories: Sequence[Memory]) -> Bases:
+    return np.array([memory.address for memory in memories], np.int64)
+
+
+def descriptors(b: Box, ends: Ends) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Tables [n, 5] of the source and the destination of a box, row by row alike."""
+    s = strided(b)
+    sides = (
+        (s.src, s.src_stride, ends.src, ends.src_device),
+        (s.dst, s.dst_stride, ends.dst, ends.dst_device),
+    )
+    tables: list[npt.NDArray[np.int64]] = []
+    for starts, stride, bases, device in sides:
+        table = np.empty((len(starts), 5), np.int64)
+        table[:, 0] = bases[starts[:, 0]] + starts[:, 1]
+        table[:, 1:] = (s.run_bytes, device, stride if s.count > 1 else s.run_bytes, s.count)
+        tables.append(table)
+    return tables[0], tables[1]
+
+
+def join(memory: Memory, tables: Sequence[npt.NDArray[np.int64]]) -> Descriptors:
+    return Descriptors(memory.kind, np.concatenate(tables))
+
+
+def part(arena: Memory, offset: int, nbytes: int) -> Descriptors:
+    """One run of an arena."""
+    return Descriptors.run(arena.kind, arena.address + offset, nbytes, arena.device)
+
+
+def allocations(pool: Pool) -> tuple[Memory, ...]:
+    return tuple(memory_of(tensor) for tensor in pool.tensors)

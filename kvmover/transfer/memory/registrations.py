@@ -1,0 +1,133 @@
+"""Memory registered anew: a destination renews slabs that only lost peers may write, and a source loads the new keys.
+
+A peer whose writes cannot be waited for is shut out: what it posted, or will post, is for a registration that is over,
+and the transport proves that nothing of it lands. So its regions are free at once, and not `linger_s` after its lease.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from kvmover.errors import PeerLost, PeerRefused, TransportError
+from kvmover.transfer.core import Core
+from kvmover.transfer.destination.quarantine import Quarantine
+from kvmover.transfer.memory.arena import renewal
+from kvmover.transfer.meter import Count
+from kvmover.transfer.protocol import wire
+from kvmover.transport.base import Revocation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Renewals:
+    """The registrations of the incoming arena. `_known` [source]: the newest that it knows, or was just told."""
+
+    core: Core
+    quarantine: Quarantine
+    _known: dict[str, int] = field(default_factory=dict[str, int])
+    _broken: frozenset[int] = frozenset()
+
+    def renew(self) -> list[int]:
+        """Renew what can be: offsets of regions that are free by it. Of the slabs that others still use, one takes no
+        leases until they have given it back.
+        """
+        core, arena = self.core, self.core.incoming.arena
+        if core.revocation is Revocation.UNPROVEN:
+            arena.shut = self._broken
+        if core.revocation is Revocation.UNPROVEN or not (arena.shut or arena.quarantined_bytes):
+            return []
+        lost = self.quarantine.offsets(lambda peer: core.peers.get(peer) is None)
+        found = renewal(arena, lost)
+        freed = [offset for slab in found.now for offset in self._renew(slab)]
+        arena.shut = self._broken | ({found.next} if found.next is not None else frozenset())
+        if found.now:
+            core.card = replace(core.card, transport=core.transport.metadata(), registration=arena.registration)
+        return freed
+
+    def _renew(self, slab: int) -> list[int]:
+        core, memory = self.core, self.core.incoming.slab(slab)
+        core.transport.deregister(memory)
+        freed = core.incoming.arena.renew(slab)
+        self.quarantine.revoked(freed)
+        core.meter.add(Count.RENEWED_SLABS)
+        log.info("slab %d of the arena is registered anew: %d regions of lost peers are free", slab, len(freed))
+        try:
+            core.transport.register(memory)
+        except TransportError as error:
+            self._broken |= {slab}
+            log.error("slab %d of the arena cannot be registered again and is out of use: %s", slab, error)
+        return freed
+
+    def offered(self, source: str, registration: int) -> None:
+        """A source says what it knows; it may have missed what it was told since."""
+        self._known[source] = registration
+
+    def lost(self, source: str) -> None:
+        self._known.pop(source, None)
+
+    def granted(self, source: str, granted: wire.Granted) -> wire.Granted:
+        """A grant of regions that `source` writes, which it has been told how to reach."""
+        arena = self.core.incoming.arena
+        needed = max((arena.registration_of(grant.offset) for grant in granted.grants), default=0)
+        if needed > self._known.get(source, 0):
+            self._known[source] = arena.registration
+            self.core.say(source, wire.Registered(self.core.card.transport, arena.registration))
+        return replace(granted, registration=needed)
+
+
+@dataclass(slots=True, eq=False)
+class Registrations:
+    """By destination: the newest registration that was `_loaded`, and one that waits for operations under way."""
+
+    core: Core
+    _loaded: dict[str, int] = field(default_factory=dict[str, int])
+    _waiting: dict[str, wire.Registered] = field(default_factory=dict[str, wire.Registered])
+
+    def known(self, peer: str) -> int:
+        """The newest registration that writes to a destination are posted for."""
+        seated = self.core.peers.get(peer)
+        return max(self._loaded.get(peer, 0), seated.card.registration if seated is not None else 0)
+
+    def stamped(self, peer: str, offer: wire.Offered) -> wire.Offered:
+        """An offer as it is said now: with this side's clock, for a lease, and what is known of the destination."""
+        return replace(offer, stamp_us=self.core.stamp_us(), registration=self.known(peer))
+
+    def waits(self, peer: str) -> bool:
+        """Whether nothing may be posted to a destination until what is under way there has ended."""
+        return peer in self._waiting
+
+    def heard(self, peer: str, message: wire.Registered) -> None:
+        """Load it now, or as soon as the transport can. What is not the peer's own, or not whole, is dropped."""
+        waiting = self._waiting.get(peer)
+        if message.registration > max(self.known(peer), waiting.registration if waiting is not None else 0):
+            self._waiting[peer] = message
+            self._load(peer)
+
+    def _load(self, peer: str) -> None:
+        message = self._waiting[peer]
+        try:
+            name = self.core.transport.identify(message.transport)
+            if name != peer:
+                raise PeerRefused(f"{peer} sent the registrations of {name}")
+            self.core.transport.connect(message.transport)
+            self._loaded[peer] = message.registration
+        except (PeerRefused, PeerLost) as error:
+            self.core.meter.add(Count.MALFORMED_MESSAGES)
+            log.warning("dropped a Registered from %s: %s", peer, error)
+        except TransportError:
+            return  # operations to it are in flight, which would go on under the old keys
+        del self._waiting[peer]
+
+    def poll(self) -> None:
+        """Try again what had to wait."""
+        for peer in list(self._waiting):
+            self._load(peer)
+
+    def lost(self, peer: str) -> None:
+        """The transport forgets what it knew of a destination."""
+        self._loaded.pop(peer, None)
+        self._waiting.pop(peer, None)

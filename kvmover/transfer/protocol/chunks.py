@@ -1,0 +1,405 @@
+"""Chunks: all that goes from one rank to one rank for a request, a Lane, cut so that both sides derive them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import islice
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.errors import PlanError
+from kvmover.layout.component import Component
+from kvmover.layout.fleet import Fleet
+from kvmover.layout.pool import PoolSpec
+from kvmover.layout.span import Span
+from kvmover.plan.legs import Leg, Plan, Replicas
+from kvmover.plan.lower import (
+    Box,
+    BoxSide,
+    Held,
+    PoolCut,
+    box,
+    count_runs,
+    packed_place,
+    page_ids,
+    pool_cut,
+    units_of,
+)
+from kvmover.plan.units import Units
+from kvmover.transfer.protocol.wire import MAX_CHUNKS
+
+#: Pieces of a chunk start at multiples of this, so that every piece can be moved in 16-byte words.
+PIECE_ALIGN_BYTES = 16
+
+
+class End(msgspec.Struct, frozen=True):
+    """One side of a lane: a rank of a fleet with its pools, one a component."""
+
+    fleet: Fleet
+    rank: int
+    pools: tuple[PoolSpec, ...]
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """How a lane is cut: chunks of at most `nbytes`, and none that holds layers of two groups of `layers` (0: one
+    group), so that a group can go while the next one is computed."""
+
+    nbytes: int
+    layers: int = 0
+
+
+class Piece(msgspec.Struct, frozen=True, eq=False):
+    """Some units of one component's leg, or of some of its layers, and where they start in the packed chunk.
+
+    They are those from `first_unit` on of a `group` of the component's units.
+    """
+
+    component: int
+    leg: Leg
+    units: Units
+    first_byte: int
+    group: int
+    first_unit: int
+
+
+class ChunkPlan(msgspec.Struct, frozen=True, eq=False):
+    """What one write carries. `nbytes` is payload, `span_bytes` what it takes in an arena."""
+
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    span_bytes: int
+
+
+class _Placed(msgspec.Struct, frozen=True, eq=False):
+    """Byte offsets of all units of a component in one pool [group][unit], by a page `table` that covers them."""
+
+    table: npt.NDArray[np.int64]
+    units: tuple[npt.NDArray[np.int64], ...]
+
+
+class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """The legs between two ranks, one a component (None: nothing of it), their units and their chunks.
+
+    `_cuts`, `_placed`: what is kept of the pools between chunks, by whether it is the source's, and by component.
+    """
+
+    src: tuple[Held, ...]
+    dst: tuple[Held, ...]
+    legs: tuple[Leg | None, ...]
+    units: tuple[tuple[Units, ...], ...]
+    chunks: tuple[ChunkPlan, ...]
+    _cuts: dict[tuple[bool, int, int, int], PoolCut] = msgspec.field(
+        default_factory=dict[tuple[bool, int, int, int], PoolCut]
+    )
+    _placed: dict[tuple[bool, int], _Placed] = msgspec.field(default_factory=dict[tuple[bool, int], _Placed])
+
+    @classmethod
+    def between(cls, plans: Sequence[Plan | None], src: End, dst: End, cut: Cut) -> Lane:
+        """Pure and the same on both sides: page ids stay out of it. None for a component of which nothing is wanted.
+
+        Raises PlanError for more than MAX_CHUNKS chunks: nobody derives more because a peer says so.
+        """
+        held_src, held_dst, legs = list[Held](), list[Held](), list[Leg | None]()
+        for plan, source, target in zip(plans, src.pools, dst.pools, strict=True):
+            if plan:
+                shards = plan.src_shard(src.rank), plan.dst_shard(dst.rank)
+            else:
+                shards = src.fleet.shard(source.component, src.rank, 1), dst.fleet.shard(target.component, dst.rank, 1)
+            held_src.append(Held(source, shards[0]))
+            held_dst.append(Held(target, shards[1]))
+            legs.append(plan.leg(src.rank, dst.rank) if plan else None)
+        units = tuple(units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, held_src, held_dst, strict=True))
+        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, _chunks(legs, src.pools, units, cut))
+
+    def recut(self, cut: Cut) -> Lane:
+        """The same lane in other chunks. Raises PlanError for more than MAX_CHUNKS of them."""
+        specs = [held.spec for held in self.src]
+        return Lane(self.src, self.dst, self.legs, self.units, _chunks(self.legs, specs, self.units, cut))
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+    @cached_property
+    def direct_runs(self) -> int:
+        """Byte runs if every leg went straight from pool to pool, pages scattered."""
+        return sum(
+            count_runs(leg, src, dst, units)
+            for leg, src, dst, units in zip(self.legs, self.src, self.dst, self.units, strict=True)
+            if leg
+        )
+
+    def gather_boxes(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, Box]]:
+        """(component, box) from the source's pools to the packed chunk."""
+        return [
+            (piece.component, self._box(piece, self._source(piece, pages), self._packed(piece)))
+            for piece in self.chunks[chunk].pieces
+        ]
+
+    def scatter_boxes(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, Box]]:
+        """(component, box) from the packed chunk to the destination's pools."""
+        return [
+            (piece.component, self._box(piece, self._packed(piece), self._target(piece, pages)))
+            for piece in self.chunks[chunk].pieces
+        ]
+
+    def direct_boxes(
+        self, chunk: int, src: Sequence[npt.NDArray[np.int64]], dst: Sequence[npt.NDArray[np.int64]]
+    ) -> list[tuple[int, Box]]:
+        """(component, box) from pool to pool."""
+        return [
+            (piece.component, self._box(piece, self._source(piece, src), self._target(piece, dst)))
+            for piece in self.chunks[chunk].pieces
+        ]
+
+    def reach(self, chunk: int, stop: int) -> tuple[int, int]:
+        """(layer, position) that the chunk stays below: what must be produced, of `stop` in all, before it can go."""
+        pieces = self.chunks[chunk].pieces
+        return max(p.leg.layers.stop for p in pieces), max(self._stop(p, stop) for p in pieces)
+
+    def source_pages(self, chunk: int) -> tuple[int, ...]:
+        """How many pages of each of the source's tables a chunk needs to be named."""
+        return self._needed(chunk, self.src)
+
+    def target_needs(self, chunk: int) -> tuple[int, ...]:
+        """How many pages of each of the destination's tables a chunk needs to be named."""
+        return self._needed(chunk, self.dst)
+
+    def _needed(self, chunk: int, held: Sequence[Held]) -> tuple[int, ...]:
+        needed = [0] * len(held)
+        for piece in self.chunks[chunk].pieces:
+            last = int(self._at(piece.units, held).max()) // held[piece.component].spec.page_tokens
+            needed[piece.component] = max(needed[piece.component], last + 1)
+        return tuple(needed)
+
+    def _at(self, units: Units, held: Sequence[Held]) -> npt.NDArray[np.int64]:
+        """Index of each unit's first token on the side of `held`."""
+        return units.src if held is self.src else units.dst
+
+    @cached_property
+    def source_reads(self) -> tuple[int, ...]:
+        """How many pages of each of the source's tables the whole lane needs."""
+        return self._reads(self.src)
+
+    @cached_property
+    def target_reads(self) -> tuple[int, ...]:
+        """How many pages of each of the destination's tables the whole lane needs."""
+        return self._reads(self.dst)
+
+    def _reads(self, held: Sequence[Held]) -> tuple[int, ...]:
+        last = [max((int(self._at(units, held).max()) for units in groups), default=-1) for groups in self.units]
+        return tuple(at // own.spec.page_tokens + 1 for at, own in zip(last, held, strict=True))
+
+    def source_tokens(self, component: int, first_page: int) -> range:
+        """From the first to the last token of the lane whose row lies in the source's pages from `first_page` on."""
+        ends = [end for units in self.units[component] for end in (units.src, units.src + units.tokens - 1)]
+        at = np.concatenate(ends) if ends else np.zeros(0, np.int64)
+        at = at[at // self.src[component].spec.page_tokens >= first_page]
+        if not at.size:
+            return range(0)
+        positions = self._position(component, at)
+        tokens = self.src[component].spec.component.row_tokens
+        return range(int(positions.min()) * tokens, (int(positions.max()) + 1) * tokens)
+
+    def _stop(self, piece: Piece, stop: int) -> int:
+        if self.src[piece.component].spec.component.states:
+            return stop  # a state is final when every token has been through it
+        last = int(self._position(piece.component, piece.units.src + piece.units.tokens - 1).max())
+        return (last + 1) * self.src[piece.component].spec.component.row_tokens
+
+    def _positions(self, piece: Piece) -> npt.NDArray[np.int64]:
+        """Logical position of each unit's first token [unit], the same from either side."""
+        return self._position(piece.component, piece.units.src)
+
+    def _position(self, component: int, tokens_at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Logical position of each of the source's tokens."""
+        held = self.src[component].shard.positions
+        assert held is not None, "a piece was cut from positions that nobody holds"
+        run, token = np.divmod(tokens_at, held.width)
+        return run * held.step + token + held.start
+
+    def marks(self, chunk: int) -> list[Marks]:
+        """Logical coordinates of a chunk's pieces, in the order of its boxes: what its digest counts by."""
+        return [self._marks(piece) for piece in self.chunks[chunk].pieces]
+
+    def _marks(self, piece: Piece) -> Marks:
+        kv = self.src[piece.component].spec.component.kv
+        planes = [layer * kv + i for layer in piece.leg.layers for i in range(kv)]
+        number = np.array(planes, np.int64) + (piece.component << 40)  # no plane of one component is one of another
+        return Marks(number, self._positions(piece), piece.leg.heads)
+
+    def check_pages(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Raise PlanError for page tables that do not cover the lane on the side of `held`, before anything is sent."""
+        if len(pages) != len(held):
+            raise PlanError(f"{len(pages)} page tables for {len(held)} components")
+        for component, (leg, table) in enumerate(zip(self.legs, pages, strict=True)):
+            if leg is not None:
+                cut = self._cut(held, component, leg)
+                every = (cut.units(held[component], self._at(units, held), table) for units in self.units[component])
+                self._placed[held is self.src, component] = _Placed(table, tuple(every))
+
+    def _cut(self, held: Sequence[Held], component: int, leg: Leg) -> PoolCut:
+        """A leg's layers and heads in the pool of one side. All legs of a component here have the same heads."""
+        key = held is self.src, component, leg.layers.start, leg.layers.count
+        cut = self._cuts.get(key)
+        if cut is None:
+            cut = self._cuts[key] = pool_cut(held[component], leg)
+        return cut
+
+    def check_named(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
+        """As `check_pages`, of page tables that are named part by part: what they name so far."""
+        if len(pages) != len(held):
+            raise PlanError(f"{len(pages)} page tables for {len(held)} components")
+        for groups, own, table in zip(self.units, held, pages, strict=True):
+            for units in groups:
+                at = self._at(units, held)
+                page_ids(own, at[at < len(table) * own.spec.page_tokens], table)
+
+    def check_chunk(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> None:
+        """As `check_pages` for the source, of one chunk: of a request whose pages are named as they are computed."""
+        for piece in self.chunks[chunk].pieces:
+            page_ids(self.src[piece.component], piece.units.src, pages[piece.component])
+
+    def target_pages(self, chunk: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """(component, indices into the destination's page table) that a chunk touches."""
+        for piece in self.chunks[chunk].pieces:
+            yield piece.component, np.unique(piece.units.dst // self.dst[piece.component].spec.page_tokens)
+
+    def _box(self, piece: Piece, src: BoxSide, dst: BoxSide) -> Box:
+        component = self.src[piece.component].spec.component
+        return box(component, piece.leg, piece.units, src, dst)
+
+    def _packed(self, piece: Piece) -> BoxSide:
+        component = self.src[piece.component].spec.component
+        return packed_place(component, piece.leg, piece.units, piece.first_byte)
+
+    def _source(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> BoxSide:
+        return self._in_pool(piece, self.src, pages[piece.component])
+
+    def _target(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> BoxSide:
+        return self._in_pool(piece, self.dst, pages[piece.component])
+
+    def _in_pool(self, piece: Piece, held: Sequence[Held], table: npt.NDArray[np.int64]) -> BoxSide:
+        """Where a piece lies on the side of `held`: known already if the table is one that was checked as a whole."""
+        cut, placed = self._cut(held, piece.component, piece.leg), self._placed.get((held is self.src, piece.component))
+        if placed is None or placed.table is not table:
+            return cut.place(cut.units(held[piece.component], self._at(piece.units, held), table))
+        return cut.place(placed.units[piece.group][piece.first_unit : piece.first_unit + len(piece.units)])
+
+
+class Marks(msgspec.Struct, frozen=True, eq=False):
+    """Where the rows of one piece belong. `planes` [layer x kv], `positions` [unit] of each unit's first token."""
+
+    planes: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    heads: Span
+
+
+@lru_cache(maxsize=256)
+def plans_between(
+    components: tuple[Component, ...], src: Fleet, dst: Fleet, positions: range, replicas: Replicas
+) -> tuple[Plan | None, ...]:
+    """One plan a component for tokens `positions` of a request; None where they need nothing of it. Kept: every rank
+    of a fleet asks for the same.
+    """
+    wanted = [component.wanted(positions) for component in components]
+    return tuple(
+        Plan(component, src, dst, own.start, own.stop, replicas) if own else None
+        for component, own in zip(components, wanted, strict=True)
+    )
+
+
+@lru_cache(maxsize=1024)
+def related(components: tuple[Component, ...], src: Fleet, dst: Fleet, replicas: Replicas) -> Relation:
+    """Who may serve whom, whatever the request. Kept: it is asked for with every request."""
+    tokens = max(component.row_tokens for component in components)
+    plans = plans_between(components, src, dst, range(tokens), replicas)
+    return Relation(tuple(plan for plan in plans if plan))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Relation:
+    """Source and destination ranks of two fleets that may have something for each other, for some request. Worked out
+    once a rank: it is asked for with every request.
+    """
+
+    plans: tuple[Plan, ...]
+    _sources: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]], init=False)
+    _destinations: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]], init=False)
+
+    def sources_of(self, dst_rank: int) -> frozenset[int]:
+        if dst_rank not in self._sources:
+            every = (rank for plan in self.plans for rank in plan.sources_of(dst_rank))
+            self._sources[dst_rank] = frozenset(every)
+        return self._sources[dst_rank]
+
+    def destinations_of(self, src_rank: int) -> frozenset[int]:
+        if src_rank not in self._destinations:
+            every = (rank for plan in self.plans for rank in plan.destinations_of(src_rank))
+            self._destinations[src_rank] = frozenset(every)
+        return self._destinations[src_rank]
+
+
+def _chunks(
+    legs: Sequence[Leg | None], specs: Sequence[PoolSpec], units: Sequence[tuple[Units, ...]], cut: Cut
+) -> tuple[ChunkPlan, ...]:
+    """Raises PlanError for more than MAX_CHUNKS of them."""
+    chunks = tuple(islice(_each_chunk(legs, specs, units, cut), MAX_CHUNKS + 1))
+    if len(chunks) > MAX_CHUNKS:
+        raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
+    return chunks
+
+
+def _each_chunk(
+    legs: Sequence[Leg | None], specs: Sequence[PoolSpec], units: Sequence[tuple[Units, ...]], cut: Cut
+) -> Iterator[ChunkPlan]:
+    """Group by group of layers; within one, fill chunks unit by unit, in order."""
+    groups = sorted({group for leg in legs if leg for group in _groups(leg, cut)})
+    for first in groups:
+        parts = [
+            (number, part, units[number])
+            for number, leg in enumerate(legs)
+            if leg and (part := _of_group(leg, first, cut))
+        ]
+        yield from _filled(parts, [specs[number] for number, _, _ in parts], cut.nbytes)
+
+
+def _groups(leg: Leg, cut: Cut) -> set[int]:
+    """First layers of the groups that a leg has layers of."""
+    return {layer // cut.layers * cut.layers for layer in leg.layers} if cut.layers else {0}
+
+
+def _of_group(leg: Leg, first: int, cut: Cut) -> Leg | None:
+    if not cut.layers:
+        return leg
+    layers = leg.layers & Span(first, cut.layers)
+    return replace(leg, layers=layers) if layers else None
+
+
+def _filled(
+    parts: Sequence[tuple[int, Leg, tuple[Units, ...]]], specs: Sequence[PoolSpec], chunk_bytes: int
+) -> Iterator[ChunkPlan]:
+    """A unit larger than a chunk has one of its own."""
+    pieces: list[Piece] = []
+    used = payload = 0
+    for (number, leg, groups), spec in zip(parts, specs, strict=True):
+        token_bytes = leg.layers.count * spec.component.kv * leg.heads.count * spec.component.row_bytes
+        for group, units in enumerate(groups):
+            unit_bytes = units.tokens * token_bytes
+            done = 0
+            while done < len(units):
+                used = -(-used // PIECE_ALIGN_BYTES) * PIECE_ALIGN_BYTES
+                take = min((chunk_bytes - used) // unit_bytes, len(units) - done)
+                if take < 1 and pieces:
+                    yield ChunkPlan(tuple(pieces), payload, used)
+                    pieces, used, payload = [], 0, 0
+                    continue
+                take = max(take, 1)
+                pieces.append(Piece(number, leg, units.slice(done, done + take), used, group, done))
+                used, payload, done = used + take * unit_bytes, payload + take * unit_bytes, done + take
+    if pieces:
+        yield ChunkPlan(tuple(pieces), payload, used)
