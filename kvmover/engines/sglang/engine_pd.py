@@ -87,6 +87,24 @@ def name_of_this_engine() -> str:
     return f"{head} {_context.get_serving().port} {parallel().attn_dp_rank}"
 
 
+def is_latent(config: Any) -> bool:
+    """Whether the model of a `ModelConfig` keeps a latent."""
+    return config.attention_arch is import_module("sglang.srt.configs.model_config").AttentionArch.MLA
+
+
+def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
+    """Units and heads of x, B and C, which lie in this order in a convolution of Mamba-2; () of other models.
+
+    Their pools do not tell. Where there is one group of B and C every rank has it (`MambaMixer2`).
+    """
+    mamba = import_module("sglang.srt.configs.hybrid_arch").mamba2_config(config)
+    groups = getattr(mamba, "n_groups", 0) or getattr(mamba, "mamba_n_groups", 0)
+    if mamba is None or not groups:
+        return ()
+    shape = mamba.mamba2_cache_params.shape
+    return ((shape.intermediate_size, shape.num_heads), *[(groups * shape.state_size, groups)] * 2)
+
+
 def device(gpu_id: int) -> torch.device:
     """GPU `gpu_id`, or the device that SGLang runs on where that is none."""
     import torch

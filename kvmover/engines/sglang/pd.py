@@ -7,7 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import engine, engine_pd, pd_wire
+from kvmover.engines.sglang import engine, engine_pd
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
 from kvmover.engines.sglang.pd_cache import (
     AuxRows,
+    CacheTotals,
     caches_of,
     chunk_table,
     layers_of,
@@ -28,7 +29,16 @@ from kvmover.engines.sglang.pd_cache import (
     refuse,
     whole_of,
 )
-from kvmover.engines.sglang.transfer_driver import Bell, TransferDriver, Wanted
+from kvmover.engines.sglang.pd_driver import (
+    Answer,
+    Bell,
+    Call,
+    PagesReady,
+    TransferDriver,
+    Wanted,
+    frames,
+    read,
+)
 from kvmover.errors import PeerRefused, PlanError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
@@ -75,8 +85,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._rows = AuxRows(args)
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
-        config = _served_model()
-        whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
+        whole = _served_model(args, is_mla_backend)
         self._caches = caches_of(args, whole, place)
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
@@ -101,7 +110,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers.serve(MoverCollector([self._driver]))
         self._outgoing: dict[int, Outgoing] = defaultdict(Outgoing)
         self._given_up: dict[int, float] = {}
-        self._asked: dict[int, dict[str, pd_wire.PagesReady]] = defaultdict(dict)
+        self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         self._rows_of: dict[int, int] = {}
@@ -141,14 +150,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 nap_s = self._driver.pace.idle_s
 
     def _hear(self, received: list[bytes]) -> None:
-        message = pd_wire.read(received)
+        message = read(received)
         match message:
-            case pd_wire.Call():
+            case Call():
                 self._answer(message)
-            case pd_wire.Answer():
+            case Answer():
                 self._engines[message.key] = message.engine
                 self._refused[message.key] = message.refused
-            case pd_wire.PagesReady():
+            case PagesReady():
                 self._given_up.pop(message.room, None)
                 self._asked[message.room][message.rank] = message
                 _keep_the_last(self._asked)
@@ -206,7 +215,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     # Prefill
 
-    def _answer(self, call: pd_wire.Call) -> None:
+    def _answer(self, call: Call) -> None:
         refused = ""
         try:
             self._driver.connect(call.card)
@@ -214,7 +223,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             refused = str(error)
             log.error("refused a decode rank: %s", error)
         where = engine_pd.NetworkAddress(*call.answer_to)
-        answer = pd_wire.frames(pd_wire.Answer(call.key, self._name, refused))
+        answer = frames(Answer(call.key, self._name, refused))
         self._send_multipart_locked(where.to_tcp(), answer, is_ipv6=where.is_ipv6)
 
     def opened(self, room: int) -> None:
@@ -285,14 +294,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def call(self, key: str) -> list[bytes]:
         """What introduces this decode rank to a prefill rank; `key` is how it knows the prefill engine."""
-        return pd_wire.frames(pd_wire.Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
+        return frames(Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
 
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
         """The frames that tell a prefill rank that this rank has pages for a request."""
         rank = f"{self._name} {self._rank}"
-        return pd_wire.frames(pd_wire.PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
+        return frames(PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
 
     def fetch(self, receiver: Any, pages: npt.NDArray[np.int32], row: int, states: Any, prefix_tokens: int) -> None:
         """Begin to receive a request's pages and states, and row `row` of what goes beside them.
@@ -336,11 +345,18 @@ class KvmoverManager(engine_pd.CommonKVManager):
         return self._engines.get(key)
 
 
-def _served_model() -> Any:
+def _served_model(args: Any, is_mla_backend: Any) -> CacheTotals:
+    """What the model that this process serves has, and its draft. Raises EngineUnsupported outside a serving SGLang."""
     config = engine.model_config()
     if config is None:
         raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
-    return config
+    whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
+    draft = engine.draft_config() if args.num_draft_entries else None
+    return replace(
+        whole,
+        projections=engine_pd.mamba_projections(config),
+        draft=draft and whole_of(draft, engine_pd.is_latent(draft)),
+    )
 
 
 def _keep_the_last(rooms: dict[int, Any]) -> None:
