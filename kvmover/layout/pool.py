@@ -66,6 +66,10 @@ class PoolSpec:
                     f"axis {axis} has separate allocations and stride {self.layout.stride_of(axis)}; it must be 0"
                 )
 
+    def __hash__(self) -> int:
+        """By its strides: as of a component."""
+        return hash(self.layout.stride)
+
     @classmethod
     def dense(
         cls,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -197,7 +198,7 @@ def gates_of(given: object) -> list[Gate] | None:
         return None
     if not isinstance(given, Iterable):
         raise PlanError(f"gates = {given!r}; give a list of Gate, or None where all is computed")
-    return [gate_of(each) for each in given]  # pyright: ignore[reportUnknownVariableType]
+    return [gate_of(each) for each in cast("Iterable[object]", given)]
 
 
 def gate_of(given: object) -> Gate:
@@ -216,23 +217,23 @@ def transfer_of(given: object) -> Transfer:
 
 def payload_of(given: object) -> bytes:
     """What goes beside the cache. Raises PlanError for what is no bytes."""
-    if not isinstance(given, (bytes, bytearray, memoryview)):
-        raise PlanError(f"aux = {given!r}; it must be bytes")
-    return bytes(given)
+    if not isinstance(given, bytes | bytearray | memoryview):
+        raise PlanError(f"aux = {given!r:.60}; it must be bytes")
+    return bytes(cast("bytes", given))
 
 
 def ranks_of(given: object) -> tuple[int, ...]:
     """Numbers of ranks. Raises PlanError for what is none."""
     if not isinstance(given, Iterable):
         raise PlanError(f"aux_from = {given!r}; give a list of ranks, as [0]")
-    return tuple(whole(rank, "a rank of aux_from", PlanError) for rank in given)  # pyright: ignore[reportUnknownVariableType]
+    return tuple(whole(rank, "a rank of aux_from", PlanError) for rank in cast("Iterable[object]", given))
 
 
 def card_of(given: object) -> bytes:
     """Raises PeerRefused for what is no bytes, and so no card."""
-    if not isinstance(given, (bytes, bytearray, memoryview)):
-        raise PeerRefused(f"a card is bytes, got {given!r}")
-    return bytes(given)
+    if not isinstance(given, bytes | bytearray | memoryview):
+        raise PeerRefused(f"a card is bytes, got {given!r:.60}")
+    return bytes(cast("bytes", given))
 
 
 def deadline_of(given: object, configured_s: float) -> float:

@@ -370,8 +370,8 @@ class Mover:
             self._core.later.popleft()()
         self._flush()
         if self.meter.beats != before:
-            moved_s, self._moved_s = self._core.moving_s - self._moved_s, self._core.moving_s
-            self._core.links.polled(self._core.clock() - began - moved_s)
+            before_s, self._moved_s = self._moved_s, self._core.moving_s
+            self._core.links.polled(self._core.clock() - began - (self._moved_s - before_s))
         return self.meter.beats != before or len(due) == MAX_TIMERS or bool(self._events)
 
     def _flush(self) -> None:

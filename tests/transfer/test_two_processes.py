@@ -152,6 +152,7 @@ def half_way(process: MoverProcess) -> None:
     assert chunks < 12
 
 
+@pytest.mark.proof
 def test_killed_peers_of_this_host_are_dialled_no_more_and_leave_no_descriptor():
     here, left = Side("here", 24, "HND", None), list[int]()
     here.mover.configure(replace(here.mover.config, backoff=Backoff(0.02, 0.05), silence_s=2.0, ping_s=0.1))

@@ -294,7 +294,7 @@ class PrefixTree:
 
         A leaf takes its window and its state along, so that two calls after each other give up more than both need.
         """
-        if self._plain is not None and pages.keys() == {FULL} and not len(room):
+        if self._plain is not None and set(pages) == {FULL} and not len(room):
             return self._plain.evict(pages[FULL])
         eviction = Eviction(self._forest, room)
         return eviction.pools({self.config.index(name): count for name, count in pages.items()})

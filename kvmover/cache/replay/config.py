@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvmover.cache.prefix import LRU, POLICIES, DeviceOnly, EvictionPolicy, Tiers, WriteBack, WriteThrough
@@ -25,7 +25,7 @@ class ReplayConfig:
     host_tokens: int = 0
     storage_tokens: int = 0
     policy: EvictionPolicy = LRU
-    writes: WriteBack | WriteThrough = WriteBack()
+    writes: WriteBack | WriteThrough = field(default_factory=WriteBack)
 
     def __post_init__(self) -> None:
         for name, tokens in (

@@ -346,9 +346,7 @@ class Server:
         host_tokens = before.best_tokens - before.tokens
         return match, Credit(before.tokens, host_tokens, match.tokens - before.best_tokens), lost
 
-    def _fetch(
-        self, storage: SimulatedStorage, prompt: ReplayPrompt, match: Match
-    ) -> tuple[Match, dict[Loss, int]]:
+    def _fetch(self, storage: SimulatedStorage, prompt: ReplayPrompt, match: Match) -> tuple[Match, dict[Loss, int]]:
         """Read into host pages what storage has beyond the best match."""
         page_tokens, tree = self.config.page_tokens, self.tree
         first = match.best_tokens // page_tokens

@@ -10,22 +10,33 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from kvmover.cache.ledger import Credit, Loss
 from kvmover.cache.prefix import FULL as ATTENTION
-from kvmover.cache.prefix import NO_IDS, ROOT, ActionList, Inserted, PageArray, RadixKey, StaleHandle
-from kvmover.cache.tiers import Controller, FreeList, Restore, TierCollector
+from kvmover.cache.prefix import (
+    NO_IDS,
+    ROOT,
+    ActionList,
+    CopyOut,
+    FreePages,
+    Inserted,
+    PageArray,
+    RadixKey,
+    StaleHandle,
+)
+from kvmover.cache.tiers import Controller, DevicePages, FreeList, Restore, TierCollector
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import engine_radix, engine_tiers
-from kvmover.engines.sglang.engine_pages import EnginePages
-from kvmover.engines.sglang.layer_gates import LayerGates
+from kvmover.engines.sglang import engine_radix
+from kvmover.engines.sglang.options import TierFlags
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts, accounts_of
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
-from kvmover.engines.sglang.tier_options import TierFlags
-from kvmover.engines.sglang.tier_pools import EngineTiers, open_tiers
+from kvmover.engines.sglang.radix_components import STATE, WINDOW
+from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
 
 #: How old the tiers' counts may be that a scrape is answered with, and how often a store is asked to look after itself.
 _SNAPSHOT_S, _UPKEEP_S = 0.5, 1.0
@@ -49,7 +60,7 @@ class HostRoom:
 
 
 class TieredRadixCache(KvmoverRadixCache):
-    """One rank's cache of attention KV on device, host and in storage. All ranks call it in the same order."""
+    """One rank's cache on device, host and in storage. All ranks call it in the same order."""
 
     #: What SGLang's scheduler reads of its own cache: no hashes of a prefix are wanted, a prefetch is not asked twice.
     hicache_storage_pass_prefix_keys = False
@@ -59,11 +70,10 @@ class TieredRadixCache(KvmoverRadixCache):
     ) -> None:
         """The host pools and the store of `tiers` are this cache's from here on."""
         super().__init__(params, accounts, flags.tiers())
-        pages = EnginePages(self.token_to_kv_pool_allocator, self._indices, self.page_size)
         self._tiers = tiers
-        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, {ATTENTION: pages})
+        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, self._device_pages())
         self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
-        self.gates = LayerGates(self._controller.loads, tiers.layers)
+        self.gates = LayerGates(self._controller.loads, tiers.depths)
         #: By request: what it waits for from storage, and where that begins.
         self.ongoing_prefetch: dict[Any, Restore] = {}
         #: By request: what storage has of its prompt and did not bring.
@@ -130,13 +140,16 @@ class TieredRadixCache(KvmoverRadixCache):
         if pages is None:
             self._no_room.add(req.rid)
             return 0, req.last_node
-        return pages * self.page_size, node
+        if self._states is not None:
+            key = self._key_of(req, req.full_untruncated_fill_ids, req.prefix_len + params.host_hit_length)
+            self._states.start(req, dict(self._tree.look(key).held)[STATE], partial(self._room_for_state, node))
+        return params.host_hit_length, node
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """SGLang has just given the request pages."""
         if self._accounts is not None:
             why = Loss.DEVICE_CAPACITY if req.rid in self._no_room else Loss.THRESHOLD
-            self._accounts.admitted(req.rid, Credit(*engine_tiers.tokens_by_tier(req)), why)
+            self._accounts.admitted(req.rid, Credit(*engine_radix.tokens_by_tier(req)), why)
         self._forget(req.rid)
 
     def release_aborted_request(self, handle: Any) -> None:
@@ -238,10 +251,27 @@ class TieredRadixCache(KvmoverRadixCache):
             self._controller.kept(used, NO_IDS)
 
     def _kept(self, inserted: Inserted, pages: PageArray) -> None:
-        self._controller.kept(inserted, pages)
+        """A state that the tree had already is the caller's to give back."""
+        ours = tuple(action for action in inserted.actions if not _is_state(action))
+        self._controller.kept(structs.replace(inserted, actions=ours), pages)
 
     def _evict(self, wanted: Mapping[str, int]) -> ActionList:
-        return self._controller.evict(wanted[ATTENTION])
+        return self._controller.evict_pools(wanted)
+
+    def _device_pages(self) -> dict[str, DevicePages]:
+        """What SGLang deals of each component."""
+        allocator, page_tokens = self.token_to_kv_pool_allocator, self.page_size
+        if self._windows is None:
+            free = allocator.free_page_ids
+            pages: dict[str, DevicePages] = {ATTENTION: EnginePages(allocator, free, self._indices, page_tokens)}
+        else:
+            full = allocator.full_attn_allocator
+            pages = {ATTENTION: EnginePages(full, full.free_page_ids, self._indices, page_tokens)}
+            pages[WINDOW] = EngineWindows(allocator, self._windows.indices, self._indices, page_tokens)
+        if self._states is not None:
+            slots = self.req_to_token_pool.mamba_allocator
+            pages[STATE] = EnginePages(slots, slots.free, self._states.indices, 1)
+        return pages
 
     def _lookup(self, req: Any, key: Any, found: int) -> Lookup:
         lookup, left = super()._lookup(req, key, found), self._left.get(req.rid)
@@ -253,6 +283,10 @@ class TieredRadixCache(KvmoverRadixCache):
     def _forget(self, rid: str) -> None:
         self._left.pop(rid, None)
         self._no_room.discard(rid)
+
+
+def _is_state(action: FreePages | CopyOut) -> bool:
+    return isinstance(action, FreePages) and action.component == STATE
 
 
 def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
@@ -273,16 +307,16 @@ def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
 
 def open_radix_cache(context: Any) -> TieredRadixCache:
     """One rank's cache and its tiers. Raises EngineUnsupported for what needs SGLang's own."""
-    flags, odd = engine_tiers.flags(), engine_tiers.odd_pools(context)
+    flags, odd = engine_radix.tier_flags(), engine_radix.odd_pools(context)
     if odd or flags.host_memory != "cache" or engine_radix.disaggregated():
         asked = odd or ("prefill and decode" if flags.host_memory == "cache" else f"host memory as {flags.host_memory}")
         raise EngineUnsupported(
-            f"kvmover's tiers keep attention KV of a server by itself, and not {asked}: leave out"
+            f"kvmover's tiers keep attention KV, windows and states of a server by itself, and not {asked}: leave out"
             " --enable-hierarchical-cache, or --radix-cache-backend kvmover"
         )
     params = context.params
     tp, tp_size = engine_radix.rank()
-    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_tiers.fences(context))
+    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_radix.fences(context))
     cache = TieredRadixCache(params, flags, tiers, accounts_of(params))
-    engine_tiers.gate(context, cache.gates)
+    engine_radix.gate(context, cache.gates)
     return cache

@@ -208,7 +208,7 @@ class DestinationDriver:
         if self._room:
             for offset in self.renewals.renew():
                 self._eager.freed(offset)
-        leased = dict[tuple[ReceiveAttempt, str], list[tuple[int, int]]]()
+        leased: dict[tuple[ReceiveAttempt, str], list[tuple[int, int]]] = {}
         while self._room and (found := self._credits.lease(arena)) is not None:
             id_, (peer, chunk), offset = found
             attempt = self._attempts[id_]

@@ -190,12 +190,12 @@ class Receiving(msgspec.Struct, frozen=True):
     deadline: float
     begun: float = 0.0
     look_at: float = 0.0
-    heard: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    repeats: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    noted: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    regions: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
-    rounds: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
-    digests: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
+    heard: dict[str, float] = {}
+    repeats: dict[str, int] = {}
+    noted: dict[str, float] = {}
+    regions: dict[WriterChunk, int] = {}
+    rounds: dict[WriterChunk, int] = {}
+    digests: dict[WriterChunk, int] = {}
     unnamed: frozenset[WriterChunk] = frozenset()
     ready: frozenset[WriterChunk] = frozenset()
     reading: frozenset[WriterChunk] = frozenset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from msgspec.structs import replace
 
@@ -13,7 +14,7 @@ from kvmover.transfer.protocol.chunks import End
 from kvmover.transfer.protocol.handshake import Rank
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Peer:
     """A connected rank: its card, as read and as it came, and its transport name, which no later incarnation has."""
 
@@ -21,7 +22,7 @@ class Peer:
     card: Rank
     encoded: bytes
 
-    @property
+    @cached_property
     def end(self) -> End:
         return End(self.card.place.fleet, self.card.place.rank, self.card.pools)
 

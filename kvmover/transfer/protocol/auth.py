@@ -85,6 +85,7 @@ class Keys:
     accepted: tuple[Key, ...] = ()
 
     def write(self, *parts: bytes) -> bytes:
+        """The tag that the first key writes under `parts`, of 32 bytes."""
         return self.seals.tag(*parts)
 
     def wrote(self, tag: bytes, *parts: bytes) -> bool:

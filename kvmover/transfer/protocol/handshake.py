@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Annotated
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -16,6 +19,8 @@ from kvmover.layout.pool import PoolSpec
 from kvmover.sharing import HostProcess, SharedRange
 from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
 from kvmover.transport.base import Memory
+
+Value = TypeVar("Value", bound=Hashable)
 
 MAX_CARD_BYTES = 4 << 20
 
@@ -180,7 +185,26 @@ def read_card(model: Model, card: bytes) -> Rank:
         _check(model, rank)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise PeerRefused(f"card cannot be read: {error}") from error
-    return rank
+    place = msgspec.structs.replace(rank.place, fleet=interned(rank.place.fleet))
+    return msgspec.structs.replace(rank, place=place, pools=tuple(map(interned_pool, rank.pools)))
+
+
+@lru_cache(maxsize=4096)
+def _interned(value: Hashable) -> Any:
+    return value
+
+
+def interned(value: Value) -> Value:
+    """The first of equal values: what is kept for one is found for the others by being the same, not by being equal.
+
+    Cards of the ranks of a fleet are decoded one by one, and compared with every request otherwise.
+    """
+    return _interned(value)
+
+
+def interned_pool(spec: PoolSpec) -> PoolSpec:
+    """As `interned`, the component too: pools of one component may differ."""
+    return interned(replace(spec, component=interned(spec.component)))
 
 
 def _check(model: Model, rank: Rank) -> None:

@@ -59,13 +59,15 @@ def test_the_table_says_every_tier_and_every_loss(trace: Path, capsys: pytest.Ca
         assert words in out
 
 
-def test_a_host_that_is_smaller_than_the_device_is_said_to_bring_little(
+def test_a_host_that_is_not_much_larger_than_the_device_is_said_to_bring_little(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, small, _ = run(capsys, trace, "--capacity-tokens", 16384, "--host-tokens", 8192)
-    assert "the host's 8,192 tokens are fewer than the device's" in small
-    _, large, _ = run(capsys, trace, "--capacity-tokens", 8192, "--host-tokens", 8192)
-    assert "fewer than the device's" not in large
+    assert "a host of 8,192 tokens is fewer than twice the device's" in small
+    _, near, _ = run(capsys, trace, "--capacity-tokens", 8192, "--host-tokens", 8192)
+    assert "fewer than twice the device's" in near
+    _, large, _ = run(capsys, trace, "--capacity-tokens", 8192, "--host-tokens", 16384)
+    assert "fewer than twice the device's" not in large
 
 
 def test_a_picture_is_drawn(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,9 @@ from kvmover.cache.tiers import TierCount
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang.options import StorageFlags, TierFlags
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_tiers import TieredRadixCache
-from kvmover.engines.sglang.tier_options import StorageFlags, TierFlags
 from kvmover.engines.sglang.tier_pools import open_tiers
 
 #: Two groups of layers: a pass that reads the first does not wait for the second.
@@ -38,8 +39,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> None:
 class PoolContent:
     """The rows of SGLang's pool as numbers: each layer, K and V, and head has its own of a token's."""
 
-    def __init__(self, pool: Any) -> None:
-        self.pool = pool
+    def __init__(self, pool: Any, layers: Sequence[int] = range(LAYERS)) -> None:
+        self.pool, self.layers = pool, layers
 
     def planes(self, layer: int) -> list[torch.Tensor]:
         """As an attention backend reads them: behind the gate."""
@@ -52,7 +53,7 @@ class PoolContent:
         return 100 * layer + 10 * kv + torch.arange(width)
 
     def __setitem__(self, row: torch.Tensor, numbers: torch.Tensor) -> None:
-        for layer in range(LAYERS):
+        for layer in self.layers:
             for kv, plane in enumerate(self.planes(layer)):
                 plane[row] = numbers[:, None] + self.offsets(layer, kv, plane.shape[1])
 
@@ -60,7 +61,7 @@ class PoolContent:
         """Equal in all planes, or it is another's somewhere."""
         found = [
             plane[row] - self.offsets(layer, kv, plane.shape[1])
-            for layer in range(LAYERS)
+            for layer in self.layers
             for kv, plane in enumerate(self.planes(layer))
         ]
         numbers = found[0][:, 0]
@@ -510,8 +511,6 @@ def of_stages(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("context", "word"),
     [
-        (lambda: context_of(params=parameters(4, 64, window=8), is_hybrid_swa=True), "not windows"),
-        (lambda: context_of(is_hybrid_ssm=True), "states"),
         (lambda: of_stages(pp_size=2), "not pipeline stages"),
         (lambda: of_stages(attn_cp_size=2), "not context-parallel ranks"),
         (lambda: of_stages(is_eagle=True), "not a draft's pools"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything of vLLM asks: its kernels run without a GPU
 
 configs: Any = import_module("vllm.config")
 caching: Any = import_module("vllm.v1.kv_cache_interface")

@@ -45,7 +45,7 @@ def written(server: Server) -> None:
     raise AssertionError(f"{server.name} does not end its writes")
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("latent-yarn", 2)])
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("latent-yarn", 2), ("windows", 1)])
 def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
     kind: str, tp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
@@ -87,6 +87,28 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     assert found["computed"] <= 16 * len(prompts)
     assert sum(found.values()) == sum(map(len, prompts))
     servers.stop([plain, again])
+
+
+@pytest.mark.parametrize("kind", ["llama", "windows"])
+def test_no_fewer_tokens_are_found_than_by_sglangs_own_tiers_on_the_same_schedule(
+    kind: str, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    weights = model(kind, "sglang")
+    for name in ("own", "ours"):
+        (tmp_path / name).mkdir()
+    own, ours = servers.start(
+        sglang(f"sglang-own-tiers-{kind}", weights, *_LITTLE, *hicache(tmp_path / "own", "page_first_direct")),
+        tiered(f"sglang-tiers-beside-{kind}", weights, tmp_path / "ours"),
+    )
+    warm(own, ours)
+    prompts = conversations(200, seed=98)
+    wanted = [ask(own, prompt, 4) for prompt in prompts]
+    got = [ask(ours, prompt, 4) for prompt in prompts]
+    hits = [sum(answer.cached_tokens for answer in answers) for answers in (wanted, got)]
+    said = f"cached tokens {hits[1]:,}, SGLang's own {hits[0]:,}"
+    assert not results.add("sglang", f"tiers beside SGLang's own, {kind}", wanted, got, said).failed
+    assert hits[1] >= hits[0] > 20_000
+    servers.stop([own, ours])
 
 
 def test_a_server_that_is_killed_while_it_writes_costs_its_successor_misses_alone(
