@@ -29,7 +29,7 @@ from perf.bench_prefix import apart
 from perf.prefix_peers import load
 from perf.record import Spread, write
 
-ROUNDS = 3
+ROUNDS = 1
 CHUNK_TOKENS = 8192
 PAGES = (64, 1)
 CAPACITIES = {"10M": 10_000_000, "3M": 3_000_000}
@@ -209,7 +209,7 @@ class Pass:
         return sum(self.spent_us.values())
 
 
-CACHES = ("kvmover", "sglang rust core", "sglang python core")
+CACHES = ("kvmover", "sglang rust core")
 RUST = "sglang rust core"
 
 

@@ -93,7 +93,7 @@ class _Counting:
     device = "cpu"
 
     def __init__(self, page_tokens: int, tokens: int) -> None:
-        self.page_size, self.tokens = page_tokens, tokens
+        self.page_size, self.tokens, self.size_full = page_tokens, tokens, tokens
 
     def available_size(self) -> int:
         return self.tokens

@@ -23,8 +23,8 @@ from kvmover.cache.prefix import NO_IDS, PageArray, PrefixError
 #: Puts a row of the host on the device behind what the current stream does, without waiting for it.
 ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
-#: Ids that a new table has; it doubles when more than half of them are in use.
-_FIRST_IDS = 1024
+#: Pages that a table is made for where nobody says more.
+_FIRST_PAGES = 512
 #: Rows of ids that are looked at for one that is long enough, and slices that are read rather than single places.
 _TRIES, _SLICES = 4, 8
 
@@ -42,13 +42,17 @@ class DeviceIndices:
     [2, 1]
     """
 
-    def __init__(self, page_tokens: int, device: torch.device, to_device: ToDevice) -> None:
+    def __init__(self, page_tokens: int, device: torch.device, to_device: ToDevice, pages: int = _FIRST_PAGES) -> None:
+        """`pages`: as many as the engine's pool has. A table for fewer doubles on the way, which stops the scheduler
+        for a while.
+        """
         self._page_tokens = page_tokens
         self._to_device = to_device
-        self._first = torch.zeros(_FIRST_IDS, dtype=torch.int64, device=device)
+        self._first = torch.zeros(2 * pages, dtype=torch.int64, device=device)
         self._within = torch.arange(page_tokens, dtype=torch.int64, device=device)
-        self._ids = _counted(_FIRST_IDS)
-        self._in_use = np.zeros(_FIRST_IDS, dtype=np.bool_)
+        self._ids = _counted(2 * pages)
+        #: By id, whether it is in use: to be searched, and as an array of the same memory.
+        self._in_use, self._flags = _unused(2 * pages)
         #: Ids in use, and where the search for others goes on.
         self._count = self._next = 0
 
@@ -66,13 +70,13 @@ class DeviceIndices:
             self._grow()
         row = self._row(count)
         ids = self._scattered(count) if row is None else self._ids[row]
-        self._in_use[ids if row is None else row] = True
+        self._flags[ids if row is None else row] = 1
         self._write(ids, [] if row is None else [row], indices)
         return ids
 
     def of(self, ids: PageArray) -> torch.Tensor:
         """The token indices of these pages, int64, in order; a tensor of the caller's own."""
-        slices = _slices(ids)
+        slices = self._slices(ids)
         if self._page_tokens == 1:
             return self._read(ids, slices)
         first = self._first[slices[0]] if len(slices) == 1 else self._read(ids, slices)
@@ -80,7 +84,7 @@ class DeviceIndices:
 
     def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
         """These ids stand for the whole pages of `indices` from now on."""
-        self._write(ids, _slices(ids), indices)
+        self._write(ids, self._slices(ids), indices)
 
     def forget(self, ids: PageArray) -> torch.Tensor:
         """These ids stand for nothing any more. The pages that they stood for, int64, counted from index 0 on.
@@ -89,13 +93,13 @@ class DeviceIndices:
         """
         if len(ids) > self._count:
             raise PrefixError(f"{len(ids)} pages to forget, of {self._count} that are kept")
-        slices = _slices(ids)
+        slices = self._slices(ids)
         first = self._read(ids, slices)
         if slices:
             for each in slices:
-                self._in_use[each] = False
+                self._flags[each] = 0
         else:
-            self._in_use[ids] = False
+            self._flags[ids] = 0
         self._count -= len(ids)
         return first if self._page_tokens == 1 else first // self._page_tokens
 
@@ -113,31 +117,40 @@ class DeviceIndices:
             return torch.cat([self._first[each] for each in slices])
         return self._first.index_select(0, self._to_device(ids.astype(np.int64)))
 
+    def _slices(self, ids: PageArray) -> list[slice]:
+        """As `_rows`: of a single row, which is most of them, in less time."""
+        if len(ids):
+            row = slice(int(ids[0]), int(ids[0]) + len(ids))
+            if self._ids[row].tobytes() == ids.tobytes():
+                return [row]
+        return _rows(ids)
+
     def _row(self, count: int) -> slice | None:
         """Where `count` unused ids follow each other; None where that was not found soon."""
         at = self._next
         for _ in range(_TRIES):
             if at + count > len(self._ids):
                 at = 0
-            row = self._in_use[at : at + count]
-            if not row.any():
+            last = self._in_use.rfind(1, at, at + count)
+            if last < 0:
                 self._next = at + count
                 return slice(at, at + count)
-            at += count - int(row[::-1].argmax())
+            at = last + 1
         self._next = at
         return None
 
     def _scattered(self, count: int) -> PageArray:
         """Any unused ids, near those that were given out last where there are enough."""
-        near = self._next + np.flatnonzero(~self._in_use[self._next : self._next + 8 * count])[:count]
-        free = near if len(near) == count else np.flatnonzero(~self._in_use)[:count]
+        near = self._next + np.flatnonzero(self._flags[self._next : self._next + 8 * count] == 0)[:count]
+        free = near if len(near) == count else np.flatnonzero(self._flags == 0)[:count]
         return free.astype(np.int32)
 
     def _grow(self) -> None:
-        size = len(self._ids)
+        before = self._flags
         self._first = torch.cat([self._first, torch.zeros_like(self._first)])
-        self._ids = _counted(2 * size)
-        self._in_use = np.concatenate([self._in_use, np.zeros(size, np.bool_)])
+        self._ids = _counted(2 * len(before))
+        self._in_use, self._flags = _unused(2 * len(before))
+        self._flags[: len(before)] = before
 
 
 def _counted(count: int) -> PageArray:
@@ -146,16 +159,19 @@ def _counted(count: int) -> PageArray:
     return ids
 
 
-def _slices(ids: PageArray) -> list[slice]:
+def _unused(count: int) -> tuple[bytearray, npt.NDArray[np.uint8]]:
+    in_use = bytearray(count)
+    return in_use, np.frombuffer(in_use, np.uint8)
+
+
+def _rows(ids: PageArray) -> list[slice]:
     """Where a table is read for `ids`: rows of ids that follow each other. Empty for more rows than that is worth.
 
-    >>> _slices(np.array([4, 5, 6, 2, 3], np.int32))
+    >>> _rows(np.array([4, 5, 6, 2, 3], np.int32))
     [slice(4, 7, None), slice(2, 4, None)]
     """
-    if not len(ids):
-        return []
     ends = np.flatnonzero(ids[1:] != ids[:-1] + 1)
-    if len(ends) >= _SLICES:
+    if len(ends) >= _SLICES or not len(ids):
         return []
     firsts, lasts = [0, *(ends + 1).tolist()], [*ends.tolist(), len(ids) - 1]
     return [slice(int(ids[first]), int(ids[last]) + 1) for first, last in zip(firsts, lasts, strict=True)]

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from kvmover.cache.prefix import (
     PRIORITY,
     ROOT,
     ActionList,
-    DeviceOnly,
     Inserted,
     InvariantBroken,
     KeyUnits,
@@ -43,7 +42,7 @@ from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.event_publisher import CacheEvents
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
-from kvmover.engines.sglang.radix_components import SnapshotSlots, StateSlots, WindowPages
+from kvmover.engines.sglang.radix_components import STATE, WINDOW, SnapshotSlots, StateSlots, WindowPages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,14 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The tree's names of sliding windows, and of states of recurrent layers.
-WINDOW, STATE = "swa", "state"
-
 #: By SGLang's names.
 _COMPONENTS = {SWA: WINDOW, MAMBA: STATE}
-
-#: Nothing below the device.
-DEVICE_ONLY = DeviceOnly()
 
 #: SGLang's priorities are int64.
 _HIGHEST = 2**63 - 1
@@ -71,7 +64,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
     """
 
-    def __init__(self, params: Any, accounts: RadixAccounts | None = None, tiers: Tiers = DEVICE_ONLY) -> None:
+    def __init__(self, params: Any, accounts: RadixAccounts | None = None, tiers: Tiers | None = None) -> None:
         """Raises EngineUnsupported for an eviction policy that the tree has not."""
         import torch
 
@@ -101,15 +94,14 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             units=KeyUnits.BIGRAM if params.is_eagle and not stateful else KeyUnits.PLAIN,
             sink=self._events.append if params.enable_kv_cache_events else None,
         )
-        to_device = partial(engine_radix.to_device, device=self._device)
-        self._indices = DeviceIndices(self.page_size, self._device, to_device)
+        self._indices = _table(self._device, allocator.size_full, self.page_size)
         self._windows: WindowPages | None = None
         if window is not None:
-            self._windows = WindowPages(allocator, DeviceIndices(self.page_size, self._device, to_device))
+            self._windows = WindowPages(allocator, _table(self._device, allocator.size_swa, self.page_size))
         self._states: StateSlots | None = None
         if stateful:
-            kind = SnapshotSlots if params.enable_mamba_extra_buffer else StateSlots
-            self._states = kind(params.req_to_token_pool, DeviceIndices(1, self._device, to_device))
+            kind, rows = SnapshotSlots if params.enable_mamba_extra_buffer else StateSlots, params.req_to_token_pool
+            self._states = kind(rows, _table(self._device, rows.mamba_allocator.size, 1))
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -124,12 +116,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         node = match.device_node
         if self._states is not None and params.cow_mamba and match.tokens:
             self._states.start(params.req, dict(match.held)[STATE], partial(self._room_for_state, node))
+        loads = {load.component: len(load.positions) for load in match.loads}
         return engine_radix.MatchResult(
             match.tokens,
             node,
             match.host_node,
             match.best_node,
             host_hit_length=match.best_tokens - match.tokens,
+            swa_host_hit_length=loads.get(WINDOW, 0) * self.page_size,
+            mamba_host_hit_length=loads.get(STATE, 0),
             mamba_branching_seqlen=dict(match.branches).get(STATE),
             full_kv_hit_length=match.full_tokens,
         )
@@ -484,7 +479,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """Of the first `limit` tokens; empty where 32 bits cannot hold one of them: such a request is not cached."""
         namespace = self._namespace(extra_key, cache_salt)
         if limit is not None and limit < len(tokens):
-            tokens = tokens[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
+            tokens = cast("list[int]", tokens)[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
         try:
             return self._tree.key(tokens, namespace)
         except PrefixError:
@@ -492,6 +487,11 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def _namespace(self, extra_key: str | None, cache_salt: str | None) -> PrefixNamespace:
         return _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
+
+
+def _table(device: torch.device, tokens: int, page_tokens: int) -> DeviceIndices:
+    to_device = partial(engine_radix.to_device, device=device)
+    return DeviceIndices(page_tokens, device, to_device, tokens // page_tokens)
 
 
 @lru_cache(maxsize=4096)

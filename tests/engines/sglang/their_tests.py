@@ -78,6 +78,7 @@ def ours(inits: Any) -> type:
                 raise NotImplementedError("a disabled cache is SGLang's own")
             if mock_allocator is None:
                 mock_allocator = NoPool()
+            mock_allocator.size_full = 1024
             return cls(inits.CacheInitParams(disable, None, mock_allocator, page_size, **more))
 
     return Cache

@@ -423,3 +423,14 @@ class Engine:
             if not torch.equal(held, wanted):
                 return 500 + number
         return 1
+
+
+def flip(path: Path, at: int) -> None:
+    """Change a bit of byte `at`, in place: a file that is written anew is empty for a moment, and that may be when
+    another engine looks at it.
+    """
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
