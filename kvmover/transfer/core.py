@@ -209,8 +209,7 @@ def assembled(
     ours = [outgoing.memory, *map(incoming.slab, range(incoming.arena.slabs)), *([sandbox] if sandbox else [])]
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
-    specs = tuple(pool.spec for pool in pools)
-    shared = shares(memories)
+    specs, shared = tuple(pool.spec for pool in pools), shares(memories)
     mappings = Mappings(bool(shared))
     card = Rank(
         place,
