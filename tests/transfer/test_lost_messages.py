@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import count
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from protocol_joined import PATIENCE, Fate, Joined, on_time
@@ -16,6 +16,7 @@ from kvmover.transfer.destination.state import Source
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import state as sending
+from tests.proofs import searched
 
 #: Three sources of unequal size, one with a payload and no chunk.
 WAYS = {
@@ -134,7 +135,7 @@ def test_a_source_that_talks_does_not_keep_a_silent_one_from_being_asked_again(s
     assert_landed(joined.run())
 
 
-@settings(max_examples=60)
+@searched(15, 200)
 @example(
     {"a": Source(5, True), "b": Source(1, False, Verb.PULL), "c": Source(5, False, Verb.PUSH, True)},
     700109960,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.layout.pool import Pool
 from kvmover.plan.cost import Route
-from kvmover.sharing import MapMode
+from kvmover.shared_memory import MapMode
 from kvmover.transfer.arguments import check_named
 from kvmover.transfer.core import Core
 from kvmover.transfer.events import Cancel, PeerGone, Tick

@@ -20,7 +20,7 @@ from kvmover.transfer.protocol.wire import decoded
 from kvmover.transfer.result import Cause, Gate, Passed, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close, has_passed
-from kvmover.transfer.source.early import Early, EarlyWants
+from kvmover.transfer.source.early_wants import Early, EarlyWants
 from kvmover.transfer.source.state import Action, Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Budget, Tombstones
