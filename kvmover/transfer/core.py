@@ -180,6 +180,8 @@ class Core:
 
     def ended(self, verb: Literal["send", "receive"], request: str, result: Result) -> None:
         """Tell those that watch. What one of them raises is its own affair: no transfer fails for it."""
+        if not self.watchers:
+            return
         ending = Ending(*self.card.place.seat, verb, request, result)
         for watcher in self.watchers:
             try:
