@@ -102,8 +102,9 @@ def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) 
     """Raise PlanError for tables, of a request to be sent or of its beginning, that name pages of no pool here, or a
     page twice: two parts of a request are never in one page.
 
-    All of it is checked: which pages are asked for, only destinations know. A component with a window may begin with
-    -1, which is no page: what lies before the window is never read, so that pages may repeat there, and states do.
+    All of it is checked: which pages are asked for, only destinations know. A table may begin with -1, which is no
+    page: before a window, or before what an engine knows that a destination lacks; who asks for it all the same is
+    refused. Pages of windows may repeat, because engines fill up with any what lies before, and states do.
     """
     if len(tables) != len(pools):
         raise PlanError(f"{len(tables)} page tables for {len(pools)} components")
@@ -163,7 +164,7 @@ def table_lengths(components: Sequence[Component], fleet: Fleet, rank: int, toke
 
 def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:
     """How many entries at the beginning are no page."""
-    if component.window is None or not table.size:
+    if component.states or not table.size:
         return 0
     there = np.flatnonzero(table != -1)
     return int(there[0]) if there.size else table.size
