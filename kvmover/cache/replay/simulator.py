@@ -165,7 +165,7 @@ class SimulatedStorage:
 
     def put(self, pages: PageNumbers) -> None:
         """Keep `pages`; the least recently used go when there is no room."""
-        self._pages += np.count_nonzero(self._places(pages) < 0)
+        self._pages += int(np.count_nonzero(self._places(pages) < 0))
         self._touch(pages)
         while self._pages > self.limit:
             self._drop(self._pages - self.limit)
