@@ -288,7 +288,9 @@ def test_words_of_long_lists_and_rows_are_those_of_numpy() -> None:
 
 
 @built
-@pytest.mark.parametrize("odd", [0, -1, 1 << 30, 1 << 32, True, 2.5, None, "7", 5e-324, object()], ids=lambda odd: type(odd).__name__)
+@pytest.mark.parametrize(
+    "odd", [0, -1, 1 << 30, 1 << 32, True, 2.5, None, "7", 5e-324, object()], ids=lambda odd: type(odd).__name__
+)
 def test_one_odd_thing_in_a_list_is_seen_wherever_it_stands(odd: object, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in (0, 3, 7, 8, 70, 79, 149):
         tokens: list = list(range(1000, 1150))
