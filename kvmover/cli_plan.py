@@ -223,7 +223,7 @@ def _resized(cache: ModelCache, name: str, value: int) -> Component:
     if len(cache.components) > 1:
         names = ", ".join(each.name for each in cache.components)
         raise LayoutError(f"{option} is a size of one component, and the model has {names}: name one by --component")
-    (component,) = cache.components
+    component = next(iter(cache.components))
     if name != "layers" and name not in _KINDS.get(component.name, ("kv_heads", "head_dim")):
         raise LayoutError(f"{option} has no meaning for component {component.name}")
     return replace(component, **{_SIZES.get(name, name): value})

@@ -31,7 +31,9 @@ def member(kind: type[Kind], given: object, what: str, refused: type[KvmoverErro
 def settle(frozen: object, what: str, refused: type[KvmoverError], **kinds: type[Enum]) -> None:
     """For `__post_init__` of a frozen dataclass: have each field named in `kinds` be a member. Raises as `member`."""
     for name, kind in kinds.items():
-        object.__setattr__(frozen, name, member(kind, getattr(frozen, name), f"{what} has {name}", refused))
+        given = getattr(frozen, name)
+        if not isinstance(given, kind):
+            object.__setattr__(frozen, name, member(kind, given, f"{what} has {name}", refused))
 
 
 def _word(each: Enum) -> str:

@@ -55,11 +55,12 @@ class CopyStream:
     def launch(self, regions: Sequence[Region], move: Move | None = None) -> torch.cuda.Event | None:
         """Begin a copy; the event that passes when its bytes are in place, or None where they are. Raises RegionError.
 
-        `move`: None for `bulk.move`, which chooses by the length of runs.
+        When it raises, nothing of it is under way. `move`: None for `bulk.move`, which chooses by the length of runs.
         """
-        from kvmover.kernels import bulk
+        if move is None:
+            from kvmover.kernels import bulk
 
-        move = move or bulk.move
+            move = bulk.move
         if self.device.type == "cpu":
             move(regions)
             return None
@@ -67,7 +68,11 @@ class CopyStream:
 
         stream = self._own()
         with torch.cuda.stream(stream):
-            move(regions)
+            try:
+                move(regions)
+            except Exception:  # a part of it may have been launched, into memory that is free once this is raised
+                stream.synchronize()
+                raise
             event = torch.cuda.Event()
             event.record(stream)
             return event

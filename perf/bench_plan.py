@@ -54,7 +54,7 @@ def _case(layers: int, page_tokens: int) -> list[dict[str, object]]:
         plan, here, there = ends()
         leg = plan.leg(3, 0)
         assert leg is not None
-        count_runs(leg, here, there)
+        count_runs(leg, here, there, units_of(leg, here, there))
 
     def every_row() -> None:
         plan, here, there = ends()

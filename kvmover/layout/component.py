@@ -75,6 +75,10 @@ class Component:
             held = f"{self.states} states and a row every {self.row_tokens} tokens"
             raise LayoutError(f"component {self.name} has {held}; not both")
 
+    def __hash__(self) -> int:
+        """By two of its fields: what is kept for a component is looked up several times a request."""
+        return hash((self.name, self.layers))
+
     @classmethod
     def attention(cls, layers: int, kv_heads: int, head_dim: int, dtype: str) -> Component:
         """Keys and values of multi-head, grouped-query or multi-query attention."""

@@ -80,6 +80,10 @@ class Fleet:
         settle_whole(self, "fleet", LayoutError, tp=1, pp=1, cp=1, page_tokens=1)
         settle(self, "fleet", LayoutError, cp_order=CpOrder)
 
+    def __hash__(self) -> int:
+        """By its sizes: as of a component."""
+        return hash((self.tp, self.pp, self.cp, self.page_tokens))
+
     @property
     def size(self) -> int:
         """Number of ranks: tp * pp * cp."""

@@ -48,6 +48,10 @@ class Layout:
             if extent < 1 or stride < 0:
                 raise LayoutError(f"axis {axis} has extent {extent} and stride {stride}; at least 1 and 0 are needed")
 
+    def __hash__(self) -> int:
+        """By its strides, which few layouts share: as of a component."""
+        return hash(self.stride)
+
     @classmethod
     def dense(cls, order: str, **extents: int) -> Layout:
         """The layout without gaps whose axes nest in `order`, outermost first."""

@@ -12,7 +12,7 @@ from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import Layout
-from kvmover.sharing import allocate
+from kvmover.shared_memory import allocate
 from kvmover.vocabulary import PACKED_AXES, PACKED_ORDER
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ class PoolSpec:
                 raise LayoutError(
                     f"axis {axis} has separate allocations and stride {self.layout.stride_of(axis)}; it must be 0"
                 )
+
+    def __hash__(self) -> int:
+        """By its strides: as of a component."""
+        return hash(self.layout.stride)
 
     @classmethod
     def dense(

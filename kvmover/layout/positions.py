@@ -116,7 +116,7 @@ def normal(pieces: Iterable[Stripe]) -> Positions:
 
 def common(left: Positions, right: Stripe) -> Positions:
     """The tokens of `left` that `right` holds too."""
-    return normal(piece for stripe in left for piece in stripe & right)
+    return left[0] & right if len(left) == 1 else normal(piece for stripe in left for piece in stripe & right)
 
 
 def tokens_of(positions: Positions) -> int:

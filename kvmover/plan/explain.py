@@ -13,7 +13,7 @@ from kvmover.layout.span import EMPTY
 from kvmover.plan.calibration import Calibration
 from kvmover.plan.cost import BY_WIRE, Choice, Costs, Route
 from kvmover.plan.legs import Leg, Plan
-from kvmover.plan.lower import Held, count_runs
+from kvmover.plan.lower import Held, count_runs, units_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ def explain(
         src = _held(plan, plan.src, plan.src_shard(leg.src_rank), src_order)
         dst = _held(plan, plan.dst, plan.dst_shard(leg.dst_rank), dst_order)
         nbytes = leg.nbytes(plan.component)
-        yield Explained(leg, nbytes, costs.choose(nbytes, count_runs(leg, src, dst), among), costs.chunks(nbytes))
+        runs = count_runs(leg, src, dst, units_of(leg, src, dst))
+        yield Explained(leg, nbytes, costs.choose(nbytes, runs, among), costs.chunks(nbytes))
 
 
 def _held(plan: Plan, fleet: Fleet, shard: Shard, order: str) -> Held:

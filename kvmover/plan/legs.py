@@ -70,8 +70,8 @@ class Plan:
         if states and self.stop > states:
             name = self.component.name
             raise PlanError(f"positions [{self.start}, {self.stop}) of {name}, which has {states} a request")
-        for fleet in (self.src, self.dst):
-            fleet.shard_of_rows(self.component, 0, self.stop)
+        for shards in (self._src_shards, self._dst_shards):
+            _ = shards[0]  # of any rank: what raises for one does for all
 
     def src_shard(self, rank: int) -> Shard:
         """What a rank of the source fleet holds of this request."""
@@ -117,7 +117,8 @@ class Plan:
     def leg(self, src_rank: int, dst_rank: int) -> Leg | None:
         """What `src_rank` writes to `dst_rank`, or None."""
         src, dst = self.src_shard(src_rank), self.dst_shard(dst_rank)
-        layers, heads = _both(src.layers, dst.layers), _both(src.heads, dst.heads)
+        layers = src.layers if src.layers is dst.layers else _both(src.layers, dst.layers)
+        heads = src.heads if src.heads is dst.heads else _both(src.heads, dst.heads)
         if not layers or not heads or src.positions is None or dst.positions is None:
             return None
         positions = common(self._share(src_rank, dst_rank, src.positions), dst.positions)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvmover.errors import PlanError
 from kvmover.layout.component import Component
@@ -24,8 +26,7 @@ from kvmover.vocabulary import PACKED_ORDER
 Ids = Sequence[int] | npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """One rank's pool and its Shard of the request: all that turns a logical coordinate into an address."""
 
     spec: PoolSpec
@@ -38,8 +39,7 @@ class Held:
         return Paging(self.shard.positions, self.spec.page_tokens)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BoxSide:
+class BoxSide(msgspec.Struct, frozen=True, eq=False):
     """One side of a box. Address of a row: `base[allocation[plane]] + offset[plane] + unit + head * .. + token * ..`.
 
     `allocation`, `offset` [plane]; `units` [unit]; all int64, offsets and strides in bytes.
@@ -52,8 +52,7 @@ class BoxSide:
     token_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Box:
+class Box(msgspec.Struct, frozen=True, eq=False):
     """planes x units x heads x tokens rows of `row_bytes`, each contiguous at both ends: what every route moves."""
 
     src: BoxSide
@@ -101,17 +100,16 @@ def _inside(spec: PoolSpec, ids: Offsets) -> Offsets:
 
 def pool_place(held: Held, leg: Leg, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> BoxSide:
     """Where `leg` lies in a pool, by the rank's page table. Raises PlanError as `page_ids` does."""
-    cut = _pool_cut(held.spec, held.shard.layers, held.shard.heads, leg.layers, leg.heads)
-    units = page_ids(held, tokens_at, pages) * cut.page_bytes
-    if cut.head_offset:
-        units += cut.head_offset
-    if cut.page_tokens > 1:
-        units += tokens_at % cut.page_tokens * cut.token_bytes
-    return BoxSide(cut.allocation, cut.offset, units, cut.head_bytes, cut.token_bytes)
+    cut = pool_cut(held, leg)
+    return cut.place(cut.units(held, tokens_at, pages))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _PoolCut:
+def pool_cut(held: Held, leg: Leg) -> PoolCut:
+    """The layers and heads of `leg` in a pool, whatever the pages."""
+    return _pool_cut(held.spec, held.shard.layers, held.shard.heads, leg.layers, leg.heads)
+
+
+class PoolCut(msgspec.Struct, frozen=True, eq=False):
     """What some layers and heads of a pool are by address, whatever the pages. `allocation`, `offset` [plane]."""
 
     allocation: Offsets
@@ -122,15 +120,28 @@ class _PoolCut:
     page_bytes: int
     page_tokens: int
 
+    def units(self, held: Held, tokens_at: Offsets, pages: npt.NDArray[np.int64]) -> Offsets:
+        """Byte offset of each unit [unit], by its first token. Raises PlanError as `page_ids` does."""
+        units = page_ids(held, tokens_at, pages) * self.page_bytes
+        if self.head_offset:
+            units += self.head_offset
+        if self.page_tokens > 1:
+            units += tokens_at % self.page_tokens * self.token_bytes
+        return units
+
+    def place(self, units: Offsets) -> BoxSide:
+        """Where units at these byte offsets lie."""
+        return BoxSide(self.allocation, self.offset, units, self.head_bytes, self.token_bytes)
+
 
 @lru_cache(maxsize=1024)
-def _pool_cut(spec: PoolSpec, held_layers: Span, held_heads: Span, layers: Span, heads: Span) -> _PoolCut:
+def _pool_cut(spec: PoolSpec, held_layers: Span, held_heads: Span, layers: Span, heads: Span) -> PoolCut:
     """Kept: pools never change, and few legs differ in layers and heads."""
     chosen = _plane_table(spec)[[held_layers.index(layer) for layer in layers]].reshape(-1, 2)
     planes = np.ascontiguousarray(chosen.T)
     planes.flags.writeable = False
     head = spec.stride_bytes("head")
-    return _PoolCut(
+    return PoolCut(
         planes[0],
         planes[1],
         held_heads.index(heads.start) * head,
@@ -302,19 +313,22 @@ def _rows(s: Strided) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt
     return sides[0], sides[1], np.full(s.runs, s.run_bytes, np.int64)
 
 
-def count_runs(leg: Leg, src: Held, dst: Held) -> int:
-    """Byte runs of a leg whose pages are scattered in both pools: what going direct would cost, without page tables.
+def count_runs(leg: Leg, src: Held, dst: Held, groups: tuple[Units, ...]) -> int:
+    """Byte runs of a leg, cut into `groups`, whose pages are scattered in both pools: what going direct would cost.
 
     8,192 tokens of 64 layers in NHD, TP4 to TP2: 1,048,576 runs of 512 B a pair. In HND with 64-token pages: 16,384.
     """
-    layers, heads = (Span(0, span.count, span.step) for span in (leg.layers, leg.heads))  # whichever they are
-    return _count_runs(layers, heads, units_of(leg, src, dst), src.spec, dst.spec)
+    layers, heads = leg.layers, leg.heads  # whichever they are
+    return _count_runs(layers.count, layers.step, heads.count, heads.step, groups, src.spec, dst.spec)
 
 
 @lru_cache(maxsize=1024)
-def _count_runs(layers: Span, heads: Span, groups: tuple[Units, ...], src: PoolSpec, dst: PoolSpec) -> int:
+def _count_runs(
+    layers: int, layer_step: int, heads: int, head_step: int, groups: tuple[Units, ...], src: PoolSpec, dst: PoolSpec
+) -> int:
     """Kept: the legs from all ranks of a fleet to one are alike but for which heads they have."""
-    per_unit = [_runs_of_unit(layers, heads, units.tokens, src, dst) for units in groups]
+    spans = Span(0, layers, layer_step), Span(0, heads, head_step)
+    per_unit = [_runs_of_unit(*spans, units.tokens, src, dst) for units in groups]
     whole = sum(runs * len(units) for (runs, _), units in zip(per_unit, groups, strict=True))
     if any(_begin_pages(groups, side, spec.page_tokens) for side, spec in (("src", src), ("dst", dst))):
         return whole  # and no unit goes on where another one ends

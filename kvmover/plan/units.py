@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -15,8 +15,7 @@ from kvmover.layout.positions import Positions, Stripe
 Offsets = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Units:
+class Units(msgspec.Struct, frozen=True, eq=False):
     """Equal pieces of `tokens` consecutive tokens each, by where both sides store them.
 
     `src`, `dst` [unit] int64: the piece's first token as an index into what the rank holds of the request, in order.
@@ -36,15 +35,13 @@ class Units:
         return Units(self.tokens, self.src[start:stop], self.dst[start:stop])
 
 
-@dataclass(frozen=True, slots=True)
-class Paging:
+class Paging(msgspec.Struct, frozen=True):
     """How one rank pages a request: the positions it holds, in order, and the tokens of a page."""
 
     held: Stripe
     page_tokens: int
 
 
-@lru_cache(maxsize=1024)
 def cut(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
     """Cut `positions`, held by both sides, at every page border of either.
 
@@ -52,20 +49,17 @@ def cut(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
     the ends of a run makes groups of its own; nothing is padded. Longest pieces first. Kept, and so not to be written:
     the ranks of a fleet differ in heads and layers far more often than in positions.
     """
-    groups = _cut_one(positions[0], src, dst) if _is_one_run(positions) else _cut_runs(positions, src, dst)
-    for units in groups:
-        units.src.flags.writeable = units.dst.flags.writeable = False
-    return groups
+    if len(positions) == 1 and positions[0].count == 1:
+        run = positions[0]
+        at = src.held.index(run.start), dst.held.index(run.start)
+        return _cut_run(run.width, *at, src.page_tokens, dst.page_tokens)
+    return _cut_runs(positions, src, dst)
 
 
-def _is_one_run(positions: Positions) -> bool:
-    return len(positions) == 1 and positions[0].count == 1
-
-
-def _cut_one(run: Stripe, src: Paging, dst: Paging) -> tuple[Units, ...]:
+@lru_cache(maxsize=1024)
+def _cut_run(width: int, at_src: int, at_dst: int, src_page: int, dst_page: int) -> tuple[Units, ...]:
     """One run: most requests of most fleets. In plain integers, for arrays of one element cost more than their sum."""
-    at_src, at_dst, width = src.held.index(run.start), dst.held.index(run.start), run.width
-    piece = gcd(src.page_tokens, dst.page_tokens, at_src - at_dst)
+    piece = gcd(src_page, dst_page, at_src - at_dst)
     first = min(-at_src % piece, width)
     full, rest = divmod(width - first, piece)
     groups: dict[int, list[tuple[int, int]]] = {}
@@ -73,9 +67,14 @@ def _cut_one(run: Stripe, src: Paging, dst: Paging) -> tuple[Units, ...]:
         if count:
             groups.setdefault(tokens, []).append((begin, count))
     return tuple(
-        Units(tokens, *(_evenly(at, tokens, groups[tokens]) for at in (at_src, at_dst)))
+        _unit_group(tokens, *(_evenly(at, tokens, groups[tokens]) for at in (at_src, at_dst)))
         for tokens in sorted(groups, reverse=True)
     )
+
+
+def _unit_group(tokens: int, src: Offsets, dst: Offsets) -> Units:
+    src.flags.writeable = dst.flags.writeable = False
+    return Units(tokens, src, dst)
 
 
 def _evenly(at: int, tokens: int, parts: list[tuple[int, int]]) -> Offsets:
@@ -84,6 +83,7 @@ def _evenly(at: int, tokens: int, parts: list[tuple[int, int]]) -> Offsets:
     return found[0] if len(found) == 1 else np.concatenate(found)
 
 
+@lru_cache(maxsize=1024)
 def _cut_runs(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ...]:
     """Any number of runs, which join where both sides store them one after the other."""
     starts, widths = _runs(positions)
@@ -103,7 +103,7 @@ def _cut_runs(positions: Positions, src: Paging, dst: Paging) -> tuple[Units, ..
     ):
         groups.setdefault(tokens, []).append((source, target))
     return tuple(
-        Units(tokens, *(np.concatenate(side) for side in zip(*groups[tokens], strict=True)))
+        _unit_group(tokens, *(np.concatenate(side) for side in zip(*groups[tokens], strict=True)))
         for tokens in sorted(groups, reverse=True)
     )
 

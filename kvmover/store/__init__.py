@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvmover.deprecated import renamed
+from kvmover.faces import public
 
 if TYPE_CHECKING:
     from kvmover.store.command import (
@@ -106,4 +106,4 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         return renamed(__name__, name, {"Box": "PageBox", "Part": "PagePart"})
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return public(__name__, _HOME, name)

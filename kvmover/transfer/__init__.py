@@ -5,8 +5,9 @@ A Mover is polled by its engine; a Progress polls it in a thread, for a SharedMo
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from kvmover.faces import public
 
 if TYPE_CHECKING:
     from kvmover.transfer.config import Integrity, MoverConfig, Pace
@@ -60,6 +61,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return public(__name__, _HOME, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -101,8 +102,9 @@ def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) 
     """Raise PlanError for tables, of a request to be sent or of its beginning, that name pages of no pool here, or a
     page twice: two parts of a request are never in one page.
 
-    All of it is checked: which pages are asked for, only destinations know. A component with a window may begin with
-    -1, which is no page: what lies before the window is never read, so that pages may repeat there, and states do.
+    All of it is checked: which pages are asked for, only destinations know. A table may begin with -1, which is no
+    page: before a window, or before what an engine knows that a destination lacks; who asks for it all the same is
+    refused. Pages of windows may repeat, because engines fill up with any what lies before, and states do.
     """
     if len(tables) != len(pools):
         raise PlanError(f"{len(tables)} page tables for {len(pools)} components")
@@ -162,7 +164,7 @@ def table_lengths(components: Sequence[Component], fleet: Fleet, rank: int, toke
 
 def _leading_gaps(component: Component, table: npt.NDArray[np.int64]) -> int:
     """How many entries at the beginning are no page."""
-    if component.window is None or not table.size:
+    if component.states or not table.size:
         return 0
     there = np.flatnonzero(table != -1)
     return int(there[0]) if there.size else table.size
@@ -197,7 +199,7 @@ def gates_of(given: object) -> list[Gate] | None:
         return None
     if not isinstance(given, Iterable):
         raise PlanError(f"gates = {given!r}; give a list of Gate, or None where all is computed")
-    return [gate_of(each) for each in given]  # pyright: ignore[reportUnknownVariableType]
+    return [gate_of(each) for each in cast("Iterable[object]", given)]
 
 
 def gate_of(given: object) -> Gate:
@@ -216,23 +218,23 @@ def transfer_of(given: object) -> Transfer:
 
 def payload_of(given: object) -> bytes:
     """What goes beside the cache. Raises PlanError for what is no bytes."""
-    if not isinstance(given, (bytes, bytearray, memoryview)):
-        raise PlanError(f"aux = {given!r}; it must be bytes")
-    return bytes(given)
+    if not isinstance(given, bytes | bytearray | memoryview):
+        raise PlanError(f"aux = {given!r:.60}; it must be bytes")
+    return bytes(cast("bytes", given))
 
 
 def ranks_of(given: object) -> tuple[int, ...]:
     """Numbers of ranks. Raises PlanError for what is none."""
     if not isinstance(given, Iterable):
         raise PlanError(f"aux_from = {given!r}; give a list of ranks, as [0]")
-    return tuple(whole(rank, "a rank of aux_from", PlanError) for rank in given)  # pyright: ignore[reportUnknownVariableType]
+    return tuple(whole(rank, "a rank of aux_from", PlanError) for rank in cast("Iterable[object]", given))
 
 
 def card_of(given: object) -> bytes:
     """Raises PeerRefused for what is no bytes, and so no card."""
-    if not isinstance(given, (bytes, bytearray, memoryview)):
-        raise PeerRefused(f"a card is bytes, got {given!r}")
-    return bytes(given)
+    if not isinstance(given, bytes | bytearray | memoryview):
+        raise PeerRefused(f"a card is bytes, got {given!r:.60}")
+    return bytes(cast("bytes", given))
 
 
 def deadline_of(given: object, configured_s: float) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
-from kvmover.sharing import HostProcess
+from kvmover.shared_memory import HostProcess
 from kvmover.transfer.arguments import least_chunk_bytes
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.events import Patience
@@ -24,11 +24,12 @@ from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mappings, shares
 from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
+from kvmover.transfer.peers.listeners import own_listeners
 from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
 from kvmover.transfer.protocol.chunks import End
-from kvmover.transfer.protocol.handshake import Place, Rank
+from kvmover.transfer.protocol.handshake import Place, Rank, interned, interned_pool
 from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
 from kvmover.transfer.result import Ending, Result
 from kvmover.transfer.timers import Timers
@@ -104,7 +105,7 @@ class Core:
     components: tuple[Component, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.components = tuple(pool.component for pool in self.end.pools)
+        self.components = tuple(pool.component for pool in self.end.pools)  # interned, as the pools are
 
     @property
     def revocation(self) -> Revocation:
@@ -194,23 +195,19 @@ class Core:
 def assembled(
     transport: Transport, place: Place, pools: Sequence[Pool], config: MoverConfig, clock: Callable[[], float]
 ) -> Core:
-    """Takes two arenas and the sandbox on the pools' device; whoever has the Core keeps them alive.
-
-    Raises LayoutError for an arena that is smaller than the least that a chunk may have to be.
-    """
+    """Takes two arenas and the sandbox on the pools' device; who has the Core keeps them alive. Raises LayoutError."""
     import torch
 
-    least = least_chunk_bytes(pools, config.arena_bytes)
+    chunk_bytes = max(config.costs.chunk_bytes, least_chunk_bytes(pools, config.arena_bytes))
     device = pools[0].tensors[0].device
     revocation = config.revocation or transport.revocation
     outgoing = _staging(config.arena_bytes, 0, device)  # only read by peers, which does no harm however late it is
-    slab = slab_bytes(config.arena_bytes, max(config.costs.chunk_bytes, least), revocation)
+    slab = slab_bytes(config.arena_bytes, chunk_bytes, revocation)
     incoming = _staging(config.arena_bytes, slab, device)
-    slabs = map(incoming.slab, range(incoming.arena.slabs))
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
     sandbox = memory_of(probed) if config.sandbox_bytes else None
     memories = tuple(allocations(pool) for pool in pools)
-    ours = [outgoing.memory, *slabs, *([sandbox] if sandbox else [])]
+    ours = [outgoing.memory, *map(incoming.slab, range(incoming.arena.slabs)), *([sandbox] if sandbox else [])]
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs = tuple(pool.spec for pool in pools)
@@ -228,11 +225,12 @@ def assembled(
         shared,
         mappings.machine,
         process=HostProcess.own() if mappings.machine else None,
+        listeners=own_listeners() if mappings.machine else (),
     )
     return Core(
         transport,
         config,
-        End(place.fleet, place.rank, specs),
+        End(interned(place.fleet), place.rank, tuple(map(interned_pool, specs))),
         card,
         tuple(pools),
         Copier(device, config.sms),

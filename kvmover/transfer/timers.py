@@ -47,7 +47,7 @@ class Timers(Generic[Key]):
 
     def take(self, now: float, most: int) -> list[Key]:
         """The keys that are due, the longest due first and at most so many: they are due no more until set again."""
-        taken = list[Key]()
+        taken: list[Key] = []
         while self._heap and self._heap[0][0] <= now and len(taken) < most:
             at, _, key = heapq.heappop(self._heap)
             if self._entry.get(key) != at:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvmover.faces import public
 from kvmover.transport.base import (
     Completed,
     Descriptors,
@@ -62,6 +62,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    return public(__name__, _LAZY, name)

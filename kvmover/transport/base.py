@@ -94,7 +94,7 @@ class Descriptors:
     @property
     def count(self) -> int:
         """Number of byte runs, which is what a NIC or a copy loop pays for."""
-        return int(self.table[:, COUNT].sum())
+        return int(self.table[0, COUNT] if len(self.table) == 1 else self.table[:, COUNT].sum())
 
     @property
     def nbytes(self) -> int:

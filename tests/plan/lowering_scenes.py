@@ -178,7 +178,8 @@ def check_direct(scene: Scene) -> None:
         assert_equal(got, expected)
     assert runs.nbytes.sum() == nbytes
     assert len(runs) <= sum(strided(each).runs for each in boxes)
-    assert count_runs(scene.leg, scene.src.held, scene.dst.held) >= len(runs)
+    groups = units_of(scene.leg, scene.src.held, scene.dst.held)
+    assert count_runs(scene.leg, scene.src.held, scene.dst.held, groups) >= len(runs)
 
 
 def check_packed(scene: Scene) -> None:

@@ -127,7 +127,8 @@ def test_pages_that_follow_each_other_in_both_pools_cost_one_run() -> None:
 @settings(max_examples=100)
 @given(scenes(orders=["NHD", "HND"]))
 def test_the_estimate_of_runs_is_exact_for_scattered_pages_in_the_engines_own_orders(scene: Scene) -> None:
-    assert count_runs(scene.leg, scene.src.held, scene.dst.held) == len(coalesced_runs(scene.boxes()))
+    groups = units_of(scene.leg, scene.src.held, scene.dst.held)
+    assert count_runs(scene.leg, scene.src.held, scene.dst.held, groups) == len(coalesced_runs(scene.boxes()))
 
 
 @pytest.mark.parametrize(("order", "runs"), [("NHD", 1_048_576), ("HND", 16_384)], ids=["NHD", "HND"])
@@ -139,7 +140,7 @@ def test_the_estimate_of_runs_is_that_of_the_published_case(order: str, runs: in
         Held(PoolSpec.dense(component, shard, 128, 64, order), shard)
         for shard in (plan.src_shard(0), plan.dst_shard(0))
     ]
-    assert count_runs(leg, *held) == runs
+    assert count_runs(leg, *held, units_of(leg, *held)) == runs
 
 
 def tables() -> tuple[Held, Leg, np.ndarray]:

@@ -12,7 +12,7 @@ from kvmover.kernels.region import Region
 from kvmover.layout import Fleet
 from kvmover.plan import Held, Leg, Replicas
 from kvmover.plan.lower import box, packed_place, pool_place, units_of
-from kvmover.transfer.memory.descriptors import region
+from kvmover.regions import bound
 from tests.plan.hybrid_rank import CHANNELS_OUT, TOKENS, WIDTH_OUT, ConvOrder, HybridRank, conv_components, whole_model
 from tests.plan.leg_cases import BOTH, plan_of
 
@@ -27,7 +27,7 @@ def direct(leg: Leg, src: HybridRank, dst: HybridRank, name: str) -> Stages:
     straight: list[Region] = []
     for units in units_of(leg, here, there):
         places = pool_place(here, leg, units.src, src.pages[name]), pool_place(there, leg, units.dst, dst.pages[name])
-        straight.append(region(box(source.spec.component, leg, units, *places), source.tensors, target.tensors))
+        straight.append(bound(box(source.spec.component, leg, units, *places), source.tensors, target.tensors))
     return straight, []
 
 
@@ -43,8 +43,8 @@ def packed(leg: Leg, src: HybridRank, dst: HybridRank, name: str) -> Stages:
         gather = box(component, leg, units, pool_place(here, leg, units.src, src.pages[name]), wire)
         scatter = box(component, leg, units, wire, pool_place(there, leg, units.dst, dst.pages[name]))
         staging = torch.full((gather.nbytes,), 0xAB, dtype=torch.uint8)
-        gathers.append(region(gather, source.tensors, [staging]))
-        scatters.append(region(scatter, [staging], target.tensors))
+        gathers.append(bound(gather, source.tensors, [staging]))
+        scatters.append(bound(scatter, [staging], target.tensors))
     return gathers, scatters
 
 

@@ -63,7 +63,7 @@ def test_no_tables_at_all_are_refused_but_of_a_receive_whose_pages_come_later():
         ([5, 99], "page id 99 is outside a pool of 64 pages of attention"),
         ([5, 64], "page id 64 is outside a pool of 64 pages"),
         ([5, -1], "page id -1 is outside a pool of 64 pages"),
-        ([-1, 5], "page id -1 is outside a pool of 64 pages"),
+        ([-1, 5, -1], "page id -1 is outside a pool of 64 pages"),
         ([], "page table of attention is empty"),
     ],
 )
@@ -142,6 +142,25 @@ def test_pages_before_what_is_wanted_may_repeat(wanted: str):
     pair.bench.ended([sent, landed])
     assert landed.result is not None
     assert landed.result.reason is None
+
+
+def test_what_a_destination_has_may_be_no_page_at_the_source_and_who_asks_for_it_is_refused():
+    """A prefill that is told how long a prefix its decode has names no pages of that."""
+    pair = Pair.of()
+    page, tokens = pair.src.fleet.page_tokens, pair.tokens
+    first = 2 * page
+    tables = [[np.append([-1, -1], table[2:]) for table in of] for of in pair.src_tables]
+    for name, positions, reason in (
+        ("some", range(first, tokens), "None"),
+        ("more", range(page, tokens), "page id -1"),
+    ):
+        sent = [mover.send(name, of) for mover, of in zip(pair.src.movers, tables, strict=True)]
+        landed = [
+            mover.receive(name, "prefill", positions, of)
+            for mover, of in zip(pair.dst.movers, pair.dst_tables, strict=True)
+        ]
+        pair.bench.ended([*sent, *landed])
+        assert all(transfer.result and reason in str(transfer.result.reason) for transfer in landed)
 
 
 def test_what_lies_before_a_window_may_be_no_page_at_all():

@@ -1,4 +1,4 @@
-"""Seals: what a holder of the key wrote is read once, by whom it was written to, and nothing else is read at all."""
+"""Seals: what a holder of the key wrote is read once, by whom it was written to, whatever a network does with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmover.errors import LayoutError, PeerRefused, ProtocolError
+from kvmover.transfer import core as assembly
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import (
     WINDOW,
@@ -22,6 +23,8 @@ from kvmover.transfer.protocol.auth import (
     Window,
     authentication,
 )
+from tests.sim.scenario import PROFILES
+from tests.sim.world import World
 
 SECRET = b"a secret of the tests"
 KEYS = Keys(Key(SECRET))
@@ -222,3 +225,33 @@ def test_without_keys_everything_goes_as_it_is():
     assert (seal.sign("d.1", PING), seal.verify("d.1", PING), seal.sign_card(b"c"), seal.verify_card(b"c")) == (
         PING, PING, b"c", b"c",
     )  # fmt: skip
+
+
+#: Where the message of a sealed note begins.
+INSIDE = len(wire.SEALED) + 8 + 32
+
+
+@pytest.fixture
+def sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mover has the key. The simulator, which looks into notes on their way, looks through their seals."""
+    decode, split = wire.decode, wire.split
+
+    def inside(payload: bytes) -> bytes:
+        return payload[INSIDE:] if payload.startswith(wire.SEALED) else payload
+
+    monkeypatch.setattr(wire, "decode", lambda payload: decode(inside(payload)))
+    monkeypatch.setattr(wire, "split", lambda payload: split(inside(payload)))
+    monkeypatch.setattr(assembly, "authentication", lambda _, name: MessageAuth(KEYS, name))
+
+
+@pytest.mark.parametrize("profile", ["default", "hostile", "echoes"])
+@pytest.mark.usefixtures("sealed")
+def test_every_invariant_holds_and_only_repetitions_are_dropped(profile: str):
+    refused: dict[str, int] = {}
+    for seed in range(25):
+        world = World(seed, profile).run()
+        for seat in world.scene.seats.values():
+            for reason, count in seat.mover.meter.unopened.items():
+                refused[reason] = refused.get(reason, 0) + count
+    repeated = {Refusal.REPEATED} if PROFILES[profile].duplicates else set()
+    assert set(refused) == repeated

@@ -20,6 +20,7 @@ if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
 from kvmover.layout import Fleet
 from kvmover.plan.cost import BY_WIRE, Route
 from kvmover.transfer.protocol.wire import Verb
+from tests.proofs import family
 from tests.transfer.fault_crowd import Crowd, some
 from tests.transfer.fault_rank import CONFIG, Job, RankProcess, Seat
 
@@ -170,7 +171,7 @@ def test_a_source_that_was_stopped_until_its_lease_was_over_writes_nothing(crowd
     crowd.landed(job(Verb.PUSH, route), "prefill", "decode")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", family([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
 def test_a_source_that_dies_with_all_that_it_may_have_starves_nobody(crowd: Crowd, number: signal.Signals) -> None:
     """A request of twice the arena; its source is gone when it has half of that, and nobody takes its place."""
     source, target, arena_bytes = crowd["doomed"], crowd["decode"], ROOMY.arena_bytes

@@ -36,6 +36,7 @@ def crowd() -> Iterator[Crowd]:
     here.kill()
 
 
+@pytest.mark.proof
 def test_every_request_ends_and_nothing_is_left_or_leaked(crowd: Crowd) -> None:
     Storm(SEED, crowd).blow(5, 1 << 30)  # caches are warm, the connections are up
     crowd.assert_nothing_is_left()

@@ -16,7 +16,8 @@ from mover_peer import DEADLINE_S, MoverProcess, Side
 from test_two_processes import DST_PAGES, NOTICED_S, SRC_PAGES, TOKENS, half_way
 
 from kvmover.plan.cost import Route
-from kvmover.sharing import MapMode
+from kvmover.shared_memory import MapMode
+from tests.proofs import family
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -61,7 +62,7 @@ def test_a_source_that_is_killed_while_it_copies_ends_the_request_and_touches_no
     assert here.digest([page - 1 for page in DST_PAGES], TOKENS) == Side.poisoned_digest(TOKENS)
 
 
-@pytest.mark.parametrize("end", ["resume", "kill"])
+@pytest.mark.parametrize("end", family(["resume", "kill"], ["kill"]))
 def test_pages_that_a_stopped_source_may_copy_into_wait_for_its_end_and_for_no_clock(
     here: Side, victim: MoverProcess, end: str
 ):

@@ -1,6 +1,6 @@
 """Peers that are cut off, stopped, restarted and back again: what they may write is kept out of use until then.
 
-The transport is taken to prove nothing of deregistered memory, as NIXL does not; see `test_renewals` for others.
+The transport is taken to prove nothing of deregistered memory, as NIXL does not; see `test_registrations` for others.
 """
 
 from __future__ import annotations

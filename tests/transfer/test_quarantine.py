@@ -1,13 +1,118 @@
-"""Quarantine: memory that a peer may still write is given back when it is known that it will not, and not before."""
+"""Memory that a peer may still write is given back when its lease is over, or the peer has drained, and not before."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvmover.transfer.destination.quarantine import ASK_S, Isolated, Key, Quarantine
+from kvmover.transfer.destination.quarantine import (
+    ASK_S,
+    CLOCK_DRIFT,
+    Isolated,
+    Key,
+    Quarantine,
+    Retransmissions,
+    WriteLeases,
+)
+from kvmover.transfer.protocol.wire import WriteLease
 from kvmover.transfer.result import Transfer
+
+LEASE_S, LINGER_S = 5.0, 40.0
+A, B = "a.1", "b.1"
+
+
+def leases() -> WriteLeases:
+    return WriteLeases(LEASE_S, LINGER_S)
+
+
+def test_a_source_that_was_never_heard_gets_a_lease_that_is_over():
+    lease = leases().renewed(A)
+    assert lease.until_us == 0
+    assert leases().retire(A) == 0.0
+
+
+def test_the_newest_stamp_comes_back_however_late_others_are_heard():
+    lent = leases()
+    lent.heard(A, 7_000_000, 100.0)
+    lent.heard(A, 6_000_000, 101.0)
+    lent.heard(B, 9_000_000, 101.0)
+    assert lent.renewed(A) == WriteLease(1, 7_000_000, 5_000_000)
+    assert lent.renewed(A).until_us == 12_000_000
+
+
+def test_what_was_leased_is_free_when_what_was_posted_last_has_landed():
+    lent = leases()
+    lent.heard(A, 1, 100.0)
+    assert lent.retire(A) == LINGER_S, "nothing was leased"
+    lent.renewed(A)
+    lent.heard(A, 2, 103.0)  # and not leased on
+    assert lent.retire(A) == 100.0 + LEASE_S * CLOCK_DRIFT + LINGER_S
+    lent.renewed(A)
+    assert lent.retire(A) == 103.0 + LEASE_S * CLOCK_DRIFT + LINGER_S
+
+
+def test_a_renewal_after_memory_was_given_up_is_of_a_later_term():
+    lent = leases()
+    lent.heard(A, 1, 100.0)
+    lent.heard(B, 1, 100.0)
+    before, other = lent.renewed(A), lent.renewed(B)
+    lent.retire(A)
+    assert lent.renewed(A).term > before.term
+    assert lent.renewed(B) == other, "it is no affair of others"
+
+
+def test_a_source_that_was_forgotten_gets_a_later_term():
+    lent = leases()
+    lent.heard(A, 1, 100.0)
+    before = lent.renewed(A)
+    lent.expire(100.0 + LINGER_S)
+    assert len(lent) == 1
+    lent.expire(101.0 + LEASE_S * CLOCK_DRIFT + LINGER_S)
+    assert len(lent) == 0
+    assert lent.renewed(A).until_us == 0
+    lent.heard(A, 2, 200.0)
+    assert lent.renewed(A).term > before.term
+
+
+def test_a_lease_that_was_shortened_meanwhile_is_waited_for_as_it_was_given():
+    lent = leases()
+    lent.heard(A, 1, 100.0)
+    lent.renewed(A)
+    lent.lease_s = 1.0
+    lent.renewed(A)
+    assert lent.retire(A) == 100.0 + LEASE_S * CLOCK_DRIFT + LINGER_S
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 9.0), st.sampled_from(["heard", "renewed", "retired"])), max_size=30),
+    st.floats(-1e6, 1e6),
+    st.floats(1 / CLOCK_DRIFT, 1.0),
+    st.floats(0.0, 5.0),
+)
+def test_whatever_the_two_clocks_show_no_grant_is_posted_once_its_memory_is_free(
+    steps: list[tuple[float, str]], offset_s: float, rate: float, delay_s: float
+):
+    """Times are ours. The source's clock shows another time, and is up to CLOCK_DRIFT slower."""
+    lent, now, terms = leases(), 1000.0, dict[int, float]()
+
+    def shown(time: float) -> float:
+        return 1e7 + offset_s + time * rate
+
+    for wait_s, what in steps:
+        now += wait_s
+        if what == "heard":
+            lent.heard(A, int(shown(now - delay_s) * 1e6), now)
+        elif what == "renewed":
+            lease = lent.renewed(A)
+            terms[lease.term] = max(terms.get(lease.term, 0.0), (lease.until_us / 1e6 - 1e7 - offset_s) / rate)
+        else:
+            term = lent.renewed(A).term
+            free = lent.retire(A) - LINGER_S
+            assert terms.get(term, -1e9) <= free + 1e-3 or free == -LINGER_S
+
 
 UNTIL = 60.0
 SEAT = ("prefill", 3)
@@ -118,3 +223,39 @@ def test_held_pages_come_back_however_the_ward_ends(how: str):
         limbo.clear()
     assert not transfer.held
     assert len(limbo) == 0
+
+
+RESEND_S = 1.0
+OTHER: Key = ("prefill4.1", "request", 7)
+
+
+def said(*keys: Key) -> Retransmissions:
+    farewells = Retransmissions()
+    for key in keys:
+        farewells.said(key, key[0].encode(), due=10.0, until=15.0)
+    return farewells
+
+
+def test_it_is_said_again_in_intervals_and_not_for_ever():
+    farewells = said(KEY)
+    assert farewells.due(KEY) == 10.0
+    times = [now / 2 for now in range(16, 40) if farewells.again(KEY, now / 2, RESEND_S) == b"prefill3.1"]
+    assert times == [10.0, 11.0, 12.0, 13.0, 14.0]
+    assert len(farewells) == 0
+    assert farewells.due(KEY) == math.inf
+
+
+def test_one_answer_ends_one_farewell():
+    third = ("prefill3.1", "request", 8)
+    farewells = said(KEY, OTHER, third)
+    farewells.heard(KEY)
+    farewells.heard(("nobody", "request", 7))
+    assert [farewells.due(key) for key in (KEY, OTHER, third)] == [math.inf, 10.0, 10.0]
+    assert farewells.again(KEY, 10.0, RESEND_S) is None
+
+
+def test_a_lost_peer_is_told_nothing_more():
+    farewells = said(KEY, OTHER, ("prefill3.1", "other", 8))
+    farewells.lost("prefill3.1")
+    assert len(farewells) == 1
+    assert farewells.again(OTHER, 10.0, RESEND_S) == b"prefill4.1"

@@ -266,17 +266,22 @@ def test_ucx_writes_to_memory_that_was_deregistered_by_what_a_peer_knew_of_it_be
 def test_ucx_goes_on_with_a_write_whose_target_is_deregistered_under_it(
     here: Here, start: Callable[[str], PeerProcess]
 ) -> None:
+    """Which of the two is first when the target wakes is chance: a few tries."""
     sleeper = asleep(here, start)
     here.array[:] = 3
-    ticket = here.wire.write(sleeper.name, whole(here.memory), sleeper.runs(0, NBYTES, NBYTES, 1), b"late", 20)
-    sleeper.tell("anew", 7)
-    sleeper.resume()
-    sleeper.answer()
-    assert here.collect(1) == [Completed(ticket)]
-    assert sleeper.ask("notes", 1) == [(here.wire.name, b"late", b"")]
-    content = sleeper.ask("histogram", 0)
-    assert content[3] + content[7] == NBYTES
-    assert content[3] > 0, "bytes that were written after its owner had filled it anew"
+    for _ in range(10):
+        ticket = here.wire.write(sleeper.name, whole(here.memory), sleeper.runs(0, NBYTES, NBYTES, 1), b"late", 20)
+        sleeper.tell("anew", 7)
+        sleeper.resume()
+        sleeper.answer()
+        assert here.collect(1) == [Completed(ticket)]
+        assert sleeper.ask("notes", 1) == [(here.wire.name, b"late", b"")]
+        content = sleeper.ask("histogram", 0)
+        assert content[3] + content[7] == NBYTES
+        if content[3]:
+            return
+        sleeper.pause()
+    pytest.fail("no byte was written after its owner had filled it anew")
 
 
 @pytest.mark.usefixtures("only_tcp")

@@ -106,8 +106,8 @@ class CopyRecords:
                 f"a copy of node {node.id} to the {dst.name.lower()} takes {names[0]} ids, got {names[1]}"
             )
         parts = tuple(self._part(each, index, src, brought) for index, each in sources)
-        full = [part.first for part in parts if part.index < 0]
-        record = CopyRecord(self.number(), src, dst, node, min(full, default=node.end), parts)
+        first = min((each.start for _, each in sources), default=node.end)
+        record = CopyRecord(self.number(), src, dst, node, first, parts)
         segments = tuple(LockedSegment(part.index, part.first, part.stop) for part in parts if part.index >= 0)
         record.handles = (self._locks.device(node, segments),)
         if src is Tier.HOST:

@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol, cast
 
 from kvmover.cache.prefix import columns
 from kvmover.cache.prefix.c_core import NATIVE
-from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace

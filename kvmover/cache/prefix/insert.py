@@ -249,10 +249,21 @@ class Insertion:
         return Inserted(tuple(actions), node_id, end * config.page_tokens, known, self._due())
 
     def _due(self) -> tuple[int, ...]:
-        """The deepest node that enough requests have inserted and that no copy on the host is made of."""
+        """The deepest node that enough requests have inserted, where no copy on the host is made of all it needs."""
         tiers = self._forest.config.tiers
         if isinstance(tiers, WriteThrough):
-            for node in self._path:
+            for place, node in enumerate(self._path):
                 if node.hits >= tiers.after_hits:
-                    return (node.id,) if node.host is None and not node.backing else ()
+                    is_due = node.host is None and not node.backing
+                    return (node.id,) if is_due or self._came_later(self._path[place:]) else ()
         return ()
+
+    def _came_later(self, path: list[Node]) -> bool:
+        """Whether a window or a state that the end of `path` needs, deepest node first, is on the device alone."""
+        forest = self._forest
+        return any(
+            held.pages is not None and held.host is None and not held.busy
+            for index, component in enumerate(forest.config.components)
+            for node in path[: forest.reach(path, component.reach_tokens)]
+            for held in node.held[index : index + 1]
+        )

@@ -23,7 +23,7 @@ from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageI
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, join, matched, walk
 from kvmover.cache.prefix.node import Node, page_hashes
-from kvmover.cache.prefix.plain import PlainSteps
+from kvmover.cache.prefix.plain_tree import PlainSteps
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.results import (
     ROOT,
@@ -294,7 +294,7 @@ class PrefixTree:
 
         A leaf takes its window and its state along, so that two calls after each other give up more than both need.
         """
-        if self._plain is not None and pages.keys() == {FULL} and not len(room):
+        if self._plain is not None and set(pages) == {FULL} and not len(room):
             return self._plain.evict(pages[FULL])
         eviction = Eviction(self._forest, room)
         return eviction.pools({self.config.index(name): count for name, count in pages.items()})

@@ -44,6 +44,10 @@ class DevicePages(Protocol):
         """The pages of the pool that these ids stand for, in order."""
         ...
 
+    def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
+        """These ids of a further component are being loaded, each beside a page of attention KV, in order."""
+        ...
+
     def check(self, others: Collection[int]) -> None:
         """Raise InvariantBroken unless each page is free or one of `others`."""
         ...
@@ -88,6 +92,9 @@ class FreeList:
     def places(self, ids: Sequence[int]) -> Sequence[int]:
         """See DevicePages."""
         return ids
+
+    def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
+        """See DevicePages: a page here is found by its own id."""
 
     def check(self, others: Collection[int]) -> None:
         """Raise InvariantBroken unless each page is free or one of `others`, which the tree and the caller have."""
@@ -178,8 +185,11 @@ class PageAllocator:
         return len(self.free[name, tier]) + self.tree.sizes(name, tier).evictable
 
     def apply(self, outcome: ActionList) -> None:
-        """Carry out, in order. Copies are over when this returns, so that what they read can be used again."""
-        for action in outcome.actions:
+        """Carry out, in order, and the device's attention KV last: an engine may find other components by it.
+
+        Copies are over when this returns, so that what they read can be used again.
+        """
+        for action in sorted(outcome.actions, key=_is_attention_on_the_device):
             if isinstance(action, FreePages):
                 self.give(action.component, action.tier, action.page_ids.tolist())
             else:
@@ -225,6 +235,12 @@ class PageAllocator:
         self.apply(given)
         return given
 
+    def evict_pools(self, pages: Mapping[str, int]) -> ActionList:
+        """Free so many device pages of each component, or all that may go: what goes with one counts for the others."""
+        given = self.tree.evict_pools(pages, room=self._room(FULL, pages.get(FULL, 0)))
+        self.apply(given)
+        return given
+
     def _room(self, name: str, pages: int) -> list[int]:
         """Free pages of the host for a tree that writes back as it evicts."""
         if not isinstance(self.tree.config.tiers, WriteBack):
@@ -236,3 +252,7 @@ class PageAllocator:
         room = host.take(min(max(pages, _ROOM_PAGES), len(host)))
         host.give(room)  # what a copy takes of it is claimed when it is carried out
         return room
+
+
+def _is_attention_on_the_device(action: FreePages | CopyOut) -> bool:
+    return isinstance(action, FreePages) and action.component == FULL and action.tier is Tier.DEVICE

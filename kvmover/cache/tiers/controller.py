@@ -198,6 +198,10 @@ class Controller:
         """Free at least `pages` device pages of a component, or all that nobody locked. What was done is said."""
         return self.allocator.evict(component, Tier.DEVICE, pages)
 
+    def evict_pools(self, pages: Mapping[str, int]) -> ActionList:
+        """As `evict`, of several components at once: a leaf takes its window and its state along."""
+        return self.allocator.evict_pools(pages)
+
     def reset(self) -> None:
         """Forget what device and host hold. Raises PrefixError while a lock or an operation is out."""
         self.allocator.apply(self.tree.reset())

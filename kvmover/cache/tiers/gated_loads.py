@@ -55,6 +55,10 @@ class GatedLoads:
         load = GatedLoad(handles)
         collective = self.collectives.begin(lambda agreed: self._ended(load))
         allocator.apply(tree.end(transfer.op))
+        for leg in transfer.legs:
+            if leg.component in others:
+                beside = tree.page_ids(node)[leg.positions]
+                allocator.free[leg.component, Tier.DEVICE].loaded(leg.dst_page_ids.tolist(), beside.tolist())
         handles.append(tree.lock(node))
         self.open.append(load)
 

@@ -59,7 +59,10 @@ def _empty() -> dict[TierStage, DurationHistogram]:
 
 @dataclass(slots=True)
 class TierMeter:
-    """`dropped`: pages by (verb, why) that were not backed up, stored, fetched or loaded."""
+    """What a controller did, how long its stages took, and what it did not do.
+
+    `dropped`: pages by (verb, why) that were not backed up, stored, fetched or loaded.
+    """
 
     counts: Counter[TierCount] = field(default_factory=Counter[TierCount])
     stages: dict[TierStage, DurationHistogram] = field(default_factory=_empty)

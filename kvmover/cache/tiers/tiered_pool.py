@@ -9,7 +9,7 @@ from kvmover.cache.prefix import ALL_PAGES, FULL, LAST_PAGE, Rule
 from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool
 from kvmover.errors import TierError
 from kvmover.layout import PACKED_ORDER, Component, Fleet, Pool, PoolSpec
-from kvmover.layout.fleet import CpOrder
+from kvmover.layout.fleet import CpOrder, Shard
 from kvmover.store import PagePart
 
 
@@ -85,10 +85,17 @@ class TieredPool:
         The rule is the component's: its window, its last state, or all pages. Raises TierError for a device's pool that
         holds another part, and for host memory that cannot be had.
         """
-        part = part_of(component, fleet, rank)
-        shard = fleet.shard(component, rank, page_tokens(fleet))
-        spec = PoolSpec.dense(component, shard, host.pages, fleet.page_rows(component), host.order)
         rule = LAST_PAGE if component.states else Rule(component.window)
+        return cls.holding(part_of(component, fleet, rank), device, host, name, rule)
+
+    @classmethod
+    def holding(
+        cls, part: PagePart, device: Pool, host: HostTier, name: str = FULL, rule: Rule = ALL_PAGES
+    ) -> TieredPool:
+        """As `of`, for an engine that says itself which `part` of every page the rank holds."""
+        box = part.box
+        shard = Shard(box.layers, box.heads, box.tokens)
+        spec = PoolSpec.dense(part.component, shard, host.pages, box.tokens.tokens, host.order)
         return cls(name, part, device, host_pool(spec, host.share, device.tensors[0].device), rule, host.share)
 
     @property

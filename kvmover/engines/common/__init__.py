@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from kvmover.faces import public
 
 if TYPE_CHECKING:
     from kvmover.engines.common.options import STORE_KEYS, ContentOptions, read_options
@@ -90,6 +91,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return public(__name__, _HOME, name)

@@ -1,32 +1,35 @@
-"""ParallelRank says where a rank of an engine stands, tensor and pipeline parallel, and which share it holds."""
+"""ParallelRank says where a rank of an engine stands in its parallel grid, and which share it holds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvmover.layout import Fleet, Span
+from kvmover.layout import CpOrder, Fleet, Span
 from kvmover.layout.fleet import Coordinate
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelRank:
-    """Rank `tp` of `tp_size` in stage `pp` of `pp_size`. It holds every position of a request.
+    """Rank `tp` of `tp_size` in stage `pp` of `pp_size`; and rank `cp` of `cp_size` that share the positions.
 
-    Neither engine's context-parallel ranks nor its data-parallel ones are part of it: adapters refuse caches that are
-    cut by position, and groups of data-parallel ranks serve requests of their own.
+    Groups of data-parallel ranks serve requests of their own, and are no part of it.
     """
 
     tp: int
     tp_size: int
     pp: int = 0
     pp_size: int = 1
+    cp: int = 0
+    cp_size: int = 1
+    cp_order: CpOrder = CpOrder.PAGE
 
     @classmethod
     def from_rank(cls, rank: int, tp_size: int, pp_size: int) -> ParallelRank:
         """`rank` counts tensor-parallel ranks first.
 
-        >>> ParallelRank.from_rank(5, tp_size=4, pp_size=2)
-        ParallelRank(tp=1, tp_size=4, pp=1, pp_size=2)
+        >>> ParallelRank.from_rank(5, tp_size=4, pp_size=2).grid
+        'TP4 PP2'
         """
         pp, tp = divmod(rank, tp_size)
         return cls(tp, tp_size, pp, pp_size)
@@ -34,16 +37,23 @@ class ParallelRank:
     @property
     def rank(self) -> int:
         """The number of this rank in its fleet, whatever the page size."""
-        return self.fleet(1).rank(Coordinate(self.tp, self.pp, 0))
+        return self.fleet(1).rank(Coordinate(self.tp, self.pp, self.cp))
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.tp_size * self.pp_size * self.cp_size
 
     @property
     def grid(self) -> str:
-        """`TP2 PP3`; stages are named where there are several."""
-        return f"TP{self.tp_size}" + f" PP{self.pp_size}" * (self.pp_size > 1)
+        """`TP2 PP3 CP2`; stages and shares of positions are named where there are several."""
+        shares = f" PP{self.pp_size}" * (self.pp_size > 1) + f" CP{self.cp_size}" * (self.cp_size > 1)
+        return f"TP{self.tp_size}" + shares
 
-    def fleet(self, page_tokens: int) -> Fleet:
-        """The grid that this rank is in, as a Fleet whose pages have `page_tokens` tokens."""
-        return Fleet(tp=self.tp_size, pp=self.pp_size, page_tokens=page_tokens)
+    def fleet(self, page_tokens: int, pages: Mapping[str, int] | None = None) -> Fleet:
+        """The grid that this rank is in, as a Fleet whose pages have `page_tokens` tokens; `pages` as a Fleet's."""
+        unlike = tuple((pages or {}).items())
+        return Fleet(self.tp_size, self.pp_size, self.cp_size, page_tokens, self.cp_order, unlike)
 
     def heads(self, total: int) -> Span:
         """Of `total` heads of the whole model, those that this rank holds."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from kvmover.engines.common import BounceBuffer, EngineUnsupported, PackedBackend
-from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement
-from kvmover.engines.sglang.store_adapter import StoreAdapter
+from kvmover.engines.common import BounceBuffer, EngineUnsupported, PackedBackend, ParallelRank
+from kvmover.engines.sglang.options import ModelFacts
+from kvmover.engines.sglang.page_parts import PoolRows, TpPlacement, part_of_rows
+from kvmover.engines.sglang.store_adapter import MAIN, StoreAdapter
 from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
 from kvmover.regions import Move
 from kvmover.store import PagePart
@@ -52,6 +53,20 @@ class Strand:
         wanted = sorted({own for layer in layers for own in self.layers.get(layer, ())})
         runs = groupby(enumerate(wanted), lambda pair: pair[1] - pair[0])
         return [range(run[0][1], run[-1][1] + 1) for run in (list(of) for _, of in runs)]
+
+
+def part_of_strand(
+    name: str, strand: Strand, place: ParallelRank, model: ModelFacts, layers: int, page_tokens: int
+) -> PagePart:
+    """What the rank at `place` holds of a page of pool `name`. `layers`: of the rank, of all kinds.
+
+    The model's figures are those of its main attention cache, and of its layers where all of them have one.
+    """
+    if name != MAIN:
+        model = replace(model, kv_heads=None, layers=None)
+    elif strand.rows.layers != layers:
+        model = replace(model, layers=None)
+    return part_of_rows(strand.rows, place, model, page_tokens)
 
 
 def placement_of(pool: Any) -> TpPlacement:

@@ -44,6 +44,16 @@ def model_config() -> Any | None:
     return import_module("sglang.srt.configs.model_config").ModelConfig.from_server_args(arguments)
 
 
+def draft_config() -> Any | None:
+    """The same of its draft model; None where it has none."""
+    arguments = _context.get_context().server_args
+    path, revision = (getattr(_context.get_spec(), f"speculative_draft_model_{word}") for word in ("path", "revision"))
+    if path is None:
+        return None
+    made = import_module("sglang.srt.configs.model_config").ModelConfig
+    return made.from_server_args(arguments, model_path=path, model_revision=revision, is_draft_model=True)
+
+
 def kv_dtype() -> str:
     """`--kv-cache-dtype`, resolved."""
     return _context.get_model().kv_cache_dtype

@@ -32,18 +32,47 @@ def device_pools(kvcache: Any, params: Any, components: Any) -> Any:
     )
 
 
+def tiered_pools(kvcache: Any, params: Any) -> Any:
+    """As `device_pools`, for tiers: attention KV, windows beside it, and states where requests have them.
+
+    Raises ValueError for states that SGLang does not describe.
+    """
+    page_size, first, rows = params.page_size, kvcache.start_layer, params.req_to_token_pool
+    if hasattr(kvcache, "swa_kv_pool"):
+        full, window = (
+            {layer - first: own for layer, (own, is_window) in kvcache.layers_mapping.items() if is_window is wanted}
+            for wanted in (False, True)
+        )
+        entries = [_attention(_storage.PoolName.KV, kvcache.full_kv_pool, full, page_size)]
+        entries.append(_attention(_storage.PoolName.SWA, kvcache.swa_kv_pool, window, page_size))
+    elif hasattr(kvcache, "full_kv_pool"):
+        full = {layer - first: own for layer, own in kvcache.full_attention_layer_id_mapping.items()}
+        entries = [_attention(_storage.PoolName.KV, kvcache.full_kv_pool, full, page_size)]
+    else:
+        return _plain(kvcache, page_size)
+    if hasattr(rows, "mamba_pool"):
+        entries.append(_pools._mamba_device_pool_entry(rows, first))
+    return _pools.DevicePoolGroup(entries, 1 + max(max(entry.layer_mapping) for entry in entries), page_size)
+
+
 def _plain(kvcache: Any, page_size: int) -> Any:
-    layers, latent = kvcache.layer_num, hasattr(kvcache, "kv_buffer")
-    entry = _pools.DevicePoolEntry(
-        name=_storage.PoolName.KV,
-        indices_from_pool=_storage.PoolName.KV,
-        device_pool=kvcache,
-        components=[kvcache.kv_buffer] if latent else [[*kvcache.k_buffer, *kvcache.v_buffer]],
-        layer_mapping={layer: layer if latent else (layer, layers + layer) for layer in range(layers)},
+    layers = kvcache.layer_num
+    entry = _attention(_storage.PoolName.KV, kvcache, {layer: layer for layer in range(layers)}, page_size)
+    return _pools.DevicePoolGroup([entry], layers, page_size, rank_replicated=hasattr(kvcache, "kv_buffer"))
+
+
+def _attention(name: Any, pool: Any, layers: dict[int, int], page_size: int) -> Any:
+    """`layers`: by layer of the rank, the pool's own."""
+    latent, count = hasattr(pool, "kv_buffer"), pool.layer_num
+    return _pools.DevicePoolEntry(
+        name=name,
+        indices_from_pool=name,
+        device_pool=pool,
+        components=[pool.kv_buffer] if latent else [[*pool.k_buffer, *pool.v_buffer]],
+        layer_mapping={layer: own if latent else (own, count + own) for layer, own in layers.items()},
         page_size=page_size,
         rows_are_pages=False,
     )
-    return _pools.DevicePoolGroup([entry], layers, page_size, rank_replicated=latent)
 
 
 def rank_in(group: Any) -> tuple[int, int]:

@@ -56,13 +56,33 @@ def hold_failed_pages() -> None:
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off: SGLang would give pages of a failed request to"
             " others while a prefill may still write to them"
         )
-    name = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
-    queue = import_module("sglang.srt.disaggregation.decode").DecodeTransferQueue
-    if not hasattr(queue._defer_release, "__wrapped__"):
-        _hooks.HookRegistry.register(name, _without_deadline, _hooks.HookType.AROUND)
+    _wrap("DecodeTransferQueue", "_defer_release", _without_deadline)
+
+
+def tell_lengths() -> None:
+    """Have SGLang tell a receiver how long its request is, and not only how many pages it has.
+
+    Raises EngineUnsupported where its hook does not take.
+    """
+    _wrap("DecodePreallocQueue", "_send_kv_metadata", _with_length)
+
+
+def _wrap(queue: str, method: str, around: Callable[..., None]) -> None:
+    """Put `around` around a method of one of decode's queues, once a process."""
+    name, of = f"sglang.srt.disaggregation.decode.{queue}.{method}", import_module("sglang.srt.disaggregation.decode")
+    if not hasattr(getattr(getattr(of, queue), method), "__wrapped__"):
+        _hooks.HookRegistry.register(name, around, _hooks.HookType.AROUND)
         _hooks.HookRegistry.apply_hooks()
-    if not hasattr(queue._defer_release, "__wrapped__"):
+    if not hasattr(getattr(getattr(of, queue), method), "__wrapped__"):
         raise EngineUnsupported(f"SGLang's hook at {name} does not take: its log says why")
+
+
+def _with_length(
+    send: Callable[..., None], queue: Any, request: Any, kv_indices: Any, *more: Any, **named: Any
+) -> None:
+    """`kv_indices` [token]: of what decode lacks."""
+    request.kv_receiver.tokens = (named.get("decode_prefix_len") or 0) + len(kv_indices)
+    send(queue, request, kv_indices, *more, **named)
 
 
 def _without_deadline(hold: Callable[[Any, Any], None], queue: Any, request: Any) -> None:
@@ -85,6 +105,24 @@ def name_of_this_engine() -> str:
     """The same on all ranks that serve a request together, and on no others: address, port, data-parallel rank."""
     head = parallel().dist_init_addr or _network.get_local_ip_auto()
     return f"{head} {_context.get_serving().port} {parallel().attn_dp_rank}"
+
+
+def is_latent(config: Any) -> bool:
+    """Whether the model of a `ModelConfig` keeps a latent."""
+    return config.attention_arch is import_module("sglang.srt.configs.model_config").AttentionArch.MLA
+
+
+def mamba_projections(config: Any) -> tuple[tuple[int, int], ...]:
+    """Units and heads of x, B and C, which lie in this order in a convolution of Mamba-2; () of other models.
+
+    Their pools do not tell. Where there is one group of B and C every rank has it (`MambaMixer2`).
+    """
+    mamba = import_module("sglang.srt.configs.hybrid_arch").mamba2_config(config)
+    groups = getattr(mamba, "n_groups", 0) or getattr(mamba, "mamba_n_groups", 0)
+    if mamba is None or not groups:
+        return ()
+    shape = mamba.mamba2_cache_params.shape
+    return ((shape.intermediate_size, shape.num_heads), *[(groups * shape.state_size, groups)] * 2)
 
 
 def device(gpu_id: int) -> torch.device:

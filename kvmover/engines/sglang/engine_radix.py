@@ -1,4 +1,6 @@
-"""All further names of SGLang that the radix cache uses are imported here, and what they are called in the tree."""
+"""All further names of SGLang that the radix cache and its tiers use are imported here, and what they are called in the
+tree.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from kvmover.cache.prefix import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
 from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.sglang.options import StorageFlags, TierFlags
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -51,6 +54,10 @@ default_radix_cache: Any = _registry.default_radix_cache_factory
 ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
 #: The same, with pages of windows behind a mapping.
 HYBRID_ALLOCATOR = "SWATokenToKVPoolAllocator"
+#: Pools whose buffers are all that there is of a token.
+_POOLS = {"MHATokenToKVPool", "MLATokenToKVPool"}
+#: Pools that are made of two of these, or of one and of states.
+_HYBRIDS = {"SWAKVPool", "HybridLinearKVPool"}
 
 
 def to_device(row: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -90,6 +97,11 @@ def is_abort(reason: Any) -> bool:
 def disaggregated() -> bool:
     """Whether this process is a prefill or a decode."""
     return _context.get_disagg().disaggregation_mode != "null"
+
+
+def is_decode() -> bool:
+    """Whether this process is a decode."""
+    return _context.get_disagg().disaggregation_mode == "decode"
 
 
 def rank() -> tuple[int, int]:
@@ -167,3 +179,73 @@ def refuse(context: Any) -> None:
             f"kvmover's radix cache works with {', '.join(sorted(known))} of its own page size,"
             f" not with {type(allocator).__name__} of {allocator.page_size} tokens for {params.page_size}"
         )
+
+
+def tier_flags() -> TierFlags:
+    """SGLang's flags of this process. Raises ValueError for options of the storage that SGLang does not read."""
+    memory = _context.get_memory()
+    storage = None
+    if memory.hicache_storage_backend is not None:
+        controllers: Any = import_module("sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller")
+        parse = controllers.HybridCacheController.parse_storage_backend_extra_config
+        options, least, base_s, per_ki_s, _prefix_keys = parse(memory.hicache_storage_backend_extra_config)
+        storage = StorageFlags(memory.hicache_storage_backend, options, least, base_s, per_ki_s)
+    return TierFlags(
+        memory.hicache_ratio,
+        int(memory.hicache_size * 1e9),
+        memory.hicache_write_policy,
+        memory.hicache_storage_prefetch_policy,
+        memory.hicache_host_memory_mode,
+        storage,
+    )
+
+
+def odd_pools(context: Any) -> str:
+    """What of a `TreeCacheBuildContext` the tiers do not bring back as it was; empty for nothing."""
+    params, rows, parallel = context.params, context.params.req_to_token_pool, _context.get_parallel()
+    pool = params.token_to_kv_pool_allocator.get_kvcache()
+    within = [getattr(pool, name) for name in ("full_kv_pool", "swa_kv_pool") if hasattr(pool, name)] or [pool]
+    strange = [type(each).__name__ for each in within if type(each).__name__ not in _POOLS]
+    if within != [pool] and type(pool).__name__ not in _HYBRIDS:
+        strange.append(type(pool).__name__)
+    odd = {
+        f"pools of {' and '.join(strange)}": bool(strange),
+        "quantized pools with scales": any(getattr(each, "is_quantized_kv_cache", False) for each in within),
+        "side states of recurrent layers": has_states(rows)
+        and (rows.short_conv_pool.enabled or rows.ngram_pool.enabled),
+        "windows or states written back (--hicache-write-policy write_back)": (
+            tier_flags().write == "write_back" and (within != [pool] or has_states(rows))
+        ),
+        "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
+        "stages of a model with windows or states (--pp-size)": (
+            params.pp_size > 1 and (within != [pool] or has_states(rows))
+        ),
+        "stages of a prefill or decode (--pp-size)": params.pp_size > 1 and disaggregated(),
+        "context-parallel ranks (--attn-cp-size, --dcp-size)": params.attn_cp_size > 1 or parallel.dcp_enabled,
+    }
+    return ", ".join(name for name, is_odd in odd.items() if is_odd)
+
+
+def fences(context: Any) -> tuple[torch.cuda.Stream, ...]:
+    """The stream of forward passes, which write and read pages that are copied."""
+    stream = context.tp_worker.model_runner.forward_stream
+    return () if stream is None or not hasattr(stream, "cuda_stream") else (stream,)
+
+
+def gate(context: Any, gates: Any) -> None:
+    """Let every forward pass wait at `gates`."""
+    context.params.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(gates)
+    if has_states(context.params.req_to_token_pool):
+        context.params.req_to_token_pool.register_layer_transfer_counter(gates)
+    context.tp_worker.register_hicache_layer_transfer_counter(gates)
+
+
+def tokens_by_tier(req: Any) -> tuple[int, int, int]:
+    """What SGLang says that a request, just admitted, found on the device, on the host and in storage."""
+    return _batch.split_cached_prefix_by_tier(
+        prefix_len=req.prefix_len,
+        host_hit_len=req.materialized_host_hit_len(),
+        storage_hit_len=req.storage_hit_length,
+        storage_hit_start=req.storage_hit_start,
+        host_hit_is_storage=req.host_hit_is_storage,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Queue
 from typing import Any
 
@@ -19,10 +19,10 @@ from kvmover.engines.common import (
     of_all,
 )
 from kvmover.engines.sglang import engine, engine_linker
-from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, placement_of, strands_of
+from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, part_of_strand, placement_of, strands_of
 from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.options import parse, said, served
-from kvmover.engines.sglang.page_parts import ALL_PAGES, TpPlacement, hits, part_of_rows
+from kvmover.engines.sglang.page_parts import ALL_PAGES, TpPlacement, hits
 from kvmover.engines.sglang.storage import page_of
 from kvmover.engines.sglang.store_adapter import MAIN, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
@@ -192,11 +192,8 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         return self._placement if self._placement is TpPlacement.REPLICATED else placement_of(pool)
 
     def _part(self, name: str, strand: Strand, kvcache: Any) -> PagePart:
-        rank = self._adapter.rank
-        model = rank.model if name == MAIN else replace(rank.model, kv_heads=None, layers=None)
-        if strand.rows.layers != kvcache.end_layer - kvcache.start_layer:
-            model = replace(model, layers=None)
-        return part_of_rows(strand.rows, rank.place, model, self._adapter.page_tokens)
+        rank, layers = self._adapter.rank, kvcache.end_layer - kvcache.start_layer
+        return part_of_strand(name, strand, rank.place, rank.model, layers, self._adapter.page_tokens)
 
     def _load(self, job: LinkerJob) -> None:
         """Layers in order; one page that is not there ends the batch, which the engine then aborts."""

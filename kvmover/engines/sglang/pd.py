@@ -7,7 +7,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import engine, engine_pd, pd_wire
+from kvmover.engines.sglang import engine, engine_pd
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
 from kvmover.engines.sglang.pd_cache import (
     AuxRows,
+    CacheTotals,
     caches_of,
     chunk_table,
     layers_of,
@@ -28,7 +29,16 @@ from kvmover.engines.sglang.pd_cache import (
     refuse,
     whole_of,
 )
-from kvmover.engines.sglang.transfer_driver import Bell, TransferDriver, Wanted
+from kvmover.engines.sglang.pd_driver import (
+    Answer,
+    Bell,
+    Call,
+    PagesReady,
+    TransferDriver,
+    Wanted,
+    frames,
+    read,
+)
 from kvmover.errors import PeerRefused, PlanError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
@@ -50,8 +60,10 @@ _MOST_ROOMS = 1 << 16
 
 @dataclass(slots=True)
 class Outgoing:
-    """A request that the prefill has computed `pages` pages of, from the first that decode lacks. `begun`: decode may
-    fetch those."""
+    """A request that the prefill has computed `pages` pages of, from the one in which decode begins to lack tokens.
+
+    `begun`: decode may fetch those.
+    """
 
     prefix_tokens: int = 0
     pages: int = 0
@@ -72,11 +84,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         refuse(args, context)
         if disaggregation_mode is not engine_pd.PREFILL:
             engine_pd.hold_failed_pages()
+            engine_pd.tell_lengths()
         self._rows = AuxRows(args)
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
-        config = _served_model()
-        whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
+        whole = _served_model(args, is_mla_backend)
         self._caches = caches_of(args, whole, place)
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
@@ -101,7 +113,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._observers.serve(MoverCollector([self._driver]))
         self._outgoing: dict[int, Outgoing] = defaultdict(Outgoing)
         self._given_up: dict[int, float] = {}
-        self._asked: dict[int, dict[str, pd_wire.PagesReady]] = defaultdict(dict)
+        self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         self._rows_of: dict[int, int] = {}
@@ -141,14 +153,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 nap_s = self._driver.pace.idle_s
 
     def _hear(self, received: list[bytes]) -> None:
-        message = pd_wire.read(received)
+        message = read(received)
         match message:
-            case pd_wire.Call():
+            case Call():
                 self._answer(message)
-            case pd_wire.Answer():
+            case Answer():
                 self._engines[message.key] = message.engine
                 self._refused[message.key] = message.refused
-            case pd_wire.PagesReady():
+            case PagesReady():
                 self._given_up.pop(message.room, None)
                 self._asked[message.room][message.rank] = message
                 _keep_the_last(self._asked)
@@ -206,7 +218,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     # Prefill
 
-    def _answer(self, call: pd_wire.Call) -> None:
+    def _answer(self, call: Call) -> None:
         refused = ""
         try:
             self._driver.connect(call.card)
@@ -214,7 +226,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
             refused = str(error)
             log.error("refused a decode rank: %s", error)
         where = engine_pd.NetworkAddress(*call.answer_to)
-        answer = pd_wire.frames(pd_wire.Answer(call.key, self._name, refused))
+        answer = frames(Answer(call.key, self._name, refused))
         self._send_multipart_locked(where.to_tcp(), answer, is_ipv6=where.is_ipv6)
 
     def opened(self, room: int) -> None:
@@ -226,8 +238,10 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if time.monotonic() - self._given_up.pop(room, -math.inf) < self._patience_s:
             self.give_up(room, "decode aborted the request")
         elif asked and len(asked) == asked[0].ranks:
-            self.req_to_decode_prefix_len[room] = asked[0].prefix_tokens
-            self._outgoing[room].prefix_tokens = asked[0].prefix_tokens
+            # SGLang begins to send with a page of its own; decode's may be smaller.
+            prefix_tokens = asked[0].prefix_tokens - asked[0].prefix_tokens % self.kv_args.page_size
+            self.req_to_decode_prefix_len[room] = prefix_tokens
+            self._outgoing[room].prefix_tokens = prefix_tokens
             self.update_status(room, WAITING)
 
     def add_transfer_request(
@@ -285,14 +299,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def call(self, key: str) -> list[bytes]:
         """What introduces this decode rank to a prefill rank; `key` is how it knows the prefill engine."""
-        return pd_wire.frames(pd_wire.Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
+        return frames(Call(self._driver.mover.card, (self.local_ip, self.rank_port), key))
 
     def build_receiver_metadata_message(
         self, *, bootstrap_room: int, decode_prefix_len: int | None, **_: Any
     ) -> list[bytes]:
         """The frames that tell a prefill rank that this rank has pages for a request."""
         rank = f"{self._name} {self._rank}"
-        return pd_wire.frames(pd_wire.PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
+        return frames(PagesReady(bootstrap_room, rank, self._fleet.size, decode_prefix_len or 0))
 
     def fetch(self, receiver: Any, pages: npt.NDArray[np.int32], row: int, states: Any, prefix_tokens: int) -> None:
         """Begin to receive a request's pages and states, and row `row` of what goes beside them.
@@ -301,11 +315,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         """
         room, key, info = receiver.bootstrap_room, receiver.key, receiver.prefill_info
         tables = self._tables(prefix_tokens, np.asarray(pages, np.int64), states)
-        positions = range(prefix_tokens, prefix_tokens + len(pages) * self.kv_args.page_size)
+        stop = prefix_tokens + len(pages) * self.kv_args.page_size
+        if all(cache.row_tokens == 1 and cache.window is None for cache in self._caches):
+            stop = receiver.tokens or stop  # the prefill's pages may end before the last of these does
         last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
         self._rows_of[room] = row
-        deadline = time.monotonic() + self._patience_s
-        self._driver.receive(room, Wanted(lambda: self._engine(room, key), positions, tables, last_stage, deadline))
+        deadline, of = time.monotonic() + self._patience_s, range(prefix_tokens, stop)
+        self._driver.receive(room, Wanted(lambda: self._engine(room, key), of, tables, last_stage, deadline))
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether SGLang may give the pages of a failed request back: nothing can write to them on this rank any more.
@@ -336,11 +352,18 @@ class KvmoverManager(engine_pd.CommonKVManager):
         return self._engines.get(key)
 
 
-def _served_model() -> Any:
+def _served_model(args: Any, is_mla_backend: Any) -> CacheTotals:
+    """What the model that this process serves has, and its draft. Raises EngineUnsupported outside a serving SGLang."""
     config = engine.model_config()
     if config is None:
         raise EngineUnsupported("kvmover's prefill/decode backend runs inside a serving SGLang only")
-    return config
+    whole = whole_of(config, is_mla_backend or args.is_hybrid_mla_backend)
+    draft = engine.draft_config() if args.num_draft_entries else None
+    return replace(
+        whole,
+        projections=engine_pd.mamba_projections(config),
+        draft=draft and whole_of(draft, engine_pd.is_latent(draft)),
+    )
 
 
 def _keep_the_last(rooms: dict[int, Any]) -> None:
@@ -374,6 +397,8 @@ class KvmoverSender(engine_pd.CommonKVSender):
 class KvmoverReceiver(engine_pd.CommonKVReceiver):
     """SGLang's receiver, which calls all prefill ranks and tells of a failure at once, whoever may write its pages."""
 
+    #: How long the request is, where SGLang's queue has said it.
+    tokens: int | None = None
     _cleared = False
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
@@ -437,4 +462,14 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
 
 
 class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):
-    """SGLang's own: who serves what, over HTTP."""
+    """SGLang's own: who serves what, over HTTP. It says no page size, because SGLang's decode would refuse any but its
+    own. What lies token by token moves between pages of any size; for the rest kvmover's handshake refuses."""
+
+    @property
+    def page_size(self) -> None:
+        """Unknown, whatever the prefill's ranks register."""
+        return None
+
+    @page_size.setter
+    def page_size(self, registered: Any) -> None:
+        """Forget it."""

@@ -6,8 +6,10 @@ All but the last two functions and `AuxRows` compute with integers alone.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from math import ceil, gcd
 from typing import TYPE_CHECKING, Any
 
@@ -21,28 +23,88 @@ from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
 if TYPE_CHECKING:
     import torch
 
-#: Kinds of `StateType` that are read here. SGLang hands over the others as well; nobody described their rows yet.
-KNOWN = ("dsa", "swa", "mamba")
+
+class Cut(Enum):
+    """How tensor-parallel ranks divide the pages of a kind."""
+
+    HEADS = "the model's KV heads, K and V in buffers of their own"
+    WINDOW_HEADS = "the same of layers that attend to a window"
+    PROJECTIONS = "each tensor of a state along an axis of its own"
+    COPIES = "not at all: every rank holds all of them"
+
+
+class Told(Enum):
+    """What SGLang's indices of a kind are."""
+
+    PAGES = "pages of the request, or of what decode lacks of it"
+    WINDOW = "the last pages of the request, as many as the window reaches into"
+    ROW = "one row or state of the request, or none where nothing is pending"
+    RING = "a row for each of the last positions that a window reaches"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What one of SGLang's `StateType`s is, and what its components are called here.
+
+    `halves`: families of buffers behind one another, all layers each. `numbers`: by which SGLang tells a row, of which
+    the first is its index. `interleaved`: pages of so many tokens lie head by head, and within a head as only SGLang's
+    kernels know; 0: it goes by the layout of the pool.
+    """
+
+    word: str
+    told: Told
+    cut: Cut
+    halves: int = 1
+    numbers: int = 1
+    interleaved: int = 0
+
+
+#: By SGLang's names. Every kind of 0.5.23's `StateType` is here.
+KINDS = {
+    "swa": Kind("window", Told.WINDOW, Cut.WINDOW_HEADS),
+    "block_scale_swa": Kind("window scales", Told.WINDOW, Cut.WINDOW_HEADS, interleaved=128),
+    "block_scale": Kind("scales", Told.PAGES, Cut.HEADS, interleaved=128),
+    "minimax_dense_kv": Kind("dense", Told.PAGES, Cut.HEADS),
+    "minimax_index_k": Kind("index keys", Told.PAGES, Cut.COPIES),
+    "dsa": Kind("index keys", Told.PAGES, Cut.COPIES),
+    # Keys, then their scores. A row's index, two live parts of it by start and length, and how long it is.
+    "dsa_tail": Kind("index tail", Told.ROW, Cut.COPIES, halves=2, numbers=6),
+    "qsa_compressed": Kind("compressed keys", Told.PAGES, Cut.COPIES),
+    "qsa_pending": Kind("pending keys", Told.ROW, Cut.COPIES),
+    "swa_ring": Kind("window ring", Told.RING, Cut.COPIES),
+    "c128_state": Kind("pending compression", Told.ROW, Cut.COPIES),
+    "request_row": Kind("request row", Told.ROW, Cut.COPIES),
+    "mamba": Kind("state", Told.ROW, Cut.PROJECTIONS),
+}
 
 #: A state is cut into at most so many heads: every usual number of ranks divides it, and a row is many channels.
 _MOST_HEADS = 192
 
+#: Layouts of a pool's pages in which a head's tokens lie together.
+_HEADS_OUTERMOST = ("hnd", "vectorized_5d")
+
 
 @dataclass(frozen=True, slots=True)
 class CacheTotals:
-    """What the whole model has. `kv`: 2 for keys and values, 1 for a latent; `window` of `window_heads`, if any."""
+    """What the whole model has. `kv`: 2 for keys and values, 1 for a latent; `window` of `window_heads`, if any.
+
+    `projections`: units and heads of the parts of a convolution that SGLang's pools do not tell: x, B and C of Mamba-2.
+    `draft`: a draft model's, where there is one.
+    """
 
     kv: int
     heads: int
     window_heads: int = 0
     window: int | None = None
+    projections: tuple[tuple[int, int], ...] = ()
+    draft: CacheTotals | None = None
 
 
 def whole_of(config: Any, latent: Any) -> CacheTotals:
     """`config`: SGLang's `ModelConfig`. A model whose window it does not know may have a chunk instead (Llama 4)."""
-    if latent:
-        return CacheTotals(1, 1)
     window = config.sliding_window_size or config.attention_chunk_size
+    if latent:
+        return CacheTotals(1, 1, 1, window)
     return CacheTotals(2, config.get_total_num_kv_heads(), config.get_swa_num_kv_heads(1), window)
 
 
@@ -59,19 +121,16 @@ class Buffers:
         """From lists of SGLang's, one entry an allocation."""
         return cls(tuple(pointers), tuple(nbytes), tuple(items))
 
-    def part(self, start: int, stop: int) -> Buffers:
-        """Allocations [start, stop)."""
-        return Buffers(self.pointers[start:stop], self.nbytes[start:stop], self.items[start:stop])
+    def only(self, numbers: Iterable[int]) -> Buffers:
+        """The allocations of these numbers."""
+        chosen = list(numbers)
+        return Buffers(*(tuple(of[n] for n in chosen) for of in (self.pointers, self.nbytes, self.items)))
 
     @property
     def item_bytes(self) -> int:
-        """Raises EngineUnsupported where they differ."""
-        if len(set(self.items)) > 1:
-            raise EngineUnsupported(
-                "kvmover's prefill/decode backend does not transfer"
-                f" pages of different sizes, {sorted(set(self.items))} bytes"
-            )
-        return self.items[0]
+        """Of a page or state, the same in all."""
+        (item,) = set(self.items)
+        return item
 
     @property
     def pages(self) -> int:
@@ -85,6 +144,8 @@ class RankCache:
 
     `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
     the whole model, `own_heads` of this rank. `by`: which of SGLang's state indices it goes by; None: the KV pages.
+    `row_tokens`: tokens of a row, those of a page where only SGLang knows what lies where in its pages. `spare`: the
+    row that a request of which nothing is pending has instead of its own; `numbers`: see `Kind`.
     """
 
     name: str
@@ -98,7 +159,10 @@ class RankCache:
     plane_bytes: int = 0
     window: int | None = None
     states: int = 0
+    row_tokens: int = 1
     by: int | None = None
+    spare: int | None = None
+    numbers: int = 1
 
     @property
     def layers(self) -> int:
@@ -107,35 +171,30 @@ class RankCache:
 
     def component(self, layers: int) -> Component:
         """As the whole model has it, of `layers` layers on all stages together."""
-        return Component(self.name, layers, self.kv, self.heads, self.row_bytes, "uint8", self.window, self.states)
+        shape = (self.name, layers, self.kv, self.heads, self.row_bytes)
+        return Component(*shape, "uint8", self.window, self.states, self.row_tokens)
 
 
 def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCache]:
     """All caches that `KVArgs` names, in its order. Raises EngineUnsupported for what cannot be described."""
     every = Buffers.of(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
-    drafts, tokens, dtype = args.num_draft_entries, args.page_size, args.kv_cache_dtype_str
-    target, draft = every.part(0, len(every.items) - drafts), every.part(len(every.items) - drafts, len(every.items))
-    found = list(_attention(f"kv {dtype}", target, whole.kv, whole.heads, place, tokens))
-    if drafts:
-        if set(draft.items) != set(target.items):
+    count, dtype, tokens = len(every.items) - args.num_draft_entries, args.kv_cache_dtype_str, args.page_size
+    own, draft = every.only(range(count)), every.only(range(count, len(every.items)))
+    if args.mla_compression_ratios:
+        found = list(_copies(f"kv {dtype}", own, 1, tokens, place))
+    else:
+        found = list(_pages(f"kv {dtype}", own, whole.kv, whole.heads, place, tokens, 1))
+    if draft.items:
+        if whole.draft is None and set(draft.items) != set(own.items):
             raise EngineUnsupported(
-                "kvmover's prefill/decode backend does not transfer the cache of a draft model whose layers are not"
-                f" like the model's: pages of {sorted(set(draft.items))} and {sorted(set(target.items))} bytes"
+                "kvmover's prefill/decode backend does not transfer the cache of a draft model of which it knows no"
+                f" configuration: pages of {sorted(set(draft.items))} and the model's of {sorted(set(own.items))} bytes"
             )
-        found += _attention(f"draft {dtype}", draft, whole.kv, whole.heads, place, tokens)
-    for number, kind in enumerate(kinds_of(args)):
-        own = Buffers.of(args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number])
-        if kind == "mamba":
-            held: Sequence[RankCache] = list(_states(args, number, own, place))
-        elif kind == "swa":
-            if whole.window is None:
-                raise EngineUnsupported("the model's configuration does not tell the size of its sliding window")
-            span, heads = (ceil(whole.window / tokens) + 1) * tokens, whole.window_heads
-            held = [replace(c, window=span) for c in _attention(f"window {dtype}", own, 2, heads, place, tokens)]
-        else:
-            held = list(_attention("index keys", own, 1, 1, place, tokens))
-        found += [replace(cache, by=number) for cache in held]
-    return found
+        like = whole.draft or whole
+        found += _pages(f"draft {dtype}", draft, like.kv, like.heads, place, tokens, 1)
+    for number, word in enumerate(kinds_of(args)):
+        found += [replace(cache, by=number) for cache in _of_kind(args, number, KINDS[word], whole, place)]
+    return _told_apart(found)
 
 
 def kinds_of(args: Any) -> list[str]:
@@ -145,11 +204,13 @@ def kinds_of(args: Any) -> list[str]:
 
 def refuse(args: Any, context: Any) -> None:
     """Raise EngineUnsupported for what SGLang hands to a backend and this one cannot take."""
-    unknown = [kind for kind in kinds_of(args) if kind not in KNOWN]
-    cp, layout = context.attn_cp_size, args.swa_kv_cache_layout
+    kinds, cp = kinds_of(args), context.attn_cp_size
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    # MiniMax has its scales inside the pages.
+    scaleless = "fp4" in args.kv_cache_dtype_str and not any(kind.startswith("minimax") for kind in kinds)
     for bad, what in (
         (unknown, f"caches of these kinds: {', '.join(unknown)}"),
-        ("swa" in kinds_of(args) and layout != "nhd", f"sliding windows in the layout {layout}"),
+        (scaleless, f"a cache in {args.kv_cache_dtype_str}, whose scales SGLang does not hand over"),
         (context.enable_cp_tp_group_sharing, "states that are cut over context-parallel ranks"),
         (cp > 1 and args.is_hybrid_mla_backend, f"a hybrid of latents and states on {cp} context-parallel ranks"),
     ):
@@ -182,7 +243,9 @@ def page_table(
 
     SGLang tells the pages of a window as the last of the request. How many they are depends on where in its last page
     the request ends, which decode is not told, and a component's window is fixed: it may reach one page further back
-    than was told. The first page stands there too; on both sides, so the same bytes go to the same place twice.
+    than was told. The first page stands there too; on both sides, so the same bytes go to the same place twice. So do
+    the rows of a ring whose request is shorter than the window. Where nothing is pending both sides take the spare row,
+    which no request has.
 
     Raises PlanError for indices that cannot be of this request.
     """
@@ -190,7 +253,9 @@ def page_table(
     length, most = prefix_pages + len(pages), None if cache.window is None else cache.window // page_tokens
     if cache.states:
         length = cache.states
-    if len(own) > length or (cache.states and len(own) < length) or (most is not None and len(own) > most):
+        if cache.spare is not None and len(own) in (0, cache.numbers):
+            own = np.append(own, cache.spare)[:1]
+    if len(own) > length or (cache.states and not len(own)) or (most is not None and len(own) > most):
         room = "" if most is None else f", {most} of them in its window"
         raise PlanError(f"{len(own)} indices of {cache.name!r} for a request of {length} pages or states{room}")
     return np.concatenate([np.full(length - len(own), own[0] if len(own) else 0, np.int64), own])
@@ -206,83 +271,165 @@ def chunk_table(
 ) -> npt.NDArray[np.int64]:
     """What a chunk of a prefill adds to `page_table`, behind `before` pages of earlier chunks (None: it is the first).
 
-    `states` None: other chunks follow. SGLang tells state indices with the last: what goes by them is named then.
+    `states` None: other chunks follow. SGLang tells state indices with the last: what goes by them is named then. What
+    decode has is no page here: -1.
     """
     if cache.by is None:
-        return page_table(cache, prefix_pages if before is None else 0, pages, (), page_tokens)
+        lacking = prefix_pages if before is None else 0
+        return np.concatenate([np.full(lacking, -1), page_table(cache, 0, pages, (), page_tokens)])
     if states is None:
         return np.zeros(0, np.int64)
-    return page_table(cache, prefix_pages + (before or 0), pages, states, page_tokens)
+    table = page_table(cache, prefix_pages + (before or 0), pages, states, page_tokens)
+    if cache.window is None and not cache.states:
+        table[: len(table) - len(states[cache.by])] = -1
+    return table
 
 
-def _attention(name: str, own: Buffers, kv: int, heads: int, place: ParallelRank, tokens: int) -> Iterator[RankCache]:
-    """Pages `token head dim`: K of every layer, then V. K and V of different dims are caches of their own."""
-    layers = len(own.items) // kv
-    halves = [own.part(n * layers, (n + 1) * layers) for n in range(kv)]
-    if len({half.item_bytes for half in halves}) > 1:
-        for half, word in zip(halves, ("k", "v"), strict=True):
-            yield from _attention(f"{name} {word}", half, 1, heads, place, tokens)
-        return
-    held = place.heads(heads).count
-    row, rest = divmod(own.item_bytes, tokens * held)
-    if rest:
-        raise EngineUnsupported(f"pages of {own.item_bytes} bytes are not {tokens} tokens x {held} heads")
-    pointers = tuple(half.pointers[layer] for layer in range(layers) for half in halves)
-    yield RankCache(name, pointers, own.pages, own.item_bytes, row, kv, heads, held)
+def _of_kind(args: Any, number: int, kind: Kind, whole: CacheTotals, place: ParallelRank) -> Iterable[RankCache]:
+    """The components of the state caches that SGLang has as number `number`."""
+    listed = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
+    own, tokens = Buffers.of(*listed), args.page_size
+    if kind.cut is Cut.PROJECTIONS:
+        return _states(args, number, own, whole, place)
+    if kind.told in (Told.WINDOW, Told.RING) and whole.window is None:
+        raise EngineUnsupported("the model's configuration does not tell the size of its sliding window")
+    window = whole.window or 0
+    if kind.told is Told.ROW:
+        rows = _copies(kind.word, own, kind.halves, 1, place)
+        return [replace(cache, states=1, spare=0, numbers=kind.numbers) for cache in rows]
+    if kind.told is Told.RING:
+        return [replace(cache, states=window) for cache in _copies(kind.word, own, kind.halves, 1, place)]
+    if kind.cut is Cut.COPIES or whole.kv == 1:
+        pages = _copies(kind.word, own, kind.halves, tokens, place)
+    else:
+        if kind.told is Told.WINDOW and args.swa_kv_cache_layout is None:
+            raise EngineUnsupported(
+                "kvmover's prefill/decode backend transfers windows of keys and values, not of others"
+            )
+        heads = whole.window_heads if kind.cut is Cut.WINDOW_HEADS else whole.heads
+        outermost = args.swa_kv_cache_layout in _HEADS_OUTERMOST and kind.told is Told.WINDOW
+        if kind.interleaved:
+            outermost = tokens == kind.interleaved
+        name = f"{kind.word} {args.kv_cache_dtype_str}"
+        pages = _pages(name, own, 2, heads, place, tokens, tokens if outermost else 1)
+    if kind.told is Told.PAGES:
+        return pages
+    # Where in its last page a request ends decode is not told: a window may reach one page further back.
+    return [replace(cache, window=(ceil(window / tokens) + 1) * tokens) for cache in pages]
 
 
-def _states(args: Any, number: int, own: Buffers, place: ParallelRank) -> Iterator[RankCache]:
+def _copies(name: str, own: Buffers, halves: int, row_tokens: int, place: ParallelRank) -> Iterator[RankCache]:
+    """Pages or rows that all ranks hold, and in which only SGLang knows what lies where: a row each.
+
+    Buffers whose items differ in size are caches of their own; those without items are of layers that use another
+    layer's. Raises EngineUnsupported where buffers of a size are of two families and stages hold a part of each.
+    """
+    held = [number for number, item in enumerate(own.items) if item]
+    sizes = list(dict.fromkeys(own.items[number] for number in held))
+    for item in sizes:
+        same = [number for number in held if own.items[number] == item]
+        between = [number for number in held if same[0] < number < same[-1] and number not in same]
+        if between and place.pp_size > 1:
+            raise EngineUnsupported(f"buffers of {item} bytes of {name!r} before and behind others, on pipeline stages")
+        layers = len(same) // halves
+        part = own.only(same[half * layers + layer] for layer in range(layers) for half in range(halves))
+        word = name if len(sizes) == 1 else f"{name} of {item} B"
+        yield RankCache(word, part.pointers, part.pages, item, item, halves, row_tokens=row_tokens)
+
+
+def _pages(
+    name: str, own: Buffers, kv: int, heads: int, place: ParallelRank, tokens: int, row_tokens: int
+) -> Iterator[RankCache]:
+    """Pages of `heads` of the model, all K before all V. With a row a token they lie `token head dim`, with one a page
+    `head ...`.
+
+    Layers whose K or V pages differ in size are caches of their own, and so are K and V of different sizes.
+    """
+    if len(own.items) % kv:
+        raise EngineUnsupported(f"{len(own.items)} buffers of {name!r} are not {kv} a layer")
+    layers, held = len(own.items) // kv, place.heads(heads).count
+    sizes = [tuple(own.items[half * layers + layer] for half in range(kv)) for layer in range(layers)]
+    for items in dict.fromkeys(sizes):
+        same = [layer for layer, other in enumerate(sizes) if other == items]
+        planes = [("", range(kv))] if len(set(items)) == 1 else [(" k", range(1)), (" v", range(1, 2))]
+        for word, halves in planes:
+            part = own.only(half * layers + layer for layer in same for half in halves)
+            row, rest = divmod(part.item_bytes, tokens // row_tokens * held)
+            if rest:
+                raise EngineUnsupported(f"pages of {part.item_bytes} bytes are not {tokens} tokens x {held} heads")
+            full = name + word if len(set(sizes)) == 1 else f"{name}{word} of {row} B"
+            shape = len(halves), heads, held
+            yield RankCache(full, part.pointers, part.pages, part.item_bytes, row, *shape, row_tokens=row_tokens)
+
+
+def _told_apart(caches: Sequence[RankCache]) -> list[RankCache]:
+    """The caches with names of their own: those of one name are numbered, in SGLang's order, which both sides have."""
+    seen: Counter[str] = Counter()
+    named: list[RankCache] = []
+    for cache in caches:
+        seen[cache.name] += 1
+        number = seen[cache.name]
+        named.append(cache if number == 1 else replace(cache, name=f"{cache.name}, {number}"))
+    return named
+
+
+def _states(args: Any, number: int, own: Buffers, whole: CacheTotals, place: ParallelRank) -> Iterator[RankCache]:
     """States of Mamba and its like: a run of buffers, one a layer, for each tensor of the state.
 
     The first is a convolution, whose channels are x, B and C or q, k and v side by side: it is cut over ranks in as
     many groups, which SGLang tells for some models. The others are cut along one axis.
     """
-    ids, cuts = args.state_layer_ids[number], args.state_dim_per_tensor[number]
-    groups, outers = args.state_conv_shard_groups[number], args.state_slice_outer_counts[number]
-    heads = [n for n in range(len(own.items)) if n == 0 or ids[n] <= ids[n - 1]]
+    cuts, outers = args.state_dim_per_tensor[number], args.state_slice_outer_counts[number]
+    groups, ids = args.state_conv_shard_groups[number], args.state_layer_ids[number]
+    if ids:
+        heads = [n for n in range(len(own.items)) if n == 0 or ids[n] <= ids[n - 1]]
+    else:
+        like = [(own.items[n], cuts[n], outers[n], groups[n]) for n in range(len(own.items))]
+        heads = [n for n in range(len(own.items)) if n == 0 or like[n] != like[n - 1]]
     for tensor, (start, stop) in enumerate(zip(heads, [*heads[1:], len(own.items)], strict=True)):
-        runs = own.part(start, stop)
-        whole = RankCache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
-        known = groups[start] or [cuts[start] * place.tp_size] * (tensor > 0)
-        yield from _cut(whole, cuts[start], outers[start], known, place)
+        runs = own.only(range(start, stop))
+        state = RankCache(f"state {tensor}", runs.pointers, runs.pages, runs.item_bytes, runs.item_bytes, states=1)
+        told = groups[start] or [cuts[start] * place.tp_size] * (tensor > 0)
+        known = [(group, gcd(group, _MOST_HEADS)) for group in told] or whole.projections
+        yield from _cut(state, cuts[start], outers[start], known, place)
 
 
-def _cut(state: RankCache, dim: int, outer: int, groups: Sequence[int], place: ParallelRank) -> Iterator[RankCache]:
-    """A state of `outer` planes of `dim` units; `groups`: units of the whole model, each group cut by itself.
+def _cut(
+    state: RankCache, dim: int, outer: int, groups: Sequence[tuple[int, int]], place: ParallelRank
+) -> Iterator[RankCache]:
+    """A state of `outer` planes of `dim` units; `groups`: units and heads of the model, each group cut by itself.
 
-    `dim` 0: every rank holds all of it. A state whose groups nobody tells, or of which ranks hold parts twice, is cut
-    by rank: fleets of the same TP find each other, others do not.
+    `dim` 0: every rank holds all of it. A state whose groups nobody tells, or of which ranks hold other parts than the
+    heads say, is cut by rank: fleets of the same TP find each other, others do not.
     """
     if not dim:
         yield state
         return
-    units = [group // place.tp_size for group in groups]
-    if sum(units) != dim or any(group % place.tp_size for group in groups):
+    held = [place.heads(heads).count * units // heads for units, heads in groups]
+    if sum(held) != dim:
         yield replace(state, name=f"{state.name}, one of {place.tp_size} ranks", heads=place.tp_size)
         return
     unit_bytes, plane_bytes = state.item_bytes // (outer * dim), state.item_bytes // outer
     at = 0
-    for part, held in enumerate(units):
-        heads = gcd(held * place.tp_size, _MOST_HEADS)
-        own = place.heads(heads).count
-        if heads % place.tp_size:
-            raise EngineUnsupported(f"{held * place.tp_size} rows of {state.name!r} on {place.tp_size} ranks")
+    for part, ((units, heads), own) in enumerate(zip(groups, held, strict=True)):
+        if heads > 1 and heads % place.tp_size:
+            raise EngineUnsupported(f"{units} rows of {state.name!r} in {heads} heads on {place.tp_size} ranks")
         yield replace(
             state,
             name=f"{state.name}.{part}",
             pointers=tuple(pointer + at * unit_bytes for pointer in state.pointers),
-            row_bytes=held // own * unit_bytes,
+            row_bytes=units // heads * unit_bytes,
             kv=outer,
             heads=heads,
-            own_heads=own,
+            own_heads=place.heads(heads).count,
             plane_bytes=plane_bytes,
         )
-        at += held
+        at += own
 
 
 def pool_of(cache: RankCache, component: Component, page_tokens: int, device: torch.device) -> Pool:
     """The engine's memory as it lies: pages of `token head dim`, states of `kv head dim`. It stays the engine's."""
-    tokens, layers = 1 if component.states else page_tokens, cache.layers
+    tokens, layers = 1 if component.states else page_tokens // component.row_tokens, cache.layers
     token_bytes = cache.own_heads * cache.row_bytes
     shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, cache.row_bytes)
     stride = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes, 1)

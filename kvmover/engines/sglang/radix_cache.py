@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from kvmover.engines.sglang.device_indices import DeviceIndices
 from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.event_publisher import CacheEvents
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
-from kvmover.engines.sglang.radix_components import SnapshotSlots, StateSlots, WindowPages
+from kvmover.engines.sglang.radix_components import STATE, WINDOW, SnapshotSlots, StateSlots, WindowPages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-
-#: The tree's names of sliding windows, and of states of recurrent layers.
-WINDOW, STATE = "swa", "state"
 
 #: By SGLang's names.
 _COMPONENTS = {SWA: WINDOW, MAMBA: STATE}
@@ -119,12 +116,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         node = match.device_node
         if self._states is not None and params.cow_mamba and match.tokens:
             self._states.start(params.req, dict(match.held)[STATE], partial(self._room_for_state, node))
+        loads = {load.component: len(load.positions) for load in match.loads}
         return engine_radix.MatchResult(
             match.tokens,
             node,
             match.host_node,
             match.best_node,
             host_hit_length=match.best_tokens - match.tokens,
+            swa_host_hit_length=loads.get(WINDOW, 0) * self.page_size,
+            mamba_host_hit_length=loads.get(STATE, 0),
             mamba_branching_seqlen=dict(match.branches).get(STATE),
             full_kv_hit_length=match.full_tokens,
         )
@@ -479,7 +479,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """Of the first `limit` tokens; empty where 32 bits cannot hold one of them: such a request is not cached."""
         namespace = self._namespace(extra_key, cache_salt)
         if limit is not None and limit < len(tokens):
-            tokens = tokens[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
+            tokens = cast("list[int]", tokens)[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
         try:
             return self._tree.key(tokens, namespace)
         except PrefixError:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from kvmover.cache.prefix import PageArray
 
+#: The tree's names of sliding windows, and of states of recurrent layers.
+WINDOW, STATE = "swa", "state"
+
 #: Makes room for one state, if it can.
 MakeRoom = Callable[[], object]
 
@@ -29,33 +32,33 @@ class WindowPages:
     """Ids for pages of the windows' pool. Each stands for the full index whose mapping leads to it."""
 
     def __init__(self, allocator: Any, indices: DeviceIndices) -> None:
-        self._allocator, self._indices = allocator, indices
+        self._allocator, self.indices = allocator, indices
 
     def __len__(self) -> int:
         """Pages that are kept."""
-        return len(self._indices)
+        return len(self.indices)
 
     def keep(self, full_indices: torch.Tensor) -> PageArray:
         """New ids for the windows of these tokens, whole pages."""
-        return self._indices.keep(full_indices)
+        return self.indices.keep(full_indices)
 
     def move(self, ids: PageArray, full_indices: torch.Tensor) -> None:
         """The same window pages are found by other full indices from now on: those of equal tokens."""
-        before = self._indices.of(ids)
+        before = self.indices.of(ids)
         pages = self._allocator.translate_loc_from_full_to_swa(before)
         self._allocator.clear_full_to_swa_mapping(before)
         self._allocator.set_full_to_swa_mapping(full_indices, pages)
-        self._indices.replace(ids, full_indices)
+        self.indices.replace(ids, full_indices)
 
     def give_back(self, ids: PageArray) -> None:
         """Free these pages. What full indices led to them leads nowhere."""
         if len(ids):
-            self._allocator.free_swa_segment(self._indices.of(ids), start_pos=0)
-            self._indices.forget(ids)
+            self._allocator.free_swa_segment(self.indices.of(ids), start_pos=0)
+            self.indices.forget(ids)
 
     def forget(self, ids: PageArray) -> None:
         """As DeviceIndices.forget: the allocator is cleared by whoever asks."""
-        self._indices.forget(ids)
+        self.indices.forget(ids)
 
 
 class StateSlots:
@@ -65,15 +68,15 @@ class StateSlots:
     """
 
     def __init__(self, rows: Any, indices: DeviceIndices) -> None:
-        self._rows, self._indices = rows, indices
+        self._rows, self.indices = rows, indices
 
     def __len__(self) -> int:
         """Slots that are kept."""
-        return len(self._indices)
+        return len(self.indices)
 
     def keep(self, slots: torch.Tensor) -> PageArray:
         """New ids for slots with states."""
-        return self._indices.keep(slots)
+        return self.indices.keep(slots)
 
     def reach(self, req: Any, tokens: int) -> int:
         """Of the first `tokens` tokens, those that the request has a state of to give; 0 for none."""
@@ -84,10 +87,10 @@ class StateSlots:
         working = req.kv.mamba_pool_idx.unsqueeze(0)
         if req.finished():
             req.kv.mamba_pool_idx = None
-            return self._indices.keep(working.clone())
+            return self.indices.keep(working.clone())
         copy = self._new(make_room)
         self._rows.mamba_pool.copy_from(working, copy)
-        return self._indices.keep(copy)
+        return self.indices.keep(copy)
 
     def withhold(self, req: Any) -> None:
         """The tree takes nothing: a request that has ended gives all its slots back, a snapshot of another is over."""
@@ -105,21 +108,21 @@ class StateSlots:
         """The request starts from a state: SGLang copies it to the request's own slot before its first step."""
         if not req.kv.holds_mamba:
             req.kv.mamba_pool_idx = self._new(make_room)[0]
-        req.kv.mamba_cow_src_index = self._indices.of(state)
+        req.kv.mamba_cow_src_index = self.indices.of(state)
         req.kv.mamba_needs_clear = False
 
     def give_back(self, ids: PageArray) -> None:
         """Free these slots."""
         if len(ids):
-            self._rows.mamba_allocator.free(self._indices.forget(ids))
+            self._rows.mamba_allocator.free(self.indices.forget(ids))
 
     def forget(self, ids: PageArray) -> None:
         """As DeviceIndices.forget: the pool is cleared by whoever asks."""
-        self._indices.forget(ids)
+        self.indices.forget(ids)
 
     def slots(self, ids: PageArray) -> torch.Tensor:
         """Slots by their ids, int64."""
-        return self._indices.of(ids)
+        return self.indices.of(ids)
 
     def _new(self, make_room: MakeRoom) -> torch.Tensor:
         slot = self._rows.mamba_allocator.alloc(1)
@@ -152,7 +155,7 @@ class SnapshotSlots(StateSlots):
         else:
             slot = self._rows.donate_mamba_ping_pong_slot(req, self._new(make_room))
             self._over(req)
-        return self._indices.keep(slot)
+        return self.indices.keep(slot)
 
     def _last(self, req: Any, tokens: int) -> tuple[int, int]:
         """Of the last snapshot within `tokens` tokens: how many it is of, and its place among the request's."""

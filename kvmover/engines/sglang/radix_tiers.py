@@ -10,22 +10,33 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from kvmover.cache.ledger import Credit, Loss
 from kvmover.cache.prefix import FULL as ATTENTION
-from kvmover.cache.prefix import NO_IDS, ROOT, ActionList, Inserted, PageArray, RadixKey, StaleHandle
-from kvmover.cache.tiers import Controller, FreeList, Restore, TierCollector
+from kvmover.cache.prefix import (
+    NO_IDS,
+    ROOT,
+    ActionList,
+    CopyOut,
+    FreePages,
+    Inserted,
+    PageArray,
+    RadixKey,
+    StaleHandle,
+)
+from kvmover.cache.tiers import Controller, DevicePages, FreeList, GatedLoad, Restore, TierCollector
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import engine_radix, engine_tiers
-from kvmover.engines.sglang.engine_pages import EnginePages
-from kvmover.engines.sglang.layer_gates import LayerGates
+from kvmover.engines.sglang import engine_radix
+from kvmover.engines.sglang.options import TierFlags
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts, accounts_of
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
-from kvmover.engines.sglang.tier_options import TierFlags
-from kvmover.engines.sglang.tier_pools import EngineTiers, open_tiers
+from kvmover.engines.sglang.radix_components import STATE, WINDOW
+from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
 
 #: How old the tiers' counts may be that a scrape is answered with, and how often a store is asked to look after itself.
 _SNAPSHOT_S, _UPKEEP_S = 0.5, 1.0
@@ -49,7 +60,7 @@ class HostRoom:
 
 
 class TieredRadixCache(KvmoverRadixCache):
-    """One rank's cache of attention KV on device, host and in storage. All ranks call it in the same order."""
+    """One rank's cache on device, host and in storage. All ranks call it in the same order."""
 
     #: What SGLang's scheduler reads of its own cache: no hashes of a prefix are wanted, a prefetch is not asked twice.
     hicache_storage_pass_prefix_keys = False
@@ -59,11 +70,10 @@ class TieredRadixCache(KvmoverRadixCache):
     ) -> None:
         """The host pools and the store of `tiers` are this cache's from here on."""
         super().__init__(params, accounts, flags.tiers())
-        pages = EnginePages(self.token_to_kv_pool_allocator, self._indices, self.page_size)
         self._tiers = tiers
-        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, {ATTENTION: pages})
+        self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, self._device_pages())
         self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
-        self.gates = LayerGates(self._controller.loads, tiers.layers)
+        self.gates = LayerGates(self._controller.loads, tiers.depths)
         #: By request: what it waits for from storage, and where that begins.
         self.ongoing_prefetch: dict[Any, Restore] = {}
         #: By request: what storage has of its prompt and did not bring.
@@ -130,13 +140,16 @@ class TieredRadixCache(KvmoverRadixCache):
         if pages is None:
             self._no_room.add(req.rid)
             return 0, req.last_node
-        return pages * self.page_size, node
+        if self._states is not None:
+            key = self._key_of(req, req.full_untruncated_fill_ids, req.prefix_len + params.host_hit_length)
+            self._states.start(req, dict(self._tree.look(key).held)[STATE], partial(self._room_for_state, node))
+        return params.host_hit_length, node
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """SGLang has just given the request pages."""
         if self._accounts is not None:
             why = Loss.DEVICE_CAPACITY if req.rid in self._no_room else Loss.THRESHOLD
-            self._accounts.admitted(req.rid, Credit(*engine_tiers.tokens_by_tier(req)), why)
+            self._accounts.admitted(req.rid, Credit(*engine_radix.tokens_by_tier(req)), why)
         self._forget(req.rid)
 
     def release_aborted_request(self, handle: Any) -> None:
@@ -238,10 +251,27 @@ class TieredRadixCache(KvmoverRadixCache):
             self._controller.kept(used, NO_IDS)
 
     def _kept(self, inserted: Inserted, pages: PageArray) -> None:
-        self._controller.kept(inserted, pages)
+        """A state that the tree had already is the caller's to give back."""
+        ours = tuple(action for action in inserted.actions if not _is_state(action))
+        self._controller.kept(structs.replace(inserted, actions=ours), pages)
 
     def _evict(self, wanted: Mapping[str, int]) -> ActionList:
-        return self._controller.evict(wanted[ATTENTION])
+        return self._controller.evict_pools(wanted)
+
+    def _device_pages(self) -> dict[str, DevicePages]:
+        """What SGLang deals of each component."""
+        allocator, page_tokens = self.token_to_kv_pool_allocator, self.page_size
+        if self._windows is None:
+            free = allocator.free_page_ids
+            pages: dict[str, DevicePages] = {ATTENTION: EnginePages(allocator, free, self._indices, page_tokens)}
+        else:
+            full = allocator.full_attn_allocator
+            pages = {ATTENTION: EnginePages(full, full.free_page_ids, self._indices, page_tokens)}
+            pages[WINDOW] = EngineWindows(allocator, self._windows.indices, self._indices, page_tokens)
+        if self._states is not None:
+            slots = self.req_to_token_pool.mamba_allocator
+            pages[STATE] = EnginePages(slots, slots.free, self._states.indices, 1)
+        return pages
 
     def _lookup(self, req: Any, key: Any, found: int) -> Lookup:
         lookup, left = super()._lookup(req, key, found), self._left.get(req.rid)
@@ -253,6 +283,74 @@ class TieredRadixCache(KvmoverRadixCache):
     def _forget(self, rid: str) -> None:
         self._left.pop(rid, None)
         self._no_room.discard(rid)
+
+
+class DecodeRadixCache(TieredRadixCache):
+    """Of a decode server, which tells its prefill with a look-up how much of a prompt need not be sent.
+
+    SGLang locks then what is on the device, and loads the rest later. Here all that the host has is the device's by the
+    time that it is told, so no promise is broken. Storage is written for whoever shares it, and not read.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.cache_controller = _DecodeController(self.gates)
+        #: Loads that were under way when SGLang asked for a number, by that; until they have landed.
+        self._under_way: dict[int, tuple[GatedLoad, ...]] = {}
+        self._number = 0
+
+    def match_prefix(self, params: Any) -> Any:
+        """As of the other tiers' caches, with the host's part on its way to the device, or left out."""
+        found = super().match_prefix(params)
+        if found.host_hit_length >= self._controller.config.policy.least_load_tokens:
+            try:
+                self._controller.load(found.best_match_node)
+            except StaleHandle:  # it left the host for the room that another of its components took
+                pass
+            else:
+                found = super().match_prefix(params)
+        return found._replace(
+            best_match_node=found.last_device_node, host_hit_length=0, swa_host_hit_length=0, mamba_host_hit_length=0
+        )
+
+    def query_storage_hit_length(self, *_given: Any, **_options: Any) -> int:
+        """Nothing: what storage has would have to be there before it is promised."""
+        return 0
+
+    def has_free_load_back_slot(self) -> bool:
+        """Always: loads are begun by look-ups."""
+        return True
+
+    def ready_to_load_host_cache(self) -> int:
+        """The number of the loads that are under way."""
+        self._number += 1
+        loads = tuple(load for load in self._controller.loads.open if load.gate is not None)
+        if loads:
+            self._under_way[self._number] = loads
+        return self._number
+
+    def is_load_back_event_done(self, number: int) -> bool:
+        """Whether these loads have landed on this rank."""
+        if any(load.gate is not None for load in self._under_way.get(number, ())):
+            return False
+        self._under_way.pop(number, None)
+        return True
+
+
+class _DecodeController:
+    """What SGLang reads and sets of its own controller's in a decode server. The gates have no numbers of their own."""
+
+    storage_backend = None
+    storage_backend_type = "kvmover"
+    load_fence_stream: Any = None
+    write_fence_stream: Any = None
+
+    def __init__(self, gates: LayerGates) -> None:
+        self.layer_done_counter = gates
+
+
+def _is_state(action: FreePages | CopyOut) -> bool:
+    return isinstance(action, FreePages) and action.component == STATE
 
 
 def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
@@ -273,16 +371,18 @@ def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
 
 def open_radix_cache(context: Any) -> TieredRadixCache:
     """One rank's cache and its tiers. Raises EngineUnsupported for what needs SGLang's own."""
-    flags, odd = engine_tiers.flags(), engine_tiers.odd_pools(context)
-    if odd or flags.host_memory != "cache" or engine_radix.disaggregated():
-        asked = odd or ("prefill and decode" if flags.host_memory == "cache" else f"host memory as {flags.host_memory}")
+    flags, odd = engine_radix.tier_flags(), engine_radix.odd_pools(context)
+    if odd or flags.host_memory != "cache":
+        asked = odd or f"host memory as {flags.host_memory} (--hicache-host-memory-mode)"
         raise EngineUnsupported(
-            f"kvmover's tiers keep attention KV of a server by itself, and not {asked}: leave out"
+            f"kvmover's tiers keep attention KV, windows and states, and not {asked}: leave out"
             " --enable-hierarchical-cache, or --radix-cache-backend kvmover"
         )
     params = context.params
     tp, tp_size = engine_radix.rank()
-    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_tiers.fences(context))
-    cache = TieredRadixCache(params, flags, tiers, accounts_of(params))
-    engine_tiers.gate(context, cache.gates)
+    place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
+    tiers = open_tiers(params, flags, place, engine_radix.fences(context))
+    kind = DecodeRadixCache if engine_radix.is_decode() else TieredRadixCache
+    cache = kind(params, flags, tiers, accounts_of(params))
+    engine_radix.gate(context, cache.gates)
     return cache

@@ -1,31 +1,39 @@
-"""A rank's tiers are opened here over SGLang's device pools: host pools, the page store, and how they are used."""
+"""A rank's tiers are opened here over SGLang's device pools: host pools, the page store, and how they are used.
+
+EnginePages are SGLang's device pages as tiers take and give them; LayerGates hold a forward pass before each layer
+whose KV is still on its way from the host.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, InvariantBroken, PageArray, Rule
+from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.cache.tiers import (
     Consensus,
     ControllerConfig,
+    GatedLoads,
     Grouped,
     HostTier,
     LocalConsensus,
     Storage,
     TieredPool,
+    TierError,
 )
 from kvmover.engines.common import ParallelRank, Upkeep, as_bytes
 from kvmover.engines.sglang import engine, engine_linker
-from kvmover.engines.sglang.devicepool import Strand, placement_of, strands_of
-from kvmover.engines.sglang.engine_radix import FULL
-from kvmover.engines.sglang.options import parse, said, served
-from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
+from kvmover.engines.sglang.device_indices import DeviceIndices
+from kvmover.engines.sglang.devicepool import Strand, part_of_strand, placement_of, strands_of
+from kvmover.engines.sglang.options import PoolSize, StorageFlags, TierFlags, parse, said, served
+from kvmover.engines.sglang.page_parts import TpPlacement
+from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
-from kvmover.engines.sglang.tier_options import StorageFlags, TierFlags
 from kvmover.layout import Pool
 from kvmover.store import PagePart, PageStore
 
@@ -35,71 +43,212 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+#: By SGLang's names of pools: the component of the tree whose page ids a pool goes by.
+_COMPONENTS = {"kv": ATTENTION, "swa": WINDOW, "mamba": STATE}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineTiers:
-    """What a controller is made of. The host pools and the store are ours, the device's pools are SGLang's."""
+    """What a controller is made of. The host pools and the store are ours, the device's pools are SGLang's.
+
+    `depths`: by layer of the rank, how many layers of a pool must be there before it reads: all up to this one.
+    """
 
     tiered_pools: tuple[TieredPool, ...]
+    depths: Mapping[int, int]
     config: ControllerConfig
     storage: Storage | None = None
     store: PageStore | None = None
     upkeep: Upkeep | None = None
 
-    @property
-    def layers(self) -> int:
-        """Layers of this rank."""
-        return max(tiered_pool.part.box.layers.count for tiered_pool in self.tiered_pools)
-
 
 def open_tiers(params: Any, flags: TierFlags, place: ParallelRank, fences: Sequence[torch.cuda.Stream]) -> EngineTiers:
-    """The tiers below the device pool of `params`, SGLang's `CacheInitParams`, for the rank at `place`.
+    """The tiers below the device pools of `params`, SGLang's `CacheInitParams`, for the rank at `place`.
 
     All ranks call this together. Raises EngineUnsupported for flags or pools that are not understood, ConfigError and
     StoreError for the store, TierError for host memory that cannot be had.
     """
-    allocator, page_tokens = params.token_to_kv_pool_allocator, params.page_size
-    kvcache = allocator.get_kvcache()
-    group = params.attn_tp_cache_group or params.tp_cache_group
-    consensus: Consensus = Grouped(group) if place.tp_size > 1 else LocalConsensus()
-    fleet = place.fleet(page_tokens)
+    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    groups = [params.attn_tp_cache_group or params.tp_cache_group] * (place.tp_size > 1)
+    groups += [params.pp_cache_group] * (place.pp_size > 1)
+    consensus: Consensus = Grouped(*groups) if groups else LocalConsensus()
+    pools = engine_linker.tiered_pools(kvcache, params)
     found = [
-        (strand, part, Pool(strand.spec(part.component), tuple(memory[number] for number in strand.buffers)))
-        for entry in engine_linker.device_pools(kvcache, params, {FULL}).entry_map.values()
-        for memory in ([as_bytes(buffer) for buffer in entry.kv_buffer],)
+        _PoolPart(_COMPONENTS[str(name)], strand, part, memory)
+        for name, entry in pools.entry_map.items()
+        for memory in (tuple(as_bytes(buffer) for buffer in entry.kv_buffer),)
         for strand in strands_of(entry, kvcache.start_layer, placement_of(entry.device_pool))
-        for part in (_part(strand, place, page_tokens),)
+        for part in (part_of_strand(str(name), strand, place, served(), pools.num_layers, params.page_size),)
     ]
-    page_bytes = sum(part.nbytes for _, part, _ in found)
-    pages = flags.host_pages(allocator.size // page_tokens, page_bytes)
-    pages = int(consensus.minimum(np.array([pages], np.int64))[0])
-    log.info("%d pages of %d tokens, %d bytes each, on the host", pages, page_tokens, page_bytes)
-    pools = tuple(
-        TieredPool.of(part.component, fleet, place.rank, device, HostTier(pages)) for _, part, device in found
-    )
+    pages = flags.host_pages(_sizes(found, params))
+    agreed = consensus.minimum(np.array(list(pages.values()), np.int64)).tolist()
+    pages = dict(zip(pages, agreed, strict=True))
+    log.info("on the host: %s pages of %d tokens", pages, params.page_size)
+    tiered_pools = tuple(each.tiered(pages[each.name], params) for each in found)
     config = ControllerConfig(flags.policy(), consensus, fences=fences, engine=engine.served_name(), rank=place.rank)
+    depths: dict[int, int] = {}
+    for each in found:
+        for layer, own in each.strand.layers.items():
+            depths[layer] = max(depths.get(layer, 0), *own)
     if flags.storage is None:
-        return EngineTiers(pools, config)
-    replicated = all(strand.rows.placement is TpPlacement.REPLICATED for strand, _, _ in found)
-    return _stored(pools, config, flags.storage, place, page_tokens, replicated)
+        return EngineTiers(tiered_pools, depths, config)
+    replicated = all(each.strand.rows.placement is TpPlacement.REPLICATED for each in found)
+    stored = _stored(tiered_pools, flags.storage, place, params.page_size, replicated)
+    return EngineTiers(tiered_pools, depths, config, *stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolPart:
+    """`name`: the component of the tree. `memory`: the buffers of the whole pool, flat."""
+
+    name: str
+    strand: Strand
+    part: PagePart
+    memory: tuple[torch.Tensor, ...]
+
+    def tiered(self, pages: int, params: Any) -> TieredPool:
+        """With `pages` on the host. Of windows a prefix needs what SGLang keeps behind it, of states the last."""
+        memory = tuple(self.memory[number] for number in self.strand.buffers)
+        device = Pool(self.strand.spec(self.part.component), memory)
+        rules = {ATTENTION: ALL_PAGES, WINDOW: Rule(params.swa_retain_window or None), STATE: LAST_PAGE}
+        return TieredPool.holding(self.part, device, HostTier(pages), self.name, rules[self.name])
+
+
+def _sizes(found: Sequence[_PoolPart], params: Any) -> dict[str, PoolSize]:
+    """Of each component, what SGLang deals of it: a pool has a page more, or a slot, that nobody gets."""
+    allocator, rows = params.token_to_kv_pool_allocator, params.req_to_token_pool
+    sizes: dict[str, PoolSize] = {}
+    for name in dict.fromkeys(each.name for each in found):
+        page_bytes = sum(each.part.nbytes for each in found if each.name == name)
+        if name == STATE:
+            sizes[name] = PoolSize(rows.mamba_allocator.size, page_bytes)
+        else:
+            tokens = allocator.size_full if name == ATTENTION else allocator.size_swa
+            sizes[name] = PoolSize(tokens // params.page_size, page_bytes)
+    return sizes
 
 
 def _stored(
-    pools: tuple[TieredPool, ...],
-    config: ControllerConfig,
-    flags: StorageFlags,
-    place: ParallelRank,
-    page_tokens: int,
-    replicated: bool,
-) -> EngineTiers:
+    tiered_pools: tuple[TieredPool, ...], flags: StorageFlags, place: ParallelRank, page_tokens: int, replicated: bool
+) -> tuple[Storage, PageStore, Upkeep]:
     flags.check()
     options, settings = parse(flags.options)
     placement = TpPlacement.REPLICATED if replicated else TpPlacement.SHARDED
     name = options.model or engine.served_name()
     rank = ServedRank(name, said(options, served()), place, placement)
     adapter = StoreAdapter(options, settings.store, rank, page_tokens)
-    storage = Storage(adapter.store, adapter.space, pools, place.fleet(page_tokens), place.rank)
-    return EngineTiers(pools, config, storage, adapter.store, Upkeep(adapter.store, settings.store))
+    storage = Storage(adapter.store, adapter.space, tiered_pools, place.fleet(page_tokens), place.rank)
+    return storage, adapter.store, Upkeep(adapter.store, settings.store)
 
 
-def _part(strand: Strand, place: ParallelRank, page_tokens: int) -> PagePart:
-    return part_of_rows(strand.rows, place, served(), page_tokens)
+class EnginePages:
+    """Of one rank and component: pages of `page_tokens` tokens in SGLang's `allocator`. See `tiers.DevicePages`.
+
+    States are pages of one slot. `free`: gives pages, by number, back to SGLang.
+    """
+
+    def __init__(
+        self, allocator: Any, free: Callable[[torch.Tensor], object], indices: DeviceIndices, page_tokens: int
+    ) -> None:
+        self._allocator, self._free, self._indices, self._page_tokens = allocator, free, indices, page_tokens
+
+    def __len__(self) -> int:
+        """Pages that SGLang has free."""
+        return self._allocator.available_size() // self._page_tokens
+
+    def take(self, count: int) -> list[int]:
+        """See `tiers.DevicePages`."""
+        indices = self._allocator.alloc(count * self._page_tokens)
+        if indices is None:
+            raise TierError(f"{count} pages of SGLang's pool, of which {len(self)} are free")
+        return self._indices.keep(indices).tolist()
+
+    def give(self, ids: Iterable[int]) -> None:
+        """See `tiers.DevicePages`."""
+        row = _row(ids)
+        if len(row):
+            self._free(self._indices.forget(row))
+
+    def places(self, ids: Sequence[int]) -> Sequence[int]:
+        """See `tiers.DevicePages`. On a GPU the current stream is waited for: a copy's pages are named on the host."""
+        first = self._indices.of(_row(ids))[:: self._page_tokens]
+        return cast(list[int], (first // self._page_tokens).tolist())  # pyright: ignore[reportUnknownMemberType]
+
+    def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
+        """See `tiers.DevicePages`: SGLang finds these by their own index."""
+
+    def check(self, others: Collection[int]) -> None:
+        """See `tiers.DevicePages`: what is free is SGLang's to count."""
+        if len(self._indices) != len(others):
+            raise InvariantBroken(f"{len(self._indices)} pages have indices, the tree has {len(others)}")
+
+
+class EngineWindows(EnginePages):
+    """The same for pages of windows, which SGLang finds by the index of attention KV. `attention`: ids of that.
+
+    One that is being loaded has no such index before it is known beside which page it comes.
+    """
+
+    def __init__(self, allocator: Any, indices: DeviceIndices, attention: DeviceIndices, page_tokens: int) -> None:
+        super().__init__(allocator.swa_attn_allocator, allocator.swa_attn_allocator.free_page_ids, indices, page_tokens)
+        self._hybrid, self._attention = allocator, attention
+        self._unplaced: set[int] = set()
+
+    def take(self, count: int) -> list[int]:
+        """See `tiers.DevicePages`."""
+        ids = super().take(count)
+        self._unplaced.update(ids)
+        return ids
+
+    def give(self, ids: Iterable[int]) -> None:
+        """See `tiers.DevicePages`."""
+        row = _row(ids)
+        unplaced = np.isin(row, list(self._unplaced))
+        super().give(row[unplaced].tolist())
+        self._unplaced.difference_update(row[unplaced].tolist())
+        placed = row[~unplaced]
+        if len(placed):
+            self._hybrid.free_swa_segment(self._indices.of(placed), start_pos=0)
+            self._indices.forget(placed)
+
+    def places(self, ids: Sequence[int]) -> Sequence[int]:
+        """See `tiers.DevicePages`. On a GPU the current stream is waited for."""
+        row = _row(ids)
+        if self._unplaced.intersection(row.tolist()):
+            return super().places(ids)
+        first = self._hybrid.translate_loc_from_full_to_swa(self._indices.of(row)[:: self._page_tokens])
+        return (first // self._page_tokens).tolist()
+
+    def loaded(self, ids: Sequence[int], beside: Sequence[int]) -> None:
+        """See `tiers.DevicePages`."""
+        row = _row(ids)
+        found = self._attention.of(_row(beside))
+        self._hybrid.set_full_to_swa_mapping(found, self._indices.of(row))
+        self._indices.replace(row, found)
+        self._unplaced.difference_update(row.tolist())
+
+
+def _row(ids: Iterable[int]) -> PageArray:
+    return np.fromiter(ids, np.int32)
+
+
+class LayerGates:
+    """What SGLang's pools call a layer transfer counter. Whoever reads a layer waits for every load that was begun.
+
+    `depths`: see EngineTiers.
+    """
+
+    def __init__(self, loads: GatedLoads, depths: Mapping[int, int]) -> None:
+        self._loads, self._depths, self.num_layers = loads, depths, len(depths)
+
+    @property
+    def consumer_index(self) -> int:
+        """0 while something is on its way, else -1: SGLang asks before it replays a graph."""
+        return 0 if self._loads.closed else -1
+
+    def set_consumer(self, index: int) -> None:
+        """SGLang's own counter waits for the loads of one batch; here a batch waits for all before it too."""
+
+    def wait_until(self, layer: int) -> None:
+        """`layer` counts within the rank's own. On a GPU the current stream waits, and the host does not."""
+        self._loads.wait(self._depths[layer])

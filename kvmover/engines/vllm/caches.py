@@ -1,20 +1,20 @@
 """vLLM's KV cache tensors are values here, one a layer, which become components, and pools in its one allocation.
 
 vLLM hands each layer over as a view [block, head, token, content] with strides of its own, whatever of its six physical
-layouts it runs; K and V of a token and head lie side by side in the content, and a latent is content alone. So a row
-is the content, opaque, and no layout is a case of its own.
+layouts it runs. What the content is, a block format says; so no layout and no kind of model is a case of its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, Pool, PoolSpec
+from kvmover.engines.vllm.block_format import BlockFormat, BlockSegment, PageView, Rows
+from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Fleet, Layout, Pool, PoolSpec
 from kvmover.transport import Memory, NixlTransport, memory_of
 
 if TYPE_CHECKING:
@@ -23,12 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a block table. `kind`: vLLM's word. `window`: None where every token matters."""
+    """Layers that share a block table. `kind`: vLLM's word. `window`: None where every token matters.
+
+    `formats`: of layers whose rows are not a token's as they stand. `row_tokens`: of layers that keep a row of several.
+    `scratch_blocks`: at the end of a request's table, where a state is kept a step of speculation, not its own.
+    """
 
     layers: tuple[str, ...]
     kind: str
     block_tokens: int
     window: int | None = None
+    formats: Mapping[str, BlockFormat] = field(default_factory=dict[str, BlockFormat])
+    row_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
+    scratch_blocks: int = 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what its blocks hold of a request is whole only when a prefill has ended."""
+        return self.window is not None or self.kind == RECURRENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +57,10 @@ class LayerCache:
     dtype: str
 
     @property
-    def content(self) -> tuple[int, str]:
-        """What a row is: layers whose rows are alike are one component, wherever they lie."""
-        return self.shape[3], self.dtype
+    def page(self) -> PageView:
+        """What a page is, as vLLM views it."""
+        _, heads, rows, content = self.shape
+        return PageView(heads, rows, content, self.stride[1:], self.dtype)
 
     @property
     def element_bytes(self) -> int:
@@ -59,7 +72,7 @@ class LayerCache:
 class ComponentCache:
     """Layers of equal rows in one group: a component of the model. `ratio`: pages of a block of the block table.
 
-    `starts`: addresses of the pool's allocations. `layers`: names, in order.
+    `starts`: addresses of the pool's allocations. `layers`: names, in order. `scratch_blocks`: as a CacheGroup's.
     """
 
     group: int
@@ -68,6 +81,26 @@ class ComponentCache:
     starts: tuple[int, ...]
     layers: tuple[str, ...]
     ratio: int
+    scratch_blocks: int = 0
+
+    def pages(self, table: Sequence[int]) -> list[int]:
+        """The page table of a request with this block table: of a state, the one block where it is kept.
+
+        It is the last but those of speculation: blocks before it are states of earlier tokens, or no blocks.
+        """
+        if self.component.states:
+            kept = len(table) - min(self.scratch_blocks, max(len(table) - 1, 0))
+            return list(table[:kept][-1:])
+        return [block * self.ratio + page for block in table for page in range(self.ratio)]
+
+    def block(self, table: Sequence[int], page: int) -> int:
+        """The block that entry `page` of the page table is of."""
+        return self.pages(table)[page] if self.component.states else table[page // self.ratio]
+
+    def entries(self, tokens: range, fleet: Fleet) -> range:
+        """Entries of the page table that hold what `tokens` want."""
+        wanted, rows = self.component.wanted(tokens), self.spec.page_tokens * self.component.cp_parts(fleet.cp)
+        return range(wanted.start // rows, -(-wanted.stop // rows))
 
     def blocks(self, blocks: int) -> PoolSpec:
         """The same memory with a page a block, for whoever names content by block. Raises EngineUnsupported.
@@ -92,15 +125,20 @@ class ComponentCache:
 @dataclass(frozen=True, slots=True)
 class ModelTotals:
     """What the caches of a rank do not say of the model: its KV heads and hidden layers, over all ranks; and what bytes
-    stand for in a quantised cache: e4m3 and e5m2 are stored alike."""
+    stand for in a quantised cache: e4m3 and e5m2 are stored alike. `drafts`: KV heads of layers that a draft model has.
+    """
 
     kv_heads: int
     layers: int
     kv_dtype: str = ""
+    drafts: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 #: Kinds of groups whose rows are a token's, and which of them hold the same on every tensor-parallel rank.
 _SPLIT, _SHARED = ("full_attention", "sliding_window"), ("mla_attention", "sliding_window_mla")
+
+#: The kind of groups whose blocks hold states.
+RECURRENT = "mamba"
 
 
 def number_of(layer: str) -> tuple[int, ...]:
@@ -113,9 +151,9 @@ def number_of(layer: str) -> tuple[int, ...]:
 
 
 def refuse(groups: Sequence[CacheGroup]) -> None:
-    """Raise EngineUnsupported for caches whose rows are not a token's."""
+    """Raise EngineUnsupported for caches that cannot be cut."""
     for group in groups:
-        if group.kind not in _SPLIT + _SHARED:
+        if group.kind not in (*_SPLIT, *_SHARED, RECURRENT):
             raise EngineUnsupported(f"kvmover's vLLM connector does not move caches of kind {group.kind}")
 
 
@@ -135,60 +173,118 @@ def component_caches(
         if missing:
             raise EngineUnsupported(f"no cache was registered for {', '.join(missing)}")
         mine = sorted((by_name[layer] for layer in group.layers), key=lambda s: (number_of(s.layer), s.layer))
-        for content in dict.fromkeys(cache.content for cache in mine):
-            alike = [cache for cache in mine if cache.content == content]
-            made.append(_component_cache(number, group, alike, blocks, whole, place))
-    pages = sorted({cache.spec.page_tokens for cache in made})
-    if len(pages) > 1:
-        raise EngineUnsupported(f"groups whose pages have {pages} tokens; they must be equal")
+        kinds = [_LayerKind.of(group, cache, whole) for cache in mine]
+        for kind in dict.fromkeys(kinds):
+            alike = [cache for cache, its in zip(mine, kinds, strict=True) if its == kind]
+            made += _component_caches(number, group, kind, alike, blocks, whole, place)
     return made
 
 
-def _component_cache(
+def fleet_of(caches: Sequence[ComponentCache], place: ParallelRank, run_tokens: int) -> Fleet:
+    """The grid of the rank, with the page size of each of these components: the first one's, and those unlike it.
+
+    `run_tokens`: how many tokens in a row a rank holds where ranks share them: one, or a page. Raises
+    EngineUnsupported for others.
+    """
+    sizes = sorted({cache.spec.page_tokens for cache in caches})
+    if place.cp_size > 1 and run_tokens > 1 and sizes != [run_tokens]:
+        raise EngineUnsupported(f"runs of {run_tokens} tokens on each of {place.cp_size} ranks, in pages of {sizes}")
+    tokens = {
+        cache.component.name: cache.spec.page_tokens * cache.component.row_tokens
+        for cache in caches
+        if not cache.component.states
+    }
+    usual = next(iter(tokens.values()), 1)
+    unlike = {c.component.name: c.spec.page_tokens for c in caches if tokens.get(c.component.name, usual) != usual}
+    return place.fleet(usual, unlike)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKind:
+    """Layers of a group that are alike in this are one component, or as many as a page has segments."""
+
+    format: BlockFormat
+    row_tokens: int
+    content: int
+    dtype: str
+    said: str
+
+    @classmethod
+    def of(cls, group: CacheGroup, cache: LayerCache, whole: ModelTotals) -> _LayerKind:
+        drafted = cache.layer in whole.drafts
+        heads = 1 if group.kind in _SHARED else whole.drafts.get(cache.layer, whole.kv_heads)
+        found = group.formats.get(cache.layer, Rows(heads, whole.kv_dtype))
+        row_tokens = group.row_tokens.get(cache.layer, 1)
+        said = ", a row every {row_tokens} tokens" * (row_tokens > 1) + ", draft" * drafted
+        return cls(found, row_tokens, cache.shape[3], cache.dtype, said.format(row_tokens=row_tokens))
+
+
+def _component_caches(
     number: int,
     group: CacheGroup,
+    kind: _LayerKind,
     layer_caches: Sequence[LayerCache],
     blocks: int,
     whole: ModelTotals,
     place: ParallelRank,
-) -> ComponentCache:
+) -> list[ComponentCache]:
+    first = layer_caches[0]
     if len({(cache.shape, cache.stride) for cache in layer_caches}) > 1:
+        raise EngineUnsupported(f"caches of {first.layer} and others of {group.kind} {number} do not lie alike")
+    ratio, rest = divmod(first.shape[0], blocks)
+    rows = 0 if group.kind == RECURRENT else first.shape[2] * kind.row_tokens * ratio
+    if rest or rows not in (0, group.block_tokens):
+        each = "a token" if kind.row_tokens == 1 else f"{kind.row_tokens} tokens"
         raise EngineUnsupported(
-            f"caches of {layer_caches[0].layer} and others of {group.kind} {number} do not lie alike"
-        )
-    pages, heads, tokens, content = layer_caches[0].shape
-    ratio, rest = divmod(pages, blocks)
-    if rest or tokens * ratio != group.block_tokens:
-        raise EngineUnsupported(
-            f"cache of {layer_caches[0].layer} has {pages} pages of {tokens} rows for {blocks} blocks of"
-            f" {group.block_tokens} tokens; a row must be a token"
-        )
-    of_model = 1 if group.kind in _SHARED else whole.kv_heads
-    held = place.heads(of_model)
-    if held.count != heads:
-        raise EngineUnsupported(
-            f"cache of {layer_caches[0].layer} has {heads} heads; of {of_model} this rank holds {held}"
+            f"cache of {first.layer} has {first.shape[0]} pages of {first.shape[2]} rows for {blocks} blocks of"
+            f" {group.block_tokens} tokens; a row must be {each}"
         )
     layers = len(layer_caches) if place.pp_size == 1 else _layers(layer_caches, whole, place)
     window = None if group.window is None else max(1, group.window - 1)
-    quantised = f", {whole.kv_dtype}" * (layer_caches[0].element_bytes == 1)
-    name = f"{group.kind} {number}, {content} {layer_caches[0].dtype}{quantised}"
-    component = Component(name, layers, 1, of_model, content, layer_caches[0].dtype, window)
-    starts = [cache.address for cache in layer_caches]
-    stride = _even(starts, layer_caches[0].element_bytes)
-    page, head, token, dim = layer_caches[0].stride
-    layout = Layout(
-        PACKED_AXES, (pages, heads, len(layer_caches), 1, tokens, content), (page, head, stride or 0, 0, token, dim)
-    )
-    if stride is None:
-        return ComponentCache(
-            number, component, PoolSpec(component, layout, ("layer",)), tuple(starts), _names(layer_caches), ratio
+    made: list[ComponentCache] = []
+    for segment in kind.format.segments(first.page):
+        held = place.heads(segment.heads)
+        if held.count != segment.held:
+            what = f"cache of {first.layer}" + f", {segment.name}," * bool(segment.name)
+            raise EngineUnsupported(f"{what} has {segment.held} heads; of {segment.heads} this rank holds {held}")
+        name = f"{group.kind} {number}, {segment.dim} {segment.dtype}" + f", {segment.name}" * bool(segment.name)
+        component = Component(
+            name + kind.said,
+            layers,
+            segment.kv,
+            segment.heads,
+            segment.dim,
+            segment.dtype,
+            window,
+            segment.states,
+            1 if segment.states else kind.row_tokens,
         )
-    return ComponentCache(number, component, PoolSpec(component, layout), (starts[0],), _names(layer_caches), ratio)
+        spec, starts = _placed(component, segment, layer_caches)
+        names = tuple(cache.layer for cache in layer_caches)
+        made.append(ComponentCache(number, component, spec, starts, names, ratio, group.scratch_blocks))
+    return made
 
 
-def _names(layer_caches: Sequence[LayerCache]) -> tuple[str, ...]:
-    return tuple(cache.layer for cache in layer_caches)
+def _placed(
+    component: Component, segment: BlockSegment, layer_caches: Sequence[LayerCache]
+) -> tuple[PoolSpec, tuple[int, ...]]:
+    """Where a segment lies in every page of every layer, and the addresses of its allocations."""
+    first, size = layer_caches[0], component.element_bytes
+    starts = [cache.address + segment.start_bytes for cache in layer_caches]
+    page_bytes = first.stride[0] * first.element_bytes
+    if page_bytes % size:
+        raise EngineUnsupported(f"pages of {first.layer} are {page_bytes} bytes apart, {segment.dtype} has {size}")
+    between = _even(starts, size)
+    kv, head, row = segment.strides
+    rows = 1 if segment.states else first.shape[2]
+    layout = Layout(
+        PACKED_AXES,
+        (first.shape[0], segment.held, len(layer_caches), segment.kv, rows, segment.dim),
+        (page_bytes // size, head, between or 0, kv, row, 1),
+    )
+    if between is None:
+        return PoolSpec(component, layout, ("layer",)), tuple(starts)
+    return PoolSpec(component, layout), (starts[0],)
 
 
 def _layers(layer_caches: Sequence[LayerCache], whole: ModelTotals, place: ParallelRank) -> int:

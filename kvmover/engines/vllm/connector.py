@@ -12,7 +12,7 @@ from kvmover.cache.ledger import AccountGroup
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.vllm import engine, handshake
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
-from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, pools_of, refuse
+from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, fleet_of, pools_of, refuse
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
 from kvmover.engines.vllm.handshake import Remote
 from kvmover.engines.vllm.options import parse
@@ -136,10 +136,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._config = vllm_config
         self._options, self._settings = parse(self._kv_transfer_config.kv_connector_extra_config)
         self._place = engine.place_of(vllm_config)
-        self._groups = engine.groups_of(kv_cache_config)
+        self._groups = engine.groups_of(kv_cache_config, vllm_config)
         refuse(self._groups)
         self._blocks: int = kv_cache_config.num_blocks
-        self._windowed = any(group.window is not None for group in self._groups)
+        self._late = any(group.is_late for group in self._groups)
         if self._settings.store.root:
             self._refuse_to_store(kv_cache_config)
         self._worker: ConnectorWorker | None = None
@@ -148,7 +148,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         if role is engine.SCHEDULER:
             # Where a rank in this process has said who it is, it is heard already.
             guest = None if log.hasHandlers() else Guest(engine.LOG, f"kvmover scheduler of {self._place.grid}")
-            ranks = self._place.tp_size * self._place.pp_size
+            ranks = self._place.ranks
             self._observers = Observers(self._settings, self._kv_transfer_config.engine_id, ranks, guest)
             group = AccountGroup(self._options.tenant, self._space.model)
             self._accounts = RequestAccounts(group, self._observers.account)
@@ -156,19 +156,21 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             transfer = self._kv_transfer_config
             may = Role.GIVES if transfer.is_kv_producer else Role(0)
             may |= Role.TAKES if transfer.is_kv_consumer else Role(0)
-            self._scheduler = ConnectorScheduler(self._groups[0].block_tokens, may, self._windowed)
+            left = max(1 if self._late else 0, engine.unread_tokens(vllm_config))
+            self._scheduler = ConnectorScheduler(self._groups[0].block_tokens, may, self._late, left)
             self._server: handshake.HandshakeServer | None = None
             self._lookup: StoreLookup | None = None
-            self._events = StoredBlockEvents(self._place.tp_size * self._place.pp_size)
-            self._tally = Tally(self._place.tp_size * self._place.pp_size)
+            self._events = StoredBlockEvents(self._place.ranks)
+            self._tally = Tally(self._place.ranks)
             events = getattr(vllm_config, "kv_events_config", None)
             self._tells = events is not None and events.enable_kv_cache_events
 
     def _refuse_to_store(self, kv_cache_config: Any) -> None:
         block_tokens = self._groups[0].block_tokens
-        if len(self._groups) > 1 or self._windowed:
+        if len(self._groups) > 1 or self._late or self._groups[0].row_tokens or self._place.cp_size > 1:
             raise EngineUnsupported(
-                'the page store takes models with one group of full attention, not hybrids; "root": "none" does without'
+                "the page store takes models with one group of full attention, a row a token, on ranks that hold all"
+                ' tokens; not hybrids, compressed caches or context parallelism. "root": "none" does without'
             )
         if (kv_cache_config.hash_block_size or block_tokens) != block_tokens:
             raise EngineUnsupported(
@@ -194,10 +196,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         """
         place, settings = self._place, self._settings
         backing = engine.backing_of(kv_caches)
-        made = component_caches(
-            self._groups, engine.layer_caches_of(kv_caches), self._blocks, engine.whole_of(self._config), place
-        )
-        fleet = place.fleet(made[0].spec.page_tokens)
+        whole = engine.whole_of(self._config, kv_caches)
+        made = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
+        fleet = fleet_of(made, place, engine.run_tokens(self._config))
         mover = Mover(
             BackedTransport(f"vllm-{place.rank}", backing),
             Model(f"{self._space.model} {self._space.weights}".strip(), tuple(cache.component for cache in made)),
@@ -215,12 +216,14 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         first = place.layers(made[0].component.layers).start
         self._worker = ConnectorWorker(
             made,
+            fleet,
             RequestTransfers(progress, handshake.call),
             offload,
             marks(backing.device),
             made[0].layers if len(made) == 1 else None,
             first,
             settings.mover.chunk_layers,
+            bool(whole.drafts),
             failed if settings.logging.level is None else unbegun,
         )
         log.info("serves %d blocks of %s", self._blocks, "; ".join(cache.component.name for cache in made))

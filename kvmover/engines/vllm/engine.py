@@ -6,14 +6,18 @@ It is absent where these files are checked, so everything of it is `Any`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.vllm.block_format import REPLICATED, BlockFormat, BlockScaled, PlanarRows, RecurrentKind, states_of
 from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals
 from kvmover.engines.vllm.request_accounts import ExternalTokens
 from kvmover.engines.vllm.scheduler import RequestOutcome
+from kvmover.layout import CpOrder
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +30,8 @@ _events: Any = import_module("vllm.distributed.kv_events")
 _request: Any = import_module("vllm.v1.request")
 _platforms: Any = import_module("vllm.platforms")
 _backends: Any = import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
+_mamba: Any = import_module("vllm.model_executor.layers.mamba.mamba_utils")
+_models: Any = import_module("vllm.model_executor.models")
 _sources: Any = import_module("vllm.v1.metrics.cache_hit_source")
 
 KVConnectorBase: Any = _base.KVConnectorBase_V1
@@ -47,45 +53,122 @@ SCHEDULER, WORKER = _base.KVConnectorRole.SCHEDULER, _base.KVConnectorRole.WORKE
 P2P, DISK, HOST = (getattr(_sources.CacheHitSource, name) for name in ("P2P", "DISK", "HOST"))
 
 
-def groups_of(config: Any) -> list[CacheGroup]:
-    """Cache groups of `KVCacheConfig`. Raises EngineUnsupported for those that a transfer leaves out."""
-    if len(config.transfer_group_ids) != len(config.kv_cache_groups):
+def groups_of(caches: Any, config: Any) -> list[CacheGroup]:
+    """Cache groups of a `KVCacheConfig` and its `VllmConfig`. Raises EngineUnsupported for what cannot be cut."""
+    if len(caches.transfer_group_ids) != len(caches.kv_cache_groups):
         raise EngineUnsupported("kvmover's vLLM connector moves all cache groups or none; HiSparse keeps some back")
-    made: list[CacheGroup] = []
-    for group in config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        for each in _cache.iter_layer_specs(spec):
-            _refuse_packing(each)
-        made.append(
-            CacheGroup(
-                tuple(group.layer_names),
-                _cache.get_kv_cache_spec_kind(spec).value,
-                spec.block_size,
-                _cache.get_kv_cache_spec_sliding_window(spec),
-            )
-        )
-    return made
+    return [_group(group, config) for group in caches.kv_cache_groups]
 
 
-def _refuse_packing(spec: Any) -> None:
-    """Raise EngineUnsupported unless a row of the cache is all of one token and head, and nothing but that.
+def _group(group: Any, config: Any) -> CacheGroup:
+    spec, names = group.kv_cache_spec, tuple(group.layer_names)
+    specs = dict(getattr(spec, "kv_cache_specs", dict.fromkeys(names, spec)))
+    formats = {layer: _format(each, config) for layer, each in specs.items()}
+    rows = {layer: getattr(each, "tokens_per_state", 1) for layer, each in specs.items()}
+    return CacheGroup(
+        names,
+        _cache.get_kv_cache_spec_kind(spec).value,
+        spec.block_size,
+        _cache.get_kv_cache_spec_sliding_window(spec),
+        {layer: found for layer, found in formats.items() if found is not None},
+        {layer: count for layer, count in rows.items() if count > 1},
+        getattr(spec, "num_speculative_blocks", 0),
+    )
 
-    Some backends keep K and V of a block apart, or the scales of a block behind its keys: a block cut at a token, by
-    heads or into others would be wrong, and its shape does not tell.
+
+def _format(spec: Any, config: Any) -> BlockFormat | None:
+    """How blocks of a layer are made up; None where a row is all of one token and head, and nothing but that.
+
+    A block cut at a token, by heads or into others would be wrong otherwise, and its shape does not tell.
     """
-    slots, mode = getattr(spec, "num_head_slots", None), getattr(spec, "kv_quant_mode", None)
-    apart = slots is not None and slots != spec.num_kv_heads
-    scaled = mode is not None and not mode.is_per_token_head and mode.name not in ("NONE", "FP8_PER_TENSOR")
-    sparse = getattr(spec, "cache_role", None) is _cache.SparseCacheRole.INDEXER or getattr(spec, "model_version", None)
-    if apart or scaled or sparse:
-        raise EngineUnsupported(
-            "kvmover's vLLM connector moves caches whose rows are tokens; this attention backend, quantisation"
-            f" or model packs blocks in another way ({type(spec).__name__})"
-        )
+    _refuse_shares(spec, config.parallel_config)
+    if isinstance(spec, _cache.MambaSpec):
+        return _states(spec, config)
+    if not isinstance(spec, _cache.AttentionSpec):
+        return None  # of a kind that is refused by its name
+    if spec.tokens_per_state != int(spec.tokens_per_state) or isinstance(spec, _cache.CircularBufferSpec):
+        raise EngineUnsupported(f"{_REFUSED} {type(spec).__name__} with {spec.tokens_per_state} tokens a state")
     if _is_for_cpu_attn(spec):
+        raise EngineUnsupported(f"{_REFUSED} vLLM's attention backend CPU_ATTN, which keeps K and V of a block apart")
+    if isinstance(spec, _cache.MLAAttentionSpec | _cache.SlidingWindowMLASpec):
+        return _latent_format(spec)
+    return _head_format(spec, config)
+
+
+_REFUSED = "kvmover's vLLM connector does not move caches of"
+
+#: Parts of a token, which stand apart in a page: by the bytes that vLLM gives them together. 128 keys in fp8 and their
+#: scale of 4 B, for DeepGEMM; 448 B in fp8, 64 values in bf16, and 8 scales, for FlashMLA.
+_INDEX_KEYS = (("index keys", 128), ("index scales", 4))
+_LATENTS = (("latents", 576), ("latent scales", 8))
+
+#: Tokens of a block in the kernels of index keys; those of DeepSeek V4 know compressed blocks of one size.
+_INDEX_BLOCK, _V4_BLOCK = 64, 256
+
+
+def _latent_format(spec: Any) -> BlockFormat | None:
+    """Index keys of sparse attention, DeepSeek V4's latents, or rows: latents that stand beside their scales."""
+    content, ratio = spec.state_content_size_bytes, int(spec.tokens_per_state)
+    is_bytes = str(spec.dtype) == "torch.uint8"
+    if is_bytes and content == 132 and not _platforms.current_platform.is_rocm():
+        return PlanarRows(_INDEX_KEYS, _INDEX_BLOCK if ratio == 1 else _V4_BLOCK // ratio)
+    if is_bytes and content == 584 and spec.model_version == "deepseek_v4":
+        return PlanarRows(_LATENTS, None if ratio == 1 else _V4_BLOCK // ratio)
+    role = getattr(spec, "cache_role", None)
+    rows_of_bytes = (spec.head_size, *((656, 352) if getattr(spec, "model_version", None) is None else ()))
+    if is_bytes and (content not in rows_of_bytes or role is _cache.SparseCacheRole.INDEXER):
         raise EngineUnsupported(
-            "kvmover's vLLM connector moves caches whose rows are tokens; vLLM's attention backend CPU_ATTN keeps K and"
-            " V of a block apart"
+            f"{_REFUSED} {type(spec).__name__} with {content} B a row, {getattr(role, 'value', None)} role, for"
+            f" {spec.model_version or 'any model'}: how its blocks are packed is not known"
+        )
+    return None
+
+
+def _head_format(spec: Any, config: Any) -> BlockFormat | None:
+    """NVFP4 with its scales, or rows of K and V."""
+    slots, mode = spec.num_head_slots, spec.kv_quant_mode
+    blackwell = _platforms.current_platform.is_device_capability_family(100)
+    content, side = spec.state_content_size_bytes, spec.head_size // 2 + spec.head_size // 16
+    if mode.name == "NVFP4" and slots == 2 * spec.num_kv_heads and content == side and not blackwell:
+        return BlockScaled(config.model_config.get_total_num_kv_heads())
+    values = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    is_row = content == values if mode.name in ("NONE", "FP8_PER_TENSOR") else mode.is_per_token_head
+    if slots not in (None, spec.num_kv_heads) or not is_row:
+        raise EngineUnsupported(
+            f"{_REFUSED} {type(spec).__name__} quantised as {mode.name}, with {slots or spec.num_kv_heads} slots for"
+            f" {spec.num_kv_heads} heads" + " on sm_100" * blackwell + ": how its blocks are packed is not known"
+        )
+    return None
+
+
+def _states(spec: Any, config: Any) -> BlockFormat:
+    first = _mamba.is_conv_state_dim_first()
+    dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
+    kind = REPLICATED if spec.tp_replicated else spec.mamba_type.name
+    tp = config.parallel_config.tensor_parallel_size
+    said = RecurrentKind(kind, spec.shapes, dtypes, tp, not first)
+    return states_of(replace(said, groups=_groups(config) if kind == "MAMBA2" and tp > 1 else 0))
+
+
+def _groups(config: Any) -> int:
+    """Groups of B and C in the whole model: ranks of their own or, where there is one, a copy on each. By vLLM's own
+    sum, for the model on one rank."""
+    model, alone = config.model_config, copy(config)
+    alone.parallel_config = copy(config.parallel_config)
+    alone.parallel_config.tensor_parallel_size = 1
+    found, _ = _models.ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+    convolution, recurrence, *_ = found.get_mamba_state_shape_from_config(alone)
+    channels = convolution[0 if _mamba.is_conv_state_dim_first() else 1]
+    heads, head_dim, state_dim = recurrence
+    return (channels - heads * head_dim) // 2 // state_dim
+
+
+def _refuse_shares(spec: Any, parallel: Any) -> None:
+    """Raise EngineUnsupported for a layer whose tokens every rank holds while ranks share those of others."""
+    dcp = parallel.decode_context_parallel_size
+    if dcp > 1 and (not spec.dcp_sharded or getattr(spec, "tokens_per_state", 1) != 1):
+        raise EngineUnsupported(
+            f"{_REFUSED} {type(spec).__name__} with decode context parallelism of {dcp}: its tokens are not shared"
         )
 
 
@@ -94,10 +177,8 @@ def _is_for_cpu_attn(spec: Any) -> bool:
 
     On its CPU platform it computes all attention but that over latents, unless another is registered in its place.
     """
-    over_tokens = isinstance(spec, _cache.AttentionSpec) and not isinstance(
-        spec, _cache.MLAAttentionSpec | _cache.SlidingWindowMLASpec
-    )
-    return over_tokens and _platforms.current_platform.is_cpu() and not _backends.CPU_ATTN.is_overridden()
+    over_latents = isinstance(spec, _cache.MLAAttentionSpec | _cache.SlidingWindowMLASpec)
+    return not over_latents and _platforms.current_platform.is_cpu() and not _backends.CPU_ATTN.is_overridden()
 
 
 def layer_caches_of(caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:
@@ -130,25 +211,43 @@ def backing_of(caches: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def place_of(config: Any) -> ParallelRank:
-    """Where this process stands. Raises EngineUnsupported for ways to serve that the connector was not made for."""
+    """Where this process stands. Raises EngineUnsupported for ways to serve that the connector was not made for.
+
+    Ranks of a group that shares tokens are neighbours, and hold the same heads: of TP8 with DCP4, ranks 4 to 7 are
+    rank 1 of TP2.
+    """
     parallel = config.parallel_config
-    for size, what in (
-        (parallel.decode_context_parallel_size, "decode context parallelism"),
-        (parallel.prefill_context_parallel_size, "prefill context parallelism"),
-    ):
-        if size > 1:
-            raise EngineUnsupported(f"kvmover's vLLM connector does not serve {what} of {size}")
-    if config.speculative_config is not None:
-        raise EngineUnsupported("kvmover's vLLM connector does not serve speculative decoding")
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return ParallelRank.from_rank(parallel.rank % (tp * pp), tp, pp)
+    if parallel.prefill_context_parallel_size > 1:
+        raise EngineUnsupported(
+            "kvmover's vLLM connector does not serve prefill context parallelism of"
+            f" {parallel.prefill_context_parallel_size}"
+        )
+    tp, pp, dcp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.decode_context_parallel_size
+    stage, rank = divmod(parallel.rank % (tp * pp), tp)
+    order = CpOrder.TOKEN if parallel.cp_kv_cache_interleave_size == 1 else CpOrder.PAGE
+    return ParallelRank(rank // dcp, tp // dcp, stage, pp, rank % dcp, dcp, order)
 
 
-def whole_of(config: Any) -> ModelTotals:
-    """KV heads and hidden layers of the whole model, and the dtype of its cache."""
-    model, kv_dtype = config.model_config, config.cache_config.cache_dtype
+def run_tokens(config: Any) -> int:
+    """How many tokens in a row a rank holds, where ranks share tokens."""
+    return config.parallel_config.cp_kv_cache_interleave_size
+
+
+def unread_tokens(config: Any) -> int:
+    """How many tokens at the end of a prompt a draft of several modules cannot keep before those behind are known."""
+    return max(0, config.num_prefill_lookahead_tokens - 1)
+
+
+def whole_of(config: Any, layers: Iterable[str]) -> ModelTotals:
+    """KV heads and hidden layers of the whole model, the dtype of its cache, and which `layers` a draft model has."""
+    model, kv_dtype, speculation = config.model_config, config.cache_config.cache_dtype, config.speculative_config
     said = {"fp8": "fp8_e4m3"}.get(str(kv_dtype), str(kv_dtype))
-    return ModelTotals(model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said)
+    modules = config.compilation_config.static_forward_context
+    drafted = [layer for layer in layers if getattr(modules.get(layer), "is_draft_layer", False)]
+    heads = speculation.draft_model_config.get_total_num_kv_heads() if drafted else 0
+    return ModelTotals(
+        model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said, dict.fromkeys(drafted, heads)
+    )
 
 
 class KvBlocks:

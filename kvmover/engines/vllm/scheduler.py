@@ -129,27 +129,29 @@ class Live:
 class ConnectorScheduler:
     """`block_tokens`: of the one group whose blocks are stored. `leading`: None without a store.
 
-    `windowed`: some pages are given back before a request ends, so it is offered when it has ended, and its last token
-    is left to the decode engine: otherwise that would need one position more than a prefill keeps.
+    `late`: some pages are given back before a request ends, or hold a state of all of it, so it is offered when it has
+    ended. `left_tokens`: so many at the end of a prompt are left to the decode engine. Of a window that would otherwise
+    need one position more than a prefill keeps, and a state cannot be taken back by the token that decode computes.
     """
 
     block_tokens: int
     role: Role = Role.GIVES | Role.TAKES
-    windowed: bool = False
+    late: bool = False
+    left_tokens: int = 0
     leading: Leading | None = None
     home: Home | None = None
     live: dict[str, Live] = field(default_factory=dict[str, Live])
     metadata: KvmoverConnectorMetadata = field(default_factory=KvmoverConnectorMetadata)
 
     def new(self, request: Any) -> None:
-        """A request arrived. Where pages are given back early, a prefill for others stops one token short."""
-        known = self._live(request)
-        if self.windowed and isinstance(known.ask, Serve) and request.num_prompt_tokens > 1:
+        """A request arrived. A prefill for others stops short of what is left to them."""
+        known, left = self._live(request), self.left_tokens
+        if left and isinstance(known.ask, Serve) and request.num_prompt_tokens > left:
             if request.prompt_token_ids is None:
                 return
-            del request.prompt_token_ids[-1:]
-            del request._all_token_ids[-1:]
-            request.num_prompt_tokens -= 1
+            del request.prompt_token_ids[-left:]
+            del request._all_token_ids[-left:]
+            request.num_prompt_tokens -= left
             request.max_tokens = 1
 
     def matched(self, request: Any, computed: int) -> int:
@@ -255,11 +257,12 @@ class ConnectorScheduler:
 
     def _wanted(self, request: Any) -> int:
         """Positions that a decode engine fetches."""
-        return max(1, request.num_prompt_tokens - 1) if self.windowed else request.num_prompt_tokens
+        tokens: int = request.num_prompt_tokens
+        return tokens - self.left_tokens if tokens > self.left_tokens else tokens
 
     def _offers(self, known: Live) -> bool:
         """Whether this step computes tokens of a prompt that others fetch: a chunk of it, or the last."""
-        is_due = isinstance(known.ask, Serve) and not self.windowed
+        is_due = isinstance(known.ask, Serve) and not self.late
         return is_due and known.offered < known.request.num_prompt_tokens
 
     def _offer(self, known: Live, before: int, after: int, tables: Tables) -> None:

@@ -90,9 +90,12 @@ class RequestTransfers:
         tables = [np.asarray(table, np.int64) for table in pages]
         self._fetch(spec.request, spec.remote, range(spec.start, spec.stop), tables)
 
-    def release(self, spec: ReleaseSpec, components: int, page_tokens: int) -> None:
-        """Ask for nothing, which a source takes for served. Nobody is told how that ends."""
-        tables = [np.zeros(-(-spec.tokens // page_tokens), np.int64)] * components
+    def release(self, spec: ReleaseSpec, entries: Sequence[int]) -> None:
+        """Ask for nothing, which a source takes for served. Nobody is told how that ends.
+
+        `entries`: of each component's page table for all of the request.
+        """
+        tables = [np.zeros(count, np.int64) for count in entries]
         self._fetch(f"{spec.remote.transfer} released", spec.remote, range(spec.tokens, spec.tokens), tables)
 
     def refuse(self, transfer: str, reason: str) -> None:

@@ -12,6 +12,7 @@ from kvmover.engines.vllm.block_store import Event, OffloadWorker
 from kvmover.engines.vllm.caches import ComponentCache
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, ReceiveSpec, SendSpec, Tables
 from kvmover.engines.vllm.transfers import Over, RequestTransfers
+from kvmover.layout import Fleet
 from kvmover.transfer.result import ALL, Cause, Gate
 
 if TYPE_CHECKING:
@@ -70,15 +71,18 @@ class Computing:
 @dataclass(slots=True)
 class ConnectorWorker:
     """A rank. `layers`: names of the model's layers whose caches it holds, in order, the first of which is number
-    `first_layer` of the model; None where layers of several components make no one order."""
+    `first_layer` of the model; None where layers of several components make no one order. `drafts`: a draft model may
+    still compute its rows of the last token when that has been told."""
 
     caches: Sequence[ComponentCache]
+    fleet: Fleet
     transfers: RequestTransfers
     offload: OffloadWorker | None
     mark: Mark
     layers: Sequence[str] | None
     first_layer: int = 0
     layer_wise: int = 0
+    drafts: bool = False
     told: Tell = failed
     counts: Counter[str] = field(default_factory=Counter[str])
     _settled: KvmoverConnectorMetadata | None = None
@@ -119,7 +123,8 @@ class ConnectorWorker:
             self._fetching[receive.request] = receive
             self.transfers.receive(receive, self._pages(receive.tables))
         for release in metadata.releases:
-            self.transfers.release(release, len(self.caches), self.caches[0].spec.page_tokens)
+            needed = [cache.entries(range(release.tokens), self.fleet).stop for cache in self.caches]
+            self.transfers.release(release, needed)
         if self.offload:
             for load in metadata.loads:
                 self.offload.load(load)
@@ -177,7 +182,7 @@ class ConnectorWorker:
             self.offload.close()
 
     def _send(self, send: SendSpec) -> None:
-        gates = None
+        gates = [Gate(self.mark(), ALL, ALL)] if self.drafts else None
         if send.computed is not None:
             self._computing.append(Computing(send.request, _positions(send.stop)))
             gates = [Gate(self.mark(), ALL, send.computed)] if send.computed else []
@@ -192,10 +197,7 @@ class ConnectorWorker:
 
     def _pages(self, tables: Tables) -> list[list[int]]:
         """A page table a component: pages of the kernels, of the blocks of its group."""
-        return [
-            [block * cache.ratio + page for block in tables[cache.group] for page in range(cache.ratio)]
-            for cache in self.caches
-        ]
+        return [cache.pages(tables[cache.group]) for cache in self.caches]
 
     def _received(self, over: Over, ended: Ended) -> None:
         spec = self._fetching.pop(over.request, None)
@@ -212,13 +214,12 @@ class ConnectorWorker:
             return
         bad: set[int] = set()
         for cache, indices in zip(self.caches, over.incomplete(self._wanted(spec)), strict=True):
-            bad |= {spec.tables[cache.group][index // cache.ratio] for index in indices}
+            bad |= {cache.block(spec.tables[cache.group], index) for index in indices}
         self._failed(ended, spec.request, bad)
 
     def _wanted(self, spec: ReceiveSpec) -> list[range]:
         """Indices into each page table of all that was asked for."""
-        tokens = self.caches[0].spec.page_tokens
-        return [range(spec.start // tokens, -(-spec.stop // tokens))] * len(self.caches)
+        return [cache.entries(range(spec.start, spec.stop), self.fleet) for cache in self.caches]
 
     def _failed(self, ended: Ended, request: str, blocks: set[int]) -> None:
         """Blocks of several groups have the same numbers: then the request fails as a whole."""

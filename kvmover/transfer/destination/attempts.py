@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
-from kvmover.sharing import Maker
+from kvmover.shared_memory import Maker
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
 from kvmover.transfer.config import Integrity
@@ -93,6 +93,7 @@ class ReceiveAttempt:
 
     @property
     def id(self) -> Id:
+        """The request by name, and the number of this try at it."""
         return self.state.request, self.state.generation
 
     def name(self, core: Core, pages: Pages) -> frozenset[WriterChunk]:
@@ -227,8 +228,10 @@ def attempt_of(
             for lane in lanes.values():
                 lane.check_pages(lane.dst, pages)
     largest = tuple(bytes(wire.PAGE_ID_BYTES * count) for count in most or map(len, pages))
-    sources, routes, cuts = dict[str, Source](), dict[str, Route](), dict[str, Cut]()
-    writers = dict[str, Maker]()
+    sources: dict[str, Source] = {}
+    routes: dict[str, Route] = {}
+    cuts: dict[str, Cut] = {}
+    writers: dict[str, Maker] = {}
     for peer in peers:
         name, aux = peer.name, peer.card.place.rank in wanted.aux_from
         route = routes[name] = _route(core, peer, lanes[name], runs[name], sum(map(len, largest)))
@@ -331,7 +334,8 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> R
         return Route.PACKED  # no message holds its page tables
     among = BY_HOST if core.mappings.both(peer) else BY_WIRE
     choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs, among)
-    log.debug("from %s, %s", peer.name, choice.why())
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("from %s, %s", peer.name, choice.why())
     return choice.route
 
 

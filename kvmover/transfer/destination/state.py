@@ -190,12 +190,12 @@ class Receiving(msgspec.Struct, frozen=True):
     deadline: float
     begun: float = 0.0
     look_at: float = 0.0
-    heard: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    repeats: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    noted: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    regions: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
-    rounds: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
-    digests: dict[WriterChunk, int] = msgspec.field(default_factory=dict[WriterChunk, int])
+    heard: dict[str, float] = {}
+    repeats: dict[str, int] = {}
+    noted: dict[str, float] = {}
+    regions: dict[WriterChunk, int] = {}
+    rounds: dict[WriterChunk, int] = {}
+    digests: dict[WriterChunk, int] = {}
     unnamed: frozenset[WriterChunk] = frozenset()
     ready: frozenset[WriterChunk] = frozenset()
     reading: frozenset[WriterChunk] = frozenset()
@@ -210,10 +210,12 @@ class Receiving(msgspec.Struct, frozen=True):
 
     @property
     def missing(self) -> int:
+        """How many chunks of all sources have not landed."""
         return sum(source.chunks for source in self.sources.values()) - len(self.landed)
 
     @property
     def awaited_aux(self) -> frozenset[str]:
+        """Sources whose payload is wanted and has not come."""
         return frozenset(peer for peer, source in self.sources.items() if source.aux) - self.aux
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvmover.kernels.region import Region
+from kvmover.regions import CopyStream
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,7 @@ class Work:
 
     @property
     def moves(self) -> bool:
+        """Whether any bytes are copied: a digest alone reads them where they lie."""
         return any(region.src is not region.dst for region in self.regions)
 
 
@@ -34,20 +36,20 @@ class Work:
 class Copier:
     """On a GPU: the row mover on a stream of its own, under an SM budget, an event a copy. On a CPU: at once.
 
-    `sms`: multiprocessors that a copy may take (None: no budget).
+    `sms`: multiprocessors that a copy may take (None: no budget). `inline`: whether `run` copies before it returns.
     """
 
     device: torch.device
     sms: int | None
-    _stream: torch.cuda.Stream | None = None
+    inline: bool = field(init=False)
+    _stream: CopyStream = field(init=False)
     _running: list[tuple[torch.cuda.Event, torch.Tensor | None, Done]] = field(
         default_factory=list["tuple[torch.cuda.Event, torch.Tensor | None, Done]"]
     )
 
-    @property
-    def inline(self) -> bool:
-        """Whether `run` copies before it returns."""
-        return self.device.type == "cpu"
+    def __post_init__(self) -> None:
+        self.inline = self.device.type == "cpu"
+        self._stream = CopyStream(self.device)
 
     def run(self, work: Work, done: Done) -> None:
         """Do it and have `poll` call `done` when the bytes are in place. When it raises, nothing of it is under way."""
@@ -58,19 +60,10 @@ class Copier:
                 reference.move(work.regions)
             done(digest_reference.digest(work.regions, work.logicals, work.end) if work.logicals is not None else None)
             return
-        import torch
-
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._stream):
-            try:
-                total = self._launch(work)
-            except Exception:  # a part of it may have been launched, into memory that is free once this is raised
-                self._stream.synchronize()
-                raise
-            event = torch.cuda.Event()
-            event.record()
-        self._running.append((event, total, done))
+        totals: list[torch.Tensor | None] = []
+        event = self._stream.launch(work.regions, lambda _: totals.append(self._launch(work)))
+        assert event is not None, "a copy on a GPU ends at an event"
+        self._running.append((event, totals[0], done))
 
     def _launch(self, work: Work) -> torch.Tensor | None:
         """On the current stream: the digest on the host, readable after the event, where one is wanted."""
@@ -98,4 +91,5 @@ class Copier:
 
     @property
     def busy(self) -> bool:
+        """Whether a copy has not passed its event."""
         return bool(self._running)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +17,18 @@ from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import Span
 from kvmover.plan.legs import Leg, Plan, Replicas
-from kvmover.plan.lower import Box, BoxSide, Held, box, count_runs, packed_place, page_ids, pool_place, units_of
+from kvmover.plan.lower import (
+    Box,
+    BoxSide,
+    Held,
+    PoolCut,
+    box,
+    count_runs,
+    packed_place,
+    page_ids,
+    pool_cut,
+    units_of,
+)
 from kvmover.plan.units import Units
 from kvmover.transfer.protocol.wire import MAX_CHUNKS
 
@@ -24,8 +36,7 @@ from kvmover.transfer.protocol.wire import MAX_CHUNKS
 PIECE_ALIGN_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """One side of a lane: a rank of a fleet with its pools, one a component."""
 
     fleet: Fleet
@@ -33,8 +44,7 @@ class End:
     pools: tuple[PoolSpec, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """How a lane is cut: chunks of at most `nbytes`, and none that holds layers of two groups of `layers` (0: one
     group), so that a group can go while the next one is computed."""
 
@@ -42,18 +52,21 @@ class Cut:
     layers: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Some units of one component's leg, or of some of its layers, and where they start in the packed chunk."""
+class Piece(msgspec.Struct, frozen=True, eq=False):
+    """Some units of one component's leg, or of some of its layers, and where they start in the packed chunk.
+
+    They are those from `first_unit` on of a `group` of the component's units.
+    """
 
     component: int
     leg: Leg
     units: Units
     first_byte: int
+    group: int
+    first_unit: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkPlan:
+class ChunkPlan(msgspec.Struct, frozen=True, eq=False):
     """What one write carries. `nbytes` is payload, `span_bytes` what it takes in an arena."""
 
     pieces: tuple[Piece, ...]
@@ -61,15 +74,28 @@ class ChunkPlan:
     span_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class Lane:
-    """The legs between two ranks, one a component (None: nothing of it), their units and their chunks."""
+class _Placed(msgspec.Struct, frozen=True, eq=False):
+    """Byte offsets of all units of a component in one pool [group][unit], by a page `table` that covers them."""
+
+    table: npt.NDArray[np.int64]
+    units: tuple[npt.NDArray[np.int64], ...]
+
+
+class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """The legs between two ranks, one a component (None: nothing of it), their units and their chunks.
+
+    `_cuts`, `_placed`: what is kept of the pools between chunks, by whether it is the source's, and by component.
+    """
 
     src: tuple[Held, ...]
     dst: tuple[Held, ...]
     legs: tuple[Leg | None, ...]
     units: tuple[tuple[Units, ...], ...]
     chunks: tuple[ChunkPlan, ...]
+    _cuts: dict[tuple[bool, int, int, int], PoolCut] = msgspec.field(
+        default_factory=dict[tuple[bool, int, int, int], PoolCut]
+    )
+    _placed: dict[tuple[bool, int], _Placed] = msgspec.field(default_factory=dict[tuple[bool, int], _Placed])
 
     @classmethod
     def between(cls, plans: Sequence[Plan | None], src: End, dst: End, cut: Cut) -> Lane:
@@ -87,25 +113,25 @@ class Lane:
             held_dst.append(Held(target, shards[1]))
             legs.append(plan.leg(src.rank, dst.rank) if plan else None)
         units = tuple(units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, held_src, held_dst, strict=True))
-        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, ()).recut(cut)
+        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, _chunks(legs, src.pools, units, cut))
 
     def recut(self, cut: Cut) -> Lane:
         """The same lane in other chunks. Raises PlanError for more than MAX_CHUNKS of them."""
-        every = _chunks(self.legs, [held.spec for held in self.src], self.units, cut)
-        chunks = tuple(islice(every, MAX_CHUNKS + 1))
-        if len(chunks) > MAX_CHUNKS:
-            raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
-        return replace(self, chunks=chunks)
+        specs = [held.spec for held in self.src]
+        return Lane(self.src, self.dst, self.legs, self.units, _chunks(self.legs, specs, self.units, cut))
 
     @cached_property
     def nbytes(self) -> int:
+        """Payload bytes of all chunks."""
         return sum(chunk.nbytes for chunk in self.chunks)
 
     @cached_property
     def direct_runs(self) -> int:
         """Byte runs if every leg went straight from pool to pool, pages scattered."""
         return sum(
-            count_runs(leg, src, dst) for leg, src, dst in zip(self.legs, self.src, self.dst, strict=True) if leg
+            count_runs(leg, src, dst, units)
+            for leg, src, dst, units in zip(self.legs, self.src, self.dst, self.units, strict=True)
+            if leg
         )
 
     def gather_boxes(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, Box]]:
@@ -211,9 +237,19 @@ class Lane:
         """Raise PlanError for page tables that do not cover the lane on the side of `held`, before anything is sent."""
         if len(pages) != len(held):
             raise PlanError(f"{len(pages)} page tables for {len(held)} components")
-        for groups, own, table in zip(self.units, held, pages, strict=True):
-            for units in groups:
-                page_ids(own, self._at(units, held), table)
+        for component, (leg, table) in enumerate(zip(self.legs, pages, strict=True)):
+            if leg is not None:
+                cut = self._cut(held, component, leg)
+                every = (cut.units(held[component], self._at(units, held), table) for units in self.units[component])
+                self._placed[held is self.src, component] = _Placed(table, tuple(every))
+
+    def _cut(self, held: Sequence[Held], component: int, leg: Leg) -> PoolCut:
+        """A leg's layers and heads in the pool of one side. All legs of a component here have the same heads."""
+        key = held is self.src, component, leg.layers.start, leg.layers.count
+        cut = self._cuts.get(key)
+        if cut is None:
+            cut = self._cuts[key] = pool_cut(held[component], leg)
+        return cut
 
     def check_named(self, held: Sequence[Held], pages: Sequence[npt.NDArray[np.int64]]) -> None:
         """As `check_pages`, of page tables that are named part by part: what they name so far."""
@@ -243,14 +279,20 @@ class Lane:
         return packed_place(component, piece.leg, piece.units, piece.first_byte)
 
     def _source(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> BoxSide:
-        return pool_place(self.src[piece.component], piece.leg, piece.units.src, pages[piece.component])
+        return self._in_pool(piece, self.src, pages[piece.component])
 
     def _target(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> BoxSide:
-        return pool_place(self.dst[piece.component], piece.leg, piece.units.dst, pages[piece.component])
+        return self._in_pool(piece, self.dst, pages[piece.component])
+
+    def _in_pool(self, piece: Piece, held: Sequence[Held], table: npt.NDArray[np.int64]) -> BoxSide:
+        """Where a piece lies on the side of `held`: known already if the table is one that was checked as a whole."""
+        cut, placed = self._cut(held, piece.component, piece.leg), self._placed.get((held is self.src, piece.component))
+        if placed is None or placed.table is not table:
+            return cut.place(cut.units(held[piece.component], self._at(piece.units, held), table))
+        return cut.place(placed.units[piece.group][piece.first_unit : piece.first_unit + len(piece.units)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Marks:
+class Marks(msgspec.Struct, frozen=True, eq=False):
     """Where the rows of one piece belong. `planes` [layer x kv], `positions` [unit] of each unit's first token."""
 
     planes: npt.NDArray[np.int64]
@@ -291,12 +333,14 @@ class Relation:
     _destinations: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]], init=False)
 
     def sources_of(self, dst_rank: int) -> frozenset[int]:
+        """Source ranks that may have something for a destination rank."""
         if dst_rank not in self._sources:
             every = (rank for plan in self.plans for rank in plan.sources_of(dst_rank))
             self._sources[dst_rank] = frozenset(every)
         return self._sources[dst_rank]
 
     def destinations_of(self, src_rank: int) -> frozenset[int]:
+        """Destination ranks that a source rank may have something for."""
         if src_rank not in self._destinations:
             every = (rank for plan in self.plans for rank in plan.destinations_of(src_rank))
             self._destinations[src_rank] = frozenset(every)
@@ -304,6 +348,16 @@ class Relation:
 
 
 def _chunks(
+    legs: Sequence[Leg | None], specs: Sequence[PoolSpec], units: Sequence[tuple[Units, ...]], cut: Cut
+) -> tuple[ChunkPlan, ...]:
+    """Raises PlanError for more than MAX_CHUNKS of them."""
+    chunks = tuple(islice(_each_chunk(legs, specs, units, cut), MAX_CHUNKS + 1))
+    if len(chunks) > MAX_CHUNKS:
+        raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
+    return chunks
+
+
+def _each_chunk(
     legs: Sequence[Leg | None], specs: Sequence[PoolSpec], units: Sequence[tuple[Units, ...]], cut: Cut
 ) -> Iterator[ChunkPlan]:
     """Group by group of layers; within one, fill chunks unit by unit, in order."""
@@ -337,7 +391,7 @@ def _filled(
     used = payload = 0
     for (number, leg, groups), spec in zip(parts, specs, strict=True):
         token_bytes = leg.layers.count * spec.component.kv * leg.heads.count * spec.component.row_bytes
-        for units in groups:
+        for group, units in enumerate(groups):
             unit_bytes = units.tokens * token_bytes
             done = 0
             while done < len(units):
@@ -348,7 +402,7 @@ def _filled(
                     pieces, used, payload = [], 0, 0
                     continue
                 take = max(take, 1)
-                pieces.append(Piece(number, leg, units.slice(done, done + take), used))
+                pieces.append(Piece(number, leg, units.slice(done, done + take), used, group, done))
                 used, payload, done = used + take * unit_bytes, payload + take * unit_bytes, done + take
     if pieces:
         yield ChunkPlan(tuple(pieces), payload, used)

@@ -205,8 +205,8 @@ def _granted(state: Sending, granted: wire.Granted, now: float) -> Stepped:
     if granted.lease.term > state.term:
         state = replace(state, term=granted.lease.term)
     actions: list[Action] = []
-    fresh = dict[int, wire.Grant]()
-    seen = set[int]()
+    fresh: dict[int, wire.Grant] = {}
+    seen: set[int] = set()
     for grant in granted.grants:
         if grant.chunk in seen:
             continue

@@ -131,10 +131,10 @@ class Sending(msgspec.Struct, frozen=True):
     quiet_since: float = 0.0
     repeats: int = 0
     ready: frozenset[int] = frozenset()
-    granted: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict[int, "tuple[int, int]"])
-    digests: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    granted: dict[int, tuple[int, int]] = {}
+    digests: dict[int, int] = {}
     in_flight: frozenset[int] = frozenset()
-    staged: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    staged: dict[int, int] = {}
     written: frozenset[int] = frozenset()
     aux: bytes | None = None
     reason: str | None = None

@@ -350,6 +350,7 @@ print(type(mine.tree._forest.columns).__module__, "done")
 """
 
 
+@pytest.mark.proof
 def test_a_sanitised_build_finds_no_fault(tmp_path: Path) -> None:
     """Of memory and of arithmetic, by every operation on every shape of tree."""
     compiler = shutil.which("gcc") or pytest.skip("needs gcc")

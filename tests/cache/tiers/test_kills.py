@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import kill_rank
+import pytest
 from rig import Rank
 
 HERE = Path(__file__).parent
@@ -19,6 +20,7 @@ PAIRS = int(os.environ.get("KVMOVER_KILLS", "20")) // 2
 KILLED = str(int(signal.SIGKILL))
 
 
+@pytest.mark.proof
 def test_two_fleets_that_are_killed_leave_a_third_right_bytes_or_fewer_hits(tmp_path):
     path = os.pathsep.join(map(str, [HERE.parents[2], HERE, HERE.parents[1] / "store"]))
     storage_tokens = 0

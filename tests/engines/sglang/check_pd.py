@@ -543,7 +543,7 @@ def test_a_decode_that_may_not_hold_pages_is_refused_at_start(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"state_types": ["dsa_tail"]}, "caches of these kinds: dsa_tail"),
+        ({"kv_cache_dtype_str": "nvfp4"}, "whose scales SGLang does not hand over"),
         ({"num_draft_entries": 2, "kv_item_lens": [256] * 6 + [128] * 2}, "the cache of a draft model"),
     ],
     ids=str,

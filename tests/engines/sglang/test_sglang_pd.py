@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 import zmq
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import pd_wire
 from kvmover.engines.sglang.devicepool import placement_of, strands_of
 from kvmover.engines.sglang.options import ModelFacts
 from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
@@ -31,7 +31,17 @@ from kvmover.engines.sglang.pd_cache import (
     refuse,
     tensor_at,
 )
-from kvmover.engines.sglang.transfer_driver import Bell, TransferDriver, Wanted
+from kvmover.engines.sglang.pd_driver import (
+    Answer,
+    Bell,
+    Call,
+    Message,
+    PagesReady,
+    TransferDriver,
+    Wanted,
+    frames,
+    read,
+)
 from kvmover.errors import PeerUnknown, PlanError
 from kvmover.transfer import Pace
 from tests.transfer.mover_fleets import Pair
@@ -61,17 +71,18 @@ def told(buffers: list[torch.Tensor], **more: Any) -> Any:
         swa_kv_cache_layout=None,
         is_hybrid_mla_backend=False,
         num_draft_entries=0,
+        mla_compression_ratios=None,
     )
     vars(args).update(more)
     return args
 
 
-def with_states(args: Any, kind: str, buffers: list[torch.Tensor], **cuts: Any) -> Any:
-    """Another component of states: buffers [state, ...]."""
+def with_states(args: Any, kind: str, buffers: list[torch.Tensor], pages: int = 1, **cuts: Any) -> Any:
+    """Another component of states: buffers [state, ...], or [slot, ...] with pages of `pages` slots."""
     args.state_types.append(kind)
     args.state_data_ptrs.append([buffer.data_ptr() for buffer in buffers])
     args.state_data_lens.append([buffer.nbytes for buffer in buffers])
-    args.state_item_lens.append([buffer[0].nbytes for buffer in buffers])
+    args.state_item_lens.append([buffer[0].nbytes * pages for buffer in buffers])
     for field in ("layer_ids", "dim_per_tensor", "slice_outer_counts", "conv_shard_groups"):
         getattr(args, f"state_{field}").append(cuts.get(field, []))
     return args
@@ -110,8 +121,12 @@ def test_a_draft_model_with_layers_like_the_models_is_a_cache_beside_its_own() -
     drafts = attention(layers=2)
     cache, draft = caches_of(told(buffers + drafts, num_draft_entries=2), ATTENTION, ParallelRank(0, 2))
     assert (cache.layers, draft.layers, draft.name, draft.by) == (LAYERS, 1, "draft bfloat16", None)
-    with pytest.raises(EngineUnsupported, match=r"draft model.*pages of \[256\] and \[128\] bytes"):
-        caches_of(told(buffers + attention(2 * DIM, 2), num_draft_entries=2), ATTENTION, ParallelRank(0, 2))
+    other = told(buffers + attention(2 * DIM, 2), num_draft_entries=2)
+    with pytest.raises(EngineUnsupported, match=r"no configuration: pages of \[256\] and the model's of \[128\] bytes"):
+        caches_of(other, ATTENTION, ParallelRank(0, 2))
+    ours = replace(ATTENTION, draft=CacheTotals(2, HEADS * 2))
+    draft = caches_of(other, ours, ParallelRank(0, 2))[1]
+    assert (draft.heads, draft.own_heads, draft.row_bytes, draft.layers) == (2 * HEADS, HEADS, 4 * DIM, 1)
 
 
 def test_a_convolution_is_cut_along_each_projection_and_its_planes_are_the_engines_bytes() -> None:
@@ -235,8 +250,8 @@ def test_pages_that_are_no_whole_rows_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "context", "word"),
     [
-        ({"state_types": ["dsa_tail", "mamba", "swa_ring"]}, {}, "kinds: dsa_tail, swa_ring"),
-        ({"state_types": ["swa"], "swa_kv_cache_layout": "hnd"}, {}, "windows in the layout hnd"),
+        ({"state_types": ["dsv4_c128", "mamba", "ring"]}, {}, "kinds: dsv4_c128, ring"),
+        ({"kv_cache_dtype_str": "nvfp4"}, {}, "a cache in nvfp4, whose scales SGLang does not hand over"),
         ({}, {"enable_cp_tp_group_sharing": True}, "cut over context-parallel ranks"),
         ({"is_hybrid_mla_backend": True}, {"attn_cp_size": 4}, "on 4 context-parallel ranks"),
     ],
@@ -250,11 +265,74 @@ def test_what_is_not_transferred_is_named(changed: dict[str, Any], context: dict
         refuse(args, SimpleNamespace(**{**vars(CONTEXT), **context}))
 
 
-def test_layers_of_different_sizes_and_windows_of_unknown_size_are_refused() -> None:
-    with pytest.raises(EngineUnsupported, match=r"\[64, 128\] bytes"):
-        caches_of(told([*attention(layers=1), *attention(DIM // 2, 1)]), CacheTotals(1, HEADS), ParallelRank(0, 1))
+def test_layers_of_different_sizes_are_caches_of_their_own() -> None:
+    """Of three layers the second has heads of half the size."""
+    keys = [*attention(layers=1), *attention(DIM // 2, 1), *attention(layers=1)]
+    values = [*attention(layers=1), *attention(DIM // 2, 1), *attention(layers=1)]
+    wide, narrow = caches_of(told(keys + values), ATTENTION, ParallelRank(0, 2))
+    assert [(cache.name, cache.layers, cache.kv) for cache in (wide, narrow)] == [
+        ("kv bfloat16 of 16 B", 2, 2),
+        ("kv bfloat16 of 8 B", 1, 2),
+    ]
+    assert wide.pointers == tuple(buffer.data_ptr() for buffer in (keys[0], values[0], keys[2], values[2]))
+
+
+def test_windows_of_unknown_size_or_of_anything_but_keys_and_values_are_refused() -> None:
+    args = with_states(told(attention() + attention()), "swa", attention() + attention(), pages=PAGE)
     with pytest.raises(EngineUnsupported, match="size of its sliding window"):
-        caches_of(with_states(told(attention() + attention()), "swa", attention()), ATTENTION, ParallelRank(0, 2))
+        caches_of(args, ATTENTION, ParallelRank(0, 2))
+    with pytest.raises(EngineUnsupported, match="windows of keys and values, not of others"):
+        caches_of(args, replace(ATTENTION, window_heads=2 * HEADS, window=6), ParallelRank(0, 2))
+
+
+def test_pages_that_lie_head_by_head_are_cut_by_head_and_not_looked_into() -> None:
+    """A window in AITER's layout, of which a rank of two has 2 heads of 4; 6 tokens reach into 3 pages of 4."""
+    pages = [torch.randint(0, 99, (5, HEADS, PAGE * DIM), dtype=torch.uint8) for _ in range(2 * LAYERS)]
+    args = with_states(told(attention() + attention(), swa_kv_cache_layout="vectorized_5d"), "swa", pages)
+    (cache,) = caches_of(args, replace(ATTENTION, window_heads=2 * HEADS, window=6), ParallelRank(0, 2))[1:]
+    component = cache.component(LAYERS)
+    assert (component.row_tokens, component.heads, component.window) == (PAGE, 2 * HEADS, 3 * PAGE)
+    pool = pool_of(cache, component, PAGE, torch.device("cpu"))
+    assert torch.equal(pool.plane(1, 1).reshape(5, HEADS, -1), pages[LAYERS + 1])
+
+
+def test_pages_that_every_rank_has_are_a_row_each_and_layers_without_any_are_left_out() -> None:
+    """Index keys, where the second layer uses what the first found."""
+    keys = [torch.zeros(5, 132, dtype=torch.uint8), torch.zeros(0, 132, dtype=torch.uint8)]
+    args = told(attention() + attention())
+    args.state_types.append("dsa")
+    args.state_data_ptrs.append([key.data_ptr() for key in keys])
+    args.state_data_lens.append([key.nbytes for key in keys])
+    args.state_item_lens.append([132, 0])
+    (cache,) = caches_of(args, ATTENTION, ParallelRank(1, 2))[1:]
+    assert (cache.name, cache.layers, cache.pages, cache.row_bytes) == ("index keys", 1, 5, 132)
+    assert cache.component(1).extent(PAGE * 3) == 3
+
+
+def test_equal_buffers_before_and_behind_others_are_two_families_of_which_stages_have_a_part_each() -> None:
+    rows = [torch.zeros(5, width, dtype=torch.uint8) for width in (8, 6, 8)]
+    args = with_states(told(attention() + attention()), "qsa_pending", rows)
+    found = [(cache.name, cache.layers) for cache in caches_of(args, ATTENTION, ParallelRank(0, 2))[1:]]
+    assert found == [("pending keys of 8 B", 2), ("pending keys of 6 B", 1)]
+    with pytest.raises(EngineUnsupported, match="8 bytes of 'pending keys' before and behind others"):
+        caches_of(args, ATTENTION, ParallelRank(0, 2, 0, 2))
+
+
+@pytest.mark.parametrize(("own", "table"), [([], [0]), ([4, 1, 2, 0, 1, 6], [4])], ids=str)
+def test_a_row_of_which_nothing_is_pending_is_one_that_no_request_has(own: list[int], table: list[int]) -> None:
+    args = with_states(told(attention() + attention()), "dsa_tail", [torch.zeros(5, 8)] * 2)
+    (tail,) = caches_of(args, ATTENTION, ParallelRank(0, 2))[1:]
+    assert (tail.kv, tail.layers) == (2, 1)
+    assert page_table(tail, 0, np.arange(3), [own], PAGE).tolist() == table
+
+
+def test_a_ring_has_a_row_for_each_position_of_the_window_and_a_short_request_its_first_again() -> None:
+    args = with_states(told(attention() + attention()), "swa_ring", [torch.zeros(40, 8)])
+    (ring,) = caches_of(args, replace(ATTENTION, window=6), ParallelRank(0, 2))[1:]
+    assert ring.component(1).states == 6
+    assert page_table(ring, 0, np.arange(9), [[31, 32, 33]], PAGE).tolist() == [31, 31, 31, 31, 32, 33]
+    with pytest.raises(PlanError, match="7 indices of 'window ring'"):
+        page_table(ring, 0, np.arange(9), [list(range(7))], PAGE)
 
 
 def test_stages_add_up_to_the_model_if_they_hold_what_a_fleet_says() -> None:
@@ -286,16 +364,14 @@ def test_rows_beside_the_cache_travel_as_one_payload() -> None:
         theirs.put(0, b"abc")
 
 
-@pytest.mark.parametrize(
-    "message", [pd_wire.Call(b"c", ("h", 1), "k"), pd_wire.PagesReady(1 << 62, "r", 2, 64)], ids=repr
-)
-def test_messages_come_back_as_they_were(message: pd_wire.Message) -> None:
-    assert pd_wire.read(pd_wire.frames(message)) == message
+@pytest.mark.parametrize("message", [Call(b"c", ("h", 1), "k"), PagesReady(1 << 62, "r", 2, 64)], ids=repr)
+def test_messages_come_back_as_they_were(message: Message) -> None:
+    assert read(frames(message)) == message
 
 
 def test_messages_have_the_tags_that_other_releases_know() -> None:
-    messages = pd_wire.Call(b"c", ("h", 1), "k"), pd_wire.Answer("k", "p"), pd_wire.PagesReady(1, "r", 2, 64)
-    tags = [msgspec.msgpack.decode(pd_wire.frames(message)[1])["type"] for message in messages]
+    messages = Call(b"c", ("h", 1), "k"), Answer("k", "p"), PagesReady(1, "r", 2, 64)
+    tags = [msgspec.msgpack.decode(frames(message)[1])["type"] for message in messages]
     assert tags == ["Call", "Answer", "Asked"]
 
 
@@ -305,7 +381,7 @@ def test_messages_have_the_tags_that_other_releases_know() -> None:
     ids=str,
 )
 def test_frames_that_are_not_ours_are_left_to_others(received: list[bytes]) -> None:
-    assert pd_wire.read(received) is None
+    assert read(received) is None
 
 
 class Stub:

@@ -13,9 +13,16 @@ from kvmover.cache.tiers import BestEffort, Prefetch, Store, Timeout, Wait
 from kvmover.config import ConfigError
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import SGLANG
-from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions, parse, said
+from kvmover.engines.sglang.options import (
+    ModelFacts,
+    Objects,
+    StorageFlags,
+    StoreOptions,
+    TierFlags,
+    parse,
+    said,
+)
 from kvmover.engines.sglang.page_parts import ALL_PAGES, PoolRows, TpPlacement, hits, native_part, part_of_rows
-from kvmover.engines.sglang.tier_options import StorageFlags, TierFlags
 from kvmover.errors import KvmoverError, LayoutError
 from kvmover.layout import Fleet
 from kvmover.store import PagePart
@@ -24,7 +31,7 @@ ATTENTION = PoolRows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
-    "name", ["sglang.device_indices", "sglang.page_parts", "sglang.tier_options", "common.parallel_rank"]
+    "name", ["sglang.device_indices", "sglang.page_parts", "sglang.options", "common.parallel_rank"]
 )
 def test_the_examples_in_the_docstrings_hold(name: str) -> None:
     found = doctest.testmod(import_module(f"kvmover.engines.{name}"))

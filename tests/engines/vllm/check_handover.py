@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import Engine, Rank, RequestStatus, Shape, caches_of, caching, layer_name, truth
+from bench import Engine, Rank, RequestStatus, Shape, caches_of, caching, config_of, layer_name, truth
 from prometheus_client import REGISTRY
 
 from kvmover.engines.vllm import KvmoverConnector
@@ -23,6 +23,8 @@ from kvmover.errors import KvmoverError
 backends: Any = import_module("vllm.v1.attention.backends.registry")
 platforms: Any = import_module("vllm.platforms")
 metrics: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1.metrics")
+
+INDEXER = (("cache_role", caching.SparseCacheRole.INDEXER),)
 
 PROMPT = [7 * n % 900 + 1 for n in range(100)]
 
@@ -167,6 +169,30 @@ def test_hybrid_models_hand_over_the_window_that_decode_needs(engines: Callable[
     """At 64 and 65 tokens the window of the last token begins at the last one of a block that was given back."""
     a, b = engines(window=17), engines(window=17, tp=2, layout="BLHNC")
     hand_over(a, b, PROMPT[:length])
+    a.drain()
+    b.drain()
+
+
+@pytest.mark.parametrize("length", [64, 65, 90, 97])
+def test_hybrids_with_states_hand_over_the_state_before_the_last_token(
+    engines: Callable[..., Engine], length: int
+) -> None:
+    """vLLM keeps a state a block: the last one is of all tokens but that which decode computes."""
+    a, b = engines(mamba=True), engines(mamba=True, tp=2, layout="BLHNC")
+    hand_over(a, b, PROMPT[:length])
+    assert not a.lost | b.lost
+    assert b.computed[0] == ("d-1", length - 1, length)
+    a.drain()
+    b.drain()
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 17}], ids=["full", "window"])
+def test_engines_that_guess_tokens_hand_over(engines: Callable[..., Engine], shape: dict[str, Any]) -> None:
+    """Decode's rows of guesses that were wrong are written over; the prompt's come from the prefill alone."""
+    a, b = engines(drafts=3, **shape), engines(drafts=3, tp=2, block_tokens=32, **shape)
+    hand_over(a, b, tokens=24)
+    assert [span for span in b.computed if span[1] < 99] == []
+    assert len(b.computed) < 24
     a.drain()
     b.drain()
 
@@ -360,16 +386,17 @@ def test_a_failure_is_told_once_where_kvmovers_own_log_is_configured(
 
 
 def test_the_backend_that_keeps_k_and_v_of_a_block_apart_is_refused_and_not_its_platform(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On vLLM's CPU platform: its own backend is named; one in its place, and those of latents, keep tokens in rows."""
     monkeypatch.setattr(platforms, "_current_platform", import_module("vllm.platforms.cpu").CpuPlatform())
-    assert len(names.groups_of(caches_of(Shape(latent=True)))) == 1
-    with pytest.raises(KvmoverError, match="CPU_ATTN keeps K and V of a block apart"):
-        names.groups_of(caches_of(Shape(window=17)))
+    config = config_of(Shape(), tmp_path / "model")
+    assert len(names.groups_of(caches_of(Shape(latent=True)), config)) == 1
+    with pytest.raises(KvmoverError, match="CPU_ATTN, which keeps K and V of a block apart"):
+        names.groups_of(caches_of(Shape(window=17)), config)
     backends.register_backend(backends.AttentionBackendEnum.CPU_ATTN, "somebody.Else")
     try:
-        assert len(names.groups_of(caches_of(Shape(window=17)))) == 2
+        assert len(names.groups_of(caches_of(Shape(window=17)), config)) == 2
     finally:
         backends.AttentionBackendEnum.CPU_ATTN.clear_override()
 
@@ -378,10 +405,9 @@ def test_what_the_connector_cannot_serve_is_refused_in_a_sentence(engines: Calla
     for shape, said in (
         ({"options": (("rooot", "/tmp"),)}, "rooot"),
         ({"options": (("verb", "shove"),)}, "shove"),
-        ({"mamba": True}, "does not move caches of kind mamba"),
-        ({"packing": (("num_head_slots", 2), ("state_content_bytes", 128))}, "packs blocks in another way"),
-        ({"packing": (("kv_quant_mode", caching.KVQuantMode.NVFP4),)}, "packs blocks in another way"),
-        ({"latent": True, "packing": (("cache_role", caching.SparseCacheRole.INDEXER),)}, "packs blocks in another"),
+        ({"packing": (("num_head_slots", 2), ("state_content_bytes", 128))}, "as NONE, with 2 slots for 4 heads"),
+        ({"packing": (("kv_quant_mode", caching.KVQuantMode.NVFP4),)}, "as NVFP4, with 4 slots for 4 heads"),
+        ({"latent": True, "packing": (("dtype", torch.uint8), *INDEXER)}, "24 B a row, indexer role"),
     ):
         with pytest.raises(KvmoverError, match=said):
             engines(**shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # pyright: ignore[reportMissingImports]
 
 from kvmover.plan.model_config import cache_of
 from kvmover.plan.public_models import public_config

@@ -202,13 +202,15 @@ def test_bad_parameters_are_logged_and_the_prompt_computed(caplog: pytest.LogCap
 
 def test_where_pages_are_given_back_the_last_token_is_left_to_decode() -> None:
     """A window of 17 at 64 tokens: the prefill keeps 48 to 63 where decode would look at 47."""
-    scheduler, request = served(ConnectorScheduler(TOKENS, windowed=True, home=Home("prefill", "10.0.0.1", 5600)))
+    scheduler, request = served(
+        ConnectorScheduler(TOKENS, late=True, left_tokens=1, home=Home("prefill", "10.0.0.1", 5600))
+    )
     assert (request.num_prompt_tokens, len(request.prompt_token_ids), request.max_tokens) == (99, 99, 1)
     assert step(scheduler, (request, 99)) == KvmoverConnectorMetadata()
     assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED)[0]
     assert step(scheduler).sends == [SendSpec("p-1", "p-1", tables(), None)]
     scheduler, request = fetched()
-    scheduler.windowed = True
+    scheduler.late, scheduler.left_tokens = True, 1
     assert scheduler.matched(request, 0) == 99
     scheduler.allocated(request, tables(), 99)
     assert step(scheduler).receives == [ReceiveSpec("d-1", REMOTE, 0, 99, tables())]

@@ -170,7 +170,7 @@ def test_layers_that_lie_unevenly_have_an_allocation_each() -> None:
 @pytest.mark.parametrize(
     ("group", "layer_caches", "heads", "said"),
     [
-        (CacheGroup(NAMES, "mamba", TOKENS), caches("LBNHC", 2)[1], 2, "does not move caches of kind mamba"),
+        (CacheGroup(NAMES, "cross_attention", TOKENS), caches("LBNHC", 2)[1], 2, "of kind cross_attention"),
         (
             CacheGroup((*NAMES, "model.layers.4"), "full_attention", TOKENS),
             caches("LBNHC", 2)[1],

@@ -27,6 +27,7 @@ from kvmover.engines.vllm.handshake import Remote
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, unbegun
 from kvmover.errors import TransportError
+from kvmover.layout import Fleet
 from kvmover.plan.cost import RDMA, Route
 from kvmover.transfer import Model, Mover, MoverConfig, Place, Progress
 from kvmover.transfer.protocol.wire import Verb
@@ -154,7 +155,9 @@ def make() -> Iterator[Callable[..., Engine]]:
             marks.append(Mark())
             return marks[-1]
 
-        worker = ConnectorWorker(made_of, RequestTransfers(Progress(mover), call), None, mark, NAMES, 0, layer_wise)
+        worker = ConnectorWorker(
+            made_of, place.fleet(TOKENS), RequestTransfers(Progress(mover), call), None, mark, NAMES, 0, layer_wise
+        )
         made.append(Engine(worker, cache, marks))
         cards[len(made)] = (name, [mover.card])
         return made[-1]
@@ -512,7 +515,7 @@ class Recorder(RequestTransfers):
 def test_gates_count_layers_of_the_whole_model_and_tokens_of_earlier_steps() -> None:
     transfers = Recorder()
     names = tuple(f"layers.{n}" for n in range(8, 13))
-    worker = ConnectorWorker((), transfers, None, Mark, names, first_layer=8, layer_wise=2)
+    worker = ConnectorWorker((), Fleet(), transfers, None, Mark, names, first_layer=8, layer_wise=2)
     sends = [SendSpec("first", "a", (), 0), SendSpec("last", "b", (), 48)]
     metadata = KvmoverConnectorMetadata(sends=sends)
     worker.before(metadata)
@@ -534,7 +537,7 @@ def test_gates_count_layers_of_the_whole_model_and_tokens_of_earlier_steps() -> 
 def test_a_chunks_gates_end_at_its_tokens_and_its_pages_are_named_once() -> None:
     transfers = Recorder()
     names = tuple(f"layers.{n}" for n in range(4))
-    worker = ConnectorWorker((), transfers, None, Mark, names, layer_wise=2)
+    worker = ConnectorWorker((), Fleet(), transfers, None, Mark, names, layer_wise=2)
     for metadata in (
         KvmoverConnectorMetadata(sends=[SendSpec("p", "a", (), 0, 32)]),
         KvmoverConnectorMetadata(growths=[GrowSpec("p", (), 64)]),

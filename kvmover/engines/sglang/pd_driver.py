@@ -1,4 +1,5 @@
-"""TransferDriver lets several threads use one mover, and tells how requests ended and which are held, by number."""
+"""A rank of prefill or decode: the messages by which it is met over SGLang's sockets, and TransferDriver, which lets
+SGLang's threads use one mover and tells how requests ended and which are held, by number."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from socket import socketpair
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvmover.errors import KvmoverError, PeerUnknown
 from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Snapshot
@@ -20,6 +23,58 @@ from kvmover.transfer.result import Gate, Transfer
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+#: First frame of every message of ours: SGLang's own share the socket.
+TAG = b"KVMOVER"
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """A decode rank introduces itself. `answer_to`: host and port; `key`: how it knows the prefill engine."""
+
+    card: bytes
+    answer_to: tuple[str, int]
+    key: str
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """A prefill rank says what its engine is called, or why it does not serve the caller."""
+
+    key: str
+    engine: str
+    refused: str = ""
+
+
+class PagesReady(msgspec.Struct, frozen=True, tag="Asked"):
+    """A decode rank, one of `ranks` that will ask, has pages for a request, all but its first `prefix_tokens`.
+
+    The tag is the name that it had first: other releases know it by that.
+    """
+
+    room: int
+    rank: str
+    ranks: int
+    prefix_tokens: int
+
+
+Message = Call | Answer | PagesReady
+
+_decode = msgspec.msgpack.Decoder(Message).decode
+
+
+def frames(message: Message) -> list[bytes]:
+    """The two frames of a message on SGLang's socket."""
+    return [TAG, msgspec.msgpack.encode(message)]
+
+
+def read(received: Sequence[bytes]) -> Message | None:
+    """The message, or None for frames that are not ours or make no sense."""
+    if len(received) != 2 or received[0] != TAG:
+        return None
+    try:
+        return _decode(received[1])
+    except msgspec.MsgspecError:
+        return None
+
 
 #: Number of a request, why it failed or None, and the payloads that came with it by source rank.
 Ended = Callable[[int, str | None, dict[int, bytes]], None]

@@ -1,0 +1,19 @@
+"""The face of a package imports a public name when it is first asked for, so that importing the package is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+
+def public(package: str, homes: Mapping[str, str], name: str) -> object:
+    """What `package` calls `name`, of the module below it that `homes` [name] has; for the `__getattr__` of a face.
+
+    Raises AttributeError for a name that has no home.
+
+    >>> public("kvmover.transfer", {"Pace": "config"}, "Pace").__name__
+    'Pace'
+    """
+    if name not in homes:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return getattr(import_module(f"{package}.{homes[name]}"), name)
