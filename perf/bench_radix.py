@@ -34,7 +34,7 @@ CHUNK_TOKENS = 8192
 PAGES = (64, 1)
 CAPACITIES = {"3M": 3_000_000}
 #: The first of the trace: the pool is full after some 250.
-REQUESTS = 1000
+REQUESTS = 800
 #: The longest prompt of the trace with its answer.
 ROW_TOKENS = 140_000
 
