@@ -504,7 +504,9 @@ class Recorder(RequestTransfers):
         self.gates: dict[str, list[Gate]] = {}
         self.named: dict[str, list[list[list[int]] | None]] = {}
 
-    def send(self, request: str, transfer: str, pages: object, gates: Sequence[Gate] | None) -> None:
+    def send(
+        self, request: str, transfer: str, pages: object, gates: Sequence[Gate] | None, keep_s: float | None
+    ) -> None:
         self.gates[request] = list(gates or ())
 
     def produced(self, request: str, gate: Gate, pages: list[list[int]] | None) -> None:
