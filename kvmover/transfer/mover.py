@@ -217,12 +217,12 @@ class Mover:
     def disconnect(self, engine: str, rank: int | None = None) -> None:
         """Part from one rank of `engine`, or from all (None): an engine that was taken out of service is not dialled.
 
-        What is open with them fails with `peer_lost`; unknown ones are ignored. They are connected again by `connect`,
-        or by their own Hello.
+        What is open with them fails with `peer_lost`; unknown ones are ignored. `connect` or their Hello undoes it.
         """
         self._check_thread()
         for each in self._core.peers.ranks(engine) if rank is None else {rank} & self._core.peers.ranks(engine):
-            self._lose(self._core.peers.at(engine, each).name, f"this side disconnected rank {each} of {engine}")
+            reason = f"this side disconnected rank {each} of {engine}"
+            self._lose(self._core.peers.at(engine, each).name, reason, logging.INFO)
         self._connections.forget(engine, rank)
 
     def ranks(self, engine: str) -> frozenset[int]:
@@ -397,7 +397,7 @@ class Mover:
         self._source.close(reason)
         self._core.flush()
         for name in list(self._core.liveness.awaited):
-            self._lose(name, reason)
+            self._lose(name, reason, logging.INFO)
         self._core.flush()
         self._connections.close()
         self._source.drop()
@@ -486,8 +486,8 @@ class Mover:
         self._source.expire(now)
         self._core.timers.set((TimerKind.TOMBSTONES, None), now + 1.0)
 
-    def _lose(self, name: str, reason: str) -> None:
-        self._connections.part(name, reason)
+    def _lose(self, name: str, reason: str, level: int = logging.WARNING) -> None:
+        self._connections.part(name, reason, level)
         self._destination.lost(name, reason)
         self._source.lost(name, reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import msgspec
@@ -384,3 +385,18 @@ def test_a_want_of_odd_numbers_is_answered_and_the_loop_goes_on(change: dict[str
     pair.bench.turn(12)
     assert pair.bench.clock() == 1000.0
     still_works(pair)
+
+
+@pytest.mark.parametrize("how", ["close", "disconnect"])
+def test_an_orderly_parting_is_no_warning(how: str, caplog: pytest.LogCaptureFixture):
+    """Whoever stops an engine is not told that a peer was lost: it is what was asked for."""
+    caplog.set_level(logging.INFO, "kvmover")
+    pair = Pair.of()
+    target = pair.dst.movers[0]
+    asked = target.receive("request", "prefill", range(pair.tokens), pair.dst_tables[0])
+    pair.bench.turn()
+    target.close() if how == "close" else target.disconnect("prefill")
+    assert not ended(asked).landed
+    said = [record for record in caplog.records if record.getMessage().startswith("lost prefill")]
+    assert said
+    assert {record.levelname for record in said} == {"INFO"}

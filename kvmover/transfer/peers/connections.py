@@ -324,12 +324,12 @@ class Connections:
             self._probes.popitem()[1].close()
         self.core.transport.close()
 
-    def part(self, name: str, reason: str) -> None:
-        """A peer is gone: nothing is said to it, and it is dialled if nobody has its seat."""
+    def part(self, name: str, reason: str, level: int = logging.WARNING) -> None:
+        """A peer is gone: nothing is said to it, and it is dialled if nobody has its seat. `level`: of the log."""
         core, peer = self.core, self.core.peers.get(name)
         if peer is not None:
             core.meter.add(Count.LOST_PEERS)
-            log.warning("lost %s: %s", name, reason)
+            log.log(level, "lost %s: %s", name, reason)
             if core.peers.sits(peer):
                 self._try_later(name, peer.encoded, peer.card, reason)
                 core.timers.set((TimerKind.DIAL, None), self.reconnector.next_due())
