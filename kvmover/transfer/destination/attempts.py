@@ -206,11 +206,7 @@ class ReceiveRequest:
 
 
 def attempt_of(
-    core: Core,
-    wanted: ReceiveRequest,
-    generation: int,
-    leases: WriteLeases,
-    eager: Callable[[str, int], int | None],
+    core: Core, wanted: ReceiveRequest, generation: int, leases: WriteLeases, eager: Callable[[str, int], int | None]
 ) -> ReceiveAttempt:
     """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError.
 
