@@ -252,6 +252,7 @@ def _rows(requests: list[ReplayRequest]) -> Iterator[dict[str, object]]:
                     "cache": name,
                     "page_tokens": page_tokens,
                     "capacity": label,
+                    "requests": len(requests),
                     "request_us": round(totals[name].median, 1),
                     "low_us": round(totals[name].low, 1),
                     "high_us": round(totals[name].high, 1),

@@ -361,9 +361,9 @@ def _radix() -> list[str]:
     rows = read("radix")
     purposes = ("match", "lock", "gather", "evict", "keep", "account", "sizes")
     lines = [
-        "**The radix cache in SGLang's scheduling**, the same trace, 3M tokens, chunks of 8,192: microseconds of thread"
-        " CPU time that SGLang's own admission, allocation, checkpoints and release spend inside the cache. Ours keeps"
-        f" the ledger as well ({_about(rows[0])}):",
+        f"**The radix cache in SGLang's scheduling**, the first {rows[0]['requests']} requests of the same trace, 3M"
+        " tokens, chunks of 8,192: microseconds of thread CPU time that SGLang's own admission, allocation, checkpoints"
+        f" and release spend inside the cache. Ours keeps the ledger as well ({_about(rows[0])}):",
         "",
         f"| cache | page | a request (of the Rust core) | a prefill step | {' | '.join(purposes)} | hit rate |",
         f"|---|---|---|---|{'---|' * len(purposes)}---|",

@@ -27,6 +27,8 @@ ToDevice: TypeAlias = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 _FIRST_PAGES = 512
 #: Rows of ids that are looked at for one that is long enough, and slices that are read rather than single places.
 _TRIES, _SLICES = 4, 8
+#: Ids of which the places are sooner sent to the device than rows are found among them.
+_FEW = 512
 
 
 class DeviceIndices:
@@ -119,12 +121,13 @@ class DeviceIndices:
         return self._first.index_select(0, self._to_device(ids.astype(np.int64)))
 
     def _slices(self, ids: PageArray) -> list[slice]:
-        """As `_rows`: of a single row, which is most of them, in less time."""
-        if len(ids):
-            row = slice(int(ids[0]), int(ids[0]) + len(ids))
+        """As `_rows`: of a single row, which is most of them, in less time, and of few ids no others."""
+        count = len(ids)
+        if count and int(ids[-1]) - (first := int(ids[0])) == count - 1:
+            row = slice(first, first + count)
             if self._ids[row].tobytes() == ids.tobytes():
                 return [row]
-        return _rows(ids)
+        return _rows(ids) if count > _FEW else []
 
     def _row(self, count: int) -> slice | None:
         """Where `count` unused ids follow each other; None where that was not found soon."""

@@ -147,9 +147,9 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self._reused(req, key, end)
             return
         state = NO_IDS if states is None else self._take_state(states, req, reach == end)
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        indices = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, kept:end]
         live = min(end, max(kept, req.kv.get_evicted_seqlen(SWA)))
-        inserted = self._insert(key, row[kept:end], kept, live, req.kv.cache_inserted_len, req.priority or 0, state)
+        inserted = self._insert(key, indices, kept, live, req.kv.cache_inserted_len, req.priority or 0, state)
         known, node = inserted.known_tokens, inserted.node
         if states is not None:
             states.give_back(inserted.page_ids(STATE))
@@ -228,14 +228,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         if self._states is not None:
             wanted[STATE] = params.mamba_num
         given = self._evict(wanted)
-        tokens, window_tokens = (len(given.page_ids(name)) * self.page_size for name in (ATTENTION, WINDOW))
+        counts = {name: len(given.page_ids(name)) for name in wanted}
+        tokens, window_tokens = (counts.get(name, 0) * self.page_size for name in (ATTENTION, WINDOW))
         self.update_eviction_metrics(tokens, began)
-        return engine_radix.EvictResult(tokens, window_tokens, len(given.page_ids(STATE)))
+        return engine_radix.EvictResult(tokens, window_tokens, counts.get(STATE, 0))
 
     def lock(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
         """As `inc_lock_ref`, for one holder."""
         skipped = tuple(skip_lock_components)
-        handle = self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped])
+        handle = self._tree.lock(node, skip=[_COMPONENTS[each] for each in skipped] if skipped else ())
         return engine_radix.TreeLock(node, engine_radix.DecLockRefParams(node, skipped, {FULL: handle}))
 
     def inc_lock_ref(self, node: int, skip_lock_components: Sequence[Any] = ()) -> Any:
@@ -439,11 +440,9 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         pages, allocator = given.page_ids(), self.token_to_kv_pool_allocator
         if self._windows is not None:
             self._windows.give_back(given.page_ids(WINDOW))
-        if not len(pages):
-            return
-        if self._windows is None:
+        if len(pages) and self._windows is None:
             allocator.free_page_ids(self._indices.forget(pages))
-        else:
+        elif len(pages):
             allocator.free_full_segment(self._indices.of(pages), start_pos=0)
             self._indices.forget(pages)
 
