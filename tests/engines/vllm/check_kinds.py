@@ -731,7 +731,7 @@ def test_what_cannot_be_cut_is_refused_with_its_values(
 
 
 def test_nvfp4_of_blackwells_own_kernels_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They order scales of values in another way."""
+    """How they order the scales of values is not described by anything that vLLM says."""
     platform = import_module("vllm.platforms").current_platform
     monkeypatch.setattr(
         type(platform), "is_device_capability_family", classmethod(lambda cls, family, *_: family == 100)
