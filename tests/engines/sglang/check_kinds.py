@@ -381,7 +381,8 @@ def of_mixed(side: Side, projections: Any = PROJECTIONS) -> Iterator[Plane]:
 
 def mamba2(side: Side) -> Any:
     """Shapes by SGLang's own reading of a model's configuration."""
-    return mixed(side, slots_of_states(engine.model_config().hf_config.mamba2_cache_params.shape))
+    served: Any = engine.model_config()
+    return mixed(side, slots_of_states(served.hf_config.mamba2_cache_params.shape))
 
 
 # Compressed sparse attention of Qwen
