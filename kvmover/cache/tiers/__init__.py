@@ -4,7 +4,7 @@ from kvmover.cache.prefix import ALL_PAGES, LAST_PAGE, Rule, restorable
 from kvmover.cache.tiers.agreement import Consensus, Grouped, LocalConsensus
 from kvmover.cache.tiers.allocator import DevicePages, FreeList
 from kvmover.cache.tiers.controller import Controller, ControllerConfig
-from kvmover.cache.tiers.gated_loads import GatedLoads
+from kvmover.cache.tiers.gated_loads import GatedLoad, GatedLoads
 from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool, unlink
 from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
 from kvmover.cache.tiers.policy import (
@@ -38,6 +38,7 @@ __all__ = [
     "CostAware",
     "DevicePages",
     "FreeList",
+    "GatedLoad",
     "GatedLoads",
     "Grouped",
     "HostTier",

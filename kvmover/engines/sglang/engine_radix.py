@@ -99,6 +99,11 @@ def disaggregated() -> bool:
     return _context.get_disagg().disaggregation_mode != "null"
 
 
+def is_decode() -> bool:
+    """Whether this process is a decode."""
+    return _context.get_disagg().disaggregation_mode == "decode"
+
+
 def rank() -> tuple[int, int]:
     """Tensor-parallel rank and size of this process, of those that serve a request together."""
     parallel = _context.get_parallel()
@@ -212,8 +217,11 @@ def odd_pools(context: Any) -> str:
             tier_flags().write == "write_back" and (within != [pool] or has_states(rows))
         ),
         "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
-        "pipeline stages": params.pp_size > 1,
-        "context-parallel ranks": params.attn_cp_size > 1 or parallel.dcp_enabled,
+        "stages of a model with windows or states (--pp-size)": (
+            params.pp_size > 1 and (within != [pool] or has_states(rows))
+        ),
+        "stages of a prefill or decode (--pp-size)": params.pp_size > 1 and disaggregated(),
+        "context-parallel ranks (--attn-cp-size, --dcp-size)": params.attn_cp_size > 1 or parallel.dcp_enabled,
     }
     return ", ".join(name for name, is_odd in odd.items() if is_odd)
 

@@ -29,7 +29,7 @@ from kvmover.cache.prefix import (
     RadixKey,
     StaleHandle,
 )
-from kvmover.cache.tiers import Controller, DevicePages, FreeList, Restore, TierCollector
+from kvmover.cache.tiers import Controller, DevicePages, FreeList, GatedLoad, Restore, TierCollector
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import engine_radix
 from kvmover.engines.sglang.options import TierFlags
@@ -285,6 +285,70 @@ class TieredRadixCache(KvmoverRadixCache):
         self._no_room.discard(rid)
 
 
+class DecodeRadixCache(TieredRadixCache):
+    """Of a decode server, which tells its prefill with a look-up how much of a prompt need not be sent.
+
+    SGLang locks then what is on the device, and loads the rest later. Here all that the host has is the device's by the
+    time that it is told, so no promise is broken. Storage is written for whoever shares it, and not read.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.cache_controller = _DecodeController(self.gates)
+        #: Loads that were under way when SGLang asked for a number, by that; until they have landed.
+        self._under_way: dict[int, tuple[GatedLoad, ...]] = {}
+        self._number = 0
+
+    def match_prefix(self, params: Any) -> Any:
+        """As of the other tiers' caches, with the host's part on its way to the device, or left out."""
+        found = super().match_prefix(params)
+        if found.host_hit_length >= self._controller.config.policy.least_load_tokens:
+            try:
+                self._controller.load(found.best_match_node)
+            except StaleHandle:  # it left the host for the room that another of its components took
+                pass
+            else:
+                found = super().match_prefix(params)
+        return found._replace(
+            best_match_node=found.last_device_node, host_hit_length=0, swa_host_hit_length=0, mamba_host_hit_length=0
+        )
+
+    def query_storage_hit_length(self, *_given: Any, **_options: Any) -> int:
+        """Nothing: what storage has would have to be there before it is promised."""
+        return 0
+
+    def has_free_load_back_slot(self) -> bool:
+        """Always: loads are begun by look-ups."""
+        return True
+
+    def ready_to_load_host_cache(self) -> int:
+        """The number of the loads that are under way."""
+        self._number += 1
+        loads = tuple(load for load in self._controller.loads.open if load.gate is not None)
+        if loads:
+            self._under_way[self._number] = loads
+        return self._number
+
+    def is_load_back_event_done(self, number: int) -> bool:
+        """Whether these loads have landed on this rank."""
+        if any(load.gate is not None for load in self._under_way.get(number, ())):
+            return False
+        self._under_way.pop(number, None)
+        return True
+
+
+class _DecodeController:
+    """What SGLang reads and sets of its own controller's in a decode server. The gates have no numbers of their own."""
+
+    storage_backend = None
+    storage_backend_type = "kvmover"
+    load_fence_stream: Any = None
+    write_fence_stream: Any = None
+
+    def __init__(self, gates: LayerGates) -> None:
+        self.layer_done_counter = gates
+
+
 def _is_state(action: FreePages | CopyOut) -> bool:
     return isinstance(action, FreePages) and action.component == STATE
 
@@ -308,15 +372,17 @@ def left_within(reasons: Mapping[Loss, int], tokens: int) -> dict[Loss, int]:
 def open_radix_cache(context: Any) -> TieredRadixCache:
     """One rank's cache and its tiers. Raises EngineUnsupported for what needs SGLang's own."""
     flags, odd = engine_radix.tier_flags(), engine_radix.odd_pools(context)
-    if odd or flags.host_memory != "cache" or engine_radix.disaggregated():
-        asked = odd or ("prefill and decode" if flags.host_memory == "cache" else f"host memory as {flags.host_memory}")
+    if odd or flags.host_memory != "cache":
+        asked = odd or f"host memory as {flags.host_memory} (--hicache-host-memory-mode)"
         raise EngineUnsupported(
-            f"kvmover's tiers keep attention KV, windows and states of a server by itself, and not {asked}: leave out"
+            f"kvmover's tiers keep attention KV, windows and states, and not {asked}: leave out"
             " --enable-hierarchical-cache, or --radix-cache-backend kvmover"
         )
     params = context.params
     tp, tp_size = engine_radix.rank()
-    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_radix.fences(context))
-    cache = TieredRadixCache(params, flags, tiers, accounts_of(params))
+    place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
+    tiers = open_tiers(params, flags, place, engine_radix.fences(context))
+    kind = DecodeRadixCache if engine_radix.is_decode() else TieredRadixCache
+    cache = kind(params, flags, tiers, accounts_of(params))
     engine_radix.gate(context, cache.gates)
     return cache

@@ -20,7 +20,7 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import plugin
 from kvmover.engines.sglang.options import StorageFlags, TierFlags
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
-from kvmover.engines.sglang.radix_tiers import TieredRadixCache
+from kvmover.engines.sglang.radix_tiers import DecodeRadixCache, TieredRadixCache
 from kvmover.engines.sglang.tier_pools import open_tiers
 
 #: Two groups of layers: a pass that reads the first does not wait for the second.
@@ -76,7 +76,8 @@ class TieredServer(Server):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.content = PoolContent(self.allocator.get_kvcache())
+        pool = self.allocator.get_kvcache()
+        self.content = PoolContent(pool, range(pool.start_layer, pool.start_layer + pool.layer_num))
         #: Requests' tokens by the tier they were found on.
         self.tiers = {"device": 0, "host": 0}
 
@@ -89,7 +90,7 @@ class TieredServer(Server):
         page = self.cache.page_size
         first = self.allocator.get_all_free_pages().long()
         rows = first if page == 1 else (first[:, None] * page + torch.arange(page)).flatten()
-        for layer in range(LAYERS):
+        for layer in self.content.layers:
             for plane in self.content.planes(layer):
                 plane[rows] = POISON
 
@@ -144,10 +145,11 @@ class TieredServer(Server):
         return req
 
 
-def pool_of(kind: str, size: int, page: int, heads: int = 2) -> Any:
+def pool_of(kind: str, size: int, page: int, heads: int = 2, layers: range = range(LAYERS)) -> Any:
+    span = {"start_layer": layers.start, "end_layer": layers.stop}
     if kind == "latent":
-        return pools.MLATokenToKVPool(size, page, torch.float32, 2, 2, LAYERS, "cpu", False)
-    return pools.MHATokenToKVPool(size, page, torch.float32, heads, 2, LAYERS, "cpu", False)
+        return pools.MLATokenToKVPool(size, page, torch.float32, 2, 2, len(layers), "cpu", False, **span)
+    return pools.MHATokenToKVPool(size, page, torch.float32, heads, 2, len(layers), "cpu", False, **span)
 
 
 def serving(
@@ -159,10 +161,13 @@ def serving(
     group: Any = None,
     accounts: RadixAccounts | None = None,
     heads: int = 2,
+    layers: range = range(LAYERS),
+    made: type[TieredRadixCache] = TieredRadixCache,
     **more: Any,
 ) -> TieredServer:
-    pool = pool_of(kind, size, page, heads)
-    params = parameters(page, size, attn_tp_cache_group=group)
+    pool = pool_of(kind, size, page, heads, layers)
+    grouped = {"attn_tp_cache_group": group} if place.pp_size == 1 else {"pp_cache_group": group}
+    params = parameters(page, size, pp_rank=place.pp, pp_size=place.pp_size, **grouped)
     one = [size, torch.float32, "cpu", pool, False]
     params.token_to_kv_pool_allocator = (
         tokens_of.TokenToKVPoolAllocator(*one) if page == 1 else paged.PagedTokenToKVPoolAllocator(size, page, *one[1:])
@@ -171,7 +176,7 @@ def serving(
     storage = StorageFlags("dynamic", options, least_tokens=1) if root else None
     flags = TierFlags(**{"ratio": 4.0, "prefetch": "wait_complete", "storage": storage, **more})
     tiers = open_tiers(params, flags, place, ())
-    cache = TieredRadixCache(params, flags, tiers, accounts)
+    cache = made(params, flags, tiers, accounts)
     pool.register_layer_transfer_counter(cache.gates)
     return TieredServer(cache)
 
@@ -282,6 +287,40 @@ def test_a_load_that_finds_no_room_is_computed_and_the_ledger_says_why() -> None
     server.evict_all()
     assert looked(server, [*range(40), 7]) == (0, 40)
     accounts.close()
+
+
+def test_a_decode_promises_what_is_locked_and_on_its_way(tmp_path: Path) -> None:
+    server = serving(4, size=96, root=tmp_path, made=DecodeRadixCache)
+    served(server, list(range(40)), answer=0)
+    server.evict_all()
+    first, second = server.request([*range(40), 1]), server.request([*range(40), 2])
+    assert [Server.match(server, req) for req in (first, second)] == [40, 40]
+    assert (first.host_hit_length, first.best_match_node) == (0, first.last_node)
+    assert server.cache.query_storage_hit_length(0, [1, 2, 3]) == 0
+    number = server.cache.ready_to_load_host_cache()
+    assert not server.cache.is_load_back_event_done(number)
+    # What was promised stays, whoever wants its room.
+    first.lock = server.cache.lock(first.last_node)
+    server.settle()
+    assert server.cache.is_load_back_event_done(number)
+    server.cache.evict(base.EvictParams(num_tokens=96))
+    assert server.cache.protected_size() == 40
+    first.extend_end = len(first.full_untruncated_fill_ids)
+    server.running.append(first)
+    server.extend(first)
+    server.check()
+    server.finish(first)
+    # Nothing is promised that finds no room.
+    server.evict_all()
+    running = server.request(list(range(100, 160)))
+    assert server.prefill(running)
+    third = server.request([*range(40), 3])
+    assert Server.match(server, third) == 0
+    assert third.host_hit_length == 0
+    server.finish(running)
+    server.settle()
+    server.check()
+    server.cache.release_host_resources()
 
 
 def test_after_n_hits_only_what_was_used_again_is_written_through() -> None:
@@ -430,8 +469,11 @@ def test_a_history_with_storage_loses_no_page(write: str, tmp_path: Path) -> Non
 
 def replicas(rank: Any, kind: str, seed: int) -> dict[str, Any]:
     """One rank of a fleet: a history, and then everything from storage again."""
-    place = ParallelRank(rank.number, rank.shape.tp)
-    made = {"kind": kind, "place": place, "group": rank.group, "root": rank.root / "store", "heads": 2}
+    place = ParallelRank(rank.tp, rank.shape.tp, rank.pp, rank.shape.pp)
+    made: dict[str, Any] = {"kind": kind, "place": place, "group": rank.group, "root": rank.root / "store"}
+    if rank.shape.pp > 1:
+        # Of the model's four layers a stage has two, with all heads.
+        made |= {"layers": range(2 * rank.pp, 2 * rank.pp + 2), "heads": 4}
     first = serving(4, 192, **made)
     history(first, seed, 150)
     served(first, list(range(40)), answer=0)
@@ -468,6 +510,16 @@ def test_two_ranks_agree_and_a_latent_is_stored_once(kind: str, tmp_path: Path) 
         assert sum(rank["stored"] for rank in told) < told[0]["backed"] * 1.2
     else:
         assert told[0]["stored"] == told[1]["stored"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_hold_their_layers_and_agree(kind: str, tmp_path: Path) -> None:
+    """sglang#22607: stages found different prefixes in storage. sglang#24794: they wrote under one name."""
+    (tmp_path / "store").mkdir()
+    told = ranks(Shape(kind="mla" if kind == "latent" else "mha", pp=2), tmp_path, replicas, kind, 3)
+    assert told[0] == told[1]
+    assert min(told[0].values()) > 0
+    assert told[0]["fetched"] == 40
 
 
 def context_of(**more: Any) -> Any:
@@ -511,7 +563,6 @@ def of_stages(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("context", "word"),
     [
-        (lambda: of_stages(pp_size=2), "not pipeline stages"),
         (lambda: of_stages(attn_cp_size=2), "not context-parallel ranks"),
         (lambda: of_stages(is_eagle=True), "not a draft's pools"),
         (lambda: context_of(params=parameters(4, 64)), "not pools of NoneType"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import prometheus_client as prometheus
 import pytest
-from bench import Engine, RequestStatus, Shape
+from bench import Engine, RequestStatus, Shape, flip
 from rich.console import Console
 
 from kvmover.cache.ledger import Loss, PredictionTotals, Predictor, Totals
@@ -84,9 +84,7 @@ def test_blocks_that_could_not_be_read_are_lost_to_that(engines: Callable[..., E
     a, b = engines(), engines()
     compute(a, "a")
     for data in (tmp_path / "store").rglob("*.data"):
-        content = bytearray(data.read_bytes())
-        content[3 * 4096 * 4 + 100] ^= 1  # blocks are 16 KiB here, stored in order
-        data.write_bytes(content)
+        flip(data, 3 * 4096 * 4 + 100)  # blocks are 16 KiB here, stored in order
     compute(b, "b")
     assert split(sums(b)) == (100, 0, 0, 48, 52)
     assert sums(b).lost == {Loss.READ_FAILED: 48}

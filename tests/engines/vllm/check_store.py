@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import Engine, RequestStatus, Shape
+from bench import Engine, RequestStatus, Shape, flip
 
 from kvmover.engines.common import EngineUnsupported
 
@@ -101,9 +101,7 @@ def test_a_damaged_block_is_computed_with_all_behind_it_and_stored_anew(
     a, b, c = engines(), engines(), engines()
     compute(a, "a")
     for data in (tmp_path / "store").rglob("*.data"):
-        content = bytearray(data.read_bytes())
-        content[3 * 4096 * 4 + 100] ^= 1  # blocks are 16 KiB here, stored in order
-        data.write_bytes(content)
+        flip(data, 3 * 4096 * 4 + 100)  # blocks are 16 KiB here, stored in order
     compute(b, "b")
     assert b.computed[0] == ("b", 48, 100)
     assert b.stats["failed_loads"] == 1

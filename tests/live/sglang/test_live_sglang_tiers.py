@@ -12,8 +12,8 @@ from tests.live.answers import many
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.server import Command, Server, free_port
 from tests.live.sglang.test_live_sglang_radix import conversations, told
-from tests.live.sglang_client import ask, counted, usage, warm
-from tests.live.sglang_servers import hicache, sglang
+from tests.live.sglang_client import ask, counted, split, usage, warm
+from tests.live.sglang_servers import DECODE_WITH_PREFIXES, PREFILL, hicache, sglang
 from tests.live.table import Results
 
 #: Room on the device for three prompts of the longest, of 24 conversations; long prompts come in chunks.
@@ -21,12 +21,13 @@ _LITTLE = ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
 _TIERS = ("device", "host", "storage", "computed")
 
 
-def tiered(name: str, model: Path, root: Path, tp: int = 1, **options: object) -> Command:
+def tiered(name: str, model: Path, root: Path, tp: int = 1, pp: int = 1, **options: object) -> Command:
     return sglang(
         name,
         model,
         *(*_LITTLE, "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct", **options)),
         tp=tp,
+        pp=pp,
         environment={"KVMOVER_METRICS_PORT": str(free_port())},
     )
 
@@ -45,13 +46,15 @@ def written(server: Server) -> None:
     raise AssertionError(f"{server.name} does not end its writes")
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("latent-yarn", 2), ("windows", 1)])
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp"), [("llama", 1, 1), ("llama", 2, 1), ("llama", 1, 2), ("latent-yarn", 2, 1), ("windows", 1, 1)]
+)
 def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
-    kind: str, tp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+    kind: str, tp: int, pp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
     weights = model(kind, "sglang")
     plain, first = servers.start(
-        sglang(f"sglang-plain-{kind}", weights), tiered(f"sglang-tiers-{kind}-{tp}", weights, tmp_path, tp)
+        sglang(f"sglang-plain-{kind}", weights), tiered(f"sglang-tiers-{kind}-{tp}-{pp}", weights, tmp_path, tp, pp)
     )
     warm(plain, first)
     prompts = conversations(200, seed=95)
@@ -60,7 +63,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     got = [ask(first, prompt, 4) for prompt in prompts]
     found = {source: tokens - before[source] for source, tokens in hits(first).items()}
     said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
-    title = f"tiers under the radix cache, {kind}, TP{tp}"
+    title = f"tiers under the radix cache, {kind}, TP{tp}" + f" PP{pp}" * (pp > 1)
     assert not results.add("sglang", title, wanted, got, said).failed
     assert min(found["host"], found["storage"]) > 5_000
     assert sum(found.values()) - found["computed"] == sum(answer.cached_tokens for answer in got)
@@ -75,7 +78,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     written(first)
     servers.stop([first])
 
-    (again,) = servers.start(tiered(f"sglang-tiers-{kind}-{tp}-again", weights, tmp_path, tp))
+    (again,) = servers.start(tiered(f"sglang-tiers-{kind}-{tp}-{pp}-again", weights, tmp_path, tp, pp))
     warm(again)
     before = hits(again)
     got = [ask(again, prompt, 4) for prompt in prompts]
@@ -109,6 +112,39 @@ def test_no_fewer_tokens_are_found_than_by_sglangs_own_tiers_on_the_same_schedul
     assert not results.add("sglang", f"tiers beside SGLang's own, {kind}", wanted, got, said).failed
     assert hits[1] >= hits[0] > 20_000
     servers.stop([own, ours])
+
+
+def test_prefill_and_decode_keep_their_tiers_and_share_a_store(
+    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+) -> None:
+    weights, ours = model("llama", "sglang"), ("--radix-cache-backend", "kvmover", *hicache(tmp_path, "page_first"))
+    commands = [
+        sglang("sglang-tiers-prefill", weights, *_LITTLE, *ours, mode=PREFILL),
+        sglang("sglang-tiers-decode", weights, *_LITTLE, *ours, mode=DECODE_WITH_PREFIXES),
+    ]
+    first, second = servers.start(*commands)
+    warm(plain.ready())
+    prompts = conversations(100, seed=99)
+    wanted = [ask(plain, prompt, 4) for prompt in prompts]
+    for when in ("", ", after a restart"):
+        got = [split(first, second, prompt, 4) for prompt in prompts]
+        found = {tier: cached(first, tier) for tier in ("device", "host", "storage")}
+        said = ", ".join(f"{tokens:,.0f} {tier}" for tier, tokens in found.items())
+        assert not results.add("sglang", f"tiers of prefill and decode{when}", wanted, got, said).failed
+        assert usage(first) == usage(second) == 0
+        assert found["host"] > 2_000
+        time.sleep(2.0)  # the last pages are on their way to storage
+        servers.stop([first, second])
+        if not when:
+            first, second = servers.start(*commands)
+    assert found["storage"] > 5_000
+
+
+def cached(server: Server, source: str) -> float:
+    """Prompt tokens that SGLang itself says were cached there."""
+    text = server.get("/metrics")[1]
+    lines = [line for line in text.splitlines() if line.startswith("sglang:cached_tokens_total")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if f'cache_source="{source}"' in line)
 
 
 def test_a_server_that_is_killed_while_it_writes_costs_its_successor_misses_alone(
