@@ -344,8 +344,8 @@ def recurrent(side: Side) -> Any:
     return slots_of_states(shape)
 
 
-def slots_of_states(shape: Any) -> Any:
-    params = states.Mamba2CacheParams(shape=shape, layers=[0, 2])
+def slots_of_states(shape: Any, kind: Any = states.Mamba2CacheParams) -> Any:
+    params = kind(shape=shape, layers=[0, 2])
     return pools.MambaPool(size=15, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2], device="cpu")
 
 
@@ -383,6 +383,27 @@ def mamba2(side: Side) -> Any:
     """Shapes by SGLang's own reading of a model's configuration."""
     served: Any = engine.model_config()
     return mixed(side, slots_of_states(served.hf_config.mamba2_cache_params.shape))
+
+
+#: As SGLang has them side by side in a convolution of Kimi's, whose steps are outermost.
+KIMI = ((0, 16), (16, 8), (24, 8))
+
+
+def kimi(side: Side) -> Any:
+    made = states.KimiLinearStateShape.create
+    shape = made(tp_world_size=side.columns, num_heads=HEADS, head_dim=4, num_k_heads=HEADS, head_k_dim=2)
+    return mixed(side, slots_of_states(shape, states.KimiLinearCacheParams))
+
+
+def of_kimi(side: Side) -> Iterator[Plane]:
+    yield from attention(side, side.pool.full_kv_pool, 0)
+    caches, at = side.pool.mamba_pool.mamba_cache, torch.tensor([side.row + 1])
+    channels = torch.cat([torch.arange(part.start, part.stop) for part in own_channels(side, KIMI)])
+    for layer in range(2):
+        conv, temporal = (t[layer].view(torch.uint8) for t in (caches.conv[0], caches.temporal))
+        whole = content(40 + layer, 1, conv.shape[1], 32, caches.conv[0].element_size())[:, :, channels]
+        yield Plane(conv, at, whole.reshape(1, *conv.shape[1:]), at)
+        yield cut(plane(temporal, at, 50 + layer, at, (HEADS, *temporal.shape[2:])), side, HEADS)
 
 
 # Compressed sparse attention of Qwen
@@ -514,6 +535,7 @@ FAMILIES = {
     "pooled index keys": Family(256, pooled, of_pooled),
     "qsa": Family(8, compressed, of_compressed),
     "gdn": Family(4, lambda side: mixed(side, recurrent(side)), of_mixed),
+    "kda": Family(4, kimi, of_kimi),
     "mamba2": Family(4, mamba2, lambda side: of_mixed(side, MAMBA2)),
     "mla": Family(4, latent, of_latent),
     "mla on large pages": Family(16, latent, of_latent),
@@ -705,3 +727,12 @@ def test_a_window_in_a_ring_a_request_lands_in_the_rings_of_rows_that_both_sides
     )
     modelled(monkeypatch, sliding_window=WINDOW)
     assert pair(tmp_path, Shape(tp=2), Shape(), "deepseek-v4 in one pool", tokens) == ([""] * 2, [""])
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+@pytest.mark.parametrize(("src", "dst"), [(1, 4), (4, 1)], ids=str)
+def test_the_three_projections_of_a_convolution_are_cut_each_by_itself(
+    name: str, src: int, dst: int, tmp_path: Path
+) -> None:
+    """With channels outermost and with steps outermost (sglang#22060, #32262)."""
+    assert pair(tmp_path, Shape(tp=src), Shape(tp=dst), name, 9) == ([""] * src, [""] * dst)
