@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Cut(Enum):
+class Division(Enum):
     """How tensor-parallel ranks divide the pages of a kind."""
 
     HEADS = "the model's KV heads, K and V in buffers of their own"
@@ -43,7 +43,7 @@ class Told(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StateKind:
     """What one of SGLang's `StateType`s is, and what its components are called here.
 
     `halves`: families of buffers behind one another, all layers each. `numbers`: by which SGLang tells a row, of which
@@ -53,7 +53,7 @@ class Kind:
 
     word: str
     told: Told
-    cut: Cut
+    division: Division
     halves: int = 1
     numbers: int = 1
     interleaved: int = 0
@@ -61,20 +61,20 @@ class Kind:
 
 #: By SGLang's names. Every kind of 0.5.23's `StateType` is here.
 KINDS = {
-    "swa": Kind("window", Told.WINDOW, Cut.WINDOW_HEADS),
-    "block_scale_swa": Kind("window scales", Told.WINDOW, Cut.WINDOW_HEADS, interleaved=128),
-    "block_scale": Kind("scales", Told.PAGES, Cut.HEADS, interleaved=128),
-    "minimax_dense_kv": Kind("dense", Told.PAGES, Cut.HEADS),
-    "minimax_index_k": Kind("index keys", Told.PAGES, Cut.COPIES),
-    "dsa": Kind("index keys", Told.PAGES, Cut.COPIES),
+    "swa": StateKind("window", Told.WINDOW, Division.WINDOW_HEADS),
+    "block_scale_swa": StateKind("window scales", Told.WINDOW, Division.WINDOW_HEADS, interleaved=128),
+    "block_scale": StateKind("scales", Told.PAGES, Division.HEADS, interleaved=128),
+    "minimax_dense_kv": StateKind("dense", Told.PAGES, Division.HEADS),
+    "minimax_index_k": StateKind("index keys", Told.PAGES, Division.COPIES),
+    "dsa": StateKind("index keys", Told.PAGES, Division.COPIES),
     # Keys, then their scores. A row's index, two live parts of it by start and length, and how long it is.
-    "dsa_tail": Kind("index tail", Told.ROW, Cut.COPIES, halves=2, numbers=6),
-    "qsa_compressed": Kind("compressed keys", Told.PAGES, Cut.COPIES),
-    "qsa_pending": Kind("pending keys", Told.ROW, Cut.COPIES),
-    "swa_ring": Kind("window ring", Told.RING, Cut.COPIES),
-    "c128_state": Kind("pending compression", Told.ROW, Cut.COPIES),
-    "request_row": Kind("request row", Told.ROW, Cut.COPIES),
-    "mamba": Kind("state", Told.ROW, Cut.PROJECTIONS),
+    "dsa_tail": StateKind("index tail", Told.ROW, Division.COPIES, halves=2, numbers=6),
+    "qsa_compressed": StateKind("compressed keys", Told.PAGES, Division.COPIES),
+    "qsa_pending": StateKind("pending keys", Told.ROW, Division.COPIES),
+    "swa_ring": StateKind("window ring", Told.RING, Division.COPIES),
+    "c128_state": StateKind("pending compression", Told.ROW, Division.COPIES),
+    "request_row": StateKind("request row", Told.ROW, Division.COPIES),
+    "mamba": StateKind("state", Told.ROW, Division.PROJECTIONS),
 }
 
 #: A state is cut into at most so many heads: every usual number of ranks divides it, and a row is many channels.
@@ -145,7 +145,7 @@ class RankCache:
     `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
     the whole model, `own_heads` of this rank. `by`: which of SGLang's state indices it goes by; None: the KV pages.
     `row_tokens`: tokens of a row, those of a page where only SGLang knows what lies where in its pages. `spare`: the
-    row that a request of which nothing is pending has instead of its own; `numbers`: see `Kind`.
+    row that a request of which nothing is pending has instead of its own; `numbers`: see `StateKind`.
     """
 
     name: str
@@ -285,11 +285,11 @@ def chunk_table(
     return table
 
 
-def _of_kind(args: Any, number: int, kind: Kind, whole: CacheTotals, place: ParallelRank) -> Iterable[RankCache]:
+def _of_kind(args: Any, number: int, kind: StateKind, whole: CacheTotals, place: ParallelRank) -> Iterable[RankCache]:
     """The components of the state caches that SGLang has as number `number`."""
     listed = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
     own, tokens = Buffers.of(*listed), args.page_size
-    if kind.cut is Cut.PROJECTIONS:
+    if kind.division is Division.PROJECTIONS:
         return _states(args, number, own, whole, place)
     if kind.told in (Told.WINDOW, Told.RING) and whole.window is None:
         raise EngineUnsupported("the model's configuration does not tell the size of its sliding window")
@@ -299,14 +299,14 @@ def _of_kind(args: Any, number: int, kind: Kind, whole: CacheTotals, place: Para
         return [replace(cache, states=1, spare=0, numbers=kind.numbers) for cache in rows]
     if kind.told is Told.RING:
         return [replace(cache, states=window) for cache in _copies(kind.word, own, kind.halves, 1, place)]
-    if kind.cut is Cut.COPIES or whole.kv == 1:
+    if kind.division is Division.COPIES or whole.kv == 1:
         pages = _copies(kind.word, own, kind.halves, tokens, place)
     else:
         if kind.told is Told.WINDOW and args.swa_kv_cache_layout is None:
             raise EngineUnsupported(
                 "kvmover's prefill/decode backend transfers windows of keys and values, not of others"
             )
-        heads = whole.window_heads if kind.cut is Cut.WINDOW_HEADS else whole.heads
+        heads = whole.window_heads if kind.division is Division.WINDOW_HEADS else whole.heads
         outermost = args.swa_kv_cache_layout in _HEADS_OUTERMOST and kind.told is Told.WINDOW
         if kind.interleaved:
             outermost = tokens == kind.interleaved

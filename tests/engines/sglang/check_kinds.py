@@ -344,8 +344,8 @@ def recurrent(side: Side) -> Any:
     return slots_of_states(shape)
 
 
-def slots_of_states(shape: Any) -> Any:
-    params = states.Mamba2CacheParams(shape=shape, layers=[0, 2])
+def slots_of_states(shape: Any, kind: Any = states.Mamba2CacheParams) -> Any:
+    params = kind(shape=shape, layers=[0, 2])
     return pools.MambaPool(size=15, spec_state_size=0, cache_params=params, mamba_layer_ids=[0, 2], device="cpu")
 
 
@@ -381,7 +381,29 @@ def of_mixed(side: Side, projections: Any = PROJECTIONS) -> Iterator[Plane]:
 
 def mamba2(side: Side) -> Any:
     """Shapes by SGLang's own reading of a model's configuration."""
-    return mixed(side, slots_of_states(engine.model_config().hf_config.mamba2_cache_params.shape))
+    served: Any = engine.model_config()
+    return mixed(side, slots_of_states(served.hf_config.mamba2_cache_params.shape))
+
+
+#: As SGLang has them side by side in a convolution of Kimi's, whose steps are outermost.
+KIMI = ((0, 16), (16, 8), (24, 8))
+
+
+def kimi(side: Side) -> Any:
+    made = states.KimiLinearStateShape.create
+    shape = made(tp_world_size=side.columns, num_heads=HEADS, head_dim=4, num_k_heads=HEADS, head_k_dim=2)
+    return mixed(side, slots_of_states(shape, states.KimiLinearCacheParams))
+
+
+def of_kimi(side: Side) -> Iterator[Plane]:
+    yield from attention(side, side.pool.full_kv_pool, 0)
+    caches, at = side.pool.mamba_pool.mamba_cache, torch.tensor([side.row + 1])
+    channels = torch.cat([torch.arange(part.start, part.stop) for part in own_channels(side, KIMI)])
+    for layer in range(2):
+        conv, temporal = (t[layer].view(torch.uint8) for t in (caches.conv[0], caches.temporal))
+        whole = content(40 + layer, 1, conv.shape[1], 32, caches.conv[0].element_size())[:, :, channels]
+        yield Plane(conv, at, whole.reshape(1, *conv.shape[1:]), at)
+        yield cut(plane(temporal, at, 50 + layer, at, (HEADS, *temporal.shape[2:])), side, HEADS)
 
 
 # Compressed sparse attention of Qwen
@@ -425,7 +447,7 @@ def of_compressed(side: Side) -> Iterator[Plane]:
 RATIOS = [0, 4, 128, 4]
 
 
-def v4(side: Side) -> Any:
+def v4(side: Side, ratios: list[int] = RATIOS) -> Any:
     made = deepseek.DeepSeekV4TokenToKVPool(
         max_num_reqs=7,
         swa_size=8 * side.page,
@@ -441,10 +463,10 @@ def v4(side: Side) -> Any:
         qk_nope_head_dim=448,
         qk_rope_head_dim=64,
         indexer_head_dim=128,
-        layer_num=len(RATIOS),
+        layer_num=len(ratios),
         device="cpu",
         enable_memory_saver=False,
-        compression_ratios=RATIOS,
+        compression_ratios=ratios,
         sliding_window=WINDOW,
         num_req_slots=8,
     )
@@ -458,22 +480,24 @@ def v4(side: Side) -> Any:
 def of_v4(side: Side) -> Iterator[Plane]:
     pool = side.pool
     for ratio, seed in ((4, 0), (128, 10)):
-        if pool.kv_pools[ratio] is not None:
-            yield from by_page(side, pool.kv_pools[ratio].kv_buffer, seed)
+        yield from by_page(side, pool.kv_pools[ratio].kv_buffer, seed)
     yield from by_page(side, pool.index_pools[4].index_k_with_scale_buffer, 20)
-    if pool.swa_kv_pool is not None:
-        slots = pool.translate_loc_from_full_to_swa(side.slots[-WINDOW:])
-        last = slots.unique_consecutive() // side.page
-        pages, held = last.unique(), torch.cat([last, side.swa_pages[-2:]]).unique()
-        for number, buffer in enumerate(pool.swa_kv_pool.kv_buffer):
-            of = plane(buffer, pages, 30 + number, held)
-            yield of
-        scoped = [*pool.compress_state_pools, *pool.indexer_compress_state_pools]
-        for number, own in enumerate(p for p in scoped if p is not None and not p.request_scoped):
-            every = side.swa_pages[-2:, None] * side.page + torch.arange(side.page)
-            may = own.translate_from_swa_loc_to_state_loc(every.flatten()).unique()
-            at = own.translate_from_swa_loc_to_state_loc(slots).unique()
-            yield plane(own.kv_score_buffer.kv_score, at, 50 + number, may)
+    slots = pool.translate_loc_from_full_to_swa(side.slots[-WINDOW:])
+    pages = (slots // side.page).unique()
+    for number, buffer in enumerate(pool.swa_kv_pool.kv_buffer):
+        yield plane(buffer, pages, 30 + number, side.swa_pages[-2:])
+    scoped = [*pool.compress_state_pools, *pool.indexer_compress_state_pools]
+    for number, own in enumerate(p for p in scoped if p is not None and not p.request_scoped):
+        every = side.swa_pages[-2:, None] * side.page + torch.arange(side.page)
+        may = own.translate_from_swa_loc_to_state_loc(every.flatten()).unique()
+        at = own.translate_from_swa_loc_to_state_loc(slots).unique()
+        yield plane(own.kv_score_buffer.kv_score, at, 50 + number, may)
+    yield from pending_compression(side)
+
+
+def pending_compression(side: Side) -> Iterator[Plane]:
+    """Rows every 128 tokens that are not full yet: in a ring of the request's. Nothing pending: in that of nobody."""
+    pool = side.pool
     for number, own in enumerate(p for p in pool.compress_state_pools if p is not None and p.request_scoped):
         pending = torch.arange(side.tokens - side.tokens % own.ratio, side.tokens)
         at, may, spare = (
@@ -487,6 +511,19 @@ def of_v4(side: Side) -> Iterator[Plane]:
         yield plane(own.kv_score_buffer.kv_score, at, 70 + number, torch.cat([may, spare]))
 
 
+def of_one_pool(side: Side) -> Iterator[Plane]:
+    """As on ROCm: in one buffer a layer, a ring of each request's window, and behind all rings the compressed rows."""
+    pool, width = side.pool, side.pool.unified_swa_ring_size
+    last = torch.arange(max(0, side.tokens - WINDOW), side.tokens)
+    ring, rings = side.row * width + last % width, side.row * width + torch.arange(width)
+    for number, buffer in enumerate(pool.unified_kv_pool.kv_buffer):
+        of_page = side.page // 128 if pool.compression_ratios[number] else 0
+        rows = (side.pages[:, None] * of_page + torch.arange(of_page)).flatten() + pool.unified_swa_pages
+        at = torch.cat([ring, rows[: side.tokens // 128]])
+        yield plane(buffer, at, 90 + number, torch.cat([rings, rows]))
+    yield from pending_compression(side)
+
+
 # The tests
 
 
@@ -498,6 +535,7 @@ FAMILIES = {
     "pooled index keys": Family(256, pooled, of_pooled),
     "qsa": Family(8, compressed, of_compressed),
     "gdn": Family(4, lambda side: mixed(side, recurrent(side)), of_mixed),
+    "kda": Family(4, kimi, of_kimi),
     "mamba2": Family(4, mamba2, lambda side: of_mixed(side, MAMBA2)),
     "mla": Family(4, latent, of_latent),
     "mla on large pages": Family(16, latent, of_latent),
@@ -505,6 +543,7 @@ FAMILIES = {
     "plain on large pages": Family(16, mha, lambda side: attention(side, side.pool, 0)),
     "plain": Family(4, mha, lambda side: attention(side, side.pool, 0)),
     "deep": Family(4, lambda side: mha(side, layers=3), lambda side: attention(side, side.pool, 0)),
+    "deepseek-v4 in one pool": Family(256, lambda side: v4(side, [0, 128, 128]), of_one_pool, dtype="bfloat16"),
     "deepseek-v4": Family(256, v4, of_v4, dtype="fp8_e4m3"),
 }
 
@@ -676,3 +715,24 @@ def test_what_only_sglang_can_read_in_a_page_is_refused_to_pages_of_another_size
     prefills, (reason,) = pair(tmp_path, Shape(), Shape(), "mxfp8", 9, "mxfp8 interleaved")
     assert prefills == ["decode aborted the request"]
     assert "scales mxfp8 2x2x4x256 uint8 a row every 128 tokens" in reason
+
+
+@pytest.mark.parametrize("tokens", [515, 3], ids=str)
+def test_a_window_in_a_ring_a_request_lands_in_the_rings_of_rows_that_both_sides_have(
+    tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool of ROCm, which SGLang makes here if it is told that it may."""
+    monkeypatch.setattr(
+        import_module("sglang.srt.layers.attention.dsv4.unified_kv_gate"), "is_unified_kv_triton", lambda: True
+    )
+    modelled(monkeypatch, sliding_window=WINDOW)
+    assert pair(tmp_path, Shape(tp=2), Shape(), "deepseek-v4 in one pool", tokens) == ([""] * 2, [""])
+
+
+@pytest.mark.parametrize("name", ["gdn", "kda"])
+@pytest.mark.parametrize(("src", "dst"), [(1, 4), (4, 1)], ids=str)
+def test_the_three_projections_of_a_convolution_are_cut_each_by_itself(
+    name: str, src: int, dst: int, tmp_path: Path
+) -> None:
+    """With channels outermost and with steps outermost (sglang#22060, #32262)."""
+    assert pair(tmp_path, Shape(tp=src), Shape(tp=dst), name, 9) == ([""] * src, [""] * dst)
