@@ -103,7 +103,8 @@ def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) 
     page twice: two parts of a request are never in one page.
 
     All of it is checked: which pages are asked for, only destinations know. A component with a window may begin with
-    -1, which is no page: what lies before the window is never read, so that pages may repeat there, and states do.
+    -1, which is no page: what lies before the window is never read, so that pages may repeat there, and states do. So
+    may the first page of any: an engine that is told from where on pages are wanted fills up with it what lies before.
     """
     if len(tables) != len(pools):
         raise PlanError(f"{len(tables)} page tables for {len(pools)} components")
@@ -114,7 +115,13 @@ def check_named(tables: Sequence[npt.NDArray[np.int64]], pools: Sequence[Pool]) 
             odd = int(held.min() if held.min() < 0 else held.max())
             raise PlanError(f"page id {odd} is outside a pool of {pool.spec.pages} pages of {component.name}")
         if component.window is None and not component.states:
-            _check_once(held, pool)
+            _check_once(held[_repeats(held) :], pool)
+
+
+def _repeats(ids: npt.NDArray[np.int64]) -> int:
+    """How often the first id is repeated at once."""
+    others = ids != ids[:1]
+    return int(others.argmax()) - 1 if others.any() else max(0, len(ids) - 1)
 
 
 def check_wanted(tables: PageTables, pools: Sequence[Pool], positions: range, fleet: Fleet) -> None:

@@ -122,6 +122,15 @@ def test_a_page_that_two_parts_of_a_sent_request_would_be_in_is_refused():
     pair.assert_landed()
 
 
+def test_the_first_page_may_stand_for_what_lies_before_it():
+    """An engine is told from where on pages are wanted, and has the table of no others."""
+    pair = Pair.of()
+    (source, *_), table = pair.src.movers, pair.src_tables[0][0].tolist()
+    assert source.send("request", [[table[2], table[2], *table[2:]]]).result is None
+    with pytest.raises(PlanError, match=f"page id {table[2]} is twice"):
+        source.send("another", [[table[2], table[2], *table[2:], table[2]]])
+
+
 def test_states_and_pages_of_windows_may_repeat_in_what_is_sent():
     """Engines fill up with any page what lies before a window; only they know where it begins."""
     bench = Bench((Component.sliding(2, 2, 8, 8, "float32"), Component.state("state", 2, 2, 8, "float32", states=2)))
