@@ -109,7 +109,7 @@ class HybridServer(TieredServer, StateServer):
 def serving(
     kind: str, page: int, size: int = 256, root: Path | None = None, accounts: Any = None, **more: Any
 ) -> HybridServer:
-    rows = None if kind == "windows" else state_rows(24, "none" if page == 1 else "kept")
+    rows: Any = None if kind == "windows" else state_rows(24, "none" if page == 1 else "kept")
     attention = range(len(RECURRENT), LAST)
     if kind == "states":
         pool = pools.HybridLinearKVPool(size, torch.float32, page, 1, 4, list(attention), "cpu", rows.mamba_pool)
