@@ -26,6 +26,7 @@ from kvmover.cache.prefix import (
     FreePages,
     Inserted,
     PageArray,
+    PrefixError,
     RadixKey,
     StaleHandle,
 )
@@ -142,7 +143,12 @@ class TieredRadixCache(KvmoverRadixCache):
             return 0, req.last_node
         if self._states is not None:
             key = self._key_of(req, req.full_untruncated_fill_ids, req.prefix_len + params.host_hit_length)
-            self._states.start(req, dict(self._tree.look(key).held)[STATE], partial(self._room_for_state, node))
+            state = dict(self._tree.look(key).held)[STATE]
+            try:
+                self._states.start(req, state, partial(self._room_for_state, node))
+            except PrefixError:  # no slot for the request's copy: what is loaded is the next one's
+                self._no_room.add(req.rid)
+                return 0, req.last_node
         return params.host_hit_length, node
 
     def maybe_hand_to_session(self, req: Any) -> None:

@@ -234,6 +234,23 @@ def test_a_second_request_starts_at_once_behind_the_gates(page: int, kind: str) 
         server.check()
 
 
+@pytest.mark.parametrize("kind", ["states", "both"])
+def test_a_load_without_a_slot_for_the_requests_own_state_is_declined(kind: str) -> None:
+    server = serving(kind, 1)
+    served(server, list(range(40)), answer=0)
+    server.evict_all()
+    slots = server.rows.mamba_allocator
+    held = slots.alloc(slots.available_size() - 1)
+    req = server.request([*range(40), 1])
+    assert server.match(req) == 0
+    assert (req.host_loaded_length, req.kv.holds_mamba) == (0, False)
+    slots.free(held)
+    server.settle()
+    server.check()
+    # It was loaded all the same, for the next one.
+    assert looked(server, [*range(40), 2]) == (40, 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_node_that_is_split_while_it_is_written_through_is_on_the_host_whole(page: int, kind: str) -> None:
