@@ -386,8 +386,7 @@ def open_radix_cache(context: Any) -> TieredRadixCache:
         )
     params = context.params
     tp, tp_size = engine_radix.rank()
-    place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
-    tiers = open_tiers(params, flags, place, engine_radix.fences(context))
+    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_radix.fences(context))
     kind = DecodeRadixCache if engine_radix.is_decode() else TieredRadixCache
     cache = kind(params, flags, tiers, accounts_of(params))
     engine_radix.gate(context, cache.gates)
