@@ -34,13 +34,14 @@ char *row_data(const Row *row, Py_ssize_t *length)
  * keeps in memory. */
 int row_cut(Row *row, Py_ssize_t from, Py_ssize_t length)
 {
-    Py_ssize_t own, size = PyBytes_Size(row->bytes);
+    Py_ssize_t own;
     char *data = row_data(row, &own);
     if (data == NULL || from < 0 || length < 0 || from + length > own) {
         if (data != NULL)
             PyErr_Format(PyExc_ValueError, "a row of %zd bytes has none from %zd to %zd", own, from, from + length);
         return -1;
     }
+    Py_ssize_t size = PyBytes_Size(row->bytes);
     if (length >= size - size / 8) {
         row->at = (row->length < 0 ? 0 : row->at) + from, row->length = length;
         return 0;
@@ -116,16 +117,12 @@ static PyObject *node_tokens(Node *node, void *Py_UNUSED(unused))
         put(&row->bytes, part);
         row->length = -1;
     }
-    return Py_NewRef(row->bytes);
+    return Py_NewRef(row->bytes == NULL ? Py_None : row->bytes);
 }
 
 static int node_set_tokens(Node *node, PyObject *tokens, void *Py_UNUSED(unused))
 {
-    if (tokens == NULL || !PyBytes_Check(tokens)) {
-        PyErr_SetString(PyExc_TypeError, "tokens are bytes");
-        return -1;
-    }
-    put(&node->tokens.bytes, Py_NewRef(tokens));
+    put(&node->tokens.bytes, Py_XNewRef(tokens));
     node->tokens.length = -1;
     return 0;
 }

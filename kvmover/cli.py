@@ -159,7 +159,14 @@ def demo(given: DemoArguments) -> int:
 @takes(ReplayArguments)
 def replay(given: ReplayArguments) -> None:
     """Replay a trace through the prefix tree, and say which tier its hits came from and why others were lost."""
-    from kvmover.cache.replay import ReplayConfig, ReplayOptions, TraceOptions, policy_named, run_replay
+    from kvmover.cache.replay import (
+        ReplayConfig,
+        ReplayOptions,
+        TraceOptions,
+        policy_named,
+        run_replay,
+        write_policy_named,
+    )
     from kvmover.observe.tables import console
 
     config = ReplayConfig(
@@ -168,6 +175,7 @@ def replay(given: ReplayArguments) -> None:
         given.host_tokens or 0,
         given.storage_tokens or 0,
         policy_named(given.policy),
+        write_policy_named(given.write_policy),
     )
     reading = TraceOptions(given.trace_format, given.block_tokens, given.sessions)
     run_replay(ReplayOptions(given.trace, config, given.plot, given.as_json, reading), console())

@@ -16,9 +16,10 @@ HELP = {"help_option_names": ["-h", "--help"]}
 #: What a number on the command line may be: larger ones overflow on their way, and nothing has so many of anything.
 _MOST = 1 << 53
 
-#: What `--scenario`, `--policy` and `--format` take: the modules that have them load numpy and torch.
+#: What `--scenario`, `--policy`, `--write-policy` and `--format` take: the modules that have them load numpy and torch.
 SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "storage")
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
+WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 TRACE_FORMATS = ("mooncake", "mooncake-delta", "agentic-mooncake", "weka")
 
 Options = TypeVar("Options")
@@ -31,6 +32,10 @@ def _scenarios() -> tuple[str, ...]:
 
 def _policies() -> tuple[str, ...]:
     return POLICIES
+
+
+def _write_policies() -> tuple[str, ...]:
+    return WRITE_POLICIES
 
 
 def _formats() -> tuple[str, ...]:
@@ -137,6 +142,14 @@ class ReplayArguments:
         str,
         typer.Option(help="Which page is given up first.", metavar="|".join(POLICIES), autocompletion=_policies),
     ] = "lru"
+    write_policy: Annotated[
+        str,
+        typer.Option(
+            help="When pages come to the host: as they are given up, at their first use, at their second.",
+            metavar="|".join(WRITE_POLICIES),
+            autocompletion=_write_policies,
+        ),
+    ] = "write_back"
     plot: Annotated[
         Path | None, typer.Option(help="Draw the hit rate against the device's capacity.", metavar="FILE")
     ] = None

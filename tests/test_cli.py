@@ -397,10 +397,12 @@ def test_a_word_that_is_none_of_a_choice_is_told_the_choice_and_no_python(comman
 
 def test_the_words_that_the_help_shows_are_those_that_are_taken() -> None:
     from kvmover.cache.prefix.policy import POLICIES
+    from kvmover.cache.replay.config import WRITE_POLICIES
     from kvmover.demo.scenarios import SCENARIOS
 
     assert tuple(scenario.name for scenario in SCENARIOS) == cli_options.SCENARIOS
     assert tuple(POLICIES) == cli_options.POLICIES
+    assert tuple(WRITE_POLICIES) == cli_options.WRITE_POLICIES
 
 
 def test_the_command_names_every_trace_format_without_importing_a_reader() -> None:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvmover"
 
-PURE = {"deprecated", "errors", "exposition", "faces", "fields", "sharing", "vocabulary"}
+PURE = {"deprecated", "errors", "exposition", "faces", "fields", "shared_memory", "vocabulary"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.ledger", "cache.prefix"}
@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "exposition": set(),
     "faces": set(),
     "fields": {"errors"},
-    "sharing": {"errors"},
+    "shared_memory": {"errors"},
     "vocabulary": set(),
     "kernels": set(),
     "layout": PURE,

@@ -29,8 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmover.cache.prefix import PrefixTree
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
-from kvmover.demo.crew import Crew, Member, ask, ask_all
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
+from kvmover.demo.processes import Crew, Member, ask, ask_all
 from kvmover.demo.rank import Digests, Seat, Served, TieredSeat
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale

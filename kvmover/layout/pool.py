@@ -12,7 +12,7 @@ from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import Layout
-from kvmover.sharing import allocate
+from kvmover.shared_memory import allocate
 from kvmover.vocabulary import PACKED_AXES, PACKED_ORDER
 
 if TYPE_CHECKING:

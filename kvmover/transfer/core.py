@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
-from kvmover.sharing import HostProcess
+from kvmover.shared_memory import HostProcess
 from kvmover.transfer.arguments import least_chunk_bytes
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.events import Patience
@@ -24,6 +24,7 @@ from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mappings, shares
 from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
+from kvmover.transfer.peers.listeners import own_listeners
 from kvmover.transfer.peers.liveness import Liveness
 from kvmover.transfer.peers.table import Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
@@ -209,8 +210,7 @@ def assembled(
     ours = [outgoing.memory, *map(incoming.slab, range(incoming.arena.slabs)), *([sandbox] if sandbox else [])]
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
-    specs = tuple(pool.spec for pool in pools)
-    shared = shares(memories)
+    specs, shared = tuple(pool.spec for pool in pools), shares(memories)
     mappings = Mappings(bool(shared))
     card = Rank(
         place,
@@ -224,6 +224,7 @@ def assembled(
         shared,
         mappings.machine,
         process=HostProcess.own() if mappings.machine else None,
+        listeners=own_listeners() if mappings.machine else (),
     )
     return Core(
         transport,

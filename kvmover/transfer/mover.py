@@ -34,7 +34,7 @@ from kvmover.transfer.arguments import (
     token_range,
     transfer_of,
 )
-from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.config import MoverConfig, Pace
 from kvmover.transfer.core import Core, TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
@@ -58,8 +58,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Between polls of a wait. Two hot pollers on two cores starve each other: a note's round trip grew from 0.1 to 112 ms.
-POLL_SLEEP_S = 100e-6
+#: How a wait sleeps between polls. A poller slows the peer that copies on the next core: 176 MB were pushed in 108 ms
+#: where the destination polled every 1 ms, in 130 where every 0.1 ms. Two hot ones starve each other.
+WAITING = Pace()
 
 #: Timers of one poll at most: what falls due at once is worked off over several, so that none of them takes long.
 MAX_TIMERS = 32
@@ -222,7 +223,7 @@ class Mover:
         self._check_thread()
         for each in self._core.peers.ranks(engine) if rank is None else {rank} & self._core.peers.ranks(engine):
             self._lose(self._core.peers.at(engine, each).name, f"this side disconnected rank {each} of {engine}")
-        self._reconnector.forget(engine, rank)
+        self._connections.forget(engine, rank)
 
     def ranks(self, engine: str) -> frozenset[int]:
         """The ranks of an engine that are connected now. Empty for one that nobody connected, or that was lost."""
@@ -339,7 +340,7 @@ class Mover:
         name = self._core.peers.seated(seat)
         if name is not None:
             self._lose(name, reason)
-        self._reconnector.forget(engine, rank)
+        self._connections.forget(engine, rank)
 
     def poll(self) -> bool:
         """Advance every transfer as far as it can go, never blocking for longer than copies on the CPU take.
@@ -349,10 +350,9 @@ class Mover:
         or was done: if so, the next poll should not be long in coming.
         """
         self._check_thread()
-        before, began = self.meter.beats, self._core.clock()
+        before, began, left = self.meter.beats, self._core.clock(), MAX_HEARD
         self.meter.counts[Count.POLLS] += 1
         self._events += self._transport.poll()
-        left = MAX_HEARD
         while self._events and left > 0:  # one at a time: an error costs no event but the one it comes from
             event = self._events.popleft()
             if isinstance(event, Note):
@@ -382,11 +382,14 @@ class Mover:
             self._core.flush()
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Poll until all have ended; each has a deadline of its own, so this returns."""
+        """Poll until all have ended; each has a deadline of its own, so this returns. Sleeps as a Progress does."""
+        since = self._core.clock()
         while not all(transfer.ended for transfer in transfers):
-            if not self.poll():
+            if self.poll():
+                since = self._core.clock()
+            else:
                 with ranges.span(ranges.WAIT, ""):
-                    time.sleep(POLL_SLEEP_S)
+                    time.sleep(WAITING.nap_s(self._core.clock() - since, len(transfers)))
 
     def close(self, reason: str = "this side closed") -> None:
         """Fail what is open with `reason`, and close the transport: registrations, peers and handles."""
@@ -396,7 +399,7 @@ class Mover:
         for name in list(self._core.liveness.awaited):
             self._lose(name, reason)
         self._core.flush()
-        self._transport.close()
+        self._connections.close()
         self._source.drop()
         self._destination.quarantine.clear()
 

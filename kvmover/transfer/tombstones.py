@@ -74,10 +74,12 @@ class TtlMap(Generic[Key, Value]):
         self._entries[key] = value, until
 
     def get(self, key: Key) -> Value | None:
+        """The value of a key, or None. What is past its time stays until `expire`."""
         entry = self._entries.get(key)
         return entry[0] if entry is not None else None
 
     def forget(self, key: Key) -> None:
+        """Drop a key before its time. An unknown one is ignored."""
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.dropped(key, entry[0])
@@ -135,6 +137,7 @@ class Tombstones:
         self._attempts = TtlMap(MAX_TOMBSTONES, lambda key, how: self.budget.give(key[1], _bytes(key, how)))
 
     def close(self, key: tuple[str, str], generation: int, reason: str | None, until: float) -> None:
+        """Note how an attempt ended, by (request, peer), until `until`. An older generation changes nothing."""
         before = self._attempts.get(key)
         if before is not None and before.generation > generation:
             return
@@ -153,12 +156,15 @@ class Tombstones:
         self._requests.keep(request, how, until)
 
     def ending(self, request: str) -> str | None:
+        """Why a request ended, or None for one that is not known to have."""
         return self._requests.get(request)
 
     def reopen(self, request: str) -> None:
+        """Forget how a request ended: it comes again."""
         self._requests.forget(request)
 
     def expire(self, now: float) -> None:
+        """Drop what is past its time. O(entries that go)."""
         self._attempts.expire(now)
         self._requests.expire(now)
 

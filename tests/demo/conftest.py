@@ -14,7 +14,7 @@ def crew() -> Iterator[None]:
     if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
         pytest.skip("no NIXL wheel is installed")
     from kvmover.demo import run as demo
-    from kvmover.demo.crew import Crew
+    from kvmover.demo.processes import Crew
 
     with Crew(5) as processes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "Crew", lambda size: nullcontext(processes))

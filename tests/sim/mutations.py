@@ -30,7 +30,7 @@ from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.source import machine as source_machine
 from kvmover.transfer.source.attempts import Request, SendAttempt
 from kvmover.transfer.source.driver import SourceDriver
-from kvmover.transfer.source.early import EarlyWants
+from kvmover.transfer.source.early_wants import EarlyWants
 from kvmover.transfer.source.state import Say, Sending
 from kvmover.transfer.source.writes import Part, Writes
 from kvmover.transfer.timers import Timers

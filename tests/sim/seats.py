@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvmover.layout import Component, Pool
-from kvmover.sharing import MapMode
+from kvmover.shared_memory import MapMode
 from kvmover.transfer.destination.state import Receiving
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transfer.memory.mapped import Mapped

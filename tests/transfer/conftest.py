@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmover import sharing
+from kvmover import shared_memory
 
 MOST_POOLS = 100
 
@@ -27,5 +27,5 @@ def one_thread() -> Iterator[None]:
 def few_descriptors() -> Iterator[None]:
     """Movers are in cycles, and Python collects seldom in a large process: shared pools keep a descriptor till then."""
     yield
-    if len(sharing._ALLOCATED) > MOST_POOLS:
+    if len(shared_memory._ALLOCATED) > MOST_POOLS:
         gc.collect()

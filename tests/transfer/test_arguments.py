@@ -63,7 +63,7 @@ def test_no_tables_at_all_are_refused_but_of_a_receive_whose_pages_come_later():
         ([5, 99], "page id 99 is outside a pool of 64 pages of attention"),
         ([5, 64], "page id 64 is outside a pool of 64 pages"),
         ([5, -1], "page id -1 is outside a pool of 64 pages"),
-        ([-1, 5], "page id -1 is outside a pool of 64 pages"),
+        ([-1, 5, -1], "page id -1 is outside a pool of 64 pages"),
         ([], "page table of attention is empty"),
     ],
 )
@@ -122,15 +122,6 @@ def test_a_page_that_two_parts_of_a_sent_request_would_be_in_is_refused():
     pair.assert_landed()
 
 
-def test_the_first_page_may_stand_for_what_lies_before_it():
-    """An engine is told from where on pages are wanted, and has the table of no others."""
-    pair = Pair.of()
-    (source, *_), table = pair.src.movers, pair.src_tables[0][0].tolist()
-    assert source.send("request", [[table[2], table[2], *table[2:]]]).result is None
-    with pytest.raises(PlanError, match=f"page id {table[2]} is twice"):
-        source.send("another", [[table[2], table[2], *table[2:], table[2]]])
-
-
 def test_states_and_pages_of_windows_may_repeat_in_what_is_sent():
     """Engines fill up with any page what lies before a window; only they know where it begins."""
     bench = Bench((Component.sliding(2, 2, 8, 8, "float32"), Component.state("state", 2, 2, 8, "float32", states=2)))
@@ -151,6 +142,25 @@ def test_pages_before_what_is_wanted_may_repeat(wanted: str):
     pair.bench.ended([sent, landed])
     assert landed.result is not None
     assert landed.result.reason is None
+
+
+def test_what_a_destination_has_may_be_no_page_at_the_source_and_who_asks_for_it_is_refused():
+    """A prefill that is told how long a prefix its decode has names no pages of that."""
+    pair = Pair.of()
+    page, tokens = pair.src.fleet.page_tokens, pair.tokens
+    first = 2 * page
+    tables = [[np.append([-1, -1], table[2:]) for table in of] for of in pair.src_tables]
+    for name, positions, reason in (
+        ("some", range(first, tokens), "None"),
+        ("more", range(page, tokens), "page id -1"),
+    ):
+        sent = [mover.send(name, of) for mover, of in zip(pair.src.movers, tables, strict=True)]
+        landed = [
+            mover.receive(name, "prefill", positions, of)
+            for mover, of in zip(pair.dst.movers, pair.dst_tables, strict=True)
+        ]
+        pair.bench.ended([*sent, *landed])
+        assert all(transfer.result and reason in str(transfer.result.reason) for transfer in landed)
 
 
 def test_what_lies_before_a_window_may_be_no_page_at_all():

@@ -16,7 +16,7 @@ from mover_fleets import CONFIG, SMALL_CHUNKS, Pair
 from kvmover.errors import PeerRefused, PlanError
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.cost import BY_HOST, HOST, Costs, Route
-from kvmover.sharing import (
+from kvmover.shared_memory import (
     HostProcess,
     Maker,
     MapMode,
@@ -84,7 +84,7 @@ def test_a_share_is_announced_by_the_descriptor_that_stays_whoever_maps_it_meanw
 def test_the_maker_of_a_share_lives_until_it_has_ended_though_nobody_has_waited_for_it():
     code = (
         "import mmap, os, sys\n"
-        "from kvmover.sharing import _ALLOCATED, allocate\n"
+        "from kvmover.shared_memory import _ALLOCATED, allocate\n"
         "memory = allocate(mmap.PAGESIZE)\n"
         "[(token, held)] = _ALLOCATED.items()\n"
         "print(os.getpid(), held.fd, token, flush=True)\n"

@@ -16,7 +16,7 @@ from mover_peer import DEADLINE_S, MoverProcess, Side
 from test_two_processes import DST_PAGES, NOTICED_S, SRC_PAGES, TOKENS, half_way
 
 from kvmover.plan.cost import Route
-from kvmover.sharing import MapMode
+from kvmover.shared_memory import MapMode
 from tests.proofs import family
 
 pytestmark = pytest.mark.timeout(90)

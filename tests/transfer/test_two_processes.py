@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
+import msgspec
 import pytest
 
 if find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None:
@@ -16,6 +17,7 @@ from mover_peer import DEADLINE_S, MoverProcess, Side, footprint
 
 from kvmover.plan.cost import Route
 from kvmover.transfer.config import Backoff
+from kvmover.transfer.protocol.handshake import read_card, write_card
 from tests.proofs import family
 
 pytestmark = pytest.mark.timeout(90)
@@ -171,6 +173,31 @@ def test_killed_peers_of_this_host_are_dialled_no_more_and_leave_no_descriptor()
             assert time.monotonic() < until, "it is dialled for ever"
             here.poll()
         assert here.connect(card) == f"PeerRefused: {name} has ended"
+        left.append(here.footprint()["file descriptors"])
+    here.mover.close()
+    assert left == left[:1] * len(left)
+
+
+def test_killed_peers_of_another_host_leave_no_descriptor_however_often_they_are_dialled():
+    here, left = Side("here", 24, "HND", None), list[int]()
+    here.mover.configure(replace(here.mover.config, backoff=Backoff(0.05, 0.1), silence_s=2.0, ping_s=0.1))
+    for number in range(3):
+        victim = MoverProcess(f"victim{number}", 24, "HND", None)
+        model = here.mover._model
+        rank = read_card(model, victim.ask("card"))
+        if not rank.listeners:
+            pytest.skip("this host has no way to others")
+        name = here.connect(write_card(model, msgspec.structs.replace(rank, machine="of another host")))
+        victim.ask("send", "first", SRC_PAGES)
+        here.receive("first", f"victim{number}", 0, TOKENS, DST_PAGES)
+        assert here.outcome("first", DEADLINE_S)[0].startswith("landed")
+        here.receive("second", f"victim{number}", 0, TOKENS, DST_PAGES)
+        victim.kill()
+        assert here.outcome("second", DEADLINE_S)[0].startswith(f"TransferFailed: second: {name} is lost")
+        until = time.monotonic() + DEADLINE_S
+        while len(here.mover._reconnector):
+            assert time.monotonic() < until, "it is dialled for ever"
+            here.poll()
         left.append(here.footprint()["file descriptors"])
     here.mover.close()
     assert left == left[:1] * len(left)

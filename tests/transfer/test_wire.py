@@ -19,7 +19,7 @@ from kvmover.errors import ProtocolError
 from kvmover.layout.fleet import Fleet
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
-from kvmover.sharing import HostProcess
+from kvmover.shared_memory import HostProcess
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.handshake import Card, Place, Rank
 from kvmover.transport import Memory

@@ -23,7 +23,7 @@ from kvmover.cache.prefix.keys import DEFAULT_NAMESPACE, NO_IDS, KeyUnits, PageI
 from kvmover.cache.prefix.locks import Locks
 from kvmover.cache.prefix.match import Descent, descend, join, matched, walk
 from kvmover.cache.prefix.node import Node, page_hashes
-from kvmover.cache.prefix.plain import PlainSteps
+from kvmover.cache.prefix.plain_tree import PlainSteps
 from kvmover.cache.prefix.policy import LRU, EvictionPolicy
 from kvmover.cache.prefix.results import (
     ROOT,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvmover.cache.prefix import LRU, POLICIES, DeviceOnly, EvictionPolicy, Tiers, WriteBack, WriteThrough
@@ -13,11 +13,21 @@ class ReplayConfigError(KvmoverError, ValueError):
     """A cache that cannot be: the message names the option and the value."""
 
 
+#: When pages come to the host, by SGLang's names. Back loses no hits, however small the host is. Through copies what
+#: the device goes on holding, and in a host smaller than the device there is no room left for anything else.
+WRITE_POLICIES: dict[str, WriteBack | WriteThrough] = {
+    "write_back": WriteBack(),
+    "write_through": WriteThrough(),
+    "write_through_selective": WriteThrough(2),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
     """Page size, policy, and what each tier holds. A device of None is without end; a tier of 0 tokens is not there.
 
-    Pages reach storage through the host, as engines have it, so storage without a host tier is refused.
+    Pages reach storage through the host, as engines have it, so storage without a host tier is refused. `writes` says
+    when they come to the host, and to storage with it.
     """
 
     page_tokens: int = 64
@@ -25,7 +35,7 @@ class ReplayConfig:
     host_tokens: int = 0
     storage_tokens: int = 0
     policy: EvictionPolicy = LRU
-    writes: WriteBack | WriteThrough = field(default_factory=WriteBack)
+    writes: WriteBack | WriteThrough = WRITE_POLICIES["write_back"]
 
     def __post_init__(self) -> None:
         for name, tokens in (
@@ -57,7 +67,15 @@ class ReplayConfig:
             "host_tokens": self.host_tokens,
             "storage_tokens": self.storage_tokens,
             "policy": self.policy.name,
+            "write_policy": next(name for name, writes in WRITE_POLICIES.items() if writes == self.writes),
         }
+
+
+def write_policy_named(name: str) -> WriteBack | WriteThrough:
+    """The write policy of that name. Raises ReplayConfigError with all names."""
+    if name not in WRITE_POLICIES:
+        raise ReplayConfigError(f"no write policy {name}: there are {', '.join(WRITE_POLICIES)}")
+    return WRITE_POLICIES[name]
 
 
 def policy_named(name: str) -> EvictionPolicy:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmover.cache.ledger import Loss, Residency, Totals
+from kvmover.cache.prefix import WriteThrough
 from kvmover.cache.replay.config import ReplayConfig
 from kvmover.exposition import DurationHistogram
 
@@ -88,10 +89,12 @@ def print_report(report: Report, out: Console) -> None:
         if tokens := totals.lost.get(reason, 0):
             row(f"  lost: {reason}", tokens, _REASONS[reason])
     out.print(table)
-    if config.host_tokens and (config.device_tokens is None or 2 * config.device_tokens > config.host_tokens):
+    near = config.device_tokens is None or 2 * config.device_tokens > config.host_tokens
+    if config.host_tokens and near and isinstance(config.writes, WriteThrough):
         out.print(
             f"a host of {config.host_tokens:,} tokens is fewer than twice the device's: it holds second copies of what"
-            " is on the device, and storage is reached through what is left. Give it several times the device's"
+            " is on the device, and storage is reached through what is left. Give it several times the device's, or"
+            " write back"
         )
     out.print(f"hit rate {totals.hit_rate:.4f} of an ideal {report.ideal_hit_rate:.4f}")
     if lived := report.residency.lifetimes.count:

@@ -9,7 +9,7 @@ no time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,64 +33,65 @@ from kvmover.cache.replay.report import Report
 from kvmover.cache.replay.trace_reader import ReplayRequest
 from kvmover.errors import KvmoverError
 
+PageArray = npt.NDArray[np.int32]
+PageNumbers = npt.NDArray[np.int64]
+
 
 class Ideal:
     """Remembers of every block, after the blocks before it, how many of its first tokens were ever computed."""
 
     def __init__(self) -> None:
-        #: Numbers of places: a block after the place before it; one that is followed when it is cut short has another.
-        self._places = dict[tuple[int, int], int]()
-        self._known = list[int]()
+        #: Of blocks, where pages are places: a block after the place before it. One that is followed when it is cut
+        #: short has a word for that behind it, and so what follows has another place.
+        self._tree = PrefixTree(1)
+        self._known = np.zeros(1 << 12, np.int64)
+        self._places = 0
 
-    def serve(self, request: ReplayRequest) -> tuple[int, list[int]]:
+    def serve(self, request: ReplayRequest) -> tuple[int, PageArray]:
         """Tokens at the beginning of this prompt that an earlier one began with; then this prompt is known too.
 
         With it the place of each block: equal for two prompts where all tokens up to there are.
         """
-        known, full, found = self._known, request.block_tokens, list[int]()
-        before, reused, whole, place_of = -1, 0, True, self._places.setdefault
-        for block, wanted in zip(request.hash_ids, request.lengths(), strict=True):
-            before = place_of((before, block), len(known))
-            found.append(before)
-            if before == len(known):
-                known.append(0)
-            have = known[before]
-            if whole:
-                reused += min(have, wanted)
-                whole = have >= wanted
-            if have < wanted:
-                known[before] = wanted
-            if wanted < full:
-                before = place_of((before, -wanted), len(known))
-                if before == len(known):
-                    known.append(0)
-        return reused, found
+        lengths = np.array(request.lengths())
+        words = np.array(request.hash_ids)
+        cut = np.flatnonzero(lengths[:-1] < request.block_tokens)
+        key = self._tree.key(np.insert(words, cut + 1, (1 << 31) + lengths[cut]) if len(cut) else words)
+        match = self._tree.match(key)
+        before, self._places = self._places, self._places + key.tokens - match.tokens
+        fresh = np.arange(before, self._places, dtype=np.int32)
+        if len(fresh):
+            self._tree.insert(key, fresh, first_page=match.tokens)
+        if self._places > len(self._known):
+            self._known = np.concatenate([self._known, np.zeros(self._places, np.int64)])
+        places = np.concatenate([match.page_ids, fresh])
+        if len(cut):
+            places = np.delete(places, cut + 1 + np.arange(len(cut)))
+        known = self._known[places]
+        more = np.flatnonzero(known < lengths)
+        if not len(more):
+            return request.input_length, places
+        self._known[places[more]] = lengths[more]
+        return int(lengths[: more[0]].sum() + known[more[0]]), places
 
 
-def page_numbers(request: ReplayRequest, places: Sequence[int], page_tokens: int) -> npt.NDArray[np.int64]:
+def page_numbers(request: ReplayRequest, places: PageArray, page_tokens: int) -> PageNumbers:
     """A number for each whole page of a prompt, equal where all tokens up to the page's end are.
 
     It is of the place of the block that the page ends in, and of the how many'th page that is there.
     """
+    most, rest = divmod(request.block_tokens, page_tokens)
+    firsts = places.astype(np.int64) * (most + (rest > 0))
+    if not rest and not request.block_lengths:
+        return (firsts[:, None] + np.arange(most)).reshape(-1)[: request.input_length // page_tokens]
     ends = np.arange(page_tokens, request.input_length + 1, page_tokens)
-    if request.block_lengths:
-        begins = np.cumsum([0, *request.block_lengths[:-1]])
-        blocks = np.searchsorted(begins, ends, "left") - 1
-        within = ends - begins[blocks]
-    else:
-        blocks, within = np.divmod(ends - 1, request.block_tokens)
-        within += 1
-    most = -(-request.block_tokens // page_tokens)
-    return np.array(places)[blocks] * most + (within - 1) // page_tokens
+    begins = np.cumsum([0, *request.lengths()[:-1]])
+    blocks = np.searchsorted(begins, ends, "left") - 1
+    return firsts[blocks] + (ends - begins[blocks] - 1) // page_tokens
 
 
 def in_pages(tokens: int, page_tokens: int) -> int:
     """Tokens of the whole pages among the first `tokens`."""
     return tokens - tokens % page_tokens
-
-
-PageArray = npt.NDArray[np.int32]
-PageNumbers = npt.NDArray[np.int64]
 
 
 class PagesExhausted(KvmoverError):
@@ -155,9 +156,10 @@ class SimulatedStorage:
 
     def leading(self, pages: PageNumbers) -> int:
         """How many of `pages` are here, up to the first that is not. They count as read."""
-        here = self._places(pages) >= 0
-        count = len(here) if here.all() else int(here.argmin())
-        self._touch(pages[:count])
+        missing = np.flatnonzero(self._places(pages) < 0)
+        count = int(missing[0]) if len(missing) else len(pages)
+        if count:
+            self._touch(pages[:count])
         return count
 
     def put(self, pages: PageNumbers) -> None:
@@ -210,30 +212,32 @@ RESIDENCY_SAMPLE = 61
 
 
 class ReplayPrompt(NamedTuple):
-    """A request's prompt: at most `limit_tokens` of it can be hits. `pages` names them for storage."""
+    """A request's prompt by its whole pages, of which at most `limit` can be hits."""
 
-    key: RadixKey
-    limit_tokens: int
     pages: PageNumbers
+    key: RadixKey
+    limit: int
     now_s: float
 
 
 class Server:
     """Raises ReplayConfigError for a prompt that the device cannot hold, and InvariantBroken when pages are missing
     that nobody gave up. `ledger` has the accounts, strict ones.
+
+    A page's number stands for all tokens up to its end: the tree and storage compare it instead of them.
     """
 
     def __init__(self, config: ReplayConfig, ledger: Ledger | None = None) -> None:
         self.config = config
         self.ledger = ledger or Ledger()
-        self.tree = PrefixTree(config.page_tokens, policy=config.policy, tiers=config.tiers)
+        self.tree = PrefixTree(1, policy=config.policy, tiers=config.tiers)
         self.device = SimulatedPages(None if config.device_tokens is None else config.pages(config.device_tokens))
         self.host = SimulatedPages(config.pages(config.host_tokens))
         self.storage = SimulatedStorage(config.pages(config.storage_tokens)) if config.storage_tokens else None
         self.residency = Residency()
         #: Device pages that the tree gave up for room, over all requests.
         self.evicted_pages = 0
-        #: What storage names the pages on the device, which are written to it when they are given up.
+        #: Of each page on the device its number, by which it is written to storage when it is given up.
         self._numbers = np.zeros(self.device.limit or 0, np.int64)
         self._ideal = Ideal()
         self._served = 0
@@ -241,35 +245,34 @@ class Server:
     def serve(self, request: ReplayRequest) -> None:
         """Match, fetch and load what slower tiers have, make room, compute, insert."""
         number, self._served = self._served, self._served + 1
-        page_tokens, now_s = self.config.page_tokens, request.arrived_s
-        needed = -(-request.input_length // page_tokens)
+        page_tokens, now_s, length = self.config.page_tokens, request.arrived_s, request.input_length
+        needed = -(-length // page_tokens)
         if self.device.limit is not None and needed > self.device.limit:
             raise ReplayConfigError(
-                f"a device of {self.config.device_tokens} tokens cannot hold the prompt of {request.input_length}"
-                f" of request {number}"
+                f"a device of {self.config.device_tokens} tokens cannot hold the prompt of {length} of request {number}"
             )
-        key, limit = self.tree.key(request.tokens()), request.input_length - 1
-        match = self.tree.match(key, limit_tokens=limit)
         reusable, places = self._ideal.serve(request)
-        self.ledger.matched(number, request.input_length, reusable, now_s)
-        pages = page_numbers(request, places, page_tokens) if self.storage is not None else _NO_PAGES
-        prompt, credit, lost = ReplayPrompt(key, limit, pages, now_s), Credit(match.tokens), dict[Loss, int]()
+        pages = page_numbers(request, places, page_tokens)
+        prompt = ReplayPrompt(pages, self.tree.key(pages), (length - 1) // page_tokens, now_s)
+        match = self.tree.match(prompt.key, limit_tokens=prompt.limit)
+        self.ledger.matched(number, length, reusable, now_s)
+        credit, lost = Credit(match.tokens * page_tokens), dict[Loss, int]()
         if self.config.host_tokens:
             match, credit, lost = self._bring(prompt, match)
+        known = match.tokens
         self.residency.used(_sample(match.page_ids), now_s)
-        self.ledger.admitted(number, credit, self._losses(request, reusable, match.tokens, lost))
+        self.ledger.admitted(number, credit, self._losses(request, reusable, known * page_tokens, lost))
 
         handle = self.tree.lock(match.device_node)
-        first_page = match.tokens // page_tokens
-        ids = self._room(needed - first_page, now_s)
-        whole = request.input_length // page_tokens - first_page
-        self._name(ids[:whole], pages[first_page:])
-        inserted = self.tree.insert(key, ids[:whole], first_page=first_page)
+        ids = self._room(needed - known, now_s)
+        computed = ids[: len(pages) - known]
+        self._name(computed, pages[known:])
+        inserted = self.tree.insert(prompt.key, computed, first_page=known)
         self.tree.unlock(handle)
         self._free(inserted, now_s)
-        self.device.give(ids[whole:])
-        self.residency.stored(_sample(ids[:whole]), now_s)
-        self.ledger.computed(number, request.input_length - match.tokens)
+        self.device.give(ids[len(computed) :])
+        self.residency.stored(_sample(computed), now_s)
+        self.ledger.computed(number, length - known * page_tokens)
         self.ledger.finished(number, now_s)
         for node in inserted.backups:
             self._back_up(node, prompt)
@@ -306,9 +309,8 @@ class Server:
         """
         if not isinstance(self.config.tiers, WriteBack) or self.host.limit is None:
             return self.tree.evict(pages)
-        pages = min(pages, self.host.limit)
-        room = self.host.take(self._host_room(pages, now_s))
-        given_up = self.tree.evict(pages, room=room)
+        room = self.host.take(self._host_room(min(pages, self.host.limit), now_s))
+        given_up = self.tree.evict(min(pages, len(room)) or pages, room=room)
         copies = [action.legs[0] for action in given_up.actions if isinstance(action, CopyOut)]
         self.host.give(room[sum(len(leg.dst_page_ids) for leg in copies) :])
         if self.storage is not None and copies:
@@ -339,48 +341,53 @@ class Server:
 
     def _bring(self, prompt: ReplayPrompt, match: Match) -> tuple[Match, Credit, dict[Loss, int]]:
         """Bring to the device what slower tiers have. Returned is the match with it, and which tier gave how much."""
-        before, lost = match, dict[Loss, int]()
-        if self.storage is not None:
-            match, lost = self._fetch(self.storage, prompt, match)
+        before, page_tokens, missing, more = match, self.config.page_tokens, 0, self.storage is not None
+        while more and match.best_tokens < prompt.limit:
+            came = match.best_tokens
+            match, missing = self._fetch(prompt, match)
+            more = missing > 0 and match.best_tokens > came
+            match = self._load(prompt, match)
         match = self._load(prompt, match)
-        host_tokens = before.best_tokens - before.tokens
-        return match, Credit(before.tokens, host_tokens, match.tokens - before.best_tokens), lost
+        pages = before.tokens, before.best_tokens - before.tokens, match.tokens - before.best_tokens
+        lost = {Loss.HOST_CAPACITY: missing * page_tokens} if missing else {}
+        return match, Credit(*(count * page_tokens for count in pages)), lost
 
-    def _fetch(self, storage: SimulatedStorage, prompt: ReplayPrompt, match: Match) -> tuple[Match, dict[Loss, int]]:
-        """Read into host pages what storage has beyond the best match."""
-        page_tokens, tree = self.config.page_tokens, self.tree
-        first = match.best_tokens // page_tokens
-        beyond = storage.leading(prompt.pages[first : prompt.limit_tokens // page_tokens])
+    def _fetch(self, prompt: ReplayPrompt, match: Match) -> tuple[Match, int]:
+        """Read into host pages what storage has beyond the best match. With it how many pages have no room there."""
+        assert self.storage is not None
+        tree, first, through = self.tree, match.best_tokens, isinstance(self.config.tiers, WriteThrough)
+        beyond = self.storage.leading(prompt.pages[first : prompt.limit])
         if not beyond:
-            return match, {}
-        if isinstance(self.config.tiers, WriteThrough) and not self._back_up(match.best_node, prompt):
-            return match, {Loss.HOST_CAPACITY: beyond * page_tokens}
-        on_host = isinstance(self.config.tiers, WriteThrough) or match.best_tokens > match.tokens
-        handle = tree.lock_host(match.best_node) if on_host else tree.lock(match.device_node)
+            return match, 0
+        if through and not self._back_up(match.best_node, prompt):
+            return match, beyond
+        on_host = through or match.best_tokens > match.tokens
+        handles = [tree.lock(match.device_node), *([tree.lock_host(match.best_node)] if on_host else [])]
+        # What the device gives up goes by the host, and so before this comes there.
+        if not through:
+            self.device.give(self._room(min(beyond, self.host.limit or 0) + first - match.tokens, prompt.now_s))
         able = self._host_room(beyond, prompt.now_s)
         if able:
-            words = memoryview(prompt.key.data).cast("I")
-            part = tree.key(words[: (first + able) * page_tokens])
-            op = tree.begin_fetch(part, first, self.host.take(able))
-            self._free(tree.end(op), prompt.now_s)
-        tree.unlock(handle)
-        lost = (beyond - able) * page_tokens
-        found = tree.match(prompt.key, limit_tokens=prompt.limit_tokens)
-        return found, {Loss.HOST_CAPACITY: lost} if lost else {}
+            part = tree.key(prompt.pages[: first + able])
+            self._free(tree.end(tree.begin_fetch(part, first, self.host.take(able))), prompt.now_s)
+        for handle in handles:
+            tree.unlock(handle)
+        return tree.match(prompt.key, limit_tokens=prompt.limit), beyond - able
 
     def _load(self, prompt: ReplayPrompt, match: Match) -> Match:
         """Copy to the device what the host has of the best match."""
         if match.best_tokens == match.tokens:
             return match
-        handles = self.tree.lock(match.device_node), self.tree.lock_host(match.best_node)
-        ids = self._room(self.tree.load_needs(match.best_node)[FULL], prompt.now_s)
-        load = self.tree.begin_load(match.best_node, {FULL: ids})
-        self._free(self.tree.end(load.op), prompt.now_s)
+        tree = self.tree
+        handles = tree.lock(match.device_node), tree.lock_host(match.best_node)
+        ids = self._room(match.best_tokens - match.tokens, prompt.now_s)
+        load = tree.begin_load(match.best_node, {FULL: ids})
+        self._free(tree.end(load.op), prompt.now_s)
         for handle in handles:
-            self.tree.unlock(handle)
-        self._name(ids, prompt.pages[load.first_page :])
+            tree.unlock(handle)
+        self._name(ids, prompt.pages[match.tokens :])
         self.residency.stored(_sample(ids), prompt.now_s)
-        return self.tree.match(prompt.key, limit_tokens=prompt.limit_tokens)
+        return tree.match(prompt.key, limit_tokens=prompt.limit)
 
     def _back_up(self, node: int, prompt: ReplayPrompt) -> bool:
         """Copy to the host, and to storage, what the path has on the device alone. False when the host has no room."""

@@ -56,13 +56,33 @@ def hold_failed_pages() -> None:
             "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off: SGLang would give pages of a failed request to"
             " others while a prefill may still write to them"
         )
-    name = "sglang.srt.disaggregation.decode.DecodeTransferQueue._defer_release"
-    queue = import_module("sglang.srt.disaggregation.decode").DecodeTransferQueue
-    if not hasattr(queue._defer_release, "__wrapped__"):
-        _hooks.HookRegistry.register(name, _without_deadline, _hooks.HookType.AROUND)
+    _wrap("DecodeTransferQueue", "_defer_release", _without_deadline)
+
+
+def tell_lengths() -> None:
+    """Have SGLang tell a receiver how long its request is, and not only how many pages it has.
+
+    Raises EngineUnsupported where its hook does not take.
+    """
+    _wrap("DecodePreallocQueue", "_send_kv_metadata", _with_length)
+
+
+def _wrap(queue: str, method: str, around: Callable[..., None]) -> None:
+    """Put `around` around a method of one of decode's queues, once a process."""
+    name, of = f"sglang.srt.disaggregation.decode.{queue}.{method}", import_module("sglang.srt.disaggregation.decode")
+    if not hasattr(getattr(getattr(of, queue), method), "__wrapped__"):
+        _hooks.HookRegistry.register(name, around, _hooks.HookType.AROUND)
         _hooks.HookRegistry.apply_hooks()
-    if not hasattr(queue._defer_release, "__wrapped__"):
+    if not hasattr(getattr(getattr(of, queue), method), "__wrapped__"):
         raise EngineUnsupported(f"SGLang's hook at {name} does not take: its log says why")
+
+
+def _with_length(
+    send: Callable[..., None], queue: Any, request: Any, kv_indices: Any, *more: Any, **named: Any
+) -> None:
+    """`kv_indices` [token]: of what decode lacks."""
+    request.kv_receiver.tokens = (named.get("decode_prefix_len") or 0) + len(kv_indices)
+    send(queue, request, kv_indices, *more, **named)
 
 
 def _without_deadline(hold: Callable[[Any, Any], None], queue: Any, request: Any) -> None:

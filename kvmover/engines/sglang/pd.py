@@ -60,8 +60,10 @@ _MOST_ROOMS = 1 << 16
 
 @dataclass(slots=True)
 class Outgoing:
-    """A request that the prefill has computed `pages` pages of, from the first that decode lacks. `begun`: decode may
-    fetch those."""
+    """A request that the prefill has computed `pages` pages of, from the one in which decode begins to lack tokens.
+
+    `begun`: decode may fetch those.
+    """
 
     prefix_tokens: int = 0
     pages: int = 0
@@ -82,6 +84,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         refuse(args, context)
         if disaggregation_mode is not engine_pd.PREFILL:
             engine_pd.hold_failed_pages()
+            engine_pd.tell_lengths()
         self._rows = AuxRows(args)
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
@@ -235,8 +238,10 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if time.monotonic() - self._given_up.pop(room, -math.inf) < self._patience_s:
             self.give_up(room, "decode aborted the request")
         elif asked and len(asked) == asked[0].ranks:
-            self.req_to_decode_prefix_len[room] = asked[0].prefix_tokens
-            self._outgoing[room].prefix_tokens = asked[0].prefix_tokens
+            # SGLang begins to send with a page of its own; decode's may be smaller.
+            prefix_tokens = asked[0].prefix_tokens - asked[0].prefix_tokens % self.kv_args.page_size
+            self.req_to_decode_prefix_len[room] = prefix_tokens
+            self._outgoing[room].prefix_tokens = prefix_tokens
             self.update_status(room, WAITING)
 
     def add_transfer_request(
@@ -310,11 +315,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         """
         room, key, info = receiver.bootstrap_room, receiver.key, receiver.prefill_info
         tables = self._tables(prefix_tokens, np.asarray(pages, np.int64), states)
-        positions = range(prefix_tokens, prefix_tokens + len(pages) * self.kv_args.page_size)
+        stop = prefix_tokens + len(pages) * self.kv_args.page_size
+        if all(cache.row_tokens == 1 and cache.window is None for cache in self._caches):
+            stop = receiver.tokens or stop  # the prefill's pages may end before the last of these does
         last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
         self._rows_of[room] = row
-        deadline = time.monotonic() + self._patience_s
-        self._driver.receive(room, Wanted(lambda: self._engine(room, key), positions, tables, last_stage, deadline))
+        deadline, of = time.monotonic() + self._patience_s, range(prefix_tokens, stop)
+        self._driver.receive(room, Wanted(lambda: self._engine(room, key), of, tables, last_stage, deadline))
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether SGLang may give the pages of a failed request back: nothing can write to them on this rank any more.
@@ -390,6 +397,8 @@ class KvmoverSender(engine_pd.CommonKVSender):
 class KvmoverReceiver(engine_pd.CommonKVReceiver):
     """SGLang's receiver, which calls all prefill ranks and tells of a failure at once, whoever may write its pages."""
 
+    #: How long the request is, where SGLang's queue has said it.
+    tokens: int | None = None
     _cleared = False
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
@@ -453,4 +462,14 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
 
 
 class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):
-    """SGLang's own: who serves what, over HTTP."""
+    """SGLang's own: who serves what, over HTTP. It says no page size, because SGLang's decode would refuse any but its
+    own. What lies token by token moves between pages of any size; for the rest kvmover's handshake refuses."""
+
+    @property
+    def page_size(self) -> None:
+        """Unknown, whatever the prefill's ranks register."""
+        return None
+
+    @page_size.setter
+    def page_size(self, registered: Any) -> None:
+        """Forget it."""

@@ -271,13 +271,18 @@ def chunk_table(
 ) -> npt.NDArray[np.int64]:
     """What a chunk of a prefill adds to `page_table`, behind `before` pages of earlier chunks (None: it is the first).
 
-    `states` None: other chunks follow. SGLang tells state indices with the last: what goes by them is named then.
+    `states` None: other chunks follow. SGLang tells state indices with the last: what goes by them is named then. What
+    decode has is no page here: -1.
     """
     if cache.by is None:
-        return page_table(cache, prefix_pages if before is None else 0, pages, (), page_tokens)
+        lacking = prefix_pages if before is None else 0
+        return np.concatenate([np.full(lacking, -1), page_table(cache, 0, pages, (), page_tokens)])
     if states is None:
         return np.zeros(0, np.int64)
-    return page_table(cache, prefix_pages + (before or 0), pages, states, page_tokens)
+    table = page_table(cache, prefix_pages + (before or 0), pages, states, page_tokens)
+    if cache.window is None and not cache.states:
+        table[: len(table) - len(states[cache.by])] = -1
+    return table
 
 
 def _of_kind(args: Any, number: int, kind: Kind, whole: CacheTotals, place: ParallelRank) -> Iterable[RankCache]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.plan.cost import BY_HOST, BY_WIRE, Route
-from kvmover.sharing import Maker
+from kvmover.shared_memory import Maker
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.arguments import check_allocated, check_wanted, table_lengths
 from kvmover.transfer.config import Integrity
@@ -93,6 +93,7 @@ class ReceiveAttempt:
 
     @property
     def id(self) -> Id:
+        """The request by name, and the number of this try at it."""
         return self.state.request, self.state.generation
 
     def name(self, core: Core, pages: Pages) -> frozenset[WriterChunk]:
@@ -205,11 +206,7 @@ class ReceiveRequest:
 
 
 def attempt_of(
-    core: Core,
-    wanted: ReceiveRequest,
-    generation: int,
-    leases: WriteLeases,
-    eager: Callable[[str, int], int | None],
+    core: Core, wanted: ReceiveRequest, generation: int, leases: WriteLeases, eager: Callable[[str, int], int | None]
 ) -> ReceiveAttempt:
     """The attempt, with a Want for each source rank encoded. Raises PlanError, PeerUnknown or LayoutError.
 

@@ -97,6 +97,7 @@ class Credits(Generic[Request, Chunk]):
         self._lines.setdefault(request, _Line()).sources.setdefault(source, deque()).append((chunk, nbytes))
 
     def forget(self, request: Request) -> None:
+        """Drop what a request waits for: it has ended."""
         self._lines.pop(request, None)
 
     @property

@@ -169,10 +169,12 @@ class DestinationDriver:
         return True
 
     def knows(self, message: wire.About) -> bool:
+        """Whether a message is of an attempt that runs here or has ended here."""
         id_ = message.request, message.generation
         return id_ in self._attempts or id_ in self._ended
 
     def lost(self, peer: str, reason: str) -> None:
+        """A peer is gone: each attempt that has something of it ends for `reason`, or goes on without it."""
         self._retransmissions.lost(peer)
         self.renewals.lost(peer)
         self._room = True  # what it may still write may be taken from it
@@ -193,6 +195,7 @@ class DestinationDriver:
                 self._step(attempt, Greeted(peer))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
+        """Give up the attempts of one transfer. It ends when nothing of it is in flight."""
         for attempt in list(self._attempts.values()):
             if attempt.transfer is transfer:
                 self._step(attempt, Cancel(reason))
@@ -258,6 +261,7 @@ class DestinationDriver:
         self.leases.expire(now)
 
     def gauges(self) -> dict[Gauge, int]:
+        """What is under way at this moment, for exporters."""
         arena = self.core.incoming.arena
         return {
             Gauge.OPEN_RECEIVES: len(self._attempts),

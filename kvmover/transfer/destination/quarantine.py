@@ -129,6 +129,7 @@ class Quarantine:
         self._held[key] = isolated
 
     def get(self, key: Key) -> Isolated | None:
+        """What is held for an attempt, or None."""
         return self._held.get(key)
 
     def drained(self, key: Key) -> list[int]:
@@ -180,6 +181,7 @@ class Quarantine:
         return due
 
     def reason(self, key: Key) -> str:
+        """Why the attempt failed whose memory is held. Raises KeyError for one that holds nothing."""
         return self._held[key].reason
 
     def clear(self) -> None:
@@ -215,6 +217,7 @@ class Retransmissions:
     _open: dict[Key, _Retransmission] = field(default_factory=dict[Key, _Retransmission])
 
     def said(self, key: Key, want: bytes, due: float, until: float) -> None:
+        """A Want was sent to a source: resend it at `due`, until `until` or an answer."""
         self._open[key] = _Retransmission(want, due, until)
 
     def heard(self, key: Key) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmover.errors import TransportError
 from kvmover.plan.lower import Box
-from kvmover.sharing import MapMode
+from kvmover.shared_memory import MapMode
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.state import ReadEnded
 from kvmover.transfer.memory.copier import Work

@@ -210,10 +210,12 @@ class Receiving(msgspec.Struct, frozen=True):
 
     @property
     def missing(self) -> int:
+        """How many chunks of all sources have not landed."""
         return sum(source.chunks for source in self.sources.values()) - len(self.landed)
 
     @property
     def awaited_aux(self) -> frozenset[str]:
+        """Sources whose payload is wanted and has not come."""
         return frozenset(peer for peer, source in self.sources.items() if source.aux) - self.aux
 
     @property

@@ -128,14 +128,17 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
+        """Bytes that nobody leases, in regions that may be too small."""
         return self.nbytes - self.leased_bytes
 
     @property
     def leased_bytes(self) -> int:
+        """Bytes of all leases, those in quarantine too."""
         return self._held.total()
 
     @property
     def quarantined_bytes(self) -> int:
+        """Bytes that a peer may still write though their request is over."""
         return sum(self._leased[offset] for offset in self._quarantined)
 
     def check(self) -> None:

@@ -28,6 +28,7 @@ class Work:
 
     @property
     def moves(self) -> bool:
+        """Whether any bytes are copied: a digest alone reads them where they lie."""
         return any(region.src is not region.dst for region in self.regions)
 
 
@@ -90,4 +91,5 @@ class Copier:
 
     @property
     def busy(self) -> bool:
+        """Whether a copy has not passed its event."""
         return bool(self._running)

@@ -57,6 +57,7 @@ class Ends:
 
     @classmethod
     def of(cls, src: Sequence[Memory], dst: Sequence[Memory]) -> Ends:
+        """From the allocations of both pools."""
         return cls(_bases(src), src[0].device, _bases(dst), dst[0].device)
 
 
@@ -81,6 +82,7 @@ def descriptors(b: Box, ends: Ends) -> tuple[npt.NDArray[np.int64], npt.NDArray[
 
 
 def join(memory: Memory, tables: Sequence[npt.NDArray[np.int64]]) -> Descriptors:
+    """Tables of runs in one memory, one after the other, as one list of descriptors."""
     return Descriptors(memory.kind, np.concatenate(tables))
 
 
@@ -90,4 +92,5 @@ def part(arena: Memory, offset: int, nbytes: int) -> Descriptors:
 
 
 def allocations(pool: Pool) -> tuple[Memory, ...]:
+    """The memory of each tensor of a pool, in its order."""
     return tuple(memory_of(tensor) for tensor in pool.tensors)

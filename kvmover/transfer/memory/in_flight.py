@@ -29,6 +29,7 @@ class InFlight(Generic[T]):
     _unsettled: dict[int, T] = field(default_factory=dict[int, "T"])
 
     def add(self, ticket: int, what: T, now: float) -> None:
+        """Note what was posted under `ticket`, and when."""
         self._posted[ticket] = what, now
 
     def end(self, event: Completed | Failed, now: float) -> Completion[T] | None:

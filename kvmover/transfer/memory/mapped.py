@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvmover.sharing import Maker, MapMode, NotShared, SharedRange, machine, map_file, shares_of
+from kvmover.shared_memory import Maker, MapMode, NotShared, SharedRange, machine, map_file, shares_of
 from kvmover.transfer.peers.table import Peer
 from kvmover.transport.base import Memory, MemoryKind
 

@@ -67,6 +67,7 @@ class Renewals:
         self._known[source] = registration
 
     def lost(self, source: str) -> None:
+        """Forget what a source that is gone knew of our registrations."""
         self._known.pop(source, None)
 
     def granted(self, source: str, granted: wire.Granted) -> wire.Granted:

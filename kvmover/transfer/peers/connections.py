@@ -17,6 +17,7 @@ from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination.quarantine import WriteLeases
 from kvmover.transfer.events import Tick
 from kvmover.transfer.meter import Count
+from kvmover.transfer.peers.listeners import TcpProbe
 from kvmover.transfer.peers.liveness import Duty
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
@@ -194,6 +195,7 @@ class Connections:
     reconnector: Reconnector
     lost: Callable[[str, str], None]
     welcomed: Callable[[str], None]
+    _probes: dict[str, TcpProbe] = field(default_factory=dict[str, "TcpProbe"])
 
     @property
     def card(self) -> bytes:
@@ -225,6 +227,7 @@ class Connections:
         core.peers.admit(rank, name)
         core.transport.connect(rank.transport)
         self.reconnector.seated(rank.place.seat, name)
+        self._end_probes()
         peer = Peer(name, rank, card)
         over = core.peers.add(peer)
         core.links.connected(peer, core.clock())
@@ -255,6 +258,7 @@ class Connections:
         if name in self.reconnector:  # it was lost, and speaks
             if self.reconnector.heard(name, self.core.clock()):
                 self.core.meter.add(Count.RECONNECTS)
+                self._end_probes()
             self.core.timers.sooner((TimerKind.DIAL, None), self.core.clock())
 
     def check_on(self, name: str) -> None:
@@ -278,9 +282,14 @@ class Connections:
         for name in silent:
             core.lost.append((name, f"{name} does not answer"))
         for name, card in dial:
-            if self._has_ended(read_card(self.model, card)):
+            rank = read_card(self.model, card)
+            if self._has_ended(rank):
                 self.reconnector.retired(name)
                 log.warning("%s has ended; it is dialled no more", name)
+                continue
+            probe = self._probes.pop(name, None)
+            if probe is not None and probe.is_refused():
+                self._try_later(name, card, rank, "nobody listens where it did")
                 continue
             try:
                 self._greet(self._seat(card))
@@ -289,8 +298,31 @@ class Connections:
                 self.reconnector.retired(name)
                 log.warning("%s; it is dialled no more", error)
             except (PeerRefused, TransportError) as error:
-                self.reconnector.lost(name, card, read_card(self.model, card).place.seat, str(error), now)
+                self._try_later(name, card, rank, str(error))
+        self._end_probes()
         core.timers.set((TimerKind.DIAL, None), self.reconnector.next_due())
+
+    def _try_later(self, name: str, card: bytes, rank: Rank, reason: str) -> None:
+        """A peer is lost, or a try at it failed. Whether anybody is there is known by when the next one is due."""
+        self.reconnector.lost(name, card, rank.place.seat, reason, self.core.clock())
+        if name in self.reconnector and rank.listeners and name not in self._probes:
+            self._probes[name] = TcpProbe(rank.listeners)
+
+    def _end_probes(self) -> None:
+        """Of peers that are dialled no more."""
+        for name in [name for name in self._probes if name not in self.reconnector]:
+            self._probes.pop(name).close()
+
+    def forget(self, engine: str, rank: int | None) -> None:
+        """Dial nobody of an engine, or nobody at one rank of it, until they are lost again."""
+        self.reconnector.forget(engine, rank)
+        self._end_probes()
+
+    def close(self) -> None:
+        """Close the transport, and ask after nobody any more."""
+        while self._probes:
+            self._probes.popitem()[1].close()
+        self.core.transport.close()
 
     def part(self, name: str, reason: str) -> None:
         """A peer is gone: nothing is said to it, and it is dialled if nobody has its seat."""
@@ -299,7 +331,7 @@ class Connections:
             core.meter.add(Count.LOST_PEERS)
             log.warning("lost %s: %s", name, reason)
             if core.peers.sits(peer):
-                self.reconnector.lost(name, peer.encoded, peer.card.place.seat, reason, core.clock())
+                self._try_later(name, peer.encoded, peer.card, reason)
                 core.timers.set((TimerKind.DIAL, None), self.reconnector.next_due())
         core.peers.remove(name)
         core.mappings.forget(name)

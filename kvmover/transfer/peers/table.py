@@ -24,6 +24,7 @@ class Peer:
 
     @cached_property
     def end(self) -> End:
+        """Its side of a lane: fleet, rank and pools, as its card has them."""
         return End(self.card.place.fleet, self.card.place.rank, self.card.pools)
 
 
@@ -111,6 +112,7 @@ class Peers:
         assert len(fleets) == len({engine for engine, _ in fleets}), f"engines in several fleets: {fleets}"
 
     def remove(self, name: str) -> None:
+        """Take a peer out, by name. An unknown one is ignored."""
         peer = self._by_name.pop(name, None)
         if peer is None:
             return
@@ -123,6 +125,7 @@ class Peers:
         return self._by_place.get(peer.card.place.seat) == peer.name
 
     def get(self, name: str) -> Peer | None:
+        """The peer of this name, or None."""
         return self._by_name.get(name)
 
     def __len__(self) -> int:
@@ -143,6 +146,7 @@ class Peers:
         return self._by_place.get(seat)
 
     def ranks(self, engine: str) -> frozenset[int]:
+        """Numbers of the ranks of an engine that are connected."""
         return frozenset(rank for known, rank in self._by_place if known == engine)
 
     def fleet(self, engine: str) -> Fleet:

@@ -110,6 +110,7 @@ class Window:
         return Refusal.REPEATED if self.seen >> behind & 1 else None
 
     def mark(self, number: int) -> None:
+        """Note that message `number` was read."""
         ahead = number - self.highest
         if ahead > 0:
             self.highest = number
@@ -122,15 +123,19 @@ class NoAuth:
     """What stands in for a MessageAuth where no key is configured: messages go as they are."""
 
     def sign(self, peer: str, message: bytes) -> bytes:
+        """The message as it is."""
         return message
 
     def verify(self, peer: str, sealed: bytes) -> bytes:
+        """The message as it came."""
         return sealed
 
     def sign_card(self, card: bytes) -> bytes:
+        """The card as it is."""
         return card
 
     def verify_card(self, sealed: bytes) -> bytes:
+        """The card as it came. Raises PeerRefused for a sealed one."""
         if sealed.startswith(SEALED):
             raise PeerRefused("the peer's card is sealed, and this side has no shared key")
         return sealed

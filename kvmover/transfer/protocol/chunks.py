@@ -122,6 +122,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def nbytes(self) -> int:
+        """Payload bytes of all chunks."""
         return sum(chunk.nbytes for chunk in self.chunks)
 
     @cached_property
@@ -332,12 +333,14 @@ class Relation:
     _destinations: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]], init=False)
 
     def sources_of(self, dst_rank: int) -> frozenset[int]:
+        """Source ranks that may have something for a destination rank."""
         if dst_rank not in self._sources:
             every = (rank for plan in self.plans for rank in plan.sources_of(dst_rank))
             self._sources[dst_rank] = frozenset(every)
         return self._sources[dst_rank]
 
     def destinations_of(self, src_rank: int) -> frozenset[int]:
+        """Destination ranks that a source rank may have something for."""
         if src_rank not in self._destinations:
             every = (rank for plan in self.plans for rank in plan.destinations_of(src_rank))
             self._destinations[src_rank] = frozenset(every)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
+from ipaddress import ip_address
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ from kvmover.fields import whole
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
-from kvmover.sharing import HostProcess, SharedRange
+from kvmover.shared_memory import HostProcess, SharedRange
 from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
 from kvmover.transport.base import Memory
 
@@ -33,6 +34,10 @@ MAX_PID = 1 << 22
 
 #: Tensors of one component: more than a model has layers, times two.
 MAX_ALLOCATIONS = 4096
+
+#: Places where a process waits for connections that a card names, and characters of an IPv6 address.
+MAX_LISTENERS = 16
+MAX_ADDRESS_CHARACTERS = 45
 
 #: Staging memory holds a region, or chunks could be cut for ever to fit it.
 LEAST_STAGING_BYTES = 256
@@ -128,6 +133,21 @@ class Place(msgspec.Struct, frozen=True):
         return self.engine, self.rank
 
 
+class Listener(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process waits for TCP connections, of whatever kind: a numeric address that other hosts may reach."""
+
+    address: Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=(1 << 16) - 1)]
+
+    def is_remote(self) -> bool:
+        """Whether it is an address at all, and one that means the same on all hosts."""
+        try:
+            address = ip_address(self.address)
+        except ValueError:
+            return False
+        return not (address.is_loopback or address.is_unspecified or address.is_link_local or address.is_multicast)
+
+
 class Rank(msgspec.Struct, frozen=True):
     """A rank as its peers need to know it: where it stands, how its pools lie, and how to reach its memory.
 
@@ -135,7 +155,7 @@ class Rank(msgspec.Struct, frozen=True):
     written to, `staging` what they are read from, `sandbox` what anybody may write to in order to measure the way here.
     Ranks of one `host` share what is measured. `process` runs on `machine`. `shares`: where each allocation lies in
     shared memory of it, as `allocations`; empty where they do not. `registration`: how often parts of `arena` were
-    registered anew, which `transport` knows of.
+    registered anew, which `transport` knows of. `listeners`: at some of them somebody answers while `process` lives.
     """
 
     place: Place
@@ -156,6 +176,7 @@ class Rank(msgspec.Struct, frozen=True):
     machine: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     registration: Natural = 0
     process: HostProcess | None = None
+    listeners: Annotated[tuple[Listener, ...], msgspec.Meta(max_length=MAX_LISTENERS)] = ()
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -220,6 +241,8 @@ def _check(model: Model, rank: Rank) -> None:
             raise PeerRefused(f"the card has {what} of {memory.nbytes} bytes; a region takes {LEAST_STAGING_BYTES}")
     if rank.process is not None and not 0 < rank.process.pid <= MAX_PID:
         raise PeerRefused(f"the card names process {rank.process.pid}; numbers are 1 to {MAX_PID}")
+    if odd := [listener for listener in rank.listeners if not listener.is_remote()]:
+        raise PeerRefused(f"the card names {odd[0].address}, port {odd[0].port}, which other hosts do not reach")
     if not 0 <= place.rank < place.fleet.size:
         raise PeerRefused(f"the card names rank {place.rank} of a fleet of {place.fleet.size} ranks")
     if not len(rank.pools) == len(rank.allocations) == len(model.components):

@@ -82,6 +82,7 @@ class WriteLease(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def until_us(self) -> int:
+        """When the lease ends, by the clock of the source."""
         return self.echo_us + self.span_us
 
 
@@ -320,6 +321,7 @@ PAGE_ID_BYTES = 4
 
 
 def encoded(pages: Sequence[npt.NDArray[np.int64]]) -> tuple[bytes, ...]:
+    """Page tables as messages carry them: int32, little endian."""
     return tuple(table.astype("<i4").tobytes() for table in pages)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.layout.pool import Pool
 from kvmover.plan.cost import Route
-from kvmover.sharing import MapMode
+from kvmover.shared_memory import MapMode
 from kvmover.transfer.arguments import check_named
 from kvmover.transfer.core import Core
 from kvmover.transfer.events import Cancel, PeerGone, Tick
@@ -80,6 +80,7 @@ class SendAttempt:
         return self.job.peer.card.place.engine
 
     def needs(self, chunk: int) -> Needs:
+        """Layers, positions and pages that a chunk has to wait for. Worked out once."""
         if chunk not in self._needs:
             lane = self.job.lane
             self._needs[chunk] = Needs(*lane.reach(chunk, self.job.want.stop), lane.source_pages(chunk))
@@ -270,6 +271,7 @@ def close(request: Request, core: Core) -> None:
 
 
 def check_aux(payload: bytes | None) -> None:
+    """Raise PlanError for a payload of more than 64 KiB."""
     if payload is not None and len(payload) > wire.MAX_AUX_BYTES:
         raise PlanError(f"a payload of {len(payload)} bytes is over the limit of {wire.MAX_AUX_BYTES}")
 

@@ -20,7 +20,7 @@ from kvmover.transfer.protocol.wire import decoded
 from kvmover.transfer.result import Cause, Gate, Passed, Transfer
 from kvmover.transfer.source import machine
 from kvmover.transfer.source.attempts import Request, SendAttempt, attempt_for, cause_of, check_aux, close, has_passed
-from kvmover.transfer.source.early import Early, EarlyWants
+from kvmover.transfer.source.early_wants import Early, EarlyWants
 from kvmover.transfer.source.state import Action, Attached, EndSend, Event, Post, Ready, Say, Unstage
 from kvmover.transfer.source.writes import Job, OwnTables, Pages, Writes
 from kvmover.transfer.tombstones import MEMORY_S, SERVED, Budget, Tombstones
@@ -335,6 +335,7 @@ class SourceDriver:
                 self._step(request, attempt, PeerGone(peer, reason))
 
     def abort(self, transfer: Transfer, reason: str) -> None:
+        """End a transfer for `reason`, which every destination is told."""
         request = self._open(transfer)
         if request is not None:
             self._fail(request, request.told(reason), Cause.ABORTED)
@@ -385,6 +386,7 @@ class SourceDriver:
         self._gated.clear()
 
     def gauges(self) -> dict[Gauge, int]:
+        """What is under way at this moment, for exporters."""
         open_ = sum(not request.transfer.ended for request in self._requests.values())
         return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self._early), **self.writes.gauges()}
 

@@ -89,6 +89,7 @@ class Job:
         return tuple(map(len, self.target or ()))
 
     def note(self, part_: Part) -> bytes:
+        """The message that says that a part has been written."""
         want = self.want
         return wire.encode(wire.Chunk(want.request, want.generation, part_.chunk, part_.round, part_.digest))
 
@@ -198,6 +199,7 @@ class Writes:
             self._release(entry)
 
     def gauges(self) -> dict[Gauge, int]:
+        """What waits and what is under way at this moment, for exporters."""
         return {
             Gauge.CHUNKS_WAITING_FOR_STAGING: sum(map(len, self._queue.values())),
             Gauge.CHUNKS_WAITING_TO_BE_READ: len(self._staged),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmover.cache.ledger import Loss
-from kvmover.cache.prefix import EARNED, FIFO
+from kvmover.cache.prefix import EARNED, FIFO, WriteThrough
 from kvmover.cache.replay import ReplayConfig, Report, read_trace, replay
 from kvmover.cache.replay.simulator import Ideal
 from tests.cache.replay.made import brute_force, common, generated
@@ -32,7 +32,7 @@ def test_the_hits_of_a_generated_trace_are_those_of_brute_force(page_tokens: int
 @settings(max_examples=15)
 def test_the_ideal_by_hash_ids_is_the_one_by_tokens(seed: int) -> None:
     requests, ideal = generated(seed, count=12), Ideal()
-    reused = [ideal.serve(request) for request in requests]
+    reused = [ideal.serve(request)[0] for request in requests]
     earlier = list[list[int]]()
     for request, found in zip(requests, reused, strict=True):
         tokens = request.tokens().tolist()
@@ -83,9 +83,12 @@ def test_at_equal_capacity_the_conversation_trace_hits_as_often_as_in_vllm(
 @pytest.mark.parametrize(
     ("config", "hit_rate", "starved_tokens"),
     [
-        (ReplayConfig(64, 3_000_000, 10_000_000), 0.2940, 0),
-        (ReplayConfig(64, 3_000_000, 10_000_000, 40_000_000), 0.3687, 0),
-        (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000), 0.2302, 13_300_000),
+        (ReplayConfig(64, 3_000_000, 10_000_000, writes=WriteThrough()), 0.2940, 0),
+        (ReplayConfig(64, 3_000_000, 10_000_000, 40_000_000, writes=WriteThrough()), 0.3684, 0),
+        (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000, writes=WriteThrough()), 0.2302, 13_300_000),
+        (ReplayConfig(64, 3_000_000, 10_000_000), 0.3193, 0),
+        (ReplayConfig(64, 3_000_000, 10_000_000, 40_000_000), 0.3699, 0),
+        (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000), 0.3699, 0),
         (ReplayConfig(64, 3_000_000, policy=EARNED), 0.1525, 0),
         (ReplayConfig(64, 3_000_000, policy=FIFO), 0.1420, 0),
         (ReplayConfig(64, 10_000_000, policy=FIFO), 0.2934, 0),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmover.cache.ledger import Loss
-from kvmover.cache.prefix import LRU, POLICIES, Tier
+from kvmover.cache.prefix import LRU, POLICIES, Tier, WriteBack, WriteThrough
 from kvmover.cache.replay import (
     ReplayConfig,
     ReplayConfigError,
@@ -35,9 +37,10 @@ SETUPS = [
     ReplayConfig(64, 2 * LONGEST, LONGEST, 64 * LONGEST),
     ReplayConfig(64, 4 * LONGEST, LONGEST // 2, 64 * LONGEST),
 ]
+SETUPS += [replace(each, writes=WriteThrough()) for each in SETUPS if each.host_tokens]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: f"{setup.device_tokens}-{setup.host_tokens}")
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: f"{setup.device_tokens}-{setup.host_tokens}-{setup.writes}")
 def test_pages_are_conserved_after_every_request(setup: ReplayConfig) -> None:
     server = Server(setup)
     for request in generated(1):
@@ -59,7 +62,7 @@ def test_storage_may_know_more_of_a_prompt_than_a_full_host_can_take(device: int
     """
     requests = generated(seed, 200)
     longest = max(request.input_length for request in requests) + 64
-    server = Server(ReplayConfig(64, device * longest, int(host * longest), 64 * longest))
+    server = Server(ReplayConfig(64, device * longest, int(host * longest), 64 * longest, writes=WriteThrough()))
     for request in requests:
         server.serve(request)
     server.tree.check()
@@ -79,7 +82,7 @@ def test_what_was_evicted_is_a_loss_only_where_something_was() -> None:
     assert tight.evicted_pages * 64 >= tight.ledger.total().first.lost[Loss.CAPACITY_EVICTED] > 0
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: f"{setup.device_tokens}-{setup.host_tokens}")
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: f"{setup.device_tokens}-{setup.host_tokens}-{setup.writes}")
 def test_every_token_has_a_source_and_every_lost_one_a_reason(setup: ReplayConfig) -> None:
     requests = generated(1)
     data = replay(requests, setup).as_data()
@@ -105,8 +108,35 @@ def test_a_smaller_tier_below_serves_what_the_device_gave_up() -> None:
 
 def test_a_host_full_of_second_copies_is_a_loss_by_its_own_name() -> None:
     """sglang#33862: a host smaller than the device starves under write-through."""
-    lost = replay(generated(1), ReplayConfig(64, 4 * LONGEST, LONGEST // 2, 64 * LONGEST)).totals.lost
-    assert lost[Loss.HOST_CAPACITY] > 0
+    through = ReplayConfig(64, 4 * LONGEST, LONGEST // 2, 64 * LONGEST, writes=WriteThrough())
+    starved, mended = (
+        replay(generated(1), replace(through, writes=each)).totals for each in (WriteThrough(), WriteBack())
+    )
+    assert starved.lost[Loss.HOST_CAPACITY] > mended.lost.get(Loss.HOST_CAPACITY, 0)
+    assert starved.hit_rate < mended.hit_rate
+
+
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 6), st.sampled_from([0, 2, 64]))
+@settings(max_examples=40)
+def test_more_of_a_tier_loses_no_hits(seed: int, device: int, host: int, storage: int) -> None:
+    """A host beside a device loses none; more of a device, of a host or of storage no more than 2 % of the prompts.
+
+    In halves of the longest prompt. A host that is all taken by one prompt on its way lets others go.
+    """
+    requests = generated(seed)
+    half = -(-max(request.input_length for request in requests) // 128) * 64
+    fewer = ReplayConfig(64, (device + 1) * half, host * half, storage * half if host else 0)
+
+    def hits(config: ReplayConfig) -> int:
+        return replay(requests, config).totals.credited_tokens
+
+    least = hits(fewer)
+    assert least >= hits(ReplayConfig(64, fewer.device_tokens))
+    least -= sum(request.input_length for request in requests) // 50
+    assert hits(replace(fewer, device_tokens=(device + 2) * half)) >= least
+    assert hits(replace(fewer, host_tokens=(host + 1) * half)) >= least
+    if host:
+        assert hits(replace(fewer, storage_tokens=(storage + 1) * half)) >= least
 
 
 def test_an_equal_prompt_is_computed_to_its_last_page_only() -> None:
@@ -184,8 +214,6 @@ def test_no_page_is_out_twice_and_none_is_lost(limit: int, data: st.DataObject) 
     pages, out = SimulatedPages(limit), list[list[int]]()
     for _ in range(30):
         if out and data.draw(st.booleans()):
-            import numpy as np
-
             pages.give(np.array(out.pop(data.draw(st.integers(0, len(out) - 1))), np.int32))
         else:
             wanted = data.draw(st.integers(0, limit))
@@ -202,13 +230,34 @@ def test_no_page_is_out_twice_and_none_is_lost(limit: int, data: st.DataObject) 
 
 
 def test_storage_keeps_what_was_read_or_written_last_and_prefixes_before_their_ends() -> None:
-    storage, names = SimulatedStorage(4), [bytes([number]) for number in range(9)]
-    storage.put(names[:3])
-    storage.put(names[5:7])
-    assert storage.leading(names[:3]) == 2, "the end of the older prompt went first"
-    storage.put(names[8:])
-    assert (storage.leading(names[5:7]), storage.leading(names[:3]), len(storage)) == (1, 2, 4)
-    assert storage.leading([names[4], names[0]]) == 0
+    storage, pages = SimulatedStorage(4), np.arange(9)
+    storage.put(pages[:3])
+    storage.put(pages[5:7])
+    assert storage.leading(pages[:3]) == 2, "the end of the older prompt went first"
+    storage.put(pages[8:])
+    assert (storage.leading(pages[5:7]), storage.leading(pages[:3]), len(storage)) == (1, 2, 4)
+    assert storage.leading(pages[[4, 0]]) == 0
+
+
+@given(st.integers(1, 30), st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(1, 40)), max_size=60))
+@settings(max_examples=80)
+def test_storage_is_an_lru_of_pages_however_short_its_log(limit: int, calls: list[tuple[bool, int, int]]) -> None:
+    storage, known = SimulatedStorage(limit), OrderedDict[int, None]()
+    storage._log = storage._log[:8]
+    for writes, first, count in calls:
+        pages = list(range(first, first + count))
+        if not writes:
+            pages = pages[: next((at for at, page in enumerate(pages) if page not in known), count)]
+            assert storage.leading(np.arange(first, first + count)) == len(pages)
+        else:
+            storage.put(np.array(pages))
+        for page in reversed(pages):
+            known[page] = None
+            known.move_to_end(page)
+        while len(known) > limit:
+            known.popitem(last=False)
+        assert len(storage) == len(known)
+    assert [page for page in range(120) if storage.leading(np.array([page]))] == sorted(known)
 
 
 def test_a_setup_that_cannot_be_is_refused_with_its_values() -> None:

@@ -62,12 +62,14 @@ def test_the_table_says_every_tier_and_every_loss(trace: Path, capsys: pytest.Ca
 def test_a_host_that_is_not_much_larger_than_the_device_is_said_to_bring_little(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, small, _ = run(capsys, trace, "--capacity-tokens", 16384, "--host-tokens", 8192)
+    through = "--write-policy", "write_through"
+    _, small, _ = run(capsys, trace, "--capacity-tokens", 16384, "--host-tokens", 8192, *through)
     assert "a host of 8,192 tokens is fewer than twice the device's" in small
-    _, near, _ = run(capsys, trace, "--capacity-tokens", 8192, "--host-tokens", 8192)
+    _, near, _ = run(capsys, trace, "--capacity-tokens", 8192, "--host-tokens", 8192, *through)
     assert "fewer than twice the device's" in near
-    _, large, _ = run(capsys, trace, "--capacity-tokens", 8192, "--host-tokens", 16384)
-    assert "fewer than twice the device's" not in large
+    for fits in (("--host-tokens", 16384, *through), ("--host-tokens", 4096)):
+        _, large, _ = run(capsys, trace, "--capacity-tokens", 8192, *fits)
+        assert "fewer than twice the device's" not in large
 
 
 def test_a_picture_is_drawn(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +83,7 @@ def test_a_picture_is_drawn(trace: Path, tmp_path: Path, capsys: pytest.CaptureF
     ("options", "message"),
     [
         (["--policy", "clock"], "no policy clock: there are lru"),
+        (["--write-policy", "never"], "no write policy never: there are write_back"),
         (["--capacity-tokens", "0"], "0 is not a number"),
         (["--page-size", "0"], "Invalid value"),
         (["--storage-tokens", "4096"], "storage of 4096 tokens is reached through a host tier"),

@@ -31,7 +31,8 @@ utils: Any = import_module("sglang.srt.disaggregation.utils")
 KVPoll: Any = import_module("sglang.srt.disaggregation.base.conn").KVPoll
 context: Any = import_module("sglang.srt.runtime_context")
 scheduling: Any = import_module("sglang.srt.disaggregation.prefill").SchedulerDisaggregationPrefillMixin
-windows: Any = import_module("sglang.srt.mem_cache.swa_memory_pool")
+queues: Any = import_module("sglang.srt.disaggregation.decode")
+mem: Any = import_module("sglang.srt.mem_cache.common")
 deepseek: Any = import_module("sglang.srt.mem_cache.deepseek_v4_memory_pool")
 qsa: Any = import_module("sglang.srt.mem_cache.qsa_kv_pool")
 states: Any = import_module("sglang.srt.configs.mamba_utils")
@@ -132,16 +133,29 @@ class Side:
         )
         scheduling._send_kv_chunk(scheduler, request, last_chunk=True)
 
-    def told(self) -> tuple[Any, list[Any]]:
-        """Pages and state indices that SGLang's scheduler names on this side."""
+    def ask_by(self, receiver: Any) -> None:
+        """SGLang's queue of a decode tells the receiver where the request has room."""
+        queue = SimpleNamespace(
+            req_to_metadata_buffer_idx_allocator=SimpleNamespace(alloc=lambda: ROW),
+            _transfer_page_indices=lambda _request, slots, page: mem.kv_to_page_indices(slots, page),
+            transfer_queue=SimpleNamespace(enable_staging=False),
+            _num_published_destinations=0,
+        )
+        stats = SimpleNamespace(time_stats=SimpleNamespace(set_decode_transfer_queue_entry_time=lambda: None))
+        request = SimpleNamespace(kv_receiver=receiver, is_rebootstrap=False, req=stats)
+        send = queues.DecodePreallocQueue._send_kv_metadata
+        send(queue, request, self.slots, self.page, self.told(), decode_prefix_len=0)
+
+    def told(self) -> list[Any]:
+        """State indices that SGLang's scheduler names on this side."""
         heard: list[Any] = []
         sender = SimpleNamespace(
             get_max_transfer_tokens=lambda: None,
             should_send_kv_chunk=lambda *_: True,
-            send=lambda pages, of_states, num_kv_tokens: heard.extend((pages, of_states)),
+            send=lambda pages, of_states, num_kv_tokens: heard.extend(of_states),
         )
         self.send_by(sender)
-        return heard[0], heard[1]
+        return heard
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,15 @@ def by_page(side: Side, buffers: Any, seed: int, at: torch.Tensor | None = None)
 def mha(side: Side, heads: int = HEADS, dim: int = 16, layers: int = LAYERS) -> Any:
     own = max(1, heads // side.columns)
     return pools.MHATokenToKVPool(8 * side.page, side.page, torch.bfloat16, own, dim, layers, "cpu", False)
+
+
+def latent(side: Side) -> Any:
+    return pools.MLATokenToKVPool(8 * side.page, side.page, torch.bfloat16, 16, 8, LAYERS, "cpu", False)
+
+
+def of_latent(side: Side) -> Iterator[Plane]:
+    for number, buffer in enumerate(side.pool.kv_buffer):
+        yield plane(buffer, side.slots, number, side.every_slot())
 
 
 # Draft models with heads of their own
@@ -476,6 +499,10 @@ FAMILIES = {
     "qsa": Family(8, compressed, of_compressed),
     "gdn": Family(4, lambda side: mixed(side, recurrent(side)), of_mixed),
     "mamba2": Family(4, mamba2, lambda side: of_mixed(side, MAMBA2)),
+    "mla": Family(4, latent, of_latent),
+    "mla on large pages": Family(16, latent, of_latent),
+    "gdn on large pages": Family(16, lambda side: mixed(side, recurrent(side)), of_mixed),
+    "plain on large pages": Family(16, mha, lambda side: attention(side, side.pool, 0)),
     "plain": Family(4, mha, lambda side: attention(side, side.pool, 0)),
     "deep": Family(4, lambda side: mha(side, layers=3), lambda side: attention(side, side.pool, 0)),
     "deepseek-v4": Family(256, v4, of_v4, dtype="fp8_e4m3"),
@@ -516,8 +543,7 @@ def decode(rank: Rank, port: int, name: str, tokens: int) -> str:
     receiver = side.classes["receiver"](side.manager, address, ROOM)
     receiver.init(0)
     assert polled(receiver.poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput
-    pages, of_states = side.told()
-    receiver.send_metadata(pages, ROW, of_states, decode_prefix_len=0)
+    side.ask_by(receiver)
     if polled(receiver.poll, KVPoll.Success, KVPoll.Failed) == KVPoll.Failed:
         return _failed(receiver)
     for number, of in enumerate(planes):
@@ -634,3 +660,19 @@ def test_sides_whose_caches_differ_refuse_each_other_and_say_what_each_has(
     first, second = reason.split("; ")
     assert first.endswith(f"peer holds sglang {ours}, protocol {VERSION}")
     assert second == f"this side holds sglang {theirs}, protocol {VERSION}"
+
+
+@pytest.mark.parametrize(("sent", "received"), [("{}", "{} on large pages"), ("{} on large pages", "{}")])
+@pytest.mark.parametrize(("name", "src", "dst"), [("plain", 1, 2), ("mla", 2, 1), ("gdn", 2, 1)])
+def test_pages_of_other_sizes_are_cut_at_both_sides_borders(
+    name: str, src: int, dst: int, sent: str, received: str, tmp_path: Path
+) -> None:
+    """21 tokens in pages of 4 and of 16: of the last page of 16 the other side has two pages."""
+    fleets = Shape(tp=src), Shape(tp=dst)
+    assert pair(tmp_path, *fleets, sent.format(name), 21, received.format(name)) == ([""] * src, [""] * dst)
+
+
+def test_what_only_sglang_can_read_in_a_page_is_refused_to_pages_of_another_size(tmp_path: Path) -> None:
+    prefills, (reason,) = pair(tmp_path, Shape(), Shape(), "mxfp8", 9, "mxfp8 interleaved")
+    assert prefills == ["decode aborted the request"]
+    assert "scales mxfp8 2x2x4x256 uint8 a row every 128 tokens" in reason

@@ -39,10 +39,12 @@ allocate: Any = import_module("vllm.v1.worker.utils").allocate_kv_cache
 Sampling: Any = import_module("vllm.sampling_params").SamplingParams
 Events: Any = import_module("vllm.config.kv_events").KVEventsConfig
 Structured: Any = import_module("vllm.v1.structured_output").StructuredOutputManager
+Recurrent: Any = import_module("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
 RequestStatus: Any = requests.RequestStatus
 
 KV_HEADS, HEAD_DIM, LATENT, LAYERS, BLOCKS = 4, 8, 24, 4, 40
 POISON = 0x6B
+RECURRENT = "model.layers.4.mixer"
 
 hashing.init_none_hash(sha256)
 
@@ -50,7 +52,8 @@ hashing.init_none_hash(sha256)
 @dataclass(frozen=True)
 class Shape:
     """How an engine is run. `kernel_tokens`: of the attention kernel's blocks, where smaller. `window`: of every other
-    layer. `packing`: of rows in blocks, where unusual. `options`: of the connector."""
+    layer. `mamba`: a recurrent layer beside attention. `drafts`: tokens that are guessed a step, the last one wrong.
+    `packing`: of rows in blocks, where unusual. `options`: of the connector."""
 
     tp: int = 1
     pp: int = 1
@@ -60,6 +63,7 @@ class Shape:
     latent: bool = False
     window: int | None = None
     mamba: bool = False
+    drafts: int = 0
     packing: tuple[tuple[str, Any], ...] = ()
     blocks: int = BLOCKS
     batch_tokens: int = 256
@@ -100,6 +104,7 @@ def config_of(shape: Shape, folder: Path) -> Any:
         is_encoder_decoder=False,
     )
     cache = configs.CacheConfig(block_size=shape.block_tokens, cache_dtype="auto", enable_prefix_caching=True)
+    cache.mamba_cache_mode = "align"
     transfer = configs.KVTransferConfig(
         kv_connector="KvmoverConnector",
         kv_connector_module_path="kvmover.engines.vllm",
@@ -125,6 +130,14 @@ def config_of(shape: Shape, folder: Path) -> Any:
         kv_events_config=Events(enable_kv_cache_events=shape.events, publisher="null"),
     )
     cache.num_gpu_blocks = shape.blocks
+    if shape.drafts:
+        config.speculative_config = configs.SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=shape.drafts,
+            prompt_lookup_max=3,
+            target_model_config=model,
+            target_parallel_config=config.parallel_config,
+        )
     return config
 
 
@@ -153,8 +166,9 @@ def caches_of(shape: Shape, stage: int = 0) -> Any:
             caching.KVCacheGroupSpec([layer_name(n) for n in range(1, LAYERS, 2)], sliding),
         ]
     if shape.mamba:
-        mamba = caching.MambaSpec(block_size=shape.block_tokens, shapes=((4, 8),), dtypes=(torch.float32,))
-        groups.append(caching.KVCacheGroupSpec(["model.layers.4.mixer"], mamba))
+        states: dict[str, Any] = {"shapes": ((KV_HEADS // shape.tp, 2, 4),), "dtypes": (torch.float32,)}
+        states |= {"mamba_type": Recurrent.LINEAR, "mamba_cache_mode": "align", "num_speculative_blocks": shape.drafts}
+        groups.append(caching.KVCacheGroupSpec([RECURRENT], caching.MambaSpec(shape.block_tokens, **states)))
     size, layers = full.page_size_bytes * shape.blocks, len(groups[0].layer_names)
     layer, block, *_ = caching.compute_layout_strides(full, shape.blocks, layers, caching.KVCacheLayout[shape.layout])
     tensors = [caching.KVCacheTensor(size * layers, group.layer_names, layer, block) for group in groups]
@@ -236,7 +250,8 @@ def truth(tokens: Sequence[int], positions: range, number: int, heads: range, nb
 @dataclass
 class Engine:
     """A scheduler and its ranks. By request: `said` its output, `ended` how, `answers` what is for its other half.
-    `computed`: (request, first position, one past the last) of each step. `before_layer`: called in a forward pass."""
+    `computed`: (request, first position, one past the last) of each step. `before_layer`: called in a forward pass.
+    `lost`: requests whose recurrent state was not that of the tokens before a step."""
 
     shape: Shape
     folder: Path
@@ -247,6 +262,8 @@ class Engine:
     events: list[Any] = field(default_factory=list)
     computed: list[tuple[str, int, int]] = field(default_factory=list)
     before_layer: Callable[[Rank, int], None] | None = None
+    lost: set[str] = field(default_factory=set)
+    guessed: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.config = config = config_of(self.shape, self.folder)
@@ -274,11 +291,16 @@ class Engine:
         """One of vLLM's: schedule, run, update."""
         output = self.scheduler.schedule()
         carried = pickle.loads(pickle.dumps(output))
+        self.guessed = dict(carried.scheduled_spec_decode_tokens)
         # Both ways between processes: vLLM merges results in place, one of which it shares among all empty steps.
         results = [pickle.loads(pickle.dumps(self._run(rank, carried))) for rank in self.ranks]
         assert all(result.sampled_token_ids == results[0].sampled_token_ids for result in results)
         merged = self.aggregator.aggregate(results) if len(results) > 1 else results[0]
         made = self.scheduler.update_from_output(output, merged)
+        if self.shape.drafts:
+            names = [name for name in output.num_scheduled_tokens if name in self.scheduler.requests]
+            guesses = [[1] * (self.shape.drafts - 1) + [7] for _ in names]
+            self.scheduler.update_draft_token_ids(outputs.DraftTokenIds(names, guesses))
         for out in made.values():
             for one in out.outputs:
                 self.said.setdefault(one.request_id, []).extend(one.new_token_ids)
@@ -331,6 +353,8 @@ class Engine:
                 for name in names:
                     self._compute(rank, name, output.num_scheduled_tokens[name], number)
                 rank.connector.save_kv_layer(layer_name(number), rank.caches[layer_name(number)], None)
+            for name in names if self.shape.mamba else ():
+                self._recur(rank, name, output.num_scheduled_tokens[name])
             sampled = [self._sample(rank, name, output.num_scheduled_tokens[name]) for name in names]
             result = outputs.ModelRunnerOutput(
                 req_ids=names, req_id_to_index={name: n for n, name in enumerate(names)}, sampled_token_ids=sampled
@@ -349,24 +373,53 @@ class Engine:
             self.computed.append((name, positions.start, positions.stop))
         layer = layer_name(number)
         nbytes = rank.caches[layer].view(torch.uint8).shape[3]
-        rows = truth(request.all_token_ids, positions, number, rank.heads, nbytes)
+        rows = truth(self._tokens(request), positions, number, rank.heads, nbytes)
         rank.write(layer, self.tables(name), positions, rows)
 
+    def _tokens(self, request: Any) -> list[int]:
+        """Those that are known, and guesses behind them, of which vLLM pads a first step with -1."""
+        return [*request.all_token_ids, *(max(0, guess) for guess in self.guessed.get(request.request_id, ()))]
+
+    def _recur(self, rank: Rank, name: str, count: int) -> None:
+        """A recurrent layer reads the state of all tokens before a step, and leaves that of all with it."""
+        request, positions = self._span(name, count)
+        table, of_block = self.tables(name)[rank.groups[RECURRENT]], self.shape.block_tokens
+        cache = rank.caches[RECURRENT].view(torch.uint8)
+        state = {stop: self._state(request, stop, rank, cache.shape[3]) for stop in (positions.start, positions.stop)}
+        if positions.start and not torch.equal(
+            cache[table[(positions.start - 1) // of_block], 0, 0], state[positions.start]
+        ):
+            self.lost.add(name)
+        cache[table[(positions.stop - 1) // of_block], 0, 0] = state[positions.stop]
+
+    def _state(self, request: Any, stop: int, rank: Rank, nbytes: int) -> torch.Tensor:
+        """Of all tokens before `stop`, for the heads of a rank."""
+        if not stop:
+            return torch.empty(0, dtype=torch.uint8)
+        rows = truth(self._tokens(request), range(stop - 1, stop), LAYERS, rank.heads, nbytes // len(rank.heads))
+        return rows.flatten()
+
     def _sample(self, rank: Rank, name: str, count: int) -> list[int]:
-        """The next token, where all tokens there are have been computed: of every byte that attention would read."""
+        """The next token, where all tokens there are have been computed: of every byte that attention would read.
+
+        Guesses that are right are tokens too.
+        """
         request, positions = self._span(name, count)
         if positions.stop < request.num_tokens:
             return []
-        return [self.word(rank, name, positions.stop)]
+        right = sum(guess == 1 for guess in self.guessed.get(name, ()))
+        return [self.word(rank, name, positions.stop)] * (1 + right)
 
     def word(self, rank: Rank, name: str, stop: int) -> int:
         """1 where the cache holds the truth on this rank, and a token that nobody else says where it does not."""
         request = self.scheduler.requests[name]
+        if name in self.lost:
+            return 600
         for number in rank.layers:
             layer = layer_name(number)
             start = max(0, stop - self.shape.window) if self.shape.window and number % 2 else 0
             held = rank.rows(layer, self.tables(name), range(start, stop))
-            wanted = truth(request.all_token_ids, range(start, stop), number, rank.heads, held.shape[2])
+            wanted = truth(self._tokens(request), range(start, stop), number, rank.heads, held.shape[2])
             if not torch.equal(held, wanted):
                 return 500 + number
         return 1

@@ -173,6 +173,30 @@ def test_hybrid_models_hand_over_the_window_that_decode_needs(engines: Callable[
     b.drain()
 
 
+@pytest.mark.parametrize("length", [64, 65, 90, 97])
+def test_hybrids_with_states_hand_over_the_state_before_the_last_token(
+    engines: Callable[..., Engine], length: int
+) -> None:
+    """vLLM keeps a state a block: the last one is of all tokens but that which decode computes."""
+    a, b = engines(mamba=True), engines(mamba=True, tp=2, layout="BLHNC")
+    hand_over(a, b, PROMPT[:length])
+    assert not a.lost | b.lost
+    assert b.computed[0] == ("d-1", length - 1, length)
+    a.drain()
+    b.drain()
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 17}], ids=["full", "window"])
+def test_engines_that_guess_tokens_hand_over(engines: Callable[..., Engine], shape: dict[str, Any]) -> None:
+    """Decode's rows of guesses that were wrong are written over; the prompt's come from the prefill alone."""
+    a, b = engines(drafts=3, **shape), engines(drafts=3, tp=2, block_tokens=32, **shape)
+    hand_over(a, b, tokens=24)
+    assert [span for span in b.computed if span[1] < 99] == []
+    assert len(b.computed) < 24
+    a.drain()
+    b.drain()
+
+
 def test_a_request_that_decode_gives_up_before_it_has_pages_lets_the_prefill_go(engines: Callable[..., Engine]) -> None:
     a, b = engines(), engines()
     a.ask("p-1", PROMPT, params={"do_remote_decode": True})

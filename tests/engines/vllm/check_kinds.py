@@ -22,6 +22,7 @@ from bench import KV_HEADS, POISON, Factory, Role, Shape, allocate, caching, con
 
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, SendSpec
 from kvmover.engines.vllm.handshake import HandshakeServer, Remote
+from kvmover.errors import KvmoverError
 
 triton: Any = import_module("triton")
 units: Any = import_module("vllm.triton_utils")
@@ -302,13 +303,23 @@ class Bench:
         return ranks
 
     def hand_over(self, family: Family, src: Grid, dst: Grid, tokens: range = range(TOKENS)) -> None:
-        """A request from one engine's ranks to the other's."""
-        a, b = self.side("prefill", family, src, tokens.stop), self.side("decode", family, dst, tokens.stop)
+        """A request from one engine's ranks to the other's, whose memory is compared then."""
+        for rank in self.moved(family, family, src, dst, tokens):
+            wanted = blank(family, dst, rank.rank, tokens.stop)
+            family.write(wanted, tokens)
+            assert torch.equal(rank.memory, wanted.memory), odd(rank, wanted)
+            assert (wanted.memory != POISON).any()
+
+    def moved(
+        self, of_src: Family, of_dst: Family, src: Grid, dst: Grid, tokens: range, failing: bool = False
+    ) -> list[Rank]:
+        """The ranks that a request came to, or to each of which it did not."""
+        a, b = self.side("prefill", of_src, src, tokens.stop), self.side("decode", of_dst, dst, tokens.stop)
         server = HandshakeServer("127.0.0.1", 0)
         server.lay_out("prefill", [rank.connector.get_handshake_metadata().card for rank in a])
         remote = Remote("prefill", "p", "127.0.0.1", server.port)
         for rank in a:
-            family.write(rank, range(tokens.stop))
+            of_src.write(rank, range(tokens.stop))
             tables = tuple(rank.tables)
             step(rank, KvmoverConnectorMetadata(sends=[SendSpec("p", "p", tables, None)]))
         for rank in b:
@@ -318,17 +329,14 @@ class Bench:
         while waiting:
             for rank in list(waiting):
                 results = rank.connector.get_transfer_results(set())
-                assert not results.failed_recving, rank.connector._worker
+                lost = results.failed_recving or rank.connector.get_block_ids_with_load_errors()
+                assert bool(lost) == (failing and bool(results.finished_recving))
                 if results.finished_recving:
                     waiting.remove(rank)
             assert time.monotonic() < deadline
             time.sleep(0.002)
         server.close()
-        for rank in b:
-            wanted = blank(family, dst, rank.rank, tokens.stop)
-            family.write(wanted, tokens)
-            assert torch.equal(rank.memory, wanted.memory), odd(rank, wanted)
-            assert (wanted.memory != POISON).any()
+        return b
 
 
 class _Draft:
@@ -633,6 +641,10 @@ def test_a_draft_with_other_heads_moves_with_its_model(bench: Bench) -> None:
     bench.hand_over(family, Grid(1), Grid(4, 32))
 
 
+def latents_only(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    return [named(0, 3, latent(block_tokens, head_size=24, dtype=torch.float32))]
+
+
 @pytest.mark.parametrize(
     ("src", "dst"),
     [
@@ -643,7 +655,91 @@ def test_a_draft_with_other_heads_moves_with_its_model(bench: Bench) -> None:
     ids=["dcp4-to-1", "1-to-dcp2", "runs"],
 )
 def test_tokens_that_ranks_share_are_dealt_anew(bench: Bench, src: Grid, dst: Grid) -> None:
-    def groups(tp: int, block_tokens: int) -> list[dict[str, Any]]:
-        return [named(0, 3, latent(block_tokens, head_size=24, dtype=torch.float32))]
+    bench.hand_over(Family(latents_only, rows), src, dst)
 
-    bench.hand_over(Family(groups, rows), src, dst)
+
+def undrafted(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    return drafted(tp, block_tokens)[:1]
+
+
+def halved(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    return [named(0, 2, full(tp, block_tokens, dtype=torch.bfloat16))]
+
+
+def three(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    return [named(0, 3, full(tp, block_tokens))]
+
+
+PLAIN = Family(undrafted, rows)
+
+
+@pytest.mark.parametrize(
+    ("src", "said"),
+    [
+        (Family(drafted, rows, DRAFT), "full_attention 1, 16 float32, draft 1x1x2x16 float32"),
+        (Family(halved, rows), "full_attention 0, 16 bfloat16 2x1x4x16 bfloat16"),
+        (Family(three, rows), "full_attention 0, 16 float32 3x1x4x16 float32"),
+        (Family(recurrent("GDN"), rows), "mamba 2, 6 bfloat16, q 1x3x4x6 bfloat16 1 states"),
+    ],
+    ids=["draft", "dtype", "layers", "states"],
+)
+def test_engines_whose_caches_differ_are_refused_with_both_lists(
+    bench: Bench, caplog: pytest.LogCaptureFixture, src: Family, said: str
+) -> None:
+    """Before a byte is sent: the decode engine keeps its poison, and computes."""
+    (rank,) = bench.moved(
+        replace(src, write=lambda rank, tokens: None), PLAIN, Grid(2), Grid(1, 32), range(TOKENS), True
+    )
+    (line,) = [record.getMessage() for record in caplog.records if "was not received" in record.getMessage()]
+    assert said in line
+    assert "full_attention 0, 16 float32 2x1x4x16 float32" in line
+    assert (rank.memory == POISON).all()
+
+
+def ring(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    spec = caching.CircularBufferSpec(block_size=block_tokens, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    return [named(0, 2, spec)]
+
+
+def narrow(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    indexer = {"head_size": 68, "dtype": torch.uint8, "cache_role": caching.SparseCacheRole.INDEXER}
+    return [named(0, 2, latent(block_tokens, **indexer))]
+
+
+def stateful(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    spec = caching.MambaSpec(block_size=block_tokens, shapes=((4, 8),), dtypes=(torch.float32,))
+    return [named(0, 2, spec)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "grid", "said"),
+    [
+        (ring, Grid(), "CircularBufferSpec with 1 tokens a state"),
+        (narrow, Grid(), "MLAAttentionSpec with 68 B a row, indexer role"),
+        (stateful, Grid(), r"kind MAMBA2 with 1 states \(\(4, 8\),\); not 2"),
+        (sparse, Grid(1, 128), "128 rows, a row every 132 B; those of index keys, index scales have 1 x 64"),
+        (recurrent("GDN"), Grid(2, dcp=2), "MambaSpec with decode context parallelism of 2"),
+        (latents_only, Grid(4, 32, dcp=2, interleave=16), r"runs of 16 tokens on each of 2 ranks, in pages of \[32\]"),
+    ],
+    ids=["ring", "fp4-keys", "states", "blocks", "dcp-states", "runs"],
+)
+def test_what_cannot_be_cut_is_refused_with_its_values(
+    bench: Bench, groups: Callable[[int, int], list[dict[str, Any]]], grid: Grid, said: str
+) -> None:
+    with pytest.raises(KvmoverError, match=said):
+        bench.side("prefill", Family(groups, rows), grid, TOKENS)
+
+
+def test_nvfp4_of_blackwells_own_kernels_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They order scales of values in another way."""
+    platform = import_module("vllm.platforms").current_platform
+    monkeypatch.setattr(
+        type(platform), "is_device_capability_family", classmethod(lambda cls, family, *_: family == 100)
+    )
+
+    def groups(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+        packed = {"kv_quant_mode": caching.KVQuantMode.NVFP4, "num_head_slots": 8, "state_content_bytes": 36}
+        return [named(0, 2, full(tp, block_tokens, dtype=torch.uint8, **packed, head_size=64))]
+
+    with pytest.raises(KvmoverError, match="quantised as NVFP4, with 8 slots for 4 heads on sm_100"):
+        bench.side("prefill", Family(groups, rows), Grid(), TOKENS)

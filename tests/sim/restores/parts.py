@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvmover.cache.prefix import FULL, PrefixTree, SlidingWindow, State, Tier
-from kvmover.cache.prefix.forest import ID_BYTES
+from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.tiers import Controller, ControllerConfig, FreeList, LocalConsensus, Rule, Speed
 from kvmover.cache.tiers.host_memory import SOLE
 from kvmover.cache.tiers.layerwise_copier import Batch

@@ -32,6 +32,7 @@ class Early:
 
     @property
     def generation(self) -> int:
+        """Which try of the destination it is of."""
         return self.version[0]
 
     def messages(self) -> list[wire.AnyMessage]:

@@ -11,8 +11,7 @@ from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
 from kvmover.transfer import tombstones
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.source import early
-from kvmover.transfer.source.early import EarlyWants
+from kvmover.transfer.source.early_wants import MAX_MESSAGES, EarlyWants
 
 
 def peer(name: str = "decode0.1") -> Any:
@@ -56,9 +55,9 @@ def test_what_follows_a_want_is_kept_with_it_and_not_without_end():
     wants.wait(peer(), want(), 10.0)
     assert not wants.follow(peer(), wire.Done("request", 2))
     assert not wants.follow(peer("stranger"), about)
-    assert all(wants.follow(peer(), about) for _ in range(early.MAX_MESSAGES + 5))
+    assert all(wants.follow(peer(), about) for _ in range(MAX_MESSAGES + 5))
     (each,) = wants.take("request")
-    assert each.messages() == [want(), *[about] * early.MAX_MESSAGES]
+    assert each.messages() == [want(), *[about] * MAX_MESSAGES]
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "lost", "late"])
@@ -120,9 +119,9 @@ def test_what_is_kept_for_a_peer_has_a_budget_of_its_own(monkeypatch: pytest.Mon
     assert wants.wait(peer("b"), want("two", 1, 1400), 10.0), "another has its own"
     assert wants.wait(peer("a"), want("one", 2, 1000), 10.0), "in place of the one before"
     assert wants.wait(peer("a"), want("two", 1, 1000), 10.0)
-    for _ in range(early.MAX_MESSAGES):
+    for _ in range(MAX_MESSAGES):
         assert wants.follow(peer("a"), wire.Granted("two", 1, (wire.Grant(1, 300, 300),) * 20))
     assert wants.budget.kept_bytes("a") <= 5024
-    assert len(wants.take("two")[0].said) < early.MAX_MESSAGES
+    assert len(wants.take("two")[0].said) < MAX_MESSAGES
     assert waiting(wants, "one") == [("a", 2)]
     assert wants == EarlyWants()
