@@ -203,7 +203,7 @@ PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count)
     PyObject *name = PyBytes_FromStringAndSize(data + first, page_bytes), *children = node_children(parent, NULL);
     Node *node = NULL;
     if (name != NULL && children != NULL)
-        node = node_new(1, self->next_id, (PyObject *)parent, args[1], parent->end, end);
+        node = columns_make(self, self->next_id, (PyObject *)parent, args[1], parent->end, end);
     if (node != NULL && row_cut(&node->tokens, first, (Py_ssize_t)pages * page_bytes) < 0)
         Py_CLEAR(node);
     if (node != NULL) {

@@ -2,10 +2,10 @@
 
     KVMOVER_TRACES=FOLDER KVMOVER_PEERS=SITE_PACKAGES python -m perf.bench_radix [requests]
 
-The requests of the trace go through SGLang's own admission, allocation, checkpoints and release one after the other, in
-chunks of `CHUNK_TOKENS` tokens, with pools and rows of requests that are SGLang's. What is timed are the calls that
-these make of the cache, as they make them; ours has its ledger on. Every pass is a process of its own, and the caches
-take turns. Target: half of the time of the Rust core.
+The first requests of the trace go through SGLang's own admission, allocation, checkpoints and release one after the
+other, in chunks of `CHUNK_TOKENS` tokens, with pools and rows of requests that are SGLang's. What is timed are the
+calls that these make of the cache, as they make them; ours has its ledger on. Every pass is a process of its own, and
+the caches take turns. Target: half of the time of the Rust core.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from perf.bench_prefix import apart
 from perf.prefix_peers import load
 from perf.record import Spread, write
 
-ROUNDS = 1
+ROUNDS = 3
 CHUNK_TOKENS = 8192
 PAGES = (64, 1)
-CAPACITIES = {"10M": 10_000_000, "3M": 3_000_000}
+CAPACITIES = {"3M": 3_000_000}
+#: The first of the trace: the pool is full after some 250.
+REQUESTS = 800
 #: The longest prompt of the trace with its answer.
 ROW_TOKENS = 140_000
 
@@ -240,8 +242,8 @@ def _rows(requests: list[ReplayRequest]) -> Iterator[dict[str, object]]:
     for page_tokens in PAGES:
         for label, capacity in CAPACITIES.items():
             passes: dict[str, list[Pass]] = {name: [] for name in CACHES}
-            for number in range(ROUNDS):
-                for name in CACHES if number == 0 else CACHES[:2]:
+            for _ in range(ROUNDS):
+                for name in CACHES:
                     passes[name].append(apart(_pass, name, requests, page_tokens, capacity))
             totals = {name: Spread.of([each.total_us / len(requests) for each in got]) for name, got in passes.items()}
             for name, got in passes.items():
@@ -271,9 +273,9 @@ def main(given: list[str]) -> None:
         sys.exit("there is no SGLang: KVMOVER_PEERS names an environment that has it")
     for name in ("managers.schedule_policy", "mem_cache.allocation", "server_args"):
         _named(name)
-    requests = list(read_trace(path))
+    requests = list(read_trace(path))[: int(given[0]) if given else REQUESTS]
     if given:
-        for _ in _rows(requests[: int(given[0])]):
+        for _ in _rows(requests):
             pass
         return
     print("wrote", write("radix", list(_rows(requests))))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmover import cli
 from perf import readme
 
 TEXT = readme.README.read_text()
@@ -51,3 +52,18 @@ def test_every_demo_scenario_is_on_the_first_screen() -> None:
 
     (shown,) = re.findall(r"\| Scenario \|.*?\n\n", TEXT, re.DOTALL)
     assert re.findall(r"^\| `([a-z-]+)` \|", shown, re.MULTILINE) == [scenario.name for scenario in SCENARIOS]
+
+
+#: Commands of `make pictures`, each with the picture that it draws.
+PICTURES = re.findall(
+    r"kvmover (plan .*?) --svg (\S+)$", (readme.README.parent / "Makefile").read_text().replace("\\\n\t\t", ""), re.M
+)
+
+
+def test_a_picture_is_what_the_command_draws_today(tmp_path: Path) -> None:
+    assert len(PICTURES) == 2
+    for number, (command, picture) in enumerate(PICTURES):
+        drawn = tmp_path / f"{number}.svg"
+        with pytest.raises(SystemExit):
+            cli.main([*shlex.split(command), "--svg", str(drawn)])
+        assert drawn.read_text() == (readme.README.parent / picture).read_text(), "run: make pictures"

@@ -180,6 +180,8 @@ class Core:
 
     def ended(self, verb: Literal["send", "receive"], request: str, result: Result) -> None:
         """Tell those that watch. What one of them raises is its own affair: no transfer fails for it."""
+        if not self.watchers:
+            return
         ending = Ending(*self.card.place.seat, verb, request, result)
         for watcher in self.watchers:
             try:
@@ -200,9 +202,8 @@ def assembled(
 
     chunk_bytes = max(config.costs.chunk_bytes, least_chunk_bytes(pools, config.arena_bytes))
     device = pools[0].tensors[0].device
-    revocation = config.revocation or transport.revocation
     outgoing = _staging(config.arena_bytes, 0, device)  # only read by peers, which does no harm however late it is
-    slab = slab_bytes(config.arena_bytes, chunk_bytes, revocation)
+    slab = slab_bytes(config.arena_bytes, chunk_bytes, config.revocation or transport.revocation)
     incoming = _staging(config.arena_bytes, slab, device)
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
     sandbox = memory_of(probed) if config.sandbox_bytes else None

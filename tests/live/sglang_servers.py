@@ -15,7 +15,7 @@ from tests.live.server import ENVIRONMENTS, Command, Ground, Server, free_port
 _FIXTURE = Path(__file__).parent / "fixtures" / "sglang"
 
 _ENVIRONMENT = {
-    "PYTHONPATH": str(_FIXTURE),
+    "PYTHONPATH": os.pathsep.join([str(_FIXTURE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     "PYTHONWARNINGS": "ignore",
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_HOST_IP": "127.0.0.1",

@@ -198,7 +198,7 @@ class Columns:
         self.settle(front)
         return front
 
-    # Plain trees: attention KV alone, on one tier, by LRU
+    # Trees without components
 
     def grow(self, parent: Node, data: bytes, end: int, pages: bytes) -> Node:
         """A new leaf below `parent` for what `data` has up to page `end`, with `pages` on the device."""
@@ -211,6 +211,8 @@ class Columns:
         self.device.evictable += end - parent.end
         self.device.order.add(node)
         return node
+
+    # Plain trees: attention KV alone, on one tier, by LRU
 
     def evict(self, pages: int) -> bytes:
         """Give up `pages` pages, or all that may go, from the ends of leaves; their ids."""

@@ -181,12 +181,21 @@ class Insertion:
         forest, offer = self._forest, self._offer
         if at.end < offer.first_page:
             raise PrefixError(f"pages below {offer.first_page} are the tree's, but it knows {at.end}")
-        cuts, names = self._boundaries(at.end), offer.key.known_hashes(forest.config.page_words)
+        names = offer.key.known_hashes(forest.config.page_words) if not offer.start else None
+        if not (forest.config.components or offer.start or offer.priority):
+            ids = offer.ids[(at.end - offer.first_page) * ID_BYTES :]
+            node = self._end = forest.columns.grow(at, offer.key.data, offer.pages, ids)
+            if names is not None:
+                node.hashes = tuple(names[node.start : node.end])
+            if forest.journal is not None:
+                forest.journal.stored(node, Tier.DEVICE)
+            return
+        cuts = self._boundaries(at.end)
         for low, high in pairwise(cuts):
             low_bytes, high_bytes = ((page - offer.start) * forest.page_bytes for page in (low, high))
             node = forest.attach(at, offer.key.data[low_bytes:high_bytes])
             node.hits, node.priority = 1, offer.priority
-            if names is not None and not offer.start:
+            if names is not None:
                 node.hashes = tuple(names[low:high])
             ids = offer.ids[(low - offer.first_page) * ID_BYTES : (high - offer.first_page) * ID_BYTES]
             forest.give(node, Tier.DEVICE, -1, ids)

@@ -9,7 +9,7 @@ no time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvmover.cache.prefix import (
     FULL,
     ActionList,
     CopyOut,
+    FreePages,
     InvariantBroken,
     Match,
     PrefixTree,
@@ -41,46 +42,46 @@ class Ideal:
     """Remembers of every block, after the blocks before it, how many of its first tokens were ever computed."""
 
     def __init__(self) -> None:
-        #: Of blocks, where pages are places: a block after the place before it. One that is followed when it is cut
-        #: short has a word for that behind it, and so what follows has another place.
-        self._tree = PrefixTree(1)
-        self._known = np.zeros(1 << 12, np.int64)
-        self._places = 0
+        #: Numbers of places: a block after the place before it; one that is followed when it is cut short has another.
+        self._places = dict[tuple[int, int], int]()
+        self._known = list[int]()
 
-    def serve(self, request: ReplayRequest) -> tuple[int, PageArray]:
+    def serve(self, request: ReplayRequest) -> tuple[int, list[int]]:
         """Tokens at the beginning of this prompt that an earlier one began with; then this prompt is known too.
 
         With it the place of each block: equal for two prompts where all tokens up to there are.
         """
-        lengths = np.array(request.lengths())
-        words = np.array(request.hash_ids)
-        cut = np.flatnonzero(lengths[:-1] < request.block_tokens)
-        key = self._tree.key(np.insert(words, cut + 1, (1 << 31) + lengths[cut]) if len(cut) else words)
-        match = self._tree.match(key)
-        before, self._places = self._places, self._places + key.tokens - match.tokens
-        fresh = np.arange(before, self._places, dtype=np.int32)
-        if len(fresh):
-            self._tree.insert(key, fresh, first_page=match.tokens)
-        if self._places > len(self._known):
-            self._known = np.concatenate([self._known, np.zeros(self._places, np.int64)])
-        places = np.concatenate([match.page_ids, fresh])
-        if len(cut):
-            places = np.delete(places, cut + 1 + np.arange(len(cut)))
-        known = self._known[places]
-        more = np.flatnonzero(known < lengths)
-        if not len(more):
-            return request.input_length, places
-        self._known[places[more]] = lengths[more]
-        return int(lengths[: more[0]].sum() + known[more[0]]), places
+        known, full, found = self._known, request.block_tokens, list[int]()
+        before, reused, whole, place_of = -1, 0, True, self._places.setdefault
+        for block, wanted in zip(request.hash_ids, request.lengths(), strict=True):
+            fresh = len(known)
+            place = place_of((before, block), fresh)
+            found.append(place)
+            if place == fresh:
+                known.append(wanted)
+                whole = False
+            else:
+                have = known[place]
+                if whole:
+                    reused += min(have, wanted)
+                    whole = have >= wanted
+                if have < wanted:
+                    known[place] = wanted
+            before = place
+            if wanted < full:
+                before = place_of((place, -wanted), len(known))
+                if before == len(known):
+                    known.append(0)
+        return reused, found
 
 
-def page_numbers(request: ReplayRequest, places: PageArray, page_tokens: int) -> PageNumbers:
+def page_numbers(request: ReplayRequest, places: Sequence[int], page_tokens: int) -> PageNumbers:
     """A number for each whole page of a prompt, equal where all tokens up to the page's end are.
 
     It is of the place of the block that the page ends in, and of the how many'th page that is there.
     """
     most, rest = divmod(request.block_tokens, page_tokens)
-    firsts = places.astype(np.int64) * (most + (rest > 0))
+    firsts = np.array(places) * (most + (rest > 0))
     if not rest and not request.block_lengths:
         return (firsts[:, None] + np.arange(most)).reshape(-1)[: request.input_length // page_tokens]
     ends = np.arange(page_tokens, request.input_length + 1, page_tokens)
@@ -164,26 +165,26 @@ class SimulatedStorage:
 
     def put(self, pages: PageNumbers) -> None:
         """Keep `pages`; the least recently used go when there is no room."""
-        self._pages += int((self._places(pages) < 0).sum())
+        self._pages += int(np.count_nonzero(self._places(pages) < 0))
         self._touch(pages)
         while self._pages > self.limit:
             self._drop(self._pages - self.limit)
 
     def _places(self, pages: PageNumbers) -> PageNumbers:
         """Where the last use of each stands in the log; -1 for one that is not here."""
-        most = int(pages.max(initial=0))
-        if most >= len(self._used):
-            self._used = np.concatenate([self._used, np.full(most + 1, -1)])
-        return self._used[pages]
+        try:
+            return self._used[pages]
+        except IndexError:
+            self._used = np.concatenate([self._used, np.full(int(pages.max()) + 1, -1)])
+            return self._used[pages]
 
     def _touch(self, pages: PageNumbers) -> None:
         """Deepest first, so that a prefix always outlives what follows it."""
         if self._tail + len(pages) > len(self._log):
             self._shorten(len(pages))
-        end = self._tail + len(pages)
-        self._log[self._tail : end] = pages[::-1]
-        self._used[pages[::-1]] = np.arange(self._tail, end)
-        self._tail = end
+        before, self._tail = self._tail, self._tail + len(pages)
+        self._log[before : self._tail] = pages[::-1]
+        self._used[pages] = np.arange(self._tail - 1, before - 1, -1)
 
     def _drop(self, most: int) -> None:
         """Up to `most` pages, the least recently used of those whose uses stand first."""
@@ -324,13 +325,14 @@ class Server:
         return pages - self.host.short(pages)
 
     def _free(self, outcome: ActionList, now_s: float) -> None:
-        if not outcome.actions:
-            return
-        if len(freed := outcome.page_ids()):
-            self.residency.removed(_sample(freed), now_s)
-            self.device.give(freed)
-        if self.config.host_tokens:
-            self.host.give(outcome.page_ids(tier=Tier.HOST))
+        for action in outcome.actions:
+            if not isinstance(action, FreePages):
+                continue
+            if action.tier is Tier.HOST:
+                self.host.give(action.page_ids)
+            else:
+                self.residency.removed(_sample(action.page_ids), now_s)
+                self.device.give(action.page_ids)
 
     def _name(self, ids: PageArray, pages: PageNumbers) -> None:
         """Remember what storage will call pages that came to the device."""

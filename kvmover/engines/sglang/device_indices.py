@@ -46,13 +46,14 @@ class DeviceIndices:
         """`pages`: as many as the engine's pool has. A table for fewer doubles on the way, which stops the scheduler
         for a while.
         """
+        size = 2 * max(pages, 1)
         self._page_tokens = page_tokens
         self._to_device = to_device
-        self._first = torch.zeros(2 * pages, dtype=torch.int64, device=device)
+        self._first = torch.zeros(size, dtype=torch.int64, device=device)
         self._within = torch.arange(page_tokens, dtype=torch.int64, device=device)
-        self._ids = _counted(2 * pages)
+        self._ids = _counted(size)
         #: By id, whether it is in use: to be searched, and as an array of the same memory.
-        self._in_use, self._flags = _unused(2 * pages)
+        self._in_use, self._flags = _unused(size)
         #: Ids in use, and where the search for others goes on.
         self._count = self._next = 0
 
@@ -80,7 +81,7 @@ class DeviceIndices:
         if self._page_tokens == 1:
             return self._read(ids, slices)
         first = self._first[slices[0]] if len(slices) == 1 else self._read(ids, slices)
-        return (first[:, None] + self._within).reshape(-1)
+        return (first.unsqueeze(1) + self._within).view(-1)
 
     def replace(self, ids: PageArray, indices: torch.Tensor) -> None:
         """These ids stand for the whole pages of `indices` from now on."""

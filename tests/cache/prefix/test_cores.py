@@ -287,6 +287,17 @@ def test_words_of_long_lists_and_rows_are_those_of_numpy() -> None:
         assert keys.words(tokens) == np.asarray(tokens).astype("<u4").tobytes()
 
 
+@built
+@pytest.mark.parametrize(
+    "odd", [0, -1, 1 << 30, 1 << 32, True, 2.5, None, "7", 5e-324, object()], ids=lambda odd: type(odd).__name__
+)
+def test_one_odd_thing_in_a_list_is_seen_wherever_it_stands(odd: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at in (0, 3, 7, 8, 70, 79, 149):
+        tokens: list = list(range(1000, 1150))
+        tokens[at] = odd
+        test_both_cores_take_and_refuse_the_same_tokens(tokens, monkeypatch)
+
+
 @pytest.mark.skipif(hashes.chain_bytes is hashes.chain_in_python, reason="no SHA instructions, or no C core")
 @pytest.mark.parametrize("page_bytes", [4, 8, 56, 60, 64, 92, 96, 256, 1000])
 def test_hashes_of_pages_are_hashlibs(page_bytes: int) -> None:

@@ -85,7 +85,7 @@ def test_at_equal_capacity_the_conversation_trace_hits_as_often_as_in_vllm(
     [
         (ReplayConfig(64, 3_000_000, 10_000_000, writes=WriteThrough()), 0.2940, 0),
         (ReplayConfig(64, 3_000_000, 10_000_000, 40_000_000, writes=WriteThrough()), 0.3684, 0),
-        (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000, writes=WriteThrough()), 0.2302, 13_300_000),
+        (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000, writes=WriteThrough()), 0.2709, 7_100_000),
         (ReplayConfig(64, 3_000_000, 10_000_000), 0.3193, 0),
         (ReplayConfig(64, 3_000_000, 10_000_000, 40_000_000), 0.3699, 0),
         (ReplayConfig(64, 3_000_000, 2_000_000, 40_000_000), 0.3699, 0),
