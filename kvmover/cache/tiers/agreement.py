@@ -51,14 +51,13 @@ class LocalConsensus:
 class Grouped:
     """Over a torch.distributed process group on CPU memory, Gloo's for one: all of TP x PP x CP, once.
 
-    Where an engine has no such group, over one of each axis after the other: those of TP, then those of PP. The caller
-    keeps the groups, whose timeout is the deadline of a rank that died.
+    The caller keeps the group, whose timeout is the deadline of a rank that died.
     """
 
-    def __init__(self, *groups: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         import torch.distributed as dist
 
-        self._groups: tuple[Any, ...] = groups  # the stub of a process group leaves its verbs out
+        self._group: Any = group  # the stub of a process group leaves its verbs out
         self._options: Any = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MIN
 
@@ -67,8 +66,7 @@ class Grouped:
         import torch
 
         row = torch.tensor(values.tolist(), dtype=torch.int64)
-        for group in self._groups:
-            group.allreduce([row], self._options).wait()
+        self._group.allreduce([row], self._options).wait()
         return np.array(cast(list[int], row.tolist()), np.int64)  # pyright: ignore[reportUnknownMemberType]
 
 

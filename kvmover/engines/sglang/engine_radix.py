@@ -217,10 +217,7 @@ def odd_pools(context: Any) -> str:
             tier_flags().write == "write_back" and (within != [pool] or has_states(rows))
         ),
         "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
-        "stages of a model with windows or states (--pp-size)": (
-            params.pp_size > 1 and (within != [pool] or has_states(rows))
-        ),
-        "stages of a prefill or decode (--pp-size)": params.pp_size > 1 and disaggregated(),
+        "pipeline stages (--pp-size)": params.pp_size > 1,
         "context-parallel ranks (--attn-cp-size, --dcp-size)": params.attn_cp_size > 1 or parallel.dcp_enabled,
     }
     return ", ".join(name for name, is_odd in odd.items() if is_odd)

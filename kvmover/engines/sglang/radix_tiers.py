@@ -26,6 +26,7 @@ from kvmover.cache.prefix import (
     FreePages,
     Inserted,
     PageArray,
+    PrefixError,
     RadixKey,
     StaleHandle,
 )
@@ -142,7 +143,12 @@ class TieredRadixCache(KvmoverRadixCache):
             return 0, req.last_node
         if self._states is not None:
             key = self._key_of(req, req.full_untruncated_fill_ids, req.prefix_len + params.host_hit_length)
-            self._states.start(req, dict(self._tree.look(key).held)[STATE], partial(self._room_for_state, node))
+            state = dict(self._tree.look(key).held)[STATE]
+            try:
+                self._states.start(req, state, partial(self._room_for_state, node))
+            except PrefixError:  # no slot for the request's copy: what is loaded is the next one's
+                self._no_room.add(req.rid)
+                return 0, req.last_node
         return params.host_hit_length, node
 
     def maybe_hand_to_session(self, req: Any) -> None:
@@ -380,8 +386,7 @@ def open_radix_cache(context: Any) -> TieredRadixCache:
         )
     params = context.params
     tp, tp_size = engine_radix.rank()
-    place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
-    tiers = open_tiers(params, flags, place, engine_radix.fences(context))
+    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_radix.fences(context))
     kind = DecodeRadixCache if engine_radix.is_decode() else TieredRadixCache
     cache = kind(params, flags, tiers, accounts_of(params))
     engine_radix.gate(context, cache.gates)

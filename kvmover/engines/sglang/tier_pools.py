@@ -69,9 +69,8 @@ def open_tiers(params: Any, flags: TierFlags, place: ParallelRank, fences: Seque
     StoreError for the store, TierError for host memory that cannot be had.
     """
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    groups = [params.attn_tp_cache_group or params.tp_cache_group] * (place.tp_size > 1)
-    groups += [params.pp_cache_group] * (place.pp_size > 1)
-    consensus: Consensus = Grouped(*groups) if groups else LocalConsensus()
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    consensus: Consensus = Grouped(group) if place.tp_size > 1 else LocalConsensus()
     pools = engine_linker.tiered_pools(kvcache, params)
     found = [
         _PoolPart(_COMPONENTS[str(name)], strand, part, memory)

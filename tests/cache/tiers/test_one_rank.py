@@ -6,7 +6,7 @@ import pytest
 from rig import HYBRID, LATENT, PLAIN, SPARSE, Rank
 
 from kvmover.cache.ledger import Loss
-from kvmover.cache.prefix import Tier
+from kvmover.cache.prefix import FULL, Tier
 
 PROMPT = list(range(33))
 
@@ -81,5 +81,36 @@ def test_a_load_without_room_brings_what_fits(tmp_path):
     assert (restore.tokens, restore.lost) == (12, {Loss.DEVICE_CAPACITY: 20})
     rank.controller.release(restore)
     rank.controller.give(taken)
+    rank.conserved()
+    rank.close()
+
+
+def test_a_window_and_a_state_that_come_later_follow_what_is_backed_to_every_tier(tmp_path):
+    """As where a prompt branches off within another: its attention KV is known, and nothing stands beside it yet."""
+    rank = Rank(tmp_path, model=HYBRID)
+    hashes = rank.hashes(PROMPT)
+    pages = rank.taken(8)
+    for page, page_hash in zip(pages, hashes, strict=True):
+        rank.fill(FULL, page, page_hash)
+    rank.controller.keep(PROMPT[:32], pages)
+    rank.controller.wait()
+    assert rank.tree.look(PROMPT).best_tokens == 0
+    held = {"swa": rank.controller.take(2, "swa"), "state": rank.controller.take(1, "state")}
+    for name, ids in held.items():
+        assert ids is not None
+        for page, page_hash in zip(ids, hashes[3 - len(ids) : 3], strict=True):
+            rank.fill(name, page, page_hash)
+    rank.controller.keep(PROMPT[:12], rank.taken(3), held=held)
+    rank.controller.wait()
+    rank.evict(100)
+    rank.poison_free()
+    restore = rank.serve(PROMPT[:13])
+    assert (restore.tokens, restore.credit.host_tokens) == (12, 12)
+    rank.controller.wait()
+    rank.forget()
+    rank.poison_free()
+    restore = rank.serve(PROMPT[:13])
+    assert (restore.tokens, restore.credit.storage_tokens) == (12, 12)
+    rank.controller.wait()
     rank.conserved()
     rank.close()

@@ -109,7 +109,7 @@ class HybridServer(TieredServer, StateServer):
 def serving(
     kind: str, page: int, size: int = 256, root: Path | None = None, accounts: Any = None, **more: Any
 ) -> HybridServer:
-    rows = None if kind == "windows" else state_rows(24, "none" if page == 1 else "kept")
+    rows: Any = None if kind == "windows" else state_rows(24, "none" if page == 1 else "kept")
     attention = range(len(RECURRENT), LAST)
     if kind == "states":
         pool = pools.HybridLinearKVPool(size, torch.float32, page, 1, 4, list(attention), "cpu", rows.mamba_pool)
@@ -234,6 +234,23 @@ def test_a_second_request_starts_at_once_behind_the_gates(page: int, kind: str) 
         server.check()
 
 
+@pytest.mark.parametrize("kind", ["states", "both"])
+def test_a_load_without_a_slot_for_the_requests_own_state_is_declined(kind: str) -> None:
+    server = serving(kind, 1)
+    served(server, list(range(40)), answer=0)
+    server.evict_all()
+    slots = server.rows.mamba_allocator
+    held = slots.alloc(slots.available_size() - 1)
+    req = server.request([*range(40), 1])
+    assert server.match(req) == 0
+    assert (req.host_loaded_length, req.kv.holds_mamba) == (0, False)
+    slots.free(held)
+    server.settle()
+    server.check()
+    # It was loaded all the same, for the next one.
+    assert looked(server, [*range(40), 2]) == (40, 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_node_that_is_split_while_it_is_written_through_is_on_the_host_whole(page: int, kind: str) -> None:
@@ -304,10 +321,6 @@ def test_windows_and_states_that_are_written_back_are_refused(tmp_path: Path) ->
     asked = context_of(params=parameters(4, 64, window=WINDOW_TOKENS), is_hybrid_swa=True)
     with pytest.raises(EngineUnsupported, match="not windows or states written back"):
         plugin.radix_cache(asked)
-    asked.params.pp_size = 2
-    with pytest.raises(EngineUnsupported, match="stages of a model with windows or states"):
-        plugin.radix_cache(asked)
-    asked.params.pp_size = 1
     publish(tmp_path, **SNAPSHOTS)
     context.get_server_args()._mamba_cache_chunk_size = CHUNK
     assert plugin.radix_cache(asked).supports_swa()

@@ -76,8 +76,7 @@ class TieredServer(Server):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pool = self.allocator.get_kvcache()
-        self.content = PoolContent(pool, range(pool.start_layer, pool.start_layer + pool.layer_num))
+        self.content = PoolContent(self.allocator.get_kvcache())
         #: Requests' tokens by the tier they were found on.
         self.tiers = {"device": 0, "host": 0}
 
@@ -145,11 +144,10 @@ class TieredServer(Server):
         return req
 
 
-def pool_of(kind: str, size: int, page: int, heads: int = 2, layers: range = range(LAYERS)) -> Any:
-    span = {"start_layer": layers.start, "end_layer": layers.stop}
+def pool_of(kind: str, size: int, page: int, heads: int = 2) -> Any:
     if kind == "latent":
-        return pools.MLATokenToKVPool(size, page, torch.float32, 2, 2, len(layers), "cpu", False, **span)
-    return pools.MHATokenToKVPool(size, page, torch.float32, heads, 2, len(layers), "cpu", False, **span)
+        return pools.MLATokenToKVPool(size, page, torch.float32, 2, 2, LAYERS, "cpu", False)
+    return pools.MHATokenToKVPool(size, page, torch.float32, heads, 2, LAYERS, "cpu", False)
 
 
 def serving(
@@ -161,13 +159,11 @@ def serving(
     group: Any = None,
     accounts: RadixAccounts | None = None,
     heads: int = 2,
-    layers: range = range(LAYERS),
     made: type[TieredRadixCache] = TieredRadixCache,
     **more: Any,
 ) -> TieredServer:
-    pool = pool_of(kind, size, page, heads, layers)
-    grouped = {"attn_tp_cache_group": group} if place.pp_size == 1 else {"pp_cache_group": group}
-    params = parameters(page, size, pp_rank=place.pp, pp_size=place.pp_size, **grouped)
+    pool = pool_of(kind, size, page, heads)
+    params = parameters(page, size, attn_tp_cache_group=group)
     one = [size, torch.float32, "cpu", pool, False]
     params.token_to_kv_pool_allocator = (
         tokens_of.TokenToKVPoolAllocator(*one) if page == 1 else paged.PagedTokenToKVPoolAllocator(size, page, *one[1:])
@@ -469,11 +465,8 @@ def test_a_history_with_storage_loses_no_page(write: str, tmp_path: Path) -> Non
 
 def replicas(rank: Any, kind: str, seed: int) -> dict[str, Any]:
     """One rank of a fleet: a history, and then everything from storage again."""
-    place = ParallelRank(rank.tp, rank.shape.tp, rank.pp, rank.shape.pp)
-    made: dict[str, Any] = {"kind": kind, "place": place, "group": rank.group, "root": rank.root / "store"}
-    if rank.shape.pp > 1:
-        # Of the model's four layers a stage has two, with all heads.
-        made |= {"layers": range(2 * rank.pp, 2 * rank.pp + 2), "heads": 4}
+    place = ParallelRank(rank.number, rank.shape.tp)
+    made = {"kind": kind, "place": place, "group": rank.group, "root": rank.root / "store", "heads": 2}
     first = serving(4, 192, **made)
     history(first, seed, 150)
     served(first, list(range(40)), answer=0)
@@ -510,16 +503,6 @@ def test_two_ranks_agree_and_a_latent_is_stored_once(kind: str, tmp_path: Path) 
         assert sum(rank["stored"] for rank in told) < told[0]["backed"] * 1.2
     else:
         assert told[0]["stored"] == told[1]["stored"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_stages_hold_their_layers_and_agree(kind: str, tmp_path: Path) -> None:
-    """sglang#22607: stages found different prefixes in storage. sglang#24794: they wrote under one name."""
-    (tmp_path / "store").mkdir()
-    told = ranks(Shape(kind="mla" if kind == "latent" else "mha", pp=2), tmp_path, replicas, kind, 3)
-    assert told[0] == told[1]
-    assert min(told[0].values()) > 0
-    assert told[0]["fetched"] == 40
 
 
 def context_of(**more: Any) -> Any:
@@ -563,6 +546,7 @@ def of_stages(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("context", "word"),
     [
+        (lambda: of_stages(pp_size=2), "not pipeline stages"),
         (lambda: of_stages(attn_cp_size=2), "not context-parallel ranks"),
         (lambda: of_stages(is_eagle=True), "not a draft's pools"),
         (lambda: context_of(params=parameters(4, 64)), "not pools of NoneType"),

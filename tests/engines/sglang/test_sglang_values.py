@@ -16,6 +16,7 @@ from kvmover.engines.sglang import SGLANG
 from kvmover.engines.sglang.options import (
     ModelFacts,
     Objects,
+    PoolSize,
     StorageFlags,
     StoreOptions,
     TierFlags,
@@ -220,8 +221,8 @@ def test_flags_that_are_not_understood_are_refused_by_name() -> None:
         TierFlags(2.0, write="write_around").tiers()
     with pytest.raises(EngineUnsupported, match="not by guess"):
         TierFlags(2.0, prefetch="guess", storage=STORAGE).policy()
-    with pytest.raises(EngineUnsupported, match="holds no page of 4096 bytes"):
-        TierFlags(2.0, host_bytes=4095).host_pages(1000, 4096)
+    with pytest.raises(EngineUnsupported, match="holds no page of full of 4096 bytes"):
+        TierFlags(2.0, host_bytes=4095).host_pages({"full": PoolSize(1000, 4096)})
     for backend, options in (("mooncake", {}), ("dynamic", {"class_name": "Other"})):
         with pytest.raises(EngineUnsupported, match="class_name KvmoverStore, not "):
             StorageFlags(backend, options).check()

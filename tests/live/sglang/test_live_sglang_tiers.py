@@ -21,13 +21,12 @@ _LITTLE = ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
 _TIERS = ("device", "host", "storage", "computed")
 
 
-def tiered(name: str, model: Path, root: Path, tp: int = 1, pp: int = 1, **options: object) -> Command:
+def tiered(name: str, model: Path, root: Path, tp: int = 1, **options: object) -> Command:
     return sglang(
         name,
         model,
         *(*_LITTLE, "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct", **options)),
         tp=tp,
-        pp=pp,
         environment={"KVMOVER_METRICS_PORT": str(free_port())},
     )
 
@@ -46,15 +45,13 @@ def written(server: Server) -> None:
     raise AssertionError(f"{server.name} does not end its writes")
 
 
-@pytest.mark.parametrize(
-    ("kind", "tp", "pp"), [("llama", 1, 1), ("llama", 2, 1), ("llama", 1, 2), ("latent-yarn", 2, 1), ("windows", 1, 1)]
-)
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("latent-yarn", 2), ("windows", 1)])
 def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
-    kind: str, tp: int, pp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+    kind: str, tp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
     weights = model(kind, "sglang")
     plain, first = servers.start(
-        sglang(f"sglang-plain-{kind}", weights), tiered(f"sglang-tiers-{kind}-{tp}-{pp}", weights, tmp_path, tp, pp)
+        sglang(f"sglang-plain-{kind}", weights), tiered(f"sglang-tiers-{kind}-{tp}", weights, tmp_path, tp)
     )
     warm(plain, first)
     prompts = conversations(200, seed=95)
@@ -63,7 +60,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     got = [ask(first, prompt, 4) for prompt in prompts]
     found = {source: tokens - before[source] for source, tokens in hits(first).items()}
     said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
-    title = f"tiers under the radix cache, {kind}, TP{tp}" + f" PP{pp}" * (pp > 1)
+    title = f"tiers under the radix cache, {kind}, TP{tp}"
     assert not results.add("sglang", title, wanted, got, said).failed
     assert min(found["host"], found["storage"]) > 5_000
     assert sum(found.values()) - found["computed"] == sum(answer.cached_tokens for answer in got)
@@ -78,7 +75,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     written(first)
     servers.stop([first])
 
-    (again,) = servers.start(tiered(f"sglang-tiers-{kind}-{tp}-{pp}-again", weights, tmp_path, tp, pp))
+    (again,) = servers.start(tiered(f"sglang-tiers-{kind}-{tp}-again", weights, tmp_path, tp))
     warm(again)
     before = hits(again)
     got = [ask(again, prompt, 4) for prompt in prompts]
