@@ -25,6 +25,7 @@ CACHES = ("UnifiedRadixCache", "RadixCache", "SWARadixCache", "MambaRadixCache")
 NOT_OURS = {
     "'NoneType' object is not subscriptable": "a prefix that is kept without indices of it",
     "is given back by its own receipt": "a lock that is given back without its receipt",
+    "Expected 'free_segment' to have been called": "pages that are freed by their tokens' indices",
 }
 #: Tests that look at something else than the cache.
 NAMED = {"test_kv_cache_events_with_eviction": "events of SGLang's own classes"}
