@@ -50,7 +50,7 @@ def noisy(random: Random, us: float) -> float:
     return us * random.uniform(0.8, 1.2) * slow
 
 
-# Not random anew in every run: of 1500 links 4 were found 5.0 to 5.5 % off, and none more, which is what 512 samples give.
+# Not random anew in every run: of 1500 links 4 were 5.0 to 5.5 % off, none more, which is what 512 samples give.
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(LINKS, st.integers(0, 1 << 32))
 def test_alpha_and_beta_are_found_within_6_percent_under_noise_and_outliers(
