@@ -2,7 +2,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Workers of `make test`; 0 runs the tests in one process.
-JOBS ?= 0
+JOBS ?= 2
 # Engines of `make engines` and `make live`.
 ENGINE ?= sglang vllm
 # Where `make gpu-check` leaves its results.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the environment of an engine, for tests/engines and tests/live: its wheel from PyPI and, of what that names as its
+# Build the environment of an engine, for tests/engines and tests/live: its wheel and, of what that names as its
 # dependencies, only what the engine imports on a machine without a GPU. `setup.sh ENGINE [FOLDER]`, ENGINE: sglang, vllm.
 # Each step that is done is skipped the next time; what a broken run left out is fetched by the next.
 set -euo pipefail
