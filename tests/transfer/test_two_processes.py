@@ -154,6 +154,20 @@ def half_way(process: MoverProcess) -> None:
     assert chunks < 12
 
 
+def killed_and_given_up(here: Side, victim: MoverProcess, engine: str, name: str) -> None:
+    """The peer serves a request, is killed while it is asked for another, and is dialled until that is given up."""
+    victim.ask("send", "first", SRC_PAGES)
+    here.receive("first", engine, 0, TOKENS, DST_PAGES)
+    assert here.outcome("first", DEADLINE_S)[0].startswith("landed")
+    here.receive("second", engine, 0, TOKENS, DST_PAGES)
+    victim.kill()
+    assert here.outcome("second", DEADLINE_S)[0].startswith(f"TransferFailed: second: {name} is lost")
+    until = time.monotonic() + DEADLINE_S
+    while len(here.mover._reconnector):
+        assert time.monotonic() < until, "it is dialled for ever"
+        here.poll()
+
+
 @pytest.mark.proof
 def test_killed_peers_of_this_host_are_dialled_no_more_and_leave_no_descriptor():
     here, left = Side("here", 24, "HND", None), list[int]()
@@ -162,16 +176,7 @@ def test_killed_peers_of_this_host_are_dialled_no_more_and_leave_no_descriptor()
         victim = MoverProcess(f"victim{number}", 24, "HND", None)
         card = victim.ask("card")
         name = here.connect(card)
-        victim.ask("send", "first", SRC_PAGES)
-        here.receive("first", f"victim{number}", 0, TOKENS, DST_PAGES)
-        assert here.outcome("first", DEADLINE_S)[0].startswith("landed")
-        here.receive("second", f"victim{number}", 0, TOKENS, DST_PAGES)
-        victim.kill()
-        assert here.outcome("second", DEADLINE_S)[0].startswith(f"TransferFailed: second: {name} is lost")
-        until = time.monotonic() + DEADLINE_S
-        while len(here.mover._reconnector):
-            assert time.monotonic() < until, "it is dialled for ever"
-            here.poll()
+        killed_and_given_up(here, victim, f"victim{number}", name)
         assert here.connect(card) == f"PeerRefused: {name} has ended"
         left.append(here.footprint()["file descriptors"])
     here.mover.close()
@@ -188,16 +193,7 @@ def test_killed_peers_of_another_host_leave_no_descriptor_however_often_they_are
         if not rank.listeners:
             pytest.skip("this host has no way to others")
         name = here.connect(write_card(model, msgspec.structs.replace(rank, machine="of another host")))
-        victim.ask("send", "first", SRC_PAGES)
-        here.receive("first", f"victim{number}", 0, TOKENS, DST_PAGES)
-        assert here.outcome("first", DEADLINE_S)[0].startswith("landed")
-        here.receive("second", f"victim{number}", 0, TOKENS, DST_PAGES)
-        victim.kill()
-        assert here.outcome("second", DEADLINE_S)[0].startswith(f"TransferFailed: second: {name} is lost")
-        until = time.monotonic() + DEADLINE_S
-        while len(here.mover._reconnector):
-            assert time.monotonic() < until, "it is dialled for ever"
-            here.poll()
+        killed_and_given_up(here, victim, f"victim{number}", name)
         left.append(here.footprint()["file descriptors"])
     here.mover.close()
     assert left == left[:1] * len(left)

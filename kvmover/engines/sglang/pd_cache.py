@@ -242,8 +242,8 @@ def page_table(
     """The page table of a request from what SGLang tells of it: the pages after `prefix_pages`, and state indices.
 
     SGLang tells the pages of a window as the last of the request. How many they are depends on where in its last page
-    the request ends, which decode is not told, and a component's window is fixed: it may reach one page further back
-    than was told. The first page stands there too; on both sides, so the same bytes go to the same place twice. So do
+    the request ends, and a component's window is as many whole pages for every request: it may reach one page further
+    back than was told. The first page stands there too; on both sides, so the same bytes go to the same place twice. So do
     the rows of a ring whose request is shorter than the window. Where nothing is pending both sides take the spare row,
     which no request has.
 
@@ -314,7 +314,7 @@ def _of_kind(args: Any, number: int, kind: StateKind, whole: CacheTotals, place:
         pages = _pages(name, own, 2, heads, place, tokens, tokens if outermost else 1)
     if kind.told is Told.PAGES:
         return pages
-    # Where in its last page a request ends decode is not told: a window may reach one page further back.
+    # Requests end anywhere in their last page, and this is one window for all: it may reach one page further back.
     return [replace(cache, window=(ceil(window / tokens) + 1) * tokens) for cache in pages]
 
 

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from check_tiers import ALONE, POISON, PoolContent, TieredServer, context_of, history, run, with_accounts
+from check_tiers import (
+    ALONE,
+    POISON,
+    PoolContent,
+    TieredServer,
+    context_of,
+    flags_of,
+    history,
+    run,
+    served,
+    with_accounts,
+)
 from scheduling import NOTHING, Server, base, context, kinds, parameters, pools, publish, swa, swa_pools, tokens_of
 from scheduling import paged as paged_of
 from states import CHUNK, SNAPSHOTS, StateServer, number, state_rows
@@ -20,7 +31,6 @@ from kvmover.cache.prefix import Tier
 from kvmover.cache.tiers import TierCount
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang import plugin
-from kvmover.engines.sglang.options import StorageFlags, TierFlags
 from kvmover.engines.sglang.radix_tiers import TieredRadixCache
 from kvmover.engines.sglang.tier_pools import open_tiers
 
@@ -133,21 +143,13 @@ def serving(
         enable_mamba_extra_buffer=rows is not None and page > 1,
     )
     params.token_to_kv_pool_allocator = allocator
-    options = {"class_name": "KvmoverStore", "root": str(root), "upkeep_s": 0.01}
-    storage = StorageFlags("dynamic", options, least_tokens=1) if root else None
-    flags = TierFlags(**{"ratio": 4.0, "prefetch": "wait_complete", "storage": storage, **more})
+    flags = flags_of(root, **more)
     tiers = open_tiers(params, flags, ALONE, ())
     cache = TieredRadixCache(params, flags, tiers, accounts)
     pool.register_layer_transfer_counter(cache.gates)
     if rows is not None:
         rows.register_layer_transfer_counter(cache.gates)
     return HybridServer(cache)
-
-
-def served(server: HybridServer, tokens: list[int], answer: int = 3, **more: Any) -> Any:
-    req = server.request(tokens, **more)
-    run(server, req, answer)
-    return req
 
 
 def looked(server: HybridServer, tokens: list[int]) -> tuple[int, int]:

@@ -19,23 +19,31 @@ import bench
 import pytest
 import torch
 from bench import Rank, Shape, finish, pools, start
-from check_pd import POISON, ROOM, ROW, STALE, _answers, _failed, content, polled, stages_of, until
+from check_pd import (
+    POISON,
+    ROOM,
+    ROW,
+    STALE,
+    KVPoll,
+    _answers,
+    _failed,
+    content,
+    context,
+    polled,
+    queues,
+    stages_of,
+    states,
+    until,
+    utils,
+)
 
-from kvmover.engines.sglang import engine, plugin
+from kvmover.engines.sglang import engine
 from kvmover.transfer.protocol.wire import VERSION
 
-plugins: Any = import_module("sglang.srt.plugins.hook_registry")
-plugin.register()
-plugins.HookRegistry.apply_hooks()
-utils: Any = import_module("sglang.srt.disaggregation.utils")
-KVPoll: Any = import_module("sglang.srt.disaggregation.base.conn").KVPoll
-context: Any = import_module("sglang.srt.runtime_context")
 scheduling: Any = import_module("sglang.srt.disaggregation.prefill").SchedulerDisaggregationPrefillMixin
-queues: Any = import_module("sglang.srt.disaggregation.decode")
 mem: Any = import_module("sglang.srt.mem_cache.common")
 deepseek: Any = import_module("sglang.srt.mem_cache.deepseek_v4_memory_pool")
 qsa: Any = import_module("sglang.srt.mem_cache.qsa_kv_pool")
-states: Any = import_module("sglang.srt.configs.mamba_utils")
 
 HEADS, LAYERS, WINDOW = 4, 2, 6
 

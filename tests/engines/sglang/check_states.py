@@ -233,7 +233,7 @@ def test_a_history_in_little_room_loses_no_slot(mode: str, page: int, seed: int,
 def test_with_little_room_as_much_is_found_as_by_sglangs_own_cache(
     mode: str, page: int, slots: int, share: float
 ) -> None:
-    """With little attention KV the two give up other leaves: of 1,200 requests the sums differ by 2 %, by chance."""
+    """With little attention KV the two give up other leaves: the sums of 1,200 requests differ by 2 % at most."""
     hits = [0, 0]
     for seed in range(12):
         for place, make in enumerate((ours, theirs)):

@@ -168,13 +168,18 @@ def serving(
     params.token_to_kv_pool_allocator = (
         tokens_of.TokenToKVPoolAllocator(*one) if page == 1 else paged.PagedTokenToKVPoolAllocator(size, page, *one[1:])
     )
-    options = {"class_name": "KvmoverStore", "root": str(root), "upkeep_s": 0.01}
-    storage = StorageFlags("dynamic", options, least_tokens=1) if root else None
-    flags = TierFlags(**{"ratio": 4.0, "prefetch": "wait_complete", "storage": storage, **more})
+    flags = flags_of(root, **more)
     tiers = open_tiers(params, flags, place, ())
     cache = made(params, flags, tiers, accounts)
     pool.register_layer_transfer_counter(cache.gates)
     return TieredServer(cache)
+
+
+def flags_of(root: Path | None, **more: Any) -> TierFlags:
+    """Room on the host for four times the device, and storage in `root` where there is one."""
+    options = {"class_name": "KvmoverStore", "root": str(root), "upkeep_s": 0.01}
+    storage = StorageFlags("dynamic", options, least_tokens=1) if root else None
+    return TierFlags(**{"ratio": 4.0, "prefetch": "wait_complete", "storage": storage, **more})
 
 
 def served(server: TieredServer, tokens: list[int], answer: int = 3, **more: Any) -> Any:
