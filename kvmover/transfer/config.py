@@ -30,9 +30,10 @@ class Integrity(StrEnum):
 
 
 class Exports(StrEnum):
-    """Whether pools on a GPU can be mapped by other processes: none of them, or all of this rank's."""
+    """What of a rank's memory on a GPU others may map: nothing, its arenas over the NVLink fabric, or its pools too."""
 
     NONE = "none"
+    ARENAS = "arenas"
     POOLS = "pools"
 
 
@@ -98,9 +99,9 @@ class MoverConfig:
     `integrity`: whether what landed is compared by a digest a chunk. The destination's to choose.
     `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
     network carries.
-    `exports`: whether peers may map this rank's pools on a GPU, so that a leg may go mapped. A kernel of one process
-    then touches memory of another, and what becomes of it when that one is killed was not seen on a GPU yet: so not by
-    default.
+    `exports`: what of this rank's memory on a GPU peers may map. Arenas: made so that packed chunks cross hosts over
+    NVLink where they can. Pools too: a leg may go mapped. A kernel of one process then touches memory of another, and
+    what becomes of it when that one is killed was not seen on a GPU yet: so not by default.
     `keys`: seal every message and card, and read only sealed ones. None: nothing is sealed.
     """
 
