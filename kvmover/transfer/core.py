@@ -189,9 +189,7 @@ def assembled(
 
     chunk_bytes = max(config.costs.chunk_bytes, least_chunk_bytes(pools, config.arena_bytes))
     device = pools[0].tensors[0].device
-    outgoing = Staging.of(
-        config.arena_bytes, 0, device, config.exports
-    )  # only read by peers, which does no harm however late it is
+    outgoing = Staging.of(config.arena_bytes, 0, device, config.exports)  # peers only read it: no harm, however late
     slab = slab_bytes(config.arena_bytes, chunk_bytes, config.revocation or transport.revocation)
     incoming = Staging.of(config.arena_bytes, slab, device, config.exports)
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
