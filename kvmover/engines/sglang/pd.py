@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.common import EngineUnsupported, FirstToken, ParallelRank, ToldLogprobs, told_logprobs
 from kvmover.engines.sglang import engine, engine_pd
-from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
+from kvmover.engines.sglang.engine_pd import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
+from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
-    AuxRows,
     CacheTotals,
+    RankCache,
     caches_of,
     chunk_table,
     layers_of,
@@ -39,7 +40,8 @@ from kvmover.engines.sglang.pd_driver import (
     frames,
     read,
 )
-from kvmover.errors import PeerRefused, PlanError, TransportError
+from kvmover.engines.sglang.pd_exchange import RankCard, exchanged_caches, foreign_cards, lay_card
+from kvmover.errors import PeerRefused, PlanError, ProtocolError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
 from kvmover.observe.logs import Guest
@@ -89,19 +91,20 @@ class KvmoverManager(engine_pd.CommonKVManager):
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
         whole = _served_model(args, is_mla_backend)
-        self._caches = caches_of(args, whole, place)
+        settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
+        self._exchange = settings.exchange.model
+        self._caches = self._described(caches_of(args, whole, place), args.kv_cache_dtype_str)
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
         pools = [
             pool_of(cache, component, args.page_size, engine_pd.device(args.gpu_id))
             for cache, component in zip(self._caches, components, strict=True)
         ]
-        settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
             transport,
-            Model("sglang", components),
+            Model(self._exchange or "sglang", components),
             Place(self._name, self._fleet, self._rank),
             pools,
             settings.mover_config(),
@@ -116,7 +119,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
         self._refused: dict[str, str] = {}
-        self._rows_of: dict[int, int] = {}
+        self._foreign: set[str] = set()
+        self._rows_of: dict[int, tuple[int, ToldLogprobs | None]] = {}
         self._closing = Event()
         engine_pd.CommonKVManager.__init__(self, args, disaggregation_mode, server_args, is_mla_backend)
         # Context-parallel ranks hold copies of the whole cache: the first of them sends, whatever the model.
@@ -148,6 +152,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 if self._bell.nap(nap_s):
                     self._hear(self.server_socket.recv_multipart())
                 nap_s = self._driver.turn()
+                if self._exchange:
+                    self._look_for_wants()
             except Exception:
                 log.exception("kvmover's transfer loop")
                 nap_s = self._driver.pace.idle_s
@@ -176,13 +182,29 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if reason is None and room in self._rows_of:
             try:
                 (payload,) = aux.values()
-                self._rows.put(self._rows_of[room], payload)
-            except ValueError as error:
+                self._put_row(room, payload)
+            except (ValueError, ProtocolError) as error:
                 reason = f"what goes beside the cache did not come: {error}"
         self._rows_of.pop(room, None)
         if reason is not None and room in self.request_status:
             self.failure_records.setdefault(room, reason)
         self.update_status(room, SUCCESS if reason is None else FAILED)
+
+    def _put_row(self, room: int, payload: bytes) -> None:
+        """What came beside the cache, in the words of the engine that it came from."""
+        row, told = self._rows_of[room]
+        if told is None:
+            self._rows.put(row, payload)
+        else:
+            self._rows.put_first(row, told.beside(FirstToken.decode(payload)), room, engine_pd.has_checksums())
+
+    def _described(self, caches: list[RankCache], dtype: str) -> list[RankCache]:
+        """In the words of all engines, where the weights have a name for all and there are such words."""
+        found = exchanged_caches(caches, dtype) if self._exchange else caches
+        if found is None:
+            names = ", ".join(cache.name for cache in caches)
+            log.warning("no engine but SGLang takes these caches, whatever exchange.model says: %s", names)
+        return found or caches
 
     def give_up(self, room: int, reason: str) -> None:
         """The request fails at once where nothing moves, else when the transfer has ended."""
@@ -218,6 +240,21 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     # Prefill
 
+    def register_to_bootstrap(self) -> None:
+        """SGLang's own, and this rank's card, by which engines of another make find it."""
+        engine_pd.CommonKVManager.register_to_bootstrap(self)
+        if self._exchange and engine_pd.parallel().attn_cp_rank == 0:
+            laid = RankCard(self._name, self._rank, self._fleet.size, self._driver.mover.card)
+            lay_card(engine_pd.bootstrap_url(self), laid, engine_pd.put)
+
+    def _look_for_wants(self) -> None:
+        """A decode rank of another make does not say that it has pages: it asks for the request at once."""
+        for room in [room for room, status in list(self.request_status.items()) if status == BOOTSTRAPPING]:
+            for place, wanted in self._driver.waiting(room):
+                ready = PagesReady(room, f"{place.engine} {place.rank}", 1, wanted.start if wanted else 0)
+                self._asked[room][ready.rank] = ready
+                self.opened(room)
+
     def _answer(self, call: Call) -> None:
         refused = ""
         try:
@@ -237,7 +274,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         asked = list(self._asked[room].values())
         if time.monotonic() - self._given_up.pop(room, -math.inf) < self._patience_s:
             self.give_up(room, "decode aborted the request")
-        elif asked and len(asked) == asked[0].ranks:
+        elif asked and len(asked) >= asked[0].ranks:
             # SGLang begins to send with a page of its own; decode's may be smaller.
             prefix_tokens = asked[0].prefix_tokens - asked[0].prefix_tokens % self.kv_args.page_size
             self.req_to_decode_prefix_len[room] = prefix_tokens
@@ -288,6 +325,33 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     # Decode
 
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether the prefill at `host:port` is known. One of another make is met by its cards."""
+        if not self._exchange or bootstrap_addr in self.prefill_info_table:
+            return engine_pd.CommonKVManager.try_ensure_parallel_info(self, bootstrap_addr)
+        found = foreign_cards(bootstrap_addr)
+        if found is None:
+            self._foreign.discard(bootstrap_addr)
+            return engine_pd.CommonKVManager.try_ensure_parallel_info(self, bootstrap_addr)
+        refused = ""
+        try:
+            for card in found.cards:
+                self._driver.connect(card)
+        except (PeerRefused, TransportError) as error:
+            refused = str(error)
+            log.error("refused the prefill at %s: %s", bootstrap_addr, error)
+        key = f"{bootstrap_addr} 0"
+        self._engines[key], self._refused[key] = found.engine, refused
+        self._foreign.add(bootstrap_addr)
+        info = engine_pd.foreign_prefill()
+        self._resolve_rank_mapping(info)
+        self.prefill_info_table[bootstrap_addr] = info
+        return True
+
+    def is_foreign(self, bootstrap_addr: str) -> bool:
+        """Whether the prefill there is of another make."""
+        return bootstrap_addr in self._foreign
+
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Every prefill rank: which of them send what is the plan's matter. Of context-parallel copies, the first."""
         info.target_tp_rank = None
@@ -319,7 +383,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if all(cache.row_tokens == 1 and cache.window is None for cache in self._caches):
             stop = receiver.tokens or stop  # the prefill's pages may end before the last of these does
         last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
-        self._rows_of[room] = row
+        told = told_logprobs(receiver.parameters, str(room)) if self.is_foreign(receiver.bootstrap_addr) else None
+        self._rows_of[room] = row, told
         deadline, of = time.monotonic() + self._patience_s, range(prefix_tokens, stop)
         self._driver.receive(room, Wanted(lambda: self._engine(room, key), of, tables, last_stage, deadline))
 
@@ -348,6 +413,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def _engine(self, room: int, key: str) -> str | None:
         if self._refused.get(key):
             self._driver.abort(room, self._refused[key])
+            address = key.rpartition(" ")[0]
+            if self.is_foreign(address):  # it may be another engine by the next request
+                self.prefill_info_table.pop(address, None)
             return None
         return self._engines.get(key)
 
@@ -397,8 +465,9 @@ class KvmoverSender(engine_pd.CommonKVSender):
 class KvmoverReceiver(engine_pd.CommonKVReceiver):
     """SGLang's receiver, which calls all prefill ranks and tells of a failure at once, whoever may write its pages."""
 
-    #: How long the request is, where SGLang's queue has said it.
+    #: How long the request is, and its `custom_params`, where SGLang's queue has said it.
     tokens: int | None = None
+    parameters: Any = None
     _cleared = False
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
@@ -406,6 +475,12 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         engine_pd.CommonKVReceiver.__init__(self, mgr, bootstrap_addr, own)
         if own != bootstrap_room:
             self.conclude_state = mgr.turn_away(own, bootstrap_room)
+
+    def _setup_bootstrap_infos(self) -> None:
+        if self.kv_mgr.is_foreign(self.bootstrap_addr):
+            self.bootstrap_infos: list[Any] = []  # nobody there reads SGLang's sockets
+        else:
+            engine_pd.CommonKVReceiver._setup_bootstrap_infos(self)
 
     def _register_kv_args(self) -> bool:
         message = self.kv_mgr.call(self.key)
@@ -459,17 +534,3 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         if not self._cleared:
             self._cleared = True
             engine_pd.CommonKVReceiver.clear(self)
-
-
-class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):
-    """SGLang's own: who serves what, over HTTP. It says no page size, because SGLang's decode would refuse any but its
-    own. What lies token by token moves between pages of any size; for the rest kvmover's handshake refuses."""
-
-    @property
-    def page_size(self) -> None:
-        """Unknown, whatever the prefill's ranks register."""
-        return None
-
-    @page_size.setter
-    def page_size(self, registered: Any) -> None:
-        """Forget it."""

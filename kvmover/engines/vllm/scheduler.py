@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from typing import Any, Protocol
 
+from kvmover.engines.common import FirstToken
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
+    AttachSpec,
     GrowSpec,
     KvmoverConnectorMetadata,
     LoadSpec,
@@ -323,14 +325,19 @@ class ConnectorScheduler:
 
     def _served(self, known: Live, ask: Serve, tables: Tables, outcome: RequestOutcome) -> bool:
         """Whether the pages of a prefill for another engine are still needed."""
-        name, delivered = known.request.request_id, outcome is RequestOutcome.DELIVERED
-        if delivered and not known.offered:
+        name = known.request.request_id
+        if outcome is not RequestOutcome.DELIVERED:
+            if known.offered:
+                self.metadata.aborts.append(AbortSpec(name, "the prefill was aborted"))
+            else:
+                self.metadata.refusals.append(RefuseSpec(ask.transfer, "the prefill was aborted"))
+            return known.offered > 0
+        if not known.offered:
             self.metadata.sends.append(SendSpec(name, ask.transfer, _copied(tables), None))
-        elif not delivered and known.offered:
-            self.metadata.aborts.append(AbortSpec(name, "the prefill was aborted"))
-        elif not delivered:
-            self.metadata.refusals.append(RefuseSpec(ask.transfer, "the prefill was aborted"))
-        return delivered or known.offered > 0
+        sampled = known.request.output_token_ids
+        if len(sampled):
+            self.metadata.attaches.append(AttachSpec(name, FirstToken(sampled[0]).encode()))
+        return True
 
     def _preempted(self, name: str, known: Live) -> None:
         """Its pages are somebody else's. What was stored of it stays; what was offered is computed again."""

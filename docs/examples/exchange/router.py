@@ -1,0 +1,126 @@
+"""A router in front of a prefill and a decode engine of unlike make, for OpenAI's completions: the least that works.
+
+    python router.py --port 8000 --prefill sglang http://10.0.0.1:30000 10.0.0.1:8998 --decode vllm http://10.0.0.2:8200
+    python router.py --port 8000 --prefill vllm http://10.0.0.2:8100 10.0.0.2:14600 --decode sglang http://10.0.0.1:30001
+
+The third word behind `--prefill` is where its ranks are found: SGLang's bootstrap port, or the `port` of kvmover in vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPResponse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the halves of a request meet: the prefill's ranks, and a number that no other request has."""
+
+    host: str
+    port: int
+    number: int
+
+    def words(self) -> dict[str, Any]:
+        """SGLang's, which kvmover reads in vLLM too."""
+        return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.number}
+
+
+def for_prefill(make: str, body: Body, room: Room) -> dict[str, Any]:
+    """The half that computes the prompt and one token."""
+    short = {name: value for name, value in body.items() if name not in ("stream_options", "min_tokens")}
+    short |= {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
+    short["stream"] = False
+    if make == "vllm":
+        return short | {"kv_transfer_params": {"do_remote_decode": True, "bootstrap_room": room.number}}
+    return short | room.words()
+
+
+def for_decode(make: str, body: Body, room: Room, first: Body | None) -> dict[str, Any]:
+    """The half that answers. `first`: what vLLM's prefill answered, which has the first token's log probability."""
+    if make == "vllm":
+        return {**body, "kv_transfer_params": {"do_remote_prefill": True, **room.words()}}
+    told = _logprobs(first) if first else {}
+    return {**body, **room.words(), "custom_params": {**(body.get("custom_params") or {}), **told}}
+
+
+def _logprobs(answer: Body) -> dict[str, Any]:
+    logprobs = answer["choices"][0].get("logprobs") or {}
+    values = logprobs.get("token_logprobs") or [entry["logprob"] for entry in logprobs.get("content") or ()]
+    return {"kvmover_first_logprob": values[0]} if values else {}
+
+
+def post(url: str, path: str, body: Body) -> HTTPResponse:
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=600)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+@dataclass(frozen=True)
+class Router:
+    """`prefill`, `decode`: make and URL. `ranks`: host and port at which the prefill's are found."""
+
+    prefill: tuple[str, str]
+    decode: tuple[str, str]
+    ranks: tuple[str, int]
+    pool: ThreadPoolExecutor
+
+    def answer(self, path: str, body: Body) -> HTTPResponse:
+        """Both halves at once. But SGLang is told of log probabilities by the router, once vLLM has answered."""
+        room = Room(*self.ranks, random.randrange(1 << 62))
+        prefill: Future[HTTPResponse] = self.pool.submit(
+            post, self.prefill[1], path, for_prefill(self.prefill[0], body, room)
+        )
+        first = None
+        if self.prefill[0] == "vllm" and self.decode[0] == "sglang" and body.get("logprobs"):
+            said = prefill.result()
+            if said.status != 200:
+                return said
+            first = json.loads(said.read())
+        return post(self.decode[1], path, for_decode(self.decode[0], body, room, first))
+
+
+def serve(router: Router, port: int) -> ThreadingHTTPServer:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = router.answer(self.path, body)
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.headers.get("Content-Type", "application/json"))
+            self.end_headers()
+            while part := answer.read1(1 << 16):  # a stream goes on as it comes
+                self.wfile.write(part)
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    return server
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--prefill", nargs=3, metavar=("MAKE", "URL", "RANKS"), required=True)
+    parser.add_argument("--decode", nargs=2, metavar=("MAKE", "URL"), required=True)
+    said = parser.parse_args()
+    host, _, port = said.prefill[2].rpartition(":")
+    with ThreadPoolExecutor(64) as pool:
+        router = Router(tuple(said.prefill[:2]), tuple(said.decode), (host, int(port)), pool)
+        serve(router, said.port).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
