@@ -1,4 +1,4 @@
-"""SGLang and vLLM describe one model alike: their cards agree, their bytes are each other's, and what differs is refused."""
+"""SGLang and vLLM describe one model alike: their cards agree, each reads the other's bytes, the rest is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from kvmover.engines.common import CardServer, Cards, EngineMake, FirstToken, ParallelRank, ToldLogprobs, told_logprobs
+from kvmover.engines.common import Cards, CardServer, EngineMake, FirstToken, ParallelRank, ToldLogprobs, told_logprobs
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import CacheTotals, RankCache, caches_of, pool_of
 from kvmover.engines.sglang.pd_exchange import CardTable, RankCard, exchanged_caches, foreign_cards
@@ -29,9 +29,6 @@ GQA, MLA = (2, HEADS, DIM), (1, 1, LATENT)
 
 def told(buffers: list[torch.Tensor], dtype: str) -> Any:
     """`KVArgs` of SGLang's buffers [slot, head, dim], all K before all V."""
-    empty: dict[str, Any] = dict.fromkeys(
-        ("state_types", "state_data_ptrs", "state_data_lens", "state_item_lens", "state_layer_ids"), []
-    )
     return SimpleNamespace(
         kv_data_ptrs=[buffer.data_ptr() for buffer in buffers],
         kv_data_lens=[buffer.nbytes for buffer in buffers],
@@ -40,7 +37,7 @@ def told(buffers: list[torch.Tensor], dtype: str) -> Any:
         kv_cache_dtype_str=dtype,
         num_draft_entries=0,
         mla_compression_ratios=None,
-        **empty,
+        state_types=[],
     )
 
 
@@ -77,7 +74,8 @@ def test_both_engines_have_the_same_words_for_a_model(model: tuple[int, int, int
         ours = exchanged_caches(sglangs(model, dtype, place)[1], dtype)
         _, theirs, group = vllms(model, dtype, place)
         found = vllm.exchanged_caches(theirs, [group])
-        assert ours and found
+        assert ours
+        assert found
         models |= {Model("tiny", (ours[0].component(LAYERS),)), Model("tiny", (found[0].component,))}
     (only,) = models
     assert only.components == (Component(word, LAYERS, *model, dtype),)
@@ -96,27 +94,35 @@ def test_caches_without_a_common_word_stay_in_the_words_of_their_engine() -> Non
     assert vllm.exchanged_caches([windowed], [group]) is None
 
 
-def movers(
-    model: tuple[int, int, int], page: int = PAGE
-) -> tuple[Mover, list[torch.Tensor], Mover, torch.Tensor]:
+def movers(model: tuple[int, int, int], page: int = PAGE) -> tuple[Mover, list[torch.Tensor], Mover, torch.Tensor]:
     """A rank of SGLang and one of vLLM, of one machine, each with its memory."""
     network, place, config = LoopbackNetwork(), ParallelRank(0, 1), MoverConfig(arena_bytes=1 << 20, sandbox_bytes=0)
     buffers, own = sglangs(model, "bfloat16", place)
     ours = exchanged_caches(own, "bfloat16")
     memory, made, group = vllms(model, "bfloat16", place)
     theirs = vllm.exchanged_caches(made, [group])
-    assert ours and theirs
+    assert ours
+    assert theirs
     component = ours[0].component(LAYERS)
     pool = pool_of(ours[0], component, page, torch.device("cpu"))
     one = Mover(
-        LoopbackTransport(network, "sglang"), Model("tiny", (component,)), Place("s", place.fleet(page), 0), [pool], config
+        LoopbackTransport(network, "sglang"),
+        Model("tiny", (component,)),
+        Place("s", place.fleet(page), 0),
+        [pool],
+        config,
     )
     flat = memory.view(-1).view(torch.uint8)
     other = Mover(
         LoopbackTransport(network, "vllm"),
         Model("tiny", (theirs[0].component,)),
         Place("v", vllm.fleet_of(theirs, place, 1), 0),
-        [Pool(theirs[0].spec, tuple(flat[start - flat.data_ptr() :][: theirs[0].spec.allocation_bytes] for start in theirs[0].starts))],
+        [
+            Pool(
+                theirs[0].spec,
+                tuple(flat[start - flat.data_ptr() :][: theirs[0].spec.allocation_bytes] for start in theirs[0].starts),
+            )
+        ],
         config,
     )
     one.connect(other.card)
@@ -149,7 +155,8 @@ def test_what_one_engine_computes_the_other_reads(model: tuple[int, int, int]) -
     got = other.receive("7", "s", range(tokens), [blocks])
     while not (sent.ended and got.ended):
         one.poll(), other.poll()
-    assert got.result is not None and got.result.reason is None
+    assert got.result is not None
+    assert got.result.reason is None
     assert torch.equal(rows_of_vllm(memory, blocks, kv, tokens), wanted)
     for buffer in buffers:
         buffer.zero_()
@@ -175,7 +182,7 @@ def test_who_waits_for_a_request_is_known_before_it_is_sent() -> None:
 def test_models_that_differ_refuse_each_other_with_both_lists() -> None:
     network, place = LoopbackNetwork(), ParallelRank(0, 1)
     _, own = sglangs(GQA, "bfloat16", place)
-    (cache,) = exchanged_caches(own, "bfloat16") or ()
+    cache = (exchanged_caches(own, "bfloat16") or own)[0]
     made: list[Mover] = []
     for number, (name, layers) in enumerate((("tiny", LAYERS), ("tiny", LAYERS), ("other", LAYERS))):
         component = cache.component(layers) if number != 1 else own[0].component(layers)
@@ -190,7 +197,9 @@ def test_models_that_differ_refuse_each_other_with_both_lists() -> None:
                 MoverConfig(arena_bytes=1 << 20, sandbox_bytes=0),
             )
         )
-    with pytest.raises(PeerRefused, match=r"peer holds tiny \(kv bfloat16 3x2x4x16 uint8\).*holds tiny \(attention 3x2x4x8"):
+    with pytest.raises(
+        PeerRefused, match=r"peer holds tiny \(kv bfloat16 3x2x4x16 uint8\).*holds tiny \(attention 3x2x4x8"
+    ):
         made[0].connect(made[1].card)
     with pytest.raises(PeerRefused, match=r"peer holds other \(attention .*this side holds tiny \(attention"):
         made[0].connect(made[2].card)
@@ -201,23 +210,25 @@ def aux(rows: int = 3) -> tuple[list[torch.Tensor], AuxRows]:
     kinds = [(torch.int32, 16), (torch.int32, 16), (torch.float32, 16), (torch.int32, 16), (torch.float32, 8)]
     kinds += [(torch.int32, 8), (torch.float32, 16), (torch.int64, 16), (torch.float32, 4), (torch.int64, 8)]
     buffers = [torch.full((rows, width), 9, dtype=dtype) for dtype, width in kinds]
-    told = SimpleNamespace(
-        aux_data_ptrs=[b.data_ptr() for b in buffers], aux_item_lens=[b[0].nbytes for b in buffers]
-    )
-    return buffers, AuxRows(told)
+    return buffers, AuxRows(told_of(buffers))
+
+
+def told_of(buffers: list[torch.Tensor]) -> Any:
+    return SimpleNamespace(aux_data_ptrs=[b.data_ptr() for b in buffers], aux_item_lens=[b[0].nbytes for b in buffers])
 
 
 def test_a_first_token_stands_where_sglang_looks_for_it() -> None:
     buffers, rows = aux()
-    rows.put_first(1, FirstToken(77, 32, -0.5, ((77, -0.5), (3, -2.0))), room=1 << 61, checksum=False)
+    rows.put_first(1, FirstToken(77, 32, -0.5, ((77, -0.5), (3, -2.0))), room=1 << 61)
     token, cached, logprob, logprob_token, top, top_tokens, *others, room = (buffer[1].tolist() for buffer in buffers)
     assert (token[0], cached[0], logprob[0], logprob_token[0], room[0]) == (77, 32, -0.5, 77, 1 << 61)
     assert (top[:2], top_tokens[:2]) == ([-0.5, -2.0], [77, 3])
     assert all(map(math.isnan, top[2:]))
     assert not any(map(any, others))
     assert all((buffer[[0, 2]] == 9).all() for buffer in buffers)
-    rows.put_first(0, FirstToken(5), room=8, checksum=True)
-    assert math.isnan(buffers[2][0, 0]) and buffers[0][0, 0] == 5
+    AuxRows(told_of(buffers), checksums=True).land(0, ToldLogprobs(), 8, FirstToken(5).encode())
+    assert math.isnan(buffers[2][0, 0])
+    assert buffers[0][0, 0] == 5
     assert (buffers[-2].view(torch.int64)[0, 0], buffers[-1][0, 0]) == (8, 0)
 
 
@@ -259,7 +270,8 @@ def test_a_prefill_of_another_make_is_known_by_its_cards_and_sglangs_own_is_left
         assert foreign_cards(f"127.0.0.1:{desk.port}") is None  # not ready
         desk.lay_out("v", [b"one"])
         found = foreign_cards(f"127.0.0.1:{desk.port}")
-        assert found is not None and (found.engine, found.cards) == ("v", (b"one",))
+        assert found is not None
+        assert (found.engine, found.cards) == ("v", (b"one",))
         desk._body = Cards("s", (b"one",), EngineMake.SGLANG).encode()
         assert foreign_cards(f"127.0.0.1:{desk.port}") is None
     finally:

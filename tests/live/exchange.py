@@ -1,4 +1,4 @@
-"""Servers of unlike make as prefill and decode, behind the router of docs/examples/exchange; and what they are asked."""
+"""Servers of unlike make as prefill and decode, behind the router of docs/examples, and what they are asked."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def exchanging_vllm(name: str, model: Path, *more: str, root: Path | None = None
     """vLLM likewise, whose ranks are found at the bootstrap port of the command."""
     port = free_port()
     options = {"port": port} | ({"root": str(root)} if root else {})
-    return replace(
-        vllm(name, model, *more, kv=kvmover(**options), environment=EXCHANGE, **how), bootstrap_port=port
-    )
+    return replace(vllm(name, model, *more, kv=kvmover(**options), environment=EXCHANGE, **how), bootstrap_port=port)
 
 
 @dataclass(frozen=True, slots=True)

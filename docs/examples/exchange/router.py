@@ -1,9 +1,11 @@
 """A router in front of a prefill and a decode engine of unlike make, for OpenAI's completions: the least that works.
 
-    python router.py --port 8000 --prefill sglang http://10.0.0.1:30000 10.0.0.1:8998 --decode vllm http://10.0.0.2:8200
-    python router.py --port 8000 --prefill vllm http://10.0.0.2:8100 10.0.0.2:14600 --decode sglang http://10.0.0.1:30001
+    python router.py --port 8000 \
+        --prefill sglang http://10.0.0.1:30000 10.0.0.1:8998 --decode vllm http://10.0.0.2:8200
+    python router.py --port 8000 \
+        --prefill vllm http://10.0.0.2:8100 10.0.0.2:14600 --decode sglang http://10.0.0.1:30001
 
-The third word behind `--prefill` is where its ranks are found: SGLang's bootstrap port, or the `port` of kvmover in vLLM.
+The third word behind `--prefill` is where its ranks are found: SGLang's bootstrap port, or kvmover's `port` in vLLM.
 """
 
 from __future__ import annotations

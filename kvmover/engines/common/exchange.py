@@ -24,4 +24,3 @@ def exchanged(cache: Component, kv: int) -> Component | None:
     if kv == 1:
         return Component.mla(cache.layers, row, cache.dtype)
     return Component.attention(cache.layers, cache.heads, row, cache.dtype)
-

@@ -42,15 +42,13 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToldLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities of the first token that a router hands on, because the prefill's engine tells its transfer none.
+    """Log probabilities of the first token that a router hands on, where the prefill's engine tells its transfer none.
 
     They stand among a request's parameters, which clients write.
     """
 
     kvmover_first_logprob: float | None = None
-    kvmover_first_top_logprobs: Annotated[
-        tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=_MOST_TOP)
-    ] = ()
+    kvmover_first_top_logprobs: Annotated[tuple[tuple[TokenId, float], ...], msgspec.Meta(max_length=_MOST_TOP)] = ()
 
     def beside(self, first: FirstToken) -> FirstToken:
         """`first` with what it lacks."""

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.common import EngineUnsupported, FirstToken, ParallelRank, ToldLogprobs, told_logprobs
+from kvmover.engines.common import EngineUnsupported, ParallelRank, ToldLogprobs, told_logprobs
 from kvmover.engines.sglang import engine, engine_pd
 from kvmover.engines.sglang.engine_pd import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
     CacheTotals,
-    RankCache,
     caches_of,
     chunk_table,
     layers_of,
@@ -40,7 +39,7 @@ from kvmover.engines.sglang.pd_driver import (
     frames,
     read,
 )
-from kvmover.engines.sglang.pd_exchange import RankCard, exchanged_caches, foreign_cards, lay_card
+from kvmover.engines.sglang.pd_exchange import Exchange, RankCard, lay_card
 from kvmover.errors import PeerRefused, PlanError, ProtocolError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
@@ -87,13 +86,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if disaggregation_mode is not engine_pd.PREFILL:
             engine_pd.hold_failed_pages()
             engine_pd.tell_lengths()
-        self._rows = AuxRows(args)
+        self._rows = AuxRows(args, engine_pd.has_checksums())
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
         whole = _served_model(args, is_mla_backend)
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
-        self._exchange = settings.exchange.model
-        self._caches = self._described(caches_of(args, whole, place), args.kv_cache_dtype_str)
+        self._exchange = Exchange(settings.exchange.model)
+        self._caches = self._exchange.described(caches_of(args, whole, place), engine.cache_dtype(args))
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
         pools = [
@@ -104,7 +103,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
             transport,
-            Model(self._exchange or "sglang", components),
+            Model(self._exchange.model or "sglang", components),
             Place(self._name, self._fleet, self._rank),
             pools,
             settings.mover_config(),
@@ -119,7 +118,6 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
         self._refused: dict[str, str] = {}
-        self._foreign: set[str] = set()
         self._rows_of: dict[int, tuple[int, ToldLogprobs | None]] = {}
         self._closing = Event()
         engine_pd.CommonKVManager.__init__(self, args, disaggregation_mode, server_args, is_mla_backend)
@@ -152,7 +150,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 if self._bell.nap(nap_s):
                     self._hear(self.server_socket.recv_multipart())
                 nap_s = self._driver.turn()
-                if self._exchange:
+                if self._exchange.model:
                     self._look_for_wants()
             except Exception:
                 log.exception("kvmover's transfer loop")
@@ -182,29 +180,13 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if reason is None and room in self._rows_of:
             try:
                 (payload,) = aux.values()
-                self._put_row(room, payload)
+                self._rows.land(*self._rows_of[room], room, payload)
             except (ValueError, ProtocolError) as error:
                 reason = f"what goes beside the cache did not come: {error}"
         self._rows_of.pop(room, None)
         if reason is not None and room in self.request_status:
             self.failure_records.setdefault(room, reason)
         self.update_status(room, SUCCESS if reason is None else FAILED)
-
-    def _put_row(self, room: int, payload: bytes) -> None:
-        """What came beside the cache, in the words of the engine that it came from."""
-        row, told = self._rows_of[room]
-        if told is None:
-            self._rows.put(row, payload)
-        else:
-            self._rows.put_first(row, told.beside(FirstToken.decode(payload)), room, engine_pd.has_checksums())
-
-    def _described(self, caches: list[RankCache], dtype: str) -> list[RankCache]:
-        """In the words of all engines, where the weights have a name for all and there are such words."""
-        found = exchanged_caches(caches, dtype) if self._exchange else caches
-        if found is None:
-            names = ", ".join(cache.name for cache in caches)
-            log.warning("no engine but SGLang takes these caches, whatever exchange.model says: %s", names)
-        return found or caches
 
     def give_up(self, room: int, reason: str) -> None:
         """The request fails at once where nothing moves, else when the transfer has ended."""
@@ -243,7 +225,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def register_to_bootstrap(self) -> None:
         """SGLang's own, and this rank's card, by which engines of another make find it."""
         engine_pd.CommonKVManager.register_to_bootstrap(self)
-        if self._exchange and engine_pd.parallel().attn_cp_rank == 0:
+        if self._exchange.model and engine_pd.parallel().attn_cp_rank == 0:
             laid = RankCard(self._name, self._rank, self._fleet.size, self._driver.mover.card)
             lay_card(engine_pd.bootstrap_url(self), laid, engine_pd.put)
 
@@ -327,22 +309,12 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the prefill at `host:port` is known. One of another make is met by its cards."""
-        if not self._exchange or bootstrap_addr in self.prefill_info_table:
+        known = bootstrap_addr in self.prefill_info_table
+        met = None if known else self._exchange.meet(bootstrap_addr, self._driver.connect)
+        if met is None:
             return engine_pd.CommonKVManager.try_ensure_parallel_info(self, bootstrap_addr)
-        found = foreign_cards(bootstrap_addr)
-        if found is None:
-            self._foreign.discard(bootstrap_addr)
-            return engine_pd.CommonKVManager.try_ensure_parallel_info(self, bootstrap_addr)
-        refused = ""
-        try:
-            for card in found.cards:
-                self._driver.connect(card)
-        except (PeerRefused, TransportError) as error:
-            refused = str(error)
-            log.error("refused the prefill at %s: %s", bootstrap_addr, error)
         key = f"{bootstrap_addr} 0"
-        self._engines[key], self._refused[key] = found.engine, refused
-        self._foreign.add(bootstrap_addr)
+        self._engines[key], self._refused[key] = met.engine, met.refused
         info = engine_pd.foreign_prefill()
         self._resolve_rank_mapping(info)
         self.prefill_info_table[bootstrap_addr] = info
@@ -350,7 +322,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     def is_foreign(self, bootstrap_addr: str) -> bool:
         """Whether the prefill there is of another make."""
-        return bootstrap_addr in self._foreign
+        return bootstrap_addr in self._exchange.foreign
 
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Every prefill rank: which of them send what is the plan's matter. Of context-parallel copies, the first."""
@@ -437,29 +409,6 @@ def _served_model(args: Any, is_mla_backend: Any) -> CacheTotals:
 def _keep_the_last(rooms: dict[int, Any]) -> None:
     if len(rooms) > _MOST_ROOMS:
         del rooms[next(iter(rooms))]
-
-
-class KvmoverSender(engine_pd.CommonKVSender):
-    """SGLang's sender; what it sends, the manager collects."""
-
-    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more: Any, **named: Any) -> None:
-        own = mgr.enter(bootstrap_room)
-        engine_pd.CommonKVSender.__init__(self, mgr, bootstrap_addr, own, *more, **named)
-        if own != bootstrap_room:
-            self.conclude_state = mgr.turn_away(own, bootstrap_room)
-            return
-        mgr.expect(own)
-        mgr.opened(own)
-
-    def abort(self) -> None:
-        """The scheduler gives the request up. It is over when nothing reads its pages."""
-        engine_pd.CommonKVSender.abort(self)
-        self.kv_mgr.give_up(self.bootstrap_room, "aborted by the scheduler")
-
-    def clear(self) -> None:
-        """The request has ended, whichever way: forget what was collected for it."""
-        engine_pd.CommonKVSender.clear(self)
-        self.kv_mgr.forget(self.bootstrap_room)
 
 
 class KvmoverReceiver(engine_pd.CommonKVReceiver):

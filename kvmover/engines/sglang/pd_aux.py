@@ -7,17 +7,21 @@ import math
 import struct
 from typing import Any
 
-from kvmover.engines.common import FirstToken
+from kvmover.engines.common import FirstToken, ToldLogprobs
 
 #: Numbers of SGLang's buffers (`MetadataBuffers.get_buf_infos`), which always come first, in this order.
 _TOKEN, _CACHED, _LOGPROB, _LOGPROB_TOKEN, _TOP, _TOP_TOKENS = range(6)
 
 
 class AuxRows:
-    """The rows of the buffers that go beside the cache (first token, log probabilities), as one payload."""
+    """The rows of the buffers that go beside the cache (first token, log probabilities), as one payload.
 
-    def __init__(self, args: Any) -> None:
+    `checksums`: whether the last of them is one of checksums.
+    """
+
+    def __init__(self, args: Any, checksums: bool = False) -> None:
         self._buffers = list(zip(args.aux_data_ptrs, args.aux_item_lens, strict=True))
+        self._rooms = len(self._buffers) - (2 if checksums else 1)
 
     @property
     def nbytes(self) -> int:
@@ -37,11 +41,19 @@ class AuxRows:
             ctypes.memmove(pointer + index * nbytes, payload[at : at + nbytes], nbytes)
             at += nbytes
 
-    def put_first(self, index: int, first: FirstToken, room: int, checksum: bool) -> None:
+    def land(self, index: int, told: ToldLogprobs | None, room: int, payload: bytes) -> None:
+        """Row `index` of the request in `room`, as SGLang sent it, or, where there is a `told`, an engine of another
+        make. Raises ValueError or ProtocolError for other bytes.
+        """
+        if told is None:
+            self.put(index, payload)
+        else:
+            self.put_first(index, told.beside(FirstToken.decode(payload)), room)
+
+    def put_first(self, index: int, first: FirstToken, room: int) -> None:
         """The row of a request that an engine of another make has prefilled; all that it does not tell is 0.
 
-        `room` says that the row is written, and whose it is: the last buffer, or the last but that of a checksum. A log
-        probability that nobody told is no number.
+        `room` says that the row is written, and whose it is. A log probability that nobody told is no number.
         """
         for pointer, nbytes in self._buffers:
             ctypes.memset(pointer + index * nbytes, 0, nbytes)
@@ -54,7 +66,7 @@ class AuxRows:
         self._write(_LOGPROB_TOKEN, index, "i", [first.token])
         self._write(_TOP, index, "f", [*(likelihood for _, likelihood in top), *unknown])
         self._write(_TOP_TOKENS, index, "i", [token for token, _ in top])
-        self._write(len(self._buffers) - (2 if checksum else 1), index, "Q", [room])
+        self._write(self._rooms, index, "Q", [room])
 
     def _write(self, buffer: int, index: int, kind: str, values: list[Any]) -> None:
         pointer, nbytes = self._buffers[buffer]

@@ -1,4 +1,4 @@
-"""KvmoverBootstrapServer is SGLang's own, whose prefill ranks others find, of unlike page sizes and of other makes too."""
+"""KvmoverBootstrapServer is SGLang's own, for decode ranks of unlike page sizes and of other makes too."""
 
 from __future__ import annotations
 

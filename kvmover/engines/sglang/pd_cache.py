@@ -140,7 +140,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class RankCache:
-    """One component on one rank. Bytes are opaque, unless other makes know their `dtype`: a row is `row_bytes` of them.
+    """One component on one rank. Bytes are opaque unless a `dtype` that others know is named: a row is `row_bytes`.
 
     `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
     the whole model, `own_heads` of this rank. `by`: which of SGLang's state indices it goes by; None: the KV pages.

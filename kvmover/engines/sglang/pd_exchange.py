@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +18,7 @@ from kvmover.engines.common import (
     fetch_cards,
 )
 from kvmover.engines.sglang.pd_cache import RankCache
-from kvmover.errors import TransportError
+from kvmover.errors import PeerRefused, TransportError
 from kvmover.layout import DTYPE_BYTES
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,48 @@ def exchanged_caches(caches: Sequence[RankCache], dtype: str) -> list[RankCache]
     cache = replace(caches[0], dtype=dtype)
     component = exchanged(cache.component(cache.layers), cache.kv) if cache.by is None else None
     return component and [replace(cache, name=component.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A prefill engine of another make by its name, or why its ranks cannot be connected."""
+
+    engine: str
+    refused: str = ""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """How a rank goes along with engines of another make. `model`: what these call its weights; None: with none.
+
+    `foreign`: addresses of prefill engines of another make.
+    """
+
+    model: str | None
+    foreign: set[str] = field(default_factory=set[str])
+
+    def described(self, caches: list[RankCache], dtype: str) -> list[RankCache]:
+        """In the words of all engines, where the weights have a name for all and there are such words."""
+        found = exchanged_caches(caches, dtype) if self.model else caches
+        if found is None:
+            names = ", ".join(cache.name for cache in caches)
+            log.warning("no engine but SGLang takes these caches, whatever exchange.model says: %s", names)
+        return found or caches
+
+    def meet(self, bootstrap_addr: str, connect: Callable[[bytes], object]) -> Met | None:
+        """Connect the prefill at `host:port`; None where SGLang, or nobody, is found there."""
+        self.foreign.discard(bootstrap_addr)
+        found = foreign_cards(bootstrap_addr) if self.model else None
+        if found is None:
+            return None
+        self.foreign.add(bootstrap_addr)
+        try:
+            for card in found.cards:
+                connect(card)
+        except (PeerRefused, TransportError) as error:
+            log.error("refused the prefill at %s: %s", bootstrap_addr, error)
+            return Met(found.engine, str(error))
+        return Met(found.engine)
 
 
 def foreign_cards(bootstrap_addr: str) -> Cards | None:
@@ -92,4 +134,6 @@ def lay_card(url: str, laid: RankCard, put: Any) -> None:
     """Lay a rank's card at the bootstrap server. `put`: of `requests`. A server without a place for it is told of."""
     answer = put(url + CARDS_PATH, data=msgspec.msgpack.encode(laid), timeout=_PATIENCE_S)
     if answer.status_code != 200:
-        log.warning("%s takes no cards (HTTP %d): engines of another make do not find this one", url, answer.status_code)
+        log.warning(
+            "%s takes no cards (HTTP %d): engines of another make do not find this one", url, answer.status_code
+        )

@@ -21,7 +21,7 @@ _UTILS = "sglang.srt.disaggregation.utils"
 #: What SGLang calls the parts of a backend, and what they are here, by module and name.
 _CLASSES = {
     "manager": ("pd", "KvmoverManager"),
-    "sender": ("pd", "KvmoverSender"),
+    "sender": ("pd_sender", "KvmoverSender"),
     "receiver": ("pd", "KvmoverReceiver"),
     "bootstrap_server": ("pd_bootstrap", "KvmoverBootstrapServer"),
 }
