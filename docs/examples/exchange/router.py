@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,11 +62,15 @@ def _logprobs(answer: Body) -> dict[str, Any]:
     return {"kvmover_first_logprob": values[0]} if values else {}
 
 
-def post(url: str, path: str, body: Body) -> HTTPResponse:
+@contextmanager
+def posted(url: str, path: str, body: Body) -> Iterator[HTTPResponse]:
     parts = urlsplit(url)
     connection = HTTPConnection(parts.hostname or "", parts.port, timeout=600)
-    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-    return connection.getresponse()
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        yield connection.getresponse()
+    finally:
+        connection.close()
 
 
 @dataclass(frozen=True)
@@ -77,34 +82,32 @@ class Router:
     ranks: tuple[str, int]
     pool: ThreadPoolExecutor
 
-    def answer(self, path: str, body: Body) -> HTTPResponse:
+    def route(self, path: str, body: Body, write: Callable[[HTTPResponse], None]) -> None:
         """Both halves at once. But SGLang is told of log probabilities by the router, once vLLM has answered."""
         room = Room(*self.ranks, random.randrange(1 << 62))
-        prefill: Future[HTTPResponse] = self.pool.submit(
-            post, self.prefill[1], path, for_prefill(self.prefill[0], body, room)
-        )
-        first = None
-        if self.prefill[0] == "vllm" and self.decode[0] == "sglang" and body.get("logprobs"):
-            said = prefill.result()
-            if said.status != 200:
-                return said
-            first = json.loads(said.read())
-        return post(self.decode[1], path, for_decode(self.decode[0], body, room, first))
+        prefill = self.pool.submit(self._prefill, path, for_prefill(self.prefill[0], body, room))
+        told = self.prefill[0] == "vllm" and self.decode[0] == "sglang" and body.get("logprobs")
+        decode = for_decode(self.decode[0], body, room, prefill.result() if told else None)
+        with posted(self.decode[1], path, decode) as said:
+            write(said)
+
+    def _prefill(self, path: str, body: Body) -> Body | None:
+        with posted(self.prefill[1], path, body) as said:
+            answer = said.read()
+        return json.loads(answer) if said.status == 200 else None
 
 
 def serve(router: Router, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            answer = router.answer(self.path, body)
-            self.send_response(answer.status)
-            self.send_header("Content-Type", answer.headers.get("Content-Type", "application/json"))
+            router.route(self.path, body, self.write)
+
+        def write(self, said: HTTPResponse) -> None:
+            self.send_response(said.status)
+            self.send_header("Content-Type", said.headers.get("Content-Type", "application/json"))
             self.end_headers()
-            while part := answer.read1(1 << 16):  # a stream goes on as it comes
+            while part := said.read1(1 << 16):  # a stream goes on as it comes
                 self.wfile.write(part)
 
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)

@@ -24,7 +24,7 @@ from kvmover.engines.vllm.caches import (
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.request_accounts import RequestAccounts
-from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role, token_hashes
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, marks, unbegun
 from kvmover.layout import Fleet
@@ -168,6 +168,8 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 self._groups[0].block_tokens, may, self._late, left, keep_s, self._options.kv_recompute_threshold
             )
+            if self._settings.exchange.model:
+                self._scheduler.page_names = token_hashes
             self._server: CardServer | None = None
             self._lookup: StoreLookup | None = None
             self._events = StoredBlockEvents(self._place.ranks)
@@ -189,10 +191,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     @property
     def _space(self) -> Namespace:
-        model, options = self._config.model_config, self._options
+        model, options, exchange = self._config.model_config, self._options, self._settings.exchange.model
         return Namespace(
-            options.model or model.model,
-            options.weights or str(model.revision or ""),
+            options.model or exchange or model.model,
+            options.weights or ("" if exchange else str(model.revision or "")),
             self._groups[0].block_tokens,
             options.tenant,
         )
