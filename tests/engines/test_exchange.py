@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from kvmover.engines.common import Cards, CardServer, EngineMake, FirstToken, ParallelRank, ToldLogprobs, told_logprobs
+from kvmover.cache.prefix import chain
+from kvmover.config.settings import StoreSettings
+from kvmover.engines.common import (
+    BounceBuffer,
+    Cards,
+    CardServer,
+    EngineMake,
+    FirstToken,
+    PackedBackend,
+    ParallelRank,
+    ToldLogprobs,
+    open_store,
+    told_logprobs,
+)
+from kvmover.engines.sglang.options import ModelFacts
+from kvmover.engines.sglang.page_parts import PoolRows, part_of_rows
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import CacheTotals, RankCache, caches_of, pool_of
 from kvmover.engines.sglang.pd_exchange import CardTable, RankCard, exchanged_caches, foreign_cards
 from kvmover.engines.vllm import caches as vllm
+from kvmover.engines.vllm.block_store import BlockStore
+from kvmover.engines.vllm.connector_metadata import LoadSpec
+from kvmover.engines.vllm.scheduler import Live, token_hashes
 from kvmover.errors import PeerRefused, ProtocolError
+from kvmover.kernels import reference
 from kvmover.layout import Component, Pool
+from kvmover.store import Namespace
 from kvmover.transfer import Model, Mover, MoverConfig, Place
-from kvmover.transport import LoopbackNetwork, LoopbackTransport
+from kvmover.transport import LoopbackNetwork, LoopbackTransport, memory_of
 
 LAYERS, HEADS, DIM, LATENT = 3, 4, 8, 24
 NAMES = tuple(f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS))
@@ -50,17 +73,17 @@ def sglangs(model: tuple[int, int, int], dtype: str, place: ParallelRank) -> tup
 
 
 def vllms(
-    model: tuple[int, int, int], dtype: str, place: ParallelRank
+    model: tuple[int, int, int], dtype: str, place: ParallelRank, block: int = BLOCK
 ) -> tuple[torch.Tensor, list[vllm.ComponentCache], vllm.CacheGroup]:
     """A rank's allocation [layer, block, head, token, content] and caches, in vLLM's words."""
     kv, heads, dim = model
     held = place.heads(heads).count if kv == 2 else 1
-    memory = torch.zeros(LAYERS, BLOCKS, held, BLOCK, kv * dim, dtype=getattr(torch, dtype))
+    memory = torch.zeros(LAYERS, BLOCKS, held, block, kv * dim, dtype=getattr(torch, dtype))
     layers = [
         vllm.LayerCache(name, memory[n].data_ptr(), tuple(memory.shape[1:]), memory.stride()[1:], dtype)
         for n, name in enumerate(NAMES)
     ]
-    group = vllm.CacheGroup(NAMES, "full_attention" if kv == 2 else "mla_attention", BLOCK, sides=kv)
+    group = vllm.CacheGroup(NAMES, "full_attention" if kv == 2 else "mla_attention", block, sides=kv)
     whole = vllm.ModelTotals(heads, LAYERS)
     return memory, vllm.component_caches([group], layers, BLOCKS, whole, place), group
 
@@ -226,7 +249,7 @@ def test_a_first_token_stands_where_sglang_looks_for_it() -> None:
     assert all(map(math.isnan, top[2:]))
     assert not any(map(any, others))
     assert all((buffer[[0, 2]] == 9).all() for buffer in buffers)
-    AuxRows(told_of(buffers), checksums=True).land(0, ToldLogprobs(), 8, FirstToken(5).encode())
+    AuxRows(told_of(buffers), rooms=-2).land(0, ToldLogprobs(), 8, FirstToken(5).encode())
     assert math.isnan(buffers[2][0, 0])
     assert buffers[0][0, 0] == 5
     assert (buffers[-2].view(torch.int64)[0, 0], buffers[-1][0, 0]) == (8, 0)
@@ -277,3 +300,44 @@ def test_a_prefill_of_another_make_is_known_by_its_cards_and_sglangs_own_is_left
     finally:
         desk.close()
     assert foreign_cards(f"127.0.0.1:{desk.port}") is None
+
+
+@pytest.mark.parametrize("model", [GQA, MLA], ids=["gqa", "mla"])
+def test_pages_that_one_engine_stores_the_other_reads(model: tuple[int, int, int], tmp_path: Path) -> None:
+    """Keys of SGLang's are hashes that vLLM's scheduler takes of the same tokens; the bytes are those of the model."""
+    kv, heads, dim = model
+    space, settings, place = Namespace("tiny", "", PAGE), StoreSettings(root=tmp_path), ParallelRank(0, 1)
+    buffers, own = sglangs(model, "bfloat16", place)
+    cache = (exchanged_caches(own, "bfloat16") or own)[0]
+    for buffer in buffers:
+        buffer.copy_(torch.randn(buffer.shape))
+    rows = PoolRows("kv", LAYERS, kv, heads, dim, "bfloat16")
+    part = part_of_rows(rows, place, ModelFacts(heads, LAYERS, exchange="tiny"), PAGE)
+    tokens = list(range(100, 100 + 3 * PAGE))
+    keys = chain(b"", tokens, PAGE)
+    memory, made, group = vllms(model, "bfloat16", place, PAGE)
+    (theirs,) = vllm.exchanged_caches(made, [group]) or made
+    assert theirs.component == part.component == cache.component(LAYERS)
+    bounce = BounceBuffer.of(part.nbytes)
+    with closing(open_store(settings, space)) as store:
+        store.register(memory_of(bounce.memory))
+        pool = pool_of(cache, part.component, PAGE, torch.device("cpu"))
+        backend = PackedBackend(pool, store.view(space, part), 1, bounce, bounce, reference.move)
+        assert backend.put(keys, np.array([4, 0, 2])) == [True] * 3
+    flat = memory.view(-1).view(torch.uint8)
+    blocks = BlockStore.open(settings, space, place.fleet(PAGE), 0, [(theirs, flat)])
+    with closing(blocks.store):
+        request = SimpleNamespace(all_token_ids=tokens, prompt_embeds=None)
+        names = token_hashes(Live(request, None, 0), PAGE)
+        assert blocks.get(LoadSpec("r", tuple(names), (1, 5, 3))) == [True] * 3
+    wanted = rows_of_sglang(buffers, [4, 0, 2], kv, 3 * PAGE)
+    assert torch.equal(rows_of_vllm(memory, [1, 5, 3], kv, 3 * PAGE), wanted)
+
+
+def test_a_request_of_more_than_tokens_has_no_pages_that_others_find() -> None:
+    request = SimpleNamespace(all_token_ids=list(range(40)), lora_request=object())
+    assert token_hashes(Live(request, None, 0), PAGE) == ()
+    request.lora_request, known = None, Live(request, None, 0)
+    first = list(token_hashes(known, PAGE))
+    request.all_token_ids += range(40, 70)
+    assert (len(first), token_hashes(known, PAGE)) == (2, chain(b"", request.all_token_ids, PAGE))

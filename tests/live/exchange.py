@@ -27,11 +27,14 @@ def exchanging_sglang(name: str, model: Path, mode: tuple[str, ...], **more: Any
     return sglang(name, model, mode=mode, environment=EXCHANGE, **more)
 
 
-def exchanging_vllm(name: str, model: Path, *more: str, root: Path | None = None, **how: Any) -> Command:
-    """vLLM likewise, whose ranks are found at the bootstrap port of the command."""
+def exchanging_vllm(
+    name: str, model: Path, *more: str, root: Path | None = None, layout: str = "", **how: Any
+) -> Command:
+    """vLLM likewise, whose ranks are found at the bootstrap port of the command. `root`: of a page store."""
     port = free_port()
     options = {"port": port} | ({"root": str(root)} if root else {})
-    return replace(vllm(name, model, *more, kv=kvmover(**options), environment=EXCHANGE, **how), bootstrap_port=port)
+    environment = EXCHANGE | ({"VLLM_KV_CACHE_LAYOUT": layout} if layout else {})
+    return replace(vllm(name, model, *more, kv=kvmover(**options), environment=environment, **how), bootstrap_port=port)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import SHUT_RDWR
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,15 +63,29 @@ def _logprobs(answer: Body) -> dict[str, Any]:
     return {"kvmover_first_logprob": values[0]} if values else {}
 
 
-@contextmanager
-def posted(url: str, path: str, body: Body) -> Iterator[HTTPResponse]:
-    parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=600)
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        yield connection.getresponse()
-    finally:
-        connection.close()
+class Half:
+    """One of the two requests. `close` gives it up, from any thread: its server takes the client for gone."""
+
+    def __init__(self, url: str, path: str, body: Body) -> None:
+        parts = urlsplit(url)
+        self._connection = HTTPConnection(parts.hostname or "", parts.port, timeout=600)
+        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+
+    def answer(self) -> HTTPResponse:
+        return self._connection.getresponse()
+
+    def whole(self) -> Body | None:
+        """The answer, or None where there is no good one."""
+        with suppress(OSError, HTTPException):
+            said = self.answer()
+            text = said.read()
+            return json.loads(text) if said.status == 200 else None
+
+    def close(self) -> None:
+        if self._connection.sock is not None:
+            with suppress(OSError):
+                self._connection.sock.shutdown(SHUT_RDWR)
+        self._connection.close()
 
 
 @dataclass(frozen=True)
@@ -85,16 +100,21 @@ class Router:
     def route(self, path: str, body: Body, write: Callable[[HTTPResponse], None]) -> None:
         """Both halves at once. But SGLang is told of log probabilities by the router, once vLLM has answered."""
         room = Room(*self.ranks, random.randrange(1 << 62))
-        prefill = self.pool.submit(self._prefill, path, for_prefill(self.prefill[0], body, room))
+        first = Half(self.prefill[1], path, for_prefill(self.prefill[0], body, room))
+        prefilled = self.pool.submit(first.whole)
         told = self.prefill[0] == "vllm" and self.decode[0] == "sglang" and body.get("logprobs")
-        decode = for_decode(self.decode[0], body, room, prefill.result() if told else None)
-        with posted(self.decode[1], path, decode) as said:
-            write(said)
+        known = prefilled.result() if told else None
+        second = Half(self.decode[1], path, for_decode(self.decode[0], body, room, known))
+        try:
+            write(second.answer())
+        finally:
+            second.close()
+            self.pool.submit(self._end, first, prefilled)
 
-    def _prefill(self, path: str, body: Body) -> Body | None:
-        with posted(self.prefill[1], path, body) as said:
-            answer = said.read()
-        return json.loads(answer) if said.status == 200 else None
+    def _end(self, first: Half, prefilled: Future[Body | None]) -> None:
+        """A prefill that nobody came for is given up soon after the answer; it would wait for minutes."""
+        wait([prefilled], timeout=5)
+        first.close()
 
 
 def serve(router: Router, port: int) -> ThreadingHTTPServer:

@@ -99,9 +99,9 @@ def foreign_prefill() -> Any:
     return _conn.PrefillServerInfo(1, 1, 1, 1, None, None, True, decode_allocation_policy=policy)
 
 
-def has_checksums() -> bool:
-    """Whether a buffer of checksums stands behind all others beside the cache."""
-    return bool(_context.get_disagg().disaggregation_enable_kv_checksum)
+def room_buffer() -> int:
+    """Which buffer beside the cache has the rooms, from the end: the last, or the last but that of checksums."""
+    return -2 if _context.get_disagg().disaggregation_enable_kv_checksum else -1
 
 
 def bootstrap_url(manager: Any) -> str:

@@ -86,7 +86,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if disaggregation_mode is not engine_pd.PREFILL:
             engine_pd.hold_failed_pages()
             engine_pd.tell_lengths()
-        self._rows = AuxRows(args, engine_pd.has_checksums())
+        self._rows = AuxRows(args, engine_pd.room_buffer())
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
@@ -95,10 +95,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._caches = self._exchange.described(found, engine.cache_dtype(args))
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
-        pools = [
-            pool_of(cache, component, args.page_size, engine_pd.device(args.gpu_id))
-            for cache, component in zip(self._caches, components, strict=True)
-        ]
+        device, each = engine_pd.device(args.gpu_id), zip(self._caches, components, strict=True)
+        pools = [pool_of(cache, component, args.page_size, device) for cache, component in each]
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(

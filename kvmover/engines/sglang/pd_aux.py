@@ -16,12 +16,12 @@ _TOKEN, _CACHED, _LOGPROB, _LOGPROB_TOKEN, _TOP, _TOP_TOKENS = range(6)
 class AuxRows:
     """The rows of the buffers that go beside the cache (first token, log probabilities), as one payload.
 
-    `checksums`: whether the last of them is one of checksums.
+    `rooms`: which of them has the rooms, counted from the end: -1 is the last.
     """
 
-    def __init__(self, args: Any, checksums: bool = False) -> None:
+    def __init__(self, args: Any, rooms: int = -1) -> None:
         self._buffers = list(zip(args.aux_data_ptrs, args.aux_item_lens, strict=True))
-        self._rooms = len(self._buffers) - (2 if checksums else 1)
+        self._rooms = rooms
 
     @property
     def nbytes(self) -> int:
