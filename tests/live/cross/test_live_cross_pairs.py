@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
 from tests.live.exchange import ask, exchanging_sglang, exchanging_vllm, routed
@@ -10,13 +12,16 @@ from tests.live.table import Results
 from tests.live.vllm_servers import vllm
 
 
-def test_sglang_prefills_for_vllm(servers: Servers, model: ModelMaker, results: Results) -> None:
+@pytest.mark.parametrize(("name", "token_bytes"), [("llama", 4096), ("latent-yarn", 4 * 576 * 4)])
+def test_sglang_prefills_for_vllm(
+    name: str, token_bytes: int, servers: Servers, model: ModelMaker, results: Results
+) -> None:
     """SGLang on two ranks with pages of 64 tokens, vLLM on one with blocks of 16."""
-    weights = model("llama", "sglang")
+    weights = model(name, "sglang")
     plain, first, second = servers.start(
-        vllm("cross-vllm-plain", weights),
-        exchanging_sglang("cross-sglang-prefill", weights, PREFILL, tp=2, page_tokens=64),
-        exchanging_vllm("cross-vllm-decode", weights),
+        vllm(f"cross-{name}-vllm-plain", weights),
+        exchanging_sglang(f"cross-{name}-sglang-prefill", weights, PREFILL, tp=2, page_tokens=64),
+        exchanging_vllm(f"cross-{name}-vllm-decode", weights),
     )
     prompts = prompts_of(20, seed=31)
     with routed(first, second) as router:
@@ -24,18 +29,19 @@ def test_sglang_prefills_for_vllm(servers: Servers, model: ModelMaker, results: 
         got = many(lambda prompt: ask(router, prompt), prompts)
     moved = second.metrics("vllm:kvmover_received")
     said = f"{moved['vllm:kvmover_received_bytes_total'] / 1e6:.1f} MB moved"
-    assert not results.add("SGLang to vLLM", "TP2 to TP1, pages of 64 to blocks of 16", wanted, got, said).failed
+    assert not results.add("SGLang to vLLM", f"{name}, TP2 to TP1, pages of 64 to blocks of 16", wanted, got, said).failed
     assert moved["vllm:kvmover_received_requests_total"] == len(prompts)
-    assert moved["vllm:kvmover_received_bytes_total"] == 4096 * sum(map(len, prompts))
+    assert moved["vllm:kvmover_received_bytes_total"] == token_bytes * sum(map(len, prompts))
 
 
-def test_vllm_prefills_for_sglang(servers: Servers, model: ModelMaker, results: Results) -> None:
+@pytest.mark.parametrize("name", ["llama", "latent-yarn"])
+def test_vllm_prefills_for_sglang(name: str, servers: Servers, model: ModelMaker, results: Results) -> None:
     """vLLM on one rank with blocks of 16 tokens, SGLang on two with pages of 64."""
-    weights = model("llama", "sglang")
+    weights = model(name, "sglang")
     plain, first, second = servers.start(
-        sglang("cross-sglang-plain", weights),
-        exchanging_vllm("cross-vllm-prefill", weights),
-        exchanging_sglang("cross-sglang-decode", weights, DECODE_WITH_PREFIXES, tp=2, page_tokens=64),
+        sglang(f"cross-{name}-sglang-plain", weights),
+        exchanging_vllm(f"cross-{name}-vllm-prefill", weights),
+        exchanging_sglang(f"cross-{name}-sglang-decode", weights, DECODE_WITH_PREFIXES, tp=2, page_tokens=64),
     )
     prompts = prompts_of(20, seed=32)
     with routed(first, second) as router:
@@ -43,5 +49,5 @@ def test_vllm_prefills_for_sglang(servers: Servers, model: ModelMaker, results: 
         got = many(lambda prompt: ask(router, prompt), prompts)
     sent = first.metrics("vllm:kvmover_sent")
     said = f"{sent['vllm:kvmover_sent_bytes_total'] / 1e6:.1f} MB moved"
-    assert not results.add("vLLM to SGLang", "TP1 to TP2, blocks of 16 to pages of 64", wanted, got, said).failed
+    assert not results.add("vLLM to SGLang", f"{name}, TP1 to TP2, blocks of 16 to pages of 64", wanted, got, said).failed
     assert sent["vllm:kvmover_sent_requests_total"] == len(prompts)
