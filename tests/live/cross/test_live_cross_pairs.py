@@ -29,7 +29,7 @@ def test_sglang_prefills_for_vllm(
         got = many(lambda prompt: ask(router, prompt), prompts)
     moved = second.metrics("vllm:kvmover_received")
     said = f"{moved['vllm:kvmover_received_bytes_total'] / 1e6:.1f} MB moved"
-    assert not results.add("SGLang to vLLM", f"{name}, TP2 to TP1, pages of 64 to blocks of 16", wanted, got, said).failed
+    assert not results.add("sglang-vllm", f"{name}, TP2 to TP1, pages of 64 to blocks of 16", wanted, got, said).failed
     assert moved["vllm:kvmover_received_requests_total"] == len(prompts)
     assert moved["vllm:kvmover_received_bytes_total"] == token_bytes * sum(map(len, prompts))
 
@@ -49,5 +49,5 @@ def test_vllm_prefills_for_sglang(name: str, servers: Servers, model: ModelMaker
         got = many(lambda prompt: ask(router, prompt), prompts)
     sent = first.metrics("vllm:kvmover_sent")
     said = f"{sent['vllm:kvmover_sent_bytes_total'] / 1e6:.1f} MB moved"
-    assert not results.add("vLLM to SGLang", f"{name}, TP1 to TP2, blocks of 16 to pages of 64", wanted, got, said).failed
+    assert not results.add("vllm-sglang", f"{name}, TP1 to TP2, blocks of 16 to pages of 64", wanted, got, said).failed
     assert sent["vllm:kvmover_sent_requests_total"] == len(prompts)

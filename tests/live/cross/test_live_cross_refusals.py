@@ -26,7 +26,7 @@ def test_vllm_computes_what_sglang_of_another_model_would_prefill(
     with routed(first, second) as router:
         got = many(lambda prompt: ask(router, prompt), prompts)
     slowest = f"slowest {max(answer.seconds for answer in got):.1f} s"
-    assert not results.add("SGLang to vLLM", "decode of another model", wanted, got, slowest).failed
+    assert not results.add("sglang-vllm", "decode of another model", wanted, got, slowest).failed
     assert f"peer holds {_FOUR}, protocol" in second.log()
     assert f"this side holds {_SIX}" in second.log()
 

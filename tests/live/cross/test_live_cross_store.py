@@ -35,7 +35,7 @@ def test_pages_serve_the_other_engine(servers: Servers, model: ModelMaker, resul
     read = reader.metrics("vllm:kvmover_loaded_blocks")["vllm:kvmover_loaded_blocks_total"] / 2
     blocks = sum(len(prompt) // _PAGE_TOKENS for prompt in prompts)
     said = f"{read:.0f} of {blocks} blocks read"
-    assert not results.add("SGLang to vLLM", "page store of TP1, read by TP2", wanted, got, said).failed
+    assert not results.add("sglang-vllm", "page store of TP1, read by TP2", wanted, got, said).failed
     # vLLM computes the last token of a prompt: one of whole blocks leaves its last one out.
     assert blocks - len(prompts) <= read <= blocks
     many(lambda prompt: ask(reader, prompt), others)
@@ -50,5 +50,5 @@ def test_pages_serve_the_other_engine(servers: Servers, model: ModelMaker, resul
     tokens = sum(answer.cached_tokens for answer in got)
     whole = sum((len(prompt) - 1) // _PAGE_TOKENS * _PAGE_TOKENS for prompt in others)
     said = f"{tokens} of {sum(map(len, others))} prompt tokens from disk"
-    assert not results.add("vLLM to SGLang", "page store of TP2, read by TP1", wanted, got, said).failed
+    assert not results.add("vllm-sglang", "page store of TP2, read by TP1", wanted, got, said).failed
     assert tokens == whole
