@@ -90,7 +90,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
-        self._exchange = Exchange(settings.exchange.model)
+        self._exchange = Exchange.of(settings)
         found = caches_of(args, _served_model(args, is_mla_backend), place)
         self._caches = self._exchange.described(found, engine.cache_dtype(args))
         layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvmover.config import Settings
 from kvmover.engines.common import (
     CARDS_PATH,
     EXCHANGED_DTYPES,
@@ -56,6 +57,11 @@ class Exchange:
 
     model: str | None
     foreign: set[str] = field(default_factory=set[str])
+
+    @classmethod
+    def of(cls, settings: Settings) -> Exchange:
+        """As configured."""
+        return cls(settings.exchange.model)
 
     def described(self, caches: list[RankCache], dtype: str) -> list[RankCache]:
         """In the words of all engines, where the weights have a name for all and there are such words."""

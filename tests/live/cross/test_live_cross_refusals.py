@@ -1,4 +1,4 @@
-"""Engines of unlike make that hold unlike models: they say so with both lists, and nobody gets tokens of the other's."""
+"""Engines of unlike make that hold unlike models: they say so with both lists, and no token is of the other's KV."""
 
 from __future__ import annotations
 
