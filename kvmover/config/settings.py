@@ -269,6 +269,7 @@ TEXTS: Mapping[str, str] = {
     "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",
     "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
+    "mover.exports": "pools: peers of this host or NVLink fabric may map pools on a GPU, and copy; none: they may not.",
     "mover.backoff.first_s": "Seconds before the first attempt to reconnect a lost peer; doubled after each failure.",
     "mover.backoff.most_s": "The longest wait between two such attempts, in seconds.",
     "mover.backoff.jitter": "Fraction [0, 1) by which a wait may be shortened, so that ranks do not retry at once.",

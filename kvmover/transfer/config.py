@@ -29,6 +29,13 @@ class Integrity(StrEnum):
     DIGEST = "digest"
 
 
+class Exports(StrEnum):
+    """Whether pools on a GPU can be mapped by other processes: none of them, or all of this rank's."""
+
+    NONE = "none"
+    POOLS = "pools"
+
+
 @dataclass(frozen=True, slots=True)
 class Backoff:
     """When to dial a lost peer: after `first_s` seconds, then twice as long each time, at most `most_s`.
@@ -91,6 +98,9 @@ class MoverConfig:
     `integrity`: whether what landed is compared by a digest a chunk. The destination's to choose.
     `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
     network carries.
+    `exports`: whether peers may map this rank's pools on a GPU, so that a leg may go mapped. A kernel of one process
+    then touches memory of another, and what becomes of it when that one is killed was not seen on a GPU yet: so not by
+    default.
     `keys`: seal every message and card, and read only sealed ones. None: nothing is sealed.
     """
 
@@ -112,6 +122,7 @@ class MoverConfig:
     chunk_layers: int = 0
     integrity: Integrity = Integrity.NONE
     sms: int | None = 8
+    exports: Exports = Exports.NONE
     keys: Keys | None = None
 
     def __post_init__(self) -> None:
@@ -126,7 +137,7 @@ class MoverConfig:
             raise LayoutError(
                 f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"
             )
-        settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity)
+        settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity, exports=Exports)
         if self.route is not None:
             settle(self, what, LayoutError, route=Route)
         if self.revocation is not None:
