@@ -26,6 +26,17 @@ _MOST_KEY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """With whom KV is exchanged: `model` names the weights to engines of any make; None: to those of one make only."""
+
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model == "":
+            raise ConfigError('exchange has model = ""; name the weights, or say "none"')
+
+
+@dataclass(frozen=True, slots=True)
 class StoreSettings(Policy):
     """A page store's policy; the directory that the stores are in, the same on all ranks; and how often one is kept.
 
@@ -124,6 +135,7 @@ class Settings:
 
     mover: MoverConfig = field(default_factory=MoverConfig)
     progress: Pace = field(default_factory=Pace)
+    exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
@@ -274,6 +286,7 @@ TEXTS: Mapping[str, str] = {
     "progress.shortest_s": "Shortest sleep between polls, seconds.",
     "progress.open_s": "Longest sleep between polls while a transfer is open, seconds.",
     "progress.idle_s": "Longest sleep between polls while no transfer is open, seconds.",
+    "exchange.model": "Name of the weights, equal in engines of unlike make that exchange KV; `none`: no such peers.",
     "store.quota_bytes": "Payload bytes that a namespace may hold on disk; `none`: no limit.",
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",

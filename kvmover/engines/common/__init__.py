@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from kvmover.faces import public
 
 if TYPE_CHECKING:
+    from kvmover.engines.common.cards import CARDS_PATH, Cards, CardServer, EngineMake, fetch_cards
+    from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
+    from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
     from kvmover.engines.common.options import STORE_KEYS, ContentOptions, read_options
     from kvmover.engines.common.pages import (
         BounceBuffer,
@@ -27,6 +30,22 @@ if TYPE_CHECKING:
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
 
 _HOMES = {
+    "cards": (
+        "CARDS_PATH",
+        "CardServer",
+        "Cards",
+        "EngineMake",
+        "fetch_cards",
+    ),
+    "exchange": (
+        "EXCHANGED_DTYPES",
+        "exchanged",
+    ),
+    "first_token": (
+        "FirstToken",
+        "ToldLogprobs",
+        "told_logprobs",
+    ),
     "options": (
         "STORE_KEYS",
         "ContentOptions",
@@ -64,12 +83,18 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CARDS_PATH",
+    "EXCHANGED_DTYPES",
     "STORE_KEYS",
     "BounceBuffer",
+    "CardServer",
+    "Cards",
     "ContentOptions",
     "Election",
     "EmptyBackend",
+    "EngineMake",
     "EngineUnsupported",
+    "FirstToken",
     "InPlaceBackend",
     "Numbers",
     "PackedBackend",
@@ -79,14 +104,18 @@ __all__ = [
     "StoreWorker",
     "TenantGroups",
     "Tested",
+    "ToldLogprobs",
     "Upkeep",
     "as_bytes",
     "election",
+    "exchanged",
+    "fetch_cards",
     "hints_of",
     "of_all",
     "open_store",
     "page_ids",
     "read_options",
+    "told_logprobs",
 ]
 
 

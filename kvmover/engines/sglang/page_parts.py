@@ -9,11 +9,14 @@ from enum import Enum
 import numpy as np
 
 from kvmover.cache.prefix import Rule, restorable
-from kvmover.engines.common import ParallelRank
+from kvmover.engines.common import ParallelRank, exchanged
 from kvmover.engines.sglang.options import ModelFacts
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, Span, Stripe
 from kvmover.store import PageBox, PagePart
+
+#: The pool whose heads and layers the model's figures are of.
+MAIN = "kv"
 
 #: A pool of which every page of a prefix is needed.
 ALL_PAGES = 0
@@ -67,6 +70,8 @@ def part_of_rows(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_to
         else:
             name += f", stage {place.pp} of {place.pp_size} from layer {rows.first_layer}"
     component = Component(name, layers, rows.kv, total, rows.dim, rows.dtype, states=rows.states)
+    if model.exchange and name == MAIN:
+        component = exchanged(component, rows.kv) or component
     tokens = component.extent(page_tokens)
     return PagePart(component, PageBox(heads, held, Stripe(0, 1, tokens, tokens)))
 

@@ -1,6 +1,6 @@
 """SGLang describes a rank's caches to its transfer backends; here that becomes values, pools and payloads.
 
-All but the last two functions and `AuxRows` compute with integers alone.
+All but the last two functions compute with integers alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.errors import PlanError
-from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
+from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class RankCache:
-    """One component on one rank. Bytes are opaque: a row is `row_bytes` of them.
+    """One component on one rank. Bytes are opaque unless a `dtype` that others know is named: a row is `row_bytes`.
 
     `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
     the whole model, `own_heads` of this rank. `by`: which of SGLang's state indices it goes by; None: the KV pages.
@@ -163,6 +163,7 @@ class RankCache:
     by: int | None = None
     spare: int | None = None
     numbers: int = 1
+    dtype: str = "uint8"
 
     @property
     def layers(self) -> int:
@@ -171,8 +172,8 @@ class RankCache:
 
     def component(self, layers: int) -> Component:
         """As the whole model has it, of `layers` layers on all stages together."""
-        shape = (self.name, layers, self.kv, self.heads, self.row_bytes)
-        return Component(*shape, "uint8", self.window, self.states, self.row_tokens)
+        shape = (self.name, layers, self.kv, self.heads, self.row_bytes // DTYPE_BYTES[self.dtype])
+        return Component(*shape, self.dtype, self.window, self.states, self.row_tokens)
 
 
 def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCache]:
@@ -430,9 +431,10 @@ def _cut(
 def pool_of(cache: RankCache, component: Component, page_tokens: int, device: torch.device) -> Pool:
     """The engine's memory as it lies: pages of `token head dim`, states of `kv head dim`. It stays the engine's."""
     tokens, layers = 1 if component.states else page_tokens // component.row_tokens, cache.layers
-    token_bytes = cache.own_heads * cache.row_bytes
-    shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, cache.row_bytes)
-    stride = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes, 1)
+    token_bytes, size = cache.own_heads * cache.row_bytes, component.element_bytes
+    shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, component.dim)
+    strides = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes)
+    stride = (*(nbytes // size for nbytes in strides), 1)
     spec = PoolSpec(component, Layout(PACKED_AXES, shape, stride), ("layer",) if cache.plane_bytes else ("layer", "kv"))
     return Pool(spec, tuple(tensor_at(pointer, spec.allocation_bytes, device) for pointer in cache.pointers))
 
@@ -446,28 +448,3 @@ def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
     interface = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
     held: Any = type("Borrowed", (), {"__cuda_array_interface__": interface})()
     return torch.as_tensor(held, device=device)
-
-
-class AuxRows:
-    """The rows of the buffers that go beside the cache (first token, log probabilities), as one payload."""
-
-    def __init__(self, args: Any) -> None:
-        self._buffers = list(zip(args.aux_data_ptrs, args.aux_item_lens, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one row of all buffers together."""
-        return sum(nbytes for _, nbytes in self._buffers)
-
-    def take(self, index: int) -> bytes:
-        """Row `index` of each buffer, one behind the other: a copy."""
-        return b"".join(ctypes.string_at(pointer + index * nbytes, nbytes) for pointer, nbytes in self._buffers)
-
-    def put(self, index: int, payload: bytes) -> None:
-        """Raises ValueError where the payload is of other buffers."""
-        if len(payload) != self.nbytes:
-            raise ValueError(f"{len(payload)} bytes beside the cache; this side's buffers take {self.nbytes}")
-        at = 0
-        for pointer, nbytes in self._buffers:
-            ctypes.memmove(pointer + index * nbytes, payload[at : at + nbytes], nbytes)
-            at += nbytes

@@ -25,7 +25,7 @@ from kvmover.engines.common import (
 )
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions
-from kvmover.engines.sglang.page_parts import TpPlacement, native_part, part_of_rows
+from kvmover.engines.sglang.page_parts import MAIN, TpPlacement, native_part, part_of_rows
 from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
 from kvmover.transport import Memory, memory_of
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-
-#: The pool whose heads and layers the model's figures are of.
-MAIN = "kv"
 
 
 @dataclass(frozen=True, slots=True)

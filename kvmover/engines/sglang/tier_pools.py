@@ -133,8 +133,8 @@ def _stored(
     flags.check()
     options, settings = parse(flags.options)
     placement = TpPlacement.REPLICATED if replicated else TpPlacement.SHARDED
-    name = options.model or engine.served_name()
-    rank = ServedRank(name, said(options, served()), place, placement)
+    facts = said(options, served())
+    rank = ServedRank(facts.name(options, engine.served_name()), facts, place, placement)
     adapter = StoreAdapter(options, settings.store, rank, page_tokens)
     storage = Storage(adapter.store, adapter.space, tiered_pools, place.fleet(page_tokens), place.rank)
     return storage, adapter.store, Upkeep(adapter.store, settings.store)

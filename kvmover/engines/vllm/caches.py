@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.common import EngineUnsupported, ParallelRank, exchanged
 from kvmover.engines.vllm.block_format import BlockFormat, BlockSegment, PageView, Rows
 from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Fleet, Layout, Pool, PoolSpec
 from kvmover.transport import Memory, NixlTransport, memory_of
@@ -27,6 +27,7 @@ class CacheGroup:
 
     `formats`: of layers whose rows are not a token's as they stand. `row_tokens`: of layers that keep a row of several.
     `scratch_blocks`: at the end of a request's table, where a state is kept a step of speculation, not its own.
+    `sides`: equal parts of a token's row that every engine knows: keys and values, or a latent, 1; 0: it has others.
     """
 
     layers: tuple[str, ...]
@@ -36,6 +37,7 @@ class CacheGroup:
     formats: Mapping[str, BlockFormat] = field(default_factory=dict[str, BlockFormat])
     row_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     scratch_blocks: int = 0
+    sides: int = 0
 
     @property
     def is_late(self) -> bool:
@@ -178,6 +180,24 @@ def component_caches(
             alike = [cache for cache, its in zip(mine, kinds, strict=True) if its == kind]
             made += _component_caches(number, group, kind, alike, blocks, whole, place)
     return made
+
+
+def exchanged_caches(caches: Sequence[ComponentCache], groups: Sequence[CacheGroup]) -> list[ComponentCache] | None:
+    """The same memory as engines of any make describe theirs: one component of full attention, K and V apart.
+
+    None where they have no common words for these caches.
+    """
+    if len(caches) != 1 or not groups[0].sides:
+        return None
+    (cache,) = caches
+    component = exchanged(cache.component, groups[0].sides)
+    if component is None:
+        return None
+    layout = cache.spec.layout
+    extents = dict(zip(layout.axes, layout.shape, strict=True)) | {"kv": component.kv, "dim": component.dim}
+    strides = dict(zip(layout.axes, layout.stride, strict=True)) | {"kv": component.dim if component.kv > 1 else 0}
+    layout = Layout(layout.axes, tuple(extents.values()), tuple(strides.values()))
+    return [replace(cache, component=component, spec=PoolSpec(component, layout, cache.spec.separate))]
 
 
 def fleet_of(caches: Sequence[ComponentCache], place: ParallelRank, run_tokens: int) -> Fleet:

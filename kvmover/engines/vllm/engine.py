@@ -73,7 +73,16 @@ def _group(group: Any, config: Any) -> CacheGroup:
         {layer: found for layer, found in formats.items() if found is not None},
         {layer: count for layer, count in rows.items() if count > 1},
         getattr(spec, "num_speculative_blocks", 0),
+        _sides(*specs.values()),
     )
+
+
+def _sides(*specs: Any) -> int:
+    """Of layers alike: 2 for keys before values of a head, as long as each other; 1 for a latent; 0: anything else."""
+    if all(type(spec) is _cache.MLAAttentionSpec for spec in specs):
+        return 1
+    dense = all(type(spec) is _cache.FullAttentionSpec and spec.kv_quant_mode.name == "NONE" for spec in specs)
+    return 2 if dense and all(spec.head_size == spec.head_size_v for spec in specs) else 0
 
 
 def _format(spec: Any, config: Any) -> BlockFormat | None:

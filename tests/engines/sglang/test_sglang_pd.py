@@ -19,8 +19,8 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang.devicepool import placement_of, strands_of
 from kvmover.engines.sglang.options import ModelFacts
 from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
+from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
-    AuxRows,
     CacheTotals,
     RankCache,
     caches_of,

@@ -20,8 +20,9 @@ import pytest
 import torch
 from bench import KV_HEADS, POISON, Factory, Role, Shape, allocate, caching, config_of, configs
 
+from kvmover.engines.common import CardServer
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, SendSpec
-from kvmover.engines.vllm.handshake import HandshakeServer, Remote
+from kvmover.engines.vllm.handshake import Remote
 from kvmover.errors import KvmoverError
 
 triton: Any = import_module("triton")
@@ -315,7 +316,7 @@ class Bench:
     ) -> list[Rank]:
         """The ranks that a request came to, or to each of which it did not."""
         a, b = self.side("prefill", of_src, src, tokens.stop), self.side("decode", of_dst, dst, tokens.stop)
-        server = HandshakeServer("127.0.0.1", 0)
+        server = CardServer("127.0.0.1", 0)
         server.lay_out("prefill", [rank.connector.get_handshake_metadata().card for rank in a])
         remote = Remote("prefill", "p", "127.0.0.1", server.port)
         for rank in a:

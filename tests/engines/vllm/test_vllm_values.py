@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvmover.config import ConfigError
-from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.vllm import VLLM, handshake
+from kvmover.engines.common import Cards, CardServer, EngineUnsupported, ParallelRank, fetch_cards
+from kvmover.engines.vllm import VLLM
 from kvmover.engines.vllm.block_store import page_of
 from kvmover.engines.vllm.caches import (
     CacheGroup,
@@ -298,18 +298,18 @@ def test_hashes_of_any_length_name_pages() -> None:
 
 
 def test_cards_are_served_until_the_server_closes() -> None:
-    desk = handshake.HandshakeServer("127.0.0.1", 0)
+    desk = CardServer("127.0.0.1", 0)
     try:
         with pytest.raises(TransportError, match="HTTP 503"):
-            handshake.call("127.0.0.1", desk.port)
+            fetch_cards("127.0.0.1", desk.port)
         desk.lay_out("engine", [b"one", b"two"])
-        assert handshake.call("127.0.0.1", desk.port) == ("engine", (b"one", b"two"))
+        assert fetch_cards("127.0.0.1", desk.port) == Cards("engine", (b"one", b"two"))
         desk.lay_out("engine", [b"three"])
-        assert handshake.call("127.0.0.1", desk.port)[1] == (b"three",)
+        assert fetch_cards("127.0.0.1", desk.port).cards == (b"three",)
     finally:
         desk.close()
     with pytest.raises(TransportError, match=f"no cards from 127.0.0.1:{desk.port}"):
-        handshake.call("127.0.0.1", desk.port)
+        fetch_cards("127.0.0.1", desk.port)
 
 
 def test_a_stranger_at_the_port_is_no_engine() -> None:
@@ -326,7 +326,7 @@ def test_a_stranger_at_the_port_is_no_engine() -> None:
         thread = Thread(target=talk)
         thread.start()
         with pytest.raises(TransportError, match=f"no cards from 127.0.0.1:{port}"):
-            handshake.call("127.0.0.1", port)
+            fetch_cards("127.0.0.1", port)
         thread.join()
 
 
