@@ -91,6 +91,8 @@ class MoverConfig:
     `integrity`: whether what landed is compared by a digest a chunk. The destination's to choose.
     `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
     network carries.
+    `lossy`: how much a number may be off, against the largest that shares its scale, where a peer stores the cache in
+    another form: 0.0625 lets bfloat16 and fp8 meet. 0: only peers from and to which every number arrives as it was.
     `keys`: seal every message and card, and read only sealed ones. None: nothing is sealed.
     """
 
@@ -113,6 +115,7 @@ class MoverConfig:
     integrity: Integrity = Integrity.NONE
     sms: int | None = 8
     keys: Keys | None = None
+    lossy: float = 0.0
 
     def __post_init__(self) -> None:
         what = "mover config"
@@ -120,6 +123,8 @@ class MoverConfig:
         check_positive(
             self, what, LayoutError, "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "lease_s", "linger_s"
         )
+        if isinstance(self.lossy, bool) or not isinstance(self.lossy, (int, float)) or not 0 <= self.lossy <= 1:
+            raise LayoutError(f"{what} has lossy = {self.lossy!r}; it is a share from 0 to 1")
         if self.sms is not None:
             object.__setattr__(self, "sms", whole(self.sms, f"{what} has sms", LayoutError, 1))
         if 0 < self.sandbox_bytes < LEAST_REGION_BYTES:
