@@ -17,7 +17,7 @@ and vLLM: e4m3 by a scale a tensor; DeepSeek-V3.2's 512 e4m3 with four float32 s
 Not finite: infinity counts as bfloat16's largest number, or float16's where that is what the numbers are meant to be,
 before anything is divided; bfloat16, float16 and float32 store it as it is. NaN does not count in amax. It stays NaN:
 0x7F in e4m3, 0x7FFF in 16 bits, 0x7FFFFFFF in 32. e2m1 has none: its block's scale becomes 0x7F, so all of the block
-is NaN. A block whose scale is 0 in e4m3 is zeros.
+is NaN. A block whose scale is 0 in e4m3 is zeros, each of its sign.
 
 Error of a finite x of a part with scale s that is not clipped, before it is read back:
 
@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, Protocol
 
 import numpy as np
@@ -132,7 +133,7 @@ class Conversion:
             try:
                 region.check()
             except RegionError as error:
-                raise RegionError(f"{name} rows: {error}") from error
+                raise RegionError(f"{name} rows: {str(error).removeprefix('source ')}") from error
             size = max(element_size(each) for part in form.parts for each in (part.element, part.scale) if each)
             if region.alignment() % size:
                 raise RegionError(f"{name} rows lie off a multiple of {size} bytes, an element of theirs")
@@ -141,11 +142,33 @@ class Conversion:
             raise RegionError(f"source has {self.planes} planes x {len(self.src.units)} units, destination {there}")
         if self.reads.dim != self.writes.dim:
             raise RegionError(f"rows of {self.reads.dim} numbers do not become rows of {self.writes.dim}")
+        edges = borders(self.reads, self.writes)
+        for form in (self.reads, self.writes):
+            if cut := _cut_block(form, edges):
+                raise RegionError(f"number {cut} of a row cuts a block of the other side's")
         if self.dst.memory[0].device != self.device:
             raise RegionError(f"source on {self.device}, destination on {self.dst.memory[0].device}")
         for name, scales, form in (("source", self.src_scales, self.reads), ("dest", self.dst_scales, self.writes)):
             if scales.shape != (self.planes, form.scales) or scales.dtype != np.float32:
                 raise RegionError(f"{name} scales are {scales.dtype} {scales.shape}, not of {self.planes} planes")
+
+
+def borders(reads: RowForm, writes: RowForm) -> list[int]:
+    """Numbers of a row at which a part of either form begins, and how many it has."""
+    sums = (accumulate(part.values for part in form.parts) for form in (reads, writes))
+    return sorted({0, *(number for each in sums for number in each)})
+
+
+def _cut_block(form: RowForm, edges: Sequence[int]) -> int | None:
+    """The first edge that lies inside of a block of `form`, or between two float4 of a byte. None: there is none."""
+    begun = 0
+    for part in form.parts:
+        whole = part.block or (2 if part.element == "float4_e2m1fn_x2" else 1)
+        for edge in edges:
+            if begun < edge < begun + part.values and (edge - begun) % whole:
+                return edge
+        begun += part.values
+    return None
 
 
 def element_size(name: str) -> int:
@@ -194,8 +217,8 @@ def encode(form: RowForm, numbers: torch.Tensor, scales: Sequence[float]) -> tor
             continue
         stored = _fp8(amax / FP4_MAX / plane).masked_fill_(blocks.isnan().any(2), FP8_NAN)
         factors = _numbers(part.scale, stored) * plane
-        scaled = (blocks / factors[:, :, None]).masked_fill_((factors == 0)[:, :, None], 0.0)
-        found += [_fp4(scaled.flatten(1).nan_to_num_(nan=0.0)), stored]
+        scaled = (blocks / factors.masked_fill(factors == 0, torch.inf)[:, :, None]).flatten(1)
+        found += [_fp4(scaled.masked_fill_(scaled.isnan(), 0.0)), stored]
     return torch.cat(found, 1)
 
 

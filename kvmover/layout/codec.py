@@ -166,6 +166,22 @@ class Codec:
         return " + ".join(part.text() for part in self.parts)
 
 
+def cut_block(one: Codec, other: Codec) -> Part | None:
+    """A part of either codec of which a part of the other cuts a block, which no kernel reads; None: there is none.
+
+    >>> cut_block(Codec.fp8("bfloat16", 8, 120), Codec.nvfp4("bfloat16", 128)).block
+    16
+    """
+    for held, kept in ((one, other), (other, one)):
+        edges, begun = set(accumulate(part.values for part in held.parts)), 0
+        for part in kept.parts:
+            inside = (edge - begun for edge in edges if begun < edge < begun + part.values)
+            if part.block and any(edge % part.block for edge in inside):
+                return part
+            begun += part.values
+    return None
+
+
 @lru_cache(maxsize=256)
 def error_of(held: Codec, kept: Codec) -> float:
     """The largest `Part.error` of what must be rounded when rows held as `held` are kept as `kept`; 0: nothing must.

@@ -14,6 +14,7 @@ import msgspec
 
 from kvmover.errors import LayoutError, PeerRefused
 from kvmover.fields import whole
+from kvmover.layout.codec import cut_block
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
@@ -221,6 +222,12 @@ def read_card(model: Model, card: bytes) -> Rank:
 def check_forms(own: Rank, peer: Rank, lossy: float) -> None:
     """Raise PeerRefused where the cache would be off by more than `lossy` after it went from one to the other."""
     for one, other in zip(own.pools, peer.pools, strict=True):
+        held, kept = one.component.form, other.component.form
+        if held and kept and cut_block(held, kept):
+            raise PeerRefused(
+                f"{peer.place.text()} stores {one.component.name} as {form_text(other.component)}, this side as"
+                f" {form_text(one.component)}: blocks of the one are cut by parts of the other"
+            )
         layers = (rank.place.fleet.shard(one.component, rank.place.rank, 1).layers for rank in (own, peer))
         error = error_between(one, other, *layers)
         if error > lossy:
