@@ -259,6 +259,7 @@ TEXTS: Mapping[str, str] = {
     "mover.lossy": "How much a number of the cache may be off, against the largest that shares its scale, where a peer"
     " stores it in another form: 0.0625 for fp8, 0.177 for NVFP4. 0: such peers are refused.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
+    "mover.exports": "pools: peers of this host or NVLink fabric may map pools on a GPU, and copy; none: they may not.",
     "mover.backoff.first_s": "Seconds before the first attempt to reconnect a lost peer; doubled after each failure.",
     "mover.backoff.most_s": "The longest wait between two such attempts, in seconds.",
     "mover.backoff.jitter": "Fraction [0, 1) by which a wait may be shortened, so that ranks do not retry at once.",

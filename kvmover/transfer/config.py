@@ -29,6 +29,13 @@ class Integrity(StrEnum):
     DIGEST = "digest"
 
 
+class Exports(StrEnum):
+    """Whether pools on a GPU can be mapped by other processes: none of them, or all of this rank's."""
+
+    NONE = "none"
+    POOLS = "pools"
+
+
 @dataclass(frozen=True, slots=True)
 class Backoff:
     """When to dial a lost peer: after `first_s` seconds, then twice as long each time, at most `most_s`.
@@ -93,6 +100,9 @@ class MoverConfig:
     network carries.
     `lossy`: how much a number may be off, against the largest that shares its scale, where a peer stores the cache in
     another form: 0.0625 lets bfloat16 and fp8 meet. 0: only peers from and to which every number arrives as it was.
+    `exports`: whether peers may map this rank's pools on a GPU, so that a leg may go mapped. A kernel of one process
+    then touches memory of another, and what becomes of it when that one is killed was not seen on a GPU yet: so not by
+    default.
     `keys`: seal every message and card, and read only sealed ones. None: nothing is sealed.
     """
 
@@ -114,6 +124,7 @@ class MoverConfig:
     chunk_layers: int = 0
     integrity: Integrity = Integrity.NONE
     sms: int | None = 8
+    exports: Exports = Exports.NONE
     keys: Keys | None = None
     lossy: float = 0.0
 
@@ -131,7 +142,7 @@ class MoverConfig:
             raise LayoutError(
                 f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"
             )
-        settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity)
+        settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity, exports=Exports)
         if self.route is not None:
             settle(self, what, LayoutError, route=Route)
         if self.revocation is not None:

@@ -15,13 +15,13 @@ from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
 from kvmover.shared_memory import HostProcess
 from kvmover.transfer.arguments import least_chunk_bytes
-from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transfer.events import Patience
 from kvmover.transfer.memory.arena import Arena, slab_bytes
 from kvmover.transfer.memory.copier import Copier
 from kvmover.transfer.memory.descriptors import allocations
 from kvmover.transfer.memory.in_flight import InFlight
-from kvmover.transfer.memory.mapped import Mappings, shares
+from kvmover.transfer.memory.mapped import Mappings, exports, shares
 from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.listeners import own_listeners
@@ -206,13 +206,13 @@ def assembled(
     slab = slab_bytes(config.arena_bytes, chunk_bytes, config.revocation or transport.revocation)
     incoming = _staging(config.arena_bytes, slab, device)
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
-    sandbox = memory_of(probed) if config.sandbox_bytes else None
-    memories = tuple(allocations(pool) for pool in pools)
+    sandbox, memories = memory_of(probed) if config.sandbox_bytes else None, tuple(map(allocations, pools))
     ours = [outgoing.memory, *map(incoming.slab, range(incoming.arena.slabs)), *([sandbox] if sandbox else [])]
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs, shared = tuple(pool.spec for pool in pools), shares(memories)
-    mappings = Mappings(bool(shared))
+    exported = exports(memories, device) if config.exports is Exports.POOLS else ()
+    mappings = Mappings(bool(shared or exported), device, memories[0][0].kind)
     card = Rank(
         place,
         specs,
@@ -226,6 +226,7 @@ def assembled(
         mappings.machine,
         process=HostProcess.own() if mappings.machine else None,
         listeners=own_listeners() if mappings.machine else (),
+        exports=exported,
     )
     return Core(
         transport,

@@ -243,9 +243,9 @@ def page_table(
 
     SGLang tells the pages of a window as the last of the request. How many they are depends on where in its last page
     the request ends, and a component's window is as many whole pages for every request: it may reach one page further
-    back than was told. The first page stands there too; on both sides, so the same bytes go to the same place twice. So do
-    the rows of a ring whose request is shorter than the window. Where nothing is pending both sides take the spare row,
-    which no request has.
+    back than was told. The first page stands there too; on both sides, so the same bytes go to the same place twice. So
+    do the rows of a ring whose request is shorter than the window. Where nothing is pending both sides take the spare
+    row, which no request has.
 
     Raises PlanError for indices that cannot be of this request.
     """

@@ -14,6 +14,7 @@ import msgspec
 
 from kvmover.errors import LayoutError, PeerRefused
 from kvmover.fields import whole
+from kvmover.kernels.cuda_exports import HANDLE_BYTES, Export
 from kvmover.layout.codec import cut_block
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
@@ -165,6 +166,7 @@ class Rank(msgspec.Struct, frozen=True):
     Ranks of one `host` share what is measured. `process` runs on `machine`. `shares`: where each allocation lies in
     shared memory of it, as `allocations`; empty where they do not. `registration`: how often parts of `arena` were
     registered anew, which `transport` knows of. `listeners`: at some of them somebody answers while `process` lives.
+    `exports`: as `shares`, of memory on a GPU that its driver opens for others.
     """
 
     place: Place
@@ -186,6 +188,10 @@ class Rank(msgspec.Struct, frozen=True):
     registration: Natural = 0
     process: HostProcess | None = None
     listeners: Annotated[tuple[Listener, ...], msgspec.Meta(max_length=MAX_LISTENERS)] = ()
+    exports: Annotated[
+        tuple[Annotated[tuple[Export, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)], ...],
+        msgspec.Meta(max_length=MAX_COMPONENTS),
+    ] = ()
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -276,9 +282,7 @@ def _check(model: Model, rank: Rank) -> None:
     if not len(rank.pools) == len(rank.allocations) == len(model.components):
         counts = f"{len(rank.pools)} pools, {len(rank.allocations)} lists of allocations"
         raise PeerRefused(f"the card has {counts}; the model has {len(model.components)} components")
-    if rank.shares and list(map(len, rank.shares)) != list(map(len, rank.allocations)):
-        counts = f"{sum(map(len, rank.shares))} shares for {sum(map(len, rank.allocations))} allocations"
-        raise PeerRefused(f"the card has {counts}; each must have one, or none")
+    _check_shared(rank)
     check_fleet_pages(place.fleet, model.components)
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
@@ -300,3 +304,18 @@ def _check(model: Model, rank: Rank) -> None:
                 raise PeerRefused(f"pool of {component.name} has {axis} extent {held}; its rank holds {extent}")
         if len(memories) != spec.allocations or any(m.nbytes < spec.allocation_bytes for m in memories):
             raise PeerRefused(f"allocations of {component.name} are fewer or smaller than its pool")
+
+
+def _check_shared(rank: Rank) -> None:
+    """What a card says of memory that this side may map: one word for each allocation, of the process it names."""
+    for what, said in (("shares", rank.shares), ("exports", rank.exports)):
+        if said and list(map(len, said)) != list(map(len, rank.allocations)):
+            counts = f"{sum(map(len, said))} {what} for {sum(map(len, rank.allocations))} allocations"
+            raise PeerRefused(f"the card has {counts}; each must have one, or none")
+    for share in (share for pool in rank.shares for share in pool):
+        if rank.process is not None and share.pid != rank.process.pid:
+            raise PeerRefused(f"the card is of process {rank.process.pid} and shares memory of {share.pid}")
+    for export in (export for pool in rank.exports for export in pool):
+        if len(export.handle) != HANDLE_BYTES or not 0 <= export.offset < export.nbytes <= MOST:
+            sizes = f"{len(export.handle)} bytes to {export.nbytes} bytes from {export.offset} on"
+            raise PeerRefused(f"the card has a handle of {sizes}; handles have {HANDLE_BYTES}")
