@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmover.layout import CpOrder, Fleet, Span
 from kvmover.layout.fleet import Coordinate
@@ -43,6 +43,15 @@ class ParallelRank:
     def ranks(self) -> int:
         """How many there are."""
         return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def in_stage(self) -> ParallelRank:
+        """The same rank among those of its stage, which alone may hold what it holds.
+
+        >>> ParallelRank(1, 2, pp=3, pp_size=4).in_stage.grid
+        'TP2'
+        """
+        return replace(self, pp=0, pp_size=1)
 
     @property
     def grid(self) -> str:

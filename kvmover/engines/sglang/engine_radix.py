@@ -5,17 +5,18 @@ tree.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kvmover.cache.prefix import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
-from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang.options import StorageFlags, TierFlags
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
+    import torch.distributed as dist
 
 _base: Any = import_module("sglang.srt.mem_cache.base_prefix_cache")
 _registry: Any = import_module("sglang.srt.mem_cache.registry")
@@ -104,10 +105,30 @@ def is_decode() -> bool:
     return _context.get_disagg().disaggregation_mode == "decode"
 
 
-def rank() -> tuple[int, int]:
-    """Tensor-parallel rank and size of this process, of those that serve a request together."""
+def place() -> ParallelRank:
+    """Where this process stands among those that serve a request together."""
     parallel = _context.get_parallel()
-    return parallel.attn_tp_rank, parallel.attn_tp_size
+    return ParallelRank(parallel.attn_tp_rank, parallel.attn_tp_size, parallel.pp_rank, parallel.pp_size)
+
+
+def fleet_group(place: ParallelRank, params: Any) -> dist.ProcessGroup | None:
+    """All processes that serve a request together, stage by stage, on CPU memory; None where there is one.
+
+    Several stages get a group of their own, which they make together: SGLang's schedulers send each other messages in
+    theirs, at other times.
+    """
+    if place.ranks == 1:
+        return None
+    if place.pp_size == 1:
+        return params.attn_tp_cache_group or params.tp_cache_group
+    from torch import distributed
+
+    parallel = _context.get_parallel()
+    first = parallel.attn_dp_rank * place.in_stage.ranks
+    stage = range(first, first + place.in_stage.ranks)
+    ranks = [stage_number * parallel.tp_size + rank for stage_number in range(place.pp_size) for rank in stage]
+    made: Any = cast(Any, distributed).new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return made
 
 
 def odd_windows(context: Any) -> str:
@@ -217,7 +238,7 @@ def odd_pools(context: Any) -> str:
             tier_flags().write == "write_back" and (within != [pool] or has_states(rows))
         ),
         "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
-        "pipeline stages (--pp-size)": params.pp_size > 1,
+        "pipeline stages of a decode server (--pp-size)": params.pp_size > 1 and is_decode(),
         "context-parallel ranks (--attn-cp-size, --dcp-size)": params.attn_cp_size > 1 or parallel.dcp_enabled,
     }
     return ", ".join(name for name, is_odd in odd.items() if is_odd)

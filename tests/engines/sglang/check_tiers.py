@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvmover.cache.ledger import Loss
 from kvmover.cache.tiers import TierCount
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang import engine_radix, plugin
 from kvmover.engines.sglang.options import StorageFlags, TierFlags
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_tiers import DecodeRadixCache, TieredRadixCache
@@ -39,8 +40,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> None:
 class PoolContent:
     """The rows of SGLang's pool as numbers: each layer, K and V, and head has its own of a token's."""
 
-    def __init__(self, pool: Any, layers: Sequence[int] = range(LAYERS)) -> None:
-        self.pool, self.layers = pool, layers
+    def __init__(self, pool: Any, layers: Sequence[int] = range(LAYERS), first_head: int = 0) -> None:
+        self.pool, self.layers, self.first_head = pool, layers, first_head
 
     def planes(self, layer: int) -> list[torch.Tensor]:
         """As an attention backend reads them: behind the gate."""
@@ -50,7 +51,7 @@ class PoolContent:
         return [buffer.view(torch.int64).flatten(1) for buffer in both]
 
     def offsets(self, layer: int, kv: int, width: int) -> torch.Tensor:
-        return 100 * layer + 10 * kv + torch.arange(width)
+        return 100 * layer + 10 * kv + self.first_head + torch.arange(width)
 
     def __setitem__(self, row: torch.Tensor, numbers: torch.Tensor) -> None:
         for layer in self.layers:
@@ -76,7 +77,8 @@ class TieredServer(Server):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.content = PoolContent(self.allocator.get_kvcache())
+        pool = self.allocator.get_kvcache()
+        self.content = PoolContent(pool, range(pool.start_layer, pool.start_layer + pool.layer_num))
         #: Requests' tokens by the tier they were found on.
         self.tiers = {"device": 0, "host": 0}
 
@@ -144,10 +146,11 @@ class TieredServer(Server):
         return req
 
 
-def pool_of(kind: str, size: int, page: int, heads: int = 2) -> Any:
+def pool_of(kind: str, size: int, page: int, heads: int = 2, layers: range = range(LAYERS)) -> Any:
+    span = {"start_layer": layers.start, "end_layer": layers.stop}
     if kind == "latent":
-        return pools.MLATokenToKVPool(size, page, torch.float32, 2, 2, LAYERS, "cpu", False)
-    return pools.MHATokenToKVPool(size, page, torch.float32, heads, 2, LAYERS, "cpu", False)
+        return pools.MLATokenToKVPool(size, page, torch.float32, 2, 2, len(layers), "cpu", False, **span)
+    return pools.MHATokenToKVPool(size, page, torch.float32, heads, 2, len(layers), "cpu", False, **span)
 
 
 def serving(
@@ -159,20 +162,23 @@ def serving(
     group: Any = None,
     accounts: RadixAccounts | None = None,
     heads: int = 2,
+    layers: range = range(LAYERS),
     made: type[TieredRadixCache] = TieredRadixCache,
     **more: Any,
 ) -> TieredServer:
-    pool = pool_of(kind, size, page, heads)
-    params = parameters(page, size, attn_tp_cache_group=group)
+    pool = pool_of(kind, size, page, heads, layers)
+    params = parameters(page, size)
     one = [size, torch.float32, "cpu", pool, False]
     params.token_to_kv_pool_allocator = (
         tokens_of.TokenToKVPoolAllocator(*one) if page == 1 else paged.PagedTokenToKVPoolAllocator(size, page, *one[1:])
     )
     flags = flags_of(root, **more)
-    tiers = open_tiers(params, flags, place, ())
+    tiers = open_tiers(params, flags, place, group)
     cache = made(params, flags, tiers, accounts)
     pool.register_layer_transfer_counter(cache.gates)
-    return TieredServer(cache)
+    server = TieredServer(cache)
+    server.content.first_head = 0 if kind == "latent" else place.tp * heads
+    return server
 
 
 def flags_of(root: Path | None, **more: Any) -> TierFlags:
@@ -510,6 +516,76 @@ def test_two_ranks_agree_and_a_latent_is_stored_once(kind: str, tmp_path: Path) 
         assert told[0]["stored"] == told[1]["stored"]
 
 
+def in_turn(server: TieredServer, place: ParallelRank, steps: Any) -> None:
+    """Each step of the scheduler is taken behind that of the stage before, which would wait for ever for this one's."""
+    taken, step = server.cache.check_hicache_events, itertools.count()
+
+    def check_hicache_events() -> None:
+        number = next(step)
+        if place.pp:
+            steps.wait([f"{place.tp} {place.pp - 1} {number}"])
+        taken()
+        steps.set(f"{place.tp} {place.pp} {number}", "")
+
+    server.cache.check_hicache_events = check_hicache_events
+
+
+def stages(rank: Any, kind: str, name: str) -> dict[str, Any]:
+    """One rank of a fleet with pipeline stages: a history, and then everything from storage again."""
+    place = ParallelRank.from_rank(rank.number, rank.shape.tp, rank.shape.pp)
+    size = rank.shape.tp * rank.shape.pp
+    held = place.layers(4)
+    layers = range(held.start, held.start + held.count)
+    group = rank.group if size > 1 else None
+    heads = 1 if kind == "latent" else 4 // rank.shape.tp
+    made = {"kind": kind, "place": place, "group": group, "root": rank.root / "store", "heads": heads, "layers": layers}
+    first, second = serving(4, 192, **made), serving(4, 192, **made)
+    if size > 1:
+        for number, server in enumerate((first, second)):
+            in_turn(server, place, torch.distributed.FileStore(str(rank.root / f"{name} {number}"), size))
+    history(first, 3, 100)
+    served(first, list(range(40)), answer=0)
+    first.settle()
+    torch.distributed.barrier()
+    second.poison()
+    req = second.fetch([*range(40), 7])
+    run(second, req)
+    second.settle()
+    torch.distributed.barrier()
+    first.cache.release_host_resources()
+    second.cache.release_host_resources()
+    return {
+        "host": first.tiers["host"],
+        "operations": first.controller.collectives.serial,
+        "fetched": req.storage_hit_length,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_that_run_apart_agree_and_share_their_pages_with_other_fleets(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    shape = "mla" if kind == "latent" else "mha"
+    told = ranks(Shape(kind=shape, tp=2, pp=2), tmp_path, stages, kind, "stages")
+    assert all(rank == told[0] for rank in told)
+    assert told[0]["host"] > 0
+    assert told[0]["operations"] > 10
+    assert told[0]["fetched"] == 40
+    (alone,) = ranks(Shape(kind=shape), tmp_path, stages_read, kind)
+    assert alone == 40
+
+
+def stages_read(rank: Any, kind: str) -> int:
+    """What one rank finds of what the stages stored."""
+    heads = 1 if kind == "latent" else 4
+    server = serving(4, 192, kind=kind, root=rank.root / "store", heads=heads, layers=range(4))
+    server.poison()
+    req = server.fetch([*range(40), 7])
+    run(server, req)
+    server.settle()
+    server.cache.release_host_resources()
+    return req.storage_hit_length
+
+
 def context_of(**more: Any) -> Any:
     """What SGLang builds a cache of, for a server with a hierarchical cache."""
     params = parameters(4, 64)
@@ -551,7 +627,6 @@ def of_stages(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("context", "word"),
     [
-        (lambda: of_stages(pp_size=2), "not pipeline stages"),
         (lambda: of_stages(attn_cp_size=2), "not context-parallel ranks"),
         (lambda: of_stages(is_eagle=True), "not a draft's pools"),
         (lambda: context_of(params=parameters(4, 64)), "not pools of NoneType"),
@@ -560,3 +635,10 @@ def of_stages(**more: Any) -> Any:
 def test_what_the_tiers_would_not_bring_back_whole_is_refused(context: Any, word: str) -> None:
     with pytest.raises(EngineUnsupported, match=word):
         plugin.radix_cache(context())
+
+
+def test_a_decode_server_with_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's loop for it asks no hierarchical cache to go on."""
+    monkeypatch.setattr(engine_radix, "is_decode", lambda: True)
+    with pytest.raises(EngineUnsupported, match="not pipeline stages of a decode server"):
+        plugin.radix_cache(of_stages(pp_size=2))
