@@ -56,8 +56,8 @@ class RadixAccounts:
 
     def __init__(self, model: str, settings: Settings, place: ParallelRank) -> None:
         """Serves metrics and keeps the run log where `settings` ask for it. Raises KvmoverError where that fails."""
-        speaker = Guest(logging.getLogger(), f"kvmover radix cache rank {place.rank} of {place.grid}")
-        self._observers = Observers(settings, model, place.rank, speaker)
+        speaker = Guest(logging.getLogger(), f"kvmover radix cache rank {place.number} of {place.grid}")
+        self._observers = Observers(settings, model, place.number, speaker)
         self.ledger = Ledger(FaultPolicy.COUNT, sink=self._observers.account)
         self._groups = TenantGroups(AccountGroup(model=model))
         self._attempts: dict[str, _Attempt] = {}

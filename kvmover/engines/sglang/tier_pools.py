@@ -78,7 +78,7 @@ def open_tiers(
     cannot be had.
     """
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    pools = engine_linker.tiered_pools(kvcache, params)
+    pools = engine_linker.tiered_pools(kvcache, params.req_to_token_pool, params.page_size // place.cp_size)
     found = [
         _PoolPart(_COMPONENTS[str(name)], strand, part, memory)
         for name, entry in pools.entry_map.items()
@@ -93,7 +93,7 @@ def open_tiers(
     log.info("on the host: %s pages of %d tokens", pages, params.page_size)
     tiered_pools = tuple(each.tiered(pages[each.name], params) for each in found)
     config = ControllerConfig(
-        flags.policy(), _consensus(place, group), fences=fences, engine=engine.served_name(), rank=place.rank
+        flags.policy(), _consensus(place, group), fences=fences, engine=engine.served_name(), rank=place.number
     )
     depths: dict[int, int] = {}
     for each in found:
@@ -154,7 +154,8 @@ def _stored(
     rank = ServedRank(name, said(options, served()), place, placement)
     adapter = StoreAdapter(options, settings.store, rank, page_tokens)
     own = place.in_stage
-    storage = Storage(adapter.store, adapter.space, tiered_pools, own.fleet(page_tokens), own.rank)
+    fleet = own.fleet(page_tokens // own.cp_size)
+    storage = Storage(adapter.store, adapter.space, tiered_pools, fleet, own.rank, own.writes)
     return storage, adapter.store, Upkeep(adapter.store, settings.store)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import Shape, ranks
+from bench import Shape, finish, ranks, start
 from scheduling import NOTHING, Server, base, paged, parameters, pools, publish, tokens_of
 
 from kvmover.cache.ledger import Loss
@@ -39,6 +39,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 class PoolContent:
     """The rows of SGLang's pool as numbers: each layer, K and V, and head has its own of a token's."""
+
+    #: Ranks that divide the tokens of a page.
+    shares = 1
 
     def __init__(self, pool: Any, layers: Sequence[int] = range(LAYERS), first_head: int = 0) -> None:
         self.pool, self.layers, self.first_head = pool, layers, first_head
@@ -70,6 +73,28 @@ class PoolContent:
         return numbers if whole else torch.full_like(numbers, NOTHING)
 
 
+class SharedContent(PoolContent):
+    """Of ranks that share the positions of every page: SGLang deals indices of all, and each has rows of its own."""
+
+    def __init__(self, pool: Any, place: ParallelRank, group: Any, *given: Any) -> None:
+        super().__init__(pool, *given)
+        self.shares, self.place, self.group = place.cp_size, place, group
+
+    def __setitem__(self, row: torch.Tensor, numbers: torch.Tensor) -> None:
+        mine = row % self.shares == self.place.cp
+        super().__setitem__(row[mine] // self.shares, numbers[mine])
+
+    def __getitem__(self, row: torch.Tensor) -> torch.Tensor:
+        """Its own, and what those with the first heads have of the others."""
+        mine = row % self.shares == self.place.cp
+        numbers, own = torch.zeros_like(row), super().__getitem__(row[mine] // self.shares)
+        if not self.place.tp:
+            numbers[mine] = own
+        torch.distributed.all_reduce(numbers, group=self.group)
+        numbers[mine] = own
+        return numbers
+
+
 class TieredServer(Server):
     """As Server, with pools that have bytes; requests load from the host when they are admitted."""
 
@@ -88,7 +113,7 @@ class TieredServer(Server):
 
     def poison(self) -> None:
         """Whoever reads a page that nobody wrote is found out."""
-        page = self.cache.page_size
+        page = self.cache.page_size // self.content.shares
         first = self.allocator.get_all_free_pages().long()
         rows = first if page == 1 else (first[:, None] * page + torch.arange(page)).flatten()
         for layer in self.content.layers:
@@ -166,7 +191,7 @@ def serving(
     made: type[TieredRadixCache] = TieredRadixCache,
     **more: Any,
 ) -> TieredServer:
-    pool = pool_of(kind, size, page, heads, layers)
+    pool = pool_of(kind, size // place.cp_size, page // place.cp_size, heads, layers)
     params = parameters(page, size)
     one = [size, torch.float32, "cpu", pool, False]
     params.token_to_kv_pool_allocator = (
@@ -177,7 +202,11 @@ def serving(
     cache = made(params, flags, tiers, accounts)
     pool.register_layer_transfer_counter(cache.gates)
     server = TieredServer(cache)
-    server.content.first_head = 0 if kind == "latent" else place.tp * heads
+    first_head = 0 if kind == "latent" else place.tp * heads
+    if place.cp_size > 1:
+        server.content = SharedContent(pool, place, group, layers, first_head)
+    else:
+        server.content.first_head = first_head
     return server
 
 
@@ -586,6 +615,71 @@ def stages_read(rank: Any, kind: str) -> int:
     return req.storage_hit_length
 
 
+def of_sglang(rank: Any) -> tuple[ParallelRank, Any]:
+    """Where SGLang says that a rank stands, and the group that it is agreed in."""
+    place = engine_radix.place()
+    return place, engine_radix.fleet_group(place, parameters(4, 64, attn_tp_cache_group=rank.group))
+
+
+def context_parallel(rank: Any, kind: str) -> dict[str, Any]:
+    """One rank: a history, and then everything from storage again."""
+    place, group = of_sglang(rank)
+    heads = 1 if kind == "latent" else 4 // place.tp_size
+    made = {"kind": kind, "place": place, "group": group, "root": rank.root / "store", "heads": heads}
+    first = serving(4, 192, **made, layers=range(4))
+    history(first, 3, 100)
+    served(first, list(range(40)), answer=0)
+    served(first, list(range(100, 140)), answer=0)
+    first.settle()
+    torch.distributed.barrier()
+    second = serving(4, 192, **made, layers=range(4))
+    second.poison()
+    req = second.fetch([*range(40), 7])
+    run(second, req)
+    second.settle()
+    torch.distributed.barrier()
+    for server in (first, second):
+        server.cache.release_host_resources()
+    counts = first.controller.meter.counts
+    return {
+        "grid": place.grid,
+        "fetched": req.storage_hit_length,
+        "backed": counts[TierCount.BACKED_PAGES],
+        "stored": counts[TierCount.STORED_PAGES],
+        "host": first.tiers["host"],
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("option", "tp", "grid"),
+    [
+        ("dcp_size", 2, "TP1 CP2"),
+        ("dcp_size", 4, "TP2 CP2"),
+        ("attn_cp_size", 2, "TP1 x2"),
+        ("attn_cp_size", 4, "TP2 x2"),
+    ],
+)
+def test_context_parallel_ranks_bring_back_their_part_and_share_their_pages(
+    kind: str, option: str, tp: int, grid: str, tmp_path: Path
+) -> None:
+    """sglang#22782: what a rank holds of a page, and which of equal ones writes it, are of one coordinate.
+
+    Ranks that divide the tokens of a page, or that hold all of them; and one rank reads what they stored.
+    """
+    (tmp_path / "store").mkdir()
+    shape = Shape(kind="mla" if kind == "latent" else "mha", tp=tp)
+    told = finish(start(shape, tmp_path, context_parallel, kind, **{option: 2}))
+    assert {rank["grid"] for rank in told} == {grid}
+    assert [(rank["fetched"], rank["host"]) for rank in told] == [(40, told[0]["host"])] * tp
+    assert told[0]["host"] > 0
+    equal = tp // (2 if option == "dcp_size" else 1) if kind == "latent" else 2 if option == "attn_cp_size" else 1
+    written = sum(rank["stored"] for rank in told)
+    assert told[0]["backed"] * tp / equal * 0.6 < written < told[0]["backed"] * tp / equal * 1.2
+    assert all(rank["stored"] > 0 for rank in told)
+    assert ranks(Shape(kind=shape.kind), tmp_path, stages_read, kind) == [40]
+
+
 def context_of(**more: Any) -> Any:
     """What SGLang builds a cache of, for a server with a hierarchical cache."""
     params = parameters(4, 64)
@@ -627,7 +721,6 @@ def of_stages(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("context", "word"),
     [
-        (lambda: of_stages(attn_cp_size=2), "not context-parallel ranks"),
         (lambda: of_stages(is_eagle=True), "not a draft's pools"),
         (lambda: context_of(params=parameters(4, 64)), "not pools of NoneType"),
     ],

@@ -21,11 +21,12 @@ _LITTLE = ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
 _TIERS = ("device", "host", "storage", "computed")
 
 
-def tiered(name: str, model: Path, root: Path, tp: int = 1, pp: int = 1, **options: object) -> Command:
+def tiered(name: str, model: Path, root: Path, tp: int = 1, pp: int = 1, cp: int = 1) -> Command:
+    """`cp`: of the tensor-parallel ranks, how many hold the same KV."""
     return sglang(
         name,
         model,
-        *(*_LITTLE, "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct", **options)),
+        *(*_LITTLE, "--attn-cp-size", str(cp), "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct")),
         tp=tp,
         pp=pp,
         environment={"KVMOVER_METRICS_PORT": str(free_port())},
@@ -46,15 +47,23 @@ def written(server: Server) -> None:
     raise AssertionError(f"{server.name} does not end its writes")
 
 
+_GRIDS = {"TP1": (1, 1, 1), "TP2": (2, 1, 1), "TP1 PP2": (1, 2, 1), "TP2 PP2": (2, 2, 1), "TP2 CP2": (2, 1, 2)}
+
+
 @pytest.mark.parametrize(
-    ("kind", "tp", "pp"),
-    [("llama", 1, 1), ("llama", 2, 1), ("latent-yarn", 2, 1), ("windows", 1, 1), ("llama", 1, 2), ("llama", 2, 2)],
+    ("kind", "grid"),
+    [
+        *(("llama", grid) for grid in ("TP1", "TP2", "TP1 PP2", "TP2 PP2")),
+        *(("latent-yarn", "TP2"), ("latent-yarn", "TP2 CP2"), ("windows", "TP1")),
+    ],
 )
 def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
-    kind: str, tp: int, pp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+    kind: str, grid: str, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
-    weights, name = model(kind, "sglang"), f"sglang-tiers-{kind}-{tp}-{pp}"
-    plain, first = servers.start(sglang(f"sglang-plain-{kind}", weights), tiered(name, weights, tmp_path, tp, pp))
+    weights, name = model(kind, "sglang"), f"sglang-tiers-{kind}-{grid.replace(' ', '-')}"
+    plain, first = servers.start(
+        sglang(f"sglang-plain-{kind}", weights), tiered(name, weights, tmp_path, *_GRIDS[grid])
+    )
     warm(plain, first)
     prompts = conversations(200, seed=95)
     before = hits(first)
@@ -62,7 +71,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     got = [ask(first, prompt, 4) for prompt in prompts]
     found = {source: tokens - before[source] for source, tokens in hits(first).items()}
     said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
-    title = f"tiers under the radix cache, {kind}, TP{tp}" + f" PP{pp}" * (pp > 1)
+    title = f"tiers under the radix cache, {kind}, {grid}"
     assert not results.add("sglang", title, wanted, got, said).failed
     assert min(found["host"], found["storage"]) > 5_000
     assert sum(found.values()) - found["computed"] == sum(answer.cached_tokens for answer in got)
@@ -77,7 +86,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     written(first)
     servers.stop([first])
 
-    (again,) = servers.start(tiered(f"{name}-again", weights, tmp_path, tp, pp))
+    (again,) = servers.start(tiered(f"{name}-again", weights, tmp_path, *_GRIDS[grid]))
     warm(again)
     before = hits(again)
     got = [ask(again, prompt, 4) for prompt in prompts]
