@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from hashlib import sha256
 from threading import Event
 
 import pytest
@@ -28,6 +29,17 @@ def test_a_ranks_number_and_its_place_are_one(tp_size: int, pp_size: int) -> Non
 
 def test_stages_are_named_where_there_are_several() -> None:
     assert [ParallelRank(0, 2, 0, size).grid for size in (1, 3)] == ["TP2", "TP2 PP3"]
+
+
+def test_of_copies_of_a_fleet_one_writes_a_page() -> None:
+    places = [ParallelRank(tp, 2, copy=copy, copies=3) for copy in range(3) for tp in range(2)]
+    assert [place.number for place in places] == list(range(6))
+    assert (places[0].ranks, places[0].in_stage.ranks, places[0].grid) == (6, 6, "TP2 x3")
+    pages = [sha256(bytes([number])).digest() for number in range(200)]
+    writers = [{place.copy for place in places if place.writes(page)} for page in pages]
+    assert {len(writer) for writer in writers} == {1}
+    assert set.union(*writers) == {0, 1, 2}
+    assert all(ParallelRank(0, 1).writes(page) for page in pages)
 
 
 def test_heads_and_layers_are_shared_as_a_fleet_shares_them() -> None:

@@ -125,7 +125,8 @@ class StoreAdapter:
 
     def election(self, component: Component) -> Election | None:
         """Who writes a page whose heads several ranks hold. None where nobody else does."""
-        return election(component, self.rank.place.fleet(self.page_tokens), self.rank.place.rank)
+        place = self.rank.place.in_stage
+        return election(component, place.fleet(self.page_tokens), place.rank)
 
     def register(self, tensors: list[torch.Tensor]) -> None:
         """Kept as long as the store may touch it. Pools that share an allocation are registered once."""
