@@ -21,6 +21,7 @@ from kvmover.engines.sglang.options import transfer_settings
 from kvmover.engines.sglang.pd_cache import (
     AuxRows,
     CacheTotals,
+    by_token,
     caches_of,
     chunk_table,
     layers_of,
@@ -315,9 +316,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         """
         room, key, info = receiver.bootstrap_room, receiver.key, receiver.prefill_info
         tables = self._tables(prefix_tokens, np.asarray(pages, np.int64), states)
+        if receiver.tokens is None:
+            raise PlanError("SGLang's queue did not tell how long the request is")
         stop = prefix_tokens + len(pages) * self.kv_args.page_size
-        if all(cache.row_tokens == 1 and cache.window is None for cache in self._caches):
-            stop = receiver.tokens or stop  # the prefill's pages may end before the last of these does
+        if by_token(self._caches):
+            stop = receiver.tokens  # the prefill's pages may end before the last of these does
         last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
         self._rows_of[room] = row
         deadline, of = time.monotonic() + self._patience_s, range(prefix_tokens, stop)

@@ -182,10 +182,11 @@ def test_a_convolution_of_unknown_groups_is_cut_by_rank_and_a_replicated_state_n
 
 @pytest.mark.parametrize(("page_tokens", "window"), [(4, 8), (4, 6), (4, 1), (1, 5), (64, 128)], ids=str)
 def test_whatever_the_length_a_windows_table_names_the_pages_that_sglang_tells(page_tokens: int, window: int) -> None:
-    """For each length and prefix: the engine's own choice of pages; what the component wants lies in them."""
-    width = (-(-window // page_tokens) + 1) * page_tokens
-    cache = RankCache("window", (0,), 999, 1, 1, window=width, by=0)
-    component = cache.component(1)
+    """For each length and prefix: the engine's own choice of pages; what the component wants lies in them, be it the
+    window's tokens, or whole pages."""
+    by_page = (-(-window // page_tokens) + 1) * page_tokens
+    cache = RankCache("window", (0,), 999, 1, 1, window=window, by=0)
+    component, whole = cache.component(1), replace(cache, window=by_page).component(1)
     for prefix in range(3):
         for tokens in range(prefix * page_tokens + 1, prefix * page_tokens + 2 * window + 2 * page_tokens):
             pages = -(-tokens // page_tokens)
@@ -193,10 +194,12 @@ def test_whatever_the_length_a_windows_table_names_the_pages_that_sglang_tells(p
             own = np.arange(first, pages) + 100
             table = page_table(cache, prefix, np.arange(prefix, pages), [own], page_tokens)
             assert table.tolist() == [100 + max(page, first) for page in range(pages)]
-            wanted = component.wanted(range(prefix * page_tokens, pages * page_tokens))
-            assert {100 + page for page in range(first, pages)} == {
-                int(table[position // page_tokens]) for position in wanted
-            }
+            for wanted in (
+                component.wanted(range(prefix * page_tokens, tokens)),
+                whole.wanted(range(prefix * page_tokens, pages * page_tokens)),
+            ):
+                named = {int(table[position // page_tokens]) for position in wanted}
+                assert named == {100 + page for page in range(first, pages)}
 
 
 def test_a_state_has_a_page_table_of_its_own_and_index_keys_skip_the_prefix() -> None:
@@ -233,7 +236,7 @@ def test_the_chunks_of_a_prefill_name_the_pages_of_the_whole(sizes: tuple[int, .
         (RankCache("kv", (0,), 9, 1, 1, by=0), [1, 2, 3, 4]),
         (RankCache("state", (0,), 9, 1, 1, states=1, by=0), []),
         (RankCache("state", (0,), 9, 1, 1, states=1, by=0), [1, 2]),
-        (RankCache("window", (0,), 9, 1, 1, window=2 * PAGE, by=0), [1, 2, 3]),
+        (RankCache("window", (0,), 9, 1, 1, window=PAGE, by=0), [1, 2, 3]),
     ],
     ids=str,
 )
