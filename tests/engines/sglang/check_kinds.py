@@ -75,7 +75,8 @@ class Side:
         self.row = 3 if mode == "prefill" else 5
         self.slots = self.slots_of(self.pages, range(tokens))
         self.swa_pages = drawn.flip(0)[: len(self.pages)]
-        self.pool, self.draft = family.pool(self), family.draft(self) if family.draft else None
+        self.pool = family.pool(self)
+        self.draft = family.draft(self) if family.draft else None
         self.aux = torch.zeros(8, 48, dtype=torch.uint8)
         ours = utils.TransferBackend("kvmover")
         self.classes = {kind.value: utils.get_kv_class(ours, kind) for kind in utils.KVClassType}
@@ -508,7 +509,7 @@ def of_compressed(side: Side) -> Iterator[Plane]:
 RATIOS = [0, 4, 128, 4]
 
 
-def v4(side: Side, ratios: list[int] = RATIOS) -> Any:
+def v4(side: Side, ratios: list[int] = RATIOS, **more: Any) -> Any:
     made = deepseek.DeepSeekV4TokenToKVPool(
         max_num_reqs=7,
         swa_size=8 * side.page,
@@ -530,6 +531,7 @@ def v4(side: Side, ratios: list[int] = RATIOS) -> Any:
         compression_ratios=ratios,
         sliding_window=WINDOW,
         num_req_slots=8,
+        **more,
     )
     mapping = torch.zeros(9 * side.page, dtype=torch.int64)
     for page, swa in zip(side.pages, side.swa_pages, strict=True):
@@ -572,6 +574,20 @@ def pending_compression(side: Side) -> Iterator[Plane]:
         yield plane(own.kv_score_buffer.kv_score, at, 70 + number, torch.cat([may, spare]))
 
 
+def v4_draft(side: Side) -> Any:
+    """A draft (DSpark) has windows alone, in the model's pages, and a mark a request where they begin."""
+    made = v4(side, [0], is_draft_worker=True)
+    made.register_mapping(side.pool.full_to_swa_index_mapping)
+    return made
+
+
+def of_v4_draft(side: Side) -> Iterator[Plane]:
+    yield from of_v4(side)
+    yield from by_page(side, side.draft.swa_kv_pool.kv_buffer, 110, side.swa_pages[-2:])
+    row = torch.tensor([side.row])
+    yield plane(side.draft.swa_valid_from[:, None], row, 120, row)
+
+
 def of_one_pool(side: Side) -> Iterator[Plane]:
     """As on ROCm: in one buffer a layer, a ring of each request's window, and behind all rings the compressed rows."""
     pool, width = side.pool, side.pool.unified_swa_ring_size
@@ -610,6 +626,7 @@ FAMILIES = {
     "deep": Family(4, lambda side: mha(side, layers=3), lambda side: attention(side, side.pool, 0)),
     "deepseek-v4 in one pool": Family(256, lambda side: v4(side, [0, 128, 128]), of_one_pool, dtype="bfloat16"),
     "deepseek-v4": Family(256, v4, of_v4, dtype="fp8_e4m3"),
+    "deepseek-v4 with a draft": Family(256, v4, of_v4_draft, v4_draft, dtype="fp8_e4m3"),
 }
 
 
@@ -705,6 +722,17 @@ def test_the_six_pools_of_deepseek_v4_land_where_its_classes_look(
     """Windows, rows every 4 and every 128 tokens, index keys, and what of both is not compressed yet."""
     modelled(monkeypatch, sliding_window=WINDOW)
     answers = pair(tmp_path, Shape(tp=src), Shape(tp=dst), "deepseek-v4", tokens)
+    assert answers == ([""] * src, [""] * dst)
+
+
+@pytest.mark.parametrize(("src", "dst"), [(1, 2), (2, 1)], ids=str)
+def test_the_row_of_a_request_that_says_where_a_drafts_window_begins_lands_in_decodes_row(
+    src: int, dst: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which SGLang's pool has where DSpark drafts for DeepSeek V4: as it is told here."""
+    monkeypatch.setattr(deepseek, "is_dspark_spec", lambda: True)
+    modelled(monkeypatch, sliding_window=WINDOW)
+    answers = pair(tmp_path, Shape(tp=src), Shape(tp=dst), "deepseek-v4 with a draft", 515)
     assert answers == ([""] * src, [""] * dst)
 
 
