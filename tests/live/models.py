@@ -78,6 +78,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "latent": ("deepseek_v2", _LATENT, torch.float32),
     "latent-yarn": ("deepseek_v2", {**_LATENT, "rope_parameters": _YARN}, torch.float32),
     "windows": ("gemma3_text", _WINDOWS, torch.float32),
+    # Each of two pipeline stages has a layer of both kinds.
+    "windows-by-turns": (
+        "gemma3_text",
+        {**_WINDOWS, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        torch.float32,
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.common import EngineUnsupported, ParallelRank, layers_of
 from kvmover.engines.sglang import engine, engine_pd
 from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
@@ -24,7 +24,6 @@ from kvmover.engines.sglang.pd_cache import (
     by_token,
     caches_of,
     chunk_table,
-    layers_of,
     page_table,
     pool_of,
     refuse,
@@ -91,7 +90,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
         whole = _served_model(args, is_mla_backend)
         self._caches = caches_of(args, whole, place)
-        layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
+        held = {cache.name: cache.layers for cache in self._caches}
+        layers = layers_of(engine_pd.of_all_stages(held), "SGLANG_PP_LAYER_PARTITION")
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
         pools = [
             pool_of(cache, component, args.page_size, engine_pd.device(args.gpu_id))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, gcd
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.errors import PlanError
-from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
+from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec
 
 if TYPE_CHECKING:
     import torch
@@ -229,24 +229,6 @@ def refuse(args: Any, context: Any) -> None:
     ):
         if bad:
             raise EngineUnsupported(f"kvmover's prefill/decode backend does not transfer {what}")
-
-
-def layers_of(stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Layers of the whole model by cache, from those that each pipeline stage holds.
-
-    Raises EngineUnsupported where they do not hold them as `Fleet` divides layers: stage s of S from layer s L // S on.
-    """
-    total: dict[str, int] = {}
-    for name in dict.fromkeys(name for stage in stages for name in stage):
-        held = [stage.get(name, 0) for stage in stages]
-        total[name] = sum(held)
-        wanted = [Span.share(total[name], len(stages), number).count for number in range(len(stages))]
-        if held != wanted or 0 in held:
-            raise EngineUnsupported(
-                f"pipeline stages that hold {held} layers of the cache {name!r} are not transferred, {wanted} would be"
-                " (SGLANG_PP_LAYER_PARTITION decides)"
-            )
-    return total
 
 
 def page_table(

@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
-from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, layers_of
 from kvmover.engines.vllm import engine, handshake
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
-from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, fleet_of, pools_of, refuse
+from kvmover.engines.vllm.caches import (
+    BackedTransport,
+    ComponentCache,
+    component_caches,
+    fleet_of,
+    of_all_stages,
+    pools_of,
+    refuse,
+)
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.request_accounts import RequestAccounts
@@ -199,7 +207,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         place, settings = self._place, self._settings
         backing = engine.backing_of(kv_caches)
         whole = engine.whole_of(self._config, kv_caches)
-        made = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
+        held = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
+        layers = {cache.component.name: cache.component.layers for cache in held}
+        stages = engine.of_all_stages(layers, place.pp_size)
+        made = of_all_stages(held, layers_of(stages, "VLLM_PP_LAYER_PARTITION"))
         fleet = fleet_of(made, place, engine.run_tokens(self._config))
         mover = Mover(
             BackedTransport(f"vllm-{place.rank}", backing),

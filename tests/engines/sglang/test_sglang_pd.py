@@ -25,7 +25,6 @@ from kvmover.engines.sglang.pd_cache import (
     RankCache,
     caches_of,
     chunk_table,
-    layers_of,
     page_table,
     pool_of,
     refuse,
@@ -336,14 +335,6 @@ def test_a_ring_has_a_row_for_each_position_of_the_window_and_a_short_request_it
     assert page_table(ring, 0, np.arange(9), [[31, 32, 33]], PAGE).tolist() == [31, 31, 31, 31, 32, 33]
     with pytest.raises(PlanError, match="7 indices of 'window ring'"):
         page_table(ring, 0, np.arange(9), [list(range(7))], PAGE)
-
-
-def test_stages_add_up_to_the_model_if_they_hold_what_a_fleet_says() -> None:
-    assert layers_of([{"kv": 15, "state": 2}, {"kv": 16, "state": 2}]) == {"kv": 31, "state": 4}
-    with pytest.raises(EngineUnsupported, match=r"hold \[15, 15, 16, 16\] layers .* \[15, 16, 15, 16\] would be"):
-        layers_of([{"kv": 15}, {"kv": 15}, {"kv": 16}, {"kv": 16}])
-    with pytest.raises(EngineUnsupported, match=r"\[0, 1\] layers of the cache 'draft'"):
-        layers_of([{"kv": 2}, {"kv": 2, "draft": 1}])
 
 
 def test_a_borrowed_tensor_is_the_engines_memory_itself() -> None:
