@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: SGLang's setting of which layers a pipeline stage holds.
+_PARTITION = "SGLANG_PP_LAYER_PARTITION"
+
 #: Requests that decode ranks asked for or gave up, and that no sender was made for: more, and the oldest are forgotten.
 _MOST_ROOMS = 1 << 16
 
@@ -90,8 +93,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
         whole = _served_model(args, is_mla_backend)
         self._caches = caches_of(args, whole, place)
-        held = {cache.name: cache.layers for cache in self._caches}
-        layers = layers_of(engine_pd.of_all_stages(held), "SGLANG_PP_LAYER_PARTITION")
+        layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}), _PARTITION)
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
         pools = [
             pool_of(cache, component, args.page_size, engine_pd.device(args.gpu_id))
