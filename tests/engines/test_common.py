@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from kvmover.engines.common import ParallelRank, StoreWorker, parallel_rank
+from kvmover.engines.common import EngineUnsupported, ParallelRank, StoreWorker, layers_of, parallel_rank
 
 WITHIN_S = 10.0
 
@@ -46,6 +46,16 @@ def test_heads_and_layers_are_shared_as_a_fleet_shares_them() -> None:
     places = [ParallelRank.from_rank(rank, 4, 2) for rank in range(8)]
     assert [place.heads(2).triple() for place in places[:4]] == [[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert [place.layers(5).triple() for place in (places[0], places[4])] == [[0, 2, 1], [2, 3, 1]]
+
+
+def test_stages_add_up_to_the_model_if_they_hold_what_a_fleet_says() -> None:
+    assert layers_of([{"kv": 15, "state": 2}, {"kv": 16, "state": 2}], "SETTING") == {"kv": 31, "state": 4}
+    with pytest.raises(
+        EngineUnsupported, match=r"hold \[15, 15, 16, 16\] layers .* \[15, 16, 15, 16\] would be \(SETTING"
+    ):
+        layers_of([{"kv": 15}, {"kv": 15}, {"kv": 16}, {"kv": 16}], "SETTING")
+    with pytest.raises(EngineUnsupported, match=r"\[0, 1\] layers of the cache 'draft'"):
+        layers_of([{"kv": 2}, {"kv": 2, "draft": 1}], "SETTING")
 
 
 def test_jobs_are_done_in_order_and_what_comes_between_follows_each() -> None:

@@ -1,10 +1,14 @@
-"""ParallelRank says where a rank of an engine stands in its parallel grid, and which share it holds."""
+"""ParallelRank says where a rank of an engine stands in its parallel grid, and which share it holds.
+
+What the whole model has, no rank of a pipeline knows alone: `layers_of` says it from what all stages hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvmover.engines.common.release import EngineUnsupported
 from kvmover.layout import CpOrder, Fleet, Span
 from kvmover.layout.fleet import Coordinate
 
@@ -86,3 +90,21 @@ class ParallelRank:
     def layers(self, total: int) -> Span:
         """Of `total` layers of the whole model, those of this rank's stage."""
         return Span.share(total, self.pp_size, self.pp)
+
+
+def layers_of(stages: Sequence[Mapping[str, int]], setting: str) -> dict[str, int]:
+    """Layers of the whole model by cache, from those that each pipeline stage holds. `setting`: what decides that.
+
+    Raises EngineUnsupported where they do not hold them as `Fleet` divides layers: stage s of S from layer s L // S on.
+    """
+    total: dict[str, int] = {}
+    for name in dict.fromkeys(name for stage in stages for name in stage):
+        held = [stage.get(name, 0) for stage in stages]
+        total[name] = sum(held)
+        wanted = [Span.share(total[name], len(stages), number).count for number in range(len(stages))]
+        if held != wanted or 0 in held:
+            raise EngineUnsupported(
+                f"pipeline stages that hold {held} layers of the cache {name!r} are not transferred, {wanted} would be"
+                f" ({setting} decides)"
+            )
+    return total
