@@ -1,11 +1,18 @@
 /* The module `_core`: types and functions, and nothing else. */
 #include "core.h"
 
-static PyMethodDef functions[] = {{"words", words, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+#define FAST(function) ((PyCFunction)(void (*)(void))(function))
+
+static PyMethodDef functions[] = {{"words", words, METH_O, NULL},
+                                  {"copy_rows", FAST(copy_rows), METH_FASTCALL, NULL},
+                                  {"digest_rows", FAST(digest_rows), METH_FASTCALL, NULL},
+                                  {"cell_digests", FAST(cell_digests), METH_FASTCALL, NULL},
+                                  {"vectors", vectors, METH_NOARGS, NULL},
+                                  {NULL, NULL, 0, NULL}};
 static PyMethodDef chain_function[] = {
-    {"chain", (PyCFunction)(void (*)(void))chain, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
+    {"chain", FAST(chain), METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_core", "The steps of columns.py in C.", -1, functions, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_core", "What is defined in Python, in C.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__core(void)
 {

@@ -197,5 +197,5 @@ static PyType_Slot recency_slots[] = {{Py_tp_new, recency_new},         {Py_tp_d
                                       {Py_tp_iter, recency_iter},       {Py_sq_contains, recency_contains},
                                       {Py_sq_length, recency_length},   {Py_tp_methods, recency_methods},
                                       {0, NULL}};
-PyType_Spec recency_spec = {"kvmover.cache.prefix._core.Recency", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec recency_spec = {"kvmover._core.Recency", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT,
                             recency_slots};
