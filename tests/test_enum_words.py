@@ -52,6 +52,7 @@ TOLD = {
     "store.fetch.Failure",
     "store.record.Record",
     "store.results.GotResult",
+    "store.segment.Segment",
     "store.results.PutResult",
     "transfer.destination.attempts.ReceiveAttempt",
     "transfer.result.Result",

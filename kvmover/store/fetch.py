@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,23 +13,22 @@ import msgspec
 import numpy as np
 
 from kvmover.layout import Span
-from kvmover.store.catalog import Catalog
+from kvmover.store.catalog import MISSING, Catalog
 from kvmover.store.files import SHORT, FileRun, OpenFile, reason_of
 from kvmover.store.index import StoredObject
 from kvmover.store.part import PageBox, PagePart
 from kvmover.store.record import holds
 
-MISSING, DIGEST = "data file is missing", "digest"
+DIGEST, EIO = "digest", os.strerror(errno.EIO)
 
 
 class Fault(Enum):
-    """Whose fault a failed read is: the object's BYTES are wrong or gone; the DEVICE failed; or it lies HERE.
+    """What a failed read says: SUSPECT of the object, which is looked at again; HERE of this process or the system.
 
-    A process that has no descriptor left knows nothing against the object, which stays.
+    A process that has no descriptor left, or a network that is down, knows nothing against the object.
     """
 
-    BYTES = "bytes"
-    DEVICE = "device"
+    SUSPECT = "suspect"
     HERE = "here"
 
 
@@ -67,7 +67,7 @@ def fetch(catalog: Catalog, part: PagePart, reads: Sequence[ObjectRead]) -> list
         with catalog.lend({read.each.segment for read in reads}) as files:
             there = [read for read in reads if read.each.segment in files]
             if len(there) < len(reads):
-                failures += [Failure(r, Fault.BYTES, MISSING) for r in reads if r.each.segment not in files]
+                failures += [Failure(r, Fault.SUSPECT, MISSING) for r in reads if r.each.segment not in files]
             groups = [_Group.of(there[first : first + size], part, files) for first in range(0, len(there), size)]
             for group, reasons in zip(groups, _moved(catalog, groups), strict=True):
                 failures += group.check(catalog, part, files, reasons)
@@ -122,7 +122,8 @@ def _moved(catalog: Catalog, groups: Sequence[_Group]) -> Iterator[list[str]]:
 
 
 def _fault(reason: str) -> Fault:
-    return Fault.BYTES if reason == DIGEST or reason.startswith(SHORT) else Fault.DEVICE
+    suspect = reason in (DIGEST, MISSING, EIO) or reason.startswith(SHORT)
+    return Fault.SUSPECT if suspect else Fault.HERE
 
 
 def _tokens(file: OpenFile, read: ObjectRead, part: PagePart, memory: memoryview) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 from weakref import WeakSet
 
@@ -97,6 +98,7 @@ class Index:
     def __init__(self) -> None:
         self._pages: OrderedDict[bytes, Page] = OrderedDict()
         self._segments: dict[str, dict[int, StoredObject]] = {}
+        self._live_bytes: dict[str, int] = {}
         self._parts: dict[tuple[PartKey, ...], tuple[PartKey, ...]] = {}
         self._watched: WeakSet[Watcher] = WeakSet()
         #: Blocks of all objects, payload only.
@@ -120,6 +122,14 @@ class Index:
         """Of one segment, by their place."""
         return list(self._segments.get(segment, {}).values())
 
+    def empty(self, segment: str) -> bool:
+        """Whether nothing of it is known to live."""
+        return not self._segments.get(segment)
+
+    def live_bytes(self, segment: str) -> int:
+        """Blocks of all objects of a segment."""
+        return self._live_bytes.get(segment, 0)
+
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` of pages that lose an object, as long as it lives."""
         self._watched.add(watcher)
@@ -131,6 +141,7 @@ class Index:
             return
         mine[each.record] = each
         self.held_bytes += each.held_bytes
+        self._live_bytes[each.segment] = self._live_bytes.get(each.segment, 0) + each.held_bytes
         page = self._pages.get(each.page)
         if page is None:
             self._pages[each.page] = Page([each], each.stamp, self._shared(each.part))
@@ -146,6 +157,7 @@ class Index:
             return False
         del mine[each.record]
         self.held_bytes -= each.held_bytes
+        self._live_bytes[each.segment] -= each.held_bytes
         page = self._pages[each.page]
         page.objects.remove(each)
         page.parts = self._shared(*(one.part for one in page.objects))
@@ -177,9 +189,9 @@ class Index:
             entry.stamp = max(stamp, entry.stamp)
             self._pages.move_to_end(page)
 
-    def oldest(self) -> tuple[bytes, Page] | None:
-        """Hash and page that were used least recently; None of an empty index."""
-        return next(iter(self._pages.items()), None)
+    def oldest(self, after: int = 0) -> tuple[bytes, Page] | None:
+        """Hash and page that were used least recently, but for `after` others; None where there are no more."""
+        return next(islice(self._pages.items(), after, None), None)
 
     def sort(self) -> None:
         """By stamps, which is all that is known of the order of pages found on opening."""

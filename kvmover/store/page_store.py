@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from kvmover.errors import StoreError
+from kvmover.store.catalog import Verdict
 from kvmover.store.files import Files, PlainFiles
 from kvmover.store.index import StoredObject, Watcher
-from kvmover.store.namespace import Namespace, write_manifest
+from kvmover.store.manifest import write_manifest
+from kvmover.store.namespace import Namespace
 from kvmover.store.part import PagePart
 from kvmover.store.part_view import PartView
 from kvmover.store.policy import Policy
@@ -58,7 +60,8 @@ class PageStore(Retention):
             raise StoreError(f"{folder} is a link, which may lead anywhere")
         try:
             folder.mkdir(exist_ok=True)
-            write_manifest(folder, namespace)
+            if os.access(folder, os.W_OK):
+                write_manifest(folder, namespace)
             return cls(folder, namespace.digest, policy or Policy(), files or PlainFiles(), machine or this_machine())
         except OSError as error:
             raise StoreError(f"cannot open the page store in {folder}: {error.strerror}") from error
@@ -91,42 +94,60 @@ class PageStore(Retention):
 
     def evict(self, nbytes: int) -> int:
         """Evict the least recently read pages, whole, until `nbytes` bytes are free; the bytes freed."""
-        with self.lock:
-            self.catalog.refresh()
-            return self.evict_to(max(0, self.catalog.held_bytes - nbytes))
+        with self.writing:
+            with self.lock:
+                self.catalog.refresh()
+                goal = max(0, self.catalog.held_bytes - nbytes)
+            return self.evict_to(goal)
 
     def collect(self) -> Collected:
-        """Upkeep: write down what was read, take over dead writers, delete what is too old or too much."""
-        with self.writing, self.lock:
+        """Upkeep: write down what was read, take over dead writers, delete what is too old or too much.
+
+        Raises nothing for what the system refuses: it is done another time.
+        """
+        with self.tidying:
             index, counters = self.catalog.index, self.counters
             held, evicted = index.held_bytes, counters.evicted_pages
             self.write_stamps()
-            adopted = self.catalog.recover()
-            expired = self.expire()
-            self.make_room(0)
-            self.catalog.shorten_deletions()
-            freed = max(0, held - index.held_bytes)
+            adopted, expired = self.catalog.recover(), 0
+            while step := self._expire_some():
+                expired += step
+            with self.writing:
+                self.make_room(0)
+            with self.lock:
+                self.catalog.shorten_deletions()
+                freed = max(0, held - index.held_bytes)
             return Collected(expired, counters.evicted_pages - evicted, freed, adopted)
 
+    def _expire_some(self) -> int:
+        with self.lock:
+            return self.expire()
+
     def flush(self) -> None:
-        """Make all pages written here safe from a power cut, and visible to other machines. Raises StoreError."""
-        with self.writing:
-            with self.lock:
-                self.write_stamps()
+        """Make all pages safe from a power cut that were written here, or were there already when they were put.
+
+        What was written here is then visible to other machines; what others wrote, once they flush. Raises StoreError:
+        pages that the disk did not take are deleted, and the next put writes them again.
+        """
+        with self.tidying:
+            self.write_stamps()
             try:
                 self.writer.sync()
             except OSError as error:
                 raise StoreError(f"cannot flush {self.folder}: {error.strerror}") from error
 
     def clear(self) -> int:
-        """Delete every page of this namespace, and nothing else; how many."""
+        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
         with self.writing, self.lock:
             self.catalog.refresh()
             pages = len(self.catalog.index)
             self.writer.abandon()
-            for segment in list(self.catalog.segments.values()):
-                segment.unlink()
-                self.catalog.forget(segment.name)
+            try:
+                for segment in list(self.catalog.segments.values()):
+                    segment.unlink()
+                    self.catalog.forget(segment.name)
+            except OSError as error:
+                raise StoreError(f"cannot clear {self.folder}: {error.strerror}") from error
             return pages
 
     def stat(self) -> Stat:
@@ -157,10 +178,13 @@ class PageStore(Retention):
             objects = [each for _, page in self.catalog.index.pages() for each in page.objects]
         nbytes, bad = 0, dict[str, int]()
         for each in objects:
-            reason = self.catalog.check(each)
-            with self.lock:
-                if reason and self.poison(each, reason):
-                    bad[reason] = bad.get(reason, 0) + 1
+            with self.catalog.lend([each.segment]):  # no descriptors: nothing was verified
+                verdict, reason = self.catalog.look_again(each)
+            if verdict is Verdict.BAD:
+                bad[reason] = bad.get(reason, 0) + 1
+                self.counters.poisoned[reason] += 1
+                with self.lock:
+                    self.catalog.delete([each])
             nbytes += each.nbytes
             if progress:
                 progress(each)
@@ -168,12 +192,12 @@ class PageStore(Retention):
 
     def close(self) -> None:
         """Flush, and give everything back. Safe to call twice."""
-        with self.writing, self.lock:
+        with self.tidying, self.writing:
             if self.catalog.segments:
-                with suppress(OSError):
-                    self.write_stamps()
+                self.write_stamps()
             self.writer.close()
-            self.catalog.close()
+            with self.lock:
+                self.catalog.close()
             self.files.close()
 
     def __enter__(self) -> PageStore:

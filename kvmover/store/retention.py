@@ -7,13 +7,21 @@ from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
-from kvmover.store.catalog import Catalog
+from kvmover.store.catalog import GIVEN_BACK, Catalog
+from kvmover.store.cleaning import SegmentCleaner
 from kvmover.store.files import Files
 from kvmover.store.index import Page, StoredObject
 from kvmover.store.policy import Policy
 from kvmover.store.results import Counters
 from kvmover.store.segment import Machine
 from kvmover.store.writer import Writer
+
+#: Bad objects that a process may delete at once, and again in so many seconds. A process with bad memory, or a stale
+#: cache, finds every page bad: the others keep theirs.
+_DELETIONS, _REFILL_S = 32, 3600
+
+#: Pages that are deleted, or stamped, under one hold of the lock: a few milliseconds.
+_SLICE = 64
 
 #: Eviction frees this share of the quota beyond what is needed, so that not every put evicts.
 _SLACK = 1 / 64
@@ -22,19 +30,22 @@ _SLACK = 1 / 64
 class Retention:
     """A namespace as this process holds it: what it knows, what it writes, and what it may hold.
 
-    `lock` is for a moment at a time, around everything here; `writing` is held for as long as one writes,
-    and is taken first.
+    `lock` is for a moment at a time, around everything here. `writing` is held for as long as one writes, and `tidying`
+    as long as one flushes or collects, which no put waits for. They are taken in the order tidying, writing, lock.
     """
 
     def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: Machine) -> None:
         self.folder = folder
         self.policy = policy
-        self.counters = Counters()
         self.files = files
         self.catalog = Catalog(folder, namespace, files, machine)
-        self.lock, self.writing = self.catalog.lock, RLock()
+        self.counters = Counters(lagged=self.catalog.lagged)
+        self.lock, self.writing, self.tidying = self.catalog.lock, RLock(), RLock()
         self.writer = Writer(self.catalog, policy.segment_bytes)
+        self._cleaner = SegmentCleaner(self.catalog, self.writer, self.used_elsewhere)
         self._read: set[bytes] = set()
+        self._spare: float = _DELETIONS
+        self._asked_s = machine.now()
 
     def used(self, pages: Collection[bytes]) -> None:
         """Pages were read, in this order: under the lock."""
@@ -43,30 +54,72 @@ class Retention:
             use(page, now)
         self._read.update(pages)
 
-    def make_room(self, nbytes: int) -> bool:
-        """Evict until `nbytes` more fit the quota; False where they never do. Under the lock."""
+    def make_room(self, nbytes: int, keep: Collection[bytes] = ()) -> bool:
+        """Evict until `nbytes` more fit the quota, but no page of `keep`; False where they never do. While writing."""
         quota = self.policy.quota_bytes
         if quota is None:
             return True
         if nbytes > quota:
             return False
-        if self.catalog.held_bytes + nbytes > quota:
-            self.evict_to(quota - (max(nbytes, int(quota * _SLACK)) if nbytes else 0))
+        with self.lock:
+            held = self.catalog.held_bytes
+        if held + nbytes > quota:
+            self.evict_to(quota - (max(nbytes, int(quota * _SLACK)) if nbytes else 0), keep)
         return True
 
-    def evict_to(self, held_bytes: int) -> int:
-        """Evict the least recently read pages until at most so much is held; the bytes freed. Under the lock."""
-        freed = 0
-        index = self.catalog.index
-        while self.catalog.held_bytes > held_bytes and (oldest := index.oldest()):
-            page, entry = oldest
-            if not self._used_elsewhere(page, entry):
-                freed += self._delete(entry)
-                self.counters.evicted_pages += 1
-        self.counters.evicted_bytes += freed
-        return freed
+    def give_way(self, nbytes: int, keep: Collection[bytes]) -> bool:
+        """The disk is full: evict what makes `nbytes` and a little more free, but no page of `keep`. While writing.
 
-    def _used_elsewhere(self, page: bytes, entry: Page) -> bool:
+        Whether any was evicted.
+        """
+        with self.lock:
+            held = self.catalog.held_bytes
+        return self.evict_to(max(0, held - nbytes - int(held * _SLACK)), keep) > 0
+
+    def evict_to(self, held_bytes: int, keep: Collection[bytes] = ()) -> int:
+        """Evict the least recently read pages until at most so much is held; the bytes freed. While writing.
+
+        A slice at a time, between which others have the lock. Pages of `keep` stay.
+        """
+        with self.lock:
+            for page in keep:
+                if entry := self.catalog.index.get(page):
+                    self.catalog.index.use(page, entry.stamp)
+        freed = 0
+        kept = frozenset(keep)
+        while True:
+            with self.lock:
+                goal = self.catalog.held_bytes - held_bytes
+                step = self._evict_some(goal, kept) if goal > 0 and self.catalog.punches else 0
+            if goal > 0 and not step:
+                step = self._clean(goal, kept)
+            self.counters.evicted_bytes += step
+            if not step:
+                return freed
+            freed += step
+
+    def _evict_some(self, nbytes: int, keep: frozenset[bytes]) -> int:
+        """Evict a few pages; the bytes freed."""
+        pages, objects, found = 0, list[StoredObject](), 0
+        while pages < _SLICE and found < nbytes and (oldest := self.catalog.index.oldest(pages)):
+            page, entry = oldest
+            if page in keep:
+                break
+            if self.used_elsewhere(page, entry):
+                continue
+            pages += 1
+            objects += entry.objects
+            found += sum(each.held_bytes for each in entry.objects)
+        self.counters.evicted_pages += pages
+        return self.catalog.delete(objects)
+
+    def _clean(self, nbytes: int, keep: frozenset[bytes]) -> int:
+        """Evict a segment, where only whole files are freed; the bytes freed."""
+        cleaned = None if self.catalog.punches else self._cleaner.clean(nbytes, keep)
+        self.counters.evicted_pages += cleaned.pages if cleaned else 0
+        return cleaned.freed_bytes if cleaned else 0
+
+    def used_elsewhere(self, page: bytes, entry: Page) -> bool:
         """Whether another process used the page since, which makes it the last to go, or has deleted it."""
         known, written = entry.stamp, self.catalog.last_use(entry)
         if page not in self.catalog.index:
@@ -75,37 +128,62 @@ class Retention:
             self.catalog.index.use(page, written)
         return written > known
 
-    def _delete(self, entry: Page) -> int:
-        return self.catalog.delete(list(entry.objects))
-
     def expire(self) -> int:
-        """Delete pages that nobody used for the policy's TTL: how many. Under the lock."""
+        """Delete pages that nobody used for the policy's TTL, a few: how many. Under the lock."""
         if self.policy.ttl_s is None:
             return 0
         before, expired = self.catalog.machine.now() - self.policy.ttl_s, 0
-        while (oldest := self.catalog.index.oldest()) and oldest[1].stamp < before:
-            if not self._used_elsewhere(*oldest):
-                self._delete(oldest[1])
+        objects: list[StoredObject] = []
+        while expired < _SLICE and (oldest := self.catalog.index.oldest(expired)) and oldest[1].stamp < before:
+            if not self.used_elsewhere(*oldest):
+                objects += oldest[1].objects
                 expired += 1
+        self.catalog.delete(objects)
         self.counters.expired_pages += expired
         return expired
 
+    def is_stale(self, page: bytes, entry: Page) -> bool:
+        """Whether nobody has used a page for the TTL, though it was not deleted yet. Under the lock."""
+        ttl_s = self.policy.ttl_s
+        if ttl_s is None or entry.stamp >= (before := self.catalog.machine.now() - ttl_s):
+            return False
+        return self.used_elsewhere(page, entry) is False and entry.stamp < before
+
     def write_stamps(self) -> None:
-        """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds."""
-        for page in self._read:
-            entry = self.catalog.index.get(page)
-            for each in entry.objects if entry else ():
-                if entry and entry.stamp >= each.stamp + self.policy.stamp_s:
-                    each.stamp = entry.stamp
-                    with suppress(OSError):
-                        self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
-        self._read.clear()
+        """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds.
+
+        A slice at a time, between which others have the lock.
+        """
+        with self.lock:
+            pages, self._read = list(self._read), set()
+        for first in range(0, len(pages), _SLICE):
+            with self.lock:
+                for page in pages[first : first + _SLICE]:
+                    self._write_stamps(page)
+
+    def _write_stamps(self, page: bytes) -> None:
+        entry = self.catalog.index.get(page)
+        for each in entry.objects if entry else ():
+            if entry and entry.stamp >= each.stamp + self.policy.stamp_s:
+                each.stamp = entry.stamp
+                with suppress(OSError):
+                    self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
 
     def poison(self, each: StoredObject, reason: str = "digest") -> bool:
-        """Delete a bad object, so that the next write goes through; False where it is gone already. Under the lock."""
-        if not self.catalog.alive(each):
+        """Delete a bad object, so that the next write goes through. Under the lock.
+
+        False where this process has deleted too many of late: it may be what is bad itself. Then it alone forgets the
+        object, which it finds no more.
+        """
+        now = self.catalog.machine.now()
+        self._spare = min(_DELETIONS, self._spare + max(0, now - self._asked_s) * _DELETIONS / _REFILL_S)
+        self._asked_s = now
+        if self._spare < 1:
             self.catalog.index.remove(each)
+            self.counters.spared += 1
             return False
+        self._spare -= 1
         self.catalog.delete([each])
-        self.counters.poisoned[reason] += 1
+        if reason not in GIVEN_BACK:
+            self.counters.poisoned[reason] += 1
         return True

@@ -7,16 +7,20 @@ data file are never used twice: what a header once described is either still the
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
 import time
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from uuid import UUID
 
+from kvmover.store.files import close_quietly, is_gone, open_shared
 from kvmover.store.record import (
     DEAD,
     LIVE,
@@ -35,6 +39,9 @@ HEAD, DATA = ".head", ".data"
 _HEADS = re.compile(r"([0-9a-f]{16}-[0-9]{8})\.head")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+#: The boot of nobody: its objects are believed once they are checked.
+NO_BOOT = b""
 
 _PUNCH, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,26 +72,61 @@ def this_machine() -> Machine:
     return Machine(UUID(_BOOT_ID.read_text().strip()).bytes)
 
 
+class WritesLost(OSError):
+    """The disk did not take what was written. Asking again says that all is well."""
+
+
 def segments_in(folder: Path) -> set[str]:
-    """Names of the segments that have a head in `folder`; none where somebody removed it."""
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
-        return {found[1] for entry in entries if (found := _HEADS.fullmatch(entry.name))}
-    return set()
+    """Names of the segments that have a head in `folder`; none where somebody removed it. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return {found[1] for entry in entries if (found := _HEADS.fullmatch(entry.name))}
+    except OSError as error:
+        if is_gone(error) and not folder.exists():
+            return set()
+        raise
+
+
+class Life(Enum):
+    """Where a segment is in its life, as this process sees it.
+
+    WRITTEN: this process appends to it. FULL: it has gone on to another, and owes this one a sync and a seal.
+    FOLLOWED: somebody else may append, so its head is looked at. SEALED: nothing is added for ever.
+    """
+
+    WRITTEN = "written"
+    FULL = "full"
+    FOLLOWED = "followed"
+    SEALED = "sealed"
+
+
+#: What may follow what.
+_NEXT = {
+    Life.WRITTEN: (Life.FULL,),
+    Life.FULL: (Life.SEALED,),
+    Life.FOLLOWED: (Life.SEALED,),
+    Life.SEALED: (),
+}
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One pair of files as this process sees it. `parsed` bytes of the head file were understood."""
+    """One pair of files as this process sees it. `parsed` bytes of the head file were understood.
+
+    `head_fd` is open until the segment is sealed, `data_fd` in the process that writes it: a descriptor that was opened
+    before the writes hears of every one that failed.
+    """
 
     folder: Path
     name: str
-    head_fd: int
     boot: bytes
+    life: Life
+    head_fd: int = -1
+    data_fd: int = -1
     parsed: int = PREAMBLE_BYTES
     synced: int = 0
-    sealed: bool = False
-    #: Whether its writer, this process, has gone on to another.
-    full: bool = False
+    #: Places that were dealt out here and have neither a header yet nor failed.
+    awaited: int = 0
     #: Objects that were announced and may not have reached the disk before a crash of their machine.
     waiting: list[Record] = field(default_factory=list[Record])
 
@@ -98,6 +140,28 @@ class Segment:
         """The file of payloads."""
         return self.folder / (self.name + DATA)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process appends to it, or owes it a seal: it knows what is in it."""
+        return self.life in (Life.WRITTEN, Life.FULL)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this process may remove it once it is empty: nobody writes to it any more."""
+        return self.life in (Life.FULL, Life.SEALED) and not self.awaited and not self.waiting
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether nothing is added for ever."""
+        return self.life is Life.SEALED
+
+    def become(self, life: Life) -> None:
+        """Go on to the next part of its life; a sealed segment holds no descriptor, whoever wrote it."""
+        assert life in _NEXT[self.life], f"{self.name} is {self.life} and cannot be {life}"
+        self.life = life
+        if life is Life.SEALED:
+            self.close()
+
     @classmethod
     def create(cls, folder: Path, name: str, preamble: Preamble) -> Segment | None:
         """A new pair of empty files, locked as long as this process lives. None where the name is taken.
@@ -109,55 +173,85 @@ class Segment:
             fd = os.open(folder / (name + HEAD), flags, 0o666)
         except FileExistsError:
             return None
+        data_fd = -1
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.close(os.open(folder / (name + DATA), flags, 0o666))
+            data_fd = os.open(folder / (name + DATA), flags, 0o666)
             _whole(fd, preamble.encode(), 0)
             if os.fstat(fd).st_nlink:
-                return cls(folder, name, fd, preamble.boot)
+                return cls(folder, name, preamble.boot, Life.WRITTEN, fd, data_fd)
         except BlockingIOError:
             pass  # a cleaner took the empty head for a left-over, before the lock
         except OSError:
-            os.close(fd)
+            close_quietly(fd, data_fd)
             for suffix in (DATA, HEAD):
                 with suppress(OSError):
                     (folder / (name + suffix)).unlink()
             raise
-        os.close(fd)
+        close_quietly(fd, data_fd)
         return None
 
     @classmethod
     def find(cls, folder: Path, name: str, namespace: bytes) -> Segment | str | None:
-        """A segment of some process. None while it is being made; the reason where it is none of this namespace."""
+        """A segment of some process. None while it is being made, or gone; the reason where it is none of this
+        namespace. Raises OSError where the system does not say.
+
+        One whose first line is damaged is taken for another machine's: the folder says whose objects they are, and
+        every one is checked before it is believed.
+        """
+        fd = -1
         try:
-            fd = os.open(folder / (name + HEAD), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        start = os.pread(fd, PREAMBLE_BYTES, 0)
-        preamble = Preamble.decode(start)
-        if preamble and preamble.namespace == namespace:
-            return cls(folder, name, fd, preamble.boot)
-        os.close(fd)
-        if len(start) < PREAMBLE_BYTES:
-            return None
-        return "foreign namespace" if preamble else "damaged preamble"
+            fd = open_shared(folder / (name + HEAD))
+            start = os.pread(fd, PREAMBLE_BYTES, 0)
+            found = Preamble.decode(start)
+            if len(start) < PREAMBLE_BYTES:
+                reason = None
+            elif found is None:
+                size = os.fstat(fd).st_size - PREAMBLE_BYTES
+                reason = "" if _was_ours(start, os.pread(fd, size, PREAMBLE_BYTES)) else "another format"
+            else:
+                reason = "" if found.namespace == namespace else "foreign namespace"
+        except OSError as error:
+            close_quietly(fd)
+            if is_gone(error):
+                return None
+            raise
+        if reason == "":
+            return cls(folder, name, found.boot if found else NO_BOOT, Life.FOLLOWED, fd)
+        close_quietly(fd)
+        return reason
 
     @staticmethod
     def remove_stillborn(folder: Path, name: str) -> None:
-        """Remove a pair whose head never got its preamble, unless its writer lives."""
+        """Remove a pair whose head never got its preamble, unless its writer lives. Raises OSError."""
+        fd = -1
         try:
-            fd = os.open(folder / (name + HEAD), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return
-        with suppress(BlockingIOError):
+            fd = open_shared(folder / (name + HEAD))
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_size < PREAMBLE_BYTES:
                 for suffix in (HEAD, DATA):
                     (folder / (name + suffix)).unlink(missing_ok=True)
-        os.close(fd)
+        except BlockingIOError:
+            return
+        finally:
+            close_quietly(fd)
+
+    @contextmanager
+    def opened(self) -> Generator[int]:
+        """A descriptor of the head for the length of a block. Raises OSError."""
+        if self.head_fd >= 0:
+            yield self.head_fd
+            return
+        fd = open_shared(self.head)
+        try:
+            yield fd
+        finally:
+            close_quietly(fd)
 
     def tail(self) -> list[Record]:
-        """Records that were added since the last call, as far as they are whole."""
+        """Records that were added since the last call, as far as they are whole. Raises OSError."""
+        if self.is_sealed:
+            return []
         size = os.fstat(self.head_fd).st_size
         if size <= self.parsed:
             return []
@@ -165,7 +259,8 @@ class Segment:
         for record in records:
             self.parsed = record.at + record.record_bytes
             self.synced = max(self.synced, record.offset if record.kind is Kind.SYNCED else 0)
-            self.sealed |= record.kind is Kind.SEALED
+        if any(record.kind is Kind.SEALED for record in records):
+            self.become(Life.SEALED)
         return records
 
     def skip_damage(self) -> bool:
@@ -175,31 +270,62 @@ class Segment:
         self.parsed = found or self.parsed
         return found is not None
 
+    def torn_bytes(self) -> int:
+        """Bytes at the end of the head that are no whole record. Raises OSError."""
+        with self.opened() as fd:
+            return max(0, os.fstat(fd).st_size - self.parsed)
+
     def data_bytes(self) -> int:
-        """Size of the data file; 0 where there is none."""
+        """Size of the data file; 0 where there is none. Raises OSError where the system does not say."""
         try:
             return self.data.stat().st_size
-        except FileNotFoundError:
-            return 0
+        except OSError as error:
+            if is_gone(error):
+                return 0
+            raise
 
     def states(self) -> dict[int, tuple[int, int]]:
-        """State and stamp of every object, by the place of its record, as the file has them now."""
-        data = os.pread(self.head_fd, self.parsed - PREAMBLE_BYTES, PREAMBLE_BYTES)
+        """State and stamp of every object, by the place of its record, as the file has them now. Raises OSError."""
+        with self.opened() as fd:
+            data = os.pread(fd, self.parsed - PREAMBLE_BYTES, PREAMBLE_BYTES)
         return {r.at: (r.state, r.stamp) for r in decode_all(data, PREAMBLE_BYTES) if r.kind is Kind.OBJECT}
 
     def state(self, record: int) -> tuple[bool, int]:
-        """Whether the object of that record is alive, and its stamp. Nothing lives in a segment that was removed."""
-        raw = os.pread(self.head_fd, 8, record + STATE_AT)
-        linked = os.fstat(self.head_fd).st_nlink > 0
-        return linked and int.from_bytes(raw[:4], "little") == LIVE, int.from_bytes(raw[4:], "little")
+        """Whether the object of that record is alive, and its stamp. Nothing lives in a segment that was removed.
 
-    def kill(self, record: int) -> None:
-        """Raises OSError. Nobody finds the object from here on; processes that know it are told by the caller."""
-        _whole(self.head_fd, DEAD.to_bytes(4, "little"), record + STATE_AT)
+        Raises OSError where the system does not say.
+        """
+        try:
+            with self.opened() as fd:
+                return _state(fd, record)
+        except OSError as error:
+            if is_gone(error):
+                return False, 0
+            raise
+
+    def state_anew(self, record: int) -> tuple[bool, int]:
+        """As `state`, by a descriptor that is opened for it: a network file system then asks who has the file."""
+        try:
+            fd = open_shared(self.head)
+        except OSError as error:
+            if is_gone(error):
+                return False, 0
+            raise
+        try:
+            return _state(fd, record)
+        finally:
+            close_quietly(fd)
+
+    def kill(self, records: Iterable[int]) -> None:
+        """Nobody finds these objects from here on; processes that know them are told by the caller. Raises OSError."""
+        with self.opened() as fd:
+            for record in records:
+                _whole(fd, DEAD.to_bytes(4, "little"), record + STATE_AT)
 
     def stamp(self, record: int, second: int) -> None:
         """Write second `second` of a use into an object's header, in place. Raises OSError."""
-        _whole(self.head_fd, second.to_bytes(4, "little"), record + STAMP_AT)
+        with self.opened() as fd:
+            _whole(fd, second.to_bytes(4, "little"), record + STAMP_AT)
 
     def append(self, blob: bytes) -> None:
         """Add whole records at `parsed`. On OSError the head is as it was, to every reader."""
@@ -211,50 +337,118 @@ class Segment:
             raise
         self.parsed += len(blob)
 
-    def sync(self, offset: int) -> None:
-        """Make the payload below `offset` safe from a power cut, then say so. Raises OSError, before it says so."""
-        fd = os.open(self.data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
+    def mark_synced(self, offset: int) -> None:
+        """Say that the payload below `offset` is safe from a power cut. Raises OSError."""
         self.append(encode_mark(self.parsed, Kind.SYNCED, offset))
         self.synced = offset
-        os.fdatasync(self.head_fd)
+
+    def settle(self) -> None:
+        """Make what another process wrote safe from a power cut, without a word: only its writer marks it.
+
+        Raises WritesLost, and OSError where the disk cannot be asked. What it removed meanwhile needs nothing.
+        """
+        for path in (self.data, self.head):
+            try:
+                fd = open_shared(path)
+            except OSError as error:
+                if is_gone(error):
+                    return
+                raise
+            try:
+                settle(fd)
+            finally:
+                close_quietly(fd)
 
     def seal(self) -> None:
-        """Nothing is added from here on. Raises OSError."""
+        """Nothing is added from here on, and others may have it. Raises OSError."""
         self.append(encode_mark(self.parsed, Kind.SEALED, 0))
-        self.sealed = True
+        self.become(Life.SEALED)
 
     def adopt(self) -> bool:
-        """Take the place of a writer that is no more; False where it lives. Held until `close`."""
+        """Take the place of a writer that is no more; False where it lives. Held until `release`. Raises OSError.
+
+        By a head that is opened anew: a network file system then asks how long it is.
+        """
+        fd = open_shared(self.head)
         try:
-            fcntl.flock(self.head_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            close_quietly(fd)
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        close_quietly(self.head_fd)
+        self.head_fd = fd
         return True
 
     def release(self) -> None:
-        """Others may take over what this process has adopted or finished."""
-        if self.head_fd >= 0:
-            fcntl.flock(self.head_fd, fcntl.LOCK_UN)
+        """Others may take over what this process has adopted."""
+        if self.is_sealed:
+            self.close()
+        elif self.head_fd >= 0:
+            with suppress(OSError):
+                fcntl.flock(self.head_fd, fcntl.LOCK_UN)
 
     def unlink(self) -> None:
-        """Remove both files, the head first: data without a head is a left-over. Missing ones are no matter."""
+        """Remove both files, the head first: data without a head is a left-over. Missing ones are no matter.
+
+        Raises OSError.
+        """
         for path in (self.head, self.data):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink()
+            except OSError as error:
+                if not is_gone(error):
+                    raise
 
     def close(self) -> None:
-        """Close the head file, which ends the lock as well. Safe to call twice."""
-        if self.head_fd >= 0:
-            os.close(self.head_fd)
-        self.head_fd = -1
+        """Close both files, which ends the lock as well. Safe to call twice, and raises nothing."""
+        fds = self.head_fd, self.data_fd
+        self.head_fd = self.data_fd = -1
+        close_quietly(*fds)
+
+
+def _state(fd: int, record: int) -> tuple[bool, int]:
+    raw = os.pread(fd, 8, record + STATE_AT)
+    linked = os.fstat(fd).st_nlink > 0
+    return linked and int.from_bytes(raw[:4], "little") == LIVE, int.from_bytes(raw[4:], "little")
+
+
+def settle(fd: int) -> None:
+    """Wait until what was written to a file is on stable storage. Raises WritesLost.
+
+    By a descriptor from before the writes: the kernel reports a failed one once, and calls the pages clean.
+    """
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        raise WritesLost(error.errno, error.strerror) from error
+
+
+def _was_ours(start: bytes, rest: bytes) -> bool:
+    """Whether a damaged first line was one of this format: it still begins so, never reached the disk, or a whole
+    record follows. Segments of another format are left alone.
+    """
+    known = Preamble(bytes(32), NO_BOOT).encode()[:12]
+    return start[:12] == known or not any(start) or next_whole(rest, PREAMBLE_BYTES - 1, PREAMBLE_BYTES) is not None
 
 
 def punch(fd: int, offset: int, nbytes: int) -> bool:
-    """Give the blocks of a range back to the file system; False where it cannot."""
-    return _libc.fallocate(fd, _PUNCH | _KEEP_SIZE, offset, nbytes) == 0
+    """Give the blocks of a range back to the file system; False where it never can."""
+    done = _libc.fallocate(fd, _PUNCH | _KEEP_SIZE, offset, nbytes) == 0
+    return done or ctypes.get_errno() not in (errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a directory safe from a power cut. Raises OSError; some file systems do it by themselves."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        close_quietly(fd)
 
 
 def _whole(fd: int, data: bytes, offset: int) -> None:
