@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         verify_stores,
     )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
+    from kvmover.store.machine import Machine, this_machine
     from kvmover.store.manifest import Found, namespaces
     from kvmover.store.namespace import HASH_BYTES, Namespace
     from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         Stat,
         Verified,
     )
-    from kvmover.store.segment import Machine, this_machine
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
@@ -57,7 +57,7 @@ _HOMES = {
         "Stat",
         "Verified",
     ),
-    "segment": ("Machine", "this_machine"),
+    "machine": ("Machine", "this_machine"),
     "page_store": ("PageStore",),
     "part_view": ("PartView",),
 }

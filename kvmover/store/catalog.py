@@ -19,12 +19,15 @@ from operator import attrgetter
 from pathlib import Path
 from threading import RLock
 
+import numpy as np
+
 from kvmover.store.deletion_log import DeletionLog
 from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, open_shared, reason_of
 from kvmover.store.index import BLOCK_BYTES, Index, Page, StoredObject
 from kvmover.store.lent_files import LentFiles
-from kvmover.store.record import LIVE, Kind, Record, holds
-from kvmover.store.segment import DATA, Life, Machine, Segment, punch, segments_in
+from kvmover.store.machine import NO_BOOT, Machine
+from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, LIVE, RecordTable, decode, holds
+from kvmover.store.segment import DATA, Life, Segment, punch, segments_in
 
 #: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last
 #: change is repeated. ext4 ticks every 4 ms.
@@ -70,6 +73,8 @@ class Catalog:
         self._scanned_ns = -1
         self._refused: set[str] = set()
         self._followed: list[Segment] = []
+        #: Segments whose headers are to be read again, since nobody said what was deleted in them.
+        self._doubted: list[str] = []
         self._data_files = LentFiles(folder, files, self.lock)
 
     @property
@@ -112,11 +117,11 @@ class Catalog:
             self._lag(error)
             return
         if gone is None:
-            self._reread()
-            return
-        for name, record in gone:
+            self._doubted = list(self.segments)
+        for name, record in gone or ():
             if each := self.index.at(name, record):
                 self.index.remove(each)
+        self._reread_some()
 
     def _reopen_folder(self, error: OSError) -> None:
         """A directory that was removed and made anew is another one."""
@@ -141,7 +146,6 @@ class Catalog:
                 found = None
             if isinstance(found, Segment):
                 self.segments[name] = found
-                self._tail(found)
             elif found:
                 self._refused.add(name)
                 self.dropped[found] += 1
@@ -150,37 +154,52 @@ class Catalog:
         self._followed = [each for each in self.segments.values() if each.life is Life.FOLLOWED]
         return complete
 
-    def _tail(self, segment: Segment) -> None:
-        """Learn what was added to a segment; as it was where the system does not say."""
+    def _tail(self, segment: Segment) -> bool:
+        """Learn some of what was added to a segment; whether there may be more. As it was where nobody says."""
         try:
-            fresh = segment.tail()
-            if not fresh:
-                return
-            segment.waiting += [record for record in fresh if record.kind is Kind.OBJECT and record.state == LIVE]
+            table = segment.tail()
+            if table is None:
+                return False
             size = segment.data_bytes()
         except OSError as error:
             self._lag(error)
-            return
+            return False
+        table = table.where(table.state == LIVE)
         safe = size if segment.boot == self.machine.boot else min(size, segment.synced)
-        waiting, segment.waiting = segment.waiting, []
-        for record in waiting:
-            if record.offset + record.nbytes <= safe:
-                self.index.add(_stored(segment, record, self.machine.now()))
-            else:
-                segment.waiting.append(record)
+        believed = table.offset + table.nbytes <= safe
+        self.index.add_table(segment.name, table.where(believed), self.machine.now())
+        if segment.waiting:
+            self.index.add(each for each in segment.waiting if each.offset + each.nbytes <= safe)
+            segment.waiting = [each for each in segment.waiting if each.offset + each.nbytes > safe]
+        segment.waiting += self._objects_of(segment, table.where(~believed))
+        return True
 
-    def _reread(self) -> None:
-        """Compare every object with the state in its header."""
-        for segment in self.segments.values():
-            mine = self.index.objects(segment.name)
-            try:
-                states = segment.states() if mine else {}
-            except OSError as error:
-                self._lag(error)
-                continue
-            for each in mine:
-                if states.get(each.record, (0, 0))[0] != LIVE:
-                    self.index.remove(each)
+    def _objects_of(self, segment: Segment, table: RecordTable) -> list[StoredObject]:
+        now = self.machine.now()
+        columns = (table.at, table.offset, table.nbytes, table.part, table.stamp)
+        rows: list[list[int]] = np.stack(columns).T.tolist()
+        return [
+            StoredObject(segment.name, at, offset, nbytes, page.tobytes(), table.parts[part], min(stamp, now))
+            for (at, offset, nbytes, part, stamp), page in zip(rows, table.page, strict=True)
+        ]
+
+    def _reread_some(self) -> None:
+        """Compare objects with the state in their headers, a segment at a time."""
+        if not self._doubted:
+            return
+        name = self._doubted.pop()
+        segment, records = self.segments.get(name), self.index.records(name)
+        if segment is None or not len(records):
+            return
+        try:
+            dead = segment.dead(records)
+        except OSError as error:
+            self._lag(error)
+            self._doubted.insert(0, name)
+            return
+        for record in dead.tolist():
+            if each := self.index.at(name, record):
+                self.index.remove(each)
 
     def recover(self) -> int:
         """Take over the segments of writers that are no more: keep what is whole, drop the rest with its reason.
@@ -203,9 +222,6 @@ class Catalog:
             self._remove_left_overs()
             for segment in [each for each in self.segments.values() if each.is_sealed]:
                 self.reclaim(segment)
-        if adopted:
-            with self.lock:
-                self.index.sort()
         return adopted
 
     def _remove_left_overs(self) -> None:
@@ -233,7 +249,7 @@ class Catalog:
             with self.lock:
                 waiting = self._all_of(segment)
                 size = segment.data_bytes()
-            bad = {record.at: self._flaw(segment, record, size) for record in waiting}
+            bad = {each.record: self._flaw(each, size) for each in waiting}
             if not segment.is_sealed:
                 with suppress(OSError):  # what is not synced is checked again after the next crash
                     segment.settle()
@@ -246,30 +262,39 @@ class Catalog:
                 segment.release()
         return True
 
-    def _all_of(self, segment: Segment) -> list[Record]:
+    def read_heads(self) -> None:
+        """Learn all that is in the heads, where `refresh` learns some: for who has just opened them."""
+        with self.lock:
+            self.refresh()
+            for segment in list(self.segments.values()):
+                self._drain(segment)
+
+    def _drain(self, segment: Segment) -> None:
+        while self._tail(segment):
+            pass
+
+    def _all_of(self, segment: Segment) -> list[StoredObject]:
         """Everything that waits in a segment without a writer, behind damaged records too."""
-        self._tail(segment)
+        self._drain(segment)
         while not segment.is_sealed and segment.skip_damage():
             self.dropped["damaged header"] += 1
-            self._tail(segment)
+            self._drain(segment)
         if not segment.is_sealed and segment.torn_bytes():
             self.dropped["torn header"] += 1
         return list(segment.waiting)
 
-    def _flaw(self, segment: Segment, record: Record, size: int) -> str:
+    def _flaw(self, each: StoredObject, size: int) -> str:
         """Why an object is not believed, or "". Raises OSError where the system does not say."""
-        if record.offset + record.nbytes > size:
+        if each.offset + each.nbytes > size:
             return "truncated"
-        verdict, reason = self.look_again(_stored(segment, record, self.machine.now()))
+        verdict, reason = self.look_again(each)
         return "" if verdict is Verdict.WELL else reason
 
-    def _judged(self, segment: Segment, waiting: Sequence[Record], bad: dict[int, str], size: int) -> None:
+    def _judged(self, segment: Segment, waiting: Sequence[StoredObject], bad: dict[int, str], size: int) -> None:
         """Believe what is well, kill what is bad, and add nothing to the segment from here on. Raises OSError."""
-        segment.kill(at for at, reason in bad.items() if reason)
+        segment.kill(record for record, reason in bad.items() if reason)
         self.dropped.update(reason for reason in bad.values() if reason)
-        for record in waiting:
-            if not bad[record.at]:
-                self.index.add(_stored(segment, record, self.machine.now()))
+        self.index.add(each for each in waiting if not bad[each.record])
         segment.waiting = []
         if not segment.is_sealed:
             os.ftruncate(segment.head_fd, segment.parsed)
@@ -292,11 +317,26 @@ class Catalog:
 
         Raises OSError where the system refuses for a reason that says nothing against the object: all but EIO.
         """
-        segment = Segment(self.folder, each.segment, b"", Life.SEALED)
+        segment = Segment(self.folder, each.segment, NO_BOOT, Life.SEALED)
+        try:
+            fd = open_shared(segment.head)
+        except OSError as error:
+            if is_gone(error):
+                return Verdict.GONE, "evicted"
+            raise
+        try:
+            raw = os.pread(fd, FIXED_BYTES + each.cells * DIGEST_BYTES, each.record)
+        finally:
+            close_quietly(fd)
+        header = decode(raw, each.record, each.record)
         if not segment.state_anew(each.record)[0]:
             return Verdict.GONE, "evicted"
-        payload = bytearray(each.nbytes)
-        fd = -1
+        if header is None or header.page != each.page:
+            return Verdict.BAD, "damaged header"
+        return self._look_at_payload(segment, each, header.digests)
+
+    def _look_at_payload(self, segment: Segment, each: StoredObject, digests: bytes) -> tuple[Verdict, str]:
+        payload, fd = bytearray(each.nbytes), -1
         try:
             fd = open_shared(segment.data)
             got = os.preadv(fd, [payload], each.offset)
@@ -311,11 +351,32 @@ class Catalog:
             close_quietly(fd)
         if got < each.nbytes:
             return Verdict.BAD, "truncated"
-        if holds(memoryview(payload), each.cells, each.digests, 0):
+        if holds(memoryview(payload), each.cells, digests, 0):
             return Verdict.WELL, ""
         if not segment.state_anew(each.record)[0]:
             return Verdict.GONE, "evicted"
         return Verdict.BAD, BLANK if _has_blank(payload) else "digest"
+
+    def digests(self, objects: Sequence[StoredObject]) -> list[bytes]:
+        """The digests that the headers of objects have, b"" of one that is not there. Raises OSError.
+
+        They are compared with what was read: nobody asks here whether they are those that were written.
+        """
+        found = [b""] * len(objects)
+        by_segment: dict[str, list[int]] = {}
+        for number, each in enumerate(objects):
+            by_segment.setdefault(each.segment, []).append(number)
+        for name, numbers in by_segment.items():
+            segment = Segment(self.folder, name, NO_BOOT, Life.SEALED)
+            try:
+                tables = segment.digests([(objects[number].record, objects[number].cells) for number in numbers])
+            except OSError as error:
+                if is_gone(error):
+                    continue
+                raise
+            for number, table in zip(numbers, tables, strict=True):
+                found[number] = table
+        return found
 
     def lend(self, names: Iterable[str]) -> AbstractContextManager[dict[str, OpenFile]]:
         """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
@@ -393,12 +454,6 @@ class Catalog:
         self._deletions.close()
         fd, self._folder_fd = self._folder_fd, -1
         close_quietly(fd)
-
-
-def _stored(segment: Segment, record: Record, now: int) -> StoredObject:
-    assert record.part is not None
-    place = segment.name, record.at, record.offset, record.nbytes
-    return StoredObject(*place, record.page, record.part, record.digests, min(record.stamp, now))
 
 
 def _has_blank(payload: bytearray) -> bool:

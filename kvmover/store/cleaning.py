@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvmover.store.catalog import Catalog
 from kvmover.store.files import close_quietly, open_shared
 from kvmover.store.index import Page, StoredObject
+from kvmover.store.record import holds
 from kvmover.store.segment import Segment
 from kvmover.store.writer import FileOffset, Header, Writer
 
@@ -81,13 +82,12 @@ class SegmentCleaner:
     def _cold(self, nbytes: int, keep: frozenset[bytes]) -> set[bytes]:
         """The least recently read pages, of so many bytes together."""
         cold, found = set[bytes](), 0
-        while found < nbytes and (oldest := self._catalog.index.oldest(len(cold))):
-            page, entry = oldest
-            if page in keep:
+        for page, entry in self._catalog.index.pages():
+            if found >= nbytes or page in keep:
                 break
             if not self._used_elsewhere(page, entry):
                 cold.add(page)
-                found += sum(each.held_bytes for each in entry.objects)
+                found += entry.held_bytes
         return cold
 
     def _hottest(self, victim: _Victim) -> list[StoredObject]:
@@ -131,7 +131,8 @@ class SegmentCleaner:
                 if each.segment not in files:
                     return False
                 got = os.preadv(files[each.segment].fd, [payload], each.offset)
-            if got < each.nbytes:
+            (digests,) = catalog.digests([each])
+            if got < each.nbytes or not holds(memoryview(payload)[: each.nbytes], each.cells, digests, 0):
                 return False
             with catalog.lock:
                 places = writer.reserve([each.nbytes])
@@ -140,11 +141,11 @@ class SegmentCleaner:
             if os.pwrite(fd, payload, places[0].offset) < each.nbytes:
                 return False
             with catalog.lock:
-                header = Header(each.page, each.part, places[0], each.nbytes, each.digests)
+                header = Header(each.page, each.part, places[0], each.nbytes, digests)
                 (answer,) = writer.announce([header], self._stamp(each))
                 if isinstance(answer, str):
                     return False
-                catalog.index.add(answer)
+                catalog.index.add([answer])
                 return True
         except OSError:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ from kvmover.errors import StoreError
 from kvmover.store.catalog import Verdict
 from kvmover.store.files import Files, PlainFiles
 from kvmover.store.index import StoredObject, Watcher
+from kvmover.store.machine import Machine, this_machine
 from kvmover.store.manifest import write_manifest
 from kvmover.store.namespace import Namespace
 from kvmover.store.part import PagePart
@@ -18,7 +20,7 @@ from kvmover.store.part_view import PartView
 from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Recovered, Stat, Verified
 from kvmover.store.retention import Retention
-from kvmover.store.segment import Machine, this_machine
+from kvmover.store.verify import suspects
 from kvmover.transport import Memory
 
 Election = Callable[[bytes], bool]
@@ -36,6 +38,7 @@ class PageStore(Retention):
     def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: Machine) -> None:
         """A namespace by its directory: for tools that know no model. `open` is for everybody else."""
         super().__init__(folder, namespace, policy, files, machine)
+        self.catalog.read_heads()
         self.catalog.recover()
         self.catalog.index.sort()
         self.recovered = self._recovered()
@@ -155,17 +158,16 @@ class PageStore(Retention):
         with self.lock:
             self.catalog.refresh()
             index = self.catalog.index
-            pages = [page for _, page in index.pages()]
-            stamps = [page.stamp for page in pages] or [0]
+            oldest_s, newest_s = index.span_s
             return Stat(
-                pages=len(pages),
-                objects=sum(len(page.objects) for page in pages),
+                pages=len(index),
+                objects=index.holdings.objects,
                 segments=len(self.catalog.segments),
-                payload_bytes=sum(page.nbytes for page in pages),
+                payload_bytes=index.holdings.payload_bytes,
                 held_bytes=self.catalog.held_bytes,
                 head_bytes=sum(segment.parsed for segment in self.catalog.segments.values()),
-                oldest_use_s=min(stamps),
-                newest_use_s=max(stamps),
+                oldest_use_s=oldest_s,
+                newest_use_s=newest_s,
             )
 
     def verify(self, progress: Callable[[StoredObject], None] | None = None) -> Verified:
@@ -175,20 +177,29 @@ class PageStore(Retention):
         """
         with self.lock:
             self.catalog.refresh()
-            objects = [each for _, page in self.catalog.index.pages() for each in page.objects]
-        nbytes, bad = 0, dict[str, int]()
-        for each in objects:
-            with self.catalog.lend([each.segment]):  # no descriptors: nothing was verified
-                verdict, reason = self.catalog.look_again(each)
-            if verdict is Verdict.BAD:
-                bad[reason] = bad.get(reason, 0) + 1
-                self.counters.poisoned[reason] += 1
-                with self.lock:
-                    self.catalog.delete([each])
-            nbytes += each.nbytes
-            if progress:
-                progress(each)
-        return Verified(len(objects), nbytes, bad)
+            names = list(self.catalog.segments)
+        count, nbytes, bad = 0, 0, Counter[str]()
+        for name in names:
+            with self.lock:
+                objects = self.catalog.index.objects(name)
+            for each, is_suspect in suspects(self.catalog, name, objects):
+                if is_suspect and (reason := self._condemned(each)):
+                    bad[reason] += 1
+                count += 1
+                nbytes += each.nbytes
+                if progress:
+                    progress(each)
+        return Verified(count, nbytes, dict(bad))
+
+    def _condemned(self, each: StoredObject) -> str:
+        """Look at an object again, and delete it where it is bad: the reason, or ""."""
+        verdict, reason = self.catalog.look_again(each)
+        if verdict is not Verdict.BAD:
+            return ""
+        self.counters.poisoned[reason] += 1
+        with self.lock:
+            self.catalog.delete([each])
+        return reason
 
     def close(self) -> None:
         """Flush, and give everything back. Safe to call twice."""

@@ -13,7 +13,7 @@ from kvmover.errors import DescriptorError, StoreError
 from kvmover.store.catalog import GIVEN_BACK, MISSING, Verdict
 from kvmover.store.fetch import EIO, Failure, Fault, ObjectRead, ObjectShare, cell_runs, cover, fetch
 from kvmover.store.files import FileRun, OpenFile, reason_of
-from kvmover.store.index import Known, Page, padded
+from kvmover.store.index import Page, StoredObject, padded
 from kvmover.store.namespace import check_page
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.record import table
@@ -50,24 +50,18 @@ class PartView:
         self._size = part.nbytes
         self._store, self._key, self._writes = store, key, writes
         self._plans: dict[tuple[PartKey, ...], tuple[ObjectShare, ...] | None] = {}
-        #: Pages that were found to be covered; the index takes out what it loses. Most lookups end here.
-        self._known = Known()
-        with store.lock:
-            store.catalog.index.watch(self._known)
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
-        """Whether every object that this part needs of a page is complete."""
+        """Whether every object that this part needs of a page is complete. Raises StoreError for what is no hash."""
+        for page in pages:
+            check_page(page)
         with self._store.lock:
             self._refresh()
-            known = self._known.pages
-            if self._store.policy.ttl_s is not None:
-                known.clear()  # what was there may be too old by now
-            if known.issuperset(pages):
-                return [True] * len(pages)
-            for page in pages:
-                if page not in known and (entry := self._entry(page)) and self._plan(entry):
-                    known.add(page)
-            return [page in known for page in pages]
+            there = [self._plan(parts) is not None for parts in self._store.catalog.index.parts_of(pages)]
+            stale = self._store.stale(pages)
+            if not stale:
+                return there
+            return [is_there and page not in stale for is_there, page in zip(there, pages, strict=True)]
 
     def leading(self, pages: Sequence[bytes]) -> int:
         """How many pages exist before the first that does not."""
@@ -144,30 +138,31 @@ class PartView:
         self._store.catalog.refresh()
         self._store.expire()
 
-    def _entry(self, page: bytes) -> Page | None:
-        """The page of this hash, unless it is absent or too old."""
-        entry = self._store.catalog.index.get(page)
-        return entry if entry and not self._store.is_stale(page, entry) else None
+    def _entries(self, pages: Sequence[bytes]) -> list[Page | None]:
+        """The pages of these hashes, None where one is absent or too old."""
+        entries, stale = self._store.catalog.index.get_many(pages), self._store.stale(pages)
+        if not stale:
+            return entries
+        return [None if page in stale else entry for page, entry in zip(pages, entries, strict=True)]
 
-    def _plan(self, entry: Page) -> tuple[ObjectShare, ...] | None:
-        """How the part is made of the page's objects; None where some are missing. The same for most pages."""
-        if entry.parts not in self._plans:
-            numbers = [n for n, key in enumerate(entry.parts) if key.component == self._key.component]
-            boxes = tuple(entry.parts[n].box for n in numbers)
+    def _plan(self, parts: tuple[PartKey, ...]) -> tuple[ObjectShare, ...] | None:
+        """How the part is made of objects of `parts`; None where some are missing. The same for most pages."""
+        if parts not in self._plans:
+            numbers = [n for n, key in enumerate(parts) if key.component == self._key.component]
+            boxes = tuple(parts[n].box for n in numbers)
             cover_pieces = cover(self._key.box, boxes)
             sources = [
                 ObjectShare(numbers[piece.source], piece, cell_runs(piece, boxes[piece.source], self._key.box))
                 for piece in cover_pieces or ()
             ]
-            self._plans[entry.parts] = tuple(sources) or None
-        return self._plans[entry.parts]
+            self._plans[parts] = tuple(sources) or None
+        return self._plans[parts]
 
     def _missing(self, pages: Sequence[bytes], results: dict[int, PutResult]) -> list[int]:
         """Which of `pages` are to be written here; the others have their answer, or are twins of one that is."""
         todo: dict[bytes, int] = {}
-        for item, page in enumerate(pages):
-            entry = self._entry(page)
-            if entry and (plan := self._plan(entry)):
+        for item, (page, entry) in enumerate(zip(pages, self._entries(pages), strict=True)):
+            if entry and (plan := self._plan(entry.parts)):
                 results[item] = _PRESENT
                 self._store.writer.owe(entry.objects[share.number] for share in plan)
             elif self._writes and not self._writes(page):
@@ -236,14 +231,15 @@ class PartView:
             stamp = store.catalog.machine.now()
             store.writer.ended(draft.place for draft in group)
             answers = store.writer.announce([header for _, header in written], stamp)
+            fresh: list[StoredObject] = []
             for (draft, _), answer in zip(written, answers, strict=True):
                 if isinstance(answer, str):
                     failed[draft.item] = (draft, answer)
                     continue
-                store.catalog.index.add(answer)
-                store.catalog.index.use(answer.page, stamp)
-                self._known.pages.add(answer.page)
+                fresh.append(answer)
                 results[draft.item] = _WRITTEN
+            store.catalog.index.add(fresh)
+            store.catalog.index.use([each.page for each in fresh], stamp)
             store.counters.written_bytes += size * (len(group) - len(failed))
             for item, (draft, reason) in failed.items():
                 results[item] = PutResult(Put.FAILED, reason)
@@ -251,12 +247,10 @@ class PartView:
 
     def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[ObjectRead]:
         reads: list[ObjectRead] = []
-        look_up, plans = self._entry, self._plans
-        for item in pending:
-            entry = look_up(pages[item])
-            plan = (plans.get(entry.parts) or self._plan(entry)) if entry else None
+        entries = self._entries([pages[item] for item in pending])
+        for item, entry in zip(pending, entries, strict=True):
+            plan = self._plan(entry.parts) if entry else None
             if entry and plan:
-                self._known.pages.add(pages[item])
                 for each in plan:
                     reads.append(ObjectRead(item, addresses[item], entry.objects[each.number], each))
         return reads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
@@ -11,9 +11,9 @@ from kvmover.store.catalog import GIVEN_BACK, Catalog
 from kvmover.store.cleaning import SegmentCleaner
 from kvmover.store.files import Files
 from kvmover.store.index import Page, StoredObject
+from kvmover.store.machine import Machine
 from kvmover.store.policy import Policy
 from kvmover.store.results import Counters
-from kvmover.store.segment import Machine
 from kvmover.store.writer import Writer
 
 #: Bad objects that a process may delete at once, and again in so many seconds. A process with bad memory, or a stale
@@ -49,9 +49,7 @@ class Retention:
 
     def used(self, pages: Collection[bytes]) -> None:
         """Pages were read, in this order: under the lock."""
-        now, use = self.catalog.machine.now(), self.catalog.index.use
-        for page in pages:
-            use(page, now)
+        self.catalog.index.use(list(pages), self.catalog.machine.now())
         self._read.update(pages)
 
     def make_room(self, nbytes: int, keep: Collection[bytes] = ()) -> bool:
@@ -82,9 +80,7 @@ class Retention:
         A slice at a time, between which others have the lock. Pages of `keep` stay.
         """
         with self.lock:
-            for page in keep:
-                if entry := self.catalog.index.get(page):
-                    self.catalog.index.use(page, entry.stamp)
+            self.catalog.index.use(list(keep), 0)
         freed = 0
         kept = frozenset(keep)
         while True:
@@ -101,15 +97,14 @@ class Retention:
     def _evict_some(self, nbytes: int, keep: frozenset[bytes]) -> int:
         """Evict a few pages; the bytes freed."""
         pages, objects, found = 0, list[StoredObject](), 0
-        while pages < _SLICE and found < nbytes and (oldest := self.catalog.index.oldest(pages)):
-            page, entry = oldest
-            if page in keep:
+        for page, entry in self.catalog.index.pages():
+            if page in keep or pages >= _SLICE or found >= nbytes:
                 break
             if self.used_elsewhere(page, entry):
                 continue
             pages += 1
             objects += entry.objects
-            found += sum(each.held_bytes for each in entry.objects)
+            found += entry.held_bytes
         self.counters.evicted_pages += pages
         return self.catalog.delete(objects)
 
@@ -125,7 +120,7 @@ class Retention:
         if page not in self.catalog.index:
             return True
         if written > known:
-            self.catalog.index.use(page, written)
+            self.catalog.index.use([page], written)
         return written > known
 
     def expire(self) -> int:
@@ -134,20 +129,24 @@ class Retention:
             return 0
         before, expired = self.catalog.machine.now() - self.policy.ttl_s, 0
         objects: list[StoredObject] = []
-        while expired < _SLICE and (oldest := self.catalog.index.oldest(expired)) and oldest[1].stamp < before:
-            if not self.used_elsewhere(*oldest):
-                objects += oldest[1].objects
+        for page, entry in self.catalog.index.pages():
+            if expired >= _SLICE or entry.stamp >= before:
+                break
+            if not self.used_elsewhere(page, entry):
+                objects += entry.objects
                 expired += 1
         self.catalog.delete(objects)
         self.counters.expired_pages += expired
         return expired
 
-    def is_stale(self, page: bytes, entry: Page) -> bool:
-        """Whether nobody has used a page for the TTL, though it was not deleted yet. Under the lock."""
-        ttl_s = self.policy.ttl_s
-        if ttl_s is None or entry.stamp >= (before := self.catalog.machine.now() - ttl_s):
-            return False
-        return self.used_elsewhere(page, entry) is False and entry.stamp < before
+    def stale(self, pages: Sequence[bytes]) -> set[bytes]:
+        """Which of `pages` nobody has used for the TTL, though they were not deleted yet. Under the lock."""
+        index, ttl_s = self.catalog.index, self.policy.ttl_s
+        if ttl_s is None:
+            return set()
+        before = self.catalog.machine.now() - ttl_s
+        old = [page for page, stamp in zip(pages, index.stamps_of(pages), strict=True) if stamp < before]
+        return {page for page in old if (entry := index.get(page)) and not self.used_elsewhere(page, entry)}
 
     def write_stamps(self) -> None:
         """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds.
@@ -165,7 +164,7 @@ class Retention:
         entry = self.catalog.index.get(page)
         for each in entry.objects if entry else ():
             if entry and entry.stamp >= each.stamp + self.policy.stamp_s:
-                each.stamp = entry.stamp
+                self.catalog.index.stamped(each, entry.stamp)
                 with suppress(OSError):
                     self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
 

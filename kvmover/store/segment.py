@@ -11,26 +11,30 @@ import errno
 import fcntl
 import os
 import re
-import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from pathlib import Path
-from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
 
 from kvmover.store.files import close_quietly, is_gone, open_shared
+from kvmover.store.index import StoredObject
+from kvmover.store.machine import NO_BOOT
 from kvmover.store.record import (
     DEAD,
+    DIGEST_BYTES,
+    FIXED_BYTES,
     LIVE,
     PREAMBLE_BYTES,
     STAMP_AT,
     STATE_AT,
     Kind,
     Preamble,
-    Record,
-    decode_all,
+    RecordTable,
+    decode_table,
     encode_mark,
     next_whole,
 )
@@ -38,38 +42,15 @@ from kvmover.store.record import (
 HEAD, DATA = ".head", ".data"
 _HEADS = re.compile(r"([0-9a-f]{16}-[0-9]{8})\.head")
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+#: Of a head that are read at a time: some milliseconds.
+_SOME_BYTES = 2 << 20
 
-#: The boot of nobody: its objects are believed once they are checked.
-NO_BOOT = b""
+#: Records with less between them are read at once.
+_NEAR_BYTES = 4096
 
 _PUNCH, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Which life of which machine this is: the question behind every object that was not synced.
-
-    `boot`: 16 bytes that are equal for two processes if they share a kernel, and so its page cache.
-
-    A process that is killed leaves what it wrote in the page cache, whole; a machine that loses power may keep a header
-    and lose the payload. So objects of the same boot are believed, others only if they were synced, or once verified.
-    """
-
-    boot: bytes
-
-    @staticmethod
-    def now() -> int:
-        """Seconds since 1970, as stamps count them."""
-        return int(time.time())
-
-
-@cache
-def this_machine() -> Machine:
-    """The machine that this process runs on, in this life: read once from `boot_id` of Linux."""
-    return Machine(UUID(_BOOT_ID.read_text().strip()).bytes)
 
 
 class WritesLost(OSError):
@@ -128,7 +109,7 @@ class Segment:
     #: Places that were dealt out here and have neither a header yet nor failed.
     awaited: int = 0
     #: Objects that were announced and may not have reached the disk before a crash of their machine.
-    waiting: list[Record] = field(default_factory=list[Record])
+    waiting: list[StoredObject] = field(default_factory=list[StoredObject])
 
     @property
     def head(self) -> Path:
@@ -248,20 +229,23 @@ class Segment:
         finally:
             close_quietly(fd)
 
-    def tail(self) -> list[Record]:
-        """Records that were added since the last call, as far as they are whole. Raises OSError."""
+    def tail(self) -> RecordTable | None:
+        """Some records that were added since the last call, as far as they are whole; None without. Raises OSError."""
         if self.is_sealed:
-            return []
-        size = os.fstat(self.head_fd).st_size
-        if size <= self.parsed:
-            return []
-        records = list(decode_all(os.pread(self.head_fd, size - self.parsed, self.parsed), self.parsed))
-        for record in records:
-            self.parsed = record.at + record.record_bytes
-            self.synced = max(self.synced, record.offset if record.kind is Kind.SYNCED else 0)
-        if any(record.kind is Kind.SEALED for record in records):
-            self.become(Life.SEALED)
-        return records
+            return None
+        left = os.fstat(self.head_fd).st_size - self.parsed
+        some = _SOME_BYTES
+        while left > 0:
+            table = decode_table(os.pread(self.head_fd, min(left, some), self.parsed), self.parsed)
+            if table.end > self.parsed:
+                self.parsed, self.synced = table.end, max(self.synced, table.synced)
+                if table.sealed:
+                    self.become(Life.SEALED)
+                return table
+            if some >= left:
+                break
+            some *= 16  # a record may be longer
+        return None
 
     def skip_damage(self) -> bool:
         """Go on behind a damaged record; False where nothing whole follows. Only for segments without a writer."""
@@ -284,11 +268,33 @@ class Segment:
                 return 0
             raise
 
-    def states(self) -> dict[int, tuple[int, int]]:
-        """State and stamp of every object, by the place of its record, as the file has them now. Raises OSError."""
+    def dead(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Which objects, by the places of their records, do not live any more. Raises OSError."""
         with self.opened() as fd:
-            data = os.pread(fd, self.parsed - PREAMBLE_BYTES, PREAMBLE_BYTES)
-        return {r.at: (r.state, r.stamp) for r in decode_all(data, PREAMBLE_BYTES) if r.kind is Kind.OBJECT}
+            words = np.frombuffer(os.pread(fd, self.parsed, 0), "<u4", self.parsed // 4)
+        return records[words[(records + STATE_AT) // 4] != LIVE]
+
+    def digests(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Digests of `cells` cells of the object of each record, of (record, cells) pairs: neighbours at once.
+
+        As they are in the file: b"" beyond its end. Raises OSError.
+        """
+        found = [b""] * len(wanted)
+        order = sorted(range(len(wanted)), key=lambda number: wanted[number])
+        with self.opened() as fd:
+            first = 0
+            while first < len(order):
+                start, end, stop = wanted[order[first]][0], _end(wanted[order[first]]), first + 1
+                while stop < len(order) and wanted[order[stop]][0] - end <= _NEAR_BYTES and end - start < _SOME_BYTES:
+                    end = _end(wanted[order[stop]])
+                    stop += 1
+                data = os.pread(fd, end - start, start)
+                for number in order[first:stop]:
+                    record, cells = wanted[number]
+                    at = record - start + FIXED_BYTES
+                    found[number] = data[at : at + cells * DIGEST_BYTES]
+                first = stop
+        return found
 
     def state(self, record: int) -> tuple[bool, int]:
         """Whether the object of that record is alive, and its stamp. Nothing lives in a segment that was removed.
@@ -406,6 +412,10 @@ class Segment:
         fds = self.head_fd, self.data_fd
         self.head_fd = self.data_fd = -1
         close_quietly(*fds)
+
+
+def _end(wanted: tuple[int, int]) -> int:
+    return wanted[0] + FIXED_BYTES + wanted[1] * DIGEST_BYTES
 
 
 def _state(fd: int, record: int) -> tuple[bool, int]:

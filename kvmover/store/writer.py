@@ -211,8 +211,6 @@ def _headers(segment: Segment, headers: Sequence[Header], stamp: int) -> tuple[l
     for header in headers:
         offset = header.place.offset
         blobs.append(encode_object(at, stamp, (offset, header.nbytes), header.page, header.part, header.digests))
-        objects.append(
-            StoredObject(segment.name, at, offset, header.nbytes, header.page, header.part, header.digests, stamp)
-        )
+        objects.append(StoredObject(segment.name, at, offset, header.nbytes, header.page, header.part, stamp))
         at += FIXED_BYTES + len(header.digests)
     return objects, b"".join(blobs)
