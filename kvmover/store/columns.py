@@ -115,11 +115,18 @@ class PageTable:
         left, slots = np.arange(len(keys)), self._slots_of(keys)
         while len(left):
             rows = self._slots[slots]
-            here = (self._keys[rows] == keys[left]).all(1) & (rows >= 0)
+            here = self._equal(rows, keys, left)
             found[left[here]] = rows[here]
             more = ~here & (rows != _NONE)
             left, slots = left[more], (slots[more] + 1) & self._mask
         return found
+
+    def _equal(self, rows: Rows, keys: npt.NDArray[np.uint64], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Of which rows the hash is that of the number beside it."""
+        equal = rows >= 0
+        there = np.flatnonzero(equal)
+        equal[there] = (self._keys[rows[there]] == keys[numbers[there]]).all(1)
+        return equal
 
     def put_many(self, pages: bytes) -> tuple[Rows, Rows]:
         """The row of each hash, and the rows that are new, in the order of their hashes."""
@@ -147,7 +154,9 @@ class PageTable:
             self._slots[slots[free][::-1]] = _CLAIM - left[free][::-1]
             there = np.maximum(_CLAIM - self._slots[slots].astype(np.int64), -1)
             mine = there == left
-            twin = (there >= 0) & (keys[there] == keys[left]).all(1)
+            twin = mine.copy()
+            met = np.flatnonzero((there >= 0) & ~mine)
+            twin[met] = (keys[there[met]] == keys[left[met]]).all(1)
             owner[left[twin]] = there[twin]
             slot_of[left[mine]] = slots[mine]
             self._used += int((before[mine] == _NONE).sum())

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from kvmover.store.columns import NumberColumns, PageTable
 from kvmover.store.part import PartKey
-from kvmover.store.record import RecordTable
+from kvmover.store.record import BLOCK_BYTES, RecordTable
 
-#: Payloads start at multiples of this.
-BLOCK_BYTES = 4096
+#: Records of a head begin at multiples of this.
+_RECORDS_AT = 8
 
 Rows = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
@@ -100,27 +100,29 @@ class Watcher(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _SegmentRows:
-    """Objects of one segment: places of their headers, rising, and their rows, -1 where one is gone."""
+    """Objects of one segment: places of their headers, rising, in `_RECORDS_AT`, and their rows, or -1."""
 
     number: int
-    records: array[int] = field(default_factory=lambda: array("q"))
+    records: array[int] = field(default_factory=lambda: array("I"))
     rows: array[int] = field(default_factory=lambda: array("i"))
     live: int = 0
     held_bytes: int = 0
 
     def add(self, records: Places, rows: Rows) -> None:
         """Rising among themselves, and nearly always behind what is there."""
-        if not self.records or records[0] > self.records[-1]:
-            self.records.frombytes(records.tobytes())
+        numbers = (records // _RECORDS_AT).astype(np.uint32)
+        if not self.records or numbers[0] > self.records[-1]:
+            self.records.frombytes(numbers.tobytes())
             self.rows.frombytes(rows.tobytes())
             return
-        for record, row in zip(records.tolist(), rows.tolist(), strict=True):
+        for record, row in zip(numbers.tolist(), rows.tolist(), strict=True):
             at = bisect_left(self.records, record)
             self.records.insert(at, record)
             self.rows.insert(at, row)
 
     def place(self, record: int) -> int:
         """Where in the columns a header is, or -1."""
+        record //= _RECORDS_AT
         at = bisect_left(self.records, record)
         return at if at < len(self.records) and self.records[at] == record and self.rows[at] >= 0 else -1
 
@@ -134,8 +136,9 @@ class Index:
     """Pages by hash, the least recently used first; objects by segment and record."""
 
     def __init__(self) -> None:
-        #: An object: its header's place and segment, its payload's offset, its kind, its page, and the page's next one.
-        self._objects = NumberColumns(record="q", offset="q", segment="i", kind="i", page="i", next="i", stamp="I")
+        #: An object: its header's place, in `_RECORDS_AT`; its segment; where its payload is, in blocks; its kind, its
+        #: page, and the page's next one.
+        self._objects = NumberColumns(record="I", offset="I", segment="i", kind="i", page="i", next="i", stamp="I")
         #: A page: the object that was added last, its parts, and the pages used just before and after it.
         self._pages = NumberColumns(first="i", parts="i", before="i", after="i", stamp="I")
         self._table = PageTable(random.SystemRandom().randrange(1 << 64))
@@ -208,7 +211,8 @@ class Index:
     def records(self, segment: str) -> Places:
         """Places of the headers of all objects of a segment, rising."""
         mine = self._segments.get(segment)
-        return self._objects.column("record")[mine.take()] if mine else np.zeros(0, np.int64)
+        rows = mine.take() if mine else np.zeros(0, np.int32)
+        return self._objects.column("record")[rows].astype(np.int64) * _RECORDS_AT
 
     def at(self, segment: str, record: int) -> StoredObject | None:
         """The object whose header is at byte `record` of the head file of `segment`, or None."""
@@ -236,9 +240,9 @@ class Index:
         """Objects of a segment that were not known, by their records. A stamp beyond `now` is taken for it."""
         if not len(table):
             return
-        mixed: Places = table.nbytes << 16 | table.part
-        pairs, which = np.unique(mixed, return_inverse=True)
-        kinds = [self._kind(table.parts[pair & 0xFFFF], pair >> 16) for pair in pairs.tolist()]
+        pairs, which = np.unique(np.bitwise_or(table.nbytes << 20, table.part), return_inverse=True)
+        numbers: list[int] = pairs.tolist()
+        kinds = [self._kind(table.parts[pair & 0xFFFFF], pair >> 20) for pair in numbers]
         places = np.stack([table.at, table.offset, np.minimum(table.stamp, now)])
         self._add(segment, table.page.tobytes(), np.array(kinds, np.int32)[which.reshape(-1)], places)
 
@@ -253,7 +257,8 @@ class Index:
         page_rows, fresh = self._table.put_many(pages)
         self._new_pages(fresh)
         of = self._objects.column
-        of("record")[rows], of("offset")[rows], of("stamp")[rows] = records, offsets, stamps
+        of("record")[rows], of("offset")[rows] = records // _RECORDS_AT, offsets // BLOCK_BYTES
+        of("stamp")[rows] = stamps
         of("segment")[rows], of("kind")[rows], of("page")[rows] = mine.number, kinds, page_rows
         self._chain(rows, page_rows, kinds)
         np.maximum.at(self._pages.column("stamp"), page_rows, stamps.astype(np.uint32))
@@ -406,7 +411,8 @@ class Index:
         part, nbytes = self._kinds[of.kind[row]]
         page = self._table.key(of.page[row]) if page is None else page
         name, stamp = self._names[of.segment[row]], of.stamp[row]
-        return StoredObject(name, of.record[row], of.offset[row], nbytes, page, part, stamp)
+        record, offset = of.record[row] * _RECORDS_AT, of.offset[row] * BLOCK_BYTES
+        return StoredObject(name, record, offset, nbytes, page, part, stamp)
 
     def _kind(self, part: PartKey, nbytes: int) -> int:
         number = self._kind_numbers.setdefault((part, nbytes), len(self._kinds))

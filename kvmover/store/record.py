@@ -23,7 +23,6 @@ back, is no record.
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -60,6 +59,7 @@ _FIELDS = np.dtype(
         "itemsize": _OUTER.size + _INNER.size,
     }
 )
+_CHECKED = np.dtype({"names": ["magic", "bytes", "check"], "formats": ["<u4", "<u4", "<u8"], "offsets": [0, 4, 16]})
 Column = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
 
@@ -70,6 +70,10 @@ FIXED_BYTES = _OUTER.size + _INNER.size
 
 #: No object has more cells: 8 Mi of digests a record, 1024 heads x 1024 layers.
 _CELLS = 1 << 20
+
+#: Payloads start at multiples of this, and none this far out.
+BLOCK_BYTES = 4096
+_FAR = 1 << 43
 
 _PREAMBLE = struct.Struct("<8sII32s16s8xQ")
 _FORMAT = b"KVMOVER1"
@@ -242,12 +246,14 @@ def decode_table(data: bytes, base: int) -> RecordTable:
     good: Truths = (
         (cells > 0) & (cells <= _CELLS) & (nbytes == FIXED_BYTES + cells * DIGEST_BYTES) & (part_cells == cells)
     )
-    good &= (payload > 0) & (payload < 1 << 46) & (payload % np.maximum(cells, 1) == 0)
+    offsets = fixed["offset"]
+    good &= (offsets % BLOCK_BYTES == 0) & (offsets < _FAR)
+    good &= (payload > 0) & (payload < _FAR) & (payload % np.maximum(cells, 1) == 0)
     good = np.where(is_object, good, np.isin(kinds, (Kind.SYNCED, Kind.SEALED)) & (nbytes == FIXED_BYTES))
     count = len(good) if bool(good.all()) else int(np.argmin(good))
     fixed, starts, is_object, kinds = fixed[:count], starts[:count], is_object[:count], kinds[:count]
     objects = np.flatnonzero(is_object)
-    offsets = fixed["offset"].astype(np.int64)
+    offsets = offsets[:count].astype(np.int64)
     return RecordTable(
         at=starts[objects] + base,
         state=fixed["state"][objects].astype(np.int64),
@@ -265,16 +271,31 @@ def decode_table(data: bytes, base: int) -> RecordTable:
 
 def _whole_records(data: bytes, base: int) -> Column:
     """Where the records begin whose length and check are right, one after the other."""
-    starts, at, size, view = array("q"), 0, len(data), memoryview(data)
-    unpack, digest, fixed = _OUTER.unpack_from, xxh3_64_intdigest, FIXED_BYTES
-    while at + fixed <= size:
-        magic, nbytes, _, _, check = unpack(data, at)
-        end = at + nbytes
-        if magic != MAGIC or nbytes < fixed or end > size or digest(view[at + 24 : end], base + at) != check:
-            break
-        starts.append(at)
-        at = end
-    return np.array(starts, np.int64)
+    runs, at = [np.zeros(0, np.int64)], 0
+    while run := _whole_run(data, at, base):
+        runs.append(np.arange(run.start, run.stop, run.step, dtype=np.int64))
+        at = run.stop
+    return np.concatenate(runs)
+
+
+def _whole_run(data: bytes, at: int, base: int) -> range:
+    """Where whole records of one length begin, from byte `at` on: most follow others of their length."""
+    nothing = range(0)
+    if at + FIXED_BYTES > len(data):
+        return nothing
+    _, nbytes, _, _, _ = _OUTER.unpack_from(data, at)
+    most = (len(data) - at) // nbytes if nbytes >= FIXED_BYTES else 0
+    if not most:
+        return nothing
+    outer = np.ndarray(most, _CHECKED, data, at, nbytes)
+    alike = (outer["magic"] == MAGIC) & (outer["bytes"] == nbytes)
+    count = most if bool(alike.all()) else int(np.argmin(alike))
+    view, digest = memoryview(data), xxh3_64_intdigest
+    places = range(at, at + count * nbytes, nbytes)
+    checks = np.array([digest(view[place + 24 : place + nbytes], base + place) for place in places], np.uint64)
+    right = outer["check"][:count] == checks
+    whole = count if bool(right.all()) else int(np.argmin(right))
+    return places[:whole] if whole else nothing
 
 
 #: Records that are taken out of a head at a time: an index for each of their bytes is made meanwhile.
