@@ -1,18 +1,23 @@
-/* The Ideal of a replay: see ideal.py. Places lie in one hash table, under the place before and the block. */
+/* The Ideal of a replay: see ideal.py. Places lie in one row, in the order in which they were first seen.
+ *
+ * A prompt that goes on where nobody went before makes places one after the other, so the block after a place is looked
+ * for at the next one first. Only what is found nowhere else is in the hash table: most of a prompt is read in a row.
+ */
 #include "core.h"
 
 PyTypeObject *IdealType;
 
+/* A block after the place `before`, and how many of its tokens were ever computed. */
 typedef struct {
-    long long before, block, place; /* a `place` below 0: nothing is here */
-} Slot;
+    long long before, block, known;
+} Place;
 
 typedef struct {
     PyObject_HEAD
-    Slot *slots;
+    Place *places;
+    long long count, room;
+    long long *slots; /* places, by what they are; -1: none */
     size_t slot_count; /* a power of two, at least twice the places */
-    long long *known;  /* by place: tokens that were computed */
-    long long places, room;
 } Ideal;
 
 /* What a prompt's blocks come to. `begin` and `end` are tokens: where the block begins, and where the next page ends. */
@@ -22,59 +27,65 @@ typedef struct {
     long long *numbers;
 } Reading;
 
-static Slot *slot_of(Ideal *self, long long before, long long block)
+static int is_at(const Ideal *self, long long place, long long before, long long block)
+{
+    return self->places[place].before == before && self->places[place].block == block;
+}
+
+static long long *slot_of(Ideal *self, long long before, long long block)
 {
     uint64_t hash = (uint64_t)before * 0x9e3779b97f4a7c15u ^ (uint64_t)block * 0xc2b2ae3d27d4eb4fu;
     size_t at = (size_t)(hash ^ hash >> 29) & (self->slot_count - 1);
-    for (;; at = (at + 1) & (self->slot_count - 1)) {
-        Slot *slot = self->slots + at;
-        if (slot->place < 0 || (slot->before == before && slot->block == block))
-            return slot;
-    }
+    while (self->slots[at] >= 0 && !is_at(self, self->slots[at], before, block))
+        at = (at + 1) & (self->slot_count - 1);
+    return self->slots + at;
 }
 
 static int grow(Ideal *self)
 {
-    Ideal larger = *self;
-    larger.room = self->room ? 2 * self->room : 1024;
-    larger.slot_count = 2 * (size_t)larger.room;
-    long long *known = realloc(self->known, (size_t)larger.room * sizeof *known);
-    if (known == NULL)
+    long long room = self->room ? 2 * self->room : 1024;
+    Place *places = realloc(self->places, (size_t)room * sizeof *places);
+    if (places == NULL)
         return -1;
-    self->known = larger.known = known;
-    larger.slots = malloc(larger.slot_count * sizeof *larger.slots);
-    if (larger.slots == NULL)
+    self->places = places;
+    size_t before = self->slot_count, after = 2 * (size_t)room;
+    long long *slots = malloc(after * sizeof *slots), *old = self->slots;
+    if (slots == NULL)
         return -1;
-    for (size_t i = 0; i < larger.slot_count; i++)
-        larger.slots[i].place = -1;
-    for (size_t i = 0; i < self->slot_count; i++)
-        if (self->slots[i].place >= 0)
-            *slot_of(&larger, self->slots[i].before, self->slots[i].block) = self->slots[i];
-    free(self->slots);
-    *self = larger;
+    memset(slots, 0xff, after * sizeof *slots);
+    self->room = room, self->slots = slots, self->slot_count = after;
+    for (size_t i = 0; i < before; i++)
+        if (old[i] >= 0)
+            *slot_of(self, places[old[i]].before, places[old[i]].block) = old[i];
+    free(old);
     return 0;
 }
 
 /* The place of a block after another place; a new one knows nothing of its block yet. -1 without memory. */
 static long long place_of(Ideal *self, long long before, long long block)
 {
-    if (self->places == self->room && grow(self) < 0)
+    if (self->count == self->room && grow(self) < 0)
         return -1;
-    Slot *slot = slot_of(self, before, block);
-    if (slot->place < 0) {
-        *slot = (Slot){before, block, self->places};
-        self->known[self->places++] = 0;
+    long long next = before + 1;
+    if (next < self->count) {
+        if (is_at(self, next, before, block))
+            return next;
+        long long *slot = slot_of(self, before, block);
+        if (*slot >= 0)
+            return *slot;
+        *slot = self->count;
     }
-    return slot->place;
+    self->places[self->count] = (Place){before, block, 0};
+    return self->count++;
 }
 
 /* One more block of a prompt; the place that the next one comes after, or -1 without memory. */
 static long long read_block(Ideal *self, Reading *reading, long long before, long long block, long long wanted)
 {
-    long long fresh = self->places, place = place_of(self, before, block);
+    long long fresh = self->count, place = place_of(self, before, block);
     if (place < 0)
         return -1;
-    long long have = self->known[place];
+    long long have = self->places[place].known;
     if (place == fresh)
         reading->whole = 0;
     if (reading->whole) {
@@ -82,7 +93,7 @@ static long long read_block(Ideal *self, Reading *reading, long long before, lon
         reading->whole = have >= wanted;
     }
     if (have < wanted)
-        self->known[place] = wanted;
+        self->places[place].known = wanted;
     long long pages = (reading->block_tokens + reading->page_tokens - 1) / reading->page_tokens;
     for (; reading->end <= reading->begin + wanted; reading->end += reading->page_tokens)
         *reading->numbers++ = place * pages + (reading->end - reading->begin - 1) / reading->page_tokens;
@@ -151,7 +162,7 @@ static PyObject *ideal_serve(Ideal *self, PyObject *args)
 static void ideal_dealloc(Ideal *self)
 {
     free(self->slots);
-    free(self->known);
+    free(self->places);
     object_free((PyObject *)self);
 }
 

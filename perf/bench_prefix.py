@@ -1,11 +1,12 @@
 """The prefix tree beside SGLang's and vLLM's, on a public trace: thread CPU time of match, lock, evict, insert, unlock.
 
-    KVMOVER_TRACES=FOLDER KVMOVER_PEERS=SITE_PACKAGES python -m perf.bench_prefix [trace] [shapes] [policies]
+    KVMOVER_TRACES=FOLDER KVMOVER_PEERS=SITE_PACKAGES python -m perf.bench_prefix [trace] [shapes] [policies] [replay]
 
 Every pass over the trace is a process of its own, and the contenders take turns, so that noise falls on all alike.
 Whole requests are timed in `ROUNDS` passes; one more pass reads the clock at every operation, which costs 0.3 us each.
-Targets: five times the requests per second of SGLang's Rust core at page 64, three times of lists and 64-bit tokens,
-vLLM's hit rates, 20 us to evict one leaf of 50,000, half of the Rust core's memory a token.
+Targets: five times the requests per second of SGLang's Rust core at page 64, three times of 64-bit tokens and of lists
+where both get them, vLLM's hit rates, 20 us to evict one leaf of 50,000, half of the Rust core's memory a token, 10,000
+requests per second replayed on all tiers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 
 from kvmover.cache.prefix import POLICIES
 from kvmover.cache.prefix.hashes import chain
-from kvmover.cache.replay import ReplayConfig, ReplayRequest, read_trace, replay
+from kvmover.cache.replay import ReplayConfig, ReplayRequest, Server, read_trace, replay
 from perf.prefix_ours import (
     UNLIMITED,
     Contender,
@@ -37,6 +38,7 @@ from perf.prefix_ours import (
     KvmoverList,
     KvmoverPython,
     Maker,
+    without_c,
 )
 from perf.prefix_peers import load
 from perf.record import Spread, write
@@ -59,8 +61,11 @@ ONLY_AT_PAGE_64 = {
     "kvmover list",
     "kvmover in python",
     "kvmover events",
+    "sglang rust core list",
     "sglang rust gathering",
 }
+#: Tokens of device, host and storage.
+REPLAYED = ((3_000_000, 0, 0), (3_000_000, 10_000_000, 0), (3_000_000, 10_000_000, 40_000_000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,9 @@ def main(parts: list[str]) -> None:
     if "policies" in parts:
         rows = list(_policies(requests))
         print("wrote", write("prefix_policies", rows))
+    if "replay" in parts:
+        rows = list(_replays(requests))
+        print("wrote", write("prefix_replay", rows))
 
 
 def _trace(requests: list[ReplayRequest], makers: dict[str, Maker]) -> Iterator[dict[str, object]]:
@@ -335,6 +343,42 @@ def _policies(requests: list[ReplayRequest]) -> Iterator[dict[str, object]]:
             yield row
 
 
+def _replays(requests: list[ReplayRequest]) -> Iterator[dict[str, object]]:
+    """Whole replays with their ledger, the core in C and the Python in turn."""
+    for tokens in REPLAYED:
+        config = ReplayConfig(64, *tokens)
+        seconds: dict[str, list[float]] = {core: [] for core in ("c", "python")}
+        for _ in range(ROUNDS):
+            for core, passes in seconds.items():
+                passes.append(apart(_replay, core, requests, config))
+        python = Spread.of(seconds["python"])
+        for core, passes in seconds.items():
+            spread = Spread.of(passes)
+            row = {
+                "core": core,
+                **dict(zip(("device_tokens", "host_tokens", "storage_tokens"), tokens, strict=True)),
+                "requests_per_s": round(len(requests) / spread.median),
+                "low": round(len(requests) / spread.high),
+                "high": round(len(requests) / spread.low),
+                "of_python": round(python.median / spread.median, 3),
+            }
+            print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+            yield row
+
+
+def _replay(core: str, requests: list[ReplayRequest], config: ReplayConfig) -> float:
+    """Thread CPU seconds."""
+    if core == "python":
+        without_c()
+    server = Server(config)
+    gc.collect()
+    gc.freeze()
+    began = time.thread_time()
+    for request in requests:
+        server.serve(request)
+    return time.thread_time() - began
+
+
 def _version(name: str) -> str:
     package = name.split()[0]
     try:
@@ -344,4 +388,4 @@ def _version(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["trace", "shapes", "policies"])
+    main(sys.argv[1:] or ["trace", "shapes", "policies", "replay"])

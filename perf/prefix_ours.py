@@ -9,6 +9,7 @@ import numpy as np
 
 from kvmover.cache.ledger import Credit, FaultPolicy, Ledger
 from kvmover.cache.prefix import PrefixTree, forest, keys
+from kvmover.cache.replay import ideal, simulated_tiers
 
 #: Called after every operation with its name, and with "start" before the first: the benchmark's clock.
 Lap = Callable[[str], object]
@@ -85,7 +86,7 @@ class KvmoverInt64(Kvmover):
 
 
 class KvmoverList(Kvmover):
-    """The same for an engine that holds tokens as a list of numbers, as vLLM does."""
+    """The same for an engine that holds tokens as a list of numbers, as vLLM does: converted once a request too."""
 
     def prepare(self, tokens: np.ndarray) -> Any:
         return tokens.tolist()
@@ -95,8 +96,13 @@ class KvmoverPython(Kvmover):
     """The same without the core in C. Every pass is a process of its own, which is changed for good."""
 
     def __init__(self, page_tokens: int, capacity_tokens: int) -> None:
-        forest.C_CORE = keys.NATIVE = None
+        without_c()
         super().__init__(page_tokens, capacity_tokens)
+
+
+def without_c() -> None:
+    """Let this process use the Python that defines the core, for good."""
+    forest.C_CORE = keys.NATIVE = ideal.NATIVE = simulated_tiers.NATIVE = None
 
 
 class KvmoverEvents(Kvmover):

@@ -38,6 +38,7 @@ def load() -> dict[str, Maker]:
         if name == "sglang":
             found |= {
                 "sglang rust core": lambda page, capacity: Sglang(page, capacity, "rust"),
+                "sglang rust core list": lambda page, capacity: SglangList(page, capacity, "rust"),
                 "sglang rust gathering": lambda page, capacity: SglangGathering(page, capacity, "rust"),
                 "sglang python core": lambda page, capacity: Sglang(page, capacity, "python"),
                 "sglang radix cache": lambda page, capacity: Sglang(page, capacity, "legacy"),
@@ -156,13 +157,17 @@ class Sglang:
         self.base, self.key = base, legacy.RadixKey
         self.rows = torch.arange(200_000, dtype=torch.int64)
 
-    def prepare(self, tokens: Any) -> array[int]:
+    def prepare(self, tokens: Any) -> Any:
         return array("q", tokens.astype("int64").tobytes())
 
-    def serve(self, prompt: array[int], lap: Lap) -> int:
+    def held(self, prompt: Any) -> array[int]:
+        """The prompt as its keys have it: SGLang's scheduler holds it so."""
+        return prompt
+
+    def serve(self, prompt: Any, lap: Lap) -> int:
         tree, base = self.tree, self.base
         lap("start")
-        key = self.key(prompt)
+        key = self.key(self.held(prompt))
         match = tree.match_prefix(base.MatchPrefixParams(key=key))
         hit = match.device_prefix_len
         self.gather(match)
@@ -188,6 +193,16 @@ class Sglang:
 
     def gather(self, match: Any) -> None:
         """A match names a node, and not yet the indices that the request needs."""
+
+
+class SglangList(Sglang):
+    """The same for an engine that holds tokens as a list of numbers: made once a request what its keys have."""
+
+    def prepare(self, tokens: Any) -> Any:
+        return tokens.tolist()
+
+    def held(self, prompt: Any) -> array[int]:
+        return array("q", prompt)
 
 
 class SglangGathering(Sglang):

@@ -358,11 +358,14 @@ def _prefix() -> list[str]:
         "kvmover list": "kvmover, of tokens in a list",
         "kvmover in python": "kvmover without its C core",
         "sglang rust core": "SGLang, Rust core",
+        "sglang rust core list": "SGLang, Rust core, of tokens in a list",
         "sglang radix cache": "SGLang, RadixCache",
         "vllm": "vLLM, KVCacheManager, with its hashing",
     }
     for contender, name in names.items():
         found = {row["capacity"]: row for row in rows if row["contender"] == contender}
+        if not found:
+            continue
         cells = [
             f"{int(row['requests_per_s']):,} ({row['of_rust_core']}), {float(row['hit_rate']):.4f}"
             for row in (found[capacity] for capacity in capacities)

@@ -66,6 +66,8 @@ class ActionList(msgspec.Struct, frozen=True, gc=False, eq=False):
         """All that is freed of one component on one tier."""
         if tier.__class__ is not Tier:
             tier = member(Tier, tier, "tier", PrefixError)
+        if not self.actions:
+            return NO_IDS
         found = [
             a.page_ids for a in self.actions if isinstance(a, FreePages) and a.component == component and a.tier == tier
         ]

@@ -294,7 +294,7 @@ class PrefixTree:
 
         A leaf takes its window and its state along, so that two calls after each other give up more than both need.
         """
-        if self._plain is not None and FULL in pages and len(pages) == 1:
+        if self._plain is not None and len(pages) == 1 and FULL in pages:
             given_up = self._plain.evict(pages[FULL], room)
             if given_up is not None:
                 return given_up
