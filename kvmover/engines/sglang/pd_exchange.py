@@ -57,11 +57,11 @@ class Met:
 class Exchange:
     """How a rank goes along with engines of another make. `model`: what these call its weights; None: with none.
 
-    `foreign`: addresses of prefill engines of another make.
+    `foreign`: prefill engines of another make, by address.
     """
 
     model: str | None
-    foreign: set[str] = field(default_factory=set[str])
+    foreign: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(cls, settings: Settings) -> Exchange:
@@ -78,11 +78,11 @@ class Exchange:
 
     def meet(self, bootstrap_addr: str, connect: Callable[[bytes], object]) -> Met | None:
         """Connect the prefill at `host:port`; None where SGLang, or nobody, is found there."""
-        self.foreign.discard(bootstrap_addr)
+        self.foreign.pop(bootstrap_addr, None)
         found = foreign_cards(bootstrap_addr) if self.model else None
         if found is None:
             return None
-        self.foreign.add(bootstrap_addr)
+        self.foreign[bootstrap_addr] = found.engine
         try:
             for card in found.cards:
                 connect(card)
@@ -90,6 +90,12 @@ class Exchange:
             log.error("refused the prefill at %s: %s", bootstrap_addr, error)
             return Met(found.engine, str(error))
         return Met(found.engine)
+
+    def has_changed(self, bootstrap_addr: str) -> bool:
+        """Whether another engine is at the address now than the one that was met there."""
+        known = self.foreign.get(bootstrap_addr)
+        found = foreign_cards(bootstrap_addr) if known else None
+        return found is not None and found.engine != known
 
 
 def foreign_cards(bootstrap_addr: str) -> Cards | None:

@@ -11,6 +11,9 @@ from tests.live.sglang_servers import DECODE, PREFILL, sglang
 from tests.live.table import Results
 from tests.live.vllm_servers import vllm
 
+#: SGLang's decode looks after prefills every 5 s: so late it may know that another engine is at an address.
+_HEARTBEAT_S = 7.0
+
 
 def test_sglangs_prefill_is_killed_and_vllm_computes_until_it_is_back(
     servers: Servers, model: ModelMaker, results: Results
@@ -60,5 +63,6 @@ def test_vllms_prefill_is_killed_and_sglang_finds_the_next(
         first.kill()
         servers.running.remove(first)
         servers.start(prefill)
+        time.sleep(_HEARTBEAT_S)
         got = many(lambda p: ask(router, p), after)
         assert not results.add("vllm-sglang", "prefill restarted beside its decode", wanted[1], got).failed
