@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         of_all,
         page_ids,
     )
-    from kvmover.engines.common.parallel_rank import ParallelRank
+    from kvmover.engines.common.parallel_rank import ParallelRank, layers_of
     from kvmover.engines.common.release import EngineUnsupported, Tested
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
@@ -64,7 +64,10 @@ _HOMES = {
         "of_all",
         "page_ids",
     ),
-    "parallel_rank": ("ParallelRank",),
+    "parallel_rank": (
+        "ParallelRank",
+        "layers_of",
+    ),
     "release": (
         "EngineUnsupported",
         "Tested",
@@ -111,6 +114,7 @@ __all__ = [
     "exchanged",
     "fetch_cards",
     "hints_of",
+    "layers_of",
     "of_all",
     "open_store",
     "page_ids",

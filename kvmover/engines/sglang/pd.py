@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank, ToldLogprobs, told_logprobs
+from kvmover.engines.common import EngineUnsupported, ParallelRank, ToldLogprobs, layers_of, told_logprobs
 from kvmover.engines.sglang import engine, engine_pd
 from kvmover.engines.sglang.engine_pd import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
     CacheTotals,
+    by_token,
     caches_of,
     chunk_table,
-    layers_of,
     page_table,
     pool_of,
     refuse,
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 log = logging.getLogger(__name__)
+
+#: SGLang's setting of which layers a pipeline stage holds.
+_PARTITION = "SGLANG_PP_LAYER_PARTITION"
 
 #: Requests that decode ranks asked for or gave up, and that no sender was made for: more, and the oldest are forgotten.
 _MOST_ROOMS = 1 << 16
@@ -91,9 +94,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
         self._exchange = Exchange.of(settings)
-        found = caches_of(args, _served_model(args, is_mla_backend), place)
-        self._caches = self._exchange.described(found, engine.cache_dtype(args))
-        layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
+        whole = _served_model(args, is_mla_backend)
+        self._caches = self._exchange.described(caches_of(args, whole, place), engine.cache_dtype(args))
+        layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}), _PARTITION)
         components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
         device, each = engine_pd.device(args.gpu_id), zip(self._caches, components, strict=True)
         pools = [pool_of(cache, component, args.page_size, device) for cache, component in each]
@@ -349,9 +352,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         """
         room, key, info = receiver.bootstrap_room, receiver.key, receiver.prefill_info
         tables = self._tables(prefix_tokens, np.asarray(pages, np.int64), states)
+        if receiver.tokens is None:
+            raise PlanError("SGLang's queue did not tell how long the request is")
         stop = prefix_tokens + len(pages) * self.kv_args.page_size
-        if all(cache.row_tokens == 1 and cache.window is None for cache in self._caches):
-            stop = receiver.tokens or stop  # the prefill's pages may end before the last of these does
+        if by_token(self._caches):
+            stop = receiver.tokens  # the prefill's pages may end before the last of these does
         last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
         told = told_logprobs(receiver.parameters, str(room)) if self.is_foreign(receiver.bootstrap_addr) else None
         self._rows_of[room] = row, told

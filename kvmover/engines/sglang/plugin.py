@@ -73,7 +73,7 @@ def radix_cache(context: Any) -> Any:
     engine.refuse(context)
     if context.enable_hierarchical_cache:
         return _module("radix_tiers").open_radix_cache(context)
-    accounts = _module("radix_accounts").accounts_of(context.params)
+    accounts = _module("radix_accounts").accounts_of()
     return _module("radix_cache").KvmoverRadixCache(context.params, accounts)
 
 

@@ -91,10 +91,10 @@ class StoreAdapter:
             )
         out, into = (BounceBuffer.of(part.nbytes) for _ in range(2))
         self.register([out.memory, into.memory])
-        from kvmover.kernels import reference
+        from kvmover.kernels import cpu
 
         flat = Pool(spec, (as_bytes(tensor),))
-        return PackedBackend(flat, view, pool.page_size, out, into, reference.move, writes)
+        return PackedBackend(flat, view, pool.page_size, out, into, cpu.move, writes)
 
     def _native(self, pool: Any, name: str) -> PoolBackend:
         """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""
@@ -125,7 +125,8 @@ class StoreAdapter:
 
     def election(self, component: Component) -> Election | None:
         """Who writes a page whose heads several ranks hold. None where nobody else does."""
-        return election(component, self.rank.place.fleet(self.page_tokens), self.rank.place.rank)
+        place = self.rank.place.in_stage
+        return election(component, place.fleet(self.page_tokens), place.rank)
 
     def register(self, tensors: list[torch.Tensor]) -> None:
         """Kept as long as the store may touch it. Pools that share an allocation are registered once."""

@@ -126,12 +126,11 @@ class ComponentCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelTotals:
-    """What the caches of a rank do not say of the model: its KV heads and hidden layers, over all ranks; and what bytes
-    stand for in a quantised cache: e4m3 and e5m2 are stored alike. `drafts`: KV heads of layers that a draft model has.
+    """What the caches of a rank do not say of the model: its KV heads, over all ranks; and what bytes stand for in a
+    quantised cache: e4m3 and e5m2 are stored alike. `drafts`: KV heads of layers that a draft model has.
     """
 
     kv_heads: int
-    layers: int
     kv_dtype: str = ""
     drafts: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -166,7 +165,10 @@ def component_caches(
     whole: ModelTotals,
     place: ParallelRank,
 ) -> list[ComponentCache]:
-    """All components of a rank's cache, in the order of its groups. Raises EngineUnsupported for what is not rows."""
+    """All components of a rank's cache, in the order of its groups, with the layers that it holds.
+
+    Raises EngineUnsupported for what is not rows.
+    """
     refuse(groups)
     by_name = {cache.layer: cache for cache in layer_caches}
     made: list[ComponentCache] = []
@@ -178,7 +180,7 @@ def component_caches(
         kinds = [_LayerKind.of(group, cache, whole) for cache in mine]
         for kind in dict.fromkeys(kinds):
             alike = [cache for cache, its in zip(mine, kinds, strict=True) if its == kind]
-            made += _component_caches(number, group, kind, alike, blocks, whole, place)
+            made += _component_caches(number, group, kind, alike, blocks, place)
     return made
 
 
@@ -198,6 +200,15 @@ def exchanged_caches(caches: Sequence[ComponentCache], groups: Sequence[CacheGro
     strides = dict(zip(layout.axes, layout.stride, strict=True)) | {"kv": component.dim if component.kv > 1 else 0}
     layout = Layout(layout.axes, tuple(extents.values()), tuple(strides.values()))
     return [replace(cache, component=component, spec=PoolSpec(component, layout, cache.spec.separate))]
+
+
+def of_all_stages(made: Sequence[ComponentCache], layers: Mapping[str, int]) -> list[ComponentCache]:
+    """The same as parts of the whole model. `layers`: of it, by component."""
+    whole = [replace(cache.component, layers=layers[cache.component.name]) for cache in made]
+    return [
+        replace(cache, component=component, spec=replace(cache.spec, component=component))
+        for cache, component in zip(made, whole, strict=True)
+    ]
 
 
 def fleet_of(caches: Sequence[ComponentCache], place: ParallelRank, run_tokens: int) -> Fleet:
@@ -245,7 +256,6 @@ def _component_caches(
     kind: _LayerKind,
     layer_caches: Sequence[LayerCache],
     blocks: int,
-    whole: ModelTotals,
     place: ParallelRank,
 ) -> list[ComponentCache]:
     first = layer_caches[0]
@@ -259,7 +269,6 @@ def _component_caches(
             f"cache of {first.layer} has {first.shape[0]} pages of {first.shape[2]} rows for {blocks} blocks of"
             f" {group.block_tokens} tokens; a row must be {each}"
         )
-    layers = len(layer_caches) if place.pp_size == 1 else _layers(layer_caches, whole, place)
     window = None if group.window is None else max(1, group.window - 1)
     made: list[ComponentCache] = []
     for segment in kind.format.segments(first.page):
@@ -270,7 +279,7 @@ def _component_caches(
         name = f"{group.kind} {number}, {segment.dim} {segment.dtype}" + f", {segment.name}" * bool(segment.name)
         component = Component(
             name + kind.said,
-            layers,
+            len(layer_caches),
             segment.kv,
             segment.heads,
             segment.dim,
@@ -305,18 +314,6 @@ def _placed(
     if between is None:
         return PoolSpec(component, layout, ("layer",)), tuple(starts)
     return PoolSpec(component, layout), (starts[0],)
-
-
-def _layers(layer_caches: Sequence[LayerCache], whole: ModelTotals, place: ParallelRank) -> int:
-    """Of the whole model, where stages share it: they must have the shares that a Fleet gives them."""
-    share = place.layers(whole.layers)
-    numbers = [number_of(cache.layer)[:1] for cache in layer_caches]
-    if numbers != [(layer,) for layer in share]:
-        raise EngineUnsupported(
-            f"pipeline stage {place.pp} of {place.pp_size} holds layers {sorted(n[0] for n in numbers if n)}, not"
-            f" {share.start} to {share.stop - 1} of {whole.layers}: set VLLM_PP_LAYER_PARTITION to equal stages"
-        )
-    return whole.layers
 
 
 def _even(starts: Sequence[int], element_bytes: int) -> int | None:

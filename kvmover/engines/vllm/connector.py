@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
-from kvmover.engines.common import CardServer, EngineUnsupported, fetch_cards
+from kvmover.engines.common import CardServer, EngineUnsupported, fetch_cards, layers_of
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
 from kvmover.engines.vllm.caches import (
@@ -18,6 +18,7 @@ from kvmover.engines.vllm.caches import (
     component_caches,
     exchanged_caches,
     fleet_of,
+    of_all_stages,
     pools_of,
     refuse,
 )
@@ -209,9 +210,12 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         place, settings = self._place, self._settings
         backing = engine.backing_of(kv_caches)
         whole = engine.whole_of(self._config, kv_caches)
-        made = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
+        held = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
         if settings.exchange.model:
-            made = self._exchanged(made)
+            held = self._exchanged(held)
+        layers = {cache.component.name: cache.component.layers for cache in held}
+        stages = engine.of_all_stages(layers, place.pp_size)
+        made = of_all_stages(held, layers_of(stages, "VLLM_PP_LAYER_PARTITION"))
         fleet = fleet_of(made, place, engine.run_tokens(self._config))
         mover = Mover(
             BackedTransport(f"vllm-{place.rank}", backing),

@@ -248,15 +248,23 @@ def unread_tokens(config: Any) -> int:
 
 
 def whole_of(config: Any, layers: Iterable[str]) -> ModelTotals:
-    """KV heads and hidden layers of the whole model, the dtype of its cache, and which `layers` a draft model has."""
+    """KV heads of the whole model, the dtype of its cache, and which `layers` a draft model has."""
     model, kv_dtype, speculation = config.model_config, config.cache_config.cache_dtype, config.speculative_config
     said = {"fp8": "fp8_e4m3"}.get(str(kv_dtype), str(kv_dtype))
     modules = config.compilation_config.static_forward_context
     drafted = [layer for layer in layers if getattr(modules.get(layer), "is_draft_layer", False)]
     heads = speculation.draft_model_config.get_total_num_kv_heads() if drafted else 0
-    return ModelTotals(
-        model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said, dict.fromkeys(drafted, heads)
-    )
+    return ModelTotals(model.get_total_num_kv_heads(), said, dict.fromkeys(drafted, heads))
+
+
+def of_all_stages(own: Mapping[str, int], stages: int) -> list[Mapping[str, int]]:
+    """What the pipeline stages beside this rank give, first to last. All call this at the same time."""
+    if stages == 1:
+        return [own]
+    group = import_module("vllm.distributed.parallel_state").get_pp_group().cpu_group
+    given: list[Mapping[str, int]] = [own] * stages
+    import_module("torch.distributed").all_gather_object(given, own, group=group)
+    return given
 
 
 class KvBlocks:

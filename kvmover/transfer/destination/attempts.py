@@ -319,6 +319,9 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> R
     config = core.config
     if not lane.nbytes:
         return Route.DIRECT if config.route is Route.DIRECT else Route.PACKED
+    if lane.converts:
+        lane.check_route(config.route or Route.PACKED)
+        return Route.PACKED
     if config.route is Route.MAPPED and not core.mappings.reach(peer, config.verb):
         raise PlanError(
             f"route = mapped, but this rank and {peer.name} cannot map each other's pools: both must be processes of"

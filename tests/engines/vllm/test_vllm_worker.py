@@ -131,7 +131,7 @@ def make() -> Iterator[Callable[..., Engine]]:
         ]
         place = ParallelRank(0, 1)
         made_of = component_caches(
-            [CacheGroup(NAMES, "full_attention", TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS, LAYERS), place
+            [CacheGroup(NAMES, "full_attention", TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS), place
         )
         backing = cache.view(torch.uint8).flatten()
         mover = Mover(
