@@ -76,7 +76,7 @@ MUST_REACH = {
         "transfer",
         "transport",
     },
-    "engines.vllm": {"cache.ledger", "config", "observe", "store", "transfer", "transport"},
+    "engines.vllm": {"cache.ledger", "cache.prefix", "config", "observe", "store", "transfer", "transport"},
     "demo": {"cache.ledger", "cache.prefix", "cache.tiers", "plan", "store", "transfer"},
     "testing": {"store"},
     "cli": {"cache.replay", "cli_plan", "config", "demo", "observe", "store"},

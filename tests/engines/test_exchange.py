@@ -32,7 +32,7 @@ from kvmover.engines.sglang.options import ModelFacts
 from kvmover.engines.sglang.page_parts import PoolRows, part_of_rows
 from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import CacheTotals, RankCache, caches_of, pool_of
-from kvmover.engines.sglang.pd_exchange import CardTable, RankCard, exchanged_caches, foreign_cards
+from kvmover.engines.sglang.pd_exchange import CardTable, Exchange, Met, RankCard, exchanged_caches, foreign_cards
 from kvmover.engines.vllm import caches as vllm
 from kvmover.engines.vllm.block_store import BlockStore
 from kvmover.engines.vllm.connector_metadata import LoadSpec
@@ -289,6 +289,27 @@ def test_a_bootstrap_server_hands_out_cards_when_all_ranks_of_one_engine_have_la
     assert table.answer()[0] == 409
     with pytest.raises(msgspec.MsgspecError):
         table.put(b"junk")
+
+
+def test_an_engine_that_has_started_again_at_an_address_is_another() -> None:
+    desk, met = CardServer("127.0.0.1", 0), list[bytes]()
+    try:
+        address, exchange = f"127.0.0.1:{desk.port}", Exchange("tiny")
+        desk.lay_out("v-1", [b"one", b"two"])
+        assert Exchange(None).meet(address, met.append) is None
+        assert not exchange.has_changed(address)
+        assert exchange.meet(address, met.append) == Met("v-1")
+        assert (met, exchange.foreign, exchange.has_changed(address)) == ([b"one", b"two"], {address: "v-1"}, False)
+        desk.lay_out("v-2", [b"three"])
+        assert exchange.has_changed(address)
+
+        def refuse(card: bytes) -> None:
+            raise PeerRefused(f"not {card!r}")
+
+        assert exchange.meet(address, refuse) == Met("v-2", "not b'three'")
+    finally:
+        desk.close()
+    assert not exchange.has_changed(address)
 
 
 def test_a_prefill_of_another_make_is_known_by_its_cards_and_sglangs_own_is_left_to_sglang() -> None:

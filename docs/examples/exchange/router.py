@@ -68,10 +68,11 @@ class Half:
 
     def __init__(self, url: str, path: str, body: Body) -> None:
         parts = urlsplit(url)
+        self._path, self._body = path, json.dumps(body)
         self._connection = HTTPConnection(parts.hostname or "", parts.port, timeout=600)
-        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
 
     def answer(self) -> HTTPResponse:
+        self._connection.request("POST", self._path, self._body, {"Content-Type": "application/json"})
         return self._connection.getresponse()
 
     def whole(self) -> Body | None:
@@ -98,12 +99,17 @@ class Router:
     pool: ThreadPoolExecutor
 
     def route(self, path: str, body: Body, write: Callable[[HTTPResponse], None]) -> None:
-        """Both halves at once. But SGLang is told of log probabilities by the router, once vLLM has answered."""
+        """Both halves at once; but SGLang's decode, which computes no prompt, after vLLM's prefill has answered.
+
+        Raises OSError or HTTPException where a half that is needed does not answer.
+        """
         room = Room(*self.ranks, random.randrange(1 << 62))
-        first = Half(self.prefill[1], path, for_prefill(self.prefill[0], body, room))
+        first, known = Half(self.prefill[1], path, for_prefill(self.prefill[0], body, room)), None
         prefilled = self.pool.submit(first.whole)
-        told = self.prefill[0] == "vllm" and self.decode[0] == "sglang" and body.get("logprobs")
-        known = prefilled.result() if told else None
+        if (self.prefill[0], self.decode[0]) == ("vllm", "sglang"):
+            known = prefilled.result()
+            if known is None:
+                raise ConnectionError("the prefill has not answered")
         second = Half(self.decode[1], path, for_decode(self.decode[0], body, room, known))
         try:
             write(second.answer())
@@ -121,7 +127,10 @@ def serve(router: Router, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            router.route(self.path, body, self.write)
+            try:
+                router.route(self.path, body, self.write)
+            except (OSError, HTTPException) as error:
+                self.send_error(502, str(error))
 
         def write(self, said: HTTPResponse) -> None:
             self.send_response(said.status)

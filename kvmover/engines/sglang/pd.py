@@ -370,6 +370,11 @@ class KvmoverManager(engine_pd.CommonKVManager):
         """
         return not self.is_moving(bootstrap_room)
 
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        """A prefill of another make that has started again has another name: what was known of it is forgotten."""
+        if self._exchange.has_changed(bootstrap_addr):
+            self._handle_node_failure(bootstrap_addr)
+
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """SGLang fails the requests of a prefill that answers no heartbeat: nothing more is fetched from it."""
         rooms = list(self.addr_to_rooms_tracker.get(failed_bootstrap_addr, ()))

@@ -9,6 +9,7 @@ import msgspec
 from kvmover.engines.common import CARDS_PATH
 from kvmover.engines.sglang import engine_pd
 from kvmover.engines.sglang.pd_exchange import CardTable
+from kvmover.errors import ProtocolError
 
 
 class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):
@@ -27,7 +28,7 @@ class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):
     async def _put_card(self, request: Any) -> Any:
         try:
             self._table.put(await request.read())
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ProtocolError) as error:
             return engine_pd.web.Response(status=400, text=f"no card: {error}")
         return engine_pd.web.Response(status=200)
 

@@ -19,10 +19,15 @@ from kvmover.engines.common import (
     fetch_cards,
 )
 from kvmover.engines.sglang.pd_cache import RankCache
-from kvmover.errors import PeerRefused, TransportError
+from kvmover.errors import PeerRefused, ProtocolError, TransportError
 from kvmover.layout import DTYPE_BYTES
+from kvmover.transfer.protocol.handshake import MAX_CARD_BYTES
+from kvmover.transfer.protocol.wire import MAX_RANKS
 
 log = logging.getLogger(__name__)
+
+#: Data-parallel engines that lay their cards at one server, and those that were there before a restart.
+_MOST_ENGINES = 1024
 
 #: How long SGLang's scheduler waits for a port that may be nobody's.
 _PATIENCE_S = 5.0
@@ -52,11 +57,11 @@ class Met:
 class Exchange:
     """How a rank goes along with engines of another make. `model`: what these call its weights; None: with none.
 
-    `foreign`: addresses of prefill engines of another make.
+    `foreign`: prefill engines of another make, by address.
     """
 
     model: str | None
-    foreign: set[str] = field(default_factory=set[str])
+    foreign: dict[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def of(cls, settings: Settings) -> Exchange:
@@ -73,11 +78,11 @@ class Exchange:
 
     def meet(self, bootstrap_addr: str, connect: Callable[[bytes], object]) -> Met | None:
         """Connect the prefill at `host:port`; None where SGLang, or nobody, is found there."""
-        self.foreign.discard(bootstrap_addr)
+        self.foreign.pop(bootstrap_addr, None)
         found = foreign_cards(bootstrap_addr) if self.model else None
         if found is None:
             return None
-        self.foreign.add(bootstrap_addr)
+        self.foreign[bootstrap_addr] = found.engine
         try:
             for card in found.cards:
                 connect(card)
@@ -85,6 +90,12 @@ class Exchange:
             log.error("refused the prefill at %s: %s", bootstrap_addr, error)
             return Met(found.engine, str(error))
         return Met(found.engine)
+
+    def has_changed(self, bootstrap_addr: str) -> bool:
+        """Whether another engine is at the address now than the one that was met there."""
+        known = self.foreign.get(bootstrap_addr)
+        found = foreign_cards(bootstrap_addr) if known else None
+        return found is not None and found.engine != known
 
 
 def foreign_cards(bootstrap_addr: str) -> Cards | None:
@@ -102,9 +113,9 @@ class RankCard(msgspec.Struct, frozen=True):
     """What a prefill rank lays at its engine's bootstrap server: the card of rank `rank` of `ranks`."""
 
     engine: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    rank: Annotated[int, msgspec.Meta(ge=0)]
-    ranks: Annotated[int, msgspec.Meta(ge=1)]
-    card: bytes
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    card: Annotated[bytes, msgspec.Meta(max_length=MAX_CARD_BYTES)]
 
 
 class CardTable:
@@ -114,8 +125,10 @@ class CardTable:
         self._engines: dict[str, dict[int, RankCard]] = {}
 
     def put(self, body: bytes) -> None:
-        """Raises msgspec.MsgspecError for what is no card."""
+        """Raises msgspec.MsgspecError for what is no card, and ProtocolError for more than a server can have."""
         laid = msgspec.msgpack.decode(body, type=RankCard)
+        if laid.engine not in self._engines and len(self._engines) == _MOST_ENGINES:
+            raise ProtocolError(f"a card of {laid.engine}, beside those of {_MOST_ENGINES} engines")
         self._engines.setdefault(laid.engine, {})[laid.rank] = laid
 
     def answer(self) -> tuple[int, bytes]:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvmover.engines.common import FirstToken
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
+    AttachSpec,
     GrowSpec,
     KvmoverConnectorMetadata,
     LoadSpec,
@@ -115,6 +117,20 @@ def test_a_prefill_is_offered_with_its_first_step_and_each_step_names_the_blocks
     assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED) == (True, answer(REMOTE))
     assert step(scheduler) == KvmoverConnectorMetadata(delayed={"p-1"})
     assert (step(scheduler), scheduler.live) == (KvmoverConnectorMetadata(), {})
+
+
+def test_a_prefill_that_has_ended_hands_over_its_first_token() -> None:
+    """To whoever asks for it: a vLLM decode does not, and computes the last position of the prompt once more."""
+    scheduler, request = served()
+    step(scheduler, (request, 100))
+    request.generated = 2
+    assert scheduler.finished(request, tables(), RequestOutcome.DELIVERED)[0]
+    assert step(scheduler).attaches == [AttachSpec("p-1", FirstToken(700).encode())]
+    scheduler, request = served()
+    step(scheduler, (request, 100))
+    request.generated = 1
+    scheduler.finished(request, tables(), RequestOutcome.ABORTED)
+    assert not step(scheduler).attaches
 
 
 def test_a_prefill_that_generates_more_is_offered_once() -> None:

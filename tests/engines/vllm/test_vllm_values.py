@@ -209,6 +209,25 @@ def test_a_prefill_is_known_by_its_own_id_or_by_that_of_the_proxy() -> None:
     assert asked(both, "d-1") == Remote("engine", "both", "10.0.0.1", 5600)
 
 
+ROOM = {"bootstrap_host": "10.0.0.2", "bootstrap_port": 8998, "bootstrap_room": 7001}
+
+
+def test_between_engines_of_unlike_make_a_room_is_the_requests_name() -> None:
+    """Whoever answers at the address has it: a room does not name its engine."""
+    assert asked({"do_remote_decode": True, **ROOM}, "p-1") == Serve("7001")
+    assert asked({"do_remote_prefill": True, **ROOM}, "d-1") == Remote("", "7001", "10.0.0.2", 8998)
+    assert asked({"do_remote_prefill": True, **ROOM, "bootstrap_room": "0"}, "d-1") == Remote("", "0", "10.0.0.2", 8998)
+    assert asked(answer(REMOTE) | {"bootstrap_room": 7001}, "d-1") == REMOTE
+    for key, bad in (
+        ("bootstrap_room", -1),
+        ("bootstrap_room", 1 << 63),
+        ("bootstrap_port", 0),
+        ("bootstrap_host", ""),
+    ):
+        with pytest.raises(ValueError, match=f"kv_transfer_params of d-1: .*{key}"):
+            asked({"do_remote_prefill": True, **ROOM, key: bad}, "d-1")
+
+
 def test_a_turn_goes_on_where_its_tokens_begin_with_those_that_decode_has() -> None:
     last = LastTurn(REMOTE, 3, digest_of([1, 2, 3]))
     ask = asked(answer_of_turn(last), "p-2")

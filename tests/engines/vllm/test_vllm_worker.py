@@ -14,6 +14,7 @@ from kvmover.engines.common import Cards, ParallelRank
 from kvmover.engines.vllm.caches import BackedTransport, CacheGroup, LayerCache, ModelTotals, component_caches, pools_of
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
+    AttachSpec,
     GrowSpec,
     KvmoverConnectorMetadata,
     RankEnding,
@@ -208,6 +209,37 @@ def test_a_request_lands_and_both_sides_hear_of_it_once(make: Callable[..., Engi
     assert received.microseconds > 0
     assert dst.worker.take_counts() == {"received_bytes": 20 * LAYERS * HEADS * CONTENT}
     assert (dst.worker.take_counts(), dst.worker.take_endings()) == ({}, [])
+
+
+def test_an_engine_that_nobody_has_named_is_the_one_at_the_address(make: Callable[..., Engine]) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(KvmoverConnectorMetadata(sends=[SEND]))
+    for name in ("d", "e"):
+        dst.step(
+            KvmoverConnectorMetadata(receives=[replace(RECEIVE, request=name, remote=Remote("", "p-1", "here", 1))])
+        )
+        got = dst.take()
+        assert got.received == {name}
+        src.step(KvmoverConnectorMetadata(sends=[replace(SEND, request=f"again {name}")]) if name == "d" else None)
+    assert_landed(src, dst)
+    assert CALLS == [1]
+
+
+def test_a_first_token_goes_beside_the_kv_when_it_has_been_sampled(make: Callable[..., Engine]) -> None:
+    src, dst = filled(make("src")), make("dst")
+    src.step(KvmoverConnectorMetadata(sends=[SEND], delayed={"p"}))
+    dst.step(
+        KvmoverConnectorMetadata(receives=[replace(RECEIVE, request="met", remote=replace(REMOTE, transfer="p-2"))])
+    )
+    dst.until(lambda: bool(dst.worker.transfers.progress.submit(lambda mover: mover.ranks("src")).result()))
+    got = dst.worker.transfers.progress.begin(
+        lambda mover: mover.receive("p-1", "src", range(20), [[7, 2, 9]], aux_from=[0])
+    ).result()
+    src.step(KvmoverConnectorMetadata(attaches=[AttachSpec("p", b"token"), AttachSpec("nobody's", b"x")]))
+    dst.until(lambda: got.ended)
+    assert got.result is not None
+    assert got.result.aux == {0: b"token"}
+    src.until(lambda: src.told == Ended(sent={"p"}))
 
 
 def test_layers_are_fetched_when_the_forward_pass_has_passed_them(make: Callable[..., Engine]) -> None:
