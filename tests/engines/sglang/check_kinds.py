@@ -765,7 +765,7 @@ def test_the_six_pools_of_deepseek_v4_land_where_its_classes_look(
 def test_the_rings_of_deepseek_v41_land_in_decodes_pages(
     sent: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an odd number of tokens the last waits for its pair in the request's ring; a prefill has windows in one, too."""
+    """Of an odd number of tokens the last waits for its pair in a ring, a request's; a prefill has windows in one."""
     modelled(monkeypatch, sliding_window=WINDOW)
     assert pair(tmp_path, Shape(tp=2), Shape(), sent, tokens, "deepseek-v4.1") == ([""] * 2, [""])
 
