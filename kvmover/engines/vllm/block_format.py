@@ -100,7 +100,7 @@ class PlanarRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class TokenRing:
     """A request's last tokens, in one page at their position modulo its rows, which every rank holds.
 
     What is in a row is not looked into: keys in one slot for heads and their scores in another are both moved.

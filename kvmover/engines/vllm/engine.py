@@ -19,7 +19,7 @@ from kvmover.engines.vllm.block_format import (
     BlockScaled,
     PlanarRows,
     RecurrentKind,
-    Ring,
+    TokenRing,
     states_of,
 )
 from kvmover.engines.vllm.caches import RING, CacheGroup, LayerCache, ModelTotals
@@ -96,7 +96,7 @@ def _format(spec: Any, config: Any) -> BlockFormat | None:
     if not isinstance(spec, _cache.AttentionSpec):
         return None  # of a kind that is refused by its name
     if isinstance(spec, _cache.CircularBufferSpec):
-        return Ring()
+        return TokenRing()
     if spec.tokens_per_state != int(spec.tokens_per_state):
         raise EngineUnsupported(f"{_REFUSED} {type(spec).__name__} with {spec.tokens_per_state} tokens a state")
     if _is_for_cpu_attn(spec):
