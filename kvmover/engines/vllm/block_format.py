@@ -100,6 +100,25 @@ class PlanarRows:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRing:
+    """A request's last tokens, in one page at their position modulo its rows, which every rank holds.
+
+    What is in a row is not looked into: keys in one slot for heads and their scores in another are both moved.
+    """
+
+    def segments(self, page: PageView) -> list[BlockSegment]:
+        """One a slot for heads, its rows as planes of one state."""
+        head, row, _ = page.strides
+        name, size = f"ring of {page.rows}", DTYPE_BYTES[page.dtype]
+        return [
+            BlockSegment(
+                f"{name}, {slot}", 1, 1, page.rows, page.content, page.dtype, slot * head * size, (row, 0, 0), 1
+            )
+            for slot in range(page.heads)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockScaled:
     """Keys of a page, their scales, values, their scales: NVFP4, a scale of 8 bits for every 16 values of 4.
 

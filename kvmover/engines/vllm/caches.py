@@ -42,7 +42,7 @@ class CacheGroup:
     @property
     def is_late(self) -> bool:
         """Whether what its blocks hold of a request is whole only when a prefill has ended."""
-        return self.window is not None or self.kind == RECURRENT
+        return self.window is not None or self.kind in ONE_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,10 @@ class ModelTotals:
 #: Kinds of groups whose rows are a token's, and which of them hold the same on every tensor-parallel rank.
 _SPLIT, _SHARED = ("full_attention", "sliding_window"), ("mla_attention", "sliding_window_mla")
 
-#: The kind of groups whose blocks hold states.
-RECURRENT = "mamba"
+#: Kinds of groups of which a request has one block: a state; or a ring of the tokens that wait to be compressed, for
+#: which vLLM has no word.
+RING = "ring"
+ONE_BLOCK = ("mamba", RING)
 
 
 def number_of(layer: str) -> tuple[int, ...]:
@@ -154,7 +156,7 @@ def number_of(layer: str) -> tuple[int, ...]:
 def refuse(groups: Sequence[CacheGroup]) -> None:
     """Raise EngineUnsupported for caches that cannot be cut."""
     for group in groups:
-        if group.kind not in (*_SPLIT, *_SHARED, RECURRENT):
+        if group.kind not in (*_SPLIT, *_SHARED, *ONE_BLOCK):
             raise EngineUnsupported(f"kvmover's vLLM connector does not move caches of kind {group.kind}")
 
 
@@ -262,8 +264,9 @@ def _component_caches(
     if len({(cache.shape, cache.stride) for cache in layer_caches}) > 1:
         raise EngineUnsupported(f"caches of {first.layer} and others of {group.kind} {number} do not lie alike")
     ratio, rest = divmod(first.shape[0], blocks)
-    rows = 0 if group.kind == RECURRENT else first.shape[2] * kind.row_tokens * ratio
-    if rest or rows not in (0, group.block_tokens):
+    rows = first.shape[2] * kind.row_tokens * ratio
+    is_whole = ratio == 1 if group.kind in ONE_BLOCK else rows == group.block_tokens
+    if rest or not is_whole:
         each = "a token" if kind.row_tokens == 1 else f"{kind.row_tokens} tokens"
         raise EngineUnsupported(
             f"cache of {first.layer} has {first.shape[0]} pages of {first.shape[2]} rows for {blocks} blocks of"

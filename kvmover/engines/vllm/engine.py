@@ -13,8 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.vllm.block_format import REPLICATED, BlockFormat, BlockScaled, PlanarRows, RecurrentKind, states_of
-from kvmover.engines.vllm.caches import CacheGroup, LayerCache, ModelTotals
+from kvmover.engines.vllm.block_format import (
+    REPLICATED,
+    BlockFormat,
+    BlockScaled,
+    PlanarRows,
+    RecurrentKind,
+    TokenRing,
+    states_of,
+)
+from kvmover.engines.vllm.caches import RING, CacheGroup, LayerCache, ModelTotals
 from kvmover.engines.vllm.request_accounts import ExternalTokens
 from kvmover.engines.vllm.scheduler import RequestOutcome
 from kvmover.layout import CpOrder
@@ -65,9 +73,10 @@ def _group(group: Any, config: Any) -> CacheGroup:
     specs = dict(getattr(spec, "kv_cache_specs", dict.fromkeys(names, spec)))
     formats = {layer: _format(each, config) for layer, each in specs.items()}
     rows = {layer: getattr(each, "tokens_per_state", 1) for layer, each in specs.items()}
+    is_ring = bool(specs) and all(isinstance(each, _cache.CircularBufferSpec) for each in specs.values())
     return CacheGroup(
         names,
-        _cache.get_kv_cache_spec_kind(spec).value,
+        RING if is_ring else _cache.get_kv_cache_spec_kind(spec).value,
         spec.block_size,
         _cache.get_kv_cache_spec_sliding_window(spec),
         {layer: found for layer, found in formats.items() if found is not None},
@@ -95,7 +104,9 @@ def _format(spec: Any, config: Any) -> BlockFormat | None:
         return _states(spec, config)
     if not isinstance(spec, _cache.AttentionSpec):
         return None  # of a kind that is refused by its name
-    if spec.tokens_per_state != int(spec.tokens_per_state) or isinstance(spec, _cache.CircularBufferSpec):
+    if isinstance(spec, _cache.CircularBufferSpec):
+        return TokenRing()
+    if spec.tokens_per_state != int(spec.tokens_per_state):
         raise EngineUnsupported(f"{_REFUSED} {type(spec).__name__} with {spec.tokens_per_state} tokens a state")
     if _is_for_cpu_attn(spec):
         raise EngineUnsupported(f"{_REFUSED} vLLM's attention backend CPU_ATTN, which keeps K and V of a block apart")
@@ -174,8 +185,8 @@ def _groups(config: Any) -> int:
 
 def _refuse_shares(spec: Any, parallel: Any) -> None:
     """Raise EngineUnsupported for a layer whose tokens every rank holds while ranks share those of others."""
-    dcp = parallel.decode_context_parallel_size
-    if dcp > 1 and (not spec.dcp_sharded or getattr(spec, "tokens_per_state", 1) != 1):
+    dcp, is_ring = parallel.decode_context_parallel_size, isinstance(spec, _cache.CircularBufferSpec)
+    if dcp > 1 and (is_ring or not spec.dcp_sharded or getattr(spec, "tokens_per_state", 1) != 1):
         raise EngineUnsupported(
             f"{_REFUSED} {type(spec).__name__} with decode context parallelism of {dcp}: its tokens are not shared"
         )

@@ -589,6 +589,40 @@ def of_v4_draft(side: Side) -> Iterator[Plane]:
     yield plane(side.draft.swa_valid_from[:, None], row, 120, row)
 
 
+def v41(side: Side) -> Any:
+    """V4.1: rows every 2 tokens and every one, of layers that others read too, and pairs that wait for their second."""
+    return v4(side, [0, 2, 2, 1, 1], kv_source_layers=[1, 3], full_size=8 * side.page)
+
+
+def v41_replaying(side: Side) -> Any:
+    """A prefill that keeps a request's window in a ring of the request's own, and no pages of windows."""
+    served, features = deepseek.get_exec(), SimpleNamespace(enable_encoder_swa_bounded_replay=True)
+    told = SimpleNamespace(kernel=served.kernel, graph=SimpleNamespace(cuda_graph_config=None), features=features)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepseek, "get_exec", lambda: told)
+        return v41(side)
+
+
+def of_v41(side: Side) -> Iterator[Plane]:
+    pool = side.pool
+    for ratio, seed in ((2, 0), (1, 10)):
+        yield from by_page(side, pool.kv_pools[ratio].kv_buffer, seed)
+        index = pool.index_pools[ratio]
+        run = side.page // ratio // index.page_size
+        at = (side.pages[:, None] * run + torch.arange(run)).flatten()
+        yield from by_page(side, index.contiguous_page_row_buffers(), seed + 5, at)
+    ring = pool.request_window
+    buffers = pool.swa_kv_pool.kv_buffer if ring is None else ring.state.kv_buffer
+    pages = side.swa_pages[-2:] if ring is None else torch.tensor([side.row])
+    for number, buffer in enumerate(buffers):  # what the ring's one page has goes to each of decode's
+        whole = content(30 + number, 1, *buffer.shape[1:]).expand(len(pages), -1)
+        yield Plane(buffer, pages, whole, pages)
+    for number, own in enumerate(each for each in pool.compress_state_pools if each is not None):
+        rows, every = own.kv_score_buffer.kv_score, torch.arange(own.ring_size)
+        at = (side.row * own.ring_size + every)[: own.ring_size * (side.tokens % 2)]
+        yield plane(rows, at, 70 + number, torch.cat([at, every]))
+
+
 def of_one_pool(side: Side) -> Iterator[Plane]:
     """As on ROCm: in one buffer a layer, a ring of each request's window, and behind all rings the compressed rows."""
     pool, width = side.pool, side.pool.unified_swa_ring_size
@@ -627,6 +661,8 @@ FAMILIES = {
     "deep": Family(4, lambda side: mha(side, layers=3), lambda side: attention(side, side.pool, 0)),
     "deepseek-v4 in one pool": Family(256, lambda side: v4(side, [0, 128, 128]), of_one_pool, dtype="bfloat16"),
     "deepseek-v4": Family(256, v4, of_v4, dtype="fp8_e4m3"),
+    "deepseek-v4.1": Family(256, v41, of_v41, dtype="fp8_e4m3"),
+    "deepseek-v4.1 replaying": Family(256, v41_replaying, of_v41, dtype="fp8_e4m3"),
     "deepseek-v4 with a draft": Family(256, v4, of_v4_draft, v4_draft, dtype="fp8_e4m3"),
 }
 
@@ -724,6 +760,15 @@ def test_the_six_pools_of_deepseek_v4_land_where_its_classes_look(
     modelled(monkeypatch, sliding_window=WINDOW)
     answers = pair(tmp_path, Shape(tp=src), Shape(tp=dst), "deepseek-v4", tokens)
     assert answers == ([""] * src, [""] * dst)
+
+
+@pytest.mark.parametrize(("sent", "tokens"), [("deepseek-v4.1", 515), ("deepseek-v4.1 replaying", 514)], ids=str)
+def test_the_rings_of_deepseek_v41_land_in_decodes_pages(
+    sent: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an odd number of tokens the last waits for its pair in a ring, a request's; a prefill has windows in one."""
+    modelled(monkeypatch, sliding_window=WINDOW)
+    assert pair(tmp_path, Shape(tp=2), Shape(), sent, tokens, "deepseek-v4.1") == ([""] * 2, [""])
 
 
 @pytest.mark.parametrize(("src", "dst"), [(1, 2), (2, 1)], ids=str)

@@ -417,6 +417,7 @@ def blank(family: Family, grid: Grid, rank: int, tokens: int) -> Rank:
         spec = group.kv_cache_spec
         scratch = getattr(spec, "num_speculative_blocks", None)
         need = -(-tokens // (spec.block_size * grid.dcp)) if scratch is None else 1 + scratch
+        need = 1 if isinstance(spec, caching.CircularBufferSpec) else need
         free = sorted(range(1, BLOCKS), key=lambda block, n=n: (block * 11 + n) % 31)
         tables.append(table_of(free, need, getattr(spec, "sliding_window", None), spec.block_size))
     made = Rank(grid, column, stage, specs, groups, caches, tables)
@@ -649,6 +650,32 @@ def test_the_pools_of_deepseek_v4_move_each_in_its_own_geometry(bench: Bench) ->
     bench.hand_over(family, Grid(1, 256), Grid(2, 256), range(300))
 
 
+def ringed(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    """Latents; rings of 8 tokens as DeepSeek V4.1's, and of 16 with keys and scores as two heads: GLM-5-Next's."""
+    pairs = caching.CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=24, head_size_v=0, dtype=torch.float32)
+    tail = caching.CircularBufferSpec(block_size=16, num_kv_heads=2, head_size=16, head_size_v=0, dtype=torch.bfloat16)
+    return [named(0, 2, latent(block_tokens, head_size=24, dtype=torch.float32)), named(2, 4, pairs), named(4, 5, tail)]
+
+
+def rings(rank: Rank, tokens: range) -> None:
+    """The last tokens, as vLLM's kernels have them: in the request's one block, at `position % rows`."""
+    for layer, cache in rank.caches.items():
+        spec = rank.specs[layer]
+        if isinstance(spec, caching.CircularBufferSpec):
+            (block,) = rank.tables[rank.groups[layer]]
+            for token in range(tokens.stop)[-spec.block_size :]:
+                for slot in range(cache.shape[1]):
+                    row = cache[block, slot, token % spec.block_size]
+                    row.view(torch.uint8)[:] = content(number(layer), token, slot, nbytes=row.nbytes)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+def test_rings_of_tokens_that_wait_to_be_compressed_move_whole(bench: Bench, layout: str) -> None:
+    family = Family(ringed, both(of_layers(0, 2), rings))
+    bench.hand_over(family, Grid(2), Grid(1, 32, layout))
+    bench.hand_over(family, Grid(1, 32, layout), Grid(4), range(70, 131))
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
 def test_nvfp4_moves_with_its_scales(bench: Bench, layout: str) -> None:
     def groups(tp: int, block_tokens: int) -> list[dict[str, Any]]:
@@ -731,11 +758,6 @@ def test_engines_whose_caches_differ_are_refused_with_both_lists(
     assert (rank.memory == POISON).all()
 
 
-def ring(tp: int, block_tokens: int) -> list[dict[str, Any]]:
-    spec = caching.CircularBufferSpec(block_size=block_tokens, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    return [named(0, 2, spec)]
-
-
 def narrow(tp: int, block_tokens: int) -> list[dict[str, Any]]:
     indexer = {"head_size": 68, "dtype": torch.uint8, "cache_role": caching.SparseCacheRole.INDEXER}
     return [named(0, 2, latent(block_tokens, **indexer))]
@@ -749,14 +771,14 @@ def stateful(tp: int, block_tokens: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("groups", "grid", "said"),
     [
-        (ring, Grid(), "CircularBufferSpec with 1 tokens a state"),
+        (ringed, Grid(2, dcp=2), "CircularBufferSpec with decode context parallelism of 2"),
         (narrow, Grid(), "MLAAttentionSpec with 68 B a row, indexer role"),
         (stateful, Grid(), r"kind MAMBA2 with 1 states \(\(4, 8\),\); not 2"),
         (sparse, Grid(1, 128), "128 rows, a row every 132 B; those of index keys, index scales have 1 x 64"),
         (recurrent("GDN"), Grid(2, dcp=2), "MambaSpec with decode context parallelism of 2"),
         (latents_only, Grid(4, 32, dcp=2, interleave=16), r"runs of 16 tokens on each of 2 ranks, in pages of \[32\]"),
     ],
-    ids=["ring", "fp4-keys", "states", "blocks", "dcp-states", "runs"],
+    ids=["dcp-ring", "fp4-keys", "states", "blocks", "dcp-states", "runs"],
 )
 def test_what_cannot_be_cut_is_refused_with_its_values(
     bench: Bench, groups: Callable[[int, int], list[dict[str, Any]]], grid: Grid, said: str
