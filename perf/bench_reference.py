@@ -1,7 +1,7 @@
 """The CPU path: gather, scatter and digest of 64 MiB of scattered pages, as a share of a memcpy of the same bytes.
 
-Targets: 0.9 for rows of 512 B and more; digests of 4 GB/s a core. Every other row is taken, as a head slice does. By the
-C core on one thread and on all that torch may use, and as it is defined, in numpy and torch.
+Targets: 0.9 for rows of 512 B and more; digests of 4 GB/s a core. Every other row is taken, as a head slice does.
+By the C core on one thread and on all that torch may use, and as it is defined, in numpy and torch.
 """
 
 from __future__ import annotations
