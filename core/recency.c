@@ -102,6 +102,16 @@ int order_touch(PyObject *order, PyObject *path)
     return count < 0 ? -1 : 0;
 }
 
+int recency_put_first(Recency *order, Node *node)
+{
+    if (order_add((PyObject *)order, node) < 0)
+        return -1;
+    Link *link = node->links + order->slot;
+    take_out(link);
+    insert_behind(&order->ends, link);
+    return 0;
+}
+
 static PyObject *done(int failed) { return failed < 0 ? NULL : Py_NewRef(Py_None); }
 
 static PyObject *recency_add(PyObject *self, PyObject *value)
@@ -129,12 +139,7 @@ static PyObject *recency_touch(PyObject *self, PyObject *path)
 static PyObject *recency_front(Recency *self, PyObject *value)
 {
     Node *node = as_node(value);
-    if (node == NULL || order_add((PyObject *)self, node) < 0)
-        return NULL;
-    Link *link = node->links + self->slot;
-    take_out(link);
-    insert_behind(&self->ends, link);
-    Py_RETURN_NONE;
+    return node == NULL ? NULL : done(recency_put_first(self, node));
 }
 
 static PyObject *recency_get_first(Recency *self, PyObject *Py_UNUSED(none))

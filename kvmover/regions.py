@@ -16,13 +16,29 @@ from kvmover.plan.lower import Box, BoxSide, Ids, page_box
 if TYPE_CHECKING:
     import torch
 
+    from kvmover.kernels.convert_reference import Conversion
+
 #: Moves regions on the current stream, or at once where both ends are on the host: `kernels.bulk.move` and its like.
 Move = Callable[[Sequence[Region]], object]
 
 
 def bound(box: Box, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> Region:
-    """A box with the memory at both ends: flat uint8 tensors [allocation], which the caller keeps."""
+    """A box with the memory at both ends: flat uint8 tensors [allocation], which the caller keeps. Not one to convert:
+    see `converted`.
+    """
+    assert box.recode is None, "rows of another form at the other end are not copied"
     return Region(_side(box.src, src), _side(box.dst, dst), box.heads, box.tokens, box.row_bytes)
+
+
+def converted(box: Box, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> Conversion:
+    """As `bound`, of a box whose rows have other forms at the two ends."""
+    from kvmover.kernels.convert_reference import Conversion
+
+    recode = box.recode
+    assert recode is not None, "rows of one form are copied"
+    sides = _side(box.src, src), _side(box.dst, dst)
+    forms = recode.reads, recode.writes, recode.src_scales, recode.dst_scales
+    return Conversion(*sides, box.heads, box.tokens, *forms)
 
 
 def _side(place: BoxSide, memory: Sequence[torch.Tensor]) -> Side:

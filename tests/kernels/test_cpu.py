@@ -20,7 +20,7 @@ from kvmover.kernels.region import Region, RegionError, Side
 from tests.proofs import family
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
-VECTORS = NATIVE.vectors() if NATIVE else ()
+VECTORS: tuple[str, ...] = NATIVE.vectors() if NATIVE else ()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from kvmover.errors import PlanError
 from kvmover.plan.cost import Route
-from kvmover.regions import bound
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import machine
@@ -51,8 +50,7 @@ from kvmover.transfer.destination.state import (
     WriterChunk,
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
-from kvmover.transfer.memory.copier import Work
-from kvmover.transfer.memory.descriptors import at_rest, logical
+from kvmover.transfer.memory.descriptors import at_rest, packing
 from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
@@ -410,16 +408,14 @@ class DestinationDriver:
             self._step(attempt, Scattered(peer, chunk, digest))
 
         with ranges.span(ranges.SCATTER, attempt.state.request, plan.nbytes):
-            regions = [
-                bound(box, [packed], core.pools[component].tensors)
+            boxes = [
+                (box, [packed], core.pools[component].tensors)
                 for component, box in lane.scatter_boxes(chunk, attempt.pages)
             ]
-            logicals = None
-            if (peer, chunk) in attempt.state.digests:
-                logicals = [logical(m, r) for m, r in zip(lane.marks(chunk), regions, strict=True)]
+            work = packing(boxes, lane.marks(chunk) if (peer, chunk) in attempt.state.digests else None, "dst")
             if offset is None:
-                regions = [at_rest(r, "dst") for r in regions]
-            core.copier.run(Work(regions, logicals, "dst"), core.soon(done))
+                work = at_rest(work)
+            core.copier.run(work, core.soon(done))
             attempt.copying.add((peer, chunk))
 
     def _isolate(self, attempt: ReceiveAttempt, peer: str) -> Isolated:

@@ -12,6 +12,7 @@ from kvmover.regions import CopyStream
 if TYPE_CHECKING:
     import torch
 
+    from kvmover.kernels.convert_reference import Conversion
     from kvmover.kernels.digest_reference import End, Logical
 
 #: Called with the digest of the rows, or None where none was asked for.
@@ -20,16 +21,27 @@ Done = Callable[[int | None], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """Regions to copy, or only to read where both their ends are one. `logicals`: where a digest of `end` is wanted."""
+    """Regions to copy, or only to read where both their ends are one. `logicals`: where a digest of `end` is wanted.
+
+    `conversions`: what is not copied but brought into another form; their `logicals` come after those of the regions.
+    """
 
     regions: Sequence[Region]
     logicals: Sequence[Logical] | None = None
     end: End = "src"
+    conversions: Sequence[Conversion] = ()
 
     @property
     def moves(self) -> bool:
         """Whether any bytes are copied: a digest alone reads them where they lie."""
         return any(region.src is not region.dst for region in self.regions)
+
+    @property
+    def digested(self) -> Sequence[Region]:
+        """What a digest reads, at `end`."""
+        if not self.conversions:
+            return self.regions
+        return [*self.regions, *(each.at(self.end) for each in self.conversions)]
 
 
 @dataclass(slots=True)
@@ -58,7 +70,11 @@ class Copier:
 
             if work.moves:
                 cpu.move(work.regions)
-            done(cpu.digest(work.regions, work.logicals, work.end) if work.logicals is not None else None)
+            if work.conversions:
+                from kvmover.kernels import convert_reference
+
+                convert_reference.convert(work.conversions)
+            done(cpu.digest(work.digested, work.logicals, work.end) if work.logicals is not None else None)
             return
         totals: list[torch.Tensor | None] = []
         event = self._stream.launch(work.regions, lambda _: totals.append(self._launch(work)))
@@ -71,16 +87,20 @@ class Copier:
 
         from kvmover.kernels import digest, rows
 
+        if work.conversions:
+            from kvmover.kernels import convert
+
+            convert.convert(work.conversions, sms=self.sms)
         if work.logicals is None:
             rows.move(work.regions, sms=self.sms)
             return None
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if work.moves and work.end == "src":
+        if work.moves and work.end == "src" and not work.conversions:
             digest.move_and_digest(work.regions, work.logicals, total, sms=self.sms)
         else:
             if work.moves:
                 rows.move(work.regions, sms=self.sms)
-            digest.digest(work.regions, work.logicals, work.end, total, sms=self.sms)
+            digest.digest(work.digested, work.logicals, work.end, total, sms=self.sms)
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
 
     def poll(self) -> None:
