@@ -1,16 +1,19 @@
-"""The CPU path: gather and scatter of 64 MiB of scattered pages, as a share of a plain memcpy of the same bytes.
+"""The CPU path: gather, scatter and digest of 64 MiB of scattered pages, as a share of a memcpy of the same bytes.
 
-Targets on two cores: 0.5 for rows of 1 KiB and more, 0.3 for 256 B. Every other row is taken, as a head slice does.
+Targets: 0.9 for rows of 512 B and more; digests of 4 GB/s a core. Every other row is taken, as a head slice does.
+By the C core on one thread and on all that torch may use, and as it is defined, in numpy and torch.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from kvmover.kernels import reference
+from kvmover.kernels import cpu, digest_reference, reference
+from kvmover.kernels.digest_reference import Logical
 from kvmover.kernels.region import Region, Side
 from perf.record import interleaved, write
 
@@ -27,7 +30,7 @@ def main() -> None:
             rows += _case(row_bytes, allocations)
     for row in rows:
         print(
-            f"{row['what']:<8} rows of {row['row_bytes']:>4} B, {row['allocations']:>2} allocations:"
+            f"{row['what']:<20} rows of {row['row_bytes']:>4} B, {row['allocations']:>2} allocations:"
             f" {row['gb_per_s']:>6.2f} GB/s, {row['of_memcpy']:.2f} of memcpy"
         )
     print(f"wrote {write('bench_reference', rows)}")
@@ -52,16 +55,28 @@ def _case(row_bytes: int, allocations: int) -> list[dict[str, object]]:
         unit_bytes,
         row_bytes,
     )
+    gather, scatter = (
+        Region(*ends, 1, PAGE_TOKENS, row_bytes) for ends in ((in_pool, in_packed), (in_packed, in_pool))
+    )
+    logical = Logical(planes, pages * PAGE_TOKENS)
     source, target = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8), torch.zeros(NBYTES, dtype=torch.uint8)
     spreads = interleaved(
         {
             "memcpy": lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), NBYTES),
             "copy_ on all cores": lambda: target.copy_(source),
-            "gather": lambda: reference.move([Region(in_pool, in_packed, 1, PAGE_TOKENS, row_bytes)]),
-            "scatter": lambda: reference.move([Region(in_packed, in_pool, 1, PAGE_TOKENS, row_bytes)]),
+            "gather": lambda: cpu.move([gather]),
+            "scatter": lambda: cpu.move([scatter]),
+            "digest": lambda: cpu.digest([gather], [logical], "src"),
+            "gather, one thread": lambda: on_one_thread(lambda: cpu.move([gather])),
+            "scatter, one thread": lambda: on_one_thread(lambda: cpu.move([scatter])),
+            "digest, one thread": lambda: on_one_thread(lambda: cpu.digest([gather], [logical], "src")),
+            "gather as defined": lambda: reference.move([gather]),
+            "scatter as defined": lambda: reference.move([scatter]),
         },
         ROUNDS,
     )
+    defined = {"digest as defined": lambda: digest_reference.digest([gather], [logical], "src")}
+    spreads |= interleaved(defined, 1)  # three hundred times as long
     return [
         {
             "what": what,
@@ -74,6 +89,13 @@ def _case(row_bytes: int, allocations: int) -> list[dict[str, object]]:
         }
         for what, spread in spreads.items()
     ]
+
+
+def on_one_thread(call: Callable[[], object]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    call()
+    torch.set_num_threads(before)
 
 
 if __name__ == "__main__":
