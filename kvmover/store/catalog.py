@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from enum import Enum
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from threading import RLock
 
@@ -118,9 +118,8 @@ class Catalog:
             return
         if gone is None:
             self._doubted = list(self.segments)
-        for name, record in gone or ():
-            if each := self.index.at(name, record):
-                self.index.remove(each)
+        for name, records in groupby(sorted(gone or ()), itemgetter(0)):
+            self.index.remove_at(name, [record for _, record in records])
         self._reread_some()
 
     def _reopen_folder(self, error: OSError) -> None:
@@ -197,9 +196,7 @@ class Catalog:
             self._lag(error)
             self._doubted.insert(0, name)
             return
-        for record in dead.tolist():
-            if each := self.index.at(name, record):
-                self.index.remove(each)
+        self.index.remove_at(name, dead.tolist())
 
     def recover(self) -> int:
         """Take over the segments of writers that are no more: keep what is whole, drop the rest with its reason.
@@ -405,7 +402,7 @@ class Catalog:
                 self.segments[name].kill(each.record for each in mine)
                 killed += mine
         self._deletions.append((each.segment, each.record) for each in killed)
-        freed = sum(each.held_bytes for each in objects if self.index.remove(each))
+        freed = self.index.remove(objects)
         for name, offset, nbytes in _joined(killed):
             self.free(name, offset, nbytes)
         for name in {each.segment for each in objects}:
@@ -425,23 +422,26 @@ class Catalog:
             segment.unlink()
             self.forget(segment.name)
 
-    def last_use(self, page: Page) -> int:
-        """Second of the last use that any process has written down; objects that died meanwhile are forgotten.
+    def last_uses(self, pages: Sequence[Page]) -> list[int]:
+        """Of each page the second of the last use that any process has written down; objects that died are forgotten.
 
         Of what the system does not say, what is known here.
         """
-        stamp = 0
-        for each in list(page.objects):
+        stamps: dict[StoredObject, int] = {}
+        by_segment: dict[str, list[StoredObject]] = {}
+        for each in (each for page in pages for each in page.objects):
+            by_segment.setdefault(each.segment, []).append(each)
+        latest = self.machine.now() + _SKEW_S
+        for name, objects in by_segment.items():
             try:
-                alive, written = self.segments[each.segment].state(each.record)
+                states = self.segments[name].states([each.record for each in objects])
             except OSError as error:
                 self._lag(error)
-                alive, written = True, each.stamp
-            if alive:
-                stamp = max(stamp, written if written <= self.machine.now() + _SKEW_S else each.stamp)
-            else:
-                self.index.remove(each)
-        return stamp
+                states = [(True, each.stamp) for each in objects]
+            for each, (_, written) in zip(objects, states, strict=True):
+                stamps[each] = written if written <= latest else each.stamp
+            self.index.remove(each for each, (alive, _) in zip(objects, states, strict=True) if not alive)
+        return [max((stamps[each] for each in page.objects), default=0) for page in pages]
 
     def shorten_deletions(self) -> None:
         """Start the deletion log anew once it is long: see `DeletionLog.shorten`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -21,6 +21,9 @@ from kvmover.store.writer import FileOffset, Header, Writer
 
 #: At most this share of a segment is carried forward: beyond it, carrying costs more than it frees.
 _CARRIED_SHARE = 1 / 2
+
+
+UsedElsewhere = Callable[[Mapping[bytes, Page]], set[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,8 @@ class _Victim:
 class SegmentCleaner:
     """Frees whole segments of a catalog, through the writer of the process. Used while writing."""
 
-    def __init__(self, catalog: Catalog, writer: Writer, used_elsewhere: Callable[[bytes, Page], bool]) -> None:
-        """`used_elsewhere`: whether a page is not the next to go after all. It is called under the lock."""
+    def __init__(self, catalog: Catalog, writer: Writer, used_elsewhere: UsedElsewhere) -> None:
+        """`used_elsewhere`: which pages are not the next to go after all. It is called under the lock."""
         self._catalog, self._writer, self._used_elsewhere = catalog, writer, used_elsewhere
 
     def clean(self, nbytes: int, keep: frozenset[bytes]) -> Cleaned | None:
@@ -81,14 +84,13 @@ class SegmentCleaner:
 
     def _cold(self, nbytes: int, keep: frozenset[bytes]) -> set[bytes]:
         """The least recently read pages, of so many bytes together."""
-        cold, found = set[bytes](), 0
+        cold: dict[bytes, Page] = {}
         for page, entry in self._catalog.index.pages():
-            if found >= nbytes or page in keep:
+            if nbytes <= 0 or page in keep:
                 break
-            if not self._used_elsewhere(page, entry):
-                cold.add(page)
-                found += entry.held_bytes
-        return cold
+            cold[page] = entry
+            nbytes -= entry.held_bytes
+        return cold.keys() - self._used_elsewhere(cold)
 
     def _hottest(self, victim: _Victim) -> list[StoredObject]:
         """Objects of hot pages, the most recently read first, of a share of the segment at most."""

@@ -66,9 +66,9 @@ class NumberColumns:
         self.grow(self._end + count - again)
         return rows
 
-    def give_back(self, row: int) -> None:
-        """Nobody holds the row any more."""
-        self._free.append(row)
+    def give_back(self, rows: Rows) -> None:
+        """Nobody holds these rows any more."""
+        self._free.frombytes(rows.astype(np.int32).tobytes())
 
     def grow(self, rows: int) -> None:
         """Have at least so many rows."""
@@ -82,7 +82,7 @@ class NumberColumns:
 
 
 class PageTable:
-    """Rows by hash: open addressing, linear probing, at most two thirds full. `seed` makes the order of slots its own,
+    """Rows by hash: open addressing, linear probing, at most half full. `seed` makes the order of slots its own,
     so that nobody can choose hashes that all fall together.
     """
 
@@ -100,8 +100,8 @@ class PageTable:
 
     def find(self, page: bytes) -> int:
         """The row of a hash, or -1."""
-        words = zip(_WORDS.unpack(page), self._numbers, strict=True)
-        slot = (sum(word * factor for word, factor in words) & _ALL_BITS) >> self._shift
+        (a, b, c, d), (e, f, g, h) = _WORDS.unpack(page), self._numbers
+        slot = (a * e + b * f + c * g + d * h & _ALL_BITS) >> self._shift
         while (row := self._view[slot]) != _NONE:
             if row >= 0 and self.key(row) == page:
                 return row
@@ -170,14 +170,15 @@ class PageTable:
         self._live += len(winners)
         return fresh
 
-    def remove(self, row: int) -> None:
-        """The page of a row is gone."""
-        slot = int(self._slots_of(self._keys[row : row + 1])[0])
-        while self._slots[slot] != row:
-            slot = (slot + 1) & self._mask
-        self._slots[slot] = _GONE
-        self._free.append(row)
-        self._live -= 1
+    def remove_many(self, rows: npt.NDArray[np.int64]) -> None:
+        """The pages of these rows are gone."""
+        left, slots = rows, self._slots_of(self._keys[rows])
+        while len(left):
+            here = self._slots[slots] == left
+            self._slots[slots[here]] = _GONE
+            left, slots = left[~here], (slots[~here] + 1) & self._mask
+        self._free.frombytes(rows.astype(np.int32).tobytes())
+        self._live -= len(rows)
 
     def key(self, row: int) -> bytes:
         """The hash of a row."""
@@ -209,11 +210,11 @@ class PageTable:
 
     def _make_room(self, more: int) -> None:
         """Slots for `more` hashes; those of hashes that are gone are cleared with it."""
-        if (self._used + more) * 3 <= len(self._slots) * 2:
+        if (self._used + more) * 2 <= len(self._slots):
             return
         rows = self.rows()
         bits = 10
-        while (self._live + more) * 3 > (1 << bits) * 2:
+        while (self._live + more) * 8 > 3 << bits:  # so that the next times do not come here again
             bits += 1
         self._set_slots(bits)
         slots = self._slots_of(self._keys[rows])

@@ -274,7 +274,7 @@ class PartView:
             return GotResult(Got.FAILED, f"{failure.reason}, and well when it was looked at again"), retry
         with store.lock:
             if verdict is Verdict.GONE:
-                store.catalog.index.remove(each)
+                store.catalog.index.remove([each])
                 return GotResult(Got.EVICTED, reason), True
             if not store.poison(each, reason):
                 return GotResult(Got.FAILED, f"{reason}, and left to others after too many like it"), True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
@@ -96,17 +96,28 @@ class Retention:
 
     def _evict_some(self, nbytes: int, keep: frozenset[bytes]) -> int:
         """Evict a few pages; the bytes freed."""
-        pages, objects, found = 0, list[StoredObject](), 0
-        for page, entry in self.catalog.index.pages():
-            if page in keep or pages >= _SLICE or found >= nbytes:
-                break
-            if self.used_elsewhere(page, entry):
-                continue
-            pages += 1
-            objects += entry.objects
-            found += entry.held_bytes
-        self.counters.evicted_pages += pages
-        return self.catalog.delete(objects)
+        pages = self._coldest(nbytes, keep, None)
+        self.counters.evicted_pages += len(pages)
+        return self.catalog.delete([each for entry in pages for each in entry.objects])
+
+    def _coldest(self, nbytes: int, keep: frozenset[bytes], before: float | None) -> list[Page]:
+        """A few of the pages that go next: of so many bytes together, not of `keep`, not used since `before`.
+
+        Those that another process used since are the last to go now, and others take their place.
+        """
+        while True:
+            pages: dict[bytes, Page] = {}
+            for page, entry in self.catalog.index.pages():
+                late = before is not None and entry.stamp >= before
+                if len(pages) >= _SLICE or nbytes <= 0 or page in keep or late:
+                    break
+                pages[page] = entry
+                nbytes -= entry.held_bytes
+            spared = self.used_elsewhere(pages)
+            left = [entry for page, entry in pages.items() if page not in spared]
+            if left or not spared:
+                return left
+            nbytes += sum(pages[page].held_bytes for page in spared)
 
     def _clean(self, nbytes: int, keep: frozenset[bytes]) -> int:
         """Evict a segment, where only whole files are freed; the bytes freed."""
@@ -114,30 +125,27 @@ class Retention:
         self.counters.evicted_pages += cleaned.pages if cleaned else 0
         return cleaned.freed_bytes if cleaned else 0
 
-    def used_elsewhere(self, page: bytes, entry: Page) -> bool:
-        """Whether another process used the page since, which makes it the last to go, or has deleted it."""
-        known, written = entry.stamp, self.catalog.last_use(entry)
-        if page not in self.catalog.index:
-            return True
-        if written > known:
-            self.catalog.index.use([page], written)
-        return written > known
+    def used_elsewhere(self, pages: Mapping[bytes, Page]) -> set[bytes]:
+        """Pages that another process used since, which makes them the last to go, or has deleted. Under the lock."""
+        index, spared = self.catalog.index, set[bytes]()
+        uses = self.catalog.last_uses(list(pages.values()))
+        missing = index.missing(list(pages))
+        for (page, entry), written, is_gone in zip(pages.items(), uses, missing, strict=True):
+            if is_gone:
+                spared.add(page)
+            elif written > entry.stamp:
+                index.use([page], written)
+                spared.add(page)
+        return spared
 
     def expire(self) -> int:
         """Delete pages that nobody used for the policy's TTL, a few: how many. Under the lock."""
         if self.policy.ttl_s is None:
             return 0
-        before, expired = self.catalog.machine.now() - self.policy.ttl_s, 0
-        objects: list[StoredObject] = []
-        for page, entry in self.catalog.index.pages():
-            if expired >= _SLICE or entry.stamp >= before:
-                break
-            if not self.used_elsewhere(page, entry):
-                objects += entry.objects
-                expired += 1
-        self.catalog.delete(objects)
-        self.counters.expired_pages += expired
-        return expired
+        pages = self._coldest(1 << 62, frozenset(), self.catalog.machine.now() - self.policy.ttl_s)
+        self.catalog.delete([each for entry in pages for each in entry.objects])
+        self.counters.expired_pages += len(pages)
+        return len(pages)
 
     def stale(self, pages: Sequence[bytes]) -> set[bytes]:
         """Which of `pages` nobody has used for the TTL, though they were not deleted yet. Under the lock."""
@@ -146,7 +154,8 @@ class Retention:
             return set()
         before = self.catalog.machine.now() - ttl_s
         old = [page for page, stamp in zip(pages, index.stamps_of(pages), strict=True) if stamp < before]
-        return {page for page in old if (entry := index.get(page)) and not self.used_elsewhere(page, entry)}
+        entries = {page: entry for page in old if (entry := index.get(page))}
+        return entries.keys() - self.used_elsewhere(entries)
 
     def write_stamps(self) -> None:
         """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds.
@@ -178,7 +187,7 @@ class Retention:
         self._spare = min(_DELETIONS, self._spare + max(0, now - self._asked_s) * _DELETIONS / _REFILL_S)
         self._asked_s = now
         if self._spare < 1:
-            self.catalog.index.remove(each)
+            self.catalog.index.remove([each])
             self.counters.spared += 1
             return False
         self._spare -= 1

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import struct
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ _SOME_BYTES = 2 << 20
 
 #: Records with less between them are read at once.
 _NEAR_BYTES = 4096
+
+#: State and stamp of a record, which follow each other.
+_STATE = struct.Struct("<II")
 
 _PUNCH, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -275,39 +279,47 @@ class Segment:
         return records[words[(records + STATE_AT) // 4] != LIVE]
 
     def digests(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Digests of `cells` cells of the object of each record, of (record, cells) pairs: neighbours at once.
+        """Digests of `cells` cells of the object of each record, of (record, cells) pairs, as they are in the file.
 
-        As they are in the file: b"" beyond its end. Raises OSError.
+        Raises OSError.
         """
+        with self.opened() as fd:
+            return self._near(fd, [(record + FIXED_BYTES, cells * DIGEST_BYTES) for record, cells in wanted])
+
+    @staticmethod
+    def _near(fd: int, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        """What the file has at each (offset, bytes), neighbours in one call; less beyond its end. Raises OSError."""
         found = [b""] * len(wanted)
         order = sorted(range(len(wanted)), key=lambda number: wanted[number])
-        with self.opened() as fd:
-            first = 0
-            while first < len(order):
-                start, end, stop = wanted[order[first]][0], _end(wanted[order[first]]), first + 1
-                while stop < len(order) and wanted[order[stop]][0] - end <= _NEAR_BYTES and end - start < _SOME_BYTES:
-                    end = _end(wanted[order[stop]])
-                    stop += 1
-                data = os.pread(fd, end - start, start)
-                for number in order[first:stop]:
-                    record, cells = wanted[number]
-                    at = record - start + FIXED_BYTES
-                    found[number] = data[at : at + cells * DIGEST_BYTES]
-                first = stop
+        first = 0
+        while first < len(order):
+            (start, nbytes), stop = wanted[order[first]], first + 1
+            end = start + nbytes
+            while stop < len(order) and wanted[order[stop]][0] - end <= _NEAR_BYTES and end - start < _SOME_BYTES:
+                end = max(end, sum(wanted[order[stop]]))
+                stop += 1
+            data = os.pread(fd, end - start, start)
+            for number in order[first:stop]:
+                at, nbytes = wanted[number]
+                found[number] = data[at - start : at - start + nbytes]
+            first = stop
         return found
 
-    def state(self, record: int) -> tuple[bool, int]:
-        """Whether the object of that record is alive, and its stamp. Nothing lives in a segment that was removed.
+    def states(self, records: Sequence[int]) -> list[tuple[bool, int]]:
+        """Whether the object of each record is alive, and its stamp. Nothing lives in a segment that was removed.
 
         Raises OSError where the system does not say.
         """
         try:
             with self.opened() as fd:
-                return _state(fd, record)
+                linked = os.fstat(fd).st_nlink > 0
+                found = self._near(fd, [(record + STATE_AT, 8) for record in records])
         except OSError as error:
             if is_gone(error):
-                return False, 0
+                return [(False, 0)] * len(records)
             raise
+        words = (_STATE.unpack(raw) if len(raw) == _STATE.size else (DEAD, 0) for raw in found)
+        return [(linked and state == LIVE, stamp) for state, stamp in words]
 
     def state_anew(self, record: int) -> tuple[bool, int]:
         """As `state`, by a descriptor that is opened for it: a network file system then asks who has the file."""
@@ -412,10 +424,6 @@ class Segment:
         fds = self.head_fd, self.data_fd
         self.head_fd = self.data_fd = -1
         close_quietly(*fds)
-
-
-def _end(wanted: tuple[int, int]) -> int:
-    return wanted[0] + FIXED_BYTES + wanted[1] * DIGEST_BYTES
 
 
 def _state(fd: int, record: int) -> tuple[bool, int]:

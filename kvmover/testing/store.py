@@ -11,10 +11,16 @@ Each check stands for a fault that a store in use had: sglang#16946, #24376, #33
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import io
+import itertools
 import os
+import random
+import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -104,6 +110,10 @@ class Subject(Protocol):
         """For each page whether a `get` would find it now."""
         ...
 
+    def flush(self) -> None:
+        """What was put is safe from a power cut from here on, and other machines see it."""
+        ...
+
     def clean(self) -> None:
         """Evict about half of what there is, as a cleaner of your store does."""
         ...
@@ -139,6 +149,33 @@ class StoreConformance:
     def open(self, folder: Path, identity: Identity) -> Subject:
         """Open your store in `folder` as the rank that `identity` says. The kit calls it many times for one folder."""
         raise NotImplementedError
+
+    def open_elsewhere(self, folder: Path, identity: Identity) -> Subject:
+        """As `open`, on another machine that shares the folder. As `open`, where your store tells no machines apart."""
+        return self.open(folder, identity)
+
+    @contextmanager
+    def failing(self, code: int) -> Generator[None]:
+        """Every third call of the system fails with `code` of errno. Yours, if your store calls others than these."""
+        places = [(os, name) for name in ("open", "pread", "preadv", "pwrite", "pwritev", "write")] + [(io, "open")]
+        real = [getattr(*place) for place in places]
+        calls = itertools.count()
+
+        def sometimes(call: Callable[..., object]) -> Callable[..., object]:
+            def called(*arguments: object, **options: object) -> object:
+                if next(calls) % 3 == 2:
+                    raise OSError(code, os.strerror(code))
+                return call(*arguments, **options)
+
+            return called
+
+        for (module, name), call in zip(places, real, strict=True):
+            setattr(module, name, sometimes(call))
+        try:
+            yield
+        finally:
+            for (module, name), call in zip(places, real, strict=True):
+                setattr(module, name, call)
 
     def files(self, folder: Path) -> list[Path]:
         """Files that hold pages: those a fault may befall. All regular files, unless you know better."""
@@ -335,6 +372,94 @@ class StoreConformance:
         assert all(put(subject, me, PAGES))
         subject.close()
         cleaner.close()
+
+    def test_what_one_machine_flushed_another_reads(self, tmp_path: Path) -> None:
+        me = Identity()
+        here, there = self.open(tmp_path, me), self.open_elsewhere(tmp_path, me)
+        check(there, me, PAGES)
+        assert all(put(here, me, PAGES[:8]))
+        here.flush()
+        assert check(there, me, PAGES[:8]) == [True] * 8
+        assert all(put(there, me, PAGES))
+        there.flush()
+        assert check(here, me, PAGES) == [True] * len(PAGES)
+        here.close()
+        there.close()
+
+    def test_what_was_flushed_outlives_a_power_cut(self, tmp_path: Path) -> None:
+        """Files end anywhere behind where they ended at the flush, and blocks behind it were never written."""
+        me = Identity()
+        for seed in range(6):
+            chance, folder = random.Random(seed), tmp_path / str(seed)
+            folder.mkdir()
+            subject = self.open(folder, me)
+            assert all(put(subject, me, PAGES[:6]))
+            subject.flush()
+            sizes = {path: path.stat().st_size for path in self.files(folder)}
+            assert all(put(subject, me, PAGES[6:]))
+            after = shutil.copytree(folder, tmp_path / f"{seed} after")
+            subject.close()
+            for path in self.files(after):
+                _cut(path, sizes.get(folder / path.relative_to(after), 0), chance)
+            survivor = self.open_elsewhere(after, me)
+            assert check(survivor, me, PAGES)[:6] == [True] * 6, "a page that was flushed is gone"
+            survivor.close()
+
+    def test_a_cleaner_on_another_machine_costs_hits_but_never_bytes(self, tmp_path: Path) -> None:
+        """It cleans between the look-up and the read, and beside a store that has files open."""
+        me = Identity()
+        here, cleaner = self.open(tmp_path, me), self.open_elsewhere(tmp_path, me)
+        for _ in range(5):
+            assert all(put(here, me, PAGES))
+            here.flush()
+            assert check(here, me, PAGES) == [True] * len(PAGES)
+            here.exists(PAGES)
+            cleaner.exists(PAGES)
+            cleaner.clean()
+            for page, data in zip(PAGES, here.get(PAGES), strict=True):
+                assert data is None or bytes(data) == me.payload(page), "bytes of something else under a valid key"
+        assert all(put(here, me, PAGES))
+        assert check(here, me, PAGES) == [True] * len(PAGES)
+        here.close()
+        cleaner.close()
+
+    def test_a_system_that_fails_now_and_then_costs_nobody_a_page(self, tmp_path: Path) -> None:
+        """Nothing raises, every page has its answer, and what one process could not read the others still have."""
+        me = Identity()
+        writer, reader = self.open(tmp_path, me), self.open(tmp_path, me)
+        assert all(put(writer, me, PAGES))
+        writer.flush()
+        for code in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENOMEM):
+            with self.failing(code):
+                assert len(reader.exists(PAGES)) == len(PAGES)
+                for page, data in zip(PAGES, reader.get(PAGES), strict=True):
+                    assert data is None or bytes(data) == me.payload(page)
+            assert check(writer, me, PAGES) == [True] * len(PAGES), "one process's trouble cost another a page"
+        writer.close()
+        reader.close()
+
+    def test_a_disk_that_is_full_raises_nothing_and_spoils_nothing(self, tmp_path: Path) -> None:
+        me = Identity()
+        subject = self.open(tmp_path, me)
+        assert all(put(subject, me, PAGES[:6]))
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            with self.failing(code):
+                put(subject, me, PAGES)
+            check(subject, me, PAGES)
+        assert all(put(subject, me, PAGES))
+        assert check(subject, me, PAGES) == [True] * len(PAGES)
+        subject.close()
+
+
+def _cut(path: Path, safe: int, chance: random.Random) -> None:
+    """What is left of a file after a power cut, of which `safe` bytes were on the disk."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for at in range(-(-safe // 4096) * 4096, size, 4096):
+            if chance.random() < 0.3:
+                file.seek(at)
+                file.write(bytes(min(4096, size - at)))
+        file.truncate(chance.randint(safe, size) if size > safe else size)
 
 
 def _fleets() -> list[Fleet]:

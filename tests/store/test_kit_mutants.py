@@ -36,10 +36,17 @@ class Sound:
 
     def put(self, pages: Sequence[bytes], payloads: Sequence[bytes]) -> list[bool]:
         there = self.exists(pages)
-        for page, payload, known in zip(pages, payloads, there, strict=True):
-            if not known:
-                self.publish(self.path(page), self.digest(payload) + payload)
-        return [True] * len(pages)
+        return [
+            known or self.publishes(self.path(page), self.digest(payload) + payload)
+            for page, payload, known in zip(pages, payloads, there, strict=True)
+        ]
+
+    def publishes(self, path: Path, content: bytes) -> bool:
+        try:
+            self.publish(path, content)
+        except OSError:
+            return False
+        return True
 
     def publish(self, path: Path, content: bytes) -> None:
         fresh = path.with_name(f"{uuid.uuid4().hex}.tmp")
@@ -52,7 +59,7 @@ class Sound:
     def one(self, page: bytes) -> bytes | None:
         try:
             content = self.path(page).read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return None
         if self.is_right(content):
             return content[HEAD:]
@@ -73,6 +80,8 @@ class Sound:
             return self.path(page).stat().st_size
         except FileNotFoundError:
             return 0
+
+    def flush(self) -> None: ...
 
     def clean(self) -> None:
         for path in sorted(self.folder.glob("*.page"))[::2]:
@@ -240,6 +249,71 @@ class CleansUnderReaders(Sound):
             self.cleaned.set()
 
 
+class KeepsInMemory(Sound):
+    """Pages are written at some time after the flush that was to write them."""
+
+    def publish(self, path: Path, content: bytes) -> None:
+        vars(self).setdefault("late", []).append((path, content))
+
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        return [self.path(page) in dict(vars(self).get("late", [])) or there for page, there in self._there(pages)]
+
+    def _there(self, pages: Sequence[bytes]) -> list[tuple[bytes, bool]]:
+        return list(zip(pages, super().exists(pages), strict=True))
+
+    def close(self) -> None:
+        for path, content in vars(self).pop("late", []):
+            super().publish(path, content)
+
+
+class FlushesHalf(Sound):
+    """A flush that forgets where a file ends: what is behind comes with the next one."""
+
+    def publish(self, path: Path, content: bytes) -> None:
+        super().publish(path, content[:100])
+        vars(self).setdefault("late", []).append((path, content))
+        if len(vars(self)["late"]) >= 12:
+            self.close()
+
+    def exists(self, pages: Sequence[bytes]) -> list[bool]:
+        return [self.path(page).is_file() for page in pages]
+
+    def close(self) -> None:
+        for path, content in vars(self).pop("late", []):
+            super().publish(path, content)
+
+
+class TrustsItsLookUp(Sound):
+    """Whoever was there at the look-up is there at the read: the place in the slab is another page's by now."""
+
+    def clean(self) -> None:
+        paths = sorted(self.folder.glob("*.page"))
+        for path, other in zip(paths[::2], paths[1::2], strict=False):
+            self.publish(path, other.read_bytes())
+
+
+class DeletesWhatItCannotRead(Sound):
+    """Any error of a read is the page's fault."""
+
+    def one(self, page: bytes) -> bytes | None:
+        try:
+            self.path(page).read_bytes()
+        except OSError:
+            self.bad(page)
+        return super().one(page)
+
+
+class RaisesOnAFullDisk(Sound):
+    def put(self, pages: Sequence[bytes], payloads: Sequence[bytes]) -> list[bool]:
+        for page, payload, known in zip(pages, payloads, self.exists(pages), strict=True):
+            if not known:
+                try:
+                    self.publish(self.path(page), self.digest(payload) + payload)
+                except OSError as error:
+                    raise AssertionError("a put raised") from error
+        return [True] * len(pages)
+
+
 class TestASoundStore(StoreConformance):
     def open(self, folder: Path, identity: Identity) -> Sound:
         return Sound(folder, identity)
@@ -268,6 +342,11 @@ CAUGHT = [
     (EveryReplicaWrites, "test_replicas_write_a_page_once"),
     (StoresWholeBatches, "test_a_batch_may_be_split_while_it_is_written"),
     (CleansUnderReaders, "test_a_cleaner_at_work_costs_hits_but_never_bytes"),
+    (KeepsInMemory, "test_what_one_machine_flushed_another_reads"),
+    (FlushesHalf, "test_what_was_flushed_outlives_a_power_cut"),
+    (TrustsItsLookUp, "test_a_cleaner_on_another_machine_costs_hits_but_never_bytes"),
+    (DeletesWhatItCannotRead, "test_a_system_that_fails_now_and_then_costs_nobody_a_page"),
+    (RaisesOnAFullDisk, "test_a_disk_that_is_full_raises_nothing_and_spoils_nothing"),
     (CountsAnyRank, "test_a_page_that_lacks_a_rank_is_no_hit_for_who_needs_it"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -17,6 +18,8 @@ from kvmover.errors import StoreError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 Move = Callable[[Sequence[bytes], Numbers], list[bool]]
 
@@ -43,6 +46,7 @@ class KvmoverStore(engine.HiCacheStorage):
         self._metrics = config.enable_storage_metrics
         self._read, self._written = Batches(), Batches()
         self._backends: dict[str, PoolBackend] = {}
+        self._page_tokens: dict[str, int] = {}
 
     # Pools and life
 
@@ -52,12 +56,14 @@ class KvmoverStore(engine.HiCacheStorage):
         self._adapter = StoreAdapter(self._options, self._settings.store, self._rank, mem_pool_host.page_size)
         self._upkeep = Upkeep(self._adapter.store, self._settings.store)
         self._backends[MAIN] = self._adapter.backend(mem_pool_host, MAIN)
+        self._page_tokens[MAIN] = mem_pool_host.page_size
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """A further pool of a hybrid model. Raises EngineUnsupported or LayoutError."""
         engine.HiCacheStorage.register_mem_host_pool_v2(self, host_pool, host_pool_name)
         if str(host_pool_name) not in self._backends:
             self._backends[str(host_pool_name)] = self._adapter.backend(host_pool, str(host_pool_name))
+            self._page_tokens[str(host_pool_name)] = host_pool.page_size
 
     def clear(self) -> None:
         """Delete the pages of this model, page size and tenant, and nothing else."""
@@ -99,7 +105,8 @@ class KvmoverStore(engine.HiCacheStorage):
                     ALL_PAGES if transfer.hit_policy is engine.ALL_PAGES else max(1, len(transfer.keys or ()))
                 )
         result = hits(found, trailing)
-        return engine.PoolTransferResult(result.pages, result.reach, list(result.lengths))
+        reach = result.reach if any(result.reach.values()) else {}  # as SGLang's own backends answer a miss
+        return engine.PoolTransferResult(result.pages, reach, list(result.lengths))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Read pages into the main pool at `host_indices` [page * token]; which of them came."""
@@ -167,10 +174,13 @@ class KvmoverStore(engine.HiCacheStorage):
     def _move(
         self, batches: Batches, name: str, move: Move, keys: Sequence[str] | None, indices: torch.Tensor | None
     ) -> list[bool]:
-        """An answer a page. A pool that got no memory for them has read and written none."""
-        if indices is None:
-            return [False] * len(keys or ())
+        """An answer a page. A pool that got no memory for them, or other than so many pages, has moved none."""
         pages, backend = [page_of(key) for key in keys or ()], self._backends[str(name)]
+        wanted = len(pages) * self._page_tokens[str(name)]
+        if indices is None or indices.numel() != wanted:
+            if indices is not None:
+                log.warning("%d indices for %d pages of %s, which take %d", indices.numel(), len(pages), name, wanted)
+            return [False] * len(pages)
         started = time.perf_counter()
         done = move(pages, indices.numpy())
         batches.add(sum(done), sum(done) * backend.page_bytes, time.perf_counter() - started)

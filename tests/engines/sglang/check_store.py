@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bench import PAGE, Rank, Shape, content, keys_of, load, logical, ranks, save, storage
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 TOKENS = list(range(100, 100 + 5 * PAGE))
 POISON = 0xA5
@@ -197,6 +198,22 @@ def read_without_third(rank: Rank, options: dict[str, Any]) -> list[torch.Tensor
     assert count == 2 * PAGE
     controller.storage_backend.close()
     return fetched
+
+
+def test_what_sglang_asks_of_every_backend_is_answered_as_its_own_do(tmp_path: Path) -> None:
+    ranks(Shape(), tmp_path, answered)
+
+
+def answered(rank: Rank) -> None:
+    """Indices for another number of pages move nothing, and a miss names no pool."""
+    backend = rank.controller().storage_backend
+    keys, short = keys_of(TOKENS)[:2], torch.arange(1)
+    assert backend.batch_exists_v2(keys).extra_pool_hit_pages == {}
+    assert backend.batch_set_v1(keys, short) == backend.batch_get_v1(keys, short) == [False, False]
+    whole = PoolTransfer(name=PoolName.KV, keys=keys, host_indices=short)
+    assert backend.batch_set_v2([whole]) == backend.batch_get_v2([whole]) == {PoolName.KV: [False, False]}
+    assert backend.batch_exists(keys) == 0
+    backend.close()
 
 
 def test_clear_forgets_this_model_and_no_other(tmp_path: Path) -> None:
