@@ -225,7 +225,7 @@ def named(name: str, values: str, dims: Sequence[int]) -> Codec:
     dim = sum(dims)
     if name in ("auto", values):
         return Codec.plain(values, dim)
-    if name in ("fp8", "fp8_e4m3", "float8_e4m3fn"):
+    if name in ("fp8", "fp8_e4m3"):
         return Codec.fp8(values, *dims)
     if name == "nvfp4":
         return Codec.nvfp4(values, dim)
@@ -237,4 +237,4 @@ def named(name: str, values: str, dims: Sequence[int]) -> Codec:
 
 
 #: What `named` knows.
-FORMS = ("auto", "fp8_e4m3", "fp8_ds_mla", "nvfp4", *VALUES)
+FORMS = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4", *VALUES)
