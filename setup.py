@@ -9,7 +9,7 @@ from setuptools import Extension, setup
 
 compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
 core = Extension(
-    "kvmover.cache.prefix._core",
+    "kvmover._core",
     sources=sorted(map(str, Path("core").glob("*.c"))),
     depends=["core/core.h"],
     extra_compile_args=["-std=c11", "-O3", "-g0"],

@@ -99,7 +99,7 @@ def triton() -> Iterator[Finding]:
 
 def prefix_core() -> Iterator[Finding]:
     """Whether the prefix tree runs in C. Not imported: a core that does not load says so where it is used."""
-    if find_spec("kvmover.cache.prefix._core"):
+    if find_spec("kvmover._core"):
         yield Finding("prefix core", Status.OK, "C")
     else:
         remedy = "install kvmover again where there is a C compiler, for a third to a half of the time a request"

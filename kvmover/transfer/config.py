@@ -30,9 +30,10 @@ class Integrity(StrEnum):
 
 
 class Exports(StrEnum):
-    """Whether pools on a GPU can be mapped by other processes: none of them, or all of this rank's."""
+    """What of a rank's memory on a GPU others may map: nothing, its arenas over the NVLink fabric, or its pools too."""
 
     NONE = "none"
+    ARENAS = "arenas"
     POOLS = "pools"
 
 
@@ -100,9 +101,9 @@ class MoverConfig:
     network carries.
     `lossy`: how much a number may be off, against the largest that shares its scale, where a peer stores the cache in
     another form: 0.0625 lets bfloat16 and fp8 meet. 0: only peers from and to which every number arrives as it was.
-    `exports`: whether peers may map this rank's pools on a GPU, so that a leg may go mapped. A kernel of one process
-    then touches memory of another, and what becomes of it when that one is killed was not seen on a GPU yet: so not by
-    default.
+    `exports`: what of this rank's memory on a GPU peers may map. Arenas: made so that packed chunks cross hosts over
+    NVLink where they can. Pools too: a leg may go mapped. A kernel of one process then touches memory of another, and
+    what becomes of it when that one is killed was not seen on a GPU yet: so not by default.
     `keys`: seal every message and card, and read only sealed ones. None: nothing is sealed.
     """
 

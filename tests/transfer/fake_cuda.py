@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 
-from kvmover.kernels import cuda_exports
+from kvmover.kernels import cuda_exports, cuda_virtual
 from kvmover.shared_memory import _ALLOCATED, MapMode, NotShared, SharedRange, allocate, map_file, shares_of
 
 REFUSED = 201
 
+#: What the driver makes memory in multiples of.
+GRAIN = 2 << 20
+
 
 def _text(share: SharedRange) -> bytes:
-    return f"{share.pid}/{share.fd}/{share.token}".encode().ljust(cuda_exports.HANDLE_BYTES, b"\0")
+    return f"{share.pid}/{share.fd}/{share.token}".encode().ljust(cuda_virtual.HANDLE_BYTES, b"\0")
 
 
 def _number(value: Any) -> int:
@@ -26,11 +29,13 @@ def _number(value: Any) -> int:
 class FakeCuda:
     """`fabric`: allocations are made with a fabric handle, `hidden`: with none; else plain ones, with one of IPC.
 
-    `calls` are the names of what was called, in order; `fails` is one that answers with an error.
+    `calls` are the names of what was called, in order; `fails` is one that answers with an error. `attributes` are
+    those that the device has; `properties` is what was asked of the last memory that was made.
     """
 
-    def __init__(self, kind: str = "plain", fails: str = "") -> None:
-        self.kind, self.fails, self.calls = kind, fails, list[str]()
+    def __init__(self, kind: str = "plain", fails: str = "", attributes: tuple[int, ...] = ()) -> None:
+        self.kind, self.fails, self.attributes, self.calls = kind, fails, attributes, list[str]()
+        self.properties = b""
         self._files: dict[int, memoryview] = {}
 
     def memory(self, nbytes: int) -> torch.Tensor:
@@ -55,7 +60,7 @@ class FakeCuda:
         answer._obj.value = int(self.kind == "plain")
 
     def _cuIpcGetMemHandle(self, handle: Any, base: Any) -> None:
-        ctypes.memmove(ctypes.addressof(handle._obj), self._share(_number(base)), cuda_exports.HANDLE_BYTES)
+        ctypes.memmove(ctypes.addressof(handle._obj), self._share(_number(base)), cuda_virtual.HANDLE_BYTES)
 
     def _cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: Any) -> int:
         assert _number(flags) == cuda_exports.ENABLE_PEER_ACCESS
@@ -68,14 +73,15 @@ class FakeCuda:
         owner._obj.value = _number(base)
 
     def _cuMemGetAllocationPropertiesFromHandle(self, properties: Any, _owner: Any) -> None:
-        properties._obj[1] = cuda_exports.FABRIC if self.kind == "fabric" else 1
+        types = ctypes.c_int.from_address(_number(properties) + 4)
+        types.value = cuda_virtual.FABRIC if self.kind == "fabric" else 1
 
     def _cuMemExportToShareableHandle(self, handle: Any, owner: Any, kind: Any, _flags: Any) -> None:
-        assert _number(kind) == cuda_exports.FABRIC
-        ctypes.memmove(ctypes.addressof(handle), self._share(_number(owner)), cuda_exports.HANDLE_BYTES)
+        assert _number(kind) == cuda_virtual.FABRIC
+        ctypes.memmove(ctypes.addressof(handle), self._share(_number(owner)), cuda_virtual.HANDLE_BYTES)
 
     def _cuMemImportFromShareableHandle(self, owner: Any, handle: Any, kind: Any) -> int:
-        assert _number(kind) == cuda_exports.FABRIC
+        assert _number(kind) == cuda_virtual.FABRIC
         return self._open(owner._obj, bytes(handle))
 
     def _cuMemAddressReserve(self, address: Any, *_: Any) -> None:
@@ -83,6 +89,29 @@ class FakeCuda:
 
     def _cuMemRelease(self, owner: Any) -> None:
         self._files.pop(_number(owner), None)
+
+    def _cuDeviceGetAttribute(self, answer: Any, attribute: Any, _device: Any) -> None:
+        answer._obj.value = int(_number(attribute) in self.attributes)
+
+    def _cuMemGetAllocationGranularity(self, grain: Any, _properties: Any, which: Any) -> None:
+        assert _number(which) == cuda_virtual.RECOMMENDED
+        grain._obj.value = GRAIN
+
+    def _cuMemCreate(self, owner: Any, nbytes: Any, properties: Any, _flags: Any) -> None:
+        assert _number(nbytes) % GRAIN == 0
+        self.properties = bytes((ctypes.c_uint8 * 32).from_address(_number(properties)))
+        self._take(owner._obj, _number(nbytes))
+
+    def _cuMemAlloc_v2(self, address: Any, nbytes: Any) -> None:
+        self._take(address._obj, _number(nbytes))
+
+    def _cuMemFree_v2(self, address: Any) -> None:
+        del self._files[_number(address)]
+
+    def _take(self, address: ctypes.c_uint64, nbytes: int) -> None:
+        memory = memoryview(allocate(nbytes))
+        address.value = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._files[address.value] = memory
 
     def _share(self, base: int) -> bytes:
         share = shares_of([(base, 1)])[0]

@@ -14,7 +14,8 @@ import msgspec
 
 from kvmover.errors import LayoutError, PeerRefused
 from kvmover.fields import whole
-from kvmover.kernels.cuda_exports import HANDLE_BYTES, Export
+from kvmover.kernels.cuda_exports import Export
+from kvmover.kernels.cuda_virtual import HANDLE_BYTES
 from kvmover.layout.codec import cut_block
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet

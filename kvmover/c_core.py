@@ -17,7 +17,7 @@ def _found() -> ModuleType | None:
     wanted = os.environ.get(SETTING, "")
     if wanted not in ("", "c", "python"):
         raise PrefixError(f"{SETTING} = {wanted!r}: it is c or python")
-    name = "kvmover.cache.prefix._core"
+    name = "kvmover._core"
     if wanted == "python":
         return None
     if find_spec(name) is None:
