@@ -25,7 +25,7 @@ class Explained:
     """A leg with what each route would cost it, pages assumed scattered in both pools.
 
     `nbytes`: on the wire. `carried`: the component in the form in which it travels, and `error`: what a number may be
-    off by when it has arrived, as `layout.codec.Part.error` has it.
+    off by when it has arrived, as `layout.codec.CodecPart.error` has it.
     """
 
     leg: Leg
@@ -98,11 +98,11 @@ def plan_as_data(plan: Plan, legs: list[Explained]) -> dict[str, object]:
                 "heads": each.leg.heads.triple(),
                 "positions": [stripe.quad() for stripe in each.leg.positions],
                 "bytes": each.nbytes,
-                "stored_as": form_text(each.carried),
-                "error": each.error,
                 "route": each.choice.route.value,
                 "descriptors_direct": each.choice.runs,
                 "descriptors_packed": each.chunks,
+                "stored_as": form_text(each.carried),
+                "error": each.error,
             }
             for each in legs
         ],

@@ -69,7 +69,7 @@ class FleetText:
         return cls(Fleet(**sizes, cp_order=cp_order, pages=tuple(pages.items())), order, form)
 
     def stored(self, component: Component) -> Component:
-        """A component in the form of this fleet; one of bytes as it is. Raises LayoutError for a form it cannot have."""
+        """A component in the form of this fleet; one of bytes as it is. Raises LayoutError where it cannot have it."""
         if component.form is None or self.form == "auto":
             return component
         return component.kept_as(named(self.form, component.dtype, [component.dim]))

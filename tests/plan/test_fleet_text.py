@@ -132,7 +132,7 @@ def test_a_plan_as_data_adds_up(order: str) -> None:
             held = fleet.shard(component, rank["rank"], 40).positions
             assert tokens == [position for position in held or () if position < 40]
     for leg in data["legs"]:
-        assert list(leg) == [*LEG, "route", "descriptors_direct", "descriptors_packed"]
+        assert list(leg) == [*LEG, "route", "descriptors_direct", "descriptors_packed", "stored_as", "error"]
         tokens = sum(count * width for _, count, _, width in leg["positions"])
         assert leg["bytes"] == leg["layers"][1] * leg["heads"][1] * tokens * component.kv * component.row_bytes
         assert leg["route"] in ("direct", "packed")
