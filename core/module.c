@@ -2,11 +2,16 @@
 #include "core.h"
 
 #define FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
-static PyMethodDef functions[] = {
-    {"words", words, METH_O, NULL}, FASTCALL("multiples", multiples), {NULL, NULL, 0, NULL}};
+static PyMethodDef functions[] = {{"words", words, METH_O, NULL},
+                                  FASTCALL("multiples", multiples),
+                                  FASTCALL("copy_rows", copy_rows),
+                                  FASTCALL("digest_rows", digest_rows),
+                                  FASTCALL("cell_digests", cell_digests),
+                                  {"vectors", vectors, METH_NOARGS, NULL},
+                                  {NULL, NULL, 0, NULL}};
 static PyMethodDef chain_function[] = {FASTCALL("chain", chain), {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_core", "Parts of kvmover in C.", -1, functions, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_core", "What is defined in Python, in C.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__core(void)
 {

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from . import bulk_ring, cuda_driver, reference
+from . import bulk_ring, cpu, cuda_driver
 from .bulk_ring import ALIGNMENT, CAPABILITY
 from .launch import Upload
 from .launch import choose as tuned_config
@@ -133,7 +133,7 @@ def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngin
     work = [region for region in regions if region.nbytes]
     device = devices.pop() if work else torch.device("cpu")
     if device.type == "cpu":
-        return PreparedBulk(device, (partial(reference.move, work),))
+        return PreparedBulk(device, (partial(cpu.move, work),))
     if engine is not None and (reason := unavailable(engine, device)):
         raise EngineUnavailable(f"{engine.value}: {reason}")
     capability = torch.cuda.get_device_capability(device)

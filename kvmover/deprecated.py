@@ -76,6 +76,7 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 MERGED: Mapping[str, str] = {
     "kvmover.cache.ledger.metrics": "kvmover.cache.ledger.export",
     "kvmover.cache.ledger.residency": "kvmover.cache.ledger.export",
+    "kvmover.cache.prefix.c_core": "kvmover.c_core",
     "kvmover.cache.prefix.core": "kvmover.cache.prefix.forest",
     "kvmover.cache.prefix.errors": "kvmover.errors",
     "kvmover.cache.prefix.joins": "kvmover.cache.prefix.match",

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "fields": {"errors"},
     "shared_memory": {"errors"},
     "vocabulary": set(),
-    "kernels": set(),
+    "kernels": {"c_core"},
     "layout": PURE,
     "cache": set(),
     "cache.prefix": PURE,

@@ -135,9 +135,8 @@ class MoverConfig:
         check_positive(
             self, what, LayoutError, "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "lease_s", "linger_s"
         )
-        lossy: object = self.lossy
-        if isinstance(lossy, bool) or not isinstance(lossy, (int, float)) or not 0 <= lossy <= 1:
-            raise LayoutError(f"{what} has lossy = {lossy!r}; it is a share from 0 to 1")
+        if type(self.lossy) not in (int, float) or not 0 <= self.lossy <= 1:  # no bool, which is an int
+            raise LayoutError(f"{what} has lossy = {self.lossy!r}; it is a share from 0 to 1")
         if self.sms is not None:
             object.__setattr__(self, "sms", whole(self.sms, f"{what} has sms", LayoutError, 1))
         if 0 < self.sandbox_bytes < LEAST_REGION_BYTES:

@@ -150,7 +150,8 @@ def movers(model: tuple[int, int, int], page: int = PAGE) -> tuple[Mover, list[t
     )
     one.connect(other.card)
     while not other.ranks("s"):
-        one.poll(), other.poll()
+        one.poll()
+        other.poll()
     return one, buffers, other, memory
 
 
@@ -177,7 +178,8 @@ def test_what_one_engine_computes_the_other_reads(model: tuple[int, int, int]) -
     sent = one.send("7", [pages])
     got = other.receive("7", "s", range(tokens), [blocks])
     while not (sent.ended and got.ended):
-        one.poll(), other.poll()
+        one.poll()
+        other.poll()
     assert got.result is not None
     assert got.result.reason is None
     assert torch.equal(rows_of_vllm(memory, blocks, kv, tokens), wanted)
@@ -186,7 +188,8 @@ def test_what_one_engine_computes_the_other_reads(model: tuple[int, int, int]) -
     sent = other.send("8", [blocks])
     got = one.receive("8", "v", range(tokens), [[1, 3, 0]])
     while not (sent.ended and got.ended):
-        one.poll(), other.poll()
+        one.poll()
+        other.poll()
     assert torch.equal(rows_of_sglang(buffers, [1, 3, 0], kv, tokens), wanted)
 
 
@@ -195,7 +198,8 @@ def test_who_waits_for_a_request_is_known_before_it_is_sent() -> None:
     one, _, other, _ = movers(GQA)
     other.receive("7", "s", range(8, 37), [[11, 3, 7, 0, 5]])
     while not one.waiting("7"):
-        one.poll(), other.poll()
+        one.poll()
+        other.poll()
     ((place, positions),) = one.waiting("7")
     assert (place.engine, place.rank, positions) == ("v", 0, range(8, 37))
     one.send("7", [[4, 0, 2]])

@@ -22,7 +22,7 @@ from kvmover.cache.tiers.host_memory import host_pool
 from kvmover.cache.tiers.policy import Bucket, Rate, ThroughputEstimator
 from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens
 from kvmover.errors import TierError
-from kvmover.kernels import reference
+from kvmover.kernels import cpu
 from kvmover.layout import Fleet
 from kvmover.store import Got, GotResult, Namespace, PageStore, PartView, Put, elected
 from kvmover.transport import memory_of
@@ -109,7 +109,7 @@ class Storage:
                 store.register(memory_of(tensor))
             own = partial(elected, tiered_pool.part.component, fleet, rank)
             view = store.view(namespace, tiered_pool.part, partial(_both, own, writes) if writes else own)
-            bounce = None if packed is None else PageBounce(host, packed, view, reference.move)
+            bounce = None if packed is None else PageBounce(host, packed, view, cpu.move)
             self.stored_pools.append(StoredPool(tiered_pool, view, bounce))
 
     def whole(self, hashes: Sequence[bytes]) -> list[bool]:

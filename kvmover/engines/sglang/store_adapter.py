@@ -91,10 +91,10 @@ class StoreAdapter:
             )
         out, into = (BounceBuffer.of(part.nbytes) for _ in range(2))
         self.register([out.memory, into.memory])
-        from kvmover.kernels import reference
+        from kvmover.kernels import cpu
 
         flat = Pool(spec, (as_bytes(tensor),))
-        return PackedBackend(flat, view, pool.page_size, out, into, reference.move, writes)
+        return PackedBackend(flat, view, pool.page_size, out, into, cpu.move, writes)
 
     def _native(self, pool: Any, name: str) -> PoolBackend:
         """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""

@@ -66,15 +66,15 @@ class Copier:
     def run(self, work: Work, done: Done) -> None:
         """Do it and have `poll` call `done` when the bytes are in place. When it raises, nothing of it is under way."""
         if self.inline:
-            from kvmover.kernels import digest_reference, reference
+            from kvmover.kernels import cpu
 
             if work.moves:
-                reference.move(work.regions)
+                cpu.move(work.regions)
             if work.conversions:
                 from kvmover.kernels import convert_reference
 
                 convert_reference.convert(work.conversions)
-            done(digest_reference.digest(work.digested, work.logicals, work.end) if work.logicals is not None else None)
+            done(cpu.digest(work.digested, work.logicals, work.end) if work.logicals is not None else None)
             return
         totals: list[torch.Tensor | None] = []
         event = self._stream.launch(work.regions, lambda _: totals.append(self._launch(work)))

@@ -582,6 +582,7 @@ def v4_draft(side: Side) -> Any:
 
 
 def of_v4_draft(side: Side) -> Iterator[Plane]:
+    assert side.draft is not None
     yield from of_v4(side)
     yield from by_page(side, side.draft.swa_kv_pool.kv_buffer, 110, side.swa_pages[-2:])
     row = torch.tensor([side.row])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bench import Shape, finish, ranks, start
 from scheduling import NOTHING, Server, base, paged, parameters, pools, publish, tokens_of
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] (public by its docs)
 
 from kvmover.cache.ledger import Loss
 from kvmover.cache.tiers import TierCount
@@ -571,7 +572,7 @@ def stages(rank: Any, kind: str, name: str) -> dict[str, Any]:
     first, second = serving(4, 192, **made), serving(4, 192, **made)
     if size > 1:
         for number, server in enumerate((first, second)):
-            in_turn(server, place, torch.distributed.FileStore(str(rank.root / f"{name} {number}"), size))
+            in_turn(server, place, FileStore(str(rank.root / f"{name} {number}"), size))
     history(first, 3, 100)
     served(first, list(range(40)), answer=0)
     first.settle()
