@@ -277,7 +277,7 @@ MOST_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Elements or scales of an overlap on one side, from `first_byte` of a row on, `size` bytes each; 0: there are none."""
+    """Elements or scales of an overlap on one side, from `first_byte` of a row on; `size` bytes each, 0: no such."""
 
     side: Side
     first_byte: int
