@@ -14,8 +14,8 @@ def exchanged(cache: Component, kv: int) -> Component | None:
     None where engines have no common word for it: windows, states, compressed and quantised rows, drafts.
 
     >>> own = Component("full_attention 0, 64 bfloat16", layers=4, kv=1, heads=8, dim=256, dtype="bfloat16")
-    >>> exchanged(own, kv=2)
-    Component(name='attention', layers=4, kv=2, heads=8, dim=128, dtype='bfloat16', window=None, states=0, row_tokens=1, codec=None)
+    >>> exchanged(own, kv=2) == Component.attention(4, 8, 128, "bfloat16")
+    True
     """
     row, rest = divmod(cache.kv * cache.dim, kv)
     plain = cache.window is None and not cache.states and cache.row_tokens == 1
