@@ -1,9 +1,9 @@
 """The conversion kernel brings rows into another form while it moves them: bfloat16 to fp8 or NVFP4, and any way back.
 
-Bit for bit what `convert_reference` defines. The numbers that two parts of the two forms have in common are a segment,
-and a segment is cut into columns of a power of two that holds whole blocks. A tile is a column of some rows of one
+Bit for bit what `convert_reference` defines. The numbers that two parts of the two forms have in common are an overlap,
+and an overlap is cut into columns of a power of two that holds whole blocks. A tile is a column of some rows of one
 plane and head, from as many units as it takes: so a scale is known where its block is read, and no tile waits for
-another. All segments of a call that are alike go in one launch; there are as many kernels as kinds of segment.
+another. All overlaps of a call that are alike go in one launch; there are as many kernels as kinds of overlap.
 
 From sm_90 on the hardware converts to e4m3. Before, it cannot (sm_80), or Triton 3.6 goes through fp16 and rounds twice
 (sm_89): there, and in Triton's interpreter, the same numbers come from integer arithmetic.
@@ -277,7 +277,7 @@ MOST_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Elements or scales of a segment on one side: `first_byte` in the row, `size` bytes of one. None there: size 0."""
+    """Elements or scales of an overlap on one side, from `first_byte` of a row on; `size` bytes each, 0: no such."""
 
     side: Side
     first_byte: int
@@ -285,7 +285,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class Overlap:
     """`values` numbers of every row of a conversion that lie in one part of each form.
 
     `elements`, `blocks`: of source and destination. `scales`: of the planes [plane], ones where there are none.
@@ -299,7 +299,7 @@ class Segment:
     scales: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]
 
 
-def segments(of: Conversion) -> Iterator[Segment]:
+def overlaps(of: Conversion) -> Iterator[Overlap]:
     """All of a conversion, in the order of a row."""
     for first, stop in pairwise(borders(of.reads, of.writes)):
         found = [
@@ -308,7 +308,7 @@ def segments(of: Conversion) -> Iterator[Segment]:
         ]
         elements, blocks, values, factors, scales = zip(*found, strict=True)
         streams = values[0], factors[0], values[1], factors[1]
-        yield Segment(of, stop - first, elements, blocks, streams, scales)
+        yield Overlap(of, stop - first, elements, blocks, streams, scales)
 
 
 def _side_of(
@@ -358,20 +358,20 @@ class ColumnShape:
         return (*numbers, *words, *factors)
 
     @classmethod
-    def of(cls, segment: Segment, config: RowConfig) -> ColumnShape:
+    def of(cls, overlap: Overlap, config: RowConfig) -> ColumnShape:
         """As many rows as fill a tile, and the widest accesses that the addresses allow."""
-        kinds = _KINDS[segment.elements[0]], _KINDS[segment.elements[1]]
-        width = max(2, min(MOST_COLUMNS, 1 << (segment.values - 1).bit_length()), *segment.blocks)
-        reads, _, writes, _ = segment.streams
+        kinds = _KINDS[overlap.elements[0]], _KINDS[overlap.elements[1]]
+        width = max(2, min(MOST_COLUMNS, 1 << (overlap.values - 1).bit_length()), *overlap.blocks)
+        reads, _, writes, _ = overlap.streams
         # Of narrow elements a thread reads as many as make one wide access: twice as many would cross shared memory.
-        most = 16 // writes.size if segment.elements[0] != "float4_e2m1fn_x2" else 16
-        vecs = min(most, _vec(segment.of, reads)), _vec(segment.of, writes)
+        most = 16 // writes.size if overlap.elements[0] != "float4_e2m1fn_x2" else 16
+        vecs = min(most, _vec(overlap.of, reads)), _vec(overlap.of, writes)
         wide = max(1, *(stream.size for stream in (reads, writes)))
         rows = max(1, min(MOST_ROWS, config.block_bytes // (width * wide)))
-        listed = tuple(int(even_distance(side.units) is None) for side in (segment.of.src, segment.of.dst))
-        half = segment.of.writes.values == "float16"
+        listed = tuple(int(even_distance(side.units) is None) for side in (overlap.of.src, overlap.of.dst))
+        half = overlap.of.writes.values == "float16"
         largest = torch.finfo(torch.float16 if half else torch.bfloat16).max
-        return cls(kinds, width, rows, segment.blocks, vecs, (listed[0], listed[1]), largest, segment.values)
+        return cls(kinds, width, rows, overlap.blocks, vecs, (listed[0], listed[1]), largest, overlap.values)
 
 
 def _vec(of: Conversion, stream: Stream) -> int:
@@ -391,26 +391,26 @@ class ConvertLaunch:
 
 
 def describe(conversions: Sequence[Conversion], config: RowConfig) -> list[ConvertLaunch]:
-    """Lay the segments out as the kernel reads them: a launch for those that are alike."""
-    kinds: dict[ColumnShape, list[Segment]] = {}
+    """Lay the overlaps out as the kernel reads them: a launch for those that are alike."""
+    kinds: dict[ColumnShape, list[Overlap]] = {}
     for each in conversions:
-        for segment in segments(each):
-            kinds.setdefault(ColumnShape.of(segment, config), []).append(segment)
+        for overlap in overlaps(each):
+            kinds.setdefault(ColumnShape.of(overlap, config), []).append(overlap)
     return [_launch(shape, alike) for shape, alike in kinds.items()]
 
 
-def _launch(shape: ColumnShape, alike: Sequence[Segment]) -> ConvertLaunch:
+def _launch(shape: ColumnShape, alike: Sequence[Overlap]) -> ConvertLaunch:
     header = np.zeros((len(alike), FIELDS.value), np.int64)
     parts = [header.reshape(-1)]
     tiles = 0
-    for fields, segment in zip(header, alike, strict=True):
-        of, columns = segment.of, -(-segment.values // shape.width)
+    for fields, overlap in zip(header, alike, strict=True):
+        of, columns = overlap.of, -(-overlap.values // shape.width)
         units = len(of.src.units)
         fields[:6] = tiles, units, of.planes, of.heads, of.tokens, columns
-        for number, scales in enumerate(segment.scales):
+        for number, scales in enumerate(overlap.scales):
             fields[7 + number] = sum(map(len, parts))
             parts.append(np.ascontiguousarray(scales).view(np.int32).astype(np.int64))
-        for number, stream in enumerate(segment.streams):
+        for number, stream in enumerate(overlap.streams):
             if stream.size:
                 _describe_stream(parts, fields, number, stream)
         pieces = -(-units * of.tokens // shape.rows)
@@ -442,7 +442,7 @@ _uploads: dict[torch.device, Upload] = {}
 
 
 def convert(conversions: Sequence[Conversion], config: RowConfig | None = None, sms: int | None = None) -> None:
-    """Convert every row, in a launch a kind of segment on the current stream, without a synchronise.
+    """Convert every row, in a launch a kind of overlap on the current stream, without a synchronise.
 
     All conversions on one device. `sms` is the SM budget (None: no budget). Their memory must stay allocated until the
     stream has passed the launches. Raises RegionError before anything is launched; those without rows are skipped.

@@ -57,36 +57,73 @@ class RowPart(Protocol):
     """Numbers of a row in one form: elements, and a scale behind them for each `block` (0: none). By torch's names."""
 
     @property
-    def values(self) -> int: ...
+    def values(self) -> int:
+        """How many numbers."""
+        ...
+
     @property
-    def element(self) -> str: ...
+    def element(self) -> str:
+        """Dtype of an element."""
+        ...
+
     @property
-    def block(self) -> int: ...
+    def block(self) -> int:
+        """Numbers that share a scale of the row; 0: none do."""
+        ...
+
     @property
-    def scale(self) -> str: ...
+    def scale(self) -> str:
+        """Dtype of those scales."""
+        ...
+
     @property
-    def element_bytes(self) -> int: ...
+    def element_bytes(self) -> int:
+        """Of all elements."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Elements and scales."""
+        ...
+
     @property
-    def is_scaled(self) -> bool: ...
+    def is_scaled(self) -> bool:
+        """Whether its planes have a scale beside the pages."""
+        ...
 
 
 class RowForm(Protocol):
     """How a row is stored: `layout.Codec` is one. `values`: what the numbers are meant to be; `starts`: first bytes."""
 
     @property
-    def values(self) -> str: ...
+    def values(self) -> str:
+        """What the numbers are meant to be."""
+        ...
+
     @property
-    def parts(self) -> Sequence[RowPart]: ...
+    def parts(self) -> Sequence[RowPart]:
+        """One after the other in a row."""
+        ...
+
     @property
-    def starts(self) -> Sequence[int]: ...
+    def starts(self) -> Sequence[int]:
+        """First byte of each part."""
+        ...
+
     @property
-    def dim(self) -> int: ...
+    def dim(self) -> int:
+        """Numbers of a row."""
+        ...
+
     @property
-    def row_bytes(self) -> int: ...
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        ...
+
     @property
-    def scales(self) -> int: ...
+    def scales(self) -> int:
+        """How many of the parts are scaled."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ _KINDS = {"attention": ("kv_heads", "head_dim"), "mla": ("latent_dim",)}
 #: Each size by the field of a component that it is.
 _SIZES = {"kv_heads": "heads", "head_dim": "dim", "latent_dim": "dim"}
 
-_FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND"
+_FLEET = "tp=4,pp=1,cp=1,cp_order=page|token|block,page=64,order=NHD|HND,dtype=auto|fp8_e4m3|nvfp4"
 
 
 def _kinds() -> tuple[str, ...]:
@@ -111,7 +111,9 @@ class _Shown:
     def as_data(self) -> dict[str, object]:
         from kvmover.plan.explain import plan_as_data
 
-        return {"component": asdict(self.plan.component), **plan_as_data(self.plan, self.legs)}
+        component = asdict(self.plan.component)
+        del component["codec"]  # said of each leg
+        return {"component": component, **plan_as_data(self.plan, self.legs)}
 
 
 def show_plan(options: PlanOptions) -> None:
@@ -154,7 +156,7 @@ def _shown(
     source, target = fleets
     plan = Plan(component, source.fleet, target.fleet, rows.start, rows.stop, Replicas(options.replicas))
     among = BY_HOST if options.one_host else BY_WIRE
-    return _Shown(plan, list(explain(plan, source.order, target.order, costs, among)))
+    return _Shown(plan, list(explain(plan, source, target, costs, among)))
 
 
 def _as_data(options: PlanOptions, shown: list[_Shown]) -> dict[str, object]:

@@ -149,7 +149,7 @@ def test_the_json_of_a_plan_has_these_keys(command: Command) -> None:
     assert data["legs"][0] == {
         "src_rank": 0, "dst_rank": 0, "layers": [0, 40, 1], "heads": [0, 2, 1], "positions": [[0, 1, 8192, 8192]],
         "bytes": 40 * 2 * 2 * 8192 * 256, "route": "packed", "descriptors_direct": 40 * 2 * 2 * 8192,
-        "descriptors_packed": 40,
+        "descriptors_packed": 40, "stored_as": "128 bfloat16", "error": 0.0,
     }  # fmt: skip
     assert data["total_bytes"] == 80 * 2 * 8 * 8192 * 256
 

@@ -268,10 +268,10 @@ TEXTS: Mapping[str, str] = {
     "mover.replicas": "stripe: ranks with equal shards each send a part of the pages; elect: one of them sends all.",
     "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",
     "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
-    "mover.lossy": "How much a number of the cache may be off, against the largest that shares its scale, where a peer"
-    " stores it in another form: 0.0625 for fp8, 0.177 for NVFP4. 0: such peers are refused.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
     "mover.exports": "Memory of a GPU that peers may map: none; arenas, over the NVLink fabric; pools, and arenas.",
+    "mover.lossy": "How much a number of the cache may be off, against the largest that shares its scale, where a peer"
+    " stores it in another form: 0.0625 for fp8, 0.177 for NVFP4. 0: such peers are refused.",
     "mover.backoff.first_s": "Seconds before the first attempt to reconnect a lost peer; doubled after each failure.",
     "mover.backoff.most_s": "The longest wait between two such attempts, in seconds.",
     "mover.backoff.jitter": "Fraction [0, 1) by which a wait may be shortened, so that ranks do not retry at once.",

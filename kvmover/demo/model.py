@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] (public by its docs)
 from torch.nn.functional import rms_norm, silu
 
+from kvmover.demo.stored_plane import StoredPlane, Where
 from kvmover.errors import LayoutError
 
 _QUERY_CHUNK = 64  # queries attended at once: bounds the scores of a long prompt, and keeps them in the core's cache
@@ -117,7 +118,7 @@ class PagedCache:
     [page, token, head, dim] a plane. The pool owns them. `page_ids`, in order of position, may grow with the request.
     """
 
-    layers: Mapping[int, Tensor | Sequence[Tensor]]
+    layers: Mapping[int, Tensor | Sequence[Tensor | StoredPlane]]
     page_ids: list[int]
     page_tokens: int
 
@@ -132,7 +133,7 @@ class PagedCache:
         planes, where = self._at(layer, range(tokens))
         return torch.stack([plane[where].cpu() for plane in planes])
 
-    def _at(self, layer: int, positions: range) -> tuple[Sequence[Tensor], tuple[Tensor, Tensor]]:
+    def _at(self, layer: int, positions: range) -> tuple[Sequence[Tensor | StoredPlane], Where]:
         """The planes of `layer`, and of each position the page id and the token in that page."""
         if positions.stop > len(self.page_ids) * self.page_tokens:
             raise LayoutError(f"{positions.stop} tokens do not fit {len(self.page_ids)} pages of {self.page_tokens}")

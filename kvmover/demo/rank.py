@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvmover.cache.ledger import Account, Credit, Ledger, LedgerCollector
 from kvmover.cache.prefix import PrefixTree, WriteThrough
@@ -33,6 +33,7 @@ from kvmover.cache.tiers import (
 from kvmover.config.settings import Settings
 from kvmover.demo.model import Gloo, ModelShard, PagedCache, Transformer
 from kvmover.demo.scenarios import Scenario
+from kvmover.demo.stored_plane import StoredPlane, restored
 from kvmover.layout.fleet import Shard
 from kvmover.layout.pool import Pool, PoolSpec
 from kvmover.observe.metrics import MoverCollector
@@ -44,6 +45,9 @@ from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Gate, Result, Transfer
 from kvmover.transport import NixlTransport
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Digests of cached rows by (layer, kv, head), in whole-model numbers: equal wherever the same rows are held.
 Digests = dict[tuple[int, int, int], str]
@@ -81,9 +85,12 @@ class DemoRank:
         fleet, component = seat.fleet.fleet, seat.scenario.component
         at = fleet.coordinate(seat.rank)
         self._shard: Shard = fleet.shard(component, seat.rank, 1)
+        component = seat.fleet.stored(component)
+        self._form, self._landed_form = component.form, seat.scenario.dst.stored(component.meant).form
         spec = PoolSpec.dense(component, self._shard, seat.pages, fleet.page_tokens, seat.fleet.order)
         config = seat.settings.mover_config()
-        config = replace(config, route=config.route or seat.scenario.route)
+        lossy = max(config.lossy, seat.scenario.lossy)
+        config = replace(config, route=config.route or seat.scenario.route, lossy=lossy)
         shared = config.route is Route.MAPPED and seat.device == "cpu"
         self._pool = Pool.shared(spec) if shared else Pool.zeros(spec, seat.device)
         comm = Gloo.join(FileStore(seat.store, fleet.size), seat.rank, fleet.tp, fleet.pp)
@@ -163,12 +170,28 @@ class DemoRank:
     def _cache(self, pages: list[int]) -> PagedCache:
         kv = self._pool.spec.component.kv
         planes = {
-            layer: [self._pool.plane(number, plane) for plane in range(kv)]
+            layer: [self._plane(number, plane) for plane in range(kv)]
             for number, layer in enumerate(self._shard.layers)
         }
         return PagedCache(planes, pages, self._pool.spec.page_tokens)
 
+    def _plane(self, layer: int, kv: int) -> Tensor | StoredPlane:
+        """Where the model writes and reads: numbers, in whatever form they are stored."""
+        import torch
+
+        plane = self._pool.plane(layer, kv)
+        return StoredPlane(plane.view(torch.uint8), self._form) if self._form else plane
+
+    def _as_landed(self, rows: Tensor) -> Tensor:
+        """Rows of this pool as the decode fleet must hold them, by the definition."""
+        import torch
+
+        if self._form is None or self._landed_form is None:
+            return rows
+        return restored(rows.view(torch.uint8).cpu(), self._form, self._landed_form)
+
     def _digests(self, pages: list[int], moved: range) -> Digests:
+        """Of the moved rows, as they are when they have landed."""
         import torch
 
         positions = torch.arange(moved.start, moved.stop)
@@ -177,7 +200,7 @@ class DemoRank:
         digests: Digests = {}
         for number, layer in enumerate(self._shard.layers):
             for plane in range(self._pool.spec.component.kv):
-                rows = self._pool.plane(number, plane)[where]
+                rows = self._as_landed(self._pool.plane(number, plane)[where])
                 for local, head in enumerate(self._shard.heads):
                     digests[layer, plane, head] = hashlib.sha256(rows[:, local].cpu().numpy().tobytes()).hexdigest()
         return digests

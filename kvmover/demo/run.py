@@ -34,7 +34,7 @@ from kvmover.demo.processes import Crew, Member, ask, ask_all
 from kvmover.demo.rank import Digests, Seat, Served, TieredSeat
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale
-from kvmover.demo.scenarios import Scenario, choose
+from kvmover.demo.scenarios import GAP_TOLERANCE, Scenario, choose
 from kvmover.errors import KvmoverError, need
 from kvmover.observe import top
 from kvmover.observe.report import write_report
@@ -48,9 +48,6 @@ from kvmover.transport import nixl_version
 
 #: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
 POOL_TOKENS = 16384
-
-#: Logit gaps of two runs over the same rows differ by 1e-14; one wrong element moves them by far more than this.
-GAP_TOLERANCE = 1e-9
 
 
 class Engine:
@@ -126,9 +123,11 @@ class ScenarioRun:
         self.dst.tree.unlock(receipt)
         self.alone.gaps.clear()
         expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
-        near = all(abs(a - b) < GAP_TOLERANCE for a, b in zip([gap, *gaps], self.alone.gaps, strict=True))
+        moved_by, compared = _gaps_moved(answer, [gap, *gaps], expected, self.alone.gaps, self.scenario.gap_tolerance)
+        same, near = _same_bytes(sent, landed), moved_by < self.scenario.gap_tolerance
+        wire = Wire.of(sent, landed)
         return RequestReport(
-            name, len(prompt), match.tokens, answer, expected, near, _same_bytes(sent, landed), Wire.of(sent, landed)
+            name, len(prompt), match.tokens, answer, expected, near, same, wire, gaps_moved=moved_by, compared=compared
         )
 
     def _move(self, name: str, moved: range, src_pages: list[int], dst_pages: list[int]) -> tuple[list[Any], list[Any]]:
@@ -143,6 +142,21 @@ class ScenarioRun:
         whole = len(tokens) // self.dst.page_tokens
         kept = self.dst.tree.insert(tokens, pages[:whole])
         self.dst.free += [*kept.page_ids().tolist(), *pages[whole:]]
+
+
+def _gaps_moved(
+    answer: list[int], gaps: list[float], expected: list[int], others: list[float], tolerance: float
+) -> tuple[float, int]:
+    """How far the gaps of an answer are from those of another, at most, and over how many tokens.
+
+    A gap may fall below zero, and then another token wins: what comes after it answers another text.
+    """
+    moved = 0.0
+    for number, (token, gap, due, other) in enumerate(zip(answer, gaps, expected, others, strict=True)):
+        if token != due and gap + other < tolerance:
+            return max(moved, gap + other), number
+        moved = max(moved, abs(gap - other))
+    return moved, len(answer)
 
 
 def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:

@@ -10,6 +10,9 @@ from kvmover.layout.component import Component
 from kvmover.plan.cost import Route
 from kvmover.plan.fleet_text import FleetText
 
+#: Logit gaps of two runs over the same rows differ by 1e-14; one wrong element moves them by far more than this.
+GAP_TOLERANCE = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -23,6 +26,9 @@ class Scenario:
     route: Route | None = None
     #: Fleets that serve one after another over a page store, where nothing moves between two that live together.
     lives: tuple[FleetText, ...] = ()
+    #: What the fleets tolerate where they store the cache in other forms, and how far a logit's gap may move for it.
+    lossy: float = 0.0
+    gap_tolerance: float = GAP_TOLERANCE
 
     @property
     def processes(self) -> int:
@@ -42,9 +48,12 @@ class Scenario:
 
     @property
     def component(self) -> Component:
-        """What the model caches, in the precision it computes in: a move never looks inside an element."""
+        """What the model caches: in the precision it computes in, for a move never looks inside an element, or in
+        bfloat16 where fleets say how they store it.
+        """
         model = self.model
-        return Component(model.name, model.layers, model.kv, model.kv_heads, model.head_dim, "float64")
+        dtype = "float64" if self.src.form == self.dst.form == "auto" else "bfloat16"
+        return Component(model.name, model.layers, model.kv, model.kv_heads, model.head_dim, dtype)
 
 
 SCENARIOS = (
@@ -102,6 +111,17 @@ SCENARIOS = (
             "tp=1,page=64,order=HND",
         ),
         route=Route.MAPPED,
+    ),
+    replace(
+        Scenario.of(
+            "fp8",
+            "GQA, 4 KV heads, TP4 in bfloat16 to TP2 in fp8: converted as it is gathered, half the bytes on the wire",
+            replace(GQA, kv_heads=4),
+            "tp=4,page=16,order=NHD,dtype=bfloat16",
+            "tp=2,page=64,order=HND,dtype=fp8_e4m3",
+        ),
+        lossy=0.0625,
+        gap_tolerance=0.5,
     ),
     Scenario.stored(
         "storage",

@@ -1,6 +1,6 @@
 """Everything else computes with these values: spans, stripes, layouts, components, fleets and pools."""
 
-from kvmover.layout.codec import Codec, Part
+from kvmover.layout.codec import Codec, CodecPart
 from kvmover.layout.component import DTYPE_BYTES, Component
 from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Replica, Shard
 from kvmover.layout.layout import Dim, Layout, axes_of, coalesce
@@ -17,13 +17,13 @@ __all__ = [
     "PACKED_AXES",
     "PACKED_ORDER",
     "Codec",
+    "CodecPart",
     "Component",
     "Coordinate",
     "CpOrder",
     "Dim",
     "Fleet",
     "Layout",
-    "Part",
     "Pool",
     "PoolSpec",
     "Positions",

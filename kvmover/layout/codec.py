@@ -35,13 +35,13 @@ MAX_PARTS, MAX_VALUES = 8, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CodecPart:
     """`values` numbers of a row in one form: their elements, and behind these a scale for each `block` of them.
 
     `block`: 0 where no scales lie in the row. A number is its element, times its block's scale, times the plane's own
     scale if `is_scaled`. Two float4 share a byte, the first in its low half.
 
-    >>> Part(512, "float8_e4m3fn", 128, "float32").nbytes, Part(64, "bfloat16").nbytes
+    >>> CodecPart(512, "float8_e4m3fn", 128, "float32").nbytes, CodecPart(64, "bfloat16").nbytes
     (528, 128)
     """
 
@@ -107,7 +107,7 @@ class Codec:
     """
 
     values: str
-    parts: tuple[Part, ...]
+    parts: tuple[CodecPart, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -124,22 +124,22 @@ class Codec:
     @classmethod
     def plain(cls, values: str, dim: int) -> Codec:
         """As the numbers are meant to be: nothing is converted, and nothing lost."""
-        return cls(values, (Part(dim, values),))
+        return cls(values, (CodecPart(dim, values),))
 
     @classmethod
     def fp8(cls, values: str, *dims: int) -> Codec:
         """e4m3 by a scale a tensor, `--kv-cache-dtype fp8_e4m3`. Several `dims`: K and V share a row, as in vLLM."""
-        return cls(values, tuple(Part(dim, "float8_e4m3fn") for dim in dims))
+        return cls(values, tuple(CodecPart(dim, "float8_e4m3fn") for dim in dims))
 
     @classmethod
     def fp8_ds_mla(cls, latent: int = 512, rope: int = 64) -> Codec:
         """DeepSeek-V3.2's rows of 656 bytes: e4m3 with a float32 scale for each 128, and what turns in bfloat16."""
-        return cls("bfloat16", (Part(latent, "float8_e4m3fn", 128, "float32"), Part(rope, "bfloat16")))
+        return cls("bfloat16", (CodecPart(latent, "float8_e4m3fn", 128, "float32"), CodecPart(rope, "bfloat16")))
 
     @classmethod
     def nvfp4(cls, values: str, dim: int) -> Codec:
         """e2m1 with an e4m3 scale for each 16 behind it, and a scale a tensor."""
-        return cls(values, (Part(dim, "float4_e2m1fn_x2", 16, "float8_e4m3fn"),))
+        return cls(values, (CodecPart(dim, "float4_e2m1fn_x2", 16, "float8_e4m3fn"),))
 
     @property
     def dim(self) -> int:
@@ -166,7 +166,7 @@ class Codec:
         return " + ".join(part.text() for part in self.parts)
 
 
-def cut_block(one: Codec, other: Codec) -> Part | None:
+def cut_block(one: Codec, other: Codec) -> CodecPart | None:
     """A part of either codec of which a part of the other cuts a block, which no kernel reads; None: there is none.
 
     >>> cut_block(Codec.fp8("bfloat16", 8, 120), Codec.nvfp4("bfloat16", 128)).block
@@ -184,7 +184,7 @@ def cut_block(one: Codec, other: Codec) -> Part | None:
 
 @lru_cache(maxsize=256)
 def error_of(held: Codec, kept: Codec) -> float:
-    """The largest `Part.error` of what must be rounded when rows held as `held` are kept as `kept`; 0: nothing must.
+    """The largest `CodecPart.error` of what must be rounded when rows `held` are stored as `kept`; 0: nothing must.
 
     The scales of both are taken to be equal where the forms are. A number that a scale was multiplied with has more
     digits than bfloat16 keeps.
@@ -206,7 +206,7 @@ def _holds(element: str, other: str) -> bool:
     return element in VALUES and other == "float32"
 
 
-def _part_at(codec: Codec, value: int) -> tuple[Part, int]:
+def _part_at(codec: Codec, value: int) -> tuple[CodecPart, int]:
     """The part that a value of a row is in, and the part's first value."""
     first = 0
     for part in codec.parts:
@@ -225,16 +225,16 @@ def named(name: str, values: str, dims: Sequence[int]) -> Codec:
     dim = sum(dims)
     if name in ("auto", values):
         return Codec.plain(values, dim)
-    if name in ("fp8", "fp8_e4m3", "float8_e4m3fn"):
+    if name in ("fp8", "fp8_e4m3"):
         return Codec.fp8(values, *dims)
     if name == "nvfp4":
         return Codec.nvfp4(values, dim)
     if name == "fp8_ds_mla" and dim > 64:
         return Codec.fp8_ds_mla(dim - 64)
     if name in VALUES:
-        return Codec(values, (Part(dim, name),))
+        return Codec(values, (CodecPart(dim, name),))
     raise LayoutError(f"unknown form {name!r} of a row of {dim} {values}; known are {', '.join(FORMS)}")
 
 
 #: What `named` knows.
-FORMS = ("auto", "fp8_e4m3", "fp8_ds_mla", "nvfp4", *VALUES)
+FORMS = ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4", *VALUES)

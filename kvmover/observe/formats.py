@@ -79,4 +79,6 @@ def fleet_in_words(text: FleetText) -> str:
     if fleet.cp > 1 and fleet.cp_order is not CpOrder.PAGE:
         sizes[-1] += f" by {fleet.cp_order}"
     pages = [f"{rows} of {name}" for name, rows in fleet.pages]
-    return ", ".join([*(sizes or ["one rank"]), " and ".join([f"pages of {fleet.page_tokens}", *pages]), text.order])
+    form = [] if text.form == "auto" else [text.form]
+    pages = " and ".join([f"pages of {fleet.page_tokens}", *pages])
+    return ", ".join([*(sizes or ["one rank"]), pages, text.order, *form])

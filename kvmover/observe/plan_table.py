@@ -18,6 +18,7 @@ from kvmover.observe.tables import Column, Sheet, console
 from kvmover.plan.explain import Explained
 from kvmover.plan.fleet_text import FleetText
 from kvmover.plan.legs import Plan
+from kvmover.plan.recode import form_text
 
 #: More legs than this nobody reads one by one.
 MOST_LEGS = 32
@@ -37,6 +38,8 @@ def print_plan(
     out.print(f"from  {fleet_in_words(src)}\nto    {fleet_in_words(dst)}")
     out.print(_table(legs) if len(legs) <= most_legs else _folded(legs))
     for line in reasons(legs):
+        out.print(line, soft_wrap=True)
+    if line := conversion(plan, src, dst, legs):
         out.print(line, soft_wrap=True)
     senders = {each.leg.src_rank for each in legs}
     if idle := [rank for rank in range(plan.src.size) if rank not in senders]:
@@ -128,6 +131,19 @@ def print_sums(plans: Sequence[tuple[Plan, Sequence[Explained]]]) -> None:
     out = console()
     out.print(table)
     out.print(f"together: {bytes_in_words(total)}")
+
+
+def conversion(plan: Plan, src: FleetText, dst: FleetText, legs: Sequence[Explained]) -> str:
+    """What becomes of numbers that the two fleets store in other forms; empty where they do not."""
+    held, kept = (form_text(end.stored(plan.component)) for end in (src, dst))
+    if held == kept or not legs:
+        return ""
+    whole = sum(each.leg.nbytes(plan.component) for each in legs)
+    return (
+        f"stored as {held}, there as {kept}: {bytes_in_words(sum(each.nbytes for each in legs))} travel of"
+        f" {bytes_in_words(whole)}, as {form_text(legs[0].carried)}, and a number is off by at most"
+        f" {max(each.error for each in legs):.3g} of the largest that shares its scale"
+    )
 
 
 def reasons(legs: Sequence[Explained]) -> list[str]:

@@ -7,40 +7,57 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
+from kvmover.layout.codec import error_of
+from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet, Shard
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import EMPTY
 from kvmover.plan.calibration import Calibration
 from kvmover.plan.cost import BY_WIRE, Choice, Costs, Route
+from kvmover.plan.fleet_text import FleetText
 from kvmover.plan.legs import Leg, Plan
 from kvmover.plan.lower import Held, count_runs, units_of
+from kvmover.plan.recode import form_text, forms_of
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A leg with what each route would cost it, pages assumed scattered in both pools."""
+    """A leg with what each route would cost it, pages assumed scattered in both pools.
+
+    `nbytes`: on the wire. `carried`: the component in the form in which it travels, and `error`: what a number may be
+    off by when it has arrived, as `layout.codec.CodecPart.error` has it.
+    """
 
     leg: Leg
     nbytes: int
     choice: Choice
     chunks: int
+    carried: Component
+    error: float
 
 
 def explain(
-    plan: Plan, src_order: str, dst_order: str, costs: Costs, among: frozenset[Route] = BY_WIRE
+    plan: Plan, src: FleetText, dst: FleetText, costs: Costs, among: frozenset[Route] = BY_WIRE
 ) -> Iterator[Explained]:
-    """Every leg of `plan` between dense pools of the given axis orders, with its route of `among`."""
+    """Every leg of `plan` between dense pools of these orders and forms, with its route of `among`.
+
+    Where the forms differ there is the packed route alone.
+    """
     for leg in plan.legs():
-        src = _held(plan, plan.src, plan.src_shard(leg.src_rank), src_order)
-        dst = _held(plan, plan.dst, plan.dst_shard(leg.dst_rank), dst_order)
-        nbytes = leg.nbytes(plan.component)
-        runs = count_runs(leg, src, dst, units_of(leg, src, dst))
-        yield Explained(leg, nbytes, costs.choose(nbytes, runs, among), costs.chunks(nbytes))
+        held = _held(plan, src, plan.src_shard(leg.src_rank))
+        kept = _held(plan, dst, plan.dst_shard(leg.dst_rank))
+        forms = forms_of(held, kept, leg.layers)
+        carried = forms.wire if forms else held.spec.component
+        error = error_of(held.spec.component.form, kept.spec.component.form) if forms else 0.0
+        nbytes = leg.nbytes(carried)
+        runs = count_runs(leg, held, kept, units_of(leg, held, kept))
+        choice = costs.choose(nbytes, runs, among & {Route.PACKED} if forms else among)
+        yield Explained(leg, nbytes, choice, costs.chunks(nbytes), carried, error)
 
 
-def _held(plan: Plan, fleet: Fleet, shard: Shard, order: str) -> Held:
-    rows = fleet.page_rows(plan.component)
-    return Held(PoolSpec.dense(plan.component, shard, -(-plan.stop // rows), rows, order), shard)
+def _held(plan: Plan, end: FleetText, shard: Shard) -> Held:
+    rows = end.fleet.page_rows(plan.component)
+    return Held(PoolSpec.dense(end.stored(plan.component), shard, -(-plan.stop // rows), rows, end.order), shard)
 
 
 def ranks_as_data(plan: Plan, fleet: Fleet) -> list[dict[str, object]]:
@@ -84,6 +101,8 @@ def plan_as_data(plan: Plan, legs: list[Explained]) -> dict[str, object]:
                 "route": each.choice.route.value,
                 "descriptors_direct": each.choice.runs,
                 "descriptors_packed": each.chunks,
+                "stored_as": form_text(each.carried),
+                "error": each.error,
             }
             for each in legs
         ],

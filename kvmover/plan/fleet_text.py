@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 
 from kvmover.errors import LayoutError
+from kvmover.layout.codec import FORMS, named
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import CpOrder, Fleet
 from kvmover.layout.layout import axes_of
@@ -25,21 +26,22 @@ _OWN_PAGE = "page."
 
 @dataclass(frozen=True, slots=True)
 class FleetText:
-    """A fleet and the axis order of its pools, as written on a command line."""
+    """A fleet, the axis order of its pools and the form of their rows (see `codec.named`), as on a command line."""
 
     fleet: Fleet
     order: str
+    form: str = "auto"
 
     @classmethod
     def parse(cls, text: str) -> FleetText:
         """`tp=4,pp=2,cp=2,cp_order=page,page=16,order=NHD`; what is left out is 1, page, 64 and NHD. `page.c4=64` is
-        the rows of a page of component c4.
+        the rows of a page of component c4, `dtype=fp8_e4m3` the form in which the cache is stored.
 
         Raises LayoutError naming the first word that is wrong.
         """
         sizes: dict[str, int] = {}
         pages: dict[str, int] = {}
-        order, cp_order = "NHD", CpOrder.PAGE
+        order, cp_order, form = "NHD", CpOrder.PAGE, "auto"
         seen: set[str] = set()
         for word in text.split(","):
             key, _, value = word.strip().partition("=")
@@ -49,6 +51,10 @@ class FleetText:
             if key == "order":
                 axes_of(value)
                 order = value
+            elif key == "dtype":
+                if value not in FORMS:
+                    raise LayoutError(f"unknown dtype {value!r} in {text!r}; known are {', '.join(FORMS)}")
+                form = value
             elif key == "cp_order":
                 if value not in set(CpOrder):
                     raise LayoutError(f"unknown cp_order {value!r} in {text!r}; known are {', '.join(CpOrder)}")
@@ -58,9 +64,15 @@ class FleetText:
             elif key.startswith(_OWN_PAGE) and key != _OWN_PAGE:
                 pages[key.removeprefix(_OWN_PAGE)] = _size(key, value, text)
             else:
-                known = ", ".join((*_SIZES, "page.COMPONENT", "order", "cp_order"))
+                known = ", ".join((*_SIZES, "page.COMPONENT", "order", "cp_order", "dtype"))
                 raise LayoutError(f"unknown word {word!r} in {text!r}; known are {known}")
-        return cls(Fleet(**sizes, cp_order=cp_order, pages=tuple(pages.items())), order)
+        return cls(Fleet(**sizes, cp_order=cp_order, pages=tuple(pages.items())), order, form)
+
+    def stored(self, component: Component) -> Component:
+        """A component in the form of this fleet; one of bytes as it is. Raises LayoutError where it cannot have it."""
+        if component.form is None or self.form == "auto":
+            return component
+        return component.kept_as(named(self.form, component.dtype, [component.dim]))
 
 
 def _size(key: str, value: str, text: str) -> int:
@@ -79,7 +91,7 @@ def component_of(text: str) -> Component:
     >>> component_of("name=c4,layers=30,dim=584,dtype=uint8,row_tokens=4").extent(1003)
     250
     """
-    known = {each.name: each.default for each in fields(Component)}
+    known = {each.name: each.default for each in fields(Component) if each.name != "codec"}
     found: dict[str, str | int] = {"kv": 1, "heads": 1}
     seen: set[str] = set()
     for word in text.split(","):
@@ -100,6 +112,7 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
     "vllm": {
         "--tensor-parallel-size": "tp",
         "-tp": "tp",
+        "--kv-cache-dtype": "dtype",
         "--pipeline-parallel-size": "pp",
         "-pp": "pp",
         "--block-size": "page",
@@ -108,6 +121,7 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
         "--tensor-parallel-size": "tp",
         "--tp-size": "tp",
         "--tp": "tp",
+        "--kv-cache-dtype": "dtype",
         "--pipeline-parallel-size": "pp",
         "--pp-size": "pp",
         "--pp": "pp",

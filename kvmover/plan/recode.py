@@ -11,7 +11,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from kvmover.layout.codec import Codec, Part, error_of
+from kvmover.layout.codec import Codec, CodecPart, error_of
 from kvmover.layout.component import Component
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import Span
@@ -79,7 +79,7 @@ def _recode(src: PoolSpec, dst: PoolSpec, src_layers: Span, dst_layers: Span, la
 
 def error_between(one: PoolSpec, other: PoolSpec, own: Span, theirs: Span) -> float:
     """The most that a number may be off by, against the largest that shares its scale, when it goes from one pool to
-    the other, whichever way: see `layout.codec.Part.error`. 0: it arrives as it was, bit by bit.
+    the other, whichever way: see `layout.codec.CodecPart.error`. 0: it arrives as it was, bit by bit.
 
     `own`, `theirs`: the layers that each rank holds.
     """
@@ -94,5 +94,5 @@ def error_between(one: PoolSpec, other: PoolSpec, own: Span, theirs: Span) -> fl
     return found
 
 
-def _scaled(codec: Codec) -> list[Part]:
+def _scaled(codec: Codec) -> list[CodecPart]:
     return [part for part in codec.parts if part.is_scaled]

@@ -35,6 +35,7 @@ OTHERS = {
     "mover.sandbox_bytes": "256 KiB",
     "mover.sms": "none",
     "mover.exports": "pools",
+    "mover.lossy": "0.0625",
     "mover.costs.posting": "inline",
     "mover.backoff.jitter": "0.125",
     "mover.backoff.most_s": "31.5",

@@ -32,7 +32,7 @@ from kvmover.kernels import convert
 from kvmover.kernels.convert_reference import Conversion, decode, encode
 from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.region import Side
-from kvmover.layout import Codec, Part
+from kvmover.layout import Codec, CodecPart
 from kvmover.layout.codec import cut_block
 from tests.proofs import covering, family
 
@@ -43,8 +43,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FORMS: dict[int, dict[str, Codec]] = {
     dim: {
         "bf16": Codec.plain("bfloat16", dim),
-        "f16": Codec("bfloat16", (Part(dim, "float16"),)),
-        "f32": Codec("bfloat16", (Part(dim, "float32"),)),
+        "f16": Codec("bfloat16", (CodecPart(dim, "float16"),)),
+        "f32": Codec("bfloat16", (CodecPart(dim, "float32"),)),
         "half": Codec.fp8("float16", dim),
         "fp8": Codec.fp8("bfloat16", dim),
         "k-v": Codec.fp8("bfloat16", dim // 2, dim // 2),
@@ -54,7 +54,9 @@ FORMS: dict[int, dict[str, Codec]] = {
 for _dim in (64, 128, 576):
     FORMS[_dim]["nvfp4"] = Codec.nvfp4("bfloat16", _dim)
 FORMS[576]["ds-mla"] = Codec.fp8_ds_mla()
-FORMS[576]["v-in-4"] = Codec("bfloat16", (Part(512, "float4_e2m1fn_x2", 16, "float8_e4m3fn"), Part(64, "float32")))
+FORMS[576]["v-in-4"] = Codec(
+    "bfloat16", (CodecPart(512, "float4_e2m1fn_x2", 16, "float8_e4m3fn"), CodecPart(64, "float32"))
+)
 
 Verb = Callable[[Sequence[Conversion]], None]
 
@@ -242,8 +244,8 @@ def traits(case: Case) -> set[Hashable]:
     for end, pool in enumerate((case.src, case.dst)):
         found |= {(end, pool.order), (end, pool.separate), (end, "off", pool.misaligned & -pool.misaligned)}
     if case.units:
-        for segment in convert.segments(OpenCase(case).conversion):
-            shape = convert.ColumnShape.of(segment, RowConfig(1024, 4))
+        for overlap in convert.overlaps(OpenCase(case).conversion):
+            shape = convert.ColumnShape.of(overlap, RowConfig(1024, 4))
             found |= {("kinds", shape.kinds, shape.blocks), ("vecs", shape.vecs), ("listed", shape.listed)}
             found |= {("cut", shape.values % shape.width > 0, shape.kinds[1] == 4), ("largest", shape.largest)}
     return found

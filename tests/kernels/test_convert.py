@@ -240,7 +240,7 @@ def test_parts_that_cut_a_block_are_refused(verb: Callable[[Sequence[Conversion]
 # The launches
 
 
-def test_a_call_launches_a_kernel_for_each_kind_of_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_launches_a_kernel_for_each_kind_of_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[tuple[int, ...], tuple[int, int]]] = []
 
     class Kernel:
@@ -269,7 +269,7 @@ AHEAD = {"report": lambda compiler: compiler.reports("convert_cases.py")}
 def report(request: pytest.FixtureRequest, ahead: Ahead) -> dict[str, dict]:
     """By launch, of one compiler."""
     found = ahead.result(request.module, "report", request.param)
-    latents = sum(way[0] == 576 for way in WAYS)  # have two segments
+    latents = sum(way[0] == 576 for way in WAYS)  # have two overlaps
     every = len(WAYS) + latents
     sizes = {80: every, 90: every + 3, 100: every}
     assert len(found) == (sizes[request.param.architecture] if request.param.cases == "all" else 5)

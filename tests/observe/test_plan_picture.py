@@ -27,7 +27,7 @@ def heads(count: int) -> Component:
 def draw(component: Component, src: str, dst: str, tokens: int = 1024, replicas: Replicas = Replicas.STRIPE) -> str:
     source, target = FleetText.parse(src), FleetText.parse(dst)
     plan = Plan(component, source.fleet, target.fleet, 0, tokens, replicas)
-    return plan_picture.draw(plan, source, target, list(explain(plan, source.order, target.order, RDMA)))
+    return plan_picture.draw(plan, source, target, list(explain(plan, source, target, RDMA)))
 
 
 def parsed(text: str) -> ET.Element:

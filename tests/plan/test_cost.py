@@ -14,6 +14,7 @@ from kvmover.errors import PlanError
 from kvmover.layout import Component, Fleet
 from kvmover.plan import HOST, RDMA, Costs, Plan, Posting, Route
 from kvmover.plan.explain import explain
+from kvmover.plan.fleet_text import FleetText
 
 NBYTES = st.integers(1, 1 << 40)
 RATES = st.floats(1, 1e6)
@@ -118,11 +119,24 @@ def test_every_reason_holds_both_estimates(costs: Costs, nbytes: int, runs: int)
 @pytest.mark.parametrize(("order", "route"), [("NHD", Route.PACKED), ("HND", Route.PACKED)], ids=["NHD", "HND"])
 def test_head_slices_of_llama_are_packed_on_a_fast_wire(order: str, route: Route) -> None:
     plan = Plan(Component.attention(80, 8, 128, "bfloat16"), Fleet(tp=8), Fleet(tp=2), 0, 32_768)
-    assert {each.choice.route for each in explain(plan, order, order, RDMA)} == {route}
+    assert {
+        each.choice.route for each in explain(plan, *(FleetText(each, order) for each in (plan.src, plan.dst)), RDMA)
+    } == {route}
 
 
 def test_equal_fleets_with_long_runs_go_direct() -> None:
     plan = Plan(Component.mla(61, 576, "bfloat16"), Fleet(page_tokens=256), Fleet(page_tokens=256), 0, 32_768)
-    (each,) = explain(plan, "NHD", "NHD", RDMA)
+    (each,) = explain(plan, FleetText(plan.src, "NHD"), FleetText(plan.dst, "NHD"), RDMA)
     assert each.choice.route is Route.DIRECT
     assert each.choice.runs == 61 * 128
+
+
+@pytest.mark.parametrize(
+    ("held", "kept", "row"), [("auto", "fp8", 576), ("fp8_ds_mla", "auto", 656), ("fp8", "fp8", 576)]
+)
+def test_the_narrower_of_two_forms_is_what_costs(held: str, kept: str, row: int) -> None:
+    plan = Plan(Component.mla(61, 576, "bfloat16"), Fleet(page_tokens=256), Fleet(page_tokens=256), 0, 32_768)
+    (each,) = explain(plan, FleetText(plan.src, "NHD", held), FleetText(plan.dst, "NHD", kept), RDMA)
+    assert each.nbytes == each.choice.nbytes == 61 * 32_768 * row
+    assert each.choice.route is (Route.DIRECT if held == kept else Route.PACKED)
+    assert (each.error == 0) == (held == kept)

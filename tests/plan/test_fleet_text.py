@@ -11,7 +11,7 @@ from kvmover.errors import LayoutError
 from kvmover.layout import Component, CpOrder, Fleet
 from kvmover.plan import RDMA, Plan
 from kvmover.plan.explain import explain, plan_as_data
-from kvmover.plan.fleet_text import FleetText, component_of
+from kvmover.plan.fleet_text import FleetText, component_of, in_our_words
 
 LEG = ("src_rank", "dst_rank", "layers", "heads", "positions", "bytes")
 PACKED = "page head layer kv token dim"
@@ -33,6 +33,17 @@ PACKED = "page head layer kv token dim"
 )
 def test_a_fleet_is_read_from_text(text: str, fleet: Fleet, order: str) -> None:
     assert FleetText.parse(text) == FleetText(fleet, order)
+
+
+def test_a_fleet_says_in_which_form_it_stores_the_cache() -> None:
+    latent = Component.mla(61, 576, "bfloat16")
+    assert FleetText.parse("dtype=fp8_ds_mla").stored(latent).row_bytes == 656
+    assert FleetText.parse(in_our_words("vllm --kv-cache-dtype fp8")).stored(latent).row_bytes == 576
+    assert FleetText.parse("tp=2").stored(latent) is latent
+    index = Component("index", 61, 1, 1, 132, "uint8")
+    assert FleetText.parse("dtype=fp8").stored(index) is index
+    with pytest.raises(LayoutError, match="unknown dtype 'int4' in 'dtype=int4'; known are auto, fp8"):
+        FleetText.parse("dtype=int4")
 
 
 def test_a_component_is_read_from_text_by_its_fields() -> None:
@@ -101,7 +112,8 @@ def test_a_wrong_word_is_refused_by_name(text: str, message: str) -> None:
 def test_a_plan_as_data_adds_up(order: str) -> None:
     component = Component.attention(6, 4, 8, "bfloat16")
     plan = Plan(component, Fleet(tp=4, cp=3, page_tokens=16), Fleet(tp=2, pp=2), 0, 40)
-    data = json.loads(json.dumps(plan_as_data(plan, list(explain(plan, order, order, RDMA)))))
+    ends = FleetText(plan.src, order), FleetText(plan.dst, order)
+    data = json.loads(json.dumps(plan_as_data(plan, list(explain(plan, *ends, RDMA)))))
     assert list(data) == ["src", "dst", "legs", "total_bytes"]
     assert data["total_bytes"] == sum(leg["bytes"] for leg in data["legs"]) == 40 * component.token_bytes
     for side, fleet in (("src", plan.src), ("dst", plan.dst)):
@@ -120,7 +132,7 @@ def test_a_plan_as_data_adds_up(order: str) -> None:
             held = fleet.shard(component, rank["rank"], 40).positions
             assert tokens == [position for position in held or () if position < 40]
     for leg in data["legs"]:
-        assert list(leg) == [*LEG, "route", "descriptors_direct", "descriptors_packed"]
+        assert list(leg) == [*LEG, "route", "descriptors_direct", "descriptors_packed", "stored_as", "error"]
         tokens = sum(count * width for _, count, _, width in leg["positions"])
         assert leg["bytes"] == leg["layers"][1] * leg["heads"][1] * tokens * component.kv * component.row_bytes
         assert leg["route"] in ("direct", "packed")

@@ -17,7 +17,9 @@ import torch
 from mover_fleets import POISON
 
 from kvmover.errors import KvmoverError, TransferFailed
+from kvmover.kernels.convert_reference import decode, encode
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
+from kvmover.layout.codec import named
 from kvmover.plan.cost import Costs, Route
 from kvmover.transfer.config import MoverConfig
 from kvmover.transfer.memory.copier import Copier, Done, Work
@@ -39,6 +41,13 @@ CONFIG = MoverConfig(
 )
 
 
+def in_form(component: Component, form: str) -> Component:
+    """As an engine stores it that is told so; bytes of which nobody knows anything as they are."""
+    if component.form is None or form == "auto":
+        return component
+    return component.kept_as(named(form, component.dtype, [component.dim]))
+
+
 class Halting(Copier):
     """Stops its process when a copy is to begin, and copies when that goes on."""
 
@@ -51,16 +60,25 @@ class Side:
     """One rank that is a whole fleet: a mover over NIXL, and a pool whose rows can be made up and hashed."""
 
     def __init__(
-        self, engine: str, page_tokens: int, order: str, route: Route | None, model: str = "toy", pools: str = "zeros"
+        self,
+        engine: str,
+        page_tokens: int,
+        order: str,
+        route: Route | None,
+        model: str = "toy",
+        pools: str = "zeros",
+        stored: tuple[str, float] = ("auto", 0.0),
     ) -> None:
-        fleet = Fleet(page_tokens=page_tokens)
-        specs = [PoolSpec.dense(c, fleet.shard(c, 0, 1), PAGES, page_tokens, order) for c in COMPONENTS]
+        """`stored`: the form of what are numbers, and how much of one may be lost on the way."""
+        fleet, (form, lossy) = Fleet(page_tokens=page_tokens), stored
+        components = tuple(in_form(component, form) for component in COMPONENTS)
+        specs = [PoolSpec.dense(c, fleet.shard(c, 0, 1), PAGES, page_tokens, order) for c in components]
         self._pools = [getattr(Pool, pools)(spec) for spec in specs]
         for pool in self._pools:
             pool.tensors[0].fill_(POISON)
-        config = MoverConfig(CONFIG.arena_bytes, DEADLINE_S, costs=CONFIG.costs, route=route)
+        config = MoverConfig(CONFIG.arena_bytes, DEADLINE_S, costs=CONFIG.costs, route=route, lossy=lossy)
         self.transport = NixlTransport(engine)
-        self.mover = Mover(self.transport, Model(model, COMPONENTS), Place(engine, fleet, 0), self._pools, config)
+        self.mover = Mover(self.transport, Model(model, components), Place(engine, fleet, 0), self._pools, config)
         self._transfers: dict[str, Transfer] = {}
         self.naps_s = 0.0
 
@@ -99,6 +117,19 @@ class Side:
         """SHA-256 of a request's rows, whatever pool they are in."""
         content = hashlib.sha256()
         for rows in self._rows(pages, tokens):
+            content.update(rows.numpy().tobytes())
+        return content.hexdigest()
+
+    def digest_in(self, form: str, pages: Sequence[int], tokens: int) -> str:
+        """As `digest`, of the same rows in another form, by the definition."""
+        content = hashlib.sha256()
+        layers = [pool.spec.component.layers * pool.spec.component.kv * tokens for pool in self._pools]
+        each = [pool.spec.component for pool, rows in zip(self._pools, layers, strict=True) for _ in range(rows)]
+        for component, rows in zip(each, self._rows(pages, tokens), strict=True):
+            kept = in_form(component.meant, form)
+            if component.form and kept.form:
+                numbers = decode(component.form, rows, [1.0] * component.form.scales)
+                rows = encode(kept.form, numbers, [1.0] * kept.form.scales)
             content.update(rows.numpy().tobytes())
         return content.hexdigest()
 

@@ -90,6 +90,31 @@ def test_the_bytes_are_the_same_on_both_sides(source: MoverProcess, target: Move
     assert target.ask("digest", DST_PAGES, TOKENS) == sent
 
 
+def test_numbers_change_their_form_on_the_way_there_and_back_by_consent_of_both_sides(source: MoverProcess):
+    """Random bits: NaN, infinity and subnormal numbers too. The keys beside them are bytes, and stay what they are."""
+    wide, fp8, strict = (
+        MoverProcess(name, 16, "NHD", None, "toy", "zeros", stored)
+        for name, stored in (("wide", ("auto", 0.07)), ("fp8", ("fp8_e4m3", 0.07)), ("strict", ("fp8_e4m3", 0.06)))
+    )
+    wide.ask("fill", 3, SRC_PAGES, TOKENS)
+    assert fp8.ask("connect", wide.ask("card")).startswith("wide.")
+    assert wide.ask("connect", fp8.ask("card")).startswith("fp8.")
+    refused = strict.ask("connect", source.ask("card"))
+    assert "stores attention as 64 bfloat16, this side as 64 float8_e4m3fn" in refused
+    assert refused.endswith("and lossy = 0.06 tolerates no more")
+    want = wide.ask("digest_in", "fp8_e4m3", SRC_PAGES, TOKENS)
+    wide.ask("send", "there", SRC_PAGES)
+    fp8.ask("receive", "there", "wide", 0, TOKENS, SRC_PAGES)
+    assert fp8.ask("outcome", "there", 10)[0].startswith(f"landed {TOKENS * (2 * 2 * 2 * 64 + 2 * 24)} bytes")
+    assert fp8.ask("digest", SRC_PAGES, TOKENS) == want
+    back = fp8.ask("digest_in", "bfloat16", SRC_PAGES, TOKENS)
+    fp8.ask("send", "back", SRC_PAGES)
+    wide.ask("receive", "back", "fp8", 0, TOKENS, SRC_PAGES)
+    assert wide.ask("outcome", "back", 10)[0].startswith("landed")
+    assert wide.ask("digest", SRC_PAGES, TOKENS) == back
+    assert [process.leave() for process in (wide, fp8, strict)] == [0, 0, 0]
+
+
 def test_every_route_gives_the_same_bytes(source: MoverProcess):
     sent = source.ask("fill", 42, SRC_PAGES, TOKENS)
     for route in Route:

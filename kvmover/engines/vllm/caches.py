@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank, exchanged
 from kvmover.engines.vllm.block_format import BlockFormat, BlockSegment, PageView, Rows
-from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Fleet, Layout, Pool, PoolSpec
+from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Codec, Component, Fleet, Layout, Pool, PoolSpec
 from kvmover.transport import Memory, NixlTransport, memory_of
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """How a layer stores the numbers of a token and head. `scales`: of keys and of values, if they have any."""
+
+    codec: Codec
+    scales: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,7 @@ class CacheGroup:
     `formats`: of layers whose rows are not a token's as they stand. `row_tokens`: of layers that keep a row of several.
     `scratch_blocks`: at the end of a request's table, where a state is kept a step of speculation, not its own.
     `sides`: equal parts of a token's row that every engine knows: keys and values, or a latent, 1; 0: it has others.
+    `stored`: of layers whose numbers are not stored as they are meant to be, in a way that is known.
     """
 
     layers: tuple[str, ...]
@@ -38,6 +47,7 @@ class CacheGroup:
     row_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     scratch_blocks: int = 0
     sides: int = 0
+    stored: Mapping[str, StoredRows] = field(default_factory=dict[str, "StoredRows"])
 
     @property
     def is_late(self) -> bool:
@@ -120,7 +130,10 @@ class ComponentCache:
         extents |= {"page": blocks, "token": extents["token"] * self.ratio}
         strides |= {"page": strides["page"] * self.ratio}
         return PoolSpec(
-            self.component, Layout(layout.axes, tuple(extents.values()), tuple(strides.values())), self.spec.separate
+            self.component,
+            Layout(layout.axes, tuple(extents.values()), tuple(strides.values())),
+            self.spec.separate,
+            self.spec.scales,
         )
 
 
@@ -241,6 +254,7 @@ class _LayerKind:
     content: int
     dtype: str
     said: str
+    codec: Codec | None
 
     @classmethod
     def of(cls, group: CacheGroup, cache: LayerCache, whole: ModelTotals) -> _LayerKind:
@@ -249,7 +263,10 @@ class _LayerKind:
         found = group.formats.get(cache.layer, Rows(heads, whole.kv_dtype))
         row_tokens = group.row_tokens.get(cache.layer, 1)
         said = ", a row every {row_tokens} tokens" * (row_tokens > 1) + ", draft" * drafted
-        return cls(found, row_tokens, cache.shape[3], cache.dtype, said.format(row_tokens=row_tokens))
+        stored = group.stored.get(cache.layer)
+        content = cache.shape[3] * cache.element_bytes
+        known = stored.codec if stored and isinstance(found, Rows) and stored.codec.row_bytes == content else None
+        return cls(found, row_tokens, cache.shape[3], cache.dtype, said.format(row_tokens=row_tokens), known)
 
 
 def _component_caches(
@@ -279,19 +296,25 @@ def _component_caches(
         if held.count != segment.held:
             what = f"cache of {first.layer}" + f", {segment.name}," * bool(segment.name)
             raise EngineUnsupported(f"{what} has {segment.held} heads; of {segment.heads} this rank holds {held}")
-        name = f"{group.kind} {number}, {segment.dim} {segment.dtype}" + f", {segment.name}" * bool(segment.name)
+        codec = kind.codec
+        dim, dtype, told = (codec.dim, codec.values, "") if codec else (segment.dim, segment.dtype, segment.name)
         component = Component(
-            name + kind.said,
+            f"{group.kind} {number}, {dim} {dtype}" + f", {told}" * bool(told) + kind.said,
             len(layer_caches),
             segment.kv,
             segment.heads,
-            segment.dim,
-            segment.dtype,
+            dim,
+            dtype,
             window,
             segment.states,
             1 if segment.states else kind.row_tokens,
         )
+        if codec:  # elements of one byte, as the segment's are
+            component = component.kept_as(codec)
         spec, starts = _placed(component, segment, layer_caches)
+        if codec and codec.scales:
+            scales = (group.stored[cache.layer].scales for cache in layer_caches)
+            spec = replace(spec, scales=tuple(scale for each in scales for scale in each))
         names = tuple(cache.layer for cache in layer_caches)
         made.append(ComponentCache(number, component, spec, starts, names, ratio, group.scratch_blocks))
     return made

@@ -22,10 +22,11 @@ from kvmover.engines.vllm.block_format import (
     TokenRing,
     states_of,
 )
-from kvmover.engines.vllm.caches import RING, CacheGroup, LayerCache, ModelTotals
+from kvmover.engines.vllm.caches import RING, CacheGroup, LayerCache, ModelTotals, StoredRows
 from kvmover.engines.vllm.request_accounts import ExternalTokens
 from kvmover.engines.vllm.scheduler import RequestOutcome
-from kvmover.layout import CpOrder
+from kvmover.layout import Codec, CpOrder
+from kvmover.layout.codec import VALUES
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,29 @@ def _group(group: Any, config: Any) -> CacheGroup:
         {layer: count for layer, count in rows.items() if count > 1},
         getattr(spec, "num_speculative_blocks", 0),
         _sides(*specs.values()),
+        {layer: found for layer, each in specs.items() if (found := _stored(layer, each, config)) is not None},
     )
+
+
+def _stored(layer: str, spec: Any, config: Any) -> StoredRows | None:
+    """Rows in e4m3 by the layer's scales, or DeepSeek-V3.2's; None where they are as is meant, or nobody knows how.
+
+    Scales that vLLM computes as it runs are not known yet: such a cache goes by its bytes.
+    """
+    cache, values = config.cache_config, str(config.model_config.dtype).removeprefix("torch.")
+    latent = type(spec) is _cache.MLAAttentionSpec
+    if values not in VALUES or _platforms.current_platform.is_rocm():  # whose e4m3 is another
+        return None
+    if latent and spec.state_content_size_bytes == 656 and spec.head_size == 576 and values == "bfloat16":
+        return StoredRows(Codec.fp8_ds_mla())
+    by_tensor = str(cache.cache_dtype) in ("fp8", "fp8_e4m3") and not getattr(cache, "calculate_kv_scales", False)
+    if not by_tensor or not (latent or type(spec) in (_cache.FullAttentionSpec, _cache.SlidingWindowSpec)):
+        return None
+    module = config.compilation_config.static_forward_context.get(layer)
+    scales = [float(getattr(module, f"_{side}_scale_float", 1.0)) for side in "kv"]
+    if latent:
+        return StoredRows(Codec.fp8(values, spec.head_size), (scales[0],))
+    return StoredRows(Codec.fp8(values, spec.head_size, spec.head_size_v), tuple(scales))
 
 
 def _sides(*specs: Any) -> int:

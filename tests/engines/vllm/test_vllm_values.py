@@ -20,6 +20,7 @@ from kvmover.engines.vllm.caches import (
     ComponentCache,
     LayerCache,
     ModelTotals,
+    StoredRows,
     component_caches,
     lies_in,
     number_of,
@@ -29,7 +30,7 @@ from kvmover.engines.vllm.caches import (
 from kvmover.engines.vllm.handshake import LastTurn, Remote, Serve, answer, answer_of_turn, asked, digest_of
 from kvmover.engines.vllm.options import ConnectorOptions, parse
 from kvmover.errors import TransportError
-from kvmover.layout import Span
+from kvmover.layout import Codec, Span
 from kvmover.store import PagePart
 from kvmover.transport import Memory, MemoryKind
 
@@ -130,6 +131,21 @@ def test_quantised_caches_of_different_kinds_are_different_components() -> None:
     assert len(names) == 2
     wide = {one(caches("LBNHC", 2)[1], 2, ParallelRank(0, 1)).component.name}
     assert not names & wide
+
+
+def test_an_fp8_cache_is_the_same_component_as_a_wide_one_stored_in_another_form() -> None:
+    codec = Codec.fp8("bfloat16", CONTENT // 2, CONTENT // 2)
+    stored = {name: StoredRows(codec, (n + 1.0, n + 1.5)) for n, name in enumerate(NAMES)}
+    narrow = [LayerCache(s.layer, s.address, s.shape, s.stride, "float8_e4m3fn") for s in caches("LBNHC", 2)[1]]
+    wide = [LayerCache(s.layer, s.address, s.shape, s.stride, "bfloat16") for s in caches("LBNHC", 2)[1]]
+    place, whole = ParallelRank(0, 1), ModelTotals(2, "fp8_e4m3")
+    (fp8,) = component_caches([replace(FULL, stored=stored)], narrow, BLOCKS, whole, place)
+    (bf16,) = component_caches([FULL], wide, BLOCKS, ModelTotals(2), place)
+    assert fp8.component.meant == bf16.component
+    assert fp8.component.codec == codec
+    assert fp8.spec.scales == (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)
+    (opaque,) = component_caches([FULL], narrow, BLOCKS, whole, place)
+    assert opaque.component.meant != bf16.component
 
 
 def test_groups_are_components_and_a_window_keeps_what_the_next_token_sees() -> None:
