@@ -94,7 +94,9 @@ class Stopwatch:
 class Server:
     """One cache with pools of SGLang's, and its scheduling of one request at a time."""
 
-    def __init__(self, name: str, page_tokens: int, capacity_tokens: int) -> None:
+    def __init__(
+        self, name: str, page_tokens: int, capacity_tokens: int, rows: int = 4, row_tokens: int = ROW_TOKENS
+    ) -> None:
         import torch
 
         self.torch, self.page_tokens = torch, page_tokens
@@ -107,7 +109,7 @@ class Server:
                 capacity_tokens, page_tokens, torch.float32, "cpu", None, False
             )
         )
-        self.rows = _named("mem_cache.memory_pool").ReqToTokenPool(4, ROW_TOKENS, "cpu", False)
+        self.rows = _named("mem_cache.memory_pool").ReqToTokenPool(rows, row_tokens, "cpu", False)
         self.cache: Any = _cache(name, page_tokens, allocator, self.rows)
         self.allocator = allocator
         self.steps = self.hits = 0

@@ -210,32 +210,40 @@ class Controller:
 
     def votes(self) -> VoteRow:
         """This rank's row of the round. With `settle` it is `poll` in two halves, for ranks that agree otherwise."""
-        self.copies.poll()
-        self.worker.poll()
-        self._restores.poll()
+        self._hear()
         return self.collectives.votes()
 
     def settle(self, agreed: VoteRow) -> None:
         """End what is done on all ranks, in one order, and go on with what follows. Raises ConsensusBroken."""
         for collective, answer in self.collectives.settle(agreed):
             collective.ended(answer)
+        self._go_on()
+
+    def poll(self) -> None:
+        """One round: with the other ranks, if any operation is open."""
+        self._hear()
+        if not self.collectives.open:
+            self._go_on()
+            return
+        watch = Stopwatch()
+        agreed = self.config.consensus.minimum(self.collectives.votes())
+        self.meter.stages[TierStage.AGREE].add(watch.seconds)
+        if agreed is not None:
+            self.settle(agreed)
+
+    def _hear(self) -> None:
+        """What has ended on this rank."""
+        self.copies.poll()
+        self.worker.poll()
+        self._restores.poll()
+
+    def _go_on(self) -> None:
+        """Begin what is due."""
         self._backups.poll()
         if self._events is not None:
             self._events.poll()
         if self.config.policy.inclusion is Inclusion.EXCLUSIVE and self.idle:
             self.allocator.drop_second_copies()
-
-    def poll(self) -> None:
-        """One round: with the other ranks, if any operation is open."""
-        votes = self.votes()
-        if self.collectives.open:
-            watch = Stopwatch()
-            agreed = self.config.consensus.minimum(votes)
-            self.meter.stages[TierStage.AGREE].add(watch.seconds)
-            if agreed is None:
-                return
-            votes = agreed
-        self.settle(votes)
 
     @property
     def idle(self) -> bool:
