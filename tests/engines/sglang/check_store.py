@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bench import PAGE, Rank, Shape, content, keys_of, load, logical, ranks, save, storage
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
+hicache: Any = import_module("sglang.srt.mem_cache.hicache_storage")
 TOKENS = list(range(100, 100 + 5 * PAGE))
 POISON = 0xA5
 
@@ -210,8 +211,8 @@ def answered(rank: Rank) -> None:
     keys, short = keys_of(TOKENS)[:2], torch.arange(1)
     assert backend.batch_exists_v2(keys).extra_pool_hit_pages == {}
     assert backend.batch_set_v1(keys, short) == backend.batch_get_v1(keys, short) == [False, False]
-    whole = PoolTransfer(name=PoolName.KV, keys=keys, host_indices=short)
-    assert backend.batch_set_v2([whole]) == backend.batch_get_v2([whole]) == {PoolName.KV: [False, False]}
+    whole = hicache.PoolTransfer(name=hicache.PoolName.KV, keys=keys, host_indices=short)
+    assert backend.batch_set_v2([whole]) == backend.batch_get_v2([whole]) == {hicache.PoolName.KV: [False, False]}
     assert backend.batch_exists(keys) == 0
     backend.close()
 
