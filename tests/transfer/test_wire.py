@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mover_cases import kinds_of_messages, messages
 
 from kvmover.errors import ProtocolError
+from kvmover.kernels.cuda_exports import Export
 from kvmover.layout.fleet import Fleet
 from kvmover.plan.cost import Route
 from kvmover.plan.legs import Replicas
@@ -233,7 +234,7 @@ WHOLE = {
 }
 
 #: Values that check themselves, or that a card is checked for, and the tests that show it.
-CHECKED = {"Place", "PoolSpec", "Memory", "HostProcess"}
+CHECKED = {"Place", "PoolSpec", "Memory", "HostProcess", "Export"}
 
 
 def unbounded(kind: Any, where: str) -> Iterator[str]:
@@ -276,5 +277,6 @@ def test_values_that_check_themselves_have_the_fields_that_are_checked():
     assert {field.name for field in fields(Memory)} == {"kind", "address", "nbytes", "device"}
     assert {field.name for field in fields(Fleet)} == {"tp", "pp", "cp", "page_tokens", "cp_order", "pages"}
     assert Place.__struct_fields__ == ("engine", "fleet", "rank", "generation")
+    assert {field.name for field in fields(Export)} == {"kind", "handle", "nbytes", "offset"}  # test_mapped_gpus.py
     assert {field.name for field in fields(HostProcess)} == {"pid", "started"}  # which is compared, and no more
     assert is_dataclass(Memory)
