@@ -18,45 +18,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
-from .launch import RowConfig, Upload
+from .launch import Prepared, RowConfig, one_device
 from .quant_reference import FP8_MAX_INVERSE, SCALE_BYTES, SCALE_FLOOR, WIDE_BYTES, QuantRegion
-from .region import RegionError, Side, even_distance
-from .rows import find_region
+from .region import RegionError, even_distance
+from .table import (
+    EVEN,
+    LISTED,
+    SEVERAL_UNITS,
+    SHAPE,
+    SIDE_WORDS,
+    SIDES,
+    Counts,
+    Launch,
+    Table,
+    find_region,
+    plane_and_head,
+    plane_start,
+    rows_of,
+    token_stride,
+    unit_start,
+)
+
+#: Where a region's sides are described, and how many words describe it.
+WIDE_SIDE = SIDES
+NARROW_SIDE = tl.constexpr(SIDES.value + SIDE_WORDS.value)
+SCALE_SIDE = tl.constexpr(SIDES.value + 2 * SIDE_WORDS.value)
+REGION_WORDS = tl.constexpr(SIDES.value + 3 * SIDE_WORDS.value)
 
 INVERSE, FLOOR = tl.constexpr(FP8_MAX_INVERSE), tl.constexpr(SCALE_FLOOR)
 
 
 @triton.jit
 def _row_pointers(
-    table,
-    at,
-    plane,
-    head,
-    unit,
-    token,
-    live,
-    SIDE: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SHAPE: tl.constexpr,
-    MOST: tl.constexpr,
+    table, side, plane, head, unit, token, live, ELEMENT: tl.constexpr, VEC: tl.constexpr, KIND: tl.constexpr
 ):
-    """Where each row starts on a side (0 wide, 1 fp8, 2 scales): [row]. Everything but planes is in elements."""
-    VEC: tl.constexpr = min(SHAPE[4 + SIDE], MOST)
-    LISTED: tl.constexpr = SHAPE[7 + SIDE]
-    base = tl.load(table + tl.load(at + 5 + SIDE) + plane).to(tl.pointer_type(ELEMENT))
-    base = tl.multiple_of(base, VEC * ELEMENT.primitive_bitwidth // 8)
-    base += head * tl.multiple_of(tl.load(at + 14 + SIDE), VEC)
-    first = tl.load(at + 8 + SIDE)
-    if LISTED:
-        start = tl.multiple_of(tl.load(table + first + unit, mask=live, other=0), VEC)
-    else:
-        start = tl.multiple_of(first, VEC) + unit.to(tl.int64) * tl.multiple_of(tl.load(at + 11 + SIDE), VEC)
-    return base + (start + token * tl.multiple_of(tl.load(at + 17 + SIDE), VEC))
+    """Where each row starts on a side: [row]. Everything but planes is in elements."""
+    base = plane_start(table, side, plane, head, ELEMENT, VEC)
+    return base + (unit_start(table, side, unit, live, KIND, VEC) + token * token_stride(side, VEC))
 
 
 @triton.jit
@@ -126,26 +128,19 @@ def _store_scales(scales, scale, live, WIDTH: tl.constexpr):
 @triton.jit
 def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, PACK: tl.constexpr, CASTS: tl.constexpr):
     """Convert one tile of the region described at `at`, whose rows have shape `I`."""
-    SHAPE: tl.constexpr = SHAPES[I]
-    WIDE: tl.constexpr = SHAPE[0]
-    DIM: tl.constexpr = SHAPE[1]
-    PART: tl.constexpr = SHAPE[2]
-    ROWS: tl.constexpr = SHAPE[3]
-    planes = tl.load(at + 2).to(tl.int32)
-    heads = tl.load(at + 3).to(tl.int32)
-    tokens = tl.load(at + 4).to(tl.int32)
-    rest = tile // planes
-    plane = tile - rest * planes
-    piece = rest // heads
-    head = (rest - piece * heads).to(tl.int64)
-    row = piece * ROWS + tl.arange(0, ROWS)
-    unit = row // tokens
-    token = row - unit * tokens
-    live = unit < tl.load(at + 1).to(tl.int32)
-    # Unpacking, a thread takes the fp8 that make one access of wide: twice as many would cross shared memory.
-    wide = _row_pointers(table, at, plane, head, unit, token, live, 0, tl.int16, SHAPE, 8)[:, None]
-    narrow = _row_pointers(table, at, plane, head, unit, token, live, 1, tl.int8, SHAPE, 16 if PACK else 8)[:, None]
-    scales = _row_pointers(table, at, plane, head, unit, token, live, 2, tl.float32, SHAPE, 1)
+    OF: tl.constexpr = SHAPES[I]
+    WIDE: tl.constexpr = OF.word
+    DIM: tl.constexpr = OF.dim
+    PART: tl.constexpr = OF.part
+    WIDE_VEC: tl.constexpr = OF.wide_vec
+    NARROW_VEC: tl.constexpr = OF.narrow_vec if PACK else OF.unpacked_vec
+    plane, head, piece = plane_and_head(at, tile)
+    unit, token, _, live = rows_of(at, piece, OF.rows, 1, SEVERAL_UNITS)
+    side = at + WIDE_SIDE
+    wide = _row_pointers(table, side, plane, head, unit, token, live, tl.int16, WIDE_VEC, OF.wide_kind)[:, None]
+    side = at + NARROW_SIDE
+    narrow = _row_pointers(table, side, plane, head, unit, token, live, tl.int8, NARROW_VEC, OF.narrow_kind)[:, None]
+    scales = _row_pointers(table, at + SCALE_SIDE, plane, head, unit, token, live, tl.float32, 1, OF.scale_kind)
     body = tl.arange(0, PART)[None, :]
     tail = PART + body
     here = live[:, None]
@@ -157,8 +152,8 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, PACK: tl.const
             x_tail = _as_float(tl.load(wide + tail, mask=tail_here, other=0, eviction_policy="evict_first"), WIDE)
             magnitude = tl.maximum(magnitude, _magnitude(x_tail, CASTS))
         # In this order NaN, of a row of nothing else, becomes the floor, and infinity the scale of the largest number.
-        scale = tl.minimum(tl.maximum(tl.max(magnitude, 1) * INVERSE, FLOOR), SHAPE[10])
-        _store_scales(scales, scale, live, max(1, PART // max(SHAPE[4], SHAPE[5])))
+        scale = tl.minimum(tl.maximum(tl.max(magnitude, 1) * INVERSE, FLOOR), OF.largest_scale)
+        _store_scales(scales, scale, live, max(1, PART // max(WIDE_VEC, OF.narrow_vec)))
         inverse = tl.div_rn(1.0, scale)[:, None]
         tl.store(narrow + body, _to_fp8(x * inverse, CASTS), mask=here)
         if DIM > PART:
@@ -173,16 +168,15 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, PACK: tl.const
             tl.store(wide + tail, _to_words(_from_fp8(q_tail, CASTS) * scale, WIDE, CASTS), mask=tail_here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["regions", "tiles"])
 def quant_kernel(table, regions, tiles, SHAPES: tl.constexpr, PACK: tl.constexpr, CASTS: tl.constexpr):
     """Persistent over all tiles of all regions; the grid is the SM budget.
 
-    `table` int64: `FIELDS` words a region, then plane addresses in bytes and unit offsets in elements (see `describe`).
-    `CASTS`: the hardware converts.
+    `table`: see `describe`. `CASTS`: the hardware converts.
     """
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        at, local = find_region(table, regions, tile, FIELDS)
-        shape = tl.load(at + 20).to(tl.int32)
+        at, local = find_region(table, regions, tile, REGION_WORDS)
+        shape = tl.load(at + SHAPE).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:
                 _tile(table, at, local, SHAPES, i, PACK, CASTS)
@@ -200,33 +194,15 @@ OPTIONS = {"enable_fp_fusion": False}
 class PreparedQuant:
     """A launch whose table is on the device: either verb, any number of times, CUDA graphs included."""
 
-    table: torch.Tensor
-    launch: QuantLaunch
-    config: RowConfig
-    programs: int
+    prepared: Prepared
 
     def pack(self) -> None:
         """Launch the packing on the current stream."""
-        self._run(1)
+        self.prepared.run(PACK=1)
 
     def unpack(self) -> None:
         """Launch the unpacking on the current stream."""
-        self._run(0)
-
-    def _run(self, packs: int) -> None:
-        quant_kernel[(self.programs,)](
-            self.table,
-            self.launch.regions,
-            self.launch.tiles,
-            SHAPES=tuple(shape.constexpr for shape in self.launch.shapes),
-            PACK=packs,
-            CASTS=casts(self.table.device),
-            num_warps=self.config.warps,
-            **OPTIONS,
-        )
-
-
-_uploads: dict[torch.device, Upload] = {}
+        self.prepared.run(PACK=0)
 
 
 def prepare(
@@ -238,14 +214,10 @@ def prepare(
     work = [region for region in regions if region.rows]
     if not work:
         return None
-    device = work[0].device
-    for region in work:
-        if region.device != device:
-            raise RegionError(f"regions on {device} and {region.device} cannot share a launch")
+    device = one_device(region.device for region in work)
     config = config or (CONFIG if sms is None else BUDGET_CONFIG)
-    launch = describe(work, config)
-    table = _uploads.setdefault(device, Upload(device)).to_device(launch.table)
-    return PreparedQuant(table, launch, config, config.programs(launch.tiles, sms, device))
+    constants = {"CASTS": casts(device), **OPTIONS}
+    return PreparedQuant(Prepared.of(quant_kernel, describe(work, config), config, device, sms, **constants))
 
 
 def pack(regions: Sequence[QuantRegion], config: RowConfig | None = None, sms: int | None = None) -> None:
@@ -271,90 +243,69 @@ def casts(device: torch.device) -> int:
     return int(device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-#: int64 words that describe a region to the kernel: see `describe`.
-FIELDS = tl.constexpr(24)
-
 #: Of rows with few elements: a tile of more would read offsets instead of payload.
 MOST_ROWS = 256
 
-WORDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+WORD_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantShape:
     """What the kernel is compiled for: `rows` rows a tile of `dim` elements, in one or two parts of `part`.
 
-    For wide, fp8 and scales: `vecs`, the elements of which every row starts at a multiple, and `listed`, 0 where units
-    follow each other at one distance, as on the wire, and need no table.
+    `wide_vec`, `narrow_vec`: the elements of which every row starts at a multiple. The kinds of sides: whether units
+    are listed, or follow each other at one distance, as on the wire, and need no table.
     """
 
     dtype: torch.dtype
     dim: int
     part: int
     rows: int
-    vecs: tuple[int, int, int]
-    listed: tuple[int, int, int]
+    wide_vec: int
+    narrow_vec: int
+    wide_kind: int
+    narrow_kind: int
+    scale_kind: int
 
     @property
-    def constexpr(self) -> tuple[object, ...]:
-        """As the kernel takes it; last the largest scale."""
-        largest = float(np.float32(torch.finfo(self.dtype).max) * np.float32(FP8_MAX_INVERSE))
-        return WORDS[self.dtype], self.dim, self.part, self.rows, *self.vecs, *self.listed, largest
+    def word(self) -> tl.dtype:
+        """What a wide element is."""
+        return WORD_TYPES[self.dtype]
+
+    @property
+    def unpacked_vec(self) -> int:
+        """Unpacking, a thread takes the fp8 that make one access of wide: twice as many would cross shared memory."""
+        return min(self.narrow_vec, 8)
+
+    @property
+    def largest_scale(self) -> float:
+        """That of the largest number of the wide dtype."""
+        return float(np.float32(torch.finfo(self.dtype).max) * np.float32(FP8_MAX_INVERSE))
 
     @classmethod
     def of(cls, region: QuantRegion, config: RowConfig) -> QuantShape:
         """As many rows as fill a tile, and the widest accesses that the addresses allow."""
         part = 1 << (region.dim.bit_length() - 1)
-        vecs = (region.alignment(region.wide) // WIDE_BYTES, region.alignment(region.narrow), 1)
+        vecs = region.alignment(region.wide) // WIDE_BYTES, region.alignment(region.narrow)
         # Narrower accesses, of which a thread has as many: more would each be of another row, with its own addresses.
         share = max(vecs[0], vecs[1] // 2, 1)
         rows = max(1, min(MOST_ROWS, config.block_bytes * share // (16 * part)))
-        listed = tuple(int(even_distance(side.units) is None) for _, side, _ in region.sides)
-        return cls(region.dtype, region.dim, part, rows, vecs, listed)
+        kinds = ((LISTED if even_distance(side.units) is None else EVEN).value for _, side, _ in region.sides)
+        return cls(region.dtype, region.dim, part, rows, *vecs, *kinds)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantLaunch:
-    """One kernel call, worked out on the host: the table to upload, the tiles to run, the row shapes to compile for."""
-
-    table: npt.NDArray[np.int64]
-    regions: int
-    tiles: int
-    shapes: tuple[QuantShape, ...]
-
-
-def describe(regions: Sequence[QuantRegion], config: RowConfig) -> QuantLaunch:
-    """Lay the regions out as the kernel reads them: FIELDS words a region, then its planes and listed units."""
-    header = np.zeros((len(regions), FIELDS.value), np.int64)
-    parts = [header.reshape(-1)]
-    shapes: dict[QuantShape, int] = {}
-    tiles = 0
-    for fields, region in zip(header, regions, strict=True):
+def describe(regions: Sequence[QuantRegion], config: RowConfig) -> Launch:
+    """Lay the regions out as the kernel reads them: wide, fp8 and scales of each."""
+    table, shapes = Table(len(regions), REGION_WORDS.value), dict[QuantShape, int]()
+    for region in regions:
         shape = QuantShape.of(region, config)
-        fields[:5] = tiles, region.units, region.planes, region.heads, region.tokens
-        elements = (WIDE_BYTES, 1, SCALE_BYTES)
-        for number, ((_, side, _), element) in enumerate(zip(region.sides, elements, strict=True)):
-            _describe_side(parts, fields, number, side, element)
-        fields[20] = shapes.setdefault(shape, len(shapes))
         pieces = -(-region.units * region.tokens // shape.rows)
         if pieces * shape.rows >= 1 << 31:
             raise RegionError(f"{region.units} units of {region.tokens} tokens; the kernel counts them in 32 bits")
-        tiles += pieces * region.planes * region.heads
-    if tiles >= 1 << 31:
-        raise RegionError(f"{tiles} tiles in one launch; the kernel counts them in 32 bits")
-    return QuantLaunch(np.concatenate(parts), len(regions), tiles, tuple(shapes))
-
-
-def _describe_side(
-    parts: list[npt.NDArray[np.int64]], fields: npt.NDArray[np.int64], number: int, side: Side, element: int
-) -> None:
-    """Fill in side `number` (0 wide, 1 fp8, 2 scales), and append its tables to `parts`."""
-    fields[5 + number] = sum(map(len, parts))
-    parts.append(side.addresses())
-    distance = even_distance(side.units)
-    if distance is None:
-        fields[8 + number] = sum(map(len, parts))
-        parts.append(side.units // element)
-    else:
-        fields[8 + number], fields[11 + number] = side.units[0] // element, distance // element
-    fields[14 + number], fields[17 + number] = side.head_bytes // element, side.token_bytes // element
+        kinds = (WIDE_BYTES, shape.wide_kind), (1, shape.narrow_kind), (SCALE_BYTES, shape.scale_kind)
+        sides = [
+            word for (_, side, _), kind in zip(region.sides, kinds, strict=True) for word in table.side(side, *kind)
+        ]
+        counts = Counts(region.units, region.planes, region.heads, region.tokens)
+        table.region(shapes.setdefault(shape, len(shapes)), counts, pieces, 1, SEVERAL_UNITS.value, sides)
+    return table.launch(tuple(shapes))

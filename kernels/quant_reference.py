@@ -167,8 +167,7 @@ def _planes(regions: Sequence[QuantRegion]) -> Iterator[QuantRegion]:
 
 
 def _plane(side: Side, plane: int) -> Side:
-    one = slice(plane, plane + 1)
-    return replace(side, allocation=side.allocation[one], offset=side.offset[one])
+    return side.some_planes(slice(plane, plane + 1))
 
 
 def _dense(plane: QuantRegion, row_bytes: int, rows: torch.Tensor | None = None) -> Side:
@@ -176,7 +175,7 @@ def _dense(plane: QuantRegion, row_bytes: int, rows: torch.Tensor | None = None)
     memory = torch.empty(plane.rows * row_bytes, dtype=torch.uint8)
     memory = memory if rows is None else rows.view(torch.uint8).view(-1)
     zero, units = np.zeros(1, np.int64), np.arange(plane.units) * (plane.heads * plane.tokens * row_bytes)
-    return Side((memory,), zero, zero, units, plane.tokens * row_bytes, row_bytes)
+    return Side.of((memory,), zero, zero, units, plane.tokens * row_bytes, row_bytes)
 
 
 def _join(plane: QuantRegion, src: Side, dst: Side, row_bytes: int) -> Region:

@@ -26,7 +26,7 @@ def bound(box: Box, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) ->
 
 
 def _side(place: BoxSide, memory: Sequence[torch.Tensor]) -> Side:
-    return Side(tuple(memory), place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
+    return Side.of(tuple(memory), place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
 
 
 def page_region(src: Pool, src_ids: Ids, dst: Pool, dst_ids: Ids, layers: Span | None = None) -> Region:

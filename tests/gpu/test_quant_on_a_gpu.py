@@ -159,7 +159,7 @@ def test_addresses_beyond_two_to_the_31_elements_are_reached() -> None:
         pool[start : start + 4096] = page.cuda()
     region, fp8, scales = flat(rows, device="cuda")
     zero, pages = np.zeros(1, np.int64), np.arange(4)
-    far = Side((pool,), zero, zero, starts, 0, 256)
+    far = Side.of((pool,), zero, zero, starts, 0, 256)
     narrow, factors = (
         replace(side, units=pages * 16 * width, token_bytes=width)
         for side, width in ((region.narrow, 128), (region.scales, 4))

@@ -248,7 +248,11 @@ def traits(case: Case) -> set[Hashable]:
         found |= {(end, pool.order), (end, pool.separate), (end, "off", pool.misaligned & -pool.misaligned)}
     if case.units:
         shape = quant.QuantShape.of(OpenCase(case).region, RowConfig(1024, 4))
-        found |= {("vecs", shape.vecs), ("listed", shape.listed), ("two parts", shape.part < shape.dim, shape.dtype)}
+        found |= {
+            ("vecs", shape.wide_vec, shape.narrow_vec),
+            ("kinds", shape.wide_kind, shape.narrow_kind, shape.scale_kind),
+            ("two parts", shape.part < shape.dim, shape.dtype),
+        }
         found |= {("rows", min(shape.rows, 2)), ("dim", case.dim if case.dim in DIMS else 0)}
     return found
 
@@ -313,7 +317,7 @@ def flat(
     zero, units = np.zeros(1, np.int64), np.arange(rows)
     memories = [part.clone().to(device).view(torch.uint8).view(-1) for part in (wide, fp8, scales)]
     sides = [
-        Side((memory,), zero, zero, units * width, 0, width)
+        Side.of((memory,), zero, zero, units * width, 0, width)
         for memory, width in zip(memories, (WIDE_BYTES * dim, dim, SCALE_BYTES), strict=True)
     ]
     return QuantRegion(*sides, 1, 1, dim, wide.dtype), memories[1], memories[2]
@@ -347,11 +351,10 @@ def launches() -> Iterator[tuple[str, int, int, Case, RowConfig]]:
 
 
 def compiled(case: Case, packs: int, architecture: int, casts: int, config: RowConfig) -> bytes:
-    """The cubin of a launch. One region is compiled in, as a launch specialises on 1."""
+    """The cubin of a launch."""
     launch = quant.describe([OpenCase(case).region], config)
-    shapes = tuple(shape.constexpr for shape in launch.shapes)
-    constants = {"SHAPES": shapes, "PACK": packs, "CASTS": casts, "regions": 1}
-    signature = {"table": "*i64", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}
+    constants = {"SHAPES": launch.shapes, "PACK": packs, "CASTS": casts}
+    signature = {"table": "*i64", "regions": "i32", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}
     signature = {name: signature[name] for name in quant.quant_kernel.arg_names}
     source = ASTSource(quant.quant_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
     options = {"num_warps": config.warps, **quant.OPTIONS}

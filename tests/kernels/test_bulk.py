@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bulk_cases import any_moves, between, copied, line
+from bulk_cases import MEMORY, any_moves, between, copied, line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
@@ -53,7 +53,7 @@ def test_copies_of_any_move_are_the_same_bytes(move: Move) -> None:
 )
 def test_pages_that_follow_each_other_are_one_copy(starts: tuple[list[int], list[int]], planes: int) -> None:
     sides = [
-        replace(line(4096, np.array(pages) * 4096), allocation=np.zeros(planes, np.int64), offset=offset)
+        Side.of((MEMORY,), np.zeros(planes, np.int64), offset, np.array(pages) * 4096, 4096, 4096)
         for pages, offset in zip(starts, (np.arange(planes) * (9 << 12), np.arange(planes) * (8 << 12)), strict=True)
     ]
     region = merged(Region(*sides, 1, 1, 4096))
@@ -67,7 +67,7 @@ def test_pages_that_follow_each_other_are_one_copy(starts: tuple[list[int], list
 def test_no_copy_spans_two_allocations_that_touch() -> None:
     whole = torch.zeros(8192, dtype=torch.uint8)
     planes, zero = np.arange(2), np.zeros(2, np.int64)
-    side = Side((whole[:4096], whole[4096:]), planes, zero, np.zeros(1, np.int64), 0, 0)
+    side = Side.of((whole[:4096], whole[4096:]), planes, zero, np.zeros(1, np.int64), 0, 0)
     assert [len(each) for each in copies(Region(side, side, 1, 1, 4096))] == [2, 2, 2]
 
 

@@ -157,13 +157,14 @@ def test_fp8_and_scale_of_a_row_may_lie_side_by_side() -> None:
     region, fp8, scales = flat(wide)
     wire = torch.full((6 * 132,), 0xEE, dtype=torch.uint8)
     zero, units = np.zeros(1, np.int64), np.arange(6) * 132
-    narrow, factors = Side((wire,), zero, zero, units, 0, 0), Side((wire,), zero, zero + 128, units, 0, 0)
+    narrow, factors = Side.of((wire,), zero, zero, units, 0, 0), Side.of((wire,), zero, zero + 128, units, 0, 0)
     joined = replace(region, narrow=narrow, scales=factors)
     quant_reference.pack([region])
     quant_reference.pack([joined])
     assert torch.equal(wire.view(6, 132)[:, :128], fp8.view(6, 128))
     assert torch.equal(wire.view(6, 132)[:, 128:], scales.view(6, 4))
-    assert quant.QuantShape.of(joined, quant.CONFIG).vecs == (8, 4, 1)
+    shape = quant.QuantShape.of(joined, quant.CONFIG)
+    assert (shape.wide_vec, shape.narrow_vec) == (8, 4)
 
 
 def region(**changes: object) -> QuantRegion:
@@ -172,12 +173,17 @@ def region(**changes: object) -> QuantRegion:
     return replace(OpenCase(case).region, **changes)
 
 
+def in_memory(side: Side, change: Callable[[torch.Tensor], torch.Tensor]) -> Side:
+    memory = tuple(map(change, side.memory))
+    return Side.of(memory, side.allocation, side.offset, side.units, side.head_bytes, side.token_bytes)
+
+
 def _off(side: Side, offset: int) -> Side:
-    return replace(side, memory=tuple(torch.cat([memory, memory])[offset:] for memory in side.memory))
+    return in_memory(side, lambda memory: torch.cat([memory, memory])[offset:])
 
 
 def _elsewhere(side: Side) -> Side:
-    return replace(side, memory=tuple(memory.to("meta") for memory in side.memory))
+    return in_memory(side, lambda memory: memory.to("meta"))
 
 
 BAD = {
@@ -255,15 +261,18 @@ def test_units_that_follow_each_other_need_no_table() -> None:
     tables = []
     for even in (False, True):
         launch = quant.describe([OpenCase(replace(case, even=even)).region], quant.CONFIG)
-        assert launch.shapes[0].listed == ((1, 0, 0) if even else (1, 1, 1))
+        (shape,) = launch.shapes
+        kinds = shape.wide_kind, shape.narrow_kind, shape.scale_kind
+        assert kinds == ((1, 0, 0) if even else (1, 1, 1))
         tables.append(len(launch.table))
-    assert tables == [24 + 3 * 2 + 3 * 30, 24 + 3 * 2 + 30]
+    words = quant.REGION_WORDS.value + 3 * 2
+    assert tables == [words + 3 * 30, words + 30]
 
 
 def test_more_rows_than_32_bits_count_are_refused() -> None:
     memory = torch.zeros(1 << 10, dtype=torch.uint8)
     zero = np.zeros(1, np.int64)
-    side = Side((memory,), zero, zero, zero, 0, 0)
+    side = Side.of((memory,), zero, zero, zero, 0, 0)
     fits = QuantRegion(side, side, side, 1, 1 << 30, 16, torch.bfloat16)
     assert quant.describe([fits], quant.CONFIG).tiles == (1 << 30) // 128
     with pytest.raises(RegionError, match=f"1 units of {(1 << 31) - 1} tokens"):
