@@ -178,7 +178,7 @@ def _bulk(regions: Sequence[Region], device: torch.device, sms: int) -> Callable
 def _rows(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
     from . import rows
 
-    return rows.launched(regions, device, None, sms).run
+    return rows.prepared(regions, device, sms=sms).run
 
 
 @cache

@@ -19,13 +19,12 @@ import triton.language as tl
 
 from . import digest_reference as definition
 from .digest_reference import End, Logical
-from .launch import Prepared, RowConfig
-from .region import Region, RegionError, check_apart, even_distance
+from .launch import Prepared, Program, RowConfig
+from .region import Region, RegionError, at_rest, check_apart
 from .rows import DST, FULL_TILE, SRC, WIDEST, recut, with_most_bytes
 from .table import (
     ADDRESSES,
     EITHER,
-    EVEN,
     GRAINS,
     HEAD_STRIDE,
     LISTED,
@@ -39,6 +38,8 @@ from .table import (
     Launch,
     Table,
     find_region,
+    kind_in,
+    kind_of_units,
     plane_and_head,
     plane_start,
     rows_of,
@@ -54,6 +55,21 @@ FIRST_HEAD, OUT, WORDS = (tl.constexpr(LOGICAL.value + SIDE_WORDS.value + i) for
 H, T = tl.constexpr(definition.H), tl.constexpr(definition.T)
 A, B = tl.constexpr(definition.A), tl.constexpr(definition.B)
 M1, M2 = tl.constexpr(definition.M1), tl.constexpr(definition.M2)
+
+#: Where the kernel finds each field of a DigestShape.
+(
+    OF_ELEMENT_BYTES,
+    OF_VEC,
+    OF_GRAINS,
+    OF_GRAIN,
+    OF_HEAD_BYTES,
+    OF_HEADS,
+    OF_RECUT,
+    OF_SPAN,
+    OF_SRC_KIND,
+    OF_DST_KIND,
+    OF_POSITION_KIND,
+) = map(tl.constexpr, range(11))
 
 
 @triton.jit
@@ -94,28 +110,29 @@ def _move_bytes(src, dst, first, live, BYTES: tl.constexpr, COPY: tl.constexpr):
 @triton.jit
 def _payload(table, at, plane, head, unit, token, first, live, OF: tl.constexpr, COPY: tl.constexpr):
     """Copy the words of a tile, and return them: [row, word]."""
-    VEC: tl.constexpr = OF.vec
-    src = plane_start(table, at + SRC, plane, head, OF.word, VEC)
-    dst = plane_start(table, at + DST, plane, head, OF.word, VEC)
-    known = unit >= 0 if OF.span == ONE_UNIT else live
-    src_row = unit_start(table, at + SRC, unit, known, OF.src_kind, VEC)
-    dst_row = unit_start(table, at + DST, unit, known, OF.dst_kind, VEC)
-    if OF.span != TOKEN_UNITS:
+    VEC: tl.constexpr = OF[OF_VEC]
+    ELEMENT: tl.constexpr = tl.int32 if OF[OF_ELEMENT_BYTES] == 4 else tl.int8  # pyright: ignore
+    src = plane_start(table, at + SRC, plane, head, ELEMENT, VEC)
+    dst = plane_start(table, at + DST, plane, head, ELEMENT, VEC)
+    known = unit >= 0 if OF[OF_SPAN] == ONE_UNIT else live
+    src_row = unit_start(table, at + SRC, unit, known, OF[OF_SRC_KIND], VEC)
+    dst_row = unit_start(table, at + DST, unit, known, OF[OF_DST_KIND], VEC)
+    if OF[OF_SPAN] != TOKEN_UNITS:
         src_row += token * token_stride(at + SRC, VEC)
         dst_row += token * token_stride(at + DST, VEC)
-    if OF.element_bytes == 4:
-        words = first.to(tl.int64)[:, None] + tl.arange(0, OF.grain)[None, :]
+    if OF[OF_ELEMENT_BYTES] == 4:
+        words = first.to(tl.int64)[:, None] + tl.arange(0, OF[OF_GRAIN])[None, :]
         data = tl.load(src + (src_row[:, None] + words), mask=live[:, None], eviction_policy="evict_first")
         if COPY:
             tl.store(dst + (dst_row[:, None] + words), data, mask=live[:, None])
     else:
-        HEAD_WORDS: tl.constexpr = (OF.head_bytes + 3) // 4
+        HEAD_WORDS: tl.constexpr = (OF[OF_HEAD_BYTES] + 3) // 4
         head_in_row = first // HEAD_WORDS
         number = (first - head_in_row * HEAD_WORDS) * 4
-        byte = (head_in_row * OF.head_bytes + number).to(tl.int64)
+        byte = (head_in_row * OF[OF_HEAD_BYTES] + number).to(tl.int64)
         src += (src_row + byte)[:, None]
         dst += (dst_row + byte)[:, None]
-        data = _move_bytes(src, dst, number[:, None], live[:, None], OF.head_bytes, COPY)
+        data = _move_bytes(src, dst, number[:, None], live[:, None], OF[OF_HEAD_BYTES], COPY)
     return data
 
 
@@ -123,20 +140,20 @@ def _payload(table, at, plane, head, unit, token, first, live, OF: tl.constexpr,
 def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
     """Copy one tile of the region described at `at`, whose rows are served by shape `I`, and add its sum to `out`."""
     OF: tl.constexpr = SHAPES[I]
-    GRAIN: tl.constexpr = OF.grain
-    HEAD_WORDS: tl.constexpr = (OF.head_bytes + 3) // 4
-    HEADS_IN_ROW: tl.constexpr = OF.heads
-    ROWS: tl.constexpr = BLOCK // WIDEST * OF.vec // GRAIN
+    GRAIN: tl.constexpr = OF[OF_GRAIN]
+    HEAD_WORDS: tl.constexpr = (OF[OF_HEAD_BYTES] + 3) // 4
+    HEADS_IN_ROW: tl.constexpr = OF[OF_HEADS]
+    ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // GRAIN
     plane, head, piece = plane_and_head(at, tile)
-    unit, token, grain, live = rows_of(at, piece, ROWS, OF.grains, OF.span)
+    unit, token, grain, live = rows_of(at, piece, ROWS, OF[OF_GRAINS], OF[OF_SPAN])
     first = grain * GRAIN
     word = _payload(table, at, plane, head, unit, token, first, live, OF, COPY)
-    known = unit >= 0 if OF.span == ONE_UNIT else live
-    position = unit_start(table, at + LOGICAL, unit, known, OF.position_kind, 1)
+    known = unit >= 0 if OF[OF_SPAN] == ONE_UNIT else live
+    position = unit_start(table, at + LOGICAL, unit, known, OF[OF_POSITION_KIND], 1)
     step = tl.load(at + LOGICAL + TOKEN_STRIDE)
-    if OF.recut:  # a token begins anywhere in such a row: words are counted from the start of the unit
-        if OF.grains:
-            first += token * (OF.grains * GRAIN)
+    if OF[OF_RECUT]:  # a token begins anywhere in such a row: words are counted from the start of the unit
+        if OF[OF_GRAINS]:
+            first += token * (OF[OF_GRAINS] * GRAIN)
         else:
             first += token * (tl.load(at + GRAINS).to(tl.int32) * GRAIN)
         token = token * 0
@@ -147,7 +164,7 @@ def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl
         first = first + words
         words = words * 0
     head = head * HEADS_IN_ROW
-    if HEADS_IN_ROW > 1 or OF.recut:
+    if HEADS_IN_ROW > 1 or OF[OF_RECUT]:
         group = first // HEAD_WORDS
         first = first - group * HEAD_WORDS
         further = group // HEADS_IN_ROW
@@ -190,9 +207,9 @@ def move_and_digest(
     definition's. `sms` is the SM budget (None: no budget). The memory must stay allocated until the stream has
     passed the launch, which is not waited for. Raises RegionError before anything is launched.
     """
-    prepared = prepare(regions, logicals, out, config, sms)
-    if prepared is not None:
-        prepared.run()
+    launch = prepare(regions, logicals, out, config, sms)
+    if launch is not None:
+        launch.run()
 
 
 def digest(
@@ -204,9 +221,9 @@ def digest(
     sms: int | None = None,
 ) -> None:
     """Add the digest of the rows at one end of the regions to `out`; nothing moves. Else as `move_and_digest`."""
-    prepared = prepare(regions, logicals, out, config, sms, side)
-    if prepared is not None:
-        prepared.run()
+    launch = prepare(regions, logicals, out, config, sms, side)
+    if launch is not None:
+        launch.run()
 
 
 def prepare(
@@ -216,10 +233,11 @@ def prepare(
     config: RowConfig | None = None,
     sms: int | None = None,
     reads: End | None = None,
+    using: Program | None = None,
 ) -> Prepared | None:
     """Check and describe a launch and upload its table; None where there is nothing to do.
 
-    `reads`: the end that is only read, as `digest` does; None for `move_and_digest`.
+    `reads`: the end that is only read, as `digest` does; None for `move_and_digest`. `using`: as `rows.move`.
     """
     definition.check(regions, logicals)
     if out.dtype != torch.int64 or out.dim() != 1 or len(out) not in (1, len(regions)) or not out.is_contiguous():
@@ -233,12 +251,41 @@ def prepare(
     if reads is None:
         check_apart([regions[number] for number in work])
     else:
-        regions = [replace(region, src=getattr(region, reads), dst=getattr(region, reads)) for region in regions]
-    config = config or (CONFIG if sms is None else BUDGET_CONFIG)
+        regions = [at_rest(region, reads) for region in regions]
+    config = using.config if using is not None else config or (CONFIG if sms is None else BUDGET_CONFIG)
     outs = [number if len(out) > 1 else 0 for number in work]
-    launch = describe([regions[i] for i in work], [logicals[i] for i in work], outs, config.block_bytes)
-    constants = {"BLOCK": config.block_bytes, "COPY": int(reads is None)}
-    return Prepared.of(digest_kernel, launch, config, out.device, sms, (out,), **constants)
+    moved, coordinates = [regions[i] for i in work], [logicals[i] for i in work]
+    launch = describe(moved, coordinates, outs, config.block_bytes, () if using is None else using.shapes)
+    return Prepared.of(program(launch.shapes, config, reads), launch, out.device, sms, out)
+
+
+def program(shapes: tuple[DigestShape, ...], config: RowConfig, reads: End | None) -> Program:
+    """The kernel for these shapes. `reads`: as in `prepare`."""
+    constants = ("BLOCK", config.block_bytes), ("COPY", int(reads is None))
+    return Program(digest_kernel, shapes, config, constants, outputs=1)
+
+
+def standing_program(
+    regions: Sequence[Region],
+    logicals: Sequence[Logical],
+    kinds: tuple[int, int],
+    sms: int | None,
+    reads: End | None = None,
+) -> Program:
+    """The one kernel for regions like these, as `rows.standing_program`. Positions are listed."""
+    config = CONFIG if sms is None else BUDGET_CONFIG
+    regions = regions if reads is None else [at_rest(region, reads) for region in regions]
+    given = dict(zip(("src_kind", "dst_kind", "position_kind"), (*kinds, LISTED.value), strict=True))
+    owns = [
+        (replace(own, **given), cut)
+        for own, cut in (DigestShape.of(*each, config.block_bytes) for each in zip(regions, logicals, strict=True))
+    ]
+    most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
+    narrow = dict[tuple[int, ...], DigestShape]()
+    for own, _ in owns:
+        rows = own.element_bytes, own.head_bytes, own.heads
+        narrow[rows] = min(narrow.get(rows, own.of_any_rows), own.of_any_rows)
+    return program((*most, *sorted(narrow.values(), reverse=True)), config, reads)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -261,11 +308,6 @@ class DigestShape:
     src_kind: int
     dst_kind: int
     position_kind: int
-
-    @property
-    def word(self) -> tl.dtype:
-        """What the kernel loads and stores."""
-        return tl.int32 if self.element_bytes == 4 else tl.int8
 
     @property
     def of_any_rows(self) -> DigestShape:
@@ -301,7 +343,7 @@ class DigestShape:
         head_words = -(-head_bytes // 4)
         grain = vec if several or not wide else max(vec, min(head_words & -head_words, block_words))
         units = cut.src.units, cut.dst.units, logical.positions
-        kinds = ((LISTED if even_distance(each) is None else EVEN).value for each in units)
+        kinds = map(kind_of_units, units)
         row = words // grain, grain, head_bytes, logical.heads_in_row
         return cls(4 if wide else 1, vec, *row, int(cut is not region), span.value, *kinds), cut
 
@@ -310,10 +352,9 @@ def _kinds(shape: DigestShape) -> tuple[int, int, int]:
     return shape.src_kind, shape.dst_kind, shape.position_kind
 
 
-def shapes_for(regions: Sequence[Region], logicals: Sequence[Logical], block_bytes: int) -> tuple[DigestShape, ...]:
+def shapes_for(owns: Sequence[tuple[DigestShape, Region]]) -> tuple[DigestShape, ...]:
     """What a kernel is compiled for that moves regions like these, as `rows.shapes_for`."""
-    owns = [DigestShape.of(*each, block_bytes) for each in zip(regions, logicals, strict=True)]
-    most = with_most_bytes((shape, cut.nbytes) for shape, cut in owns)
+    most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
     rest = [own for own, cut in owns if not any(shape.serves(own, cut) for shape in most)]
     return (*most, *sorted({own.of_any_rows for own in rest}, reverse=True))
 
@@ -329,10 +370,10 @@ def describe(
 
     The kernel is compiled for `shapes`, or for what serves these regions best.
     """
-    shapes = shapes or shapes_for(regions, logicals, block_bytes)
+    owns = [DigestShape.of(*each, block_bytes) for each in zip(regions, logicals, strict=True)]
+    shapes = shapes or shapes_for(owns)
     table = Table(len(regions), WORDS.value)
-    for region, logical, out in zip(regions, logicals, outs, strict=True):
-        own, cut = DigestShape.of(region, logical, block_bytes)
+    for (own, cut), logical, out in zip(owns, logicals, outs, strict=True):
         number = next((i for i, shape in enumerate(shapes) if shape.serves(own, cut)), len(shapes))
         if number == len(shapes):
             shapes = (*shapes, own.of_any_rows)
@@ -341,10 +382,11 @@ def describe(
         per_tile = block_bytes // WIDEST.value * shape.vec // shape.grain
         pieces = -(-cut.tokens * grains * (cut.units if shape.span else 1) // per_tile)
         if pieces * per_tile >= 1 << 31 or shape.grain * grains * cut.tokens >= 1 << 31:
-            raise RegionError(f"{region.nbytes} bytes; the kernel counts their words in 32 bits")
+            raise RegionError(f"{cut.nbytes} bytes; the kernel counts their words in 32 bits")
         element = shape.element_bytes
-        sides = [*table.side(cut.src, element, shape.src_kind), *table.side(cut.dst, element, shape.dst_kind)]
-        keys, positions = table.append(logical.plane_keys()), table.units(logical.positions, 1, shape.position_kind)
+        src, dst, places = map(kind_in, _kinds(shape), _kinds(own))
+        sides = [*table.side(cut.src, element, src), *table.side(cut.dst, element, dst)]
+        keys, positions = table.append(logical.plane_keys()), table.units(logical.positions, 1, places)
         coordinates = keys, *positions, logical.head_step, logical.position_step, logical.first_head, out
         counts = Counts(cut.units, cut.planes, cut.heads, cut.tokens)
         table.region(number, counts, pieces, grains, shape.span, [*sides, *coordinates])

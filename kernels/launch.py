@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cache
 from math import log2
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -176,39 +176,60 @@ def one_device(devices: Iterable[torch.device]) -> torch.device:
     return first
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A launch with its table on the device: may be run again, as long as the regions' memory is there, and captured in
-    a CUDA graph. `arguments` follow the table, `constants` are compiled in.
+def constexpr(shape: Any) -> tuple[int, ...]:
+    """A shape as a kernel is compiled for it: its fields in order, plain numbers. vLLM has whatever Triton compiles
+    written as JSON, and where that fails the launch does."""
+    return astuple(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One compiled kernel: the shapes of rows that it has code for, the tile, and what else is compiled in. A region is
+    moved by the code of the first shape that serves it.
+
+    `outputs`: tensors of int64 that follow the table.
     """
 
     kernel: Any
-    launch: Launch
+    shapes: tuple[Any, ...]
     config: RowConfig
+    constants: tuple[tuple[str, object], ...] = ()
+    outputs: int = 0
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What the kernel is called with beside its arguments."""
+        return {"SHAPES": tuple(map(constexpr, self.shapes)), "num_warps": self.config.warps, **dict(self.constants)}
+
+    def compile(self, device: torch.device) -> None:
+        """Compile now what a launch on `device` would compile when it is first made, for most of a second. From any
+        thread."""
+        with on(device):
+            self.kernel.warmup(*[torch.int64] * (1 + self.outputs), 1, 1, grid=(1,), **self.options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A launch with its table on the device: may be run again, as long as the regions' memory is there, and captured in
+    a CUDA graph. `outputs` follow the table.
+    """
+
+    program: Program
+    launch: Launch
     table: torch.Tensor
-    programs: int
-    arguments: tuple[torch.Tensor, ...] = ()
-    constants: Mapping[str, object] = field(default_factory=dict[str, object])
+    blocks: int
+    outputs: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(
-        cls,
-        kernel: Any,
-        launch: Launch,
-        config: RowConfig,
-        device: torch.device,
-        sms: int | None,
-        arguments: tuple[torch.Tensor, ...] = (),
-        **constants: object,
-    ) -> Prepared:
-        """Uploads the table on the device's current stream, without a synchronise."""
+        cls, program: Program, launch: Launch, device: torch.device, sms: int | None, *outputs: torch.Tensor
+    ) -> Self:
+        """Uploads the table on the device's current stream, without a synchronise. `sms`: None for no budget."""
         table = Upload.here(device).to_device(launch.table)
-        programs = config.programs(launch.tiles, sms, device)
-        return cls(kernel, launch, config, table, programs, arguments, constants)
+        return cls(program, launch, table, program.config.programs(launch.tiles, sms, device), outputs)
 
     def run(self, **constants: object) -> None:
         """Launch on the current stream of the regions' device. `constants` join those that are compiled in."""
         counts = self.launch.regions, self.launch.tiles
-        compiled = {"SHAPES": self.launch.shapes, "num_warps": self.config.warps, **self.constants, **constants}
         with on(self.table.device):
-            self.kernel[(self.programs,)](self.table, *self.arguments, *counts, **compiled)
+            self.program.kernel[(self.blocks,)](self.table, *self.outputs, *counts, **self.program.options, **constants)

@@ -22,12 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Prepared, RowConfig, one_device
+from .launch import Prepared, Program, RowConfig, one_device
 from .quant_reference import FP8_MAX_INVERSE, SCALE_BYTES, SCALE_FLOOR, WIDE_BYTES, QuantRegion
-from .region import RegionError, even_distance
+from .region import RegionError
 from .table import (
-    EVEN,
-    LISTED,
     SEVERAL_UNITS,
     SHAPE,
     SIDE_WORDS,
@@ -36,6 +34,7 @@ from .table import (
     Launch,
     Table,
     find_region,
+    kind_of_units,
     plane_and_head,
     plane_start,
     rows_of,
@@ -50,6 +49,17 @@ SCALE_SIDE = tl.constexpr(SIDES.value + 2 * SIDE_WORDS.value)
 REGION_WORDS = tl.constexpr(SIDES.value + 3 * SIDE_WORDS.value)
 
 INVERSE, FLOOR = tl.constexpr(FP8_MAX_INVERSE), tl.constexpr(SCALE_FLOOR)
+
+#: The scale of the largest number of each wide dtype.
+LARGEST_BF16, LARGEST_FP16 = (
+    tl.constexpr(float(np.float32(torch.finfo(dtype).max) * np.float32(FP8_MAX_INVERSE)))
+    for dtype in (torch.bfloat16, torch.float16)
+)
+
+#: Where the kernel finds each field of a QuantShape.
+OF_BFLOAT16, OF_DIM, OF_PART, OF_ROWS, OF_WIDE_VEC, OF_NARROW_VEC, OF_WIDE_KIND, OF_NARROW_KIND, OF_SCALE_KIND = map(
+    tl.constexpr, range(9)
+)
 
 
 @triton.jit
@@ -129,18 +139,21 @@ def _store_scales(scales, scale, live, WIDTH: tl.constexpr):
 def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, PACK: tl.constexpr, CASTS: tl.constexpr):
     """Convert one tile of the region described at `at`, whose rows have shape `I`."""
     OF: tl.constexpr = SHAPES[I]
-    WIDE: tl.constexpr = OF.word
-    DIM: tl.constexpr = OF.dim
-    PART: tl.constexpr = OF.part
-    WIDE_VEC: tl.constexpr = OF.wide_vec
-    NARROW_VEC: tl.constexpr = OF.narrow_vec if PACK else OF.unpacked_vec
+    WIDE: tl.constexpr = tl.bfloat16 if OF[OF_BFLOAT16] else tl.float16  # pyright: ignore
+    DIM: tl.constexpr = OF[OF_DIM]
+    PART: tl.constexpr = OF[OF_PART]
+    WIDE_VEC: tl.constexpr = OF[OF_WIDE_VEC]
+    # Unpacking, a thread takes the fp8 that make one access of wide: twice as many would cross shared memory.
+    NARROW_VEC: tl.constexpr = OF[OF_NARROW_VEC] if PACK or OF[OF_NARROW_VEC] < 8 else 8  # pyright: ignore
     plane, head, piece = plane_and_head(at, tile)
-    unit, token, _, live = rows_of(at, piece, OF.rows, 1, SEVERAL_UNITS)
+    unit, token, _, live = rows_of(at, piece, OF[OF_ROWS], 1, SEVERAL_UNITS)
     side = at + WIDE_SIDE
-    wide = _row_pointers(table, side, plane, head, unit, token, live, tl.int16, WIDE_VEC, OF.wide_kind)[:, None]
+    wide = _row_pointers(table, side, plane, head, unit, token, live, tl.int16, WIDE_VEC, OF[OF_WIDE_KIND])[:, None]
     side = at + NARROW_SIDE
-    narrow = _row_pointers(table, side, plane, head, unit, token, live, tl.int8, NARROW_VEC, OF.narrow_kind)[:, None]
-    scales = _row_pointers(table, at + SCALE_SIDE, plane, head, unit, token, live, tl.float32, 1, OF.scale_kind)
+    narrow = _row_pointers(table, side, plane, head, unit, token, live, tl.int8, NARROW_VEC, OF[OF_NARROW_KIND])[
+        :, None
+    ]
+    scales = _row_pointers(table, at + SCALE_SIDE, plane, head, unit, token, live, tl.float32, 1, OF[OF_SCALE_KIND])
     body = tl.arange(0, PART)[None, :]
     tail = PART + body
     here = live[:, None]
@@ -152,8 +165,10 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, PACK: tl.const
             x_tail = _as_float(tl.load(wide + tail, mask=tail_here, other=0, eviction_policy="evict_first"), WIDE)
             magnitude = tl.maximum(magnitude, _magnitude(x_tail, CASTS))
         # In this order NaN, of a row of nothing else, becomes the floor, and infinity the scale of the largest number.
-        scale = tl.minimum(tl.maximum(tl.max(magnitude, 1) * INVERSE, FLOOR), OF.largest_scale)
-        _store_scales(scales, scale, live, max(1, PART // max(WIDE_VEC, OF.narrow_vec)))
+        scale = tl.minimum(
+            tl.maximum(tl.max(magnitude, 1) * INVERSE, FLOOR), LARGEST_BF16 if OF[OF_BFLOAT16] else LARGEST_FP16
+        )
+        _store_scales(scales, scale, live, max(1, PART // max(WIDE_VEC, OF[OF_NARROW_VEC])))
         inverse = tl.div_rn(1.0, scale)[:, None]
         tl.store(narrow + body, _to_fp8(x * inverse, CASTS), mask=here)
         if DIM > PART:
@@ -216,8 +231,9 @@ def prepare(
         return None
     device = one_device(region.device for region in work)
     config = config or (CONFIG if sms is None else BUDGET_CONFIG)
-    constants = {"CASTS": casts(device), **OPTIONS}
-    return PreparedQuant(Prepared.of(quant_kernel, describe(work, config), config, device, sms, **constants))
+    launch = describe(work, config)
+    program = Program(quant_kernel, launch.shapes, config, (("CASTS", casts(device)), *OPTIONS.items()))
+    return PreparedQuant(Prepared.of(program, launch, device, sms))
 
 
 def pack(regions: Sequence[QuantRegion], config: RowConfig | None = None, sms: int | None = None) -> None:
@@ -246,8 +262,6 @@ def casts(device: torch.device) -> int:
 #: Of rows with few elements: a tile of more would read offsets instead of payload.
 MOST_ROWS = 256
 
-WORD_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
 
 @dataclass(frozen=True, slots=True)
 class QuantShape:
@@ -257,7 +271,7 @@ class QuantShape:
     are listed, or follow each other at one distance, as on the wire, and need no table.
     """
 
-    dtype: torch.dtype
+    bfloat16: int
     dim: int
     part: int
     rows: int
@@ -267,21 +281,6 @@ class QuantShape:
     narrow_kind: int
     scale_kind: int
 
-    @property
-    def word(self) -> tl.dtype:
-        """What a wide element is."""
-        return WORD_TYPES[self.dtype]
-
-    @property
-    def unpacked_vec(self) -> int:
-        """Unpacking, a thread takes the fp8 that make one access of wide: twice as many would cross shared memory."""
-        return min(self.narrow_vec, 8)
-
-    @property
-    def largest_scale(self) -> float:
-        """That of the largest number of the wide dtype."""
-        return float(np.float32(torch.finfo(self.dtype).max) * np.float32(FP8_MAX_INVERSE))
-
     @classmethod
     def of(cls, region: QuantRegion, config: RowConfig) -> QuantShape:
         """As many rows as fill a tile, and the widest accesses that the addresses allow."""
@@ -290,8 +289,8 @@ class QuantShape:
         # Narrower accesses, of which a thread has as many: more would each be of another row, with its own addresses.
         share = max(vecs[0], vecs[1] // 2, 1)
         rows = max(1, min(MOST_ROWS, config.block_bytes * share // (16 * part)))
-        kinds = ((LISTED if even_distance(side.units) is None else EVEN).value for _, side, _ in region.sides)
-        return cls(region.dtype, region.dim, part, rows, *vecs, *kinds)
+        kinds = (kind_of_units(side.units) for _, side, _ in region.sides)
+        return cls(int(region.dtype == torch.bfloat16), region.dim, part, rows, *vecs, *kinds)
 
 
 def describe(regions: Sequence[QuantRegion], config: RowConfig) -> Launch:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -95,8 +96,23 @@ class Planes:
         stop = first + np.array([tensor.numel() for tensor in self.memory], np.int64)
         return first[order], np.maximum.accumulate(stop[order])
 
+    @cached_property
+    def begins(self) -> list[int]:
+        """The first of `extents`, to search."""
+        return self.extents[0].tolist()
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """First address of the allocation that comes first, and where the one ends that ends last."""
+        return int(self.extents[0][0]), int(self.extents[1][-1])
+
     def meets(self, other: Planes) -> bool:
         """Whether any allocation of the one overlaps any of the other."""
+        few, many = sorted((self, other), key=lambda each: len(each.memory))
+        if len(few.memory) == 1:  # an arena, for each chunk: without numpy
+            first, stop = few.span
+            before = bisect_left(many.begins, stop) - 1
+            return before >= 0 and int(many.extents[1][before]) > first
         return _first_overlap(self.extents, other.extents) is not None
 
     def window(self, first: int, nbytes: int) -> Planes:
@@ -105,14 +121,13 @@ class Planes:
         moved = Planes((memory[first : first + nbytes],), self.allocation, self.offset)
         if self.fault is None and len(self):
             # What was worked out once is shifted; the rest would follow by itself.
-            start, end = self.extents[0] + first, self.extents[0] + (first + nbytes)
-            below, _ = self.room
+            (base, _), (below, _) = self.span, self.room
             moved.__dict__.update(
                 fault=None,
                 addresses=self.addresses + first,
                 address_bits=self.address_bits | first,
                 room=(below, nbytes - self._furthest),
-                extents=(start, end),
+                span=(base + first, base + first + nbytes),
             )
         return moved
 
@@ -244,6 +259,12 @@ class Region:
             bits |= side.planes.address_bits | int(np.bitwise_or.reduce(side.units, initial=0))
             bits |= side.head_bytes * (self.heads > 1) | side.token_bytes * (self.tokens > 1)
         return bits & -bits
+
+
+def at_rest(region: Region, end: Literal["src", "dst"]) -> Region:
+    """The rows at one end of a region, which nothing moves."""
+    side = region.src if end == "src" else region.dst
+    return replace(region, src=side, dst=side)
 
 
 #: First and one-past-last address of pieces of a side.

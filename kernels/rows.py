@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import Prepared, RowConfig, RowKind, choose, one_device
-from .region import Region, RegionError, Side, check_apart, even_distance
+from .launch import Prepared, Program, RowConfig, RowKind, choose, one_device
+from .region import Region, RegionError, Side, check_apart
 from .table import (
     EITHER,
-    EVEN,
-    LISTED,
     ONE_UNIT,
     SEVERAL_UNITS,
     SHAPE,
@@ -32,6 +30,8 @@ from .table import (
     Launch,
     Table,
     find_region,
+    kind_in,
+    kind_of_units,
     plane_and_head,
     plane_start,
     rows_of,
@@ -52,27 +52,32 @@ PASS_BYTES = tl.constexpr(8192)
 
 Shape = TypeVar("Shape", bound=Hashable)
 
-WORD_TYPES = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+#: Where the kernel finds each field of a RowShape.
+OF_WORD_BYTES, OF_VEC, OF_GRAINS, OF_GRAIN, OF_SPAN, OF_SRC_KIND, OF_DST_KIND = map(tl.constexpr, range(7))
 
 
 @triton.jit
 def _copy(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
     """Copy the `ROWS` grains of a piece of the region described at `at`."""
-    WORD: tl.constexpr = OF.word
-    VEC: tl.constexpr = OF.vec
-    GRAIN: tl.constexpr = OF.grain
-    SPAN: tl.constexpr = OF.span
+    BYTES: tl.constexpr = OF[OF_WORD_BYTES]
+    WORD: tl.constexpr = (  # pyright: ignore
+        tl.int64 if BYTES == 8 else tl.int32 if BYTES == 4 else tl.int16 if BYTES == 2 else tl.int8
+    )
+    VEC: tl.constexpr = OF[OF_VEC]
+    GRAIN: tl.constexpr = OF[OF_GRAIN]
+    SPAN: tl.constexpr = OF[OF_SPAN]
     src = plane_start(table, at + SRC, plane, head, WORD, VEC)
     dst = plane_start(table, at + DST, plane, head, WORD, VEC)
-    unit, token, grain, live = rows_of(at, piece, ROWS, OF.grains, SPAN)
+    unit, token, grain, live = rows_of(at, piece, ROWS, OF[OF_GRAINS], SPAN)
     src_row = grain.to(tl.int64) * GRAIN
     dst_row = src_row
     if SPAN == ONE_UNIT:
-        src += unit_start(table, at + SRC, unit, unit >= 0, OF.src_kind, VEC)
-        dst += unit_start(table, at + DST, unit, unit >= 0, OF.dst_kind, VEC)
+        src += unit_start(table, at + SRC, unit, unit >= 0, OF[OF_SRC_KIND], VEC)
+        dst += unit_start(table, at + DST, unit, unit >= 0, OF[OF_DST_KIND], VEC)
     else:
-        src_row += unit_start(table, at + SRC, unit, live, OF.src_kind, VEC)
-        dst_row += unit_start(table, at + DST, unit, live, OF.dst_kind, VEC)
+        src_row += unit_start(table, at + SRC, unit, live, OF[OF_SRC_KIND], VEC)
+        dst_row += unit_start(table, at + DST, unit, live, OF[OF_DST_KIND], VEC)
     if SPAN != TOKEN_UNITS:
         src_row += token * token_stride(at + SRC, VEC)
         dst_row += token * token_stride(at + DST, VEC)
@@ -85,9 +90,9 @@ def _copy(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
 def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr):
     """Copy one tile of the region described at `at`, whose rows are served by shape `I`."""
     OF: tl.constexpr = SHAPES[I]
-    ROWS: tl.constexpr = BLOCK // WIDEST * OF.vec // OF.grain
+    ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // OF[OF_GRAIN]
     plane, head, piece = plane_and_head(at, tile)
-    if OF.grains or BLOCK <= PASS_BYTES:
+    if OF[OF_GRAINS] or BLOCK <= PASS_BYTES:
         _copy(table, at, plane, head, piece, OF, ROWS)
     else:
         PASSES: tl.constexpr = BLOCK // PASS_BYTES
@@ -124,11 +129,6 @@ class RowShape:
     dst_kind: int
 
     @property
-    def word(self) -> tl.dtype:
-        """The word that the kernel moves."""
-        return WORD_TYPES[self.word_bytes]
-
-    @property
     def access_bytes(self) -> int:
         """Bytes of the widest access, to which every row is aligned."""
         return self.word_bytes * self.vec
@@ -146,7 +146,7 @@ class RowShape:
         several = region.units > 1 and in_unit < FULL_TILE * tiles * block_words
         span = (TOKEN_UNITS if region.tokens == 1 else SEVERAL_UNITS) if several else ONE_UNIT
         grain = vec if several else min(words & -words, block_words)
-        kinds = ((LISTED if even_distance(side.units) is None else EVEN).value for side in (region.src, region.dst))
+        kinds = kind_of_units(region.src.units), kind_of_units(region.dst.units)
         return cls(word, vec, words // grain, grain, span.value, *kinds)
 
     @classmethod
@@ -160,10 +160,11 @@ class RowShape:
         """Whether tiles of this shape move a region, whose own is `own`, and hardly slower than tiles of that."""
         if not self.grains:
             return self.access_bytes <= own.access_bytes
+        if self == own:
+            return True
         alike = self.access_bytes == own.access_bytes and self.grains * self.grain == own.grains * own.grain
-        spans = {own.span, SEVERAL_UNITS.value, *([TOKEN_UNITS.value] if region.tokens == 1 else [])}
-        kinds = self.src_kind >= own.src_kind and self.dst_kind >= own.dst_kind
-        return alike and self.span in spans and kinds
+        spans = own.span, SEVERAL_UNITS.value, TOKEN_UNITS.value if region.tokens == 1 else own.span
+        return alike and self.span in spans and self.src_kind >= own.src_kind and self.dst_kind >= own.dst_kind
 
 
 #: Rows with this share of a launch's bytes have code of their own; those with less share what moves any rows.
@@ -178,12 +179,11 @@ def with_most_bytes(shapes: Iterable[tuple[Shape, int]]) -> list[Shape]:
     return sorted(shape for shape in nbytes if nbytes[shape] >= LEAST_SHARE * nbytes.total())
 
 
-def shapes_for(regions: Sequence[Region], block_bytes: int) -> tuple[RowShape, ...]:
+def shapes_for(owns: Sequence[tuple[RowShape, Region]]) -> tuple[RowShape, ...]:
     """What a kernel is compiled for that moves regions like these: few kernels for many sizes of requests.
 
-    Shapes of the rows that are most of the bytes, then of any rows, the widest first.
+    Shapes of the rows that are most of the bytes, then of any rows, the widest first. `owns`: see `cuts`.
     """
-    owns = [(RowShape.of(cut, block_bytes), cut) for cut in map(recut, regions)]
     most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
     rest = [own.access_bytes for own, cut in owns if not any(shape.serves(own, cut) for shape in most)]
     widths = sorted({max(rest), min(rest)}, reverse=True) if rest else ()
@@ -219,15 +219,20 @@ def kind_of(region: Region) -> RowKind:
 FULL_TILE = 0.75
 
 
+def cuts(regions: Iterable[Region], block_bytes: int) -> list[tuple[RowShape, Region]]:
+    """The regions cut anew, each with the shape that suits it best."""
+    return [(RowShape.of(cut, block_bytes), cut) for cut in map(recut, regions)]
+
+
 def describe(regions: Sequence[Region], block_bytes: int, shapes: tuple[RowShape, ...] = ()) -> Launch:
     """Lay the regions out for the kernel, compiled for `shapes`, or for what serves these regions best.
 
     A region is served by the first shape that can. Raises RegionError for what the kernel cannot count.
     """
-    shapes = shapes or shapes_for(regions, block_bytes)
+    owns = cuts(regions, block_bytes)
+    shapes = shapes or shapes_for(owns)
     table = Table(len(regions), WORDS.value)
-    for region in map(recut, regions):
-        own = RowShape.of(region, block_bytes)
+    for own, region in owns:
         number = next((i for i, shape in enumerate(shapes) if shape.serves(own, region)), len(shapes))
         if number == len(shapes):
             shapes = (*shapes, RowShape.of_any_rows(own.access_bytes))
@@ -237,13 +242,35 @@ def describe(regions: Sequence[Region], block_bytes: int, shapes: tuple[RowShape
         pieces = -(-region.tokens * grains * (region.units if shape.span else 1) // per_tile)
         if pieces * per_tile >= 1 << 31:
             raise RegionError(f"{region.nbytes} bytes in words of {word}; the kernel counts them in 32 bits")
-        sides = [*table.side(region.src, word, shape.src_kind), *table.side(region.dst, word, shape.dst_kind)]
+        sides = [
+            *table.side(region.src, word, kind_in(shape.src_kind, own.src_kind)),
+            *table.side(region.dst, word, kind_in(shape.dst_kind, own.dst_kind)),
+        ]
         counts = Counts(region.units, region.planes, region.heads, region.tokens)
         table.region(number, counts, pieces, grains, shape.span, sides)
     return table.launch(shapes)
 
 
-def prepare(regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None) -> Prepared | None:
+def program(shapes: tuple[RowShape, ...], config: RowConfig) -> Program:
+    """The kernel for these shapes."""
+    return Program(move_kernel, shapes, config, (("BLOCK", config.block_bytes),))
+
+
+def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int | None) -> Program:
+    """The one kernel for regions like these, of whatever number, width and distance: compiled before they are moved.
+
+    `kinds`: how units are given at either end, EVEN or LISTED, even where they happen to follow each other.
+    """
+    config = choose(kind_of(max(regions, key=lambda region: region.nbytes)), sms, regions[0].src.device)
+    owns = [(replace(own, src_kind=kinds[0], dst_kind=kinds[1]), cut) for own, cut in cuts(regions, config.block_bytes)]
+    most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
+    widths = [own.access_bytes for own, _ in owns]
+    return program((*most, *map(RowShape.of_any_rows, sorted({max(widths), min(widths)}, reverse=True))), config)
+
+
+def prepare(
+    regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None, using: Program | None = None
+) -> Prepared | None:
     """What `move` does before it launches; None when there is nothing to move."""
     for region in regions:
         region.check()
@@ -252,22 +279,35 @@ def prepare(regions: Sequence[Region], config: RowConfig | None = None, sms: int
         return None
     device = one_device(region.src.device for region in work)
     check_apart(work)
-    return launched(work, device, config, sms)
+    return prepared(work, device, config, sms, using)
 
 
-def launched(work: Sequence[Region], device: torch.device, config: RowConfig | None, sms: int | None) -> Prepared:
+def prepared(
+    work: Sequence[Region],
+    device: torch.device,
+    config: RowConfig | None = None,
+    sms: int | None = None,
+    using: Program | None = None,
+) -> Prepared:
     """The launch of regions that were checked, which the kernel reaches from `device`."""
-    config = config or choose(kind_of(max(work, key=lambda region: region.nbytes)), sms, device)
-    launch = describe(work, config.block_bytes)
-    return Prepared.of(move_kernel, launch, config, device, sms, BLOCK=config.block_bytes)
+    if using is None:
+        config = config or choose(kind_of(max(work, key=lambda region: region.nbytes)), sms, device)
+        launch = describe(work, config.block_bytes)
+    else:
+        config, launch = using.config, describe(work, using.config.block_bytes, using.shapes)
+    return Prepared.of(program(launch.shapes, config), launch, device, sms)
 
 
-def move(regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None) -> None:
+def move(
+    regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None, using: Program | None = None
+) -> None:
     """Copy every row of every region in one launch on the current stream of their device, without a synchronise.
 
-    All regions on one device. `sms` is the SM budget (None: no budget). The regions' memory must stay allocated until
-    the stream has passed the launch. Raises RegionError before anything is launched; regions without rows are skipped.
+    All regions on one device. `sms` is the SM budget (None: no budget). `using`: a kernel that was made for regions
+    like these; None: one that suits these best, compiled where it is met first. The regions' memory must stay allocated
+    until the stream has passed the launch. Raises RegionError before anything is launched; regions without rows are
+    skipped.
     """
-    prepared = prepare(regions, config, sms)
-    if prepared is not None:
-        prepared.run()
+    launch = prepare(regions, config, sms, using)
+    if launch is not None:
+        launch.run()

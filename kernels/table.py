@@ -109,6 +109,16 @@ def token_stride(side, VEC: tl.constexpr):
     return tl.multiple_of(tl.load(side + TOKEN_STRIDE), VEC)
 
 
+def kind_of_units(units: Offsets) -> int:
+    """EVEN, for units that need no list, or LISTED."""
+    return (LISTED if even_distance(units) is None else EVEN).value
+
+
+def kind_in(shape: int, own: int) -> int:
+    """How a side is described to a kernel whose shape takes `shape`, if its own kind is `own`."""
+    return own if shape == EITHER.value else shape
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
     """One kernel call, worked out on the host: the table to upload, the tiles to run, the shapes to compile for.
@@ -160,16 +170,16 @@ class Table:
         return place
 
     def side(self, side: Side, element_bytes: int, kind: int) -> list[int]:
-        """The words of a side, whose lists are added. `kind`: EVEN, LISTED or EITHER."""
+        """The words of a side, whose lists are added. `kind`: EVEN where units are, or LISTED."""
         words = self.units(side.units, element_bytes, kind)
         strides = side.head_bytes // element_bytes, side.token_bytes // element_bytes
         return [self.append(side.planes.addresses), *words, *strides]
 
     def units(self, units: Offsets, element_bytes: int, kind: int) -> tuple[int, int, int, int]:
-        """LIST to UNIT_STRIDE of a side's units. `kind` EVEN is for those that are."""
-        distance = None if kind == LISTED.value else even_distance(units)
-        if distance is None:
+        """LIST to UNIT_STRIDE of a side's units."""
+        if kind == LISTED.value:
             return self.append(units // element_bytes), len(units), 0, 0
+        distance = int(units[1] - units[0]) if len(units) > 1 else 0
         return 0, 0, int(units[0]) // element_bytes, distance // element_bytes
 
     def region(self, shape: int, counts: Counts, pieces: int, grains: int, span: int, further: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvmover.kernels import rows
-from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.launch import RowConfig, constexpr
 from kvmover.kernels.region import Region
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -52,7 +52,7 @@ def of_rows(
 ) -> MachineCode:
     """The row mover's launch of `regions`, for `shapes` or for what serves these best."""
     launch = rows.describe(regions, config.block_bytes, shapes)
-    constants: dict[str, object] = {"SHAPES": launch.shapes, "BLOCK": config.block_bytes}
+    constants: dict[str, object] = {"SHAPES": tuple(map(constexpr, launch.shapes)), "BLOCK": config.block_bytes}
     signature = {"table": "*i64", "regions": "i32", "tiles": "i32", "SHAPES": "constexpr", "BLOCK": "constexpr"}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(rows.move_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})

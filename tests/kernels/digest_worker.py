@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from kvmover.kernels import digest
 from kvmover.kernels.digest import describe
 from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.launch import constexpr
 from kvmover.kernels.region import Region
 from perf import machine_code
 
@@ -45,7 +46,7 @@ def compiled(moved: Region, heads: int, copies: int, architecture: int) -> bytes
     logical = Logical(np.arange(moved.planes), np.array([5, 1, 9, 3, 2, 7, 4]) * moved.tokens, heads_in_row=heads)
     launch = describe([moved], [logical], [0], digest.CONFIG.block_bytes)
     constants = {
-        "SHAPES": launch.shapes,
+        "SHAPES": tuple(map(constexpr, launch.shapes)),
         "BLOCK": digest.CONFIG.block_bytes,
         "COPY": copies,
     }

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvmover.kernels import quant
-from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.launch import RowConfig, constexpr
 from kvmover.kernels.quant_reference import SCALE_BYTES, WIDE_BYTES, QuantRegion, dequantize, quantize
 from kvmover.kernels.region import Side
 from tests.proofs import covering, family
@@ -251,7 +251,7 @@ def traits(case: Case) -> set[Hashable]:
         found |= {
             ("vecs", shape.wide_vec, shape.narrow_vec),
             ("kinds", shape.wide_kind, shape.narrow_kind, shape.scale_kind),
-            ("two parts", shape.part < shape.dim, shape.dtype),
+            ("two parts", shape.part < shape.dim, shape.bfloat16),
         }
         found |= {("rows", min(shape.rows, 2)), ("dim", case.dim if case.dim in DIMS else 0)}
     return found
@@ -353,7 +353,7 @@ def launches() -> Iterator[tuple[str, int, int, Case, RowConfig]]:
 def compiled(case: Case, packs: int, architecture: int, casts: int, config: RowConfig) -> bytes:
     """The cubin of a launch."""
     launch = quant.describe([OpenCase(case).region], config)
-    constants = {"SHAPES": launch.shapes, "PACK": packs, "CASTS": casts}
+    constants = {"SHAPES": tuple(map(constexpr, launch.shapes)), "PACK": packs, "CASTS": casts}
     signature = {"table": "*i64", "regions": "i32", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}
     signature = {name: signature[name] for name in quant.quant_kernel.arg_names}
     source = ASTSource(quant.quant_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvmover.errors import PlanError
+from kvmover.kernels.region import at_rest
 from kvmover.plan.cost import Route
 from kvmover.regions import bound
 from kvmover.transfer import nvtx_ranges as ranges
@@ -52,7 +53,8 @@ from kvmover.transfer.destination.state import (
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.copier import Work
-from kvmover.transfer.memory.descriptors import at_rest, logical
+from kvmover.transfer.memory.descriptors import logical
+from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
@@ -399,7 +401,7 @@ class DestinationDriver:
     def _scatter(self, attempt: ReceiveAttempt, peer: str, chunk: int, offset: int | None) -> None:
         lane, core, begun = attempt.lanes[peer], self.core, self.core.clock()
         plan, first = lane.chunks[chunk], offset or 0
-        packed = core.incoming.tensor[first : first + plan.span_bytes]
+        packed = core.incoming.bound.window(first, plan.span_bytes)
 
         def done(digest: int | None) -> None:
             attempt.copying.discard((peer, chunk))
@@ -411,15 +413,15 @@ class DestinationDriver:
 
         with ranges.span(ranges.SCATTER, attempt.state.request, plan.nbytes):
             regions = [
-                bound(box, [packed], core.pools[component].tensors)
-                for component, box in lane.scatter_boxes(chunk, attempt.pages)
+                bound(box, packed, core.bound[component]) for component, box in lane.scatter_boxes(chunk, attempt.pages)
             ]
             logicals = None
             if (peer, chunk) in attempt.state.digests:
                 logicals = [logical(m, r) for m, r in zip(lane.marks(chunk), regions, strict=True)]
             if offset is None:
                 regions = [at_rest(r, "dst") for r in regions]
-            core.copier.run(Work(regions, logicals, "dst"), core.soon(done))
+            programs = core.compiler.programs(peer, Way.SCATTER) if offset is not None else None
+            core.copier.run(Work(regions, logicals, "dst", programs), core.soon(done))
             attempt.copying.add((peer, chunk))
 
     def _isolate(self, attempt: ReceiveAttempt, peer: str) -> Isolated:

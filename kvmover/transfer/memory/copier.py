@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvmover.kernels.region import Region
 from kvmover.regions import CopyStream
+from kvmover.transfer.memory.programs import Programs
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +21,15 @@ Done = Callable[[int | None], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """Regions to copy, or only to read where both their ends are one. `logicals`: where a digest of `end` is wanted."""
+    """Regions to copy, or only to read where both their ends are one. `logicals`: where a digest of `end` is wanted.
+
+    `programs`: kernels that were compiled for the copies of this peer; None: what suits the regions, compiled if new.
+    """
 
     regions: Sequence[Region]
     logicals: Sequence[Logical] | None = None
     end: End = "src"
+    programs: Programs | None = None
 
     @property
     def moves(self) -> bool:
@@ -71,16 +76,18 @@ class Copier:
 
         from kvmover.kernels import digest, rows
 
+        known = work.programs or Programs()
         if work.logicals is None:
-            rows.move(work.regions, sms=self.sms)
+            rows.move(work.regions, sms=self.sms, using=known.move)
             return None
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if work.moves and work.end == "src":
-            digest.move_and_digest(work.regions, work.logicals, total, sms=self.sms)
-        else:
-            if work.moves:
-                rows.move(work.regions, sms=self.sms)
-            digest.digest(work.regions, work.logicals, work.end, total, sms=self.sms)
+        at_once = work.moves and work.end == "src"
+        if work.moves and not at_once:
+            rows.move(work.regions, sms=self.sms, using=known.move)
+        reads, using = (None, known.digest) if at_once else (work.end, known.digest if work.moves else None)
+        launch = digest.prepare(work.regions, work.logicals, total, sms=self.sms, reads=reads, using=using)
+        if launch is not None:
+            launch.run()
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
 
     def poll(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,22 +12,20 @@ import numpy.typing as npt
 from kvmover.kernels.region import Region
 from kvmover.layout.pool import Pool
 from kvmover.plan.lower import Box, strided
-from kvmover.regions import bound
+from kvmover.regions import BoundMemory, bound
 from kvmover.transfer.protocol.chunks import Marks
 from kvmover.transport.base import Descriptors, Memory, memory_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvmover.kernels.digest_reference import End, Logical
+    from kvmover.kernels.digest_reference import Logical
 
 Bases = npt.NDArray[np.int64]
 
 
 def between(
     boxes: Sequence[tuple[int, Box]],
-    src: Sequence[Sequence[torch.Tensor]],
-    dst: Sequence[Sequence[torch.Tensor]],
+    src: Sequence[BoundMemory],
+    dst: Sequence[BoundMemory],
 ) -> list[Region]:
     """Boxes from pool to pool [component] with the memory of both."""
     return [bound(b, src[component], dst[component]) for component, b in boxes]
@@ -38,12 +36,6 @@ def logical(marks: Marks, of: Region) -> Logical:
     from kvmover.kernels.digest_reference import Logical
 
     return Logical(marks.planes, marks.positions, marks.heads.start, marks.heads.step, marks.heads.count // of.heads)
-
-
-def at_rest(region: Region, end: End) -> Region:
-    """The rows at one end of a region, which nothing moves."""
-    side = getattr(region, end)
-    return replace(region, src=side, dst=side)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

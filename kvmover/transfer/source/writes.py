@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import LeaseOver, PlanError, TransportError
-from kvmover.kernels.region import Region
+from kvmover.kernels.region import Region, at_rest
 from kvmover.plan.cost import Route
-from kvmover.regions import bound
+from kvmover.regions import BoundMemory, bound
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
-from kvmover.transfer.memory.descriptors import Ends, at_rest, between, descriptors, join, logical, part
+from kvmover.transfer.memory.descriptors import Ends, between, descriptors, join, logical, part
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mapped
+from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Registrations
 from kvmover.transfer.meter import Count, Gauge, Spent, Stage
 from kvmover.transfer.peers.table import Peer
@@ -41,7 +42,7 @@ from kvmover.transfer.source.state import (
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 #: One page table a component: page ids in the order of the request.
 Pages = tuple[npt.NDArray[np.int64], ...]
@@ -263,7 +264,7 @@ class Writes:
         if job.want.verb is Verb.PUSH and core.clock() >= self._until(entry):  # before it is packed for nothing
             self._lapse(entry)
             return True
-        if self.registrations.waits(job.peer.name):
+        if self.registrations.waits(job.peer.name) or not core.compiler.is_ready(job.peer.name, Way.GATHER):
             return False
         if entry.registration > self.registrations.known(job.peer.name):  # the news was lost, and comes with the grant
             self._lapse(entry)
@@ -293,21 +294,21 @@ class Writes:
             self._gather(entry, entry.staged)
         elif entry.job.mapped is not None and entry.job.target is not None:
             boxes = entry.job.lane.direct_boxes(entry.chunk, entry.job.source, entry.job.target)
-            self._copy(entry, between(boxes, [pool.tensors for pool in self.core.pools], entry.job.mapped))
+            self._copy(entry, between(boxes, self.core.bound, list(map(BoundMemory, entry.job.mapped))))
         elif entry.job.want.digests:
-            self._copy(entry, [at_rest(r, "src") for r in self._regions(entry, self.core.outgoing.tensor)])
+            self._copy(entry, [at_rest(r, "src") for r in self._regions(entry, self.core.outgoing.bound)])
         else:
             self._gathered(entry, None)
 
     def _gather(self, entry: Part, staged: int) -> None:
         span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
         with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
-            self._copy(entry, self._regions(entry, self.core.outgoing.tensor[staged : staged + span_bytes]))
+            self._copy(entry, self._regions(entry, self.core.outgoing.bound.window(staged, span_bytes)))
 
-    def _regions(self, entry: Part, packed: torch.Tensor) -> list[Region]:
+    def _regions(self, entry: Part, packed: BoundMemory) -> list[Region]:
         """From the pools to a packed chunk."""
         return [
-            bound(box, self.core.pools[component].tensors, [packed])
+            bound(box, self.core.bound[component], packed)
             for component, box in entry.job.lane.gather_boxes(entry.chunk, entry.job.source)
         ]
 
@@ -325,7 +326,8 @@ class Writes:
                 core.links.copied(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
             self._do(entry, self._gathered, digest)
 
-        core.copier.run(Work(regions, logicals), core.soon(done))
+        programs = core.compiler.programs(job.peer.name, Way.GATHER) if entry.staged is not None else None
+        core.copier.run(Work(regions, logicals, programs=programs), core.soon(done))
 
     def _gathered(self, entry: Part, digest: int | None) -> None:
         """Write a chunk, or say where it lies."""
