@@ -99,7 +99,6 @@ def describe(regions: Sequence[Region], ring: Ring = RING) -> RingLaunch:
     return RingLaunch(np.concatenate([header.reshape(-1), *parts]), items)
 
 
-@cache
 def cannot_compile(device: torch.device) -> str | None:
     """Why bulk.cu cannot be compiled for this device, or None. Tried: CuPy may be of another CUDA, or lack NVRTC."""
     if importlib.util.find_spec("cupy") is None:

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
-from kvmover.kernels import bulk, cuda_driver, reference
+from kvmover.kernels import bulk, bulk_ring, cuda_driver, reference
 from kvmover.kernels.bulk import CopyEngine
 from kvmover.kernels.bulk_ring import RING
 from kvmover.kernels.region import Region, RegionError, Side, copies, mean_copy, merged
@@ -124,6 +125,24 @@ def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.Mon
         CopyEngine.LOOP,
         CopyEngine.ROWS,
     ]
+
+
+def test_a_cupy_that_cannot_compile_is_one_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another CUDA, or without NVRTC: it is there, and raises when the first pages move."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda _: nullcontext())))
+    reason = bulk.unavailable.__wrapped__(CopyEngine.BULK, torch.device("cuda", 0))
+    assert str(reason).startswith("CuPy cannot compile bulk.cu: AttributeError: ")
+    bulk_ring.kernel.cache_clear()
+
+
+def test_what_overlaps_is_refused_before_an_engine_is_chosen() -> None:
+    memory, zero = torch.zeros(4096, dtype=torch.uint8, device="meta"), np.zeros(1, np.int64)
+    side = Side.of((memory,), zero, zero, np.arange(4) * 1024, 1024, 1024)
+    overlapping = Region(side, side, 1, 1, 1024)
+    with pytest.raises(RegionError, match="share the byte"):
+        bulk.prepare([overlapping])
 
 
 def test_both_ends_on_the_host_are_copied_by_the_host() -> None:

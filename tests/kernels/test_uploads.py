@@ -61,7 +61,7 @@ class LateTensor:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """torch as `launch` sees it, with a device whose stream is late. `guarded`: the devices that were made current."""
     found = SimpleNamespace(stream=LateStream(), before=lambda: None, guarded=[])
 
@@ -77,7 +77,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     fake = SimpleNamespace(empty=empty, from_numpy=torch.from_numpy, int64=torch.int64, device=torch.device, cuda=cuda)
     monkeypatch.setattr(launch, "torch", fake)
     monkeypatch.setattr(launch, "_rings", launch._Rings())
-    yield found
+    return found
 
 
 def table_of(number: int) -> np.ndarray:

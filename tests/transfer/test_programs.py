@@ -26,7 +26,7 @@ from tests.proofs import family
 LLAMA = (Component.attention(80, 8, 128, "bfloat16"),)
 MLA = (Component.mla(61, 576, "bfloat16"),)
 SPARSE = (Component.mla(61, 656, "uint8"), Component("index keys", 61, 1, 1, 132, "uint8"))
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 RULES = Rules(Replicas.STRIPE, 8, digests=True)
 ARENA_BYTES = 64 << 20
 
@@ -37,7 +37,7 @@ class Addresses:
 
     nbytes: int
     address: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     def data_ptr(self) -> int:
         return self.address
@@ -199,7 +199,7 @@ def test_ranks_between_which_nothing_goes_have_no_kernels() -> None:
 
 def test_on_a_cpu_nothing_is_compiled() -> None:
     src, dst = FLAGSHIPS["MLA 64 to 64"].ends()
-    compiler = Compiler(torch.device("cpu"))
+    compiler = Compiler(CPU)
     compiler.seated("decode-0", src, dst, memory_of(src, 1 << 50), RULES)
     assert compiler.is_ready("decode-0", Way.GATHER)
     assert compiler.programs("decode-0", Way.GATHER) is None
