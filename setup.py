@@ -1,4 +1,4 @@
-"""The C core of the prefix tree is built where there is a compiler; everything else is said in pyproject.toml."""
+"""The C core is built where there is a compiler; everything else is said in pyproject.toml."""
 
 import os
 import shutil
@@ -9,10 +9,11 @@ from setuptools import Extension, setup
 
 compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
 core = Extension(
-    "kvmover.cache.prefix._core",
+    "kvmover._core",
     sources=sorted(map(str, Path("core").glob("*.c"))),
-    depends=["core/core.h"],
-    extra_compile_args=["-std=c11", "-O3", "-g0"],
+    depends=sorted(map(str, Path("core").glob("*.h"))),
+    extra_compile_args=["-std=c11", "-O3", "-g0", "-pthread"],
+    extra_link_args=["-pthread"],
     py_limited_api=True,
     optional=True,
 )

@@ -23,7 +23,7 @@ static void set_dealloc(EvictableSet *self)
 }
 
 static PyType_Slot set_slots[] = {{Py_tp_dealloc, set_dealloc}, {Py_tp_members, set_members}, {0, NULL}};
-PyType_Spec evictable_set_spec = {"kvmover.cache.prefix._core.EvictableSet", sizeof(EvictableSet), 0,
+PyType_Spec evictable_set_spec = {"kvmover._core.EvictableSet", sizeof(EvictableSet), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, set_slots};
 
 static Py_ssize_t components(Columns *self)
@@ -147,6 +147,8 @@ static PyMethodDef columns_methods[] = {METHOD("node", columns_node, METH_VARARG
                                         METHOD("split", columns_split, METH_FASTCALL),
                                         METHOD("grow", columns_grow, METH_FASTCALL),
                                         METHOD("evict", columns_evict, METH_O),
+                                        METHOD("evict_device", columns_evict_device, METH_FASTCALL),
+                                        METHOD("evict_host", columns_evict_host, METH_O),
                                         METHOD("trim", columns_trim, METH_FASTCALL),
                                         METHOD("forget_root", columns_forget_root, METH_O),
                                         METHOD("weigh", columns_weigh, METH_FASTCALL),
@@ -154,5 +156,5 @@ static PyMethodDef columns_methods[] = {METHOD("node", columns_node, METH_VARARG
                                         {NULL, NULL, 0, NULL}};
 static PyType_Slot columns_slots[] = {{Py_tp_init, columns_init}, {Py_tp_dealloc, columns_dealloc},
                                       {Py_tp_members, columns_members}, {Py_tp_methods, columns_methods}, {0, NULL}};
-PyType_Spec columns_spec = {"kvmover.cache.prefix._core.Columns", sizeof(Columns), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec columns_spec = {"kvmover._core.Columns", sizeof(Columns), 0, Py_TPFLAGS_DEFAULT,
                             columns_slots};

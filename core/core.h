@@ -1,4 +1,5 @@
-/* The parts of the C core and what they share: the same columns that columns.py defines, as C structures.
+/* The parts of the C core and what they share: the same columns that columns.py defines, as C structures; and beside them
+ * what a replay remembers.
  *
  * Everything that Python can see of them has the names and meanings that it has there. A column without a value is
  * NULL, or None where Python has set it. Nodes are not seen by Python's cyclic collector: the Forest cuts their links.
@@ -69,6 +70,9 @@ typedef struct {
 
 extern PyTypeObject *NodeType, *ComponentPagesType, *RecencyType, *EvictableSetType, *ColumnsType;
 extern PyType_Spec node_spec, component_pages_spec, recency_spec, evictable_set_spec, columns_spec;
+/* ideal.c, simulated.c: what a replay remembers beside the tree. */
+extern PyTypeObject *IdealType, *SimulatedStorageType;
+extern PyType_Spec ideal_spec, simulated_storage_spec;
 
 static inline int is_some(PyObject *value) { return value != NULL && value != Py_None; }
 
@@ -100,16 +104,27 @@ int order_discard(PyObject *order, Node *node);
 int order_contains(PyObject *order, Node *node);
 int order_touch(PyObject *order, PyObject *path);
 Node *recency_first(Recency *order);
+int recency_put_first(Recency *order, Node *node);
 
 /* columns.c */
 EvictableSet *as_set(PyObject *value);
 int columns_whole(Columns *self);
 Node *columns_make(Columns *self, long long id, PyObject *parent, PyObject *tokens, long long start, long long end);
 
-/* steps.c, split.c, accounts.c: methods of Columns. */
+/* steps.c, split.c, accounts.c: steps of Columns, which others are made of. -1, or NULL, with an error. `trim` copies the
+ * ids of what it cuts off to `to`. */
+Node *parent_of(Node *node);
 int enter(PyObject *nodes, Node *node);
+int strike(PyObject *nodes, Node *node);
+int trim(Columns *self, Node *node, long long pages, char *to);
+int forget_root(Columns *self, Node *root);
+Node *split_node(Columns *self, Node *node, long long pages, long long id);
+int weigh(Columns *self, Node *node, long long sign);
+int settle(Columns *self, Node *node);
 ComponentPages *held_of(Node *node, Py_ssize_t i);
 Py_ssize_t held_count(Node *node);
+
+/* And those that Python calls. */
 PyObject *columns_descend(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_gather(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_touch(Columns *self, PyObject *path);
@@ -124,10 +139,22 @@ PyObject *columns_forget_root(Columns *self, PyObject *root);
 PyObject *columns_weigh(Columns *self, PyObject *const *args, Py_ssize_t count);
 PyObject *columns_settle(Columns *self, PyObject *node);
 
-/* words.c, sha256.c: functions of the module. */
+/* tiers.c */
+PyObject *columns_evict_device(Columns *self, PyObject *const *args, Py_ssize_t count);
+PyObject *columns_evict_host(Columns *self, PyObject *pages);
+
+/* words.c, sha256.c, simulated.c: functions of the module. */
 int words_init(void);
+int is_row_of_words(const Py_buffer *view); /* of 32 or 64 bits */
 PyObject *words(PyObject *module, PyObject *tokens);
+PyObject *multiples(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *chain(PyObject *module, PyObject *const *args, Py_ssize_t count);
 int has_sha_instructions(void);
+
+/* rows.c, digest.c, xxh3.c, vectors.c: functions of the module. */
+PyObject *copy_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *digest_rows(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *cell_digests(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *vectors(PyObject *module, PyObject *unused);
 
 #endif

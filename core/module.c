@@ -1,11 +1,17 @@
 /* The module `_core`: types and functions, and nothing else. */
 #include "core.h"
 
-static PyMethodDef functions[] = {{"words", words, METH_O, NULL}, {NULL, NULL, 0, NULL}};
-static PyMethodDef chain_function[] = {
-    {"chain", (PyCFunction)(void (*)(void))chain, METH_FASTCALL, NULL}, {NULL, NULL, 0, NULL}};
+#define FASTCALL(name, function) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
+static PyMethodDef functions[] = {{"words", words, METH_O, NULL},
+                                  FASTCALL("multiples", multiples),
+                                  FASTCALL("copy_rows", copy_rows),
+                                  FASTCALL("digest_rows", digest_rows),
+                                  FASTCALL("cell_digests", cell_digests),
+                                  {"vectors", vectors, METH_NOARGS, NULL},
+                                  {NULL, NULL, 0, NULL}};
+static PyMethodDef chain_function[] = {FASTCALL("chain", chain), {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_core", "The steps of columns.py in C.", -1, functions, NULL, NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_core", "What is defined in Python, in C.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__core(void)
 {
@@ -14,7 +20,8 @@ PyMODINIT_FUNC PyInit__core(void)
         PyType_Spec *spec;
     } types[] = {{&NodeType, &node_spec},       {&ComponentPagesType, &component_pages_spec},
                  {&RecencyType, &recency_spec}, {&EvictableSetType, &evictable_set_spec},
-                 {&ColumnsType, &columns_spec}};
+                 {&ColumnsType, &columns_spec}, {&IdealType, &ideal_spec},
+                 {&SimulatedStorageType, &simulated_storage_spec}};
     PyObject *module = PyModule_Create(&definition);
     for (size_t i = 0; module != NULL && i < sizeof types / sizeof *types; i++) {
         *types[i].type = (PyTypeObject *)PyType_FromSpec(types[i].spec);

@@ -162,7 +162,7 @@ static PyMethodDef node_methods[] = {{"path", (PyCFunction)node_path, METH_NOARG
 static PyType_Slot node_slots[] = {{Py_tp_dealloc, node_dealloc}, {Py_tp_repr, node_repr},
                                    {Py_tp_members, node_members}, {Py_tp_getset, node_getset},
                                    {Py_tp_methods, node_methods}, {0, NULL}};
-PyType_Spec node_spec = {"kvmover.cache.prefix._core.Node", offsetof(Node, links), sizeof(Link),
+PyType_Spec node_spec = {"kvmover._core.Node", offsetof(Node, links), sizeof(Link),
                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, node_slots};
 
 static void component_pages_dealloc(ComponentPages *held)
@@ -180,5 +180,5 @@ static PyMemberDef component_pages_members[] = {COLUMN(pages), COLUMN(host), COU
                                                 COUNT(busy),   {NULL, 0, 0, 0, NULL}};
 static PyType_Slot component_pages_slots[] = {
     {Py_tp_dealloc, component_pages_dealloc}, {Py_tp_members, component_pages_members}, {0, NULL}};
-PyType_Spec component_pages_spec = {"kvmover.cache.prefix._core.ComponentPages", sizeof(ComponentPages), 0,
+PyType_Spec component_pages_spec = {"kvmover._core.ComponentPages", sizeof(ComponentPages), 0,
                                     Py_TPFLAGS_DEFAULT, component_pages_slots};

@@ -102,6 +102,16 @@ int order_touch(PyObject *order, PyObject *path)
     return count < 0 ? -1 : 0;
 }
 
+int recency_put_first(Recency *order, Node *node)
+{
+    if (order_add((PyObject *)order, node) < 0)
+        return -1;
+    Link *link = node->links + order->slot;
+    take_out(link);
+    insert_behind(&order->ends, link);
+    return 0;
+}
+
 static PyObject *done(int failed) { return failed < 0 ? NULL : Py_NewRef(Py_None); }
 
 static PyObject *recency_add(PyObject *self, PyObject *value)
@@ -129,12 +139,7 @@ static PyObject *recency_touch(PyObject *self, PyObject *path)
 static PyObject *recency_front(Recency *self, PyObject *value)
 {
     Node *node = as_node(value);
-    if (node == NULL || order_add((PyObject *)self, node) < 0)
-        return NULL;
-    Link *link = node->links + self->slot;
-    take_out(link);
-    insert_behind(&self->ends, link);
-    Py_RETURN_NONE;
+    return node == NULL ? NULL : done(recency_put_first(self, node));
 }
 
 static PyObject *recency_get_first(Recency *self, PyObject *Py_UNUSED(none))
@@ -197,5 +202,5 @@ static PyType_Slot recency_slots[] = {{Py_tp_new, recency_new},         {Py_tp_d
                                       {Py_tp_iter, recency_iter},       {Py_sq_contains, recency_contains},
                                       {Py_sq_length, recency_length},   {Py_tp_methods, recency_methods},
                                       {0, NULL}};
-PyType_Spec recency_spec = {"kvmover.cache.prefix._core.Recency", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec recency_spec = {"kvmover._core.Recency", sizeof(Recency), 0, Py_TPFLAGS_DEFAULT,
                             recency_slots};

@@ -122,11 +122,9 @@ static int name_child(Node *parent, const char *page, Py_ssize_t page_bytes, Nod
     return failed;
 }
 
-PyObject *columns_split(Columns *self, PyObject *const *args, Py_ssize_t count)
+Node *split_node(Columns *self, Node *node, long long pages, long long id)
 {
-    long long pages, id;
-    Node *node = cut_of(args, count, &pages, &id);
-    if (node == NULL || ((PyObject *)node == self->trimmed && columns_whole(self) < 0))
+    if ((PyObject *)node == self->trimmed && columns_whole(self) < 0)
         return NULL;
     Py_ssize_t page_bytes = (Py_ssize_t)self->page_bytes, cut = (Py_ssize_t)pages * page_bytes, length;
     char *data = row_data(&node->tokens, &length);
@@ -149,12 +147,17 @@ PyObject *columns_split(Columns *self, PyObject *const *args, Py_ssize_t count)
         goto failed;
     node->start = front->end;
     front->device_children = is_some(node->pages);
-    PyObject *none = columns_settle(self, (PyObject *)front);
-    if (none == NULL)
+    if (settle(self, front) < 0)
         goto failed;
-    Py_DECREF(none);
-    return (PyObject *)front;
+    return front;
 failed:
     Py_XDECREF((PyObject *)front);
     return NULL;
+}
+
+PyObject *columns_split(Columns *self, PyObject *const *args, Py_ssize_t count)
+{
+    long long pages, id;
+    Node *node = cut_of(args, count, &pages, &id);
+    return node == NULL ? NULL : (PyObject *)split_node(self, node, pages, id);
 }

@@ -7,7 +7,7 @@ static PyObject *children_of(Node *node)
     return node->children != NULL && PyDict_Size(node->children) ? node->children : NULL;
 }
 
-static Node *parent_of(Node *node) { return as_node(node->parent); }
+Node *parent_of(Node *node) { return as_node(node->parent); }
 
 /* How many whole pages of two rows of `length` bytes are equal from the front on: by halves, each one comparison. */
 static Py_ssize_t common_pages(const char *one, const char *other, Py_ssize_t length, Py_ssize_t page_bytes)
@@ -175,7 +175,7 @@ int enter(PyObject *nodes, Node *node)
     return failed;
 }
 
-static int strike(PyObject *nodes, Node *node)
+int strike(PyObject *nodes, Node *node)
 {
     PyObject *id = PyLong_FromLongLong(node->id);
     int failed = id == NULL ? -1 : PyDict_DelItem(nodes, id);
@@ -224,17 +224,18 @@ PyObject *columns_grow(Columns *self, PyObject *const *args, Py_ssize_t count)
     return (PyObject *)node;
 }
 
+int forget_root(Columns *self, Node *root)
+{
+    return children_of(root) == NULL && is_some(root->namespace) ? PyDict_DelItem(self->roots, root->namespace) : 0;
+}
+
 PyObject *columns_forget_root(Columns *self, PyObject *value)
 {
     Node *root = as_node(value);
-    if (root == NULL || (children_of(root) == NULL && is_some(root->namespace) &&
-                         PyDict_DelItem(self->roots, root->namespace) < 0))
-        return NULL;
-    Py_RETURN_NONE;
+    return root == NULL || forget_root(self, root) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Cuts `pages` pages off the end of a leaf; copies their ids to `to`. See columns.py. */
-static int trim(Columns *self, Node *node, long long pages, char *to)
+int trim(Columns *self, Node *node, long long pages, char *to)
 {
     EvictableSet *device = as_set(self->device);
     long long keep = node->end - node->start - pages;
@@ -306,9 +307,7 @@ static int uproot(Columns *self, EvictableSet *device, Node *node, char *to)
     parent->device_children--;
     Py_DECREF(name);
     if (!failed && !is_some(parent->parent)) {
-        PyObject *none = columns_forget_root(self, (PyObject *)parent);
-        failed = none == NULL;
-        Py_XDECREF(none);
+        failed = forget_root(self, parent) < 0;
     } else if (!failed && !parent->locks) {
         failed = order_add(device->order, parent) < 0;
     }

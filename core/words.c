@@ -104,24 +104,21 @@ static PyObject *words_of_list(PyObject *list)
     return data;
 }
 
-/* A format of one letter, with or without the sign of native order. */
-static char format_of(const Py_buffer *view)
+int is_row_of_words(const Py_buffer *view)
 {
     const char *format = view->format == NULL ? "B" : view->format;
     if (*format == '@' || *format == '=' || *format == '<')
         format++;
-    return format[0] != 0 && format[1] == 0 ? format[0] : 0;
+    int one_letter = format[0] != 0 && format[1] == 0;
+    return view->ndim == 1 && one_letter && strchr("iIlLqQ", *format) && (view->itemsize == 4 || view->itemsize == 8);
 }
 
 static PyObject *words_of_row(const Py_buffer *view)
 {
-    char format = format_of(view);
-    if (view->ndim != 1 || format == 0 || strchr("iIlLqQ", format) == NULL)
+    if (!is_row_of_words(view))
         return NULL;
     if (view->itemsize == 4)
         return PyBytes_FromStringAndSize(view->buf, view->len);
-    if (view->itemsize != 8)
-        return NULL;
     Py_ssize_t count = view->len / 8;
     PyObject *data = PyBytes_FromStringAndSize(NULL, count * 4);
     if (data == NULL)

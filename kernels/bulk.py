@@ -15,7 +15,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 
-from . import bulk_ring, cuda_driver, reference
+from . import bulk_ring, cpu, cuda_driver
 from .bulk_ring import ALIGNMENT, CAPABILITY
 from .launch import Upload
 from .region import Offsets, Region, RegionError, check_apart, copies, mean_copy, merged
@@ -129,7 +129,7 @@ def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngin
     work = [region for region in regions if region.nbytes]
     device = devices.pop() if work else torch.device("cpu")
     if device.type == "cpu":
-        return PreparedBulk(device, (partial(reference.move, work),))
+        return PreparedBulk(device, (partial(cpu.move, work),))
     check_apart(work)
     if engine is not None and (reason := unavailable(engine, device)):
         raise EngineUnavailable(f"{engine.value}: {reason}")

@@ -9,12 +9,14 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from .region import Offsets
+
+if TYPE_CHECKING:
+    import torch
 
 #: Copies of one call: 51,828 in one call crashed driver 580 (vllm#49276).
 BATCH_COPIES = 4096
@@ -33,15 +35,19 @@ ATTRIBUTE_WORDS = 6
 PORTABLE = 1
 
 
+class CudaError(RuntimeError):
+    """A call that the CUDA driver refused."""
+
+
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """libcuda, which torch has loaded already."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def can_batch() -> bool:
     """Whether the driver has cuMemcpyBatchAsync, which came with CUDA 12.8."""
-    return hasattr(_library(), "cuMemcpyBatchAsync")
+    return hasattr(library(), "cuMemcpyBatchAsync")
 
 
 def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
@@ -49,7 +55,7 @@ def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
 
     `stream` is not the legacy default stream, which the driver refuses (vllm#46379). Sizes are not 0.
     """
-    library = _library()
+    driver = library()
     attribute = np.zeros(ATTRIBUTE_WORDS, np.int32)
     attribute[0], attribute[-1] = ORDER_STREAM, sizes.max(initial=0) <= OVERLAP_BYTES
     # One attribute, from copy 0 on. Zeros for all copies make it right too where an index is read for every copy, as
@@ -61,20 +67,20 @@ def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
         pointers = (ctypes.c_void_p(each.ctypes.data) for each in lists)
         attributes = ctypes.c_void_p(attribute.ctypes.data), ctypes.c_void_p(first.ctypes.data), ctypes.c_size_t(1)
         arguments = *pointers, ctypes.c_size_t(len(lists[0])), *attributes
-        if hasattr(library, "cuMemcpyBatchAsync_v2"):
-            result = library.cuMemcpyBatchAsync_v2(*arguments, ctypes.c_void_p(stream))
+        if hasattr(driver, "cuMemcpyBatchAsync_v2"):
+            result = driver.cuMemcpyBatchAsync_v2(*arguments, ctypes.c_void_p(stream))
         else:  # before CUDA 13 there is one more parameter, for the copy that failed; the wrong one is a segfault
             failed = ctypes.c_size_t()
-            result = library.cuMemcpyBatchAsync(*arguments, ctypes.byref(failed), ctypes.c_void_p(stream))
-        _check(result, "cuMemcpyBatchAsync")
+            result = driver.cuMemcpyBatchAsync(*arguments, ctypes.byref(failed), ctypes.c_void_p(stream))
+        check(result, "cuMemcpyBatchAsync")
 
 
 def copy_each(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
     """Queue copies one call each, on any stream."""
-    call, on = _library().cuMemcpyAsync, ctypes.c_void_p(stream)
+    call, on = library().cuMemcpyAsync, ctypes.c_void_p(stream)
     address = ctypes.c_uint64
     for source, target, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
-        _check(call(address(target), address(source), ctypes.c_size_t(size), on), "cuMemcpyAsync")
+        check(call(address(target), address(source), ctypes.c_size_t(size), on), "cuMemcpyAsync")
 
 
 def launch(function: int, shape: tuple[int, int, int], stream: int, arguments: Sequence[Any]) -> None:
@@ -85,8 +91,8 @@ def launch(function: int, shape: tuple[int, int, int], stream: int, arguments: S
     blocks, threads, shared_bytes = shape
     sizes = (ctypes.c_uint(size) for size in (blocks, 1, 1, threads, 1, 1, shared_bytes))
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    call = _library().cuLaunchKernel
-    _check(call(ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), pointers, None), "cuLaunchKernel")
+    call = library().cuLaunchKernel
+    check(call(ctypes.c_void_p(function), *sizes, ctypes.c_void_p(stream), pointers, None), "cuLaunchKernel")
 
 
 def pinned(nbytes: int) -> torch.Tensor:
@@ -95,18 +101,21 @@ def pinned(nbytes: int) -> torch.Tensor:
     The memory goes with its last tensor: keep one until the moves that use it are done. Not torch's `pin_memory`, which
     takes the next power of two: 64 GiB for a pool of 33.
     """
+    import torch
+
     if nbytes == 0 or not torch.cuda.is_available():
         return torch.empty(nbytes, dtype=torch.uint8)
     torch.cuda.mem_get_info()
-    library, address = _library(), ctypes.c_void_p()
-    result = library.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_uint(PORTABLE))
-    _check(result, f"cuMemHostAlloc of {nbytes} bytes")
+    driver, address = library(), ctypes.c_void_p()
+    result = driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_uint(PORTABLE))
+    check(result, f"cuMemHostAlloc of {nbytes} bytes")
     assert address.value is not None
     array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address.value))
-    weakref.finalize(array, library.cuMemFreeHost, address).atexit = False
+    weakref.finalize(array, driver.cuMemFreeHost, address).atexit = False
     return torch.from_numpy(array)
 
 
-def _check(result: int, call: str) -> None:
+def check(result: int, call: str) -> None:
+    """Raise CudaError for an answer of the driver that is not success."""
     if result:
-        raise RuntimeError(f"{call} failed with CUDA error {result}")
+        raise CudaError(f"{call} failed with CUDA error {result}")

@@ -20,7 +20,7 @@ import triton.language as tl
 from . import digest_reference as definition
 from .digest_reference import End, Logical
 from .launch import Prepared, Program, RowConfig
-from .region import Region, RegionError, at_rest, check_apart
+from .region import Region, RegionError, at_end, check_apart
 from .rows import DST, FULL_TILE, SRC, WIDEST, recut, with_most_bytes
 from .table import (
     ADDRESSES,
@@ -251,7 +251,7 @@ def prepare(
     if reads is None:
         check_apart([regions[number] for number in work])
     else:
-        regions = [at_rest(region, reads) for region in regions]
+        regions = [at_end(region, reads) for region in regions]
     config = using.config if using is not None else config or (CONFIG if sms is None else BUDGET_CONFIG)
     outs = [number if len(out) > 1 else 0 for number in work]
     moved, coordinates = [regions[i] for i in work], [logicals[i] for i in work]
@@ -274,7 +274,7 @@ def standing_program(
 ) -> Program:
     """The one kernel for regions like these, as `rows.standing_program`. Positions are listed."""
     config = CONFIG if sms is None else BUDGET_CONFIG
-    regions = regions if reads is None else [at_rest(region, reads) for region in regions]
+    regions = regions if reads is None else [at_end(region, reads) for region in regions]
     given = dict(zip(("src_kind", "dst_kind", "position_kind"), (*kinds, LISTED.value), strict=True))
     owns = [
         (replace(own, **given), cut)

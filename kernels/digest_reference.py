@@ -1,4 +1,4 @@
-"""The digest of rows is defined here in plain torch: the oracle of the tests, and the path that serves CPU memory.
+"""The digest of rows is defined here in plain torch: the oracle of the tests; serves CPU memory without the C core.
 
 The digest of a set of words is a sum modulo 2^64 of one term a word, so digests of parts add up in any order:
 

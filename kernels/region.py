@@ -261,7 +261,7 @@ class Region:
         return bits & -bits
 
 
-def at_rest(region: Region, end: Literal["src", "dst"]) -> Region:
+def at_end(region: Region, end: Literal["src", "dst"]) -> Region:
     """The rows at one end of a region, which nothing moves."""
     side = region.src if end == "src" else region.dst
     return replace(region, src=side, dst=side)

@@ -151,6 +151,7 @@ def demo(given: DemoArguments) -> int:
             as_json=given.as_json,
             report=given.report,
             watch=given.watch,
+            device=given.device,
         )
     )
 

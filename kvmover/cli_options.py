@@ -116,6 +116,7 @@ class DemoArguments:
         Path | None,
         typer.Option(help="Also write its run log, as run.jsonl, and draw it, as run.html.", metavar="FILE.html"),
     ] = None
+    device: Annotated[str, typer.Option(help="Where pools lie: cpu, or cuda for a GPU.", metavar="NAME")] = "cpu"
     as_json: Json = False
 
 

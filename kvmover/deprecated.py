@@ -76,10 +76,11 @@ MOVED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 MERGED: Mapping[str, str] = {
     "kvmover.cache.ledger.metrics": "kvmover.cache.ledger.export",
     "kvmover.cache.ledger.residency": "kvmover.cache.ledger.export",
+    "kvmover.cache.prefix.c_core": "kvmover.c_core",
     "kvmover.cache.prefix.core": "kvmover.cache.prefix.forest",
     "kvmover.cache.prefix.errors": "kvmover.errors",
     "kvmover.cache.prefix.joins": "kvmover.cache.prefix.match",
-    "kvmover.cache.prefix.native": "kvmover.cache.prefix.c_core",
+    "kvmover.cache.prefix.native": "kvmover.c_core",
     "kvmover.cache.prefix.plain": "kvmover.cache.prefix.plain_tree",
     "kvmover.cache.prefix.publisher": "kvmover.cache.prefix.events",
     "kvmover.cache.replay.agentic": "kvmover.cache.replay.mooncake",

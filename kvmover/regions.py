@@ -16,6 +16,8 @@ from kvmover.plan.lower import Box, BoxSide, Ids, page_box
 if TYPE_CHECKING:
     import torch
 
+    from kvmover.kernels.convert_reference import Conversion
+
 #: Moves regions on the current stream, or at once where both ends are on the host: `kernels.bulk.move` and its like.
 Move = Callable[[Sequence[Region]], object]
 
@@ -54,8 +56,19 @@ class BoundMemory:
 
 
 def bound(box: Box, src: BoundMemory, dst: BoundMemory) -> Region:
-    """A box with the memory at both ends."""
+    """A box with the memory at both ends. Not one to convert: see `converted`."""
+    assert box.recode is None, "rows of another form at the other end are not copied"
     return Region(src.side(box.src), dst.side(box.dst), box.heads, box.tokens, box.row_bytes)
+
+
+def converted(box: Box, src: BoundMemory, dst: BoundMemory) -> Conversion:
+    """As `bound`, of a box whose rows have other forms at the two ends."""
+    from kvmover.kernels.convert_reference import Conversion
+
+    recode = box.recode
+    assert recode is not None, "rows of one form are copied"
+    forms = recode.reads, recode.writes, recode.src_scales, recode.dst_scales
+    return Conversion(src.side(box.src), dst.side(box.dst), box.heads, box.tokens, *forms)
 
 
 def page_region(src: Pool, src_ids: Ids, dst: Pool, dst_ids: Ids, layers: Span | None = None) -> Region:

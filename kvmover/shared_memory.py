@@ -84,19 +84,20 @@ def _state_of(pid: int) -> tuple[str, int] | None:
 
 
 class Maker:
-    """The process that made a share, as the kernel knows it (pidfd_open(2)): no other that has its number later.
+    """A process of this host as the kernel knows it (pidfd_open(2)): no other that has its number later.
 
-    Raises NotShared where it is not the process that was announced, and where the kernel cannot say.
+    Raises NotShared where it has ended, where another has its number by now, and where the kernel cannot say.
     """
 
-    def __init__(self, share: SharedRange) -> None:
+    def __init__(self, process: HostProcess) -> None:
         try:
-            self._fd = os.pidfd_open(share.pid)
+            self._fd = os.pidfd_open(process.pid)
         except (AttributeError, OSError) as error:
-            raise NotShared(f"process {share.pid} cannot be watched: {error}") from error
+            raise NotShared(f"process {process.pid} cannot be watched: {error}") from error
         weakref.finalize(self, os.close, self._fd).atexit = False
-        if _token(_path(share)) != share.token:  # it was there when its number was taken for it
-            raise NotShared(f"{_path(share)} is not the memory that was announced")
+        state = _state_of(process.pid)
+        if state is None or state[1] != process.started:  # it was there when its number was taken for it
+            raise NotShared(f"process {process.pid} is not the one that was announced")
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -29,14 +30,14 @@ import numpy.typing as npt
 
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan import HOST, Route
-from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport import start_agent
 from kvmover.transport.base import Memory, memory_of
 from kvmover.transport.nixl import NixlTransport
-from perf.record import Spread, write
+from perf.record import RESULTS, Spread, write
 
 SLACK, SEED, PAUSE_S, POISON = 2, 20_260_923, 50e-6, 0xEE
 #: A word of the pattern is its number times this, modulo 2^64.
@@ -118,7 +119,7 @@ class Rank:
             self.pool.tensors[0].copy_(torch.from_numpy(words.view(np.uint8)))
         else:
             self.pool.tensors[0].fill_(POISON)
-        config = MoverConfig(arena_bytes=64 << 20, deadline_s=60.0, costs=HOST)
+        config = MoverConfig(arena_bytes=64 << 20, deadline_s=60.0, costs=HOST, exports=Exports.POOLS)
         place = Place(engine, fleet, 0)
         self.mover = Mover(NixlTransport(engine), Model("bench", (case.component,)), place, [self.pool], config)
         self.raw = start_agent(f"raw-{engine}", ["UCX"], 0)
@@ -346,7 +347,7 @@ class Samples:
 
 def measure(case: Case, rounds: int, device: str) -> dict[str, Samples]:
     """In turns; the first round warms up and is verified, the last is verified again."""
-    found = {name: Samples() for name in CONTENDERS if device == "cpu" or "mapped" not in name}
+    found = {name: Samples() for name in CONTENDERS}
     with paired(case, device) as pair:
         for number in range(rounds + 1):
             for name, samples in found.items():
@@ -398,12 +399,13 @@ def main() -> None:
     options.add_argument("cases", nargs="*", default=list(CASES), help=" ".join(CASES))
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--device", default="cpu")
+    options.add_argument("--out", type=Path, default=RESULTS)
     chosen = options.parse_args()
     rows: list[dict[str, object]] = []
     for name in chosen.cases:
         rows += rows_of(name, CASES[name], measure(CASES[name], chosen.rounds, chosen.device))
     if list(chosen.cases) == list(CASES):
-        print(f"wrote {write('collectivex', rows)}")
+        print(f"wrote {write('collectivex', rows, chosen.out)}")
 
 
 if __name__ == "__main__":

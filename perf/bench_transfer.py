@@ -12,9 +12,10 @@ ranks with the same latent sends. `python -m perf.bench_transfer [throughput] [l
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport.loopback import LoopbackNetwork, LoopbackTransport
-from perf.record import Spread, write
+from perf.record import RESULTS, Spread, write
 from perf.transfer_pair import ARENA_BYTES, COMPONENT, TOKENS, Pair
 
 ROUNDS = 15
@@ -76,7 +77,7 @@ SMALL = {
 }
 
 
-def throughput(pair: Pair) -> None:
+def throughput(pair: Pair, out: Path) -> None:
     """In turns, contiguous writes of as many bytes too. Each twice, the second is timed: as one of many alike is."""
     samples: dict[str, list[float]] = {name: [] for name in CASES}
     plain: dict[int, list[float]] = {case.tokens: [] for case in CASES.values()}
@@ -86,10 +87,10 @@ def throughput(pair: Pair) -> None:
         for name, case in CASES.items():
             if number % case.every == 0:
                 samples[name].append([pair.moved(case.config, case.tokens) for _ in range(2)][1])
-    report({name: Spread.of(times) for name, times in samples.items()}, {n: Spread.of(plain[n]) for n in plain})
+    report({name: Spread.of(times) for name, times in samples.items()}, {n: Spread.of(plain[n]) for n in plain}, out)
 
 
-def report(spreads: Mapping[str, Spread], plain: Mapping[int, Spread]) -> None:
+def report(spreads: Mapping[str, Spread], plain: Mapping[int, Spread], out: Path) -> None:
     every = [("one contiguous write", tokens, spread) for tokens, spread in plain.items()]
     every += [(name, CASES[name].tokens, spread) for name, spread in spreads.items()]
     rows: list[dict[str, object]] = []
@@ -116,10 +117,10 @@ def report(spreads: Mapping[str, Spread], plain: Mapping[int, Spread]) -> None:
             f" {row['p90_gb_per_s']}), {row['of_contiguous']} of contiguous, {row['of_direct']} x direct,"
             f" {row['of_packed']} x packed"
         )
-    print(f"wrote {write('transfer', rows)}")
+    print(f"wrote {write('transfer', rows, out)}")
 
 
-def latency(pair: Pair) -> None:
+def latency(pair: Pair, out: Path) -> None:
     """Small requests, in turns, so that noise falls on all alike."""
     samples: dict[str, list[float]] = {"a note there and back": [], **{name: [] for name in SMALL}}
     for _ in range(SMALL_ROUNDS // 10):
@@ -142,10 +143,10 @@ def latency(pair: Pair) -> None:
             }
         )
         print(f"{name:<24} p50 {p50 * 1e6:8.0f} us, p99 {p99 * 1e6:8.0f} us, {p50 / note:.1f} notes there and back")
-    print(f"wrote {write('transfer_latency', rows)}")
+    print(f"wrote {write('transfer_latency', rows, out)}")
 
 
-def striping() -> None:
+def striping(out: Path) -> None:
     """Nothing is timed: one process, no wire. Peers elect: one rank sends everything."""
     rows: list[dict[str, object]] = []
     for policy in Replicas:
@@ -162,7 +163,7 @@ def striping() -> None:
             }
         )
         print(f"{rows[-1]['what']}: {[round(n / 2**20, 2) for n in sent]} MiB a rank")
-    print(f"wrote {write('transfer_striping', rows)}")
+    print(f"wrote {write('transfer_striping', rows, out)}")
 
 
 def sent_bytes(policy: Replicas) -> list[int]:
@@ -197,15 +198,19 @@ def sent_bytes(policy: Replicas) -> list[int]:
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or ["striping", "latency", "throughput"]
-    if "striping" in chosen:
-        striping()
-    if {"latency", "throughput"} & set(chosen):
-        pair = Pair()
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("parts", nargs="*", default=["striping", "latency", "throughput"])
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    chosen = options.parse_args()
+    if "striping" in chosen.parts:
+        striping(chosen.out)
+    if {"latency", "throughput"} & set(chosen.parts):
+        pair = Pair(chosen.device)
         pair.moved(SMALL["packed"], TOKENS)  # the first request meets the peer
         for name, measure in {"latency": latency, "throughput": throughput}.items():
-            if name in chosen:
-                measure(pair)
+            if name in chosen.parts:
+                measure(pair, chosen.out)
         pair.close()
 
 

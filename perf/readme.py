@@ -79,12 +79,22 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
     stored = {"medium": "disk, O_DIRECT", "page_kib": "64"}
     mine, theirs = (_one("store", who=who, what="set", **stored)["gb_s"] for who in ("kvmover nixl", "sglang nixl"))
     yield "page store on a disk, writing pages of 64 KiB", f"{mine} GB/s", f"SGLang's NIXL store: {theirs} GB/s"
+    yield from _exchanged()
     for engine, name, way in (("sglang", "SGLang", "nixl backend"), ("vllm", "vLLM", "NixlConnector")):
         mine, theirs = (
             _one("live_peers", engine=engine, way=who)["ttft_p50_ms"] for who in ("kvmover", way.split()[0])
         )
         asked = f"{name}, live, from prefill to decode without a GPU: first token of a prompt of 300 tokens"
         yield asked, f"{mine} ms", f"{name}'s {way}: {theirs} ms"
+
+
+def _exchanged() -> Iterator[tuple[str, str, str]]:
+    """What engines of unlike make did for each other in the last whole run of live servers, where that had any."""
+    rows = [row for row in read("live") if row["engine"] in ("sglang-vllm", "vllm-sglang")]
+    if rows:
+        requests, same = (sum(int(row[name]) for row in rows) for name in ("requests", "same"))
+        asked = "SGLang and vLLM for each other, live: answers whose every token is the decode engine's own"
+        yield asked, f"{same:,} of {requests:,}", "not offered"
 
 
 def _one(name: str, **columns: str) -> dict[str, str]:
@@ -114,7 +124,12 @@ def numbers() -> str:
 
 
 #: The engines by their names in the CSV files.
-_ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
+_ENGINES = {
+    "sglang": "SGLang",
+    "vllm": "vLLM",
+    "sglang-vllm": "SGLang to vLLM",
+    "vllm-sglang": "vLLM to SGLang",
+}
 
 
 def scenarios() -> str:

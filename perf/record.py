@@ -75,6 +75,9 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
+    """As git says; where the tree came without its history, as KVMOVER_COMMIT says."""
+    if told := os.environ.get("KVMOVER_COMMIT"):
+        return told
     got = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude", "*"], capture_output=True, text=True, check=False
     )

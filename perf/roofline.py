@@ -1,13 +1,14 @@
 """The machine's own ceilings, and every move as a share of them: under a budget of SMs, and beside a matrix product.
 
 `python -m perf.roofline [--out FOLDER]`. First what a clone, a fill and a host copy reach here, then gather and scatter
-with 1 to all SMs, and how much slower a bf16 matrix product runs while a gather repeats on another stream.
+with 1 to all SMs, and how much slower a bf16 matrix product and a read of weights, as a decode of 32 requests has it,
+run while a move repeats on another stream. `lost_ms_per_gb`: time of a product lost to a GB, at the move's rate alone.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -42,9 +43,9 @@ def main() -> None:
     out = options.parse_args().out
     need_gpu("perf.roofline")
     lines = ceilings()
-    product = matrix_product()
+    works = neighbours()
     for case in CHOSEN:
-        lines += budgets(case, product)
+        lines += budgets(case, works)
         torch.cuda.empty_cache()
     print(f"wrote {write('roofline', lines, out)}")
 
@@ -62,60 +63,68 @@ def ceilings() -> list[dict[str, object]]:
         "device to host": (host.numel(), lambda: host.copy_(part, non_blocking=True)),
     }
     spreads = interleaved({name: call for name, (_, call) in cases.items()}, 10)
-    return [_line(name, "", "", cases[name][0], spread.median, 0.0) for name, spread in spreads.items()]
+    return [_line(name, "", "", cases[name][0], spread.median, {}) for name, spread in spreads.items()]
 
 
-def matrix_product() -> Callable[[], object]:
-    a, b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    c = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=c)
+def neighbours() -> dict[str, Callable[[], object]]:
+    """What an engine computes beside a transfer: bound by arithmetic, and by memory."""
+
+    def product(rows: int, columns: int) -> Callable[[], object]:
+        shapes = (rows, MATRIX), (MATRIX, columns)
+        a, b = (torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+        c = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
+        return lambda: torch.mm(a, b, out=c)
+
+    return {"matrix": product(MATRIX, MATRIX), "decode": product(32, 57344)}
 
 
-def budgets(case: Case, product: Callable[[], object]) -> list[dict[str, object]]:
+def budgets(case: Case, works: Mapping[str, Callable[[], object]]) -> list[dict[str, object]]:
     move: Move = build(case)
     lines: list[dict[str, object]] = []
     for way, regions in (("gather", move.gather), ("scatter", move.scatter)):
         calls = {str(sms or "all"): launcher(regions, sms) for sms in BUDGETS}
         spreads = interleaved(calls, 8)
         for sms, spread in spreads.items():
-            beside = slowdown(calls[sms], product, spread.median) if way == "gather" else 0.0
+            beside = {name: slowdown(calls[sms], work, spread.median) for name, work in works.items()}
             lines.append(_line(case.text(), way, sms, move.nbytes, spread.median, beside))
     return lines
 
 
-def slowdown(call: Callable[[], object], product: Callable[[], object], call_seconds: float) -> float:
-    """Time of matrix products with `call` repeating on another stream, over their time alone."""
-    alone = _products(product, 12)
+def slowdown(call: Callable[[], object], work: Callable[[], object], call_seconds: float) -> float:
+    """Time of `work` with `call` repeating on another stream, over its time alone."""
+    alone = _seconds(work, 12)
     other = torch.cuda.Stream()
     repeats = max(2, int(14 * alone * 1.5 / call_seconds))
     with torch.cuda.stream(other):
         for _ in range(repeats):
             call()
-    beside = _products(product, 12)
+    beside = _seconds(work, 12)
     torch.cuda.synchronize()
     return beside / alone
 
 
-def _products(product: Callable[[], object], count: int) -> float:
-    """Median seconds of one product."""
+def _seconds(work: Callable[[], object], count: int) -> float:
+    """Median seconds of one call."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
     for mark in marks[1:]:
-        product()
+        work()
         mark.record()
     marks[-1].synchronize()
     return median(a.elapsed_time(b) for a, b in pairwise(marks[2:])) / 1e3
 
 
-def _line(what: str, way: str, sms: str, nbytes: int, seconds: float, beside: float) -> dict[str, object]:
+def _line(what: str, way: str, sms: str, nbytes: int, seconds: float, beside: Mapping[str, float]) -> dict[str, object]:
     line: dict[str, object] = {
         "what": what,
         "way": way,
         "sms": sms,
         "gb_per_s": round(nbytes / seconds / 1e9, 1),
-        "matrix_slowdown": round(beside, 3) if beside else "",
+        **{f"{name}_slowdown": round(beside[name], 3) if beside else "" for name in ("matrix", "decode")},
+        "lost_ms_per_gb": round((beside["matrix"] - 1) * seconds / nbytes * 1e12, 3) if beside else "",
     }
-    print(f"{what:<60} {way:<8} SMs {sms:<4} {line['gb_per_s']:>8} GB/s  {line['matrix_slowdown']}", flush=True)
+    slower = f"{line['matrix_slowdown']} {line['decode_slowdown']} {line['lost_ms_per_gb']}"
+    print(f"{what:<60} {way:<8} SMs {sms:<4} {line['gb_per_s']:>8} GB/s  {slower}", flush=True)
     return line
 
 

@@ -11,7 +11,7 @@ from typing import TypeGuard
 import numpy as np
 
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
-from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transport import Completed, Descriptors, Event, Memory, Note, memory_of
@@ -39,25 +39,26 @@ class Side:
     keep: object
 
 
-def build(engine: str, order: str) -> Side:
+def build(engine: str, order: str, device: str) -> Side:
     import torch
 
     torch.set_num_threads(1)  # two teams of spinning workers on two cores starve each other
     spec = PoolSpec.dense(COMPONENT, FLEET.shard(COMPONENT, 0, TOKENS), PAGES, PAGE_TOKENS, order)
     assert spec.allocation_bytes == NBYTES
-    pool = Pool.shared(spec)  # whatever the route is, the pools are the same
+    # Whatever the route is, the pools are the same.
+    pool = Pool.shared(spec) if device == "cpu" else Pool.zeros(spec, device)
     pool.tensors[0].random_(0, 255)
-    buffer = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8)
+    buffer = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8, device=device)
     transport = NixlTransport(engine)
     transport.register(memory_of(buffer))
-    place, config = Place(engine, FLEET, 0), MoverConfig(arena_bytes=ARENA_BYTES)
+    place, config = Place(engine, FLEET, 0), MoverConfig(arena_bytes=ARENA_BYTES, exports=Exports.POOLS)
     mover = Mover(transport, Model("bench", (COMPONENT,)), place, [pool], config)
     return Side(mover, transport, memory_of(buffer), (pool, buffer))
 
 
-def destination(pipe: Connection) -> None:
+def destination(pipe: Connection, device: str) -> None:
     """Receive what it is told to, and answer how long it took from asking to landed; or send notes back."""
-    side = build("decode", "HND")
+    side = build("decode", "HND", device)
     pipe.send((side.transport.name, side.buffer))
     side.mover.connect(pipe.recv())
     pages = np.arange(PAGES)
@@ -90,12 +91,12 @@ def asked(event: Event) -> TypeGuard[Note]:
 class Pair:
     """The source is this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=destination, args=(theirs,), daemon=True)
+        self._process = context.Process(target=destination, args=(theirs, device), daemon=True)
         self._process.start()
-        self.side = build("prefill", "NHD")
+        self.side = build("prefill", "NHD", device)
         self._peer, self._remote = self._pipe.recv()
         self._pipe.send(self.side.mover.card)
         self._pages = np.random.default_rng(0).permutation(PAGES)

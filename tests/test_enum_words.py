@@ -45,6 +45,7 @@ TOLD = {
     "cache.tiers.storage.StorageRead",
     "demo.scenarios.Scenario",
     "exposition.Metric",
+    "kernels.cuda_exports.Export",
     "observe.checks.Finding",
     "observe.report_sums.PartTimes",
     "plan.cost.Choice",
@@ -54,6 +55,7 @@ TOLD = {
     "store.results.GotResult",
     "store.results.PutResult",
     "transfer.destination.attempts.ReceiveAttempt",
+    "transfer.memory.mapped.Mappings",
     "transfer.result.Result",
     "transfer.source.attempts.Request",
 }

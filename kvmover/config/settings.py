@@ -26,6 +26,17 @@ _MOST_KEY_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """With whom KV is exchanged: `model` names the weights to engines of any make; None: to those of one make only."""
+
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model == "":
+            raise ConfigError('exchange has model = ""; name the weights, or say "none"')
+
+
+@dataclass(frozen=True, slots=True)
 class StoreSettings(Policy):
     """A page store's policy; the directory that the stores are in, the same on all ranks; and how often one is kept.
 
@@ -124,6 +135,7 @@ class Settings:
 
     mover: MoverConfig = field(default_factory=MoverConfig)
     progress: Pace = field(default_factory=Pace)
+    exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
@@ -256,7 +268,10 @@ TEXTS: Mapping[str, str] = {
     "mover.replicas": "stripe: ranks with equal shards each send a part of the pages; elect: one of them sends all.",
     "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",
     "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
+    "mover.lossy": "How much a number of the cache may be off, against the largest that shares its scale, where a peer"
+    " stores it in another form: 0.0625 for fp8, 0.177 for NVFP4. 0: such peers are refused.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
+    "mover.exports": "Memory of a GPU that peers may map: none; arenas, over the NVLink fabric; pools, and arenas.",
     "mover.backoff.first_s": "Seconds before the first attempt to reconnect a lost peer; doubled after each failure.",
     "mover.backoff.most_s": "The longest wait between two such attempts, in seconds.",
     "mover.backoff.jitter": "Fraction [0, 1) by which a wait may be shortened, so that ranks do not retry at once.",
@@ -273,6 +288,7 @@ TEXTS: Mapping[str, str] = {
     "progress.shortest_s": "Shortest sleep between polls, seconds.",
     "progress.open_s": "Longest sleep between polls while a transfer is open, seconds.",
     "progress.idle_s": "Longest sleep between polls while no transfer is open, seconds.",
+    "exchange.model": "Name of the weights, equal in engines of unlike make that exchange KV; `none`: no such peers.",
     "store.quota_bytes": "Payload bytes that a namespace may hold on disk; `none`: no limit.",
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",

@@ -125,12 +125,12 @@ class PagedCache:
         """Put rows into the pages that their positions are in."""
         planes, where = self._at(layer, positions)
         for plane, row in zip(planes, rows, strict=True):
-            plane[where] = row
+            plane[where] = row.to(plane.device)
 
     def read(self, layer: int, tokens: int) -> Tensor:
-        """A copy of the first rows of a layer, gathered from their pages."""
+        """A copy of the first rows of a layer on the CPU, where the model computes, gathered from their pages."""
         planes, where = self._at(layer, range(tokens))
-        return torch.stack([plane[where] for plane in planes])
+        return torch.stack([plane[where].cpu() for plane in planes])
 
     def _at(self, layer: int, positions: range) -> tuple[Sequence[Tensor], tuple[Tensor, Tensor]]:
         """The planes of `layer`, and of each position the page id and the token in that page."""

@@ -42,7 +42,7 @@ from kvmover.plan.fleet_text import FleetText
 from kvmover.store import Namespace, PageStore
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.protocol.handshake import Model, Place
-from kvmover.transfer.result import Result, Transfer
+from kvmover.transfer.result import Gate, Result, Transfer
 from kvmover.transport import NixlTransport
 
 #: Digests of cached rows by (layer, kv, head), in whole-model numbers: equal wherever the same rows are held.
@@ -53,7 +53,8 @@ Digests = dict[tuple[int, int, int], str]
 class Seat:
     """Which rank of which fleet of a scenario a process is to be. `store`: a file in which the fleet meets.
 
-    `first_port`: how many ports behind the configured one belong to ranks of fleets before this one.
+    `first_port`: how many ports behind the configured one belong to ranks of fleets before this one. `device`: where
+    its pool lies; the model computes on the CPU.
     """
 
     scenario: Scenario
@@ -64,6 +65,7 @@ class Seat:
     store: str
     settings: Settings
     first_port: int = 0
+    device: str = "cpu"
 
     def sit(self) -> DemoRank:
         """Become that rank: pool, model and mover are made here."""
@@ -82,7 +84,8 @@ class DemoRank:
         spec = PoolSpec.dense(component, self._shard, seat.pages, fleet.page_tokens, seat.fleet.order)
         config = seat.settings.mover_config()
         config = replace(config, route=config.route or seat.scenario.route)
-        self._pool = Pool.shared(spec) if config.route is Route.MAPPED else Pool.zeros(spec)
+        shared = config.route is Route.MAPPED and seat.device == "cpu"
+        self._pool = Pool.shared(spec) if shared else Pool.zeros(spec, seat.device)
         comm = Gloo.join(FileStore(seat.store, fleet.size), seat.rank, fleet.tp, fleet.pp)
         share = ModelShard.of_rank(seat.scenario.model, fleet.tp, fleet.pp, at.tp, at.pp)
         self._model = Transformer(seat.scenario.model, share, comm)
@@ -113,10 +116,20 @@ class DemoRank:
 
     def send(self, request: str, pages: list[int], moved: range) -> tuple[Result, Digests]:
         """Serve every destination rank, and say what the moved rows were."""
-        transfer = self._mover.send(request, [pages])
+        transfer = self._mover.send(request, [pages], gates=self._computed())
         self._mover.wait([transfer])
         self._watched.look()
         return transfer.landed(), self._digests(pages, moved)
+
+    def _computed(self) -> list[Gate] | None:
+        """On a GPU the rows are in the pages once this stream has come to here."""
+        import torch
+
+        if self._pool.tensors[0].device.type == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return [Gate(event)]
 
     def receive(self, request: str, engine: str, moved: range, pages: list[int]) -> tuple[Result, Digests]:
         """Land the rows of `moved`, and say what they are."""
@@ -166,7 +179,7 @@ class DemoRank:
             for plane in range(self._pool.spec.component.kv):
                 rows = self._pool.plane(number, plane)[where]
                 for local, head in enumerate(self._shard.heads):
-                    digests[layer, plane, head] = hashlib.sha256(rows[:, local].numpy().tobytes()).hexdigest()
+                    digests[layer, plane, head] = hashlib.sha256(rows[:, local].cpu().numpy().tobytes()).hexdigest()
         return digests
 
 

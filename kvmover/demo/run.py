@@ -43,7 +43,7 @@ from kvmover.observe.tables import console
 from kvmover.observe.top import endpoints, fetch
 from kvmover.plan.cost import HOST
 from kvmover.plan.fleet_text import FleetText
-from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transport import nixl_version
 
 #: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
@@ -78,13 +78,24 @@ class Engine:
 class ScenarioRun:
     """One scenario on its two fleets, with the one-process model that says what the answers must be."""
 
-    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, settings: Settings) -> None:
+    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> None:
+        settings, device = options.settings, options.device
         sizes = scenario.src.fleet.size, scenario.dst.fleet.size
         self.src = Engine("prefill", crew.members[: sizes[0]], scenario.src)
         self.dst = Engine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
         self.scenario = scenario
         seats = [
-            Seat(scenario, engine.name, engine.fleet, rank, engine.pages, str(folder / engine.name), settings, ports)
+            Seat(
+                scenario,
+                engine.name,
+                engine.fleet,
+                rank,
+                engine.pages,
+                str(folder / engine.name),
+                settings,
+                ports,
+                device,
+            )
             for engine, ports in ((self.src, 0), (self.dst, sizes[0]))
             for rank in range(len(engine.members))
         ]
@@ -230,7 +241,7 @@ def _wire(served: Sequence[Served]) -> Wire:
 
 
 #: Processes of one machine that move a few MB.
-MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20)
+MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
 
 #: The first port that is tried where the demo is watched and no port is configured.
 _FIRST_PORT = 9400
@@ -247,8 +258,8 @@ class DemoOptions:
     """What to run: all scenarios when none is named; the requests of a trace, its lengths times `scale`, if given.
 
     `report`: a page of HTML to write at the end, with the run log beside it, as run.html and run.jsonl. `watch`: show
-    `kvmover top` of the demo's own ranks while it runs. `settings`: the configuration; what that does not say of the
-    mover is as `MOVER`.
+    `kvmover top` of the demo's own ranks while it runs. `device`: where pools lie. `settings`: the configuration; what
+    that does not say of the mover is as `MOVER`.
     """
 
     scenarios: tuple[str, ...] = ()
@@ -259,6 +270,7 @@ class DemoOptions:
     as_json: bool = False
     report: Path | None = None
     watch: bool = False
+    device: str = "cpu"
     settings: Settings = field(default_factory=lambda: Settings(mover=MOVER))
 
     @property
@@ -394,6 +406,8 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
     plays = [(scenario, _requests(options, scenario)) for scenario in scenarios]  # bad ones start no process
     size = max(scenario.processes for scenario in scenarios)
     nixl_version()  # raises where there is none
+    if options.device != "cpu":
+        _need_device(options.device)
     if settings.metrics.port is not None:
         need("prometheus_client", "serving metrics", "metrics")
         if settings.metrics.port and settings.metrics.port + size > 1 << 16:
@@ -407,9 +421,19 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
             if seeded.lives:
                 stage = Lives(seeded, crew, place, options.requests_each, settings)
             else:
-                stage = ScenarioRun(seeded, crew, place, settings)
+                stage = ScenarioRun(seeded, crew, place, options)
             reports.append(_play(stage, requests, step))
     return RunReport.of(reports, time.monotonic() - began)
+
+
+def _need_device(name: str) -> None:
+    """Raises KvmoverError for a device that torch does not have: before a process is started."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise KvmoverError(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
 def _endpoints(options: DemoOptions) -> str | None:

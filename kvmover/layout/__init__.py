@@ -1,5 +1,6 @@
 """Everything else computes with these values: spans, stripes, layouts, components, fleets and pools."""
 
+from kvmover.layout.codec import Codec, Part
 from kvmover.layout.component import DTYPE_BYTES, Component
 from kvmover.layout.fleet import Coordinate, CpOrder, Fleet, Replica, Shard
 from kvmover.layout.layout import Dim, Layout, axes_of, coalesce
@@ -15,12 +16,14 @@ __all__ = [
     "ORDERS",
     "PACKED_AXES",
     "PACKED_ORDER",
+    "Codec",
     "Component",
     "Coordinate",
     "CpOrder",
     "Dim",
     "Fleet",
     "Layout",
+    "Part",
     "Pool",
     "PoolSpec",
     "Positions",

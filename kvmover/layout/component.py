@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmover.errors import LayoutError
 from kvmover.fields import settle_whole, whole
+from kvmover.layout.codec import VALUES, Codec
 
 #: Bytes of an element, by torch's name of the dtype. Moves never look inside an element: where two FP4 values share a
 #: byte, the pair is the element, as torch has it.
@@ -51,6 +52,8 @@ class Component:
     tokens [r * n, r * n + n) is there once the last of them is computed, so tokens beyond the last full row have none.
 
     `dtype`: torch's name of it; torch's own and NumPy's dtypes are taken for theirs.
+
+    `codec`: how numbers are stored in these rows, if that is known and not as they are meant to be. None: in `dtype`.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Component:
     window: int | None = None
     states: int = 0
     row_tokens: int = 1
+    codec: Codec | None = None
 
     def __post_init__(self) -> None:
         what = f"component {self.name}"
@@ -74,6 +78,10 @@ class Component:
         if self.states and self.row_tokens > 1:
             held = f"{self.states} states and a row every {self.row_tokens} tokens"
             raise LayoutError(f"component {self.name} has {held}; not both")
+        if self.codec is not None and self.codec.row_bytes != self.row_bytes:
+            raise LayoutError(
+                f"{what} has rows of {self.row_bytes} bytes; {self.codec.text()} takes {self.codec.row_bytes}"
+            )
 
     def __hash__(self) -> int:
         """By two of its fields: what is kept for a component is looked up several times a request."""
@@ -139,6 +147,29 @@ class Component:
     def cp_parts(self, cp: int) -> int:
         """Into how many parts `cp` context-parallel ranks divide the positions: `cp`, or 1 where each holds all."""
         return 1 if self.states else cp
+
+    def kept_as(self, codec: Codec) -> Component:
+        """The same numbers in another form: rows of bytes. Raises LayoutError for one of other numbers.
+
+        >>> Component.mla(61, 576, "bfloat16").kept_as(Codec.fp8_ds_mla()).row_bytes
+        656
+        """
+        meant = self.meant
+        if (codec.values, codec.dim) != (meant.dtype, meant.dim):
+            raise LayoutError(f"{self.name} has rows of {meant.dim} {meant.dtype}; {codec.text()} is of other numbers")
+        if codec == Codec.plain(codec.values, codec.dim):
+            return meant
+        return replace(self, dim=codec.row_bytes, dtype="uint8", codec=codec)
+
+    @property
+    def meant(self) -> Component:
+        """As its numbers are meant to be, however they are stored: what both sides of a transfer have in common."""
+        return self if self.codec is None else replace(self, dim=self.codec.dim, dtype=self.codec.values, codec=None)
+
+    @property
+    def form(self) -> Codec | None:
+        """How its rows are stored; None for bytes of which nobody says what they stand for."""
+        return self.codec or (Codec.plain(self.dtype, self.dim) if self.dtype in VALUES else None)
 
     @property
     def element_bytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -21,8 +23,26 @@ if TYPE_CHECKING:
 #: Axes that a pool may spread over allocations of their own: one tensor a layer, or one a layer and K/V.
 TABLE_AXES: tuple[str, ...] = ("layer", "kv")
 
+#: Float32's smallest normal number.
+SMALLEST_SCALE = 2.0**-126
+
 #: Allocations of a shared pool start at multiples of this in their file.
 _ALIGN_BYTES = 4096
+
+
+def _checked_scales(given: tuple[float, ...], component: Component, layout: Layout) -> tuple[float, ...]:
+    """As float32 has them, empty where all are 1. Raises LayoutError."""
+    each = component.codec.scales if component.codec else 0
+    planes = layout.extent_of("layer") * layout.extent_of("kv")
+    if given and len(given) != planes * each:
+        raise LayoutError(f"pool of {component.name} has {len(given)} scales; {planes} planes have {each} each")
+    try:
+        rounded: tuple[float, ...] = struct.unpack(f"<{len(given)}f", struct.pack(f"<{len(given)}f", *given))
+    except (struct.error, OverflowError, TypeError) as error:
+        raise LayoutError(f"pool of {component.name} has scales that are no float32: {error}") from None
+    if odd := [scale for scale in rounded if not SMALLEST_SCALE <= scale < math.inf]:
+        raise LayoutError(f"pool of {component.name} has a scale of {odd[0]}; it must be positive and finite")
+    return () if all(scale == 1 for scale in rounded) else rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +51,9 @@ class PoolSpec:
 
     `separate` names the axes with one allocation an index; their stride is 0. Local extents: the layers and heads of
     the rank's Shard, all pages of the pool.
+
+    `scales`: of planes, layer by layer and K before V, one for each part of a row that its codec `is_scaled`: what the
+    engine multiplies an element by. Empty: 1 for all. They are taken as float32.
 
     Components may share an allocation: their strides are the allocation's, and each pool's tensors start where its own
     elements do (`flat[offset_bytes:]`). A convolution state of 3 steps for 2 heads of 4 channels each of q, k and v,
@@ -44,8 +67,10 @@ class PoolSpec:
     component: Component
     layout: Layout
     separate: tuple[str, ...] = ()
+    scales: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scales", _checked_scales(self.scales, self.component, self.layout))
         if self.layout.stride_of("dim") != 1 and self.layout.extent_of("dim") != 1:
             raise LayoutError(f"axis dim has stride {self.layout.stride_of('dim')}; rows must be contiguous")
         if self.layout.extent_of("kv") != self.component.kv or self.layout.extent_of("dim") != self.component.dim:
@@ -79,6 +104,7 @@ class PoolSpec:
         page_tokens: int,
         order: str,
         separate: tuple[str, ...] = (),
+        scales: tuple[float, ...] = (),
     ) -> PoolSpec:
         """The pool without gaps for the layers and heads of `shard`, its axes nested in `order`.
 
@@ -95,7 +121,7 @@ class PoolSpec:
         )
         within = [1 if axis in separate else extent for axis, extent in zip(whole.axes, whole.shape, strict=True)]
         stride = tuple(0 if axis in separate else prod(within[i + 1 :]) for i, axis in enumerate(whole.axes))
-        return cls(component, Layout(whole.axes, whole.shape, stride), separate)
+        return cls(component, Layout(whole.axes, whole.shape, stride), separate, tuple(scales))
 
     @property
     def page_tokens(self) -> int:
@@ -124,7 +150,7 @@ class PoolSpec:
     def packed(self, pages: int) -> PoolSpec:
         """The same layers, heads and tokens in `pages` dense pages of the packed order, as objects of a store lie."""
         extents = dict(zip(self.layout.axes, self.layout.shape, strict=True)) | {"page": pages}
-        return PoolSpec(self.component, Layout.dense(PACKED_ORDER, **extents))
+        return PoolSpec(self.component, Layout.dense(PACKED_ORDER, **extents), scales=self.scales)
 
     @property
     def is_packed(self) -> bool:

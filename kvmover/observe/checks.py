@@ -97,13 +97,16 @@ def triton() -> Iterator[Finding]:
         yield Finding("triton", Status.OK, f"{found}, newer than {newest}, the newest tested")
 
 
-def prefix_core() -> Iterator[Finding]:
-    """Whether the prefix tree runs in C. Not imported: a core that does not load says so where it is used."""
-    if find_spec("kvmover.cache.prefix._core"):
-        yield Finding("prefix core", Status.OK, "C")
+def c_core() -> Iterator[Finding]:
+    """Whether C does what Python defines. Not imported: a core that does not load says so where it is used."""
+    what = "prefix tree, moves and digests on the CPU, digests of stored pages"
+    if not find_spec("kvmover._core"):
+        remedy = "install kvmover again where there is a C compiler: moves on the CPU take twice as long without"
+        yield Finding("c core", Status.MISSING, f"Python: there was no C compiler; {what}", remedy)
+    elif os.environ.get("KVMOVER_CORE") == "python":
+        yield Finding("c core", Status.MISSING, f"Python: KVMOVER_CORE=python; {what}", "unset KVMOVER_CORE")
     else:
-        remedy = "install kvmover again where there is a C compiler, for a third to a half of the time a request"
-        yield Finding("prefix core", Status.MISSING, "Python: there was no C compiler", remedy)
+        yield Finding("c core", Status.OK, f"C: {what}")
 
 
 def gpus() -> Iterator[Finding]:
@@ -222,7 +225,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python,
     pytorch,
     triton,
-    prefix_core,
+    c_core,
     gpus,
     cupy,
     nixl,

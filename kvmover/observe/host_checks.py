@@ -6,7 +6,8 @@ What they read lies under `root`, so that another machine's files can be looked 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from kvmover.errors import KvmoverError
@@ -76,6 +77,24 @@ def peer_memory(root: Path = _ROOT) -> Iterator[Finding]:
     else:
         remedy = "modprobe nvidia-peermem, or install the open kernel modules"
         yield Finding("gpu rdma", Status.PROBLEM, "NICs cannot reach GPU memory: neither peermem nor dma-buf", remedy)
+
+
+def nvlink(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Which memory crosses hosts over NVLink: what has a handle of its fabric, for which a channel of IMEX is needed.
+
+    Engines' pools have none, as torch allocates them; those of expandable segments have not even one for this host.
+    """
+    if not _has_gpu(root):
+        return
+    if (root / "dev/nvidia-caps-imex-channels/channel0").exists():
+        yield Finding("nvlink", Status.OK, 'across hosts: arenas yes, with mover.exports = "arenas"; pools no')
+    else:
+        remedy = "on NVL72 start nvidia-imex and make a channel; on other machines there is nothing to do"
+        yield Finding("nvlink", Status.MISSING, "across hosts: neither arenas nor pools, no channel of IMEX", remedy)
+    chosen = [environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    if any("expandable_segments:true" in each.lower().replace(" ", "") for each in chosen):
+        detail = "torch's segments expand: pools have no handle that peers of this host could map"
+        yield Finding("gpu pools", Status.PROBLEM, detail, "take expandable_segments out of PYTORCH_ALLOC_CONF")
 
 
 def iommu(root: Path = _ROOT) -> Iterator[Finding]:
@@ -169,6 +188,7 @@ def huge_pages(root: Path = _ROOT) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     storage_to_gpu,
     peer_memory,
+    nvlink,
     iommu,
     acs,
     clock,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from kvmover.errors import PlanError
+from kvmover.layout.codec import Codec
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Shard
 from kvmover.layout.layout import Dim, Layout, coalesce
@@ -21,6 +22,9 @@ from kvmover.layout.span import Span
 from kvmover.plan.legs import Leg
 from kvmover.plan.units import Offsets, Paging, Units, cut
 from kvmover.vocabulary import PACKED_ORDER
+
+#: Float32, of planes and of the parts of their rows.
+Scales = npt.NDArray[np.float32]
 
 #: Page ids [page] of a pool.
 Ids = Sequence[int] | npt.NDArray[np.int64]
@@ -52,14 +56,27 @@ class BoxSide(msgspec.Struct, frozen=True, eq=False):
     token_bytes: int
 
 
+class Recode(msgspec.Struct, frozen=True, eq=False):
+    """How the rows of a box change form on their way. `src_scales`, `dst_scales` [plane, part that is scaled]."""
+
+    reads: Codec
+    writes: Codec
+    src_scales: Scales
+    dst_scales: Scales
+
+
 class Box(msgspec.Struct, frozen=True, eq=False):
-    """planes x units x heads x tokens rows of `row_bytes`, each contiguous at both ends: what every route moves."""
+    """planes x units x heads x tokens rows of `row_bytes`, each contiguous at both ends: what every route moves.
+
+    `recode`: None where they are the same bytes at both ends; else `row_bytes` are those of the source.
+    """
 
     src: BoxSide
     dst: BoxSide
     heads: int
     tokens: int
     row_bytes: int
+    recode: Recode | None = None
 
     @property
     def unit_bytes(self) -> int:

@@ -29,6 +29,7 @@ from enum import IntEnum
 
 from xxhash import xxh3_64_intdigest
 
+from kvmover.c_core import NATIVE
 from kvmover.errors import LayoutError
 from kvmover.layout import Span, Stripe
 from kvmover.store.namespace import HASH_BYTES
@@ -37,9 +38,13 @@ from kvmover.store.part import PageBox, PartKey, part_key
 #: Bytes of one digest: XXH3 (64 bits) of a cell, so that who reads some heads and layers can check them.
 #:
 #: Measured on one core of a 2-core machine, 16 KiB cells: XXH3 32 GB/s, zlib's CRC-32 6.9, SHA-256 2.1, BLAKE2b 1.5,
-#: where a copy into the page cache runs at 3.4 GB/s. Below 4 KiB a cell the call costs more than the hashing (8 GB/s at
-#: 2 KiB). It guards against torn, stale and misplaced bytes, not against an adversary who can write to the store.
+#: where a copy into the page cache runs at 3.4 GB/s. It guards against torn, stale and misplaced bytes, not against an
+#: adversary who can write to the store.
 DIGEST_BYTES = 8
+
+#: The C core takes the digests of all cells of a payload in one call, without Python's lock where that pays; the xxhash
+#: package takes a call a cell, which costs more than the hashing below 4 KiB. Cells up to this long are the package's.
+SHORT_CELL_BYTES = 240
 
 MAGIC = int.from_bytes(b"KVRC", "little")
 LIVE, DEAD = int.from_bytes(b"LIVE", "little"), 0
@@ -191,6 +196,8 @@ def next_whole(data: bytes, at: int, base: int) -> int | None:
 
 def table(payload: memoryview, cells: int) -> bytes:
     """The digests of `cells` equal cells of `payload`, 8 bytes each, little endian."""
+    if NATIVE is not None and len(payload) > SHORT_CELL_BYTES * cells:
+        return NATIVE.cell_digests(payload, cells)
     if cells == 1:
         return xxh3_64_intdigest(payload).to_bytes(8, "little")
     size = len(payload) // cells
@@ -200,7 +207,4 @@ def table(payload: memoryview, cells: int) -> bytes:
 
 def holds(payload: memoryview, count: int, digests: bytes, first: int) -> bool:
     """Whether `payload`, `count` cells, is what digests `first` to `first + count` of a table were taken of."""
-    held = digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]
-    if count == 1:
-        return xxh3_64_intdigest(payload).to_bytes(8, "little") == held
-    return table(payload, count) == held
+    return table(payload, count) == digests[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]

@@ -29,6 +29,14 @@ class Integrity(StrEnum):
     DIGEST = "digest"
 
 
+class Exports(StrEnum):
+    """What of a rank's memory on a GPU others may map: nothing, its arenas over the NVLink fabric, or its pools too."""
+
+    NONE = "none"
+    ARENAS = "arenas"
+    POOLS = "pools"
+
+
 @dataclass(frozen=True, slots=True)
 class Backoff:
     """When to dial a lost peer: after `first_s` seconds, then twice as long each time, at most `most_s`.
@@ -91,6 +99,11 @@ class MoverConfig:
     `integrity`: whether what landed is compared by a digest a chunk. The destination's to choose.
     `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
     network carries.
+    `lossy`: how much a number may be off, against the largest that shares its scale, where a peer stores the cache in
+    another form: 0.0625 lets bfloat16 and fp8 meet. 0: only peers from and to which every number arrives as it was.
+    `exports`: what of this rank's memory on a GPU peers may map. Arenas: made so that packed chunks cross hosts over
+    NVLink where they can. Pools too: a leg may go mapped. A kernel of one process then touches memory of another, and
+    what becomes of it when that one is killed was not seen on a GPU yet: so not by default.
     `keys`: seal every message and card, and read only sealed ones. None: nothing is sealed.
     """
 
@@ -112,7 +125,9 @@ class MoverConfig:
     chunk_layers: int = 0
     integrity: Integrity = Integrity.NONE
     sms: int | None = 8
+    exports: Exports = Exports.NONE
     keys: Keys | None = None
+    lossy: float = 0.0
 
     def __post_init__(self) -> None:
         what = "mover config"
@@ -120,13 +135,15 @@ class MoverConfig:
         check_positive(
             self, what, LayoutError, "deadline_s", "drain_s", "ping_s", "resend_s", "silence_s", "lease_s", "linger_s"
         )
+        if type(self.lossy) not in (int, float) or not 0 <= self.lossy <= 1:  # no bool, which is an int
+            raise LayoutError(f"{what} has lossy = {self.lossy!r}; it is a share from 0 to 1")
         if self.sms is not None:
             object.__setattr__(self, "sms", whole(self.sms, f"{what} has sms", LayoutError, 1))
         if 0 < self.sandbox_bytes < LEAST_REGION_BYTES:
             raise LayoutError(
                 f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"
             )
-        settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity)
+        settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity, exports=Exports)
         if self.route is not None:
             settle(self, what, LayoutError, route=Route)
         if self.revocation is not None:

@@ -6,7 +6,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
@@ -16,14 +16,15 @@ from kvmover.layout.pool import Pool
 from kvmover.regions import BoundMemory
 from kvmover.shared_memory import HostProcess
 from kvmover.transfer.arguments import least_chunk_bytes
-from kvmover.transfer.config import Integrity, MoverConfig
+from kvmover.transfer.config import Exports, Integrity, MoverConfig
 from kvmover.transfer.events import Patience
-from kvmover.transfer.memory.arena import Arena, slab_bytes
+from kvmover.transfer.memory.arena import slab_bytes
 from kvmover.transfer.memory.copier import Copier
 from kvmover.transfer.memory.descriptors import allocations
 from kvmover.transfer.memory.in_flight import InFlight
-from kvmover.transfer.memory.mapped import Mappings, shares
+from kvmover.transfer.memory.mapped import Mappings, exports, shares
 from kvmover.transfer.memory.programs import Compiler, OwnMemory, Rules
+from kvmover.transfer.memory.staging import Staging
 from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.listeners import own_listeners
@@ -35,7 +36,7 @@ from kvmover.transfer.protocol.handshake import Place, Rank, interned, interned_
 from kvmover.transfer.protocol.wire import AnyMessage, encode, notes
 from kvmover.transfer.result import Ending, Result
 from kvmover.transfer.timers import Timers
-from kvmover.transport.base import Memory, Revocation, Transport, memory_of, union
+from kvmover.transport.base import Revocation, Transport, memory_of, union
 
 if TYPE_CHECKING:
     import torch
@@ -60,24 +61,6 @@ class TimerKind(StrEnum):
 
 #: A TimerKind, and the peer, attempt or request.
 Timer = tuple[TimerKind, Hashable]
-
-
-@dataclass(slots=True, eq=False)
-class Staging:
-    """An arena with its memory."""
-
-    tensor: torch.Tensor
-    memory: Memory
-    arena: Arena
-    bound: BoundMemory = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bound = BoundMemory((self.tensor,))
-
-    def slab(self, number: int) -> Memory:
-        """What is registered of a slab."""
-        nbytes = self.arena.slab_bytes
-        return replace(self.memory, address=self.memory.address + number * nbytes, nbytes=nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -220,17 +203,17 @@ def assembled(
 
     chunk_bytes = max(config.costs.chunk_bytes, least_chunk_bytes(pools, config.arena_bytes))
     device = pools[0].tensors[0].device
-    outgoing = _staging(config.arena_bytes, 0, device)  # only read by peers, which does no harm however late it is
+    outgoing = Staging.of(config.arena_bytes, 0, device, config.exports)  # peers only read it: no harm, however late
     slab = slab_bytes(config.arena_bytes, chunk_bytes, config.revocation or transport.revocation)
-    incoming = _staging(config.arena_bytes, slab, device)
+    incoming = Staging.of(config.arena_bytes, slab, device, config.exports)
     probed = torch.zeros(config.sandbox_bytes, dtype=torch.uint8, device=device)
-    sandbox = memory_of(probed) if config.sandbox_bytes else None
-    memories = tuple(allocations(pool) for pool in pools)
+    sandbox, memories = memory_of(probed) if config.sandbox_bytes else None, tuple(map(allocations, pools))
     ours = [outgoing.memory, *map(incoming.slab, range(incoming.arena.slabs)), *([sandbox] if sandbox else [])]
     for memory in union((*(memory for pool in memories for memory in pool), *ours)):
         transport.register(memory)
     specs, shared = tuple(pool.spec for pool in pools), shares(memories)
-    mappings = Mappings(bool(shared))
+    exported = exports(memories, device) if config.exports is Exports.POOLS else ()
+    mappings = Mappings(bool(shared or exported), device, memories[0][0].kind)
     card = Rank(
         place,
         specs,
@@ -244,6 +227,7 @@ def assembled(
         mappings.machine,
         process=HostProcess.own() if mappings.machine else None,
         listeners=own_listeners() if mappings.machine else (),
+        exports=exported,
     )
     return Core(
         transport,
@@ -261,10 +245,3 @@ def assembled(
         Liveness(config.ping_s, config.silence_s),
         authentication(config.keys, transport.name),
     )
-
-
-def _staging(nbytes: int, slab_bytes: int, device: torch.device) -> Staging:
-    import torch
-
-    tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return Staging(tensor, memory_of(tensor), Arena(nbytes, slab_bytes))

@@ -114,12 +114,7 @@ class Mover:
         )
         self._reconnector = Reconnector(self._config.backoff, self._config.silence_s)
         self._connections = Connections(
-            self._core,
-            model,
-            self._destination.leases,
-            self._reconnector,
-            self._lose,
-            self._destination.greeted,
+            self._core, model, self._destination.leases, self._reconnector, self._lose, self._destination.greeted
         )
         self._events: deque[Event] = deque()
         self._when_due = self._calls_when_due()
@@ -284,6 +279,10 @@ class Mover:
         """A request of this name will be sent though one was before, or was refused: destinations that ask wait."""
         self._source.reopen(request_name(request))
 
+    def waiting(self, request: str) -> list[tuple[Place, range]]:
+        """Ranks that have asked for a request before it is sent, and which of its positions they want."""
+        return self._source.early.waiting(request_name(request))
+
     def receive(
         self,
         request: str,
@@ -297,10 +296,9 @@ class Mover:
 
         `positions.stop` is the length of the request; what lies before `positions.start` is here already and is not
         sent. Page tables cover the request from its beginning; None: pages are named as they are allocated, by
-        `allocated`. `aux_from`: ranks of `engine` whose payload the transfer
-        waits for, the same on every rank of this fleet. Raises PlanError, LayoutError or PeerUnknown before asking
-        anything: for page ids as `send`, and for a page that two parts of the request would land in. `deadline_s`:
-        seconds from now at which it fails; None: as configured.
+        `allocated`. `aux_from`: ranks of `engine` whose payload the transfer waits for, the same on every rank of this
+        fleet. `deadline_s`: seconds from now at which it fails; None: as configured. Raises PlanError, LayoutError or
+        PeerUnknown before asking anything: for page ids as `send`, and for a page that two parts would land in.
         """
         self._check_thread()
         tables, tokens = None if pages is None else page_tables(pages), token_range(positions)

@@ -34,6 +34,7 @@ OTHERS = {
     "mover.integrity": "digest",
     "mover.sandbox_bytes": "256 KiB",
     "mover.sms": "none",
+    "mover.exports": "pools",
     "mover.costs.posting": "inline",
     "mover.backoff.jitter": "0.125",
     "mover.backoff.most_s": "31.5",

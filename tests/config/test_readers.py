@@ -20,6 +20,7 @@ import kvmover
 from kvmover import cli, config
 from kvmover.config import Loaded, Settings, keys, load
 from kvmover.engines.common import Upkeep
+from kvmover.engines.sglang.pd_exchange import Exchange
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe.checks import Status
 from kvmover.observe.host_checks import configuration
@@ -153,8 +154,13 @@ def use_observers(settings: Settings) -> None:
         assert observers.serve()
 
 
+def use_exchange(settings: Settings) -> None:
+    """No other make is met where the weights have no name for all."""
+    assert Exchange.of(settings).meet("127.0.0.1:1", lambda _: None) is None
+
+
 def test_every_key_is_read_by_a_part_of_kvmover(noted: Noted) -> None:
-    for use in (use_movers, use_store, use_commands, use_observers):
+    for use in (use_movers, use_store, use_commands, use_observers, use_exchange):
         use(noted.settings)
     assert sorted(noted.read & NAMES) == sorted(NAMES)
 
@@ -173,7 +179,7 @@ HANDED = {
     "engines/sglang/linker.py": {"store"},
     "engines/sglang/pd.py": {"mover", "mover_config", "progress"},
     "engines/sglang/storage.py": {"store"},
-    "engines/vllm/connector.py": {"mover", "mover_config", "progress", "store"},
+    "engines/vllm/connector.py": {"exchange", "mover", "mover_config", "progress", "store"},
     "cli.py": {"store"},
     "observe/observers.py": {"logging", "metrics", "record"},
 }

@@ -63,8 +63,8 @@ CHOSEN = {
     "kvmover.kernels.launch": ("RowConfig", "Program", "Prepared"),
     "kvmover.kernels.digest_reference": ("Logical", "digest"),
     "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "standing_program"),
-    "kvmover.kernels.quant_reference": ("QuantRegion", "quantize", "dequantize", "pack", "unpack"),
-    "kvmover.kernels.quant": ("pack", "unpack", "prepare", "PreparedQuant"),
+    "kvmover.kernels.convert_reference": ("Conversion", "decode", "encode", "convert"),
+    "kvmover.kernels.convert": ("convert",),
     "kvmover.kernels.bulk": (
         "move",
         "prepare",

@@ -233,6 +233,7 @@ def test_a_card_is_read_by_the_page() -> None:
         "registration",
         "process",
         "listeners",
+        "exports",
     }
     assert body["process"]["pid"] == os.getpid()
     start = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19]  # field 22; the name is the second

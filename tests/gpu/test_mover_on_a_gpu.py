@@ -1,4 +1,4 @@
-"""Two processes on one GPU: KV moves between pools of different page size and order over NIXL, by both routes."""
+"""Two processes on one GPU: KV moves between pools of different page size and order over NIXL, by every route."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KV = Component.attention(8, 4, 128, "bfloat16")
 TOKENS = 1000
 ANSWER_S = 90
 SIDES = {"prefill": (Fleet(page_tokens=16), "NHD"), "decode": (Fleet(page_tokens=64), "HND")}
-ROUTES = (Route.PACKED, Route.DIRECT)
+ROUTES = (Route.PACKED, Route.DIRECT, Route.MAPPED)
 
 
 class End:
     """One process's pool on the GPU, with a mover for each route."""
 
     def __init__(self, engine: str) -> None:
-        from kvmover.transfer.config import MoverConfig
+        from kvmover.transfer.config import Exports, MoverConfig
         from kvmover.transfer.mover import Mover
         from kvmover.transfer.protocol.handshake import Model, Place
         from kvmover.transport.nixl import NixlTransport
@@ -53,7 +53,7 @@ class End:
                 Model("gpu", (KV,)),
                 Place(engine, fleet, 0),
                 [self.pool],
-                MoverConfig(route=route, arena_bytes=32 << 20),
+                MoverConfig(route=route, arena_bytes=32 << 20, exports=Exports.POOLS),
             )
             for route in ROUTES
         }
@@ -90,7 +90,7 @@ def decode(pipe: Connection) -> None:
         mover.close()
 
 
-def test_both_routes_land_the_same_bytes_in_another_process() -> None:
+def test_every_route_lands_the_same_bytes_in_another_process() -> None:
     context = multiprocessing.get_context("spawn")
     from kvmover.transfer.result import Gate
 

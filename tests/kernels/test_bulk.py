@@ -114,7 +114,7 @@ def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert reason(CopyEngine.BULK, device) == "CuPy is not installed"
-    monkeypatch.setattr(cuda_driver, "_library", lambda: SimpleNamespace())
+    monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace())
     assert "CUDA 12.8" in str(reason(CopyEngine.COPY, device))
     assert reason(CopyEngine.ROWS, device) is reason(CopyEngine.LOOP, device) is None
     monkeypatch.setattr(bulk, "unavailable", reason)
@@ -179,7 +179,7 @@ def test_pinned_memory_is_freed_with_its_last_tensor(monkeypatch: pytest.MonkeyP
         return 0
 
     fake = SimpleNamespace(cuMemHostAlloc=allocate, cuMemFreeHost=lambda address: freed.append(address.value))
-    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "library", lambda: fake)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     pinned = cuda_driver.pinned(4097)
@@ -232,7 +232,7 @@ def test_a_batch_is_handed_over_in_calls_that_the_driver_survives(
     monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     fake = FakeDriver(version)
-    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "library", lambda: fake)
     src = np.random.default_rng(0).integers(0, 256, (10_000, 16), dtype=np.uint8)
     dst = np.zeros_like(src)
     at, to = np.random.default_rng(1).permutation(10_000), np.arange(10_000)
@@ -245,7 +245,7 @@ def test_a_batch_is_handed_over_in_calls_that_the_driver_survives(
 
 def test_long_copies_do_not_ask_to_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver(13)
-    monkeypatch.setattr(cuda_driver, "_library", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "library", lambda: fake)
     for nbytes in (cuda_driver.OVERLAP_BYTES, cuda_driver.OVERLAP_BYTES + 1):
         memory = np.zeros(2 * nbytes, np.uint8)
         at = np.array([memory.ctypes.data])
@@ -254,7 +254,7 @@ def test_long_copies_do_not_ask_to_overlap(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_the_driver_refuses_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_library", lambda: FakeDriver(13, result=1))
+    monkeypatch.setattr(cuda_driver, "library", lambda: FakeDriver(13, result=1))
     nothing = np.zeros(1, np.int64)
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed with CUDA error 1"):
         cuda_driver.copy_batch(nothing, nothing, nothing, 77)
@@ -270,7 +270,7 @@ def test_a_launch_hands_over_what_the_kernel_takes(monkeypatch: pytest.MonkeyPat
         seen.extend([function.value, [size.value for size in sizes], stream.value, len(pointers), table, items, extra])
         return 0
 
-    monkeypatch.setattr(cuda_driver, "_library", lambda: SimpleNamespace(cuLaunchKernel=launch))
+    monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace(cuLaunchKernel=launch))
     cuda_driver.launch(5, (4, 64, RING.nbytes), 77, (ctypes.c_uint64(1 << 47), ctypes.c_uint32(3)))
     assert seen == [5, [4, 1, 1, 64, 1, 1, RING.nbytes], 77, 2, 1 << 47, 3, None]
 

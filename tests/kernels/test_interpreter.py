@@ -11,7 +11,7 @@ import pytest
 from ahead import Ahead
 
 HERE = Path(__file__).parent
-CASES = [HERE / f"{kernel}_cases.py" for kernel in ("rows", "digest", "quant")]
+CASES = [HERE / f"{kernel}_cases.py" for kernel in ("rows", "digest", "convert")]
 
 
 def run_cases(selection: str) -> subprocess.CompletedProcess[str]:

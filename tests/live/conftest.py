@@ -17,6 +17,9 @@ from tests.live.server import ENVIRONMENTS, Command, Server
 from tests.live.table import Results, Row
 
 HERE = Path(__file__).parent
+
+#: By the folder of a test: whose servers it starts.
+_ENGINES = {"sglang": {"sglang"}, "vllm": {"vllm"}, "cross": {"sglang", "vllm"}}
 _RESULTS = pytest.StashKey[Results]()
 _LOCK = pytest.StashKey[IO[str]]()
 
@@ -24,11 +27,12 @@ _LOCK = pytest.StashKey[IO[str]]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanted = os.environ.get("KVMOVER_LIVE", "").split()
     for item in items:
-        engine = item.path.parent.name
-        if item.path.is_relative_to(HERE) and engine in ("sglang", "vllm"):
+        folder = item.path.parent.name
+        if item.path.is_relative_to(HERE) and folder in _ENGINES:
             item.add_marker(pytest.mark.timeout(600))
-            if engine not in wanted:
-                item.add_marker(pytest.mark.skip(reason=f"`make live ENGINE={engine}` runs servers of {engine}"))
+            engines = " ".join(_ENGINES[folder])
+            if not _ENGINES[folder] <= set(wanted):
+                item.add_marker(pytest.mark.skip(reason=f'`make live ENGINE="{engines}"` runs servers of {engines}'))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -68,6 +68,8 @@ _WINDOWS = {
 #: By name: the family as transformers calls it, what is its own, and the dtype of its weights.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "qwen3": ("qwen3", {"head_dim": 32}, torch.float32),
+    # A draft that guesses what "qwen3" says: the same model, of which every KV head is there twice.
+    "qwen3-doubled": ("qwen3", {"head_dim": 32, "num_key_value_heads": 8}, torch.float32),
     "qwen3-other": ("qwen3", {"head_dim": 32, "num_hidden_layers": 6}, torch.float32),
     "qwen3-bf16": ("qwen3", {"head_dim": 32}, torch.bfloat16),
     "llama": ("llama", {"head_dim": 32}, torch.float32),
@@ -76,14 +78,27 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "latent": ("deepseek_v2", _LATENT, torch.float32),
     "latent-yarn": ("deepseek_v2", {**_LATENT, "rope_parameters": _YARN}, torch.float32),
     "windows": ("gemma3_text", _WINDOWS, torch.float32),
+    # Each of two pipeline stages has a layer of both kinds.
+    "windows-by-turns": (
+        "gemma3_text",
+        {**_WINDOWS, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        torch.float32,
+    ),
 }
 
 
 def make(name: str, folder: Path) -> None:
     """Write a model folder as the engines load it. The same name gives the same weights."""
-    family, own, dtype = MODELS[name]
     folder.mkdir(parents=True, exist_ok=True)
     _tokenizer().save_pretrained(folder)
+    model = _model(name)
+    if name.endswith("-doubled"):
+        model.load_state_dict(_doubled(_model(name.removesuffix("-doubled")).state_dict()))
+    model.save_pretrained(folder, safe_serialization=True)
+
+
+def _model(name: str) -> Any:
+    family, own, dtype = MODELS[name]
     config = AutoConfig.for_model(family, **{**_ALL, **own, "dtype": dtype})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -93,7 +108,16 @@ def make(name: str, folder: Path) -> None:
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:  # so wide that greedy tokens differ from prompt to prompt
                 parameter.normal_(0, embedding if "embed" in parameter_name else 0.09)
-    model.save_pretrained(folder, safe_serialization=True)
+    return model
+
+
+def _doubled(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with every KV head, of 32 rows, twice in a row: a model that computes the same."""
+    split = ("k_proj.weight", "v_proj.weight")
+    return {
+        name: weight.unflatten(0, (-1, 32)).repeat_interleave(2, 0).flatten(0, 1) if name.endswith(split) else weight
+        for name, weight in weights.items()
+    }
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

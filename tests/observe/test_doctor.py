@@ -41,6 +41,15 @@ def test_this_machine_is_examined_without_a_crash() -> None:
     assert not [each for each in findings if each.status is Status.MISSING and not each.detail]
 
 
+def test_the_doctor_says_whether_c_or_python_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    assert [each.detail.split(":")[0] for each in checks.c_core()] == ["C"]
+    monkeypatch.setenv("KVMOVER_CORE", "python")
+    assert [(each.status, each.remedy) for each in checks.c_core()] == [(Status.MISSING, "unset KVMOVER_CORE")]
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert ["no C compiler" in each.detail for each in checks.c_core()] == [True]
+
+
 def test_a_problem_is_exit_status_one_and_a_missing_thing_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, FINE, ABSENT)
     assert status_of() == 0

@@ -19,6 +19,7 @@ from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol.handshake import Model, Place
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transfer.result import Transfer
 from kvmover.transfer.source.state import Sending
 from tests.sim.copies import SimCopier
@@ -230,7 +231,7 @@ class SimMappings:
     written: set[str] = field(default_factory=set[str])
     lent: set[int] = field(default_factory=set[int])
 
-    def both(self, peer: Peer) -> bool:
+    def reach(self, peer: Peer, verb: Verb) -> bool:
         return self.ours
 
     def pools(self, peer: Peer, access: MapMode) -> Mapped | None:

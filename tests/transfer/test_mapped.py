@@ -81,32 +81,23 @@ def test_a_share_is_announced_by_the_descriptor_that_stays_whoever_maps_it_meanw
     assert len(map_file(share, MapMode.READ)) == mmap.PAGESIZE
 
 
-def test_the_maker_of_a_share_lives_until_it_has_ended_though_nobody_has_waited_for_it():
-    code = (
-        "import mmap, os, sys\n"
-        "from kvmover.shared_memory import _ALLOCATED, allocate\n"
-        "memory = allocate(mmap.PAGESIZE)\n"
-        "[(token, held)] = _ALLOCATED.items()\n"
-        "print(os.getpid(), held.fd, token, flush=True)\n"
-        "sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        pid, fd, token = child.stdout.readline().split()
-        share, before = SharedRange(int(pid), int(fd), token, 0), len(os.listdir("/proc/self/fd"))
-        with pytest.raises(NotShared, match="not the memory that was announced"):
-            Maker(replace(share, token="0" * 32))
+def test_a_process_that_maps_our_memory_lives_until_it_has_ended_though_nobody_has_waited_for_it():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        state, before = _state_of(child.pid), len(os.listdir("/proc/self/fd"))
+        assert state is not None
+        process = HostProcess(child.pid, state[1])
+        with pytest.raises(NotShared, match="not the one that was announced"):
+            Maker(replace(process, started=process.started - 1))
         assert len(os.listdir("/proc/self/fd")) == before
-        maker = Maker(share)
+        maker = Maker(process)
         assert maker.lives()
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its end, and nobody has waited for it yet
         assert not maker.lives()
         del maker
         assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(NotShared, match=f"process {pid} cannot be watched"):
-        Maker(share)
+    with pytest.raises(NotShared, match=f"process {child.pid} cannot be watched"):
+        Maker(process)
 
 
 def test_a_process_has_ended_when_it_is_gone_unwaited_for_or_another_has_its_number():
@@ -197,6 +188,14 @@ def test_a_card_with_shares_for_some_allocations_is_refused():
     assert rank.shares
     with pytest.raises(PeerRefused, match="2 shares for 1 allocations"):
         read_card(mover._model, write_card(mover._model, msgspec.structs.replace(rank, shares=(rank.shares[0] * 2,))))
+
+
+def test_a_card_that_shares_memory_of_another_process_is_refused():
+    mover = Pair.of(config=MAPPED).src.movers[0]
+    rank = read_card(mover._model, mover.card)
+    other = tuple(tuple(replace(share, pid=share.pid + 1) for share in pool) for pool in rank.shares)
+    with pytest.raises(PeerRefused, match=f"is of process {os.getpid()} and shares memory of {os.getpid() + 1}"):
+        read_card(mover._model, write_card(mover._model, msgspec.structs.replace(rank, shares=other)))
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1 << 22 | 1, 1 << 62])

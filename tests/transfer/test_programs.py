@@ -18,8 +18,9 @@ from kvmover.layout import Component, Fleet, PoolSpec
 from kvmover.plan.cost import RDMA
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory, bound
+from kvmover.transfer.memory.copier import Programs
 from kvmover.transfer.memory.descriptors import logical
-from kvmover.transfer.memory.programs import Compiler, OwnMemory, Programs, Rules, Way, programs_between
+from kvmover.transfer.memory.programs import Compiler, OwnMemory, Rules, Way, programs_between
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
 from tests.proofs import family
 
@@ -114,7 +115,7 @@ class Copy:
         assert known.digest is not None
         launch = rows.describe(self.regions, known.move.config.block_bytes, known.move.shapes)
         yield replace(known.move, shapes=launch.shapes)
-        regions = [digest.at_rest(each, "dst") for each in self.regions] if self.way is Way.SCATTER else self.regions
+        regions = [digest.at_end(each, "dst") for each in self.regions] if self.way is Way.SCATTER else self.regions
         outs, block_bytes = [0] * len(regions), known.digest.config.block_bytes
         launch = digest.describe(regions, self.logicals, outs, block_bytes, known.digest.shapes)
         yield replace(known.digest, shapes=launch.shapes)

@@ -6,7 +6,7 @@ on either, and `forest.chosen` says which.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from kvmover.cache.prefix.hashes import PrefixNamespace
@@ -18,6 +18,10 @@ ID_BYTES = 4
 
 #: Nodes from the root down that spell a prompt, whole; one more that it leaves half way, and after how many pages.
 Descent: TypeAlias = tuple[list[Node], Node | None, int]
+
+#: What an eviction gives up: ids on the device, ids on the host, and copies to the host to carry out before, as (first
+#: page, ids on the device, ids on the host).
+TierEviction: TypeAlias = tuple[bytes, bytes, list[tuple[int, bytes, bytes]]]
 
 
 class EvictableSet:
@@ -33,6 +37,11 @@ class EvictableSet:
 
 class Columns:
     """The Forest fills in what the tree is made for, and makes the sets anew when it forgets all nodes."""
+
+    #: Of attention KV alone on two tiers, by recency and by pages: what `Eviction` defines, in C alone;
+    #: without it that is the way. The first takes free host ids, the others how many pages are due.
+    evict_device: Callable[[int, bytes], TierEviction] | None = None
+    evict_host: Callable[[int], TierEviction] | None = None
 
     def __init__(self) -> None:
         self.page_bytes = 0

@@ -147,6 +147,8 @@ class Eviction:
         return bool(self._room) and len(self._room) >= pages * ID_BYTES
 
     def _copy_out(self, node: Node) -> None:
+        if node is self._forest.columns.trimmed:
+            self._forest.columns.whole()
         assert node.pages is not None
         size = len(node.pages)
         ids, self._room = self._room[:size], self._room[size:]
@@ -216,7 +218,8 @@ class Eviction:
         self._freed.setdefault((index, tier), []).append(ids)
 
     def _outcome(self) -> ActionList:
-        """Copies first, then one FreePages a component and tier."""
-        name = self._forest.config.name
-        freed = [FreePages(name(i), tier, page_array(b"".join(ids))) for (i, tier), ids in self._freed.items()]
+        """Copies first, then one FreePages a component and tier, in their order."""
+        name, freed = self._forest.config.name, list[FreePages]()
+        for index, tier in sorted(self._freed):
+            freed.append(FreePages(name(index), tier, page_array(b"".join(self._freed[index, tier]))))
         return ActionList((*self._copies, *freed))

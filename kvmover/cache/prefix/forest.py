@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, cast
 
+from kvmover.c_core import NATIVE
 from kvmover.cache.prefix import columns
-from kvmover.cache.prefix.c_core import NATIVE
 from kvmover.cache.prefix.config import DeviceOnly, TreeConfig, WriteBack, WriteThrough
 from kvmover.cache.prefix.events import Journal
 from kvmover.cache.prefix.hashes import PrefixNamespace

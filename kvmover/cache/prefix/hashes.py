@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.cache.prefix.c_core import NATIVE
+from kvmover.c_core import NATIVE
 from kvmover.errors import KvmoverError
 
 _TAG = b"kvmover-namespace-v1"

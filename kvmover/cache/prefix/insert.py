@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from kvmover.cache.prefix.columns import ID_BYTES
 from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.config import WriteThrough
 from kvmover.cache.prefix.forest import Forest
 from kvmover.cache.prefix.keys import PageIds, RadixKey, common_bytes, page_array, unlike, words
 from kvmover.cache.prefix.node import Node
@@ -255,24 +254,26 @@ class Insertion:
                 actions.append(FreePages(config.name(trailing.index), Tier.DEVICE, rest))
         end, node_id = (self._end.end, self._end.id) if self._end is not None else (0, ROOT)
         known = self._known * config.page_tokens
-        return Inserted(tuple(actions), node_id, end * config.page_tokens, known, self._due())
+        due = due_backup(self._forest, self._path) if self._forest.hits_due else ()
+        return Inserted(tuple(actions), node_id, end * config.page_tokens, known, due)
 
-    def _due(self) -> tuple[int, ...]:
-        """The deepest node that enough requests have inserted, where no copy on the host is made of all it needs."""
-        tiers = self._forest.config.tiers
-        if isinstance(tiers, WriteThrough):
-            for place, node in enumerate(self._path):
-                if node.hits >= tiers.after_hits:
-                    is_due = node.host is None and not node.backing
-                    return (node.id,) if is_due or self._came_later(self._path[place:]) else ()
-        return ()
 
-    def _came_later(self, path: list[Node]) -> bool:
-        """Whether a window or a state that the end of `path` needs, deepest node first, is on the device alone."""
-        forest = self._forest
-        return any(
-            held.pages is not None and held.host is None and not held.busy
-            for index, component in enumerate(forest.config.components)
-            for node in path[: forest.reach(path, component.reach_tokens)]
-            for held in node.held[index : index + 1]
-        )
+def due_backup(forest: Forest, path: list[Node]) -> tuple[int, ...]:
+    """Of a tree that writes through, the deepest node of `path`, deepest first, that enough requests have inserted,
+    where no copy on the host is made of all it needs.
+    """
+    for place, node in enumerate(path):
+        if node.hits >= forest.hits_due:
+            is_due = node.host is None and not node.backing
+            return (node.id,) if is_due or _came_later(forest, path[place:]) else ()
+    return ()
+
+
+def _came_later(forest: Forest, path: list[Node]) -> bool:
+    """Whether a window or a state that the end of `path` needs, deepest node first, is on the device alone."""
+    return any(
+        held.pages is not None and held.host is None and not held.busy
+        for index, component in enumerate(forest.config.components)
+        for node in path[: forest.reach(path, component.reach_tokens)]
+        for held in node.held[index : index + 1]
+    )

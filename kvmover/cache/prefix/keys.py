@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.cache.prefix.c_core import NATIVE
+from kvmover.c_core import NATIVE
 from kvmover.cache.prefix.hashes import WORD_BYTES, PrefixNamespace, TokenIds, chain_bytes
 from kvmover.errors import PrefixError
 

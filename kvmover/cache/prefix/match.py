@@ -45,10 +45,10 @@ def matched(forest: Forest, descent: Descent) -> Match:
         return _anchors(forest, path)
     end, node_id = path[-1].end * forest.config.page_tokens, path[-1].id
     ids = page_array(forest.columns.gather(path, path[-1].end))
-    return Match(end, ids, node_id, end, node_id, end, _backed(forest, path) if forest.hosted else node_id)
+    return Match(end, ids, node_id, end, node_id, end, backed(forest, path) if forest.hosted else node_id)
 
 
-def _backed(forest: Forest, path: list[Node]) -> int:
+def backed(forest: Forest, path: list[Node]) -> int:
     """Where a fetch can go on: the deepest node on the host, or any where holes are allowed there."""
     if isinstance(forest.config.tiers, WriteBack):
         return path[-1].id if path else ROOT
@@ -71,11 +71,11 @@ def _anchors(forest: Forest, path: list[Node]) -> Match:
         ends[best],
         ids[best],
         ends[-1],
-        _backed(forest, path[:best]) if forest.hosted else ids[device],
+        backed(forest, path[:best]) if forest.hosted else ids[device],
         loads(forest, path[:best]) if best > device else (),
         _branches(forest, ends[-1], ends[best]),
         _held(forest, path[:device]),
-        _waits(path),
+        waits(path),
     )
 
 
@@ -133,7 +133,7 @@ def _branches(forest: Forest, full_tokens: int, best_tokens: int) -> tuple[tuple
     return tuple((name, tokens) for name, tokens in points if tokens > best_tokens)
 
 
-def _waits(path: list[Node]) -> tuple[int, ...]:
+def waits(path: list[Node]) -> tuple[int, ...]:
     """Operations that bring something to the device that is not there yet."""
     loading = {node.loading for node in path}
     loading |= {held.busy for node in path for held in node.held if held.pages is None}

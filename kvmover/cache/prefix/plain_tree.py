@@ -1,22 +1,36 @@
 """What a plain tree does most, each in one straight line: match, lock, unlock, insert and evict.
 
-A tree is plain where it keeps attention KV alone, on one tier, by LRU and by pages, and tells nobody: nothing else
-then hangs on a node, and the steps are those of the Columns. All answers are those of the general way, which serves
-every other tree and defines them. Here nothing is refused: where a call does not fit, the answer is None before
-anything has changed, and the general way says what is wrong.
+A tree is plain where it keeps attention KV alone, by LRU and by pages, and tells nobody: nothing else then hangs on a
+node, and the steps are those of the Columns. All answers are those of the general way, which serves every other tree
+and defines them. Here nothing is refused: where a call does not fit, the answer is None before anything has changed,
+and the general way takes it or says what is wrong.
 """
 
 from __future__ import annotations
 
-from kvmover.cache.prefix.columns import ID_BYTES
+import numpy as np
+
+from kvmover.cache.prefix.columns import ID_BYTES, TierEviction
 from kvmover.cache.prefix.components import FULL
-from kvmover.cache.prefix.config import EvictionGranularity
+from kvmover.cache.prefix.config import EvictionGranularity, WriteBack
 from kvmover.cache.prefix.forest import Forest
-from kvmover.cache.prefix.keys import RadixKey, page_array, unlike
+from kvmover.cache.prefix.insert import due_backup
+from kvmover.cache.prefix.keys import PageIds, RadixKey, page_array, unlike, words
 from kvmover.cache.prefix.locks import NUMBERS
-from kvmover.cache.prefix.match import MISS, SHORTEST_RUN, descend, join
+from kvmover.cache.prefix.match import MISS, SHORTEST_RUN, backed, descend, join, waits
 from kvmover.cache.prefix.node import LockedPath, Node
-from kvmover.cache.prefix.results import ActionList, FreePages, Inserted, LockHandle, Match, Tier
+from kvmover.cache.prefix.results import (
+    Action,
+    ActionList,
+    CopyLeg,
+    CopyOut,
+    FreePages,
+    Inserted,
+    LoadBack,
+    LockHandle,
+    Match,
+    Tier,
+)
 
 _DEVICE = Tier.DEVICE
 _NOTHING = ActionList()
@@ -29,12 +43,15 @@ class PlainSteps:
         self._forest = forest
         self._columns = forest.columns
         self._page_tokens = forest.config.page_tokens
+        #: All that stands and moves by the ids of attention KV.
+        self._names = (FULL, *(sidecar.name for sidecar in forest.config.sidecars))
+        self._writes_back = isinstance(forest.config.tiers, WriteBack)
 
     @classmethod
     def of(cls, forest: Forest) -> PlainSteps | None:
         """None for a tree that is not plain."""
-        by_pages = forest.config.grain is EvictionGranularity.PAGE
-        return cls(forest) if forest.plain and forest.by_recency and by_pages and forest.journal is None else None
+        by_pages = forest.config.grain is EvictionGranularity.PAGE and not forest.config.components
+        return cls(forest) if by_pages and forest.by_recency and forest.journal is None else None
 
     def match(self, key: RadixKey, limit_tokens: int | None) -> Match:
         """See PrefixTree.match."""
@@ -58,8 +75,35 @@ class PlainSteps:
             end, node_id = path[-1].end, path[-1].id
         else:
             return MISS
+        if forest.hosted:
+            return self._on_tiers(path, end, node_id)
         tokens = end * self._page_tokens
         return Match(tokens, page_array(columns.gather(path, end)), node_id, tokens, node_id, tokens, node_id)
+
+    def _on_tiers(self, path: list[Node], end: int, node_id: int) -> Match:
+        """Of a path that ends at page `end`, which `node_id` stands for. What is on the device is the front of it."""
+        tokens, ids_of = end * self._page_tokens, self._columns.gather
+        host_node = node_id if self._writes_back else self._backed(path, end, node_id)
+        device = next((at for at, node in enumerate(path) if node.pages is None), None)
+        if device is None:
+            return Match(tokens, page_array(ids_of(path, end)), node_id, tokens, node_id, tokens, host_node)
+        above, first = path[:device], path[device].start
+        ids = page_array(b"".join([node.host or b"" for node in path[device:]])[: (end - first) * ID_BYTES])
+        positions = np.arange(first, end, dtype=np.int32)
+        return Match(
+            first * self._page_tokens,
+            page_array(ids_of(above, first)),
+            above[-1].id if above else MISS.device_node,
+            tokens,
+            node_id,
+            tokens,
+            host_node,
+            tuple([LoadBack(name, positions, ids) for name in self._names]),
+            waits=waits(path),
+        )
+
+    def _backed(self, path: list[Node], end: int, node_id: int) -> int:
+        return node_id if path[-1].host is not None and path[-1].end > end else backed(self._forest, path)
 
     def lock(self, node_id: int) -> LockHandle:
         """See PrefixTree.lock."""
@@ -80,8 +124,11 @@ class PlainSteps:
         self._columns.unlock(locked.node)
         return True
 
-    def insert(self, key: RadixKey, ids: bytes, first_page: int) -> Inserted | None:
-        """See PrefixTree.insert. None where the ids do not fit, or pages below `first_page` are not the tree's."""
+    def insert(self, key: RadixKey, ids: bytes, first_page: int, counted_tokens: int) -> Inserted | None:
+        """See PrefixTree.insert.
+
+        None where the ids do not fit, pages below `first_page` are not the tree's, or some are on the host alone.
+        """
         forest, columns, data = self._forest, self._columns, key.data
         page_bytes = forest.page_bytes
         pages = len(data) // page_bytes
@@ -89,22 +136,59 @@ class PlainSteps:
             return None
         path, inside, inner = descend(forest, key, pages * page_bytes)
         known = inside.start + inner if inside is not None else path[-1].end if path else 0
-        if known < first_page:
+        deepest = inside or (path[-1] if path else None)
+        if known < first_page or (deepest is not None and deepest.pages is None):
             return None
         if inside is not None:
             path.append(forest.split(inside, inner))
+        if forest.hosted:
+            counted = counted_tokens // self._page_tokens
+            for node in path:
+                if node.end > counted:
+                    node.hits += 1
         double = _double(path, ids, first_page) if known > first_page else b""
         if known < pages:
             parent = path[-1] if path else forest.root(key.namespace)
-            path.append(columns.grow(parent, data, pages, ids[(known - first_page) * ID_BYTES :]))
+            node = columns.grow(parent, data, pages, ids[(known - first_page) * ID_BYTES :])
+            path.append(node)
+            names = key.known_hashes(forest.config.page_words)
+            if names is not None:
+                node.hashes = tuple(names[known:pages])
         columns.touch(path[::-1])
         actions = (FreePages(FULL, _DEVICE, page_array(double)),) if double else ()
-        return Inserted(actions, path[-1].id, pages * self._page_tokens, known * self._page_tokens)
+        backups = due_backup(forest, path[::-1]) if forest.hits_due else ()
+        return Inserted(actions, path[-1].id, pages * self._page_tokens, known * self._page_tokens, backups)
 
-    def evict(self, pages: int) -> ActionList:
-        """See PrefixTree.evict."""
+    def evict(self, pages: int, room: PageIds) -> ActionList | None:
+        """See PrefixTree.evict. None where the core has no steps for it, or only the general way may refuse."""
+        if self._forest.hosted:
+            evict = self._columns.evict_device
+            if evict is None or (len(room) and not self._writes_back):
+                return None
+            return self._outcome(evict(pages, words(room) if len(room) else b""))
+        if len(room):
+            return None
         freed = self._columns.evict(pages)
         return ActionList((FreePages(FULL, _DEVICE, page_array(freed)),)) if freed else _NOTHING
+
+    def evict_host(self, pages: int) -> ActionList | None:
+        """See PrefixTree.evict_host. None as of `evict`."""
+        evict = self._columns.evict_host
+        return self._outcome(evict(pages)) if evict is not None and self._forest.hosted else None
+
+    def _outcome(self, given_up: TierEviction) -> ActionList:
+        """Copies first, then one FreePages a tier."""
+        device, host, copies = given_up
+        actions = list[Action]()
+        for first, src, dst in copies:
+            positions = np.arange(first, first + len(src) // ID_BYTES, dtype=np.int32)
+            ids = page_array(src), page_array(dst)
+            actions.append(CopyOut(tuple([CopyLeg(name, positions, *ids) for name in self._names])))
+        if device:
+            actions.append(FreePages(FULL, _DEVICE, page_array(device)))
+        if host:
+            actions.append(FreePages(FULL, Tier.HOST, page_array(host)))
+        return ActionList(tuple(actions))
 
 
 def _double(path: list[Node], ids: bytes, first_page: int) -> bytes:

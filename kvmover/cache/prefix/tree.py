@@ -223,7 +223,7 @@ class PrefixTree:
         """
         key, ids = self._key(tokens, namespace), words(page_ids)
         if self._plain is not None and not held:
-            kept = self._plain.insert(key, ids, first_page)
+            kept = self._plain.insert(key, ids, first_page, counted_tokens)
             if kept is not None:
                 return kept
         offer = Offer.of(
@@ -294,8 +294,10 @@ class PrefixTree:
 
         A leaf takes its window and its state along, so that two calls after each other give up more than both need.
         """
-        if self._plain is not None and set(pages) == {FULL} and not len(room):
-            return self._plain.evict(pages[FULL])
+        if self._plain is not None and FULL in pages and len(pages) == 1:
+            given_up = self._plain.evict(pages[FULL], room)
+            if given_up is not None:
+                return given_up
         eviction = Eviction(self._forest, room)
         return eviction.pools({self.config.index(name): count for name, count in pages.items()})
 
@@ -303,6 +305,10 @@ class PrefixTree:
         """Give up at least `pages` host pages of a component, or all that may go: from childless nodes of the host
         alone.
         """
+        if self._plain is not None and component == FULL:
+            given_up = self._plain.evict_host(pages)
+            if given_up is not None:
+                return given_up
         index, eviction = self.config.index(component), Eviction(self._forest)
         return eviction.host(pages) if index < 0 else eviction.held_host(index, pages)
 

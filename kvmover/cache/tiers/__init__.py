@@ -7,6 +7,7 @@ from kvmover.cache.tiers.controller import Controller, ControllerConfig
 from kvmover.cache.tiers.gated_loads import GatedLoad, GatedLoads
 from kvmover.cache.tiers.host_memory import SOLE, Share, host_pool, unlink
 from kvmover.cache.tiers.metrics import TierCollector, TierCount, TierGauge, TierMeter, TierSnapshot, TierStage
+from kvmover.cache.tiers.pipelined import Pipelined
 from kvmover.cache.tiers.policy import (
     BestEffort,
     CostAware,
@@ -44,6 +45,7 @@ __all__ = [
     "HostTier",
     "Inclusion",
     "LocalConsensus",
+    "Pipelined",
     "Prefetch",
     "Rate",
     "Restore",

@@ -8,12 +8,14 @@ A rank whose part failed, or never began for want of room, answers too: an opera
 whatever fails, so that no collective waits for one (SGLang's controller must emit equal numbers of acknowledgements).
 
 A round: every rank makes a row of `votes`, the rows' minimum is taken, and every rank `settle`s it. What is done on all
-ranks ends, with the minimum of the answers. One collective a round serves all operations under way.
+ranks ends, with the minimum of the answers. One collective a round serves all operations under way. Ranks that run
+apart settle a round some rounds later, all of them the same one then.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +28,7 @@ from kvmover.cache.prefix import InvariantBroken
 from kvmover.errors import ConsensusBroken
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 
@@ -35,8 +38,11 @@ VoteRow: TypeAlias = npt.NDArray[np.int64]
 class Consensus(Protocol):
     """Called by every rank that serves a request together, with rows of one length, in the same order."""
 
-    def minimum(self, values: VoteRow) -> VoteRow:
-        """The least of all ranks' numbers, place by place. May block until all have called; the row is not changed."""
+    def minimum(self, values: VoteRow) -> VoteRow | None:
+        """The least of all ranks' numbers, place by place. May block until all have called; the row is not changed.
+
+        Where ranks run apart it is of an earlier round, or of none that ended since: of the same on every rank.
+        """
         ...
 
 
@@ -63,16 +69,26 @@ class Grouped:
 
     def minimum(self, values: VoteRow) -> VoteRow:
         """Blocks until all ranks have called. Raises what the group does when its timeout is over."""
-        import torch
-
-        row = torch.tensor(values.tolist(), dtype=torch.int64)
+        row = tensor_of(values)
         self._group.allreduce([row], self._options).wait()
-        return np.array(cast(list[int], row.tolist()), np.int64)  # pyright: ignore[reportUnknownMemberType]
+        return row_of(row)
+
+
+def tensor_of(values: VoteRow) -> torch.Tensor:
+    """A copy that a group may write to."""
+    import torch
+
+    return torch.tensor(values.tolist(), dtype=torch.int64)
+
+
+def row_of(values: torch.Tensor) -> VoteRow:
+    """What a group has written."""
+    return np.array(cast(list[int], values.tolist()), np.int64)  # pyright: ignore[reportUnknownMemberType]
 
 
 #: Rows have a multiple of this many numbers, so that ranks with different operations still meet, and find out.
 _STEP = 256
-_HEAD = 4
+_HEAD = 6
 
 
 @dataclass(slots=True, eq=False)
@@ -100,11 +116,18 @@ class CollectiveOp:
 
 @dataclass(slots=True)
 class CollectiveOps:
-    """The open operations, in order. `same_ids`: ranks use the same page ids, which is checked."""
+    """The open operations, in order. `same_ids`: ranks use the same page ids, which is checked. `rounds`: that had one.
+
+    `asked`: by round that is not settled, of which operations its row is.
+    """
 
     same_ids: Callable[[Sequence[int]], int] = lambda ids: 0
     open: list[CollectiveOp] = field(default_factory=list[CollectiveOp])
     serial: int = 0
+    rounds: int = 0
+    asked: deque[tuple[int, tuple[CollectiveOp, ...]]] = field(
+        default_factory=deque[tuple[int, tuple[CollectiveOp, ...]]]
+    )
 
     def begin(self, ended: Callable[[VoteRow], None], width: int = 1, ids: Sequence[int] = ()) -> CollectiveOp:
         """`ended` hears the answer, `width` numbers, after `settle`. `ids`: pages that all ranks must have chosen."""
@@ -114,10 +137,15 @@ class CollectiveOps:
         return collective
 
     def votes(self) -> VoteRow:
-        """For each open operation: whether it is done, whether it may go on, and the answer."""
+        """A round begins. For each open operation: whether it is done, whether it may go on, and the answer."""
+        if self.open:
+            self.rounds += 1
+            self.asked.append((self.rounds, tuple(self.open)))
         begun = np.array([[op.serial, op.width, op.ids] for op in self.open], np.int64)
         checksum = zlib.crc32(begun.tobytes())
-        parts: list[Sequence[int] | VoteRow] = [(self.serial, -self.serial, checksum, -checksum)]
+        number = self.rounds if self.open else 0
+        head = number, -number, self.serial, -self.serial, checksum, -checksum
+        parts: list[Sequence[int] | VoteRow] = [head]
         for collective in self.open:
             parts.append((collective.answer is not None, not collective.stop))
             parts.append(collective.answer if collective.answer is not None else np.zeros(collective.width, np.int64))
@@ -125,24 +153,40 @@ class CollectiveOps:
         return np.concatenate([row, np.zeros(-len(row) % _STEP, np.int64)])
 
     def settle(self, agreed: VoteRow) -> list[tuple[CollectiveOp, VoteRow]]:
-        """Operations that are over, with their answers, and not open any more. Raises ConsensusBroken."""
+        """Operations that are over, with their answers, and not open any more. Raises ConsensusBroken.
+
+        `agreed`: of this round, or of an earlier one. What was done then still is, with the same answer.
+        """
         low, high = agreed[0:_HEAD:2], -agreed[1:_HEAD:2]
-        if not np.array_equal(low, high):
+        asked = self._asked_in(int(low[0]))
+        if not np.array_equal(low, high) or asked is None:
             raise ConsensusBroken(
-                f"ranks began {low[0]} to {high[0]} operations, and this one {self.serial} of which"
-                f" {len(self.open)} are open: they are not the same, or not with the same page ids"
+                f"in rounds {low[0]} to {high[0]} ranks began {low[1]} to {high[1]} operations, and this one, in round"
+                f" {self.rounds}, {self.serial} of which {len(self.open)} are open: they are not the same, or not with"
+                " the same page ids"
             )
-        at, over, rest = _HEAD, list[tuple[CollectiveOp, VoteRow]](), list[CollectiveOp]()
-        for collective in self.open:
+        at, over = _HEAD, list[tuple[CollectiveOp, VoteRow]]()
+        for collective in asked:
             done, go = agreed[at : at + 2].tolist()
             answer, at = agreed[at + 2 : at + 2 + collective.width], at + 2 + collective.width
             collective.stopping = collective.stopping or not go
-            if done:
+            if done and collective in self.open:
+                self.open.remove(collective)
                 over.append((collective, answer))
-            else:
-                rest.append(collective)
-        self.open = rest
         return over
+
+    def _asked_in(self, number: int) -> tuple[CollectiveOp, ...] | None:
+        """The operations of a round; it and those before it are settled. None of a round that is settled, or to come.
+
+        Round 0 is every one that had none.
+        """
+        if not number:
+            return ()
+        while self.asked and self.asked[0][0] <= number:
+            of, asked = self.asked.popleft()
+            if of == number:
+                return asked
+        return None
 
     def check(self) -> None:
         """Raise InvariantBroken unless operations are open in the order in which they began. O(open operations)."""

@@ -1,7 +1,7 @@
 """A Controller keeps the KV of an engine's rank on the device, on the host and in storage.
 
 Every rank that serves a request together has one, over a tree of its own, and calls the same methods in the same order,
-`poll` too: as schedulers of one engine do. Nothing here blocks but `poll`'s one collective, and none is made while no
+`poll` too: as schedulers of one engine do. Nothing here blocks but `poll`'s agreement, and none is asked for while no
 operation is open.
 """
 
@@ -247,8 +247,11 @@ class Controller:
         votes = self.votes()
         if self.collectives.open:
             watch = Stopwatch()
-            votes = self.config.consensus.minimum(votes)
+            agreed = self.config.consensus.minimum(votes)
             self.meter.stages[TierStage.AGREE].add(watch.seconds)
+            if agreed is None:
+                return
+            votes = agreed
         self.settle(votes)
 
     @property

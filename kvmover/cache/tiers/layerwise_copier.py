@@ -145,10 +145,10 @@ class LayerwiseCopier:
                 raise InvariantBroken(f"{copy.landed} of {len(copy.sizes)} groups have landed, {len(copy.groups)} wait")
 
     def _step(self, copy: LayerwiseCopy) -> None:
-        from kvmover.kernels import reference
+        from kvmover.kernels import cpu
 
         if copy.groups:
-            reference.move(copy.groups.popleft())
+            cpu.move(copy.groups.popleft())
             copy.landed += 1
 
     def _launch(self, copy: LayerwiseCopy, dst: Tier) -> None:

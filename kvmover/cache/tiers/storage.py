@@ -22,7 +22,7 @@ from kvmover.cache.tiers.host_memory import host_pool
 from kvmover.cache.tiers.policy import Bucket, Rate, ThroughputEstimator
 from kvmover.cache.tiers.tiered_pool import TieredPool, page_tokens
 from kvmover.errors import TierError
-from kvmover.kernels import reference
+from kvmover.kernels import cpu
 from kvmover.layout import Fleet
 from kvmover.store import Got, GotResult, Namespace, PageStore, PartView, Put, elected
 from kvmover.transport import memory_of
@@ -68,6 +68,10 @@ class StoredPool:
         return [self.tiered_pool.address(page) for page in ids]
 
 
+def _both(one: Callable[[bytes], bool], other: Callable[[bytes], bool], page: bytes) -> bool:
+    return one(page) and other(page)
+
+
 def _apart(pages: Sequence[PageRef]) -> tuple[list[bytes], list[int]]:
     """Hashes of pages, and their places on the host."""
     return [page.page_hash for page in pages], [page.host_id for page in pages]
@@ -80,9 +84,18 @@ class Storage:
     """
 
     def __init__(
-        self, store: PageStore, namespace: Namespace, tiered_pools: Sequence[TieredPool], fleet: Fleet, rank: int
+        self,
+        store: PageStore,
+        namespace: Namespace,
+        tiered_pools: Sequence[TieredPool],
+        fleet: Fleet,
+        rank: int,
+        writes: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """`namespace` has the fleet's pages, of all context-parallel ranks together. Raises TierError if not."""
+        """`namespace` has the fleet's pages, of all context-parallel ranks together. Raises TierError if not.
+
+        `writes`: of which pages, by hash, this rank may be the writer; another copy of the whole fleet has the others.
+        """
         if namespace.page_tokens != page_tokens(fleet):
             raise TierError(f"pages of {namespace.page_tokens} tokens in {namespace}, and of {page_tokens(fleet)} here")
         self.store, self.reads = store, ThroughputEstimator()
@@ -94,8 +107,9 @@ class Storage:
             packed = None if tiered_pool.packed else host_pool(host.spec.packed(self.batch_pages))
             for tensor in (packed or host).tensors:
                 store.register(memory_of(tensor))
-            view = store.view(namespace, tiered_pool.part, partial(elected, tiered_pool.part.component, fleet, rank))
-            bounce = None if packed is None else PageBounce(host, packed, view, reference.move)
+            own = partial(elected, tiered_pool.part.component, fleet, rank)
+            view = store.view(namespace, tiered_pool.part, partial(_both, own, writes) if writes else own)
+            bounce = None if packed is None else PageBounce(host, packed, view, cpu.move)
             self.stored_pools.append(StoredPool(tiered_pool, view, bounce))
 
     def whole(self, hashes: Sequence[bytes]) -> list[bool]:

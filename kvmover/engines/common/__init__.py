@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from kvmover.faces import public
 
 if TYPE_CHECKING:
+    from kvmover.engines.common.cards import CARDS_PATH, Cards, CardServer, EngineMake, fetch_cards
+    from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
+    from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
     from kvmover.engines.common.options import STORE_KEYS, ContentOptions, read_options
     from kvmover.engines.common.pages import (
         BounceBuffer,
@@ -21,12 +24,28 @@ if TYPE_CHECKING:
         of_all,
         page_ids,
     )
-    from kvmover.engines.common.parallel_rank import ParallelRank
+    from kvmover.engines.common.parallel_rank import ParallelRank, layers_of
     from kvmover.engines.common.release import EngineUnsupported, Tested
     from kvmover.engines.common.routing_hints import RoutingHints, TenantGroups, hints_of
     from kvmover.engines.common.store import StoreWorker, Upkeep, open_store
 
 _HOMES = {
+    "cards": (
+        "CARDS_PATH",
+        "CardServer",
+        "Cards",
+        "EngineMake",
+        "fetch_cards",
+    ),
+    "exchange": (
+        "EXCHANGED_DTYPES",
+        "exchanged",
+    ),
+    "first_token": (
+        "FirstToken",
+        "ToldLogprobs",
+        "told_logprobs",
+    ),
     "options": (
         "STORE_KEYS",
         "ContentOptions",
@@ -45,7 +64,10 @@ _HOMES = {
         "of_all",
         "page_ids",
     ),
-    "parallel_rank": ("ParallelRank",),
+    "parallel_rank": (
+        "ParallelRank",
+        "layers_of",
+    ),
     "release": (
         "EngineUnsupported",
         "Tested",
@@ -64,12 +86,18 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "CARDS_PATH",
+    "EXCHANGED_DTYPES",
     "STORE_KEYS",
     "BounceBuffer",
+    "CardServer",
+    "Cards",
     "ContentOptions",
     "Election",
     "EmptyBackend",
+    "EngineMake",
     "EngineUnsupported",
+    "FirstToken",
     "InPlaceBackend",
     "Numbers",
     "PackedBackend",
@@ -79,14 +107,19 @@ __all__ = [
     "StoreWorker",
     "TenantGroups",
     "Tested",
+    "ToldLogprobs",
     "Upkeep",
     "as_bytes",
     "election",
+    "exchanged",
+    "fetch_cards",
     "hints_of",
+    "layers_of",
     "of_all",
     "open_store",
     "page_ids",
     "read_options",
+    "told_logprobs",
 ]
 
 

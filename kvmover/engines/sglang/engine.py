@@ -59,6 +59,12 @@ def kv_dtype() -> str:
     return _context.get_model().kv_cache_dtype
 
 
+def cache_dtype(args: Any) -> str:
+    """Of the pages that `KVArgs` names, by torch's name or SGLang's word: with `auto`, the model's own."""
+    word, config = args.kv_cache_dtype_str, model_config()
+    return word if word != "auto" or config is None else str(config.dtype).removeprefix("torch.")
+
+
 def weights() -> str:
     """Revision and version of the weights."""
     return f"{_context.get_model().revision or ''} {_context.get_serving().weight_version}".strip()

@@ -32,12 +32,13 @@ def device_pools(kvcache: Any, params: Any, components: Any) -> Any:
     )
 
 
-def tiered_pools(kvcache: Any, params: Any) -> Any:
+def tiered_pools(kvcache: Any, rows: Any, page_size: int) -> Any:
     """As `device_pools`, for tiers: attention KV, windows beside it, and states where requests have them.
 
-    Raises ValueError for states that SGLang does not describe.
+    `rows`: SGLang's pool of requests; `page_size`: rows of the cache in a page. Raises ValueError for states that
+    SGLang does not describe.
     """
-    page_size, first, rows = params.page_size, kvcache.start_layer, params.req_to_token_pool
+    first = kvcache.start_layer
     if hasattr(kvcache, "swa_kv_pool"):
         full, window = (
             {layer - first: own for layer, (own, is_window) in kvcache.layers_mapping.items() if is_window is wanted}

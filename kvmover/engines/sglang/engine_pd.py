@@ -20,6 +20,7 @@ _context: Any = import_module("sglang.srt.runtime_context")
 _environ: Any = import_module("sglang.srt.environ")
 _hooks: Any = import_module("sglang.srt.plugins.hook_registry")
 
+web: Any = _conn.web
 CommonKVManager: Any = _conn.CommonKVManager
 CommonKVSender: Any = _conn.CommonKVSender
 CommonKVReceiver: Any = _conn.CommonKVReceiver
@@ -82,6 +83,7 @@ def _with_length(
 ) -> None:
     """`kv_indices` [token]: of what decode lacks."""
     request.kv_receiver.tokens = (named.get("decode_prefix_len") or 0) + len(kv_indices)
+    request.kv_receiver.parameters = request.req.sampling_params.custom_params
     send(queue, request, kv_indices, *more, **named)
 
 
@@ -89,6 +91,31 @@ def _without_deadline(hold: Callable[[Any, Any], None], queue: Any, request: Any
     """Hold a request's pages without a time after which they are given back all the same."""
     queue.deferred_kv_release_timeout = math.inf
     hold(queue, request)
+
+
+def foreign_prefill() -> Any:
+    """What SGLang knows of a prefill that is not SGLang: it has ranks somewhere, and agrees to everything."""
+    policy = _context.get_disagg().disaggregation_decode_allocation_policy
+    return _conn.PrefillServerInfo(1, 1, 1, 1, None, None, True, decode_allocation_policy=policy)
+
+
+def room_buffer() -> int:
+    """Which buffer beside the cache has the rooms, from the end: the last, or the last but that of checksums."""
+    return -2 if _context.get_disagg().disaggregation_enable_kv_checksum else -1
+
+
+def bootstrap_url(manager: Any) -> str:
+    """Where this prefill's bootstrap server is, as SGLang's ranks find it to register."""
+    if manager.dist_init_addr:
+        host = NetworkAddress.parse(manager.dist_init_addr).resolved().host
+    else:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(manager.bootstrap_host, manager.bootstrap_host)
+    return NetworkAddress(host, manager.bootstrap_port).to_url()
+
+
+def put(url: str, **what: Any) -> Any:
+    """An HTTP PUT, as SGLang's ranks register. Raises OSError."""
+    return _conn.requests.put(url, **what)
 
 
 def parallel() -> Any:

@@ -5,17 +5,19 @@ tree.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from kvmover.cache.prefix import FIFO, LFU, LRU, PRIORITY, SLRU, EvictionPolicy
-from kvmover.engines.common import EngineUnsupported
+from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang.options import StorageFlags, TierFlags
+from kvmover.layout import CpOrder
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
+    import torch.distributed as dist
 
 _base: Any = import_module("sglang.srt.mem_cache.base_prefix_cache")
 _registry: Any = import_module("sglang.srt.mem_cache.registry")
@@ -104,10 +106,44 @@ def is_decode() -> bool:
     return _context.get_disagg().disaggregation_mode == "decode"
 
 
-def rank() -> tuple[int, int]:
-    """Tensor-parallel rank and size of this process, of those that serve a request together."""
+def place() -> ParallelRank:
+    """Where this process stands among those that serve a request together.
+
+    Decode context parallelism deals the tokens to neighbours of one tensor-parallel group, which hold the same heads.
+    Attention's own divides a prompt's work; then every rank has all of it.
+    """
     parallel = _context.get_parallel()
-    return parallel.attn_tp_rank, parallel.attn_tp_size
+    shares = parallel.attn_dcp_size
+    return ParallelRank(
+        tp=parallel.attn_tp_rank // shares,
+        tp_size=parallel.attn_tp_size // shares,
+        pp=parallel.pp_rank,
+        pp_size=parallel.pp_size,
+        cp=parallel.attn_tp_rank % shares,
+        cp_size=shares,
+        cp_order=CpOrder.TOKEN,
+        copy=parallel.attn_cp_rank,
+        copies=parallel.attn_cp_size,
+    )
+
+
+def fleet_group(place: ParallelRank, params: Any) -> dist.ProcessGroup | None:
+    """All processes that serve a request together, stage by stage, on CPU memory; None where there is one.
+
+    Several stages or copies get a group of their own, which they make together: SGLang has none of all of them.
+    """
+    if place.ranks == 1:
+        return None
+    if place.pp_size == place.copies == 1:
+        return params.attn_tp_cache_group or params.tp_cache_group
+    from torch import distributed
+
+    parallel = _context.get_parallel()
+    first = parallel.attn_dp_rank * place.in_stage.ranks
+    stage = range(first, first + place.in_stage.ranks)
+    ranks = [stage_number * parallel.tp_size + rank for stage_number in range(place.pp_size) for rank in stage]
+    made: Any = cast(Any, distributed).new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return made
 
 
 def odd_windows(context: Any) -> str:
@@ -217,8 +253,10 @@ def odd_pools(context: Any) -> str:
             tier_flags().write == "write_back" and (within != [pool] or has_states(rows))
         ),
         "a draft's pools": bool(params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools),
-        "pipeline stages (--pp-size)": params.pp_size > 1,
-        "context-parallel ranks (--attn-cp-size, --dcp-size)": params.attn_cp_size > 1 or parallel.dcp_enabled,
+        "pipeline stages of a decode server (--pp-size)": params.pp_size > 1 and is_decode(),
+        "states of context-parallel ranks (--attn-cp-size, --dcp-size)": has_states(rows)
+        and (params.attn_cp_size > 1 or parallel.dcp_enabled),
+        "windows beside tokens that ranks divide (--dcp-size)": hasattr(pool, "swa_kv_pool") and parallel.dcp_enabled,
     }
     return ", ".join(name for name, is_odd in odd.items() if is_odd)
 

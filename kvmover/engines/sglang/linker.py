@@ -22,9 +22,9 @@ from kvmover.engines.sglang import engine, engine_linker
 from kvmover.engines.sglang.devicepool import DevicePoolPages, Strand, part_of_strand, placement_of, strands_of
 from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.options import parse, said, served
-from kvmover.engines.sglang.page_parts import ALL_PAGES, TpPlacement, hits
+from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
 from kvmover.engines.sglang.storage import page_of
-from kvmover.engines.sglang.store_adapter import MAIN, ServedRank, StoreAdapter
+from kvmover.engines.sglang.store_adapter import ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 from kvmover.regions import CopyStream
 from kvmover.store import PagePart
@@ -75,9 +75,9 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         tp, tp_size = engine_linker.rank_in(params.attn_tp_cache_group or params.tp_cache_group)
         options, settings = parse(extra_config)
         place = ParallelRank(tp, tp_size, params.pp_rank, params.pp_size)
-        name = options.model or engine.served_name()
         self._placement = TpPlacement.REPLICATED if self._group.rank_replicated else TpPlacement.SHARDED
-        rank = ServedRank(name, said(options, served()), place, self._placement)
+        facts = said(options, served())
+        rank = ServedRank(facts.name(options, engine.served_name()), facts, place, self._placement)
         self._adapter = StoreAdapter(options, settings.store, rank, params.page_size)
         self._upkeep = Upkeep(self._adapter.store, settings.store)
         self._out = self._device_pools(kvcache)

@@ -72,12 +72,18 @@ def transfer_settings(timeout_s: float, given_s: float | None) -> Settings:
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """`kv_heads`, `layers`: of the main attention cache, None where nobody says. `kv_dtype`: what bytes that torch
-    calls uint8 stand for: e4m3 and e5m2 are stored alike. `weights`: revision and version."""
+    calls uint8 stand for: e4m3 and e5m2 are stored alike. `weights`: revision and version. `exchange`: what engines of
+    any make call the weights, whatever their version: pages are shared with these then; "": with SGLang's alone."""
 
     kv_heads: int | None = None
     layers: int | None = None
     kv_dtype: str = ""
     weights: str = ""
+    exchange: str = ""
+
+    def name(self, options: StoreOptions, own: str) -> str:
+        """Under which name pages are shared; `own`: the engine's."""
+        return options.model or self.exchange or own
 
 
 def said(options: StoreOptions, engine: ModelFacts) -> ModelFacts:
@@ -87,6 +93,7 @@ def said(options: StoreOptions, engine: ModelFacts) -> ModelFacts:
         options.layers or engine.layers,
         options.kv_dtype or engine.kv_dtype,
         options.weights or engine.weights,
+        engine.exchange,
     )
 
 
@@ -94,10 +101,13 @@ def served() -> ModelFacts:
     """The model that this process serves; nothing is known outside a running engine."""
     from kvmover.engines.sglang import engine
 
-    config = engine.model_config()
+    config, exchange = engine.model_config(), load().settings.exchange.model or ""
     if config is None:
-        return ModelFacts()
-    return ModelFacts(config.get_total_num_kv_heads(), config.num_attention_layers, engine.kv_dtype(), engine.weights())
+        return ModelFacts(exchange=exchange)
+    weights = "" if exchange else engine.weights()
+    return ModelFacts(
+        config.get_total_num_kv_heads(), config.num_attention_layers, engine.kv_dtype(), weights, exchange
+    )
 
 
 #: What `--hicache-storage-backend dynamic` has to name.

@@ -9,11 +9,14 @@ from enum import Enum
 import numpy as np
 
 from kvmover.cache.prefix import Rule, restorable
-from kvmover.engines.common import ParallelRank
+from kvmover.engines.common import ParallelRank, exchanged
 from kvmover.engines.sglang.options import ModelFacts
 from kvmover.errors import LayoutError
-from kvmover.layout import Component, Span, Stripe
+from kvmover.layout import Component, Span
 from kvmover.store import PageBox, PagePart
+
+#: The pool whose heads and layers the model's figures are of.
+MAIN = "kv"
 
 #: A pool of which every page of a prefix is needed.
 ALL_PAGES = 0
@@ -46,7 +49,8 @@ class PoolRows:
 
 
 def part_of_rows(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_tokens: int) -> PagePart:
-    """The whole-model component that `rows` belong to, and the box of a page that they are.
+    """The whole-model component that `rows` belong to, and the box of a page that they are. `page_tokens`: of all ranks
+    that share its positions.
 
     What nobody says of the whole model stays the rank's own: 1 head on each of 8 ranks may be 8 heads, or 4 held twice.
     Then it is stored by rank, which is never wrong, and is shared by fleets of the same shape alone.
@@ -67,8 +71,12 @@ def part_of_rows(rows: PoolRows, place: ParallelRank, model: ModelFacts, page_to
         else:
             name += f", stage {place.pp} of {place.pp_size} from layer {rows.first_layer}"
     component = Component(name, layers, rows.kv, total, rows.dim, rows.dtype, states=rows.states)
-    tokens = component.extent(page_tokens)
-    return PagePart(component, PageBox(heads, held, Stripe(0, 1, tokens, tokens)))
+    if model.exchange and name == MAIN:
+        component = exchanged(component, rows.kv) or component
+    own = place.in_stage
+    positions = own.fleet(page_tokens // own.cp_size).shard(component, own.rank, page_tokens).positions
+    assert positions is not None, "every rank holds some of every page"
+    return PagePart(component, PageBox(heads, held, positions))
 
 
 def _heads(rows: PoolRows, place: ParallelRank, model: ModelFacts) -> tuple[int, Span]:

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.common import EngineUnsupported, ParallelRank, ToldLogprobs, layers_of, told_logprobs
 from kvmover.engines.sglang import engine, engine_pd
-from kvmover.engines.sglang.engine_pd import FAILED, SUCCESS, TRANSFERRING, WAITING
+from kvmover.engines.sglang.engine_pd import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING
 from kvmover.engines.sglang.options import transfer_settings
+from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
-    AuxRows,
     CacheTotals,
+    by_token,
     caches_of,
     chunk_table,
-    layers_of,
     page_table,
     pool_of,
     refuse,
@@ -39,7 +39,8 @@ from kvmover.engines.sglang.pd_driver import (
     frames,
     read,
 )
-from kvmover.errors import PeerRefused, PlanError, TransportError
+from kvmover.engines.sglang.pd_exchange import Exchange, RankCard, lay_card
+from kvmover.errors import PeerRefused, PlanError, ProtocolError, TransportError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import Coordinate
 from kvmover.observe.logs import Guest
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 log = logging.getLogger(__name__)
+
+#: SGLang's setting of which layers a pipeline stage holds.
+_PARTITION = "SGLANG_PP_LAYER_PARTITION"
 
 #: Requests that decode ranks asked for or gave up, and that no sender was made for: more, and the oldest are forgotten.
 _MOST_ROOMS = 1 << 16
@@ -85,23 +89,22 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if disaggregation_mode is not engine_pd.PREFILL:
             engine_pd.hold_failed_pages()
             engine_pd.tell_lengths()
-        self._rows = AuxRows(args)
+        self._rows = AuxRows(args, engine_pd.room_buffer())
         place = ParallelRank(context.attn_tp_rank, context.attn_tp_size, args.pp_rank, context.pp_size)
         self._fleet, self._rank = place.fleet(args.page_size), place.rank
-        whole = _served_model(args, is_mla_backend)
-        self._caches = caches_of(args, whole, place)
-        layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}))
-        components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
-        pools = [
-            pool_of(cache, component, args.page_size, engine_pd.device(args.gpu_id))
-            for cache, component in zip(self._caches, components, strict=True)
-        ]
         settings = transfer_settings(engine_pd.waiting_timeout_s(), engine_pd.given_timeout_s())
+        self._exchange = Exchange.of(settings)
+        whole = _served_model(args, is_mla_backend)
+        self._caches = self._exchange.described(caches_of(args, whole, place), engine.cache_dtype(args))
+        layers = layers_of(engine_pd.of_all_stages({cache.name: cache.layers for cache in self._caches}), _PARTITION)
+        components = tuple(cache.component(layers[cache.name]) for cache in self._caches)
+        device, each = engine_pd.device(args.gpu_id), zip(self._caches, components, strict=True)
+        pools = [pool_of(cache, component, args.page_size, device) for cache, component in each]
         self._name, self._patience_s = engine_pd.name_of_this_engine(), settings.mover.deadline_s
         transport = NixlTransport(f"sglang-{disaggregation_mode.value}-{self._rank}")
         mover = Mover(
             transport,
-            Model("sglang", components),
+            Model(self._exchange.model or "sglang", components),
             Place(self._name, self._fleet, self._rank),
             pools,
             settings.mover_config(),
@@ -116,7 +119,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         self._asked: dict[int, dict[str, PagesReady]] = defaultdict(dict)
         self._engines: dict[str, str] = {}
         self._refused: dict[str, str] = {}
-        self._rows_of: dict[int, int] = {}
+        self._rows_of: dict[int, tuple[int, ToldLogprobs | None]] = {}
         self._closing = Event()
         engine_pd.CommonKVManager.__init__(self, args, disaggregation_mode, server_args, is_mla_backend)
         # Context-parallel ranks hold copies of the whole cache: the first of them sends, whatever the model.
@@ -148,6 +151,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
                 if self._bell.nap(nap_s):
                     self._hear(self.server_socket.recv_multipart())
                 nap_s = self._driver.turn()
+                if self._exchange.model:
+                    self._look_for_wants()
             except Exception:
                 log.exception("kvmover's transfer loop")
                 nap_s = self._driver.pace.idle_s
@@ -176,8 +181,8 @@ class KvmoverManager(engine_pd.CommonKVManager):
         if reason is None and room in self._rows_of:
             try:
                 (payload,) = aux.values()
-                self._rows.put(self._rows_of[room], payload)
-            except ValueError as error:
+                self._rows.land(*self._rows_of[room], room, payload)
+            except (ValueError, ProtocolError) as error:
                 reason = f"what goes beside the cache did not come: {error}"
         self._rows_of.pop(room, None)
         if reason is not None and room in self.request_status:
@@ -218,6 +223,21 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     # Prefill
 
+    def register_to_bootstrap(self) -> None:
+        """SGLang's own, and this rank's card, by which engines of another make find it."""
+        engine_pd.CommonKVManager.register_to_bootstrap(self)
+        if self._exchange.model and engine_pd.parallel().attn_cp_rank == 0:
+            laid = RankCard(self._name, self._rank, self._fleet.size, self._driver.mover.card)
+            lay_card(engine_pd.bootstrap_url(self), laid, engine_pd.put)
+
+    def _look_for_wants(self) -> None:
+        """A decode rank of another make does not say that it has pages: it asks for the request at once."""
+        for room in [room for room, status in list(self.request_status.items()) if status == BOOTSTRAPPING]:
+            for place, wanted in self._driver.waiting(room):
+                ready = PagesReady(room, f"{place.engine} {place.rank}", 1, wanted.start if wanted else 0)
+                self._asked[room][ready.rank] = ready
+                self.opened(room)
+
     def _answer(self, call: Call) -> None:
         refused = ""
         try:
@@ -237,7 +257,7 @@ class KvmoverManager(engine_pd.CommonKVManager):
         asked = list(self._asked[room].values())
         if time.monotonic() - self._given_up.pop(room, -math.inf) < self._patience_s:
             self.give_up(room, "decode aborted the request")
-        elif asked and len(asked) == asked[0].ranks:
+        elif asked and len(asked) >= asked[0].ranks:
             # SGLang begins to send with a page of its own; decode's may be smaller.
             prefix_tokens = asked[0].prefix_tokens - asked[0].prefix_tokens % self.kv_args.page_size
             self.req_to_decode_prefix_len[room] = prefix_tokens
@@ -288,6 +308,23 @@ class KvmoverManager(engine_pd.CommonKVManager):
 
     # Decode
 
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether the prefill at `host:port` is known. One of another make is met by its cards."""
+        known = bootstrap_addr in self.prefill_info_table
+        met = None if known else self._exchange.meet(bootstrap_addr, self._driver.connect)
+        if met is None:
+            return engine_pd.CommonKVManager.try_ensure_parallel_info(self, bootstrap_addr)
+        key = f"{bootstrap_addr} 0"
+        self._engines[key], self._refused[key] = met.engine, met.refused
+        info = engine_pd.foreign_prefill()
+        self._resolve_rank_mapping(info)
+        self.prefill_info_table[bootstrap_addr] = info
+        return True
+
+    def is_foreign(self, bootstrap_addr: str) -> bool:
+        """Whether the prefill there is of another make."""
+        return bootstrap_addr in self._exchange.foreign
+
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Every prefill rank: which of them send what is the plan's matter. Of context-parallel copies, the first."""
         info.target_tp_rank = None
@@ -315,11 +352,14 @@ class KvmoverManager(engine_pd.CommonKVManager):
         """
         room, key, info = receiver.bootstrap_room, receiver.key, receiver.prefill_info
         tables = self._tables(prefix_tokens, np.asarray(pages, np.int64), states)
+        if receiver.tokens is None:
+            raise PlanError("SGLang's queue did not tell how long the request is")
         stop = prefix_tokens + len(pages) * self.kv_args.page_size
-        if all(cache.row_tokens == 1 and cache.window is None for cache in self._caches):
-            stop = receiver.tokens or stop  # the prefill's pages may end before the last of these does
+        if by_token(self._caches):
+            stop = receiver.tokens  # the prefill's pages may end before the last of these does
         last_stage = Fleet(info.attn_tp_size, info.pp_size).rank(Coordinate(0, info.pp_size - 1, 0))
-        self._rows_of[room] = row
+        told = told_logprobs(receiver.parameters, str(room)) if self.is_foreign(receiver.bootstrap_addr) else None
+        self._rows_of[room] = row, told
         deadline, of = time.monotonic() + self._patience_s, range(prefix_tokens, stop)
         self._driver.receive(room, Wanted(lambda: self._engine(room, key), of, tables, last_stage, deadline))
 
@@ -348,6 +388,9 @@ class KvmoverManager(engine_pd.CommonKVManager):
     def _engine(self, room: int, key: str) -> str | None:
         if self._refused.get(key):
             self._driver.abort(room, self._refused[key])
+            address = key.rpartition(" ")[0]
+            if self.is_foreign(address):  # it may be another engine by the next request
+                self.prefill_info_table.pop(address, None)
             return None
         return self._engines.get(key)
 
@@ -371,34 +414,12 @@ def _keep_the_last(rooms: dict[int, Any]) -> None:
         del rooms[next(iter(rooms))]
 
 
-class KvmoverSender(engine_pd.CommonKVSender):
-    """SGLang's sender; what it sends, the manager collects."""
-
-    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more: Any, **named: Any) -> None:
-        own = mgr.enter(bootstrap_room)
-        engine_pd.CommonKVSender.__init__(self, mgr, bootstrap_addr, own, *more, **named)
-        if own != bootstrap_room:
-            self.conclude_state = mgr.turn_away(own, bootstrap_room)
-            return
-        mgr.expect(own)
-        mgr.opened(own)
-
-    def abort(self) -> None:
-        """The scheduler gives the request up. It is over when nothing reads its pages."""
-        engine_pd.CommonKVSender.abort(self)
-        self.kv_mgr.give_up(self.bootstrap_room, "aborted by the scheduler")
-
-    def clear(self) -> None:
-        """The request has ended, whichever way: forget what was collected for it."""
-        engine_pd.CommonKVSender.clear(self)
-        self.kv_mgr.forget(self.bootstrap_room)
-
-
 class KvmoverReceiver(engine_pd.CommonKVReceiver):
     """SGLang's receiver, which calls all prefill ranks and tells of a failure at once, whoever may write its pages."""
 
-    #: How long the request is, where SGLang's queue has said it.
+    #: How long the request is, and its `custom_params`, where SGLang's queue has said it.
     tokens: int | None = None
+    parameters: Any = None
     _cleared = False
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int) -> None:
@@ -406,6 +427,12 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         engine_pd.CommonKVReceiver.__init__(self, mgr, bootstrap_addr, own)
         if own != bootstrap_room:
             self.conclude_state = mgr.turn_away(own, bootstrap_room)
+
+    def _setup_bootstrap_infos(self) -> None:
+        if self.kv_mgr.is_foreign(self.bootstrap_addr):
+            self.bootstrap_infos: list[Any] = []  # nobody there reads SGLang's sockets
+        else:
+            engine_pd.CommonKVReceiver._setup_bootstrap_infos(self)
 
     def _register_kv_args(self) -> bool:
         message = self.kv_mgr.call(self.key)
@@ -459,17 +486,3 @@ class KvmoverReceiver(engine_pd.CommonKVReceiver):
         if not self._cleared:
             self._cleared = True
             engine_pd.CommonKVReceiver.clear(self)
-
-
-class KvmoverBootstrapServer(engine_pd.CommonKVBootstrapServer):
-    """SGLang's own: who serves what, over HTTP. It says no page size, because SGLang's decode would refuse any but its
-    own. What lies token by token moves between pages of any size; for the rest kvmover's handshake refuses."""
-
-    @property
-    def page_size(self) -> None:
-        """Unknown, whatever the prefill's ranks register."""
-        return None
-
-    @page_size.setter
-    def page_size(self, registered: Any) -> None:
-        """Forget it."""

@@ -1,13 +1,13 @@
 """SGLang describes a rank's caches to its transfer backends; here that becomes values, pools and payloads.
 
-All but the last two functions and `AuxRows` compute with integers alone.
+All but the last two functions compute with integers alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, gcd
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.errors import PlanError
-from kvmover.layout import PACKED_AXES, Component, Layout, Pool, PoolSpec, Span
+from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Layout, Pool, PoolSpec
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class RankCache:
-    """One component on one rank. Bytes are opaque: a row is `row_bytes` of them.
+    """One component on one rank. Bytes are opaque unless a `dtype` that others know is named: a row is `row_bytes`.
 
     `pointers`: one a layer and K/V, layer by layer, or one a layer whose K/V planes are `plane_bytes` apart. `heads` of
     the whole model, `own_heads` of this rank. `by`: which of SGLang's state indices it goes by; None: the KV pages.
@@ -163,6 +163,7 @@ class RankCache:
     by: int | None = None
     spare: int | None = None
     numbers: int = 1
+    dtype: str = "uint8"
 
     @property
     def layers(self) -> int:
@@ -171,8 +172,8 @@ class RankCache:
 
     def component(self, layers: int) -> Component:
         """As the whole model has it, of `layers` layers on all stages together."""
-        shape = (self.name, layers, self.kv, self.heads, self.row_bytes)
-        return Component(*shape, "uint8", self.window, self.states, self.row_tokens)
+        shape = (self.name, layers, self.kv, self.heads, self.row_bytes // DTYPE_BYTES[self.dtype])
+        return Component(*shape, self.dtype, self.window, self.states, self.row_tokens)
 
 
 def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCache]:
@@ -194,7 +195,20 @@ def caches_of(args: Any, whole: CacheTotals, place: ParallelRank) -> list[RankCa
         found += _pages(f"draft {dtype}", draft, like.kv, like.heads, place, tokens, 1)
     for number, word in enumerate(kinds_of(args)):
         found += [replace(cache, by=number) for cache in _of_kind(args, number, KINDS[word], whole, place)]
+    if not by_token(found):
+        found = [replace(cache, window=cache.window and _whole_pages(cache.window, tokens)) for cache in found]
     return _told_apart(found)
+
+
+def by_token(caches: Iterable[RankCache]) -> bool:
+    """Whether decode asks for the tokens of a request: else for whole pages, as it must of what lies in them as only
+    SGLang knows."""
+    return all(cache.row_tokens == 1 for cache in caches)
+
+
+def _whole_pages(window: int, page_tokens: int) -> int:
+    """A window before the end of a request's last page: it ends anywhere there, so it reaches one page further back."""
+    return (ceil(window / page_tokens) + 1) * page_tokens
 
 
 def kinds_of(args: Any) -> list[str]:
@@ -218,39 +232,22 @@ def refuse(args: Any, context: Any) -> None:
             raise EngineUnsupported(f"kvmover's prefill/decode backend does not transfer {what}")
 
 
-def layers_of(stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Layers of the whole model by cache, from those that each pipeline stage holds.
-
-    Raises EngineUnsupported where they do not hold them as `Fleet` divides layers: stage s of S from layer s L // S on.
-    """
-    total: dict[str, int] = {}
-    for name in dict.fromkeys(name for stage in stages for name in stage):
-        held = [stage.get(name, 0) for stage in stages]
-        total[name] = sum(held)
-        wanted = [Span.share(total[name], len(stages), number).count for number in range(len(stages))]
-        if held != wanted or 0 in held:
-            raise EngineUnsupported(
-                f"pipeline stages that hold {held} layers of the cache {name!r} are not transferred, {wanted} would be"
-                " (SGLANG_PP_LAYER_PARTITION decides)"
-            )
-    return total
-
-
 def page_table(
     cache: RankCache, prefix_pages: int, pages: npt.NDArray[np.int64], states: Sequence[Any], page_tokens: int
 ) -> npt.NDArray[np.int64]:
     """The page table of a request from what SGLang tells of it: the pages after `prefix_pages`, and state indices.
 
-    SGLang tells the pages of a window as the last of the request. How many they are depends on where in its last page
-    the request ends, and a component's window is as many whole pages for every request: it may reach one page further
-    back than was told. The first page stands there too; on both sides, so the same bytes go to the same place twice. So do
-    the rows of a ring whose request is shorter than the window. Where nothing is pending both sides take the spare row,
-    which no request has.
+    SGLang tells the pages of a window as the last of the request. The first of them stands before them, too: where
+    decode asks for tokens, nobody reads that; where it asks for whole pages, a window reaches one page further back
+    than was told, on both sides, so the same bytes go to the same place twice. So do the rows of a ring whose request
+    is shorter than the window. Where nothing is pending both sides take the spare row, which no request has.
 
     Raises PlanError for indices that cannot be of this request.
     """
     own = pages if cache.by is None else np.asarray(states[cache.by], np.int64).reshape(-1)
-    length, most = prefix_pages + len(pages), None if cache.window is None else cache.window // page_tokens
+    length, most = prefix_pages + len(pages), None
+    if cache.window is not None:
+        most = (cache.window + page_tokens - 2) // page_tokens + 1  # it begins at the last token of its first page
     if cache.states:
         length = cache.states
         if cache.spare is not None and len(own) in (0, cache.numbers):
@@ -312,10 +309,7 @@ def _of_kind(args: Any, number: int, kind: StateKind, whole: CacheTotals, place:
             outermost = tokens == kind.interleaved
         name = f"{kind.word} {args.kv_cache_dtype_str}"
         pages = _pages(name, own, 2, heads, place, tokens, tokens if outermost else 1)
-    if kind.told is Told.PAGES:
-        return pages
-    # Requests end anywhere in their last page, and this is one window for all: it may reach one page further back.
-    return [replace(cache, window=(ceil(window / tokens) + 1) * tokens) for cache in pages]
+    return pages if kind.told is Told.PAGES else [replace(cache, window=window) for cache in pages]
 
 
 def _copies(name: str, own: Buffers, halves: int, row_tokens: int, place: ParallelRank) -> Iterator[RankCache]:
@@ -430,9 +424,10 @@ def _cut(
 def pool_of(cache: RankCache, component: Component, page_tokens: int, device: torch.device) -> Pool:
     """The engine's memory as it lies: pages of `token head dim`, states of `kv head dim`. It stays the engine's."""
     tokens, layers = 1 if component.states else page_tokens // component.row_tokens, cache.layers
-    token_bytes = cache.own_heads * cache.row_bytes
-    shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, cache.row_bytes)
-    stride = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes, 1)
+    token_bytes, size = cache.own_heads * cache.row_bytes, component.element_bytes
+    shape = (cache.pages, cache.own_heads, layers, cache.kv, tokens, component.dim)
+    strides = (cache.item_bytes, cache.row_bytes, 0, cache.plane_bytes, token_bytes)
+    stride = (*(nbytes // size for nbytes in strides), 1)
     spec = PoolSpec(component, Layout(PACKED_AXES, shape, stride), ("layer",) if cache.plane_bytes else ("layer", "kv"))
     return Pool(spec, tuple(tensor_at(pointer, spec.allocation_bytes, device) for pointer in cache.pointers))
 
@@ -446,28 +441,3 @@ def tensor_at(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
     interface = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
     held: Any = type("Borrowed", (), {"__cuda_array_interface__": interface})()
     return torch.as_tensor(held, device=device)
-
-
-class AuxRows:
-    """The rows of the buffers that go beside the cache (first token, log probabilities), as one payload."""
-
-    def __init__(self, args: Any) -> None:
-        self._buffers = list(zip(args.aux_data_ptrs, args.aux_item_lens, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one row of all buffers together."""
-        return sum(nbytes for _, nbytes in self._buffers)
-
-    def take(self, index: int) -> bytes:
-        """Row `index` of each buffer, one behind the other: a copy."""
-        return b"".join(ctypes.string_at(pointer + index * nbytes, nbytes) for pointer, nbytes in self._buffers)
-
-    def put(self, index: int, payload: bytes) -> None:
-        """Raises ValueError where the payload is of other buffers."""
-        if len(payload) != self.nbytes:
-            raise ValueError(f"{len(payload)} bytes beside the cache; this side's buffers take {self.nbytes}")
-        at = 0
-        for pointer, nbytes in self._buffers:
-            ctypes.memmove(pointer + index * nbytes, payload[at : at + nbytes], nbytes)
-            at += nbytes

@@ -18,6 +18,7 @@ from kvmover.errors import KvmoverError, PeerUnknown
 from kvmover.transfer.config import Pace
 from kvmover.transfer.meter import Snapshot
 from kvmover.transfer.mover import Mover
+from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.result import Gate, Transfer
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ class TransferDriver:
         """A request of this number will be sent, whatever became of one before: who asks for it waits."""
         with self._lock:
             self.mover.reopen(str(room))
+
+    def waiting(self, room: int) -> list[tuple[Place, range]]:
+        """See `Mover.waiting`."""
+        with self._lock:
+            return self.mover.waiting(str(room))
 
     def send(self, room: int, pages: Sequence[npt.NDArray[np.int64]], gates: Sequence[Gate], aux: bytes | None) -> None:
         """Offer a request's pages, a table a component, or those of its first chunk. Raises PlanError."""

@@ -18,12 +18,12 @@ NAME = "kvmover"
 
 _UTILS = "sglang.srt.disaggregation.utils"
 
-#: What SGLang calls the parts of a backend, and what they are here.
+#: What SGLang calls the parts of a backend, and what they are here, by module and name.
 _CLASSES = {
-    "manager": "KvmoverManager",
-    "sender": "KvmoverSender",
-    "receiver": "KvmoverReceiver",
-    "bootstrap_server": "KvmoverBootstrapServer",
+    "manager": ("pd", "KvmoverManager"),
+    "sender": ("pd_sender", "KvmoverSender"),
+    "receiver": ("pd", "KvmoverReceiver"),
+    "bootstrap_server": ("pd_bootstrap", "KvmoverBootstrapServer"),
 }
 
 
@@ -73,7 +73,7 @@ def radix_cache(context: Any) -> Any:
     engine.refuse(context)
     if context.enable_hierarchical_cache:
         return _module("radix_tiers").open_radix_cache(context)
-    accounts = _module("radix_accounts").accounts_of(context.params)
+    accounts = _module("radix_accounts").accounts_of()
     return _module("radix_cache").KvmoverRadixCache(context.params, accounts)
 
 
@@ -81,7 +81,8 @@ def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) 
     """A part of ours for our name, SGLang's answer for all others."""
     if transfer_backend.value != NAME or class_type.value not in _CLASSES:
         return known(transfer_backend, class_type)
-    return getattr(_module("pd"), _CLASSES[class_type.value])
+    module, name = _CLASSES[class_type.value]
+    return getattr(_module(module), name)
 
 
 def _module(name: str) -> Any:

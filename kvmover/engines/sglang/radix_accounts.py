@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvmover.cache.ledger import AccountGroup, Credit, FaultPolicy, Ledger, LedgerCollector, Loss
 from kvmover.config import load
@@ -56,8 +56,8 @@ class RadixAccounts:
 
     def __init__(self, model: str, settings: Settings, place: ParallelRank) -> None:
         """Serves metrics and keeps the run log where `settings` ask for it. Raises KvmoverError where that fails."""
-        speaker = Guest(logging.getLogger(), f"kvmover radix cache rank {place.rank} of {place.grid}")
-        self._observers = Observers(settings, model, place.rank, speaker)
+        speaker = Guest(logging.getLogger(), f"kvmover radix cache rank {place.number} of {place.grid}")
+        self._observers = Observers(settings, model, place.number, speaker)
         self.ledger = Ledger(FaultPolicy.COUNT, sink=self._observers.account)
         self._groups = TenantGroups(AccountGroup(model=model))
         self._attempts: dict[str, _Attempt] = {}
@@ -156,10 +156,9 @@ def _computed(attempt: _Attempt, done_tokens: int) -> int:
     return max(0, min(done_tokens, attempt.lookup.prompt_tokens) - (attempt.prefix_tokens or 0))
 
 
-def accounts_of(params: Any) -> RadixAccounts | None:
+def accounts_of() -> RadixAccounts | None:
     """A ledger where the settings of this process let it be seen: a prefill or decode has its own metrics there."""
     settings = load().settings
     if (settings.record.run_log is None and settings.metrics.port is None) or engine_radix.disaggregated():
         return None
-    tp, tp_size = engine_radix.rank()
-    return RadixAccounts(engine.served_name(), settings, ParallelRank(tp, tp_size, params.pp_rank, params.pp_size))
+    return RadixAccounts(engine.served_name(), settings, engine_radix.place())

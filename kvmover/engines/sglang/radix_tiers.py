@@ -31,7 +31,7 @@ from kvmover.cache.prefix import (
     StaleHandle,
 )
 from kvmover.cache.tiers import Controller, DevicePages, FreeList, GatedLoad, Restore, TierCollector
-from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang import engine_radix
 from kvmover.engines.sglang.options import TierFlags
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts, accounts_of
@@ -385,9 +385,9 @@ def open_radix_cache(context: Any) -> TieredRadixCache:
             " --enable-hierarchical-cache, or --radix-cache-backend kvmover"
         )
     params = context.params
-    tp, tp_size = engine_radix.rank()
-    tiers = open_tiers(params, flags, ParallelRank(tp, tp_size), engine_radix.fences(context))
+    place = engine_radix.place()
+    tiers = open_tiers(params, flags, place, engine_radix.fleet_group(place, params), engine_radix.fences(context))
     kind = DecodeRadixCache if engine_radix.is_decode() else TieredRadixCache
-    cache = kind(params, flags, tiers, accounts_of(params))
+    cache = kind(params, flags, tiers, accounts_of())
     engine_radix.gate(context, cache.gates)
     return cache

@@ -11,8 +11,8 @@ from kvmover.engines.common import EmptyBackend, EngineUnsupported, Numbers, Par
 from kvmover.engines.sglang import engine
 from kvmover.engines.sglang.engine import PoolTransfer
 from kvmover.engines.sglang.options import parse, said, served
-from kvmover.engines.sglang.page_parts import ALL_PAGES, TpPlacement, hits
-from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
+from kvmover.engines.sglang.page_parts import ALL_PAGES, MAIN, TpPlacement, hits
+from kvmover.engines.sglang.store_adapter import Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ class KvmoverStore(engine.HiCacheStorage):
             )
         self._options, self._settings = parse(config.extra_config)
         place = ParallelRank(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
-        name = self._options.model or config.model_name or ""
         placement = TpPlacement.REPLICATED if config.is_mla_model else TpPlacement.SHARDED
-        self._rank = ServedRank(name, said(self._options, served()), place, placement)
+        facts = said(self._options, served())
+        self._rank = ServedRank(facts.name(self._options, config.model_name or ""), facts, place, placement)
         self._metrics = config.enable_storage_metrics
         self._read, self._written = Batches(), Batches()
         self._backends: dict[str, PoolBackend] = {}

@@ -25,7 +25,7 @@ from kvmover.engines.common import (
 )
 from kvmover.engines.sglang import hostpool
 from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions
-from kvmover.engines.sglang.page_parts import TpPlacement, native_part, part_of_rows
+from kvmover.engines.sglang.page_parts import MAIN, TpPlacement, native_part, part_of_rows
 from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
 from kvmover.transport import Memory, memory_of
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-
-#: The pool whose heads and layers the model's figures are of.
-MAIN = "kv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +91,10 @@ class StoreAdapter:
             )
         out, into = (BounceBuffer.of(part.nbytes) for _ in range(2))
         self.register([out.memory, into.memory])
-        from kvmover.kernels import reference
+        from kvmover.kernels import cpu
 
         flat = Pool(spec, (as_bytes(tensor),))
-        return PackedBackend(flat, view, pool.page_size, out, into, reference.move, writes)
+        return PackedBackend(flat, view, pool.page_size, out, into, cpu.move, writes)
 
     def _native(self, pool: Any, name: str) -> PoolBackend:
         """A pool whose pages nobody but its like on the same rank understands: each run of a page is an object."""
@@ -128,7 +125,8 @@ class StoreAdapter:
 
     def election(self, component: Component) -> Election | None:
         """Who writes a page whose heads several ranks hold. None where nobody else does."""
-        return election(component, self.rank.place.fleet(self.page_tokens), self.rank.place.rank)
+        place = self.rank.place.in_stage
+        return election(component, place.fleet(self.page_tokens), place.rank)
 
     def register(self, tensors: list[torch.Tensor]) -> None:
         """Kept as long as the store may touch it. Pools that share an allocation are registered once."""

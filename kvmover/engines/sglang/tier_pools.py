@@ -22,6 +22,7 @@ from kvmover.cache.tiers import (
     Grouped,
     HostTier,
     LocalConsensus,
+    Pipelined,
     Storage,
     TieredPool,
     TierError,
@@ -39,6 +40,7 @@ from kvmover.store import PagePart, PageStore
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
@@ -62,16 +64,21 @@ class EngineTiers:
     upkeep: Upkeep | None = None
 
 
-def open_tiers(params: Any, flags: TierFlags, place: ParallelRank, fences: Sequence[torch.cuda.Stream]) -> EngineTiers:
+def open_tiers(
+    params: Any,
+    flags: TierFlags,
+    place: ParallelRank,
+    group: dist.ProcessGroup | None = None,
+    fences: Sequence[torch.cuda.Stream] = (),
+) -> EngineTiers:
     """The tiers below the device pools of `params`, SGLang's `CacheInitParams`, for the rank at `place`.
 
-    All ranks call this together. Raises EngineUnsupported for flags or pools that are not understood, ConfigError and
-    StoreError for the store, TierError for host memory that cannot be had.
+    All ranks of `group` call this together; they are the whole fleet, stage by stage. Raises EngineUnsupported for
+    flags or pools that are not understood, ConfigError and StoreError for the store, TierError for host memory that
+    cannot be had.
     """
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    group = params.attn_tp_cache_group or params.tp_cache_group
-    consensus: Consensus = Grouped(group) if place.tp_size > 1 else LocalConsensus()
-    pools = engine_linker.tiered_pools(kvcache, params)
+    pools = engine_linker.tiered_pools(kvcache, params.req_to_token_pool, params.page_size // place.cp_size)
     found = [
         _PoolPart(_COMPONENTS[str(name)], strand, part, memory)
         for name, entry in pools.entry_map.items()
@@ -80,11 +87,14 @@ def open_tiers(params: Any, flags: TierFlags, place: ParallelRank, fences: Seque
         for part in (part_of_strand(str(name), strand, place, served(), pools.num_layers, params.page_size),)
     ]
     pages = flags.host_pages(_sizes(found, params))
-    agreed = consensus.minimum(np.array(list(pages.values()), np.int64)).tolist()
-    pages = dict(zip(pages, agreed, strict=True))
+    if group is not None:
+        agreed = Grouped(group).minimum(np.array(list(pages.values()), np.int64))
+        pages = dict(zip(pages, agreed.tolist(), strict=True))
     log.info("on the host: %s pages of %d tokens", pages, params.page_size)
     tiered_pools = tuple(each.tiered(pages[each.name], params) for each in found)
-    config = ControllerConfig(flags.policy(), consensus, fences=fences, engine=engine.served_name(), rank=place.rank)
+    config = ControllerConfig(
+        flags.policy(), _consensus(place, group), fences=fences, engine=engine.served_name(), rank=place.number
+    )
     depths: dict[int, int] = {}
     for each in found:
         for layer, own in each.strand.layers.items():
@@ -94,6 +104,13 @@ def open_tiers(params: Any, flags: TierFlags, place: ParallelRank, fences: Seque
     replicated = all(each.strand.rows.placement is TpPlacement.REPLICATED for each in found)
     stored = _stored(tiered_pools, flags.storage, place, params.page_size, replicated)
     return EngineTiers(tiered_pools, depths, config, *stored)
+
+
+def _consensus(place: ParallelRank, group: dist.ProcessGroup | None) -> Consensus:
+    """Schedulers of one stage run in step, and those of several do not."""
+    if group is None:
+        return LocalConsensus()
+    return Grouped(group) if place.pp_size == 1 else Pipelined(group, place.in_stage.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +150,12 @@ def _stored(
     flags.check()
     options, settings = parse(flags.options)
     placement = TpPlacement.REPLICATED if replicated else TpPlacement.SHARDED
-    name = options.model or engine.served_name()
-    rank = ServedRank(name, said(options, served()), place, placement)
+    facts = said(options, served())
+    rank = ServedRank(facts.name(options, engine.served_name()), facts, place, placement)
     adapter = StoreAdapter(options, settings.store, rank, page_tokens)
-    storage = Storage(adapter.store, adapter.space, tiered_pools, place.fleet(page_tokens), place.rank)
+    own = place.in_stage
+    fleet = own.fleet(page_tokens // own.cp_size)
+    storage = Storage(adapter.store, adapter.space, tiered_pools, fleet, own.rank, own.writes)
     return storage, adapter.store, Upkeep(adapter.store, settings.store)
 
 

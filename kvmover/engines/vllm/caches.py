@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvmover.engines.common import EngineUnsupported, ParallelRank
+from kvmover.engines.common import EngineUnsupported, ParallelRank, exchanged
 from kvmover.engines.vllm.block_format import BlockFormat, BlockSegment, PageView, Rows
 from kvmover.layout import DTYPE_BYTES, PACKED_AXES, Component, Fleet, Layout, Pool, PoolSpec
 from kvmover.transport import Memory, NixlTransport, memory_of
@@ -27,6 +27,7 @@ class CacheGroup:
 
     `formats`: of layers whose rows are not a token's as they stand. `row_tokens`: of layers that keep a row of several.
     `scratch_blocks`: at the end of a request's table, where a state is kept a step of speculation, not its own.
+    `sides`: equal parts of a token's row that every engine knows: keys and values, or a latent, 1; 0: it has others.
     """
 
     layers: tuple[str, ...]
@@ -36,6 +37,7 @@ class CacheGroup:
     formats: Mapping[str, BlockFormat] = field(default_factory=dict[str, BlockFormat])
     row_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     scratch_blocks: int = 0
+    sides: int = 0
 
     @property
     def is_late(self) -> bool:
@@ -124,12 +126,11 @@ class ComponentCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelTotals:
-    """What the caches of a rank do not say of the model: its KV heads and hidden layers, over all ranks; and what bytes
-    stand for in a quantised cache: e4m3 and e5m2 are stored alike. `drafts`: KV heads of layers that a draft model has.
+    """What the caches of a rank do not say of the model: its KV heads, over all ranks; and what bytes stand for in a
+    quantised cache: e4m3 and e5m2 are stored alike. `drafts`: KV heads of layers that a draft model has.
     """
 
     kv_heads: int
-    layers: int
     kv_dtype: str = ""
     drafts: Mapping[str, int] = field(default_factory=dict[str, int])
 
@@ -164,7 +165,10 @@ def component_caches(
     whole: ModelTotals,
     place: ParallelRank,
 ) -> list[ComponentCache]:
-    """All components of a rank's cache, in the order of its groups. Raises EngineUnsupported for what is not rows."""
+    """All components of a rank's cache, in the order of its groups, with the layers that it holds.
+
+    Raises EngineUnsupported for what is not rows.
+    """
     refuse(groups)
     by_name = {cache.layer: cache for cache in layer_caches}
     made: list[ComponentCache] = []
@@ -176,8 +180,35 @@ def component_caches(
         kinds = [_LayerKind.of(group, cache, whole) for cache in mine]
         for kind in dict.fromkeys(kinds):
             alike = [cache for cache, its in zip(mine, kinds, strict=True) if its == kind]
-            made += _component_caches(number, group, kind, alike, blocks, whole, place)
+            made += _component_caches(number, group, kind, alike, blocks, place)
     return made
+
+
+def exchanged_caches(caches: Sequence[ComponentCache], groups: Sequence[CacheGroup]) -> list[ComponentCache] | None:
+    """The same memory as engines of any make describe theirs: one component of full attention, K and V apart.
+
+    None where they have no common words for these caches.
+    """
+    if len(caches) != 1 or not groups[0].sides:
+        return None
+    (cache,) = caches
+    component = exchanged(cache.component, groups[0].sides)
+    if component is None:
+        return None
+    layout = cache.spec.layout
+    extents = dict(zip(layout.axes, layout.shape, strict=True)) | {"kv": component.kv, "dim": component.dim}
+    strides = dict(zip(layout.axes, layout.stride, strict=True)) | {"kv": component.dim if component.kv > 1 else 0}
+    layout = Layout(layout.axes, tuple(extents.values()), tuple(strides.values()))
+    return [replace(cache, component=component, spec=PoolSpec(component, layout, cache.spec.separate))]
+
+
+def of_all_stages(made: Sequence[ComponentCache], layers: Mapping[str, int]) -> list[ComponentCache]:
+    """The same as parts of the whole model. `layers`: of it, by component."""
+    whole = [replace(cache.component, layers=layers[cache.component.name]) for cache in made]
+    return [
+        replace(cache, component=component, spec=replace(cache.spec, component=component))
+        for cache, component in zip(made, whole, strict=True)
+    ]
 
 
 def fleet_of(caches: Sequence[ComponentCache], place: ParallelRank, run_tokens: int) -> Fleet:
@@ -225,7 +256,6 @@ def _component_caches(
     kind: _LayerKind,
     layer_caches: Sequence[LayerCache],
     blocks: int,
-    whole: ModelTotals,
     place: ParallelRank,
 ) -> list[ComponentCache]:
     first = layer_caches[0]
@@ -239,7 +269,6 @@ def _component_caches(
             f"cache of {first.layer} has {first.shape[0]} pages of {first.shape[2]} rows for {blocks} blocks of"
             f" {group.block_tokens} tokens; a row must be {each}"
         )
-    layers = len(layer_caches) if place.pp_size == 1 else _layers(layer_caches, whole, place)
     window = None if group.window is None else max(1, group.window - 1)
     made: list[ComponentCache] = []
     for segment in kind.format.segments(first.page):
@@ -250,7 +279,7 @@ def _component_caches(
         name = f"{group.kind} {number}, {segment.dim} {segment.dtype}" + f", {segment.name}" * bool(segment.name)
         component = Component(
             name + kind.said,
-            layers,
+            len(layer_caches),
             segment.kv,
             segment.heads,
             segment.dim,
@@ -285,18 +314,6 @@ def _placed(
     if between is None:
         return PoolSpec(component, layout, ("layer",)), tuple(starts)
     return PoolSpec(component, layout), (starts[0],)
-
-
-def _layers(layer_caches: Sequence[LayerCache], whole: ModelTotals, place: ParallelRank) -> int:
-    """Of the whole model, where stages share it: they must have the shares that a Fleet gives them."""
-    share = place.layers(whole.layers)
-    numbers = [number_of(cache.layer)[:1] for cache in layer_caches]
-    if numbers != [(layer,) for layer in share]:
-        raise EngineUnsupported(
-            f"pipeline stage {place.pp} of {place.pp_size} holds layers {sorted(n[0] for n in numbers if n)}, not"
-            f" {share.start} to {share.stop - 1} of {whole.layers}: set VLLM_PP_LAYER_PARTITION to equal stages"
-        )
-    return whole.layers
 
 
 def _even(starts: Sequence[int], element_bytes: int) -> int | None:

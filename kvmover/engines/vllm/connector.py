@@ -9,14 +9,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
-from kvmover.engines.common import EngineUnsupported
-from kvmover.engines.vllm import engine, handshake
+from kvmover.engines.common import CardServer, EngineUnsupported, fetch_cards, layers_of
+from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
-from kvmover.engines.vllm.caches import BackedTransport, ComponentCache, component_caches, fleet_of, pools_of, refuse
+from kvmover.engines.vllm.caches import (
+    BackedTransport,
+    ComponentCache,
+    component_caches,
+    exchanged_caches,
+    fleet_of,
+    of_all_stages,
+    pools_of,
+    refuse,
+)
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.request_accounts import RequestAccounts
-from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role
+from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role, token_hashes
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, marks, unbegun
 from kvmover.layout import Fleet
@@ -160,7 +169,9 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 self._groups[0].block_tokens, may, self._late, left, keep_s, self._options.kv_recompute_threshold
             )
-            self._server: handshake.HandshakeServer | None = None
+            if self._settings.exchange.model:
+                self._scheduler.page_names = token_hashes
+            self._server: CardServer | None = None
             self._lookup: StoreLookup | None = None
             self._events = StoredBlockEvents(self._place.ranks)
             self._tally = Tally(self._place.ranks)
@@ -181,10 +192,10 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
 
     @property
     def _space(self) -> Namespace:
-        model, options = self._config.model_config, self._options
+        model, options, exchange = self._config.model_config, self._options, self._settings.exchange.model
         return Namespace(
-            options.model or model.model,
-            options.weights or str(model.revision or ""),
+            options.model or exchange or model.model,
+            options.weights or ("" if exchange else str(model.revision or "")),
             self._groups[0].block_tokens,
             options.tenant,
         )
@@ -199,11 +210,19 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         place, settings = self._place, self._settings
         backing = engine.backing_of(kv_caches)
         whole = engine.whole_of(self._config, kv_caches)
-        made = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
+        held = component_caches(self._groups, engine.layer_caches_of(kv_caches), self._blocks, whole, place)
+        if settings.exchange.model:
+            held = self._exchanged(held)
+        layers = {cache.component.name: cache.component.layers for cache in held}
+        stages = engine.of_all_stages(layers, place.pp_size)
+        made = of_all_stages(held, layers_of(stages, "VLLM_PP_LAYER_PARTITION"))
         fleet = fleet_of(made, place, engine.run_tokens(self._config))
         mover = Mover(
             BackedTransport(f"vllm-{place.rank}", backing),
-            Model(f"{self._space.model} {self._space.weights}".strip(), tuple(cache.component for cache in made)),
+            Model(
+                settings.exchange.model or f"{self._space.model} {self._space.weights}".strip(),
+                tuple(cache.component for cache in made),
+            ),
             Place(self._kv_transfer_config.engine_id, fleet, place.rank),
             pools_of(made, backing),
             settings.mover_config(),
@@ -219,7 +238,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         self._worker = ConnectorWorker(
             made,
             fleet,
-            RequestTransfers(progress, handshake.call),
+            RequestTransfers(progress, fetch_cards),
             offload,
             marks(backing.device),
             made[0].layers if len(made) == 1 else None,
@@ -229,6 +248,14 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
             failed if settings.logging.level is None else unbegun,
         )
         log.info("serves %d blocks of %s", self._blocks, "; ".join(cache.component.name for cache in made))
+
+    def _exchanged(self, made: list[ComponentCache]) -> list[ComponentCache]:
+        """In the words of all engines, or, where they have none for these caches, in vLLM's, which only vLLM takes."""
+        found = exchanged_caches(made, self._groups)
+        if found is None:
+            names = "; ".join(cache.component.name for cache in made)
+            log.warning("no engine but vLLM takes these caches, whatever exchange.model says: %s", names)
+        return found or made
 
     def _offload_worker(
         self, made: list[ComponentCache], fleet: Fleet, backing: torch.Tensor
@@ -316,7 +343,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
         host = self._options.host or engine.own_address()
         if self._server is None:
             replica = self._config.parallel_config.data_parallel_index
-            self._server = handshake.HandshakeServer(host, self._options.port and self._options.port + replica)
+            self._server = CardServer(host, self._options.port and self._options.port + replica)
         engine_id = self._kv_transfer_config.engine_id
         self._server.lay_out(engine_id, [rank.card for rank in ranks])
         self._scheduler.home = Home(engine_id, host, self._server.port)

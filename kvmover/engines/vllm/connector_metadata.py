@@ -40,6 +40,14 @@ class GrowSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AttachSpec:
+    """A request that is sent has its first token: `payload` goes to whoever asks for it beside the KV."""
+
+    request: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiveSpec:
     """Fetch positions [start, stop) of a request into its pages."""
 
@@ -99,6 +107,7 @@ class KvmoverConnectorMetadata:
 
     sends: list[SendSpec] = field(default_factory=list[SendSpec])
     growths: list[GrowSpec] = field(default_factory=list[GrowSpec])
+    attaches: list[AttachSpec] = field(default_factory=list[AttachSpec])
     receives: list[ReceiveSpec] = field(default_factory=list[ReceiveSpec])
     releases: list[ReleaseSpec] = field(default_factory=list[ReleaseSpec])
     refusals: list[RefuseSpec] = field(default_factory=list[RefuseSpec])

@@ -73,7 +73,16 @@ def _group(group: Any, config: Any) -> CacheGroup:
         {layer: found for layer, found in formats.items() if found is not None},
         {layer: count for layer, count in rows.items() if count > 1},
         getattr(spec, "num_speculative_blocks", 0),
+        _sides(*specs.values()),
     )
+
+
+def _sides(*specs: Any) -> int:
+    """Of layers alike: 2 for keys before values of a head, as long as each other; 1 for a latent; 0: anything else."""
+    if all(type(spec) is _cache.MLAAttentionSpec for spec in specs):
+        return 1
+    dense = all(type(spec) is _cache.FullAttentionSpec and spec.kv_quant_mode.name == "NONE" for spec in specs)
+    return 2 if dense and all(spec.head_size == spec.head_size_v for spec in specs) else 0
 
 
 def _format(spec: Any, config: Any) -> BlockFormat | None:
@@ -239,15 +248,23 @@ def unread_tokens(config: Any) -> int:
 
 
 def whole_of(config: Any, layers: Iterable[str]) -> ModelTotals:
-    """KV heads and hidden layers of the whole model, the dtype of its cache, and which `layers` a draft model has."""
+    """KV heads of the whole model, the dtype of its cache, and which `layers` a draft model has."""
     model, kv_dtype, speculation = config.model_config, config.cache_config.cache_dtype, config.speculative_config
     said = {"fp8": "fp8_e4m3"}.get(str(kv_dtype), str(kv_dtype))
     modules = config.compilation_config.static_forward_context
     drafted = [layer for layer in layers if getattr(modules.get(layer), "is_draft_layer", False)]
     heads = speculation.draft_model_config.get_total_num_kv_heads() if drafted else 0
-    return ModelTotals(
-        model.get_total_num_kv_heads(), model.get_total_num_hidden_layers(), said, dict.fromkeys(drafted, heads)
-    )
+    return ModelTotals(model.get_total_num_kv_heads(), said, dict.fromkeys(drafted, heads))
+
+
+def of_all_stages(own: Mapping[str, int], stages: int) -> list[Mapping[str, int]]:
+    """What the pipeline stages beside this rank give, first to last. All call this at the same time."""
+    if stages == 1:
+        return [own]
+    group = import_module("vllm.distributed.parallel_state").get_pp_group().cpu_group
+    given: list[Mapping[str, int]] = [own] * stages
+    import_module("torch.distributed").all_gather_object(given, own, group=group)
+    return given
 
 
 class KvBlocks:

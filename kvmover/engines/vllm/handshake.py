@@ -1,6 +1,6 @@
-"""How the two halves of a request find each other: by `kv_transfer_params`, and by cards that a scheduler serves.
+"""How the two halves of a request find each other: by `kv_transfer_params`.
 
-The words are those of vLLM's own connectors and proxies. A card is how one rank is reached.
+The words are those of vLLM's own connectors and proxies; where one half is of another make, those of SGLang's rooms.
 """
 
 from __future__ import annotations
@@ -9,25 +9,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from http.client import HTTPConnection, HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Annotated, Any
 
 import msgspec
-
-from kvmover.errors import TransportError
-
-#: A whole engine's cards: some hundred ranks of some ten kilobytes.
-MAX_BYTES = 64 << 20
-TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
     """Where a request's KV is: the engine that computes or computed it, its name there, and where to find the engine.
 
-    `host` and `port` answer with the engine's cards.
+    `host` and `port` answer with the engine's cards. `engine` "": whichever that is; a room does not say.
     """
 
     engine: str
@@ -80,7 +71,15 @@ class _Params(msgspec.Struct, frozen=True):
     remote_host: Annotated[str, msgspec.Meta(min_length=1, max_length=253)] | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] | None = None
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    bootstrap_host: Annotated[str, msgspec.Meta(min_length=1, max_length=253)] | None = None
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)] | None = None
+    bootstrap_room: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
     kvmover_tokens_digest: _Name | None = None
+
+    @property
+    def room(self) -> str | None:
+        """The request's name where a router gave it SGLang's words: a room is a number, and the name its digits."""
+        return None if self.bootstrap_room is None else str(self.bootstrap_room)
 
     @property
     def last(self) -> LastTurn | None:
@@ -97,8 +96,9 @@ def asked(params: Mapping[str, Any] | None, request: str) -> Serve | Remote | No
     """What a request's parameters ask of this engine. None for a request that concerns nobody else.
 
     A proxy that starts both halves at once gives both the same `transfer_id`; otherwise a prefill's is its request id
-    here, and comes back to the proxy in the answer. Raises ValueError for parameters that lack something or make no
-    sense, and names them.
+    here, and comes back to the proxy in the answer. A router between engines of unlike make gives both halves SGLang's
+    words, `bootstrap_room` and, to decode, `bootstrap_host` and `bootstrap_port` of the prefill. Raises ValueError for
+    parameters that lack something or make no sense, and names them.
     """
     if not params:
         return None
@@ -107,9 +107,11 @@ def asked(params: Mapping[str, Any] | None, request: str) -> Serve | Remote | No
     except msgspec.ValidationError as error:
         raise ValueError(f"kv_transfer_params of {request}: {error}") from None
     if said.do_remote_decode:
-        return Serve(said.transfer_id or request, said.last)
+        return Serve(said.transfer_id or said.room or request, said.last)
     if not said.do_remote_prefill:
         return None
+    if said.room and said.bootstrap_host and said.bootstrap_port:
+        return Remote("", said.room, said.bootstrap_host, said.bootstrap_port)
     transfer = said.remote_request_id or said.transfer_id
     if said.remote_engine_id and said.remote_host and said.remote_port and transfer:
         return Remote(said.remote_engine_id, transfer, said.remote_host, said.remote_port)
@@ -136,71 +138,3 @@ def _reached(remote: Remote) -> dict[str, Any]:
         "remote_host": remote.host,
         "remote_port": remote.port,
     }
-
-
-class Cards(msgspec.Struct, frozen=True):
-    """An engine by name, and the cards of all its ranks in order."""
-
-    engine: str
-    cards: tuple[bytes, ...]
-
-
-_decode = msgspec.msgpack.Decoder(Cards).decode
-
-
-class HandshakeServer:
-    """Answers every GET with the cards, until it is closed. Whoever can reach the port can read them."""
-
-    def __init__(self, host: str, port: int) -> None:
-        """Raises OSError for a port that is taken. Port 0: one that is free, see `port`."""
-        self._body = b""
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = server._body
-                self.send_response(200 if body else 503)
-                self.send_header("Content-Type", "application/msgpack")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """vLLM's log is not for every caller."""
-
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        self._thread = Thread(target=self._server.serve_forever, args=(0.05,), daemon=True, name="kvmover-cards")
-        self._thread.start()
-
-    def lay_out(self, engine: str, cards: Sequence[bytes]) -> None:
-        """Serve these from now on."""
-        self._body = msgspec.msgpack.encode(Cards(engine, tuple(cards)))
-
-    def close(self) -> None:
-        """Free the port and end the thread."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def call(host: str, port: int) -> tuple[str, Sequence[bytes]]:
-    """The engine behind a handshake server, and its cards. Raises TransportError that names the address."""
-    where = f"no cards from {host}:{port}"
-    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", "/")
-        answer = connection.getresponse()
-        body = answer.read(MAX_BYTES + 1)
-    except (OSError, HTTPException) as error:
-        raise TransportError(f"{where}: {error}") from error
-    finally:
-        connection.close()
-    if answer.status != 200 or len(body) > MAX_BYTES:
-        raise TransportError(f"{where}: HTTP {answer.status} and {len(body)} bytes")
-    try:
-        cards = _decode(body)
-    except msgspec.MsgspecError as error:
-        raise TransportError(f"{where}: {error}") from error
-    return cards.engine, cards.cards

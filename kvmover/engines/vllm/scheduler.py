@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from typing import Any, Protocol
 
+from kvmover.cache.prefix import chain
+from kvmover.engines.common import FirstToken
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
+    AttachSpec,
     GrowSpec,
     KvmoverConnectorMetadata,
     LoadSpec,
@@ -110,8 +113,9 @@ class Live:
     `offered`: positions that its transfer was told to wait for, in `named` blocks of each group; 0 before it was
     ordered. `begun`: its fetch was, or needs none. `fetching`: pages are being written.
     `source`: who has a part of it: the first `stop` positions are fetched from there.
-    `saved`: blocks ordered to be stored. `first`: the block from which on the store was asked. `looked`: after which
-    preemption it was read, once: what could not be read then is computed.
+    `hashes`: of its whole blocks, as engines of any make name them. `saved`: blocks ordered to be stored. `first`: the
+    block from which on the store was asked. `looked`: after which preemption it was read, once: what could not be read
+    then is computed.
     """
 
     request: Any
@@ -123,14 +127,33 @@ class Live:
     named: tuple[int, ...] = ()
     begun: bool = False
     fetching: bool = False
+    hashes: list[bytes] = field(default_factory=list[bytes])
     saved: int = 0
     first: int = 0
     looked: int = -1
 
 
+def vllm_hashes(known: Live, _: int) -> Sequence[bytes]:
+    """vLLM's own, of all whole blocks of a request: by these vLLM alone finds pages."""
+    return known.request.block_hashes
+
+
+def token_hashes(known: Live, block_tokens: int) -> Sequence[bytes]:
+    """Hashes that engines of any make take of the same tokens, SGLang's among them. A request of which other things
+    than tokens make its KV has none."""
+    if not _is_tokens_alone(known.request):
+        return ()
+    done, tokens = len(known.hashes), known.request.all_token_ids
+    if (whole := len(tokens) // block_tokens) > done:
+        more = tokens[done * block_tokens : whole * block_tokens]
+        known.hashes += chain(known.hashes[-1] if done else b"", more, block_tokens)
+    return known.hashes
+
+
 @dataclass(slots=True)
 class ConnectorScheduler:
-    """`block_tokens`: of the one group whose blocks are stored. `leading`: None without a store.
+    """`block_tokens`: of the one group whose blocks are stored. `leading`: None without a store. `page_names`: of a
+    request's blocks, in it.
 
     `late`: some pages are given back before a request ends, or hold a state of all of it, so it is offered when it has
     ended. `left_tokens`: so many at the end of a prompt are left to the decode engine. Of a window that would otherwise
@@ -147,6 +170,7 @@ class ConnectorScheduler:
     fewest: int = 0
     leading: Leading | None = None
     home: Home | None = None
+    page_names: Callable[[Live, int], Sequence[bytes]] = vllm_hashes
     live: dict[str, Live] = field(default_factory=dict[str, Live])
     metadata: KvmoverConnectorMetadata = field(default_factory=KvmoverConnectorMetadata)
 
@@ -169,7 +193,7 @@ class ConnectorScheduler:
             return 0 if isinstance(known.ask, Serve) and found < self.fewest else found
         if self.leading is None or Role.TAKES not in self.role or known.looked == request.num_preemptions:
             return 0
-        hashes = request.block_hashes[: request.num_tokens // self.block_tokens]
+        hashes = self.page_names(known, self.block_tokens)[: request.num_tokens // self.block_tokens]
         known.first = computed // self.block_tokens
         found = self.leading(hashes[known.first :]) if len(hashes) > known.first else 0
         return found * self.block_tokens
@@ -189,7 +213,7 @@ class ConnectorScheduler:
         elif external:
             known.looked, known.fetching = request.num_preemptions, True
             blocks = slice(known.first, known.first + external // self.block_tokens)
-            hashes, held = tuple(request.block_hashes[blocks]), tuple(tables[0][blocks])
+            hashes, held = tuple(self.page_names(known, self.block_tokens)[blocks]), tuple(tables[0][blocks])
             self.metadata.loads.append(LoadSpec(request.request_id, hashes, held))
 
     def build(self, output: Any) -> KvmoverConnectorMetadata:
@@ -312,25 +336,30 @@ class ConnectorScheduler:
         """Blocks that are whole after this step and were not ordered to be stored."""
         if self.leading is None or Role.GIVES not in self.role:
             return range(0)
-        return range(known.saved, min(after // self.block_tokens, len(known.request.block_hashes)))
+        named = len(self.page_names(known, self.block_tokens))
+        return range(known.saved, min(after // self.block_tokens, named))
 
     def _save(self, known: Live, blocks: range, tables: Tables) -> None:
         request, new = known.request, slice(blocks.start, blocks.stop)
-        self.metadata.saves.append(
-            SaveSpec(request.request_id, tuple(request.block_hashes[new]), tuple(tables[0][new]))
-        )
+        names = tuple(self.page_names(known, self.block_tokens)[new])
+        self.metadata.saves.append(SaveSpec(request.request_id, names, tuple(tables[0][new])))
         known.saved = blocks.stop
 
     def _served(self, known: Live, ask: Serve, tables: Tables, outcome: RequestOutcome) -> bool:
         """Whether the pages of a prefill for another engine are still needed."""
-        name, delivered = known.request.request_id, outcome is RequestOutcome.DELIVERED
-        if delivered and not known.offered:
+        name = known.request.request_id
+        if outcome is not RequestOutcome.DELIVERED:
+            if known.offered:
+                self.metadata.aborts.append(AbortSpec(name, "the prefill was aborted"))
+            else:
+                self.metadata.refusals.append(RefuseSpec(ask.transfer, "the prefill was aborted"))
+            return known.offered > 0
+        if not known.offered:
             self.metadata.sends.append(SendSpec(name, ask.transfer, _copied(tables), None))
-        elif not delivered and known.offered:
-            self.metadata.aborts.append(AbortSpec(name, "the prefill was aborted"))
-        elif not delivered:
-            self.metadata.refusals.append(RefuseSpec(ask.transfer, "the prefill was aborted"))
-        return delivered or known.offered > 0
+        sampled = known.request.output_token_ids
+        if len(sampled):
+            self.metadata.attaches.append(AttachSpec(name, FirstToken(sampled[0]).encode()))
+        return True
 
     def _preempted(self, name: str, known: Live) -> None:
         """Its pages are somebody else's. What was stored of it stays; what was offered is computed again."""

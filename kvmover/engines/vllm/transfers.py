@@ -11,6 +11,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.engines.common import Cards
 from kvmover.engines.vllm.connector_metadata import ReceiveSpec, ReleaseSpec
 from kvmover.engines.vllm.handshake import Remote
 from kvmover.errors import KvmoverError, PeerUnknown, TransportError
@@ -26,7 +27,7 @@ _CALLERS = 4
 Pages = Sequence[npt.ArrayLike]
 
 #: The engine's name and the cards of all its ranks, from a host and port. Raises KvmoverError.
-Call = Callable[[str, int], tuple[str, Sequence[bytes]]]
+Call = Callable[[str, int], Cards]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class RequestTransfers:
     _sends: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
     _fetches: dict[str, Future[Transfer]] = field(default_factory=dict[str, "Future[Transfer]"])
     _held: dict[str, Transfer] = field(default_factory=dict[str, Transfer])
-    _meetings: dict[str, Future[None]] = field(default_factory=dict[str, "Future[None]"])
+    _meetings: dict[str, Future[str]] = field(default_factory=dict[str, "Future[str]"])
     _lock: Lock = field(default_factory=Lock)
     _callers: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_CALLERS, thread_name_prefix="kvmover-call")
@@ -86,6 +87,16 @@ class RequestTransfers:
 
         if request in self._sends:
             self._sends[request].add_done_callback(produced)
+
+    def attach(self, request: str, payload: bytes) -> None:
+        """What goes beside the KV of a request that is sent, to whoever asks for it."""
+
+        def attach(done: Future[Transfer]) -> None:
+            if done.exception() is None:
+                self.progress.tell(done.result(), lambda mover: mover.attach(done.result(), payload))
+
+        if request in self._sends:
+            self._sends[request].add_done_callback(attach)
 
     def receive(self, spec: ReceiveSpec, pages: Pages) -> None:
         """Fetch positions of a request into its pages, a table a component; `received` tells how it ended."""
@@ -152,18 +163,18 @@ class RequestTransfers:
     def _fetch(self, request: str, remote: Remote, positions: range, tables: Pages) -> None:
         """Ask an engine as soon as it is met; one that was restarted under its old name is met again, once."""
         fetch = self._fetches[request] = Future[Transfer]()
-        meetings: list[Future[None]] = []
+        meetings: list[Future[str]] = []
 
         def meet() -> None:
             meetings.append(self._meet(remote, meetings[-1] if meetings else None))
             meetings[-1].add_done_callback(ask)
 
-        def ask(met: Future[None]) -> None:
+        def ask(met: Future[str]) -> None:
             if (error := _error(met)) is not None:
                 fetch.set_exception(error)
                 return
             self._started(
-                lambda mover: mover.receive(remote.transfer, remote.engine, positions, tables)
+                lambda mover: mover.receive(remote.transfer, met.result(), positions, tables)
             ).add_done_callback(answered)
 
         def answered(begun: Future[Transfer]) -> None:
@@ -177,31 +188,33 @@ class RequestTransfers:
 
         meet()
 
-    def _meet(self, remote: Remote, before: Future[None] | None) -> Future[None]:
-        """The engine's ranks are connected when this is done: by one call, which all its requests share.
+    def _meet(self, remote: Remote, before: Future[str] | None) -> Future[str]:
+        """The engine's ranks are connected when this is done, with its name: by one call, which all its requests share.
 
         It is called anew when the last call failed, or led to who is there no more: `before`.
         """
+        key = remote.engine or f"{remote.host}:{remote.port}"
         with self._lock:
-            meeting = self._meetings.get(remote.engine)
+            meeting = self._meetings.get(key)
             if meeting is None or meeting is before or (meeting.done() and _error(meeting) is not None):
-                meeting = self._meetings[remote.engine] = self._called(remote)
+                meeting = self._meetings[key] = self._called(remote)
             return meeting
 
-    def _called(self, remote: Remote) -> Future[None]:
+    def _called(self, remote: Remote) -> Future[str]:
         try:
             return self._callers.submit(self._call, remote)
         except RuntimeError as error:  # `close` was called
-            failed: Future[None] = Future()
+            failed: Future[str] = Future()
             failed.set_exception(error)
             return failed
 
-    def _call(self, remote: Remote) -> None:
-        engine, cards = self.call(remote.host, remote.port)
-        if engine != remote.engine:
-            raise KvmoverError(f"{remote.host}:{remote.port} is engine {engine} now, not {remote.engine}")
-        for card in cards:
+    def _call(self, remote: Remote) -> str:
+        found = self.call(remote.host, remote.port)
+        if remote.engine not in ("", found.engine):
+            raise KvmoverError(f"{remote.host}:{remote.port} is engine {found.engine} now, not {remote.engine}")
+        for card in found.cards:
             self.progress.submit(lambda mover, card=card: mover.connect(card)).result()
+        return found.engine
 
     def _started(self, call: Callable[[Mover], Transfer]) -> Future[Transfer]:
         """A transfer to come, or why it does not, a mover that is closed included."""
@@ -220,7 +233,7 @@ class RequestTransfers:
         begun.add_done_callback(abort)
 
 
-def _error(done: Future[None]) -> BaseException | None:
+def _error(done: Future[str]) -> BaseException | None:
     """What a call ended with; one that `close` took back, with that."""
     return TransportError("this side closed") if done.cancelled() else done.exception()
 

@@ -117,6 +117,8 @@ class ConnectorWorker:
             self.transfers.refuse(refusal.transfer, refusal.reason)
         for send in metadata.sends:
             self._send(send)
+        for attach in metadata.attaches:
+            self.transfers.attach(attach.request, attach.payload)
         for growth in metadata.growths:
             self._computing.append(Computing(growth.request, _positions(growth.stop), self._pages(growth.tables)))
         for receive in metadata.receives:

@@ -319,16 +319,19 @@ def _route(core: Core, peer: Peer, lane: Lane, runs: int, table_bytes: int) -> R
     config = core.config
     if not lane.nbytes:
         return Route.DIRECT if config.route is Route.DIRECT else Route.PACKED
-    if config.route is Route.MAPPED and not core.mappings.both(peer):
+    if lane.converts:
+        lane.check_route(config.route or Route.PACKED)
+        return Route.PACKED
+    if config.route is Route.MAPPED and not core.mappings.reach(peer, config.verb):
         raise PlanError(
             f"route = mapped, but this rank and {peer.name} cannot map each other's pools: both must be processes of"
-            " one host and user with pools in shared memory (Pool.shared)"
+            " one host and user with pools in shared memory (Pool.shared), or on GPUs and exported (exports = pools)"
         )
     if config.route is not None:
         return config.route
     if config.verb is wire.Verb.PUSH and table_bytes > wire.MAX_TABLE_BYTES:
         return Route.PACKED  # no message holds its page tables
-    among = BY_HOST if core.mappings.both(peer) else BY_WIRE
+    among = BY_HOST if core.mappings.reach(peer, config.verb) else BY_WIRE
     choice = core.links.costs(peer.card.host, config.costs, core.clock()).choose(lane.nbytes, runs, among)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("from %s, %s", peer.name, choice.why())

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvmover.errors import PlanError
-from kvmover.kernels.region import at_rest
 from kvmover.plan.cost import Route
-from kvmover.regions import bound
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination import machine
@@ -52,8 +50,7 @@ from kvmover.transfer.destination.state import (
     WriterChunk,
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
-from kvmover.transfer.memory.copier import Work
-from kvmover.transfer.memory.descriptors import logical
+from kvmover.transfer.memory.descriptors import at_rest, packing
 from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.meter import Count, Gauge, Stage
@@ -412,16 +409,13 @@ class DestinationDriver:
             self._step(attempt, Scattered(peer, chunk, digest))
 
         with ranges.span(ranges.SCATTER, attempt.state.request, plan.nbytes):
-            regions = [
-                bound(box, packed, core.bound[component]) for component, box in lane.scatter_boxes(chunk, attempt.pages)
+            boxes = [
+                (box, packed, core.bound[component]) for component, box in lane.scatter_boxes(chunk, attempt.pages)
             ]
-            logicals = None
-            if (peer, chunk) in attempt.state.digests:
-                logicals = [logical(m, r) for m, r in zip(lane.marks(chunk), regions, strict=True)]
-            if offset is None:
-                regions = [at_rest(r, "dst") for r in regions]
-            programs = core.compiler.programs(peer, Way.SCATTER) if offset is not None else None
-            core.copier.run(Work(regions, logicals, "dst", programs), core.soon(done))
+            work = packing(boxes, lane.marks(chunk) if (peer, chunk) in attempt.state.digests else None, "dst")
+            kept = core.compiler.programs(peer, Way.SCATTER)
+            work = at_rest(work) if offset is None else work.using(kept)
+            core.copier.run(work, core.soon(done))
             attempt.copying.add((peer, chunk))
 
     def _isolate(self, attempt: ReceiveAttempt, peer: str) -> Isolated:

@@ -3,38 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvmover.kernels.region import Region
 from kvmover.regions import CopyStream
-from kvmover.transfer.memory.programs import Programs
 
 if TYPE_CHECKING:
     import torch
 
+    from kvmover.kernels.convert_reference import Conversion
     from kvmover.kernels.digest_reference import End, Logical
+    from kvmover.kernels.launch import Program
 
 #: Called with the digest of the rows, or None where none was asked for.
 Done = Callable[[int | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering; None: unknown."""
+
+    move: Program | None = None
+    digest: Program | None = None
+
+    def all(self) -> list[Program]:
+        """Those that are known."""
+        return [program for program in (self.move, self.digest) if program is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """Regions to copy, or only to read where both their ends are one. `logicals`: where a digest of `end` is wanted.
 
+    `conversions`: what is not copied but brought into another form; their `logicals` come after those of the regions.
     `programs`: kernels that were compiled for the copies of this peer; None: what suits the regions, compiled if new.
     """
 
     regions: Sequence[Region]
     logicals: Sequence[Logical] | None = None
     end: End = "src"
+    conversions: Sequence[Conversion] = ()
     programs: Programs | None = None
+
+    def using(self, programs: Programs | None) -> Work:
+        """The same, by kernels that were compiled for it."""
+        return replace(self, programs=programs)
 
     @property
     def moves(self) -> bool:
         """Whether any bytes are copied: a digest alone reads them where they lie."""
         return any(region.src is not region.dst for region in self.regions)
+
+    @property
+    def digested(self) -> Sequence[Region]:
+        """What a digest reads, at `end`."""
+        if not self.conversions:
+            return self.regions
+        return [*self.regions, *(each.at(self.end) for each in self.conversions)]
 
 
 @dataclass(slots=True)
@@ -59,11 +85,15 @@ class Copier:
     def run(self, work: Work, done: Done) -> None:
         """Do it and have `poll` call `done` when the bytes are in place. When it raises, nothing of it is under way."""
         if self.inline:
-            from kvmover.kernels import digest_reference, reference
+            from kvmover.kernels import cpu
 
             if work.moves:
-                reference.move(work.regions)
-            done(digest_reference.digest(work.regions, work.logicals, work.end) if work.logicals is not None else None)
+                cpu.move(work.regions)
+            if work.conversions:
+                from kvmover.kernels import convert_reference
+
+                convert_reference.convert(work.conversions)
+            done(cpu.digest(work.digested, work.logicals, work.end) if work.logicals is not None else None)
             return
         totals: list[torch.Tensor | None] = []
         event = self._stream.launch(work.regions, lambda _: totals.append(self._launch(work)))
@@ -77,15 +107,20 @@ class Copier:
         from kvmover.kernels import digest, rows
 
         known = work.programs or Programs()
+        if work.conversions:
+            from kvmover.kernels import convert
+
+            convert.convert(work.conversions, sms=self.sms)
         if work.logicals is None:
             rows.move(work.regions, sms=self.sms, using=known.move)
             return None
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        at_once = work.moves and work.end == "src"
+        at_once = work.moves and work.end == "src" and not work.conversions
         if work.moves and not at_once:
             rows.move(work.regions, sms=self.sms, using=known.move)
-        reads, using = (None, known.digest) if at_once else (work.end, known.digest if work.moves else None)
-        launch = digest.prepare(work.regions, work.logicals, total, sms=self.sms, reads=reads, using=using)
+        reads = None if at_once else work.end
+        using = known.digest if work.moves and not work.conversions else None
+        launch = digest.prepare(work.digested, work.logicals, total, sms=self.sms, reads=reads, using=using)
         if launch is not None:
             launch.run()
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)

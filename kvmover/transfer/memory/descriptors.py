@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.kernels.region import Region
+from kvmover.kernels.region import Region, at_end
 from kvmover.layout.pool import Pool
 from kvmover.plan.lower import Box, strided
-from kvmover.regions import BoundMemory, bound
+from kvmover.regions import BoundMemory, bound, converted
+from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.protocol.chunks import Marks
 from kvmover.transport.base import Descriptors, Memory, memory_of
 
 if TYPE_CHECKING:
-    from kvmover.kernels.digest_reference import Logical
+    from kvmover.kernels.convert_reference import Conversion
+    from kvmover.kernels.digest_reference import End, Logical
 
 Bases = npt.NDArray[np.int64]
 
@@ -31,11 +33,38 @@ def between(
     return [bound(b, src[component], dst[component]) for component, b in boxes]
 
 
-def logical(marks: Marks, of: Region) -> Logical:
+#: A box with the memory of both its ends.
+Placed = tuple[Box, BoundMemory, BoundMemory]
+
+
+def packing(boxes: Sequence[Placed], marks: Sequence[Marks] | None, end: End) -> Work:
+    """The copies and conversions of a chunk between pools and staging memory, whose pools are at `end`.
+
+    `marks`: where a digest is wanted. It is of the rows in the pools; where any are converted, of those on the wire.
+    """
+    regions = [bound(*each) for each in boxes if each[0].recode is None]
+    if len(regions) == len(boxes):
+        return Work(regions, None if marks is None else list(map(logical, marks, regions)), end)
+    conversions = [converted(*each) for each in boxes if each[0].recode is not None]
+    end = "dst" if end == "src" else "src"
+    if marks is None:
+        return Work(regions, None, end, conversions)
+    of_regions = [mark for mark, (box, *_) in zip(marks, boxes, strict=True) if box.recode is None]
+    of_conversions = [mark for mark, (box, *_) in zip(marks, boxes, strict=True) if box.recode is not None]
+    logicals = [*map(logical, of_regions, regions), *map(logical, of_conversions, conversions)]
+    return Work(regions, logicals, end, conversions)
+
+
+def logical(marks: Marks, of: Region | Conversion) -> Logical:
     """The coordinates of a region's rows: heads that lie side by side at both ends are one row."""
     from kvmover.kernels.digest_reference import Logical
 
     return Logical(marks.planes, marks.positions, marks.heads.start, marks.heads.step, marks.heads.count // of.heads)
+
+
+def at_rest(work: Work) -> Work:
+    """The rows at the end of which a digest is wanted, which nothing moves."""
+    return replace(work, regions=[at_end(region, work.end) for region in work.regions])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,7 @@
-"""Mappings: pools of peers on this host, mapped into this process, so that a copy reaches them without a transport."""
+"""Mappings: pools of peers, mapped into this process, so that a copy reaches them without a transport.
+
+On the CPU those in shared memory of this host; on a GPU those that their owner exports, to the host or to the fabric.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from typing import TYPE_CHECKING
 
 from kvmover.shared_memory import Maker, MapMode, NotShared, SharedRange, machine, map_file, shares_of
 from kvmover.transfer.peers.table import Peer
+from kvmover.transfer.protocol.wire import Verb
 from kvmover.transport.base import Memory, MemoryKind
 
 if TYPE_CHECKING:
     import torch
+
+    from kvmover.kernels.cuda_exports import Export
 
 log = logging.getLogger(__name__)
 
@@ -32,26 +38,49 @@ def shares(allocations: Sequence[Sequence[Memory]]) -> tuple[tuple[SharedRange, 
     return whole if sum(map(len, whole)) == len(every) else ()
 
 
+def exports(allocations: Sequence[Sequence[Memory]], device: torch.device) -> tuple[tuple[Export, ...], ...]:
+    """What a card says of pools on a GPU that other processes may map; empty where the driver exports not all.
+
+    Pools on the CPU are no concern of it: they are shared or not by how they were allocated.
+    """
+    if any(memory.kind is not MemoryKind.DEVICE for pool in allocations for memory in pool):
+        return ()
+    from kvmover.kernels.cuda_exports import exported
+
+    answer = [[exported(memory.address, device) for memory in pool] for pool in allocations]
+    whole = tuple(tuple(export for export in pool if export is not None) for pool in answer)
+    if list(map(len, whole)) == list(map(len, allocations)):
+        return whole
+    log.warning("pools on %s are not exported: some lie in memory without a handle, as expandable segments do", device)
+    return ()
+
+
 @dataclass(slots=True, eq=False)
 class Mappings:
     """Pools of peers, mapped when they are first asked for. `ours`: whether this rank's pools can be mapped.
 
-    A mapping stays valid when its peer dies, and goes with the last region that uses it once the peer is forgotten.
+    Pools of a peer are mapped where they are in memory of the same `kind` as ours, for copies by `device`. A mapping
+    stays valid when its peer dies, and goes with the last region that uses it once the peer is forgotten.
     """
 
     ours: bool
+    device: torch.device
+    kind: MemoryKind
     machine: str = field(default_factory=machine)
     _mapped: dict[tuple[str, MapMode], Mapped | None] = field(
         default_factory=dict["tuple[str, MapMode]", "Mapped | None"]
     )
     _makers: dict[str, Maker | None] = field(default_factory=dict[str, "Maker | None"])
 
-    def both(self, peer: Peer) -> bool:
-        """Whether this rank and the peer can copy to and from each other's pools, and this one hears of its end.
+    def reach(self, peer: Peer, verb: Verb) -> bool:
+        """Whether a copy gets from the peer's pools to ours without a transport: its own in a push, ours in a pull.
 
-        The peer is taken to be allowed what we are: it may look, since we may.
+        In a push the peer is taken to be allowed what we are, it may write since we may read, and its end must be known
+        before pages are used again that it may write: so it is a process of this host.
         """
-        return self.ours and self.pools(peer, MapMode.READ) is not None and self.maker(peer) is not None
+        if self.pools(peer, MapMode.READ) is None:
+            return False
+        return verb is Verb.PULL or (self.ours and self.maker(peer) is not None)
 
     def maker(self, peer: Peer) -> Maker | None:
         """The process that copies into our pools once the peer has mapped them; None where it cannot be watched."""
@@ -60,12 +89,15 @@ class Mappings:
         return self._makers[peer.name]
 
     def _watch(self, peer: Peer) -> Maker | None:
-        share = next((share for pool in peer.card.shares for share in pool), None)
+        process = peer.card.process if self._is_near(peer) else None
         try:
-            return Maker(share) if share is not None else None
+            return Maker(process) if process is not None else None
         except NotShared as error:
             log.warning("nothing is mapped between this rank and %s: %s", peer.name, error)
             return None
+
+    def _is_near(self, peer: Peer) -> bool:
+        return bool(self.machine) and peer.card.machine == self.machine
 
     def pools(self, peer: Peer, access: MapMode) -> Mapped | None:
         """The peer's pools, or None where it is elsewhere, does not share them, or the kernel does not let us."""
@@ -75,19 +107,42 @@ class Mappings:
         return self._mapped[key]
 
     def _map(self, peer: Peer, access: MapMode) -> Mapped | None:
-        card = peer.card
-        if not card.shares or not self.machine or card.machine != self.machine:
-            return None
         try:
-            every = {share.token: share for pool in card.shares for share in pool}
-            files = {token: map_file(share, access) for token, share in every.items()}
-            return tuple(
-                tuple(_tensor(files[share.token], share, memory) for share, memory in zip(pool, memories, strict=True))
-                for pool, memories in zip(card.shares, card.allocations, strict=True)
-            )
+            return self._of_files(peer, access) if self.kind is MemoryKind.HOST else self._of_exports(peer)
         except NotShared as error:
             log.warning("the pools of %s cannot be mapped: %s", peer.name, error)
             return None
+
+    def _of_files(self, peer: Peer, access: MapMode) -> Mapped | None:
+        card = peer.card
+        if not card.shares or not self._is_near(peer):
+            return None
+        every = {share.token: share for pool in card.shares for share in pool}
+        files = {token: map_file(share, access) for token, share in every.items()}
+        return tuple(
+            tuple(_tensor(files[share.token], share, memory) for share, memory in zip(pool, memories, strict=True))
+            for pool, memories in zip(card.shares, card.allocations, strict=True)
+        )
+
+    def _of_exports(self, peer: Peer) -> Mapped | None:
+        """A GPU maps for reading and writing alike."""
+        from kvmover.kernels.cuda_driver import CudaError
+        from kvmover.kernels.cuda_exports import HandleKind, imported
+
+        card = peer.card
+        every = [export for pool in card.exports for export in pool]
+        if not every or (not self._is_near(peer) and any(export.kind is HandleKind.IPC for export in every)):
+            return None
+        try:
+            return tuple(
+                tuple(
+                    imported(export, self.device).tensor(export.offset, memory.nbytes)
+                    for export, memory in zip(pool, memories, strict=True)
+                )
+                for pool, memories in zip(card.exports, card.allocations, strict=True)
+            )
+        except (CudaError, ValueError) as error:
+            raise NotShared(str(error)) from error
 
     def forget(self, peer: str) -> None:
         """The peer is gone. Copies under way keep what they need."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvmover.kernels.region import Region
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory, bound
+from kvmover.transfer.memory.copier import Programs
 from kvmover.transfer.memory.descriptors import logical
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
 
@@ -39,18 +40,6 @@ class Way(StrEnum):
 
     GATHER = "gather"
     SCATTER = "scatter"
-
-
-@dataclass(frozen=True, slots=True)
-class Programs:
-    """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering; None: unknown."""
-
-    move: Program | None = None
-    digest: Program | None = None
-
-    def all(self) -> list[Program]:
-        """Those that are known."""
-        return [program for program in (self.move, self.digest) if program is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +101,8 @@ def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas)
             boxes, packed = lane.scatter_boxes(number, _pages(lane.target_reads, dst)), memory.incoming
         packed = packed.window(0, chunk.span_bytes)
         for (component, box), marks in zip(boxes, lane.marks(number), strict=True):
+            if box.recode is not None:  # converted, by a kernel that its forms alone decide
+                continue
             ends = memory.pools[component], packed
             region = bound(box, *(ends if way is Way.GATHER else ends[::-1]))
             regions.append(region)

@@ -21,7 +21,7 @@ from kvmover.transfer.peers.listeners import TcpProbe
 from kvmover.transfer.peers.liveness import Duty
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
-from kvmover.transfer.protocol.handshake import Model, Rank, read_card, write_card
+from kvmover.transfer.protocol.handshake import Model, Rank, check_forms, read_card, write_card
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +219,7 @@ class Connections:
         """
         core = self.core
         rank = read_card(self.model, card)
+        check_forms(core.card, rank, core.config.lossy)
         name = core.transport.identify(rank.transport)
         if sender is not None and sender != name:
             raise PeerRefused(f"{sender} sent the card of {name}")

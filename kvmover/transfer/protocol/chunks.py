@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
 from kvmover.layout.span import Span
+from kvmover.plan.cost import Route
 from kvmover.plan.legs import Leg, Plan, Replicas
 from kvmover.plan.lower import (
     Box,
@@ -29,6 +31,7 @@ from kvmover.plan.lower import (
     pool_cut,
     units_of,
 )
+from kvmover.plan.recode import Forms, Recode, form_text, forms_of, recode_of
 from kvmover.plan.units import Units
 from kvmover.transfer.protocol.wire import MAX_CHUNKS
 
@@ -84,6 +87,8 @@ class _Placed(msgspec.Struct, frozen=True, eq=False):
 class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     """The legs between two ranks, one a component (None: nothing of it), their units and their chunks.
 
+    `forms`: how each component travels; None: in the bytes that both sides store.
+
     `_cuts`, `_placed`: what is kept of the pools between chunks, by whether it is the source's, and by component.
     """
 
@@ -92,6 +97,7 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     legs: tuple[Leg | None, ...]
     units: tuple[tuple[Units, ...], ...]
     chunks: tuple[ChunkPlan, ...]
+    forms: tuple[Forms | None, ...]
     _cuts: dict[tuple[bool, int, int, int], PoolCut] = msgspec.field(
         default_factory=dict[tuple[bool, int, int, int], PoolCut]
     )
@@ -113,12 +119,33 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
             held_dst.append(Held(target, shards[1]))
             legs.append(plan.leg(src.rank, dst.rank) if plan else None)
         units = tuple(units_of(leg, s, d) if leg else () for leg, s, d in zip(legs, held_src, held_dst, strict=True))
-        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, _chunks(legs, src.pools, units, cut))
+        forms = tuple(
+            forms_of(s, d, leg.layers) if leg else None for leg, s, d in zip(legs, held_src, held_dst, strict=True)
+        )
+        chunks = _chunks(legs, _carried(src.pools, forms), units, cut)
+        return cls(tuple(held_src), tuple(held_dst), tuple(legs), units, chunks, forms)
 
     def recut(self, cut: Cut) -> Lane:
         """The same lane in other chunks. Raises PlanError for more than MAX_CHUNKS of them."""
-        specs = [held.spec for held in self.src]
-        return Lane(self.src, self.dst, self.legs, self.units, _chunks(self.legs, specs, self.units, cut))
+        carried = _carried([held.spec for held in self.src], self.forms)
+        chunks = _chunks(self.legs, carried, self.units, cut)
+        return Lane(self.src, self.dst, self.legs, self.units, chunks, self.forms)
+
+    @property
+    def converts(self) -> bool:
+        """Whether anything changes its form on the way: it is packed then, for bytes are not what both sides store."""
+        return any(self.forms)
+
+    def check_route(self, route: Route) -> None:
+        """Raise PlanError for a route by which bytes travel as they are stored, where both sides store others."""
+        if route is Route.PACKED or not self.converts:
+            return
+        number = next(number for number, forms in enumerate(self.forms) if forms)
+        one, other = self.src[number].spec.component, self.dst[number].spec.component
+        raise PlanError(
+            f"route = {route.value}, but {one.name} is stored as {form_text(one)} at the source and {form_text(other)}"
+            " at the destination: only the packed route converts"
+        )
 
     @cached_property
     def nbytes(self) -> int:
@@ -137,14 +164,14 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
     def gather_boxes(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, Box]]:
         """(component, box) from the source's pools to the packed chunk."""
         return [
-            (piece.component, self._box(piece, self._source(piece, pages), self._packed(piece)))
+            (piece.component, self._box(piece, self._source(piece, pages), self._packed(piece), "gathers"))
             for piece in self.chunks[chunk].pieces
         ]
 
     def scatter_boxes(self, chunk: int, pages: Sequence[npt.NDArray[np.int64]]) -> list[tuple[int, Box]]:
         """(component, box) from the packed chunk to the destination's pools."""
         return [
-            (piece.component, self._box(piece, self._packed(piece), self._target(piece, pages)))
+            (piece.component, self._box(piece, self._packed(piece), self._target(piece, pages), "scatters"))
             for piece in self.chunks[chunk].pieces
         ]
 
@@ -270,12 +297,17 @@ class Lane(msgspec.Struct, frozen=True, eq=False, dict=True):
         for piece in self.chunks[chunk].pieces:
             yield piece.component, np.unique(piece.units.dst // self.dst[piece.component].spec.page_tokens)
 
-    def _box(self, piece: Piece, src: BoxSide, dst: BoxSide) -> Box:
-        component = self.src[piece.component].spec.component
-        return box(component, piece.leg, piece.units, src, dst)
+    def _box(self, piece: Piece, src: BoxSide, dst: BoxSide, verb: Literal["gathers", "scatters"] | None = None) -> Box:
+        number, forms = piece.component, self.forms[piece.component]
+        if forms is None:
+            return box(self.src[number].spec.component, piece.leg, piece.units, src, dst)
+        if verb is not None and getattr(forms, verb):
+            return recoded_box(src, dst, piece, recode_of(self.src[number], self.dst[number], piece.leg.layers))
+        return box(forms.wire, piece.leg, piece.units, src, dst)
 
     def _packed(self, piece: Piece) -> BoxSide:
-        component = self.src[piece.component].spec.component
+        forms = self.forms[piece.component]
+        component = forms.wire if forms else self.src[piece.component].spec.component
         return packed_place(component, piece.leg, piece.units, piece.first_byte)
 
     def _source(self, piece: Piece, pages: Sequence[npt.NDArray[np.int64]]) -> BoxSide:
@@ -347,18 +379,28 @@ class Relation:
         return self._destinations[src_rank]
 
 
+def recoded_box(src: BoxSide, dst: BoxSide, piece: Piece, recode: Recode) -> Box:
+    """Rows that are stored in other forms at the two ends: each head's stay its own."""
+    return Box(src, dst, piece.leg.heads.count, piece.units.tokens, recode.reads.row_bytes, recode)
+
+
+def _carried(pools: Sequence[PoolSpec], forms: Sequence[Forms | None]) -> list[Component]:
+    """Each component in the form in which it travels."""
+    return [found.wire if found else spec.component for spec, found in zip(pools, forms, strict=True)]
+
+
 def _chunks(
-    legs: Sequence[Leg | None], specs: Sequence[PoolSpec], units: Sequence[tuple[Units, ...]], cut: Cut
+    legs: Sequence[Leg | None], carried: Sequence[Component], units: Sequence[tuple[Units, ...]], cut: Cut
 ) -> tuple[ChunkPlan, ...]:
     """Raises PlanError for more than MAX_CHUNKS of them."""
-    chunks = tuple(islice(_each_chunk(legs, specs, units, cut), MAX_CHUNKS + 1))
+    chunks = tuple(islice(_each_chunk(legs, carried, units, cut), MAX_CHUNKS + 1))
     if len(chunks) > MAX_CHUNKS:
         raise PlanError(f"more than {MAX_CHUNKS} chunks of {cut.nbytes} bytes between two ranks; make them larger")
     return chunks
 
 
 def _each_chunk(
-    legs: Sequence[Leg | None], specs: Sequence[PoolSpec], units: Sequence[tuple[Units, ...]], cut: Cut
+    legs: Sequence[Leg | None], carried: Sequence[Component], units: Sequence[tuple[Units, ...]], cut: Cut
 ) -> Iterator[ChunkPlan]:
     """Group by group of layers; within one, fill chunks unit by unit, in order."""
     groups = sorted({group for leg in legs if leg for group in _groups(leg, cut)})
@@ -368,7 +410,7 @@ def _each_chunk(
             for number, leg in enumerate(legs)
             if leg and (part := _of_group(leg, first, cut))
         ]
-        yield from _filled(parts, [specs[number] for number, _, _ in parts], cut.nbytes)
+        yield from _filled(parts, [carried[number] for number, _, _ in parts], cut.nbytes)
 
 
 def _groups(leg: Leg, cut: Cut) -> set[int]:
@@ -384,13 +426,13 @@ def _of_group(leg: Leg, first: int, cut: Cut) -> Leg | None:
 
 
 def _filled(
-    parts: Sequence[tuple[int, Leg, tuple[Units, ...]]], specs: Sequence[PoolSpec], chunk_bytes: int
+    parts: Sequence[tuple[int, Leg, tuple[Units, ...]]], carried: Sequence[Component], chunk_bytes: int
 ) -> Iterator[ChunkPlan]:
     """A unit larger than a chunk has one of its own."""
     pieces: list[Piece] = []
     used = payload = 0
-    for (number, leg, groups), spec in zip(parts, specs, strict=True):
-        token_bytes = leg.layers.count * spec.component.kv * leg.heads.count * spec.component.row_bytes
+    for (number, leg, groups), component in zip(parts, carried, strict=True):
+        token_bytes = leg.layers.count * component.kv * leg.heads.count * component.row_bytes
         for group, units in enumerate(groups):
             unit_bytes = units.tokens * token_bytes
             done = 0

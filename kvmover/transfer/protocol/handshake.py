@@ -14,9 +14,13 @@ import msgspec
 
 from kvmover.errors import LayoutError, PeerRefused
 from kvmover.fields import whole
+from kvmover.kernels.cuda_exports import Export
+from kvmover.kernels.cuda_virtual import HANDLE_BYTES
+from kvmover.layout.codec import cut_block
 from kvmover.layout.component import Component
 from kvmover.layout.fleet import Fleet
 from kvmover.layout.pool import PoolSpec
+from kvmover.plan.recode import error_between, form_text
 from kvmover.shared_memory import HostProcess, SharedRange
 from kvmover.transfer.protocol.wire import MAX_COMPONENTS, MAX_RANKS, MOST, VERSION, Natural
 from kvmover.transport.base import Memory
@@ -62,12 +66,19 @@ class Model(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "components", tuple(self.components))
 
     def digest(self) -> bytes:
-        """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order may differ, and stay out."""
-        return hashlib.sha256(msgspec.msgpack.encode((VERSION, self), order="deterministic")).digest()
+        """SHA-256 over the protocol version and the model. TP, PP, CP, page size and order may differ, and stay out; so
+        does the form in which numbers are stored.
+        """
+        meant = msgspec.structs.replace(self, components=tuple(component.meant for component in self.components))
+        plain = msgspec.to_builtins(meant, order="deterministic")
+        for component in plain["components"]:
+            del component["codec"]
+        return hashlib.sha256(msgspec.msgpack.encode((VERSION, plain))).digest()
 
     def text(self) -> str:
         """Name, components and protocol version, as PeerRefused shows them."""
-        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}{_reach(c)}" for c in self.components]
+        meant = [component.meant for component in self.components]
+        parts = [f"{c.name} {c.layers}x{c.kv}x{c.heads}x{c.dim} {c.dtype}{_reach(c)}" for c in meant]
         return f"{self.name} ({', '.join(parts)}), protocol {VERSION}"
 
 
@@ -156,6 +167,7 @@ class Rank(msgspec.Struct, frozen=True):
     Ranks of one `host` share what is measured. `process` runs on `machine`. `shares`: where each allocation lies in
     shared memory of it, as `allocations`; empty where they do not. `registration`: how often parts of `arena` were
     registered anew, which `transport` knows of. `listeners`: at some of them somebody answers while `process` lives.
+    `exports`: as `shares`, of memory on a GPU that its driver opens for others.
     """
 
     place: Place
@@ -177,6 +189,10 @@ class Rank(msgspec.Struct, frozen=True):
     registration: Natural = 0
     process: HostProcess | None = None
     listeners: Annotated[tuple[Listener, ...], msgspec.Meta(max_length=MAX_LISTENERS)] = ()
+    exports: Annotated[
+        tuple[Annotated[tuple[Export, ...], msgspec.Meta(max_length=MAX_ALLOCATIONS)], ...],
+        msgspec.Meta(max_length=MAX_COMPONENTS),
+    ] = ()
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -208,6 +224,25 @@ def read_card(model: Model, card: bytes) -> Rank:
         raise PeerRefused(f"card cannot be read: {error}") from error
     place = msgspec.structs.replace(rank.place, fleet=interned(rank.place.fleet))
     return msgspec.structs.replace(rank, place=place, pools=tuple(map(interned_pool, rank.pools)))
+
+
+def check_forms(own: Rank, peer: Rank, lossy: float) -> None:
+    """Raise PeerRefused where the cache would be off by more than `lossy` after it went from one to the other."""
+    for one, other in zip(own.pools, peer.pools, strict=True):
+        held, kept = one.component.form, other.component.form
+        if held and kept and cut_block(held, kept):
+            raise PeerRefused(
+                f"{peer.place.text()} stores {one.component.name} as {form_text(other.component)}, this side as"
+                f" {form_text(one.component)}: blocks of the one are cut by parts of the other"
+            )
+        layers = (rank.place.fleet.shard(one.component, rank.place.rank, 1).layers for rank in (own, peer))
+        error = error_between(one, other, *layers)
+        if error > lossy:
+            raise PeerRefused(
+                f"{peer.place.text()} stores {one.component.name} as {form_text(other.component)}, this side as"
+                f" {form_text(one.component)}: a number may be off by {error:.3g} of the largest that shares its scale,"
+                f" and lossy = {lossy:.3g} tolerates no more"
+            )
 
 
 @lru_cache(maxsize=4096)
@@ -248,23 +283,21 @@ def _check(model: Model, rank: Rank) -> None:
     if not len(rank.pools) == len(rank.allocations) == len(model.components):
         counts = f"{len(rank.pools)} pools, {len(rank.allocations)} lists of allocations"
         raise PeerRefused(f"the card has {counts}; the model has {len(model.components)} components")
-    if rank.shares and list(map(len, rank.shares)) != list(map(len, rank.allocations)):
-        counts = f"{sum(map(len, rank.shares))} shares for {sum(map(len, rank.allocations))} allocations"
-        raise PeerRefused(f"the card has {counts}; each must have one, or none")
+    _check_shared(rank)
     check_fleet_pages(place.fleet, model.components)
     for component, spec, memories in zip(model.components, rank.pools, rank.allocations, strict=True):
         shard = place.fleet.shard(component, place.rank, 1)
-        if spec.component != component or spec.page_tokens != place.fleet.page_rows(component):
+        if spec.component.meant != component.meant or spec.page_tokens != place.fleet.page_rows(component):
             raise PeerRefused(f"pool of {spec.component.name}, {spec.page_tokens}-token pages, does not fit its fleet")
         for axis, extent, stride in zip(spec.layout.axes, spec.layout.shape, spec.layout.stride, strict=True):
-            if extent * max(stride, 1) * component.element_bytes > MOST:
+            if extent * max(stride, 1) * spec.component.element_bytes > MOST:
                 shape = f"{axis} extent {extent}, stride {stride}"
                 raise PeerRefused(f"pool of {component.name} has {shape}: beyond 64 bits")
         extents = {
             "layer": shard.layers.count,
             "kv": component.kv,
             "head": shard.heads.count,
-            "dim": component.dim,
+            "dim": spec.component.dim,
         }
         for axis, extent in extents.items():
             held = spec.layout.extent_of(axis)
@@ -272,3 +305,18 @@ def _check(model: Model, rank: Rank) -> None:
                 raise PeerRefused(f"pool of {component.name} has {axis} extent {held}; its rank holds {extent}")
         if len(memories) != spec.allocations or any(m.nbytes < spec.allocation_bytes for m in memories):
             raise PeerRefused(f"allocations of {component.name} are fewer or smaller than its pool")
+
+
+def _check_shared(rank: Rank) -> None:
+    """What a card says of memory that this side may map: one word for each allocation, of the process it names."""
+    for what, said in (("shares", rank.shares), ("exports", rank.exports)):
+        if said and list(map(len, said)) != list(map(len, rank.allocations)):
+            counts = f"{sum(map(len, said))} {what} for {sum(map(len, rank.allocations))} allocations"
+            raise PeerRefused(f"the card has {counts}; each must have one, or none")
+    for share in (share for pool in rank.shares for share in pool):
+        if rank.process is not None and share.pid != rank.process.pid:
+            raise PeerRefused(f"the card is of process {rank.process.pid} and shares memory of {share.pid}")
+    for export in (export for pool in rank.exports for export in pool):
+        if len(export.handle) != HANDLE_BYTES or not 0 <= export.offset < export.nbytes <= MOST:
+            sizes = f"{len(export.handle)} bytes to {export.nbytes} bytes from {export.offset} on"
+            raise PeerRefused(f"the card has a handle of {sizes}; handles have {HANDLE_BYTES}")

@@ -294,6 +294,7 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
         request.expected[place.engine] = relation.destinations_of(core.end.rank) | everyone
     plans = plans_between(core.components, fleet, theirs, range(want.start, want.stop), want.replicas)
     lane = Lane.between(plans, core.end, peer.end, Cut(want.chunk_bytes, want.chunk_layers))
+    lane.check_route(want.route)
     direct = want.route is not Route.PACKED
     target = None
     mapped = None

@@ -42,7 +42,7 @@ class SourceDriver:
     core: Core
     writes: Writes
     _requests: dict[str, Request] = field(default_factory=dict[str, Request])
-    _early: EarlyWants = field(init=False)
+    early: EarlyWants = field(init=False)
     _closed: Tombstones = field(init=False)
     _gated: dict[str, Request] = field(default_factory=dict[str, Request])
     _gates: list[tuple[Request, Gate]] = field(default_factory=list["tuple[Request, Gate]"])
@@ -52,7 +52,7 @@ class SourceDriver:
 
     def __post_init__(self) -> None:
         budget = Budget()
-        self._early, self._closed = EarlyWants(budget), Tombstones(budget)
+        self.early, self._closed = EarlyWants(budget), Tombstones(budget)
 
     def send(
         self, transfer: Transfer, pages: Pages, gates: Sequence[Gate] | None, aux: bytes | None, deadline_s: float
@@ -67,7 +67,7 @@ class SourceDriver:
         request = Request.sent(transfer, pages, gates, aux, deadline_s, self.core)
         self._requests[transfer.request] = request
         self.core.timers.set((TimerKind.REQUEST, transfer.request), request.deadline)
-        lost = self._early.loss(transfer.request)
+        lost = self.early.loss(transfer.request)
         self.reopen(transfer.request)
         request.failed.update((engine, (reason, Cause.PEER_LOST)) for engine, reason in lost.items())
         request.expected.update(dict.fromkeys(lost, frozenset[int]()))
@@ -124,7 +124,7 @@ class SourceDriver:
     def reopen(self, name: str) -> None:
         """A request of this name is still to come, whatever became of one before: who asks for it waits."""
         self._closed.reopen(name)
-        self._early.loss(name)
+        self.early.loss(name)
 
     def hear(self, peer: Peer, message: wire.About) -> None:
         """A message from a destination. Those of attempts that are over are answered with how they ended."""
@@ -145,12 +145,12 @@ class SourceDriver:
         """An unknown attempt has nothing in flight. One that waits for `send` is withdrawn, or hears it then."""
         id_ = message.request, message.generation
         if isinstance(message, wire.Abort):
-            if self._early.withdraw(peer, message):
+            if self.early.withdraw(peer, message):
                 self.core.awaits_no_more(peer.name)
             self._close(message.request, peer.name, message.generation, message.reason)
             self.core.say(peer.name, wire.Drained(*id_))
             return
-        if isinstance(message, wire.ToSource) and self._early.follow(peer, message):
+        if isinstance(message, wire.ToSource) and self.early.follow(peer, message):
             return
         self.core.meter.add(Count.LATE_MESSAGES)
         outcome = self._closed.of(message.request, peer.name, message.generation)
@@ -244,17 +244,17 @@ class SourceDriver:
         if ending is not None:
             self.core.say(peer.name, wire.Abort(*id_, ending))
             return
-        key, keeps_s, known = (want.request, peer.name), self.core.config.deadline_s, len(self._early)
-        if not self._early.wait(peer, want, self.core.clock() + keeps_s):
+        key, keeps_s, known = (want.request, peer.name), self.core.config.deadline_s, len(self.early)
+        if not self.early.wait(peer, want, self.core.clock() + keeps_s):
             self.core.say(peer.name, wire.Abort(*id_, "too many requests wait to be sent"))
             return
-        if len(self._early) > known:
+        if len(self.early) > known:
             self.core.awaits(peer.name)
-        self.core.timers.set((TimerKind.EARLY, key), self._early.due(*key))
+        self.core.timers.set((TimerKind.EARLY, key), self.early.due(*key))
         self.core.say(peer.name, wire.Noted(*id_, int(keeps_s * 1e3), wire.lengths(want.pages)))
 
     def _take_early(self, request: str) -> list[Early]:
-        taken = self._early.take(request)
+        taken = self.early.take(request)
         for early in taken:
             self.core.timers.cancel((TimerKind.EARLY, (request, early.peer.name)))
             self.core.awaits_no_more(early.peer.name)
@@ -262,7 +262,7 @@ class SourceDriver:
 
     def drop_early(self, key: tuple[str, str]) -> None:
         """Nobody has offered what a destination asked for in time."""
-        if self._early.drop_late(*key, self.core.clock()):
+        if self.early.drop_late(*key, self.core.clock()):
             self.core.awaits_no_more(key[1])
 
     def _has_passed(self, request: Request, gate: Gate) -> bool:
@@ -325,7 +325,7 @@ class SourceDriver:
 
     def lost(self, peer: str, reason: str) -> None:
         """A destination is gone. Pages that it may be reading are free: who only seemed dead is never told Kept."""
-        for request in self._early.lost(peer, reason):
+        for request in self.early.lost(peer, reason):
             self.core.timers.cancel((TimerKind.EARLY, (request, peer)))
             self.core.awaits_no_more(peer)
         self.writes.lost(peer)
@@ -365,7 +365,7 @@ class SourceDriver:
 
     def expire(self, now: float) -> None:
         """Forget what is remembered long enough."""
-        self._early.expire(now)
+        self.early.expire(now)
         self._closed.expire(now)
 
     def close(self, reason: str) -> None:
@@ -388,7 +388,7 @@ class SourceDriver:
     def gauges(self) -> dict[Gauge, int]:
         """What is under way at this moment, for exporters."""
         open_ = sum(not request.transfer.ended for request in self._requests.values())
-        return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self._early), **self.writes.gauges()}
+        return {Gauge.OPEN_SENDS: open_, Gauge.EARLY_WANTS: len(self.early), **self.writes.gauges()}
 
     def _step(self, request: Request, attempt: SendAttempt, event: Event) -> None:
         """Advance an attempt; what goes wrong with it ends it and no other."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
+from kvmover.transfer.protocol.handshake import Place
 from kvmover.transfer.tombstones import Budget, TtlMap
 
 #: Messages after one Want; what comes on top is dropped, and said again.
@@ -93,6 +94,12 @@ class EarlyWants:
             return False
         self._drop(message.request, peer.name)
         return True
+
+    def waiting(self, request: str) -> list[tuple[Place, range]]:
+        """Who waits for a request that is not sent yet, and the positions that they want."""
+        waits = self._early.get(request, {}).values()
+        wants = ((early.peer.card.place, wire.decode(early.want)) for early in waits)
+        return [(place, range(want.start, want.stop)) for place, want in wants if isinstance(want, wire.Want)]
 
     def take(self, request: str) -> list[Early]:
         """All who wait for a request, which then wait no more."""

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.errors import LeaseOver, PlanError, TransportError
-from kvmover.kernels.region import Region, at_rest
+from kvmover.kernels.region import Region
 from kvmover.plan.cost import Route
-from kvmover.regions import BoundMemory, bound
+from kvmover.regions import BoundMemory
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
-from kvmover.transfer.memory.descriptors import Ends, between, descriptors, join, logical, part
+from kvmover.transfer.memory.descriptors import Ends, at_rest, between, descriptors, join, logical, packing, part
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mapped
 from kvmover.transfer.memory.programs import Way
@@ -42,7 +42,7 @@ from kvmover.transfer.source.state import (
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 if TYPE_CHECKING:
-    pass
+    from kvmover.kernels.digest_reference import Logical
 
 #: One page table a component: page ids in the order of the request.
 Pages = tuple[npt.NDArray[np.int64], ...]
@@ -294,28 +294,30 @@ class Writes:
             self._gather(entry, entry.staged)
         elif entry.job.mapped is not None and entry.job.target is not None:
             boxes = entry.job.lane.direct_boxes(entry.chunk, entry.job.source, entry.job.target)
-            self._copy(entry, between(boxes, self.core.bound, list(map(BoundMemory, entry.job.mapped))))
+            regions = between(boxes, self.core.bound, list(map(BoundMemory, entry.job.mapped)))
+            self._copy(entry, Work(regions, self._logicals(entry, regions)))
         elif entry.job.want.digests:
-            self._copy(entry, [at_rest(r, "src") for r in self._regions(entry, self.core.outgoing.bound)])
+            self._copy(entry, at_rest(self._packing(entry, self.core.outgoing.bound)))
         else:
             self._gathered(entry, None)
 
     def _gather(self, entry: Part, staged: int) -> None:
         span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
         with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
-            self._copy(entry, self._regions(entry, self.core.outgoing.bound.window(staged, span_bytes)))
+            work = self._packing(entry, self.core.outgoing.bound.window(staged, span_bytes))
+            self._copy(entry, work.using(self.core.compiler.programs(entry.job.peer.name, Way.GATHER)))
 
-    def _regions(self, entry: Part, packed: BoundMemory) -> list[Region]:
+    def _packing(self, entry: Part, packed: BoundMemory) -> Work:
         """From the pools to a packed chunk."""
-        return [
-            bound(box, self.core.bound[component], packed)
-            for component, box in entry.job.lane.gather_boxes(entry.chunk, entry.job.source)
-        ]
+        lane, pools = entry.job.lane, self.core.bound
+        boxes = [(box, pools[component], packed) for component, box in lane.gather_boxes(entry.chunk, entry.job.source)]
+        return packing(boxes, lane.marks(entry.chunk) if entry.job.want.digests else None, "src")
 
-    def _copy(self, entry: Part, regions: list[Region]) -> None:
+    def _logicals(self, entry: Part, regions: list[Region]) -> list[Logical] | None:
+        return list(map(logical, entry.job.lane.marks(entry.chunk), regions)) if entry.job.want.digests else None
+
+    def _copy(self, entry: Part, work: Work) -> None:
         core, job, begun = self.core, entry.job, self.core.clock()
-        marks = job.lane.marks(entry.chunk) if job.want.digests else None
-        logicals = None if marks is None else [logical(m, r) for m, r in zip(marks, regions, strict=True)]
 
         def done(digest: int | None) -> None:
             seconds = core.clock() - begun
@@ -326,8 +328,7 @@ class Writes:
                 core.links.copied(job.peer.card.host, job.lane.chunks[entry.chunk].nbytes, seconds)
             self._do(entry, self._gathered, digest)
 
-        programs = core.compiler.programs(job.peer.name, Way.GATHER) if entry.staged is not None else None
-        core.copier.run(Work(regions, logicals, programs=programs), core.soon(done))
+        core.copier.run(work, core.soon(done))
 
     def _gathered(self, entry: Part, digest: int | None) -> None:
         """Write a chunk, or say where it lies."""

@@ -208,6 +208,37 @@ def test_any_history_leaves_both_cores_in_the_same_state(shape: str) -> None:
             mine.tree.check()
 
 
+@pytest.mark.parametrize("core", [forest.PYTHON_CORE, pytest.param(forest.C_CORE, marks=built)], ids=["python", "c"])
+@pytest.mark.parametrize("shape", ["plain", "write through", "write back"])
+def test_any_history_goes_the_straight_way_as_the_general_one(shape: str, core: forest.TreeCore) -> None:
+    """Both trees are plain, and the second has been told to go the general way."""
+    for seed in range(12 * MORE):
+        rng = random.Random(f"{shape} straight {seed}")
+        pair = [engine(core, SHAPES[shape]) for _ in range(2)]
+        assert pair[0].tree._plain is not None
+        pair[1].tree._plain = None
+        for _ in range(120):
+            call, told = turn(rng), []
+            for mine in pair:
+                try:
+                    told.append(said(call(mine)))
+                except PrefixError as error:
+                    told.append((type(error), str(error)))
+            assert repr(told[0]) == repr(told[1])
+            assert counted(pair[0].tree, shape) == counted(pair[1].tree, shape)
+        for mine in pair:
+            mine.tree.check()
+
+
+def counted(tree: PrefixTree, shape: str) -> list[object]:
+    """The state of a tree, but for the hits of nodes where nothing asks for them."""
+    nodes, *rest = state(tree)
+    if shape == "plain":
+        at = Node.__struct_fields__.index("hits") - 2  # without parent and children
+        nodes = [(*node[:at], *node[at + 1 :]) for node in cast("list[tuple]", nodes)]
+    return [nodes, *rest]
+
+
 @built
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tree_that_is_gone_leaves_no_node_and_no_page(shape: str) -> None:
@@ -357,6 +388,12 @@ for shape in test_cores.SHAPES:
         except prefix.PrefixError:
             continue
     mine.tree.check()
+from kvmover.cache.replay import ReplayConfig, ideal, replay, simulated_tiers
+from tests.cache.replay.made import generated
+ideal.NATIVE = simulated_tiers.NATIVE = made
+requests = generated(5)
+longest = max(request.input_length for request in requests)
+replay(requests, ReplayConfig(48, longest + 64, 2 * longest, 4 * longest))
 print(type(mine.tree._forest.columns).__module__, "done")
 """
 

@@ -22,7 +22,6 @@ from kvmover.cache.prefix import (
     PrefixNamespace,
     PrefixTree,
     State,
-    WriteThrough,
 )
 from kvmover.cache.prefix.policy import Recency
 
@@ -190,7 +189,6 @@ def test_a_leaf_that_is_evicted_page_by_page_is_copied_once_at_most() -> None:
     "other",
     [
         {"policy": EARNED},
-        {"tiers": WriteThrough()},
         {"components": (State(),)},
         {"grain": EvictionGranularity.NODE},
         {"sink": lambda event: None},

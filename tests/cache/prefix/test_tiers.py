@@ -11,6 +11,7 @@ from kvmover.cache.prefix import (
     CopyOut,
     DeviceOnly,
     EvictionGranularity,
+    FreePages,
     PrefixError,
     PrefixNamespace,
     PrefixTree,
@@ -626,3 +627,15 @@ def test_a_fetched_window_that_begins_inside_a_node_leaves_the_order_of_use() ->
     mine.tree.end(op)
     mine.tree.check()
     assert mine.tree.evict(1).page_ids().tolist()[-1] == 5, "the end of the path goes first"
+
+
+def test_a_leaf_that_was_cut_and_goes_to_the_host_takes_as_many_pages_there_as_it_has_left() -> None:
+    mine = Engine(PrefixTree(1, tiers=WriteBack()))
+    mine.insert([1, 2, 3, 4])
+    assert mine.evict(1) == [3]
+    (copy, freed) = mine.apply(mine.tree.evict(3, room=[0, 1, 2, 3])).actions
+    assert isinstance(copy, CopyOut)
+    assert isinstance(freed, FreePages)
+    assert copy.legs[0].src_page_ids.tolist() == freed.page_ids.tolist() == [0, 1, 2]
+    assert copy.legs[0].dst_page_ids.tolist() == [0, 1, 2]
+    mine.conserved()

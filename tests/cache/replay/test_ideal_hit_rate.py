@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from kvmover.cache.ledger import Loss
 from kvmover.cache.prefix import EARNED, FIFO, WriteThrough
 from kvmover.cache.replay import ReplayConfig, Report, read_trace, replay
-from kvmover.cache.replay.simulator import Ideal
+from kvmover.cache.replay.ideal import Ideal, new_ideal
 from tests.cache.replay.made import brute_force, common, generated
 
+pytestmark = pytest.mark.usefixtures("used_core")
 #: A folder that holds `mooncake_conversation_trace.jsonl`.
 TRACES = Path(os.environ.get("KVMOVER_TRACES", "traces"))
 
@@ -31,13 +33,40 @@ def test_the_hits_of_a_generated_trace_are_those_of_brute_force(page_tokens: int
 @given(st.integers(0, 2**32))
 @settings(max_examples=15)
 def test_the_ideal_by_hash_ids_is_the_one_by_tokens(seed: int) -> None:
-    requests, ideal = generated(seed, count=12), Ideal()
-    reused = [ideal.serve(request)[0] for request in requests]
+    requests, ideal = generated(seed, count=12), new_ideal()
+    reused = [ideal.serve(each.hash_ids, each.lengths(), each.block_tokens, 64)[0] for each in requests]
     earlier = list[list[int]]()
     for request, found in zip(requests, reused, strict=True):
         tokens = request.tokens().tolist()
         assert found == max((common(tokens, prompt) for prompt in earlier), default=0)
         earlier.append(tokens)
+
+
+block_of = st.tuples(st.integers(0, 3), st.sampled_from([8, 8, 8, 8, 7, 3, 1]))
+
+
+@given(st.lists(st.lists(block_of, min_size=1, max_size=8), max_size=12), st.sampled_from([1, 2, 3, 4, 5, 8, 11]))
+@settings(max_examples=100)
+def test_pages_have_equal_numbers_where_all_tokens_up_to_their_ends_are_equal(
+    prompts: list[list[tuple[int, int]]], page_tokens: int
+) -> None:
+    """Blocks of 8 tokens, some cut short anywhere in a prompt. What a core built here says is what Python says."""
+    ideals, names, numbers = [Ideal(), new_ideal()], dict[tuple[int, ...], int](), dict[int, tuple[int, ...]]()
+    for prompt in prompts:
+        hash_ids, lengths = zip(*prompt, strict=True)
+        (reused, row), told = (ideal.serve(hash_ids, lengths, 8, page_tokens) for ideal in ideals)
+        assert (reused, row) == told
+        tokens = [block * 8 + at for block, length in prompt for at in range(length)]
+        for page, number in enumerate(np.frombuffer(row, np.int64).tolist()):
+            text = tuple(tokens[: (page + 1) * page_tokens])
+            assert numbers.setdefault(number, text) == text
+            names.setdefault(text, number)
+
+
+def test_a_prompt_that_is_none_is_refused_and_changes_nothing() -> None:
+    ideal = new_ideal()
+    with pytest.raises(ValueError, match=r"every block has a length|argument 2"):
+        ideal.serve([1, 2], [8], 8, 4)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +78,7 @@ def conversations() -> Path:
 
 
 @pytest.fixture(scope="module")
-def unlimited(conversations: Path) -> Report:
+def unlimited(conversations: Path, used_core: str) -> Report:
     return replay(read_trace(conversations), ReplayConfig(64))
 
 

@@ -24,9 +24,17 @@ from kvmover.cache.replay import (
     replay,
 )
 from kvmover.cache.replay.command import capacities, sweep
-from kvmover.cache.replay.simulator import PagesExhausted, SimulatedPages, SimulatedStorage
+from kvmover.cache.replay.simulated_tiers import (
+    PageIdSeries,
+    PagesExhausted,
+    SimulatedPages,
+    SimulatedStorage,
+    multiples,
+    new_storage,
+)
 from tests.cache.replay.made import generated
 
+pytestmark = pytest.mark.usefixtures("used_core")
 LONGEST = max(request.input_length for request in generated(1))
 SETUPS = [
     ReplayConfig(64),
@@ -208,29 +216,38 @@ def test_residency_is_in_the_time_of_the_trace() -> None:
     assert report.residency.gaps.sum_s == 7.0
 
 
-@given(st.integers(1, 40), st.data())
-@settings(max_examples=60)
-def test_no_page_is_out_twice_and_none_is_lost(limit: int, data: st.DataObject) -> None:
-    pages, out = SimulatedPages(limit), list[list[int]]()
-    for _ in range(30):
-        if out and data.draw(st.booleans()):
-            pages.give(np.array(out.pop(data.draw(st.integers(0, len(out) - 1))), np.int32))
-        else:
-            wanted = data.draw(st.integers(0, limit))
-            short = pages.short(wanted)
-            assert short == max(0, sum(map(len, out)) + wanted - limit)
-            if short:
-                with pytest.raises(PagesExhausted, match=f"{wanted} pages asked for"):
-                    pages.take(wanted)
-            else:
-                out.append(pages.take(wanted).tolist())
-        flat = [page for ids in out for page in ids]
-        assert len(set(flat)) == len(flat) == pages.taken
-        assert all(0 <= page < limit for page in flat)
+def test_pages_beyond_the_limit_of_a_tier_are_refused_and_so_are_more_than_are_out() -> None:
+    pages = SimulatedPages(10)
+    pages.take(7)
+    assert (pages.taken, pages.short(3), pages.short(5)) == (7, 0, 2)
+    with pytest.raises(PagesExhausted, match="4 pages asked for, 7 of 10 are taken"):
+        pages.take(4)
+    with pytest.raises(PagesExhausted, match="8 pages come back, 7 are taken"):
+        pages.give(8)
+    pages.give(7)
+    assert pages.taken == 0
+    endless = SimulatedPages()
+    endless.take(10**9)
+    assert endless.short(10**9) == 0
+
+
+def test_page_ids_are_32_bits_and_come_again_only_after_all_others() -> None:
+    ids = PageIdSeries()
+    assert [ids.take(count).tolist() for count in (3, 0, 2)] == [[0, 1, 2], [], [3, 4]]
+    ids._next = 2**31 - 2
+    assert [ids.take(count).tolist() for count in (2, 2)] == [[2**31 - 2, 2**31 - 1], [0, 1]]
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint32])
+def test_multiples_are_found_in_rows_of_any_width(kind: type) -> None:
+    row = np.random.default_rng(3).integers(0, 2**31, 500).astype(kind)
+    row[::50] = np.arange(10) * 61
+    assert multiples(row, 61) == [page for page in row.tolist() if page % 61 == 0]
+    assert multiples(row[:0], 61) == []
 
 
 def test_storage_keeps_what_was_read_or_written_last_and_prefixes_before_their_ends() -> None:
-    storage, pages = SimulatedStorage(4), np.arange(9)
+    storage, pages = new_storage(4), np.arange(9)
     storage.put(pages[:3])
     storage.put(pages[5:7])
     assert storage.leading(pages[:3]) == 2, "the end of the older prompt went first"
@@ -242,8 +259,9 @@ def test_storage_keeps_what_was_read_or_written_last_and_prefixes_before_their_e
 @given(st.integers(1, 30), st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(1, 40)), max_size=60))
 @settings(max_examples=80)
 def test_storage_is_an_lru_of_pages_however_short_its_log(limit: int, calls: list[tuple[bool, int, int]]) -> None:
-    storage, known = SimulatedStorage(limit), OrderedDict[int, None]()
-    storage._log = storage._log[:8]
+    storage, known = new_storage(limit), OrderedDict[int, None]()
+    if isinstance(storage, SimulatedStorage):
+        storage._log = storage._log[:8]
     for writes, first, count in calls:
         pages = list(range(first, first + count))
         if not writes:
@@ -258,6 +276,15 @@ def test_storage_is_an_lru_of_pages_however_short_its_log(limit: int, calls: lis
             known.popitem(last=False)
         assert len(storage) == len(known)
     assert [page for page in range(120) if storage.leading(np.array([page]))] == sorted(known)
+
+
+@pytest.mark.parametrize("far", [10**5, 10**6])
+def test_a_storage_takes_pages_of_any_number_and_forgets_none_for_it(far: int) -> None:
+    storage = new_storage(4)
+    storage.put(np.array([3, 5]))
+    assert storage.leading(np.array([far])) == 0
+    storage.put(np.array([far, far + 1], np.int32))
+    assert [storage.leading(np.array(row)) for row in ([3, 5], [far, far + 1], [5, far + 2])] == [2, 2, 1]
 
 
 def test_a_setup_that_cannot_be_is_refused_with_its_values() -> None:

@@ -109,7 +109,7 @@ def test_ranks_give_up_their_locks_in_the_same_round(model):
     # One has copied, and the other has not.
     ranks[0].controller.loads.wait(5)
     while ranks[0].controller.loads.closed:
-        ranks[0].controller.votes()
+        ranks[0].controller.copies.poll()
     assert [len(rank.controller.loads.open) for rank in ranks] == [1, 1]
     assert ranks[0].tree.sizes().evictable == 0
     idle(ranks)

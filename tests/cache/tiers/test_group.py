@@ -8,21 +8,37 @@ import sys
 from pathlib import Path
 
 
-def test_processes_agree_over_gloo_and_acknowledge_alike(tmp_path):
-    (tmp_path / "store").mkdir()
-    script = Path(__file__).parent / "group_rank.py"
+def said_by(script: str, ranks: int, folder: Path) -> list:
+    """What each rank writes, run together."""
+    path = str(Path(__file__).parent / script)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), "2", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, path, str(rank), str(ranks), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     said = []
     for process in processes:
         out, trouble = process.communicate(timeout=100)
         assert process.returncode == 0, trouble.decode()
         said.append(json.loads(out))
+    return said
+
+
+def test_processes_agree_over_gloo_and_acknowledge_alike(tmp_path):
+    (tmp_path / "store").mkdir()
+    said = said_by("group_rank.py", 2, tmp_path)
     assert [words[:2] for words in said] == [[24, 24]] * 2
     assert said[0][2] == said[1][2], "as many operations on both"
     # The other's bad page is news of the store's: whoever has not heard of it at the look-up is cut by the minimum.
     assert {json.dumps(words[3]) for words in said} <= {"{}", '{"rank_minimum": 8}'}
+
+
+def test_stages_that_run_apart_end_each_operation_in_the_same_step(tmp_path):
+    """A stage takes a step only when the one before has taken it: whoever waited there for the next would never end."""
+    said = said_by("pipelined_rank.py", 6, tmp_path)
+    assert all(words == said[0] for words in said)
+    assert sorted(serial for _, serial, _ in said[0]) == list(range(1, len(said[0]) + 1))
+    assert len(said[0]) > 15
+    # The least of all ranks' answers: rank 0's, and what all have.
+    assert all(answer == [0, 100 + serial] for _, serial, answer in said[0])

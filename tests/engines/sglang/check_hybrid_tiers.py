@@ -7,6 +7,7 @@ takes its copy.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from states import CHUNK, SNAPSHOTS, StateServer, number, state_rows
 from kvmover.cache.prefix import Tier
 from kvmover.cache.tiers import TierCount
 from kvmover.engines.common import EngineUnsupported
-from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang import engine_radix, plugin
 from kvmover.engines.sglang.radix_tiers import TieredRadixCache
 from kvmover.engines.sglang.tier_pools import open_tiers
 
@@ -144,7 +145,7 @@ def serving(
     )
     params.token_to_kv_pool_allocator = allocator
     flags = flags_of(root, **more)
-    tiers = open_tiers(params, flags, ALONE, ())
+    tiers = open_tiers(params, flags, ALONE)
     cache = TieredRadixCache(params, flags, tiers, accounts)
     pool.register_layer_transfer_counter(cache.gates)
     if rows is not None:
@@ -326,6 +327,27 @@ def test_windows_and_states_that_are_written_back_are_refused(tmp_path: Path) ->
     publish(tmp_path, **SNAPSHOTS)
     context.get_server_args()._mamba_cache_chunk_size = CHUNK
     assert plugin.radix_cache(asked).supports_swa()
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "odd"),
+    [
+        ("states", "attn_cp_size", "states of context-parallel ranks (--attn-cp-size, --dcp-size)"),
+        ("states", "dcp_size", "states of context-parallel ranks (--attn-cp-size, --dcp-size)"),
+        ("windows", "dcp_size", "windows beside tokens that ranks divide (--dcp-size)"),
+        ("windows", "attn_cp_size", ""),
+    ],
+)
+def test_what_context_parallel_ranks_do_not_hold_as_attention_does_is_refused(
+    kind: str, option: str, odd: str, tmp_path: Path
+) -> None:
+    server = serving(kind, 4)
+    publish(tmp_path, tp_size=2, **{option: 2}, **SNAPSHOTS)
+    params = parameters(4, 64, rows=server.rows if kind == "states" else None)
+    params.token_to_kv_pool_allocator, params.attn_cp_size = server.allocator, 2 if option == "attn_cp_size" else 1
+    assert engine_radix.odd_pools(SimpleNamespace(params=params)) == odd
+    publish(tmp_path, **SNAPSHOTS)
+    context.get_server_args()._mamba_cache_chunk_size = CHUNK
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,6 +44,8 @@ scheduling: Any = import_module("sglang.srt.disaggregation.prefill").SchedulerDi
 mem: Any = import_module("sglang.srt.mem_cache.common")
 deepseek: Any = import_module("sglang.srt.mem_cache.deepseek_v4_memory_pool")
 qsa: Any = import_module("sglang.srt.mem_cache.qsa_kv_pool")
+windows: Any = import_module("sglang.srt.mem_cache.swa_memory_pool")
+allocators: Any = import_module("sglang.srt.mem_cache.allocator.swa")
 
 HEADS, LAYERS, WINDOW = 4, 2, 6
 
@@ -73,7 +75,8 @@ class Side:
         self.row = 3 if mode == "prefill" else 5
         self.slots = self.slots_of(self.pages, range(tokens))
         self.swa_pages = drawn.flip(0)[: len(self.pages)]
-        self.pool, self.draft = family.pool(self), family.draft(self) if family.draft else None
+        self.pool = family.pool(self)
+        self.draft = family.draft(self) if family.draft else None
         self.aux = torch.zeros(8, 48, dtype=torch.uint8)
         ours = utils.TransferBackend("kvmover")
         self.classes = {kind.value: utils.get_kv_class(ours, kind) for kind in utils.KVClassType}
@@ -241,6 +244,57 @@ def with_scales(side: Side) -> Iterator[Plane]:
         at = side.pages if interleaved else side.slots
         may = at if interleaved else side.every_slot()
         yield cut(plane(held, at, 40 + number, may, (HEADS, *held.shape[2:])), side, HEADS)
+
+
+# Windows
+
+
+def windowed(side: Side, kind: Any = pools.MHATokenToKVPool) -> Any:
+    """Layers 0 and 2 attend to everything, 1 and 3 to a window, whose slots SGLang's own allocator maps."""
+    size, own = 8 * side.page, HEADS // side.columns
+    dtype, dim = (torch.bfloat16, 16) if kind is pools.MHATokenToKVPool else (torch.float8_e4m3fn, 64)
+    # What MXFP8 pads, SGLang's selector of pools takes off again.
+    of_pool = size - side.page * (kind is not pools.MHATokenToKVPool)
+    made = windows.SWAKVPool(of_pool, of_pool, side.page, dtype, own, dim, [1, 3], [0, 2], "cpu", kind)
+    allocator = allocators.SWATokenToKVPoolAllocator(size, size, side.page, dtype, "cpu", made, False)
+    allocator.set_full_to_swa_mapping(side.every_slot(), side.slots_of(side.swa_pages, range(len(side.every_slot()))))
+    return made
+
+
+def of_mxfp8(side: Side) -> Any:
+    return windowed(side, pools.MHATokenToKVPoolMXFP8)
+
+
+def of_windows(side: Side) -> Iterator[Plane]:
+    yield from attention(side, side.pool.full_kv_pool, 0)
+    at = side.pool.translate_loc_from_full_to_swa(side.slots[-WINDOW:])
+    for number, buffer in enumerate([*side.pool.swa_kv_pool.k_buffer, *side.pool.swa_kv_pool.v_buffer]):
+        shape = HEADS, buffer.view(torch.uint8).shape[2]
+        yield cut(plane(buffer, at, 20 + number, told_of_window(side), shape), side, HEADS)
+
+
+def told_of_window(side: Side) -> torch.Tensor:
+    """Slots that may be written: those of the window, or of its pages where whole pages move."""
+    scales = side.pool.swa_kv_pool.k_scale_buffer
+    if scales is None or scales[0].ndim != 5:
+        return side.pool.translate_loc_from_full_to_swa(side.slots[-WINDOW:])
+    return (pages_of_window(side)[:, None] * side.page + torch.arange(side.page)).flatten()
+
+
+def pages_of_window(side: Side) -> torch.Tensor:
+    return side.swa_pages[max(0, side.tokens - WINDOW) // side.page :]
+
+
+def with_scales_of_windows(side: Side) -> Iterator[Plane]:
+    yield from of_windows(side)
+    for pool, seed, is_window in ((side.pool.full_kv_pool, 40, False), (side.pool.swa_kv_pool, 60, True)):
+        for number, buffer in enumerate([*pool.k_scale_buffer, *pool.v_scale_buffer]):
+            held = buffer.view(torch.uint8)
+            if held.ndim == 5:
+                at = may = pages_of_window(side) if is_window else side.pages
+            else:
+                at, may = (told_of_window(side),) * 2 if is_window else (side.slots, side.every_slot())
+            yield cut(plane(held, at, seed + number, may, (HEADS, *held.shape[2:])), side, HEADS)
 
 
 # MiniMax
@@ -455,7 +509,7 @@ def of_compressed(side: Side) -> Iterator[Plane]:
 RATIOS = [0, 4, 128, 4]
 
 
-def v4(side: Side, ratios: list[int] = RATIOS) -> Any:
+def v4(side: Side, ratios: list[int] = RATIOS, **more: Any) -> Any:
     made = deepseek.DeepSeekV4TokenToKVPool(
         max_num_reqs=7,
         swa_size=8 * side.page,
@@ -477,6 +531,7 @@ def v4(side: Side, ratios: list[int] = RATIOS) -> Any:
         compression_ratios=ratios,
         sliding_window=WINDOW,
         num_req_slots=8,
+        **more,
     )
     mapping = torch.zeros(9 * side.page, dtype=torch.int64)
     for page, swa in zip(side.pages, side.swa_pages, strict=True):
@@ -519,6 +574,21 @@ def pending_compression(side: Side) -> Iterator[Plane]:
         yield plane(own.kv_score_buffer.kv_score, at, 70 + number, torch.cat([may, spare]))
 
 
+def v4_draft(side: Side) -> Any:
+    """A draft (DSpark) has windows alone, in the model's pages, and a mark a request where they begin."""
+    made = v4(side, [0], is_draft_worker=True)
+    made.register_mapping(side.pool.full_to_swa_index_mapping)
+    return made
+
+
+def of_v4_draft(side: Side) -> Iterator[Plane]:
+    assert side.draft is not None
+    yield from of_v4(side)
+    yield from by_page(side, side.draft.swa_kv_pool.kv_buffer, 110, side.swa_pages[-2:])
+    row = torch.tensor([side.row])
+    yield plane(side.draft.swa_valid_from[:, None], row, 120, row)
+
+
 def of_one_pool(side: Side) -> Iterator[Plane]:
     """As on ROCm: in one buffer a layer, a ring of each request's window, and behind all rings the compressed rows."""
     pool, width = side.pool, side.pool.unified_swa_ring_size
@@ -539,6 +609,10 @@ FAMILIES = {
     "draft": Family(4, mha, drafted, lambda side: mha(side, 2, 32, 1)),
     "mxfp8": Family(4, mxfp8, with_scales, dtype="mxfp8"),
     "mxfp8 interleaved": Family(128, mxfp8, with_scales, dtype="mxfp8"),
+    "windows": Family(4, windowed, of_windows),
+    "windows on large pages": Family(16, windowed, of_windows),
+    "mxfp8 windows": Family(4, of_mxfp8, with_scales_of_windows, dtype="mxfp8"),
+    "mxfp8 windows interleaved": Family(128, of_mxfp8, with_scales_of_windows, dtype="mxfp8"),
     "minimax": Family(4, minimax, of_minimax),
     "pooled index keys": Family(256, pooled, of_pooled),
     "qsa": Family(8, compressed, of_compressed),
@@ -553,6 +627,7 @@ FAMILIES = {
     "deep": Family(4, lambda side: mha(side, layers=3), lambda side: attention(side, side.pool, 0)),
     "deepseek-v4 in one pool": Family(256, lambda side: v4(side, [0, 128, 128]), of_one_pool, dtype="bfloat16"),
     "deepseek-v4": Family(256, v4, of_v4, dtype="fp8_e4m3"),
+    "deepseek-v4 with a draft": Family(256, v4, of_v4_draft, v4_draft, dtype="fp8_e4m3"),
 }
 
 
@@ -651,6 +726,17 @@ def test_the_six_pools_of_deepseek_v4_land_where_its_classes_look(
     assert answers == ([""] * src, [""] * dst)
 
 
+@pytest.mark.parametrize(("src", "dst"), [(1, 2), (2, 1)], ids=str)
+def test_the_row_of_a_request_that_says_where_a_drafts_window_begins_lands_in_decodes_row(
+    src: int, dst: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which SGLang's pool has where DSpark drafts for DeepSeek V4: as it is told here."""
+    monkeypatch.setattr(deepseek, "is_dspark_spec", lambda: True)
+    modelled(monkeypatch, sliding_window=WINDOW)
+    answers = pair(tmp_path, Shape(tp=src), Shape(tp=dst), "deepseek-v4 with a draft", 515)
+    assert answers == ([""] * src, [""] * dst)
+
+
 @pytest.mark.parametrize(("src", "dst"), [(1, 2), (2, 1), (4, 2)], ids=str)
 def test_projections_of_mamba_2_are_cut_each_by_itself_and_a_group_that_every_rank_has_is_not(
     src: int, dst: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -717,6 +803,35 @@ def test_pages_of_other_sizes_are_cut_at_both_sides_borders(
     """21 tokens in pages of 4 and of 16: of the last page of 16 the other side has two pages."""
     fleets = Shape(tp=src), Shape(tp=dst)
     assert pair(tmp_path, *fleets, sent.format(name), 21, received.format(name)) == ([""] * src, [""] * dst)
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "tokens", "src", "dst"),
+    [
+        ("windows", "windows", 9, 1, 2),
+        ("windows", "windows on large pages", 21, 2, 1),
+        ("windows on large pages", "windows", 21, 1, 2),
+        ("windows on large pages", "windows", 16, 2, 1),
+        ("windows", "windows on large pages", 3, 1, 1),
+    ],
+)
+def test_the_last_tokens_of_a_window_land_whatever_the_pages_of_both_sides(
+    sent: str, received: str, tokens: int, src: int, dst: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 6 tokens, which end in a page or with it; and of a request that is shorter. Nothing beside them is written."""
+    modelled(monkeypatch, sliding_window=WINDOW)
+    assert pair(tmp_path, Shape(tp=src), Shape(tp=dst), sent, tokens, received) == ([""] * src, [""] * dst)
+
+
+@pytest.mark.parametrize("tokens", [9, 12], ids=str)
+@pytest.mark.parametrize("name", ["mxfp8 windows", "mxfp8 windows interleaved"])
+def test_scales_of_windows_land_with_their_windows(
+    name: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By token, and where only SGLang knows what lies where in a page."""
+    modelled(monkeypatch, sliding_window=WINDOW)
+    page = FAMILIES[name].page
+    assert pair(tmp_path, Shape(tp=2), Shape(tp=2), name, page * tokens // 4) == ([""] * 2, [""] * 2)
 
 
 def test_what_only_sglang_can_read_in_a_page_is_refused_to_pages_of_another_size(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench
 import numpy as np
 import pytest
 import torch
@@ -28,7 +27,6 @@ utils: Any = import_module("sglang.srt.disaggregation.utils")
 KVPoll: Any = import_module("sglang.srt.disaggregation.base.conn").KVPoll
 context: Any = import_module("sglang.srt.runtime_context")
 queues: Any = import_module("sglang.srt.disaggregation.decode")
-windows: Any = import_module("sglang.srt.mem_cache.swa_memory_pool")
 states: Any = import_module("sglang.srt.configs.mamba_utils")
 
 ROOM, PAGES, ROW = 4711, 9, 3
@@ -43,7 +41,6 @@ class Case:
     prefix: int = 0
     chunks: tuple[int, ...] = ()
     ending: str = ""
-    window_pages: int = 0
 
 
 def test_the_backend_is_a_choice_beside_the_built_in_ones() -> None:
@@ -75,7 +72,7 @@ class Side:
         context.get_parallel().override_permanently(pp_group=stages_of(rank))
         self.rank, self.page = rank, 64 if rank.shape.kind == "dsa" else PAGE
         self.column, self.columns = (getattr(context.get_parallel(), f"attn_tp_{word}") for word in ("rank", "size"))
-        self.pool = {"dsa": sparse, "swa": windowed, "gdn": hybrid}.get(rank.shape.kind, Rank.device_pool)(rank)
+        self.pool = {"dsa": sparse, "gdn": hybrid}.get(rank.shape.kind, Rank.device_pool)(rank)
         self.draft = draft(rank) if rank.shape.kind == "draft" else None
         self.aux = torch.zeros(8, 48, dtype=torch.uint8), torch.zeros(8, 16, dtype=torch.float32)
         ours = utils.TransferBackend("kvmover")
@@ -107,11 +104,6 @@ class Side:
 
     def planes(self) -> list[Plane]:
         """Every layer, numbered as in the whole model, so that all ranks agree on what it holds."""
-        if self.rank.shape.kind == "swa":
-            return [
-                *self._attention("kv", self.pool.full_kv_pool, 0),
-                *self._attention("swa", self.pool.swa_kv_pool, 10),
-            ]
         if self.rank.shape.kind == "gdn":
             return [*self._attention("kv", self.pool.full_kv_pool, 0), *self._states()]
         planes = self._attention("kv", self.pool, 0)
@@ -170,12 +162,6 @@ def draft(rank: Rank) -> Any:
     return pools.MHATokenToKVPool(64, PAGE, torch.bfloat16, heads, 16, 1, "cpu", False)
 
 
-def windowed(rank: Rank) -> Any:
-    """Layers 0 and 2 attend to everything, 1 and 3 to a window; each kind has a pool and page ids of its own."""
-    heads = max(1, 4 // rank.shape.tp)
-    return windows.SWAKVPool(64, 48, PAGE, torch.bfloat16, heads, 16, [1, 3], [0, 2], "cpu")
-
-
 def hybrid(rank: Rank) -> Any:
     """Two layers of attention, and two with a state."""
     tp = rank.shape.tp
@@ -217,11 +203,11 @@ def stages_of(rank: Rank) -> Any:
     return SimpleNamespace(world_size=pp, rank_in_group=rank.pp, broadcast_object=broadcast, all_gather_object=gather)
 
 
-def places(side: Side, seed: int, prefix: int, window_pages: int) -> dict[str, torch.Tensor]:
-    """Where this rank keeps the request: pages after the prefix, those of the window, the state."""
+def places(side: Side, seed: int, prefix: int) -> dict[str, torch.Tensor]:
+    """Where this rank keeps the request: pages after the prefix, the state."""
     drawn = torch.randperm(11, generator=torch.Generator().manual_seed(seed)) + 1
     pages = drawn[: PAGES - prefix]
-    return {"kv": pages, "dsa": pages, "swa": drawn.flip(0)[:window_pages], "mamba": drawn[:1]}
+    return {"kv": pages, "dsa": pages, "mamba": drawn[:1]}
 
 
 def told(side: Side, at: dict[str, torch.Tensor]) -> list[Any]:
@@ -250,7 +236,7 @@ def prefill(rank: Rank, port: int, case: Case) -> str:
         rank.kept = server
     torch.distributed.barrier()
     side = Side(rank, "prefill")
-    at = places(side, rank.number, 0, case.window_pages)
+    at = places(side, rank.number, 0)
     copy = context.get_parallel().attn_cp_rank
     for plane in side.planes():
         plane.own.fill_(STALE)
@@ -321,7 +307,8 @@ def decode(rank: Rank, port: int, case: Case) -> str:
     receiver = side.classes["receiver"](side.manager, address, ROOM)
     receiver.init(0)
     assert polled(receiver.poll, KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput
-    at = places(side, 50 + rank.number, prefix, case.window_pages)
+    at = places(side, 50 + rank.number, prefix)
+    receiver.tokens = (prefix + len(at["kv"])) * side.page
     receiver.send_metadata(at["kv"].numpy().astype(np.int32), ROW, told(side, at), decode_prefix_len=prefix * side.page)
     if case.ending == "twice":
         again = side.classes["receiver"](side.manager, address, ROOM)
@@ -424,16 +411,6 @@ def test_each_stage_sends_its_layers_and_each_stage_gets_its_own(
 def test_index_keys_land_beside_the_latent_they_belong_to(src: int, dst: int, tmp_path: Path) -> None:
     answers = pair(tmp_path, Shape(kind="dsa", tp=src), Shape(kind="dsa", tp=dst), prefix=2, chunks=(3,))
     assert answers == ([""] * src, [""] * dst)
-
-
-@pytest.mark.parametrize(("src", "dst", "window_pages", "prefix"), [(1, 2, 3, 0), (2, 1, 2, 0), (1, 1, 2, 7)], ids=str)
-def test_a_window_lands_in_the_pages_that_both_sides_have_for_it(
-    src: int, dst: int, window_pages: int, prefix: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 6 tokens in pages of 4: three pages or two, as the request ends."""
-    monkeypatch.setattr(bench, "MODEL", bench.MODEL[:-1] + ', "sliding_window": 6}')
-    shapes = Shape(kind="swa", tp=src), Shape(kind="swa", tp=dst)
-    assert pair(tmp_path, *shapes, window_pages=window_pages, prefix=prefix) == ([""] * src, [""] * dst)
 
 
 @pytest.mark.parametrize(("src", "dst"), [(1, 2), (4, 2)], ids=str)

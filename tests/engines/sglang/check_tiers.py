@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from bench import Shape, ranks
+from bench import Shape, finish, ranks, start
 from scheduling import NOTHING, Server, base, paged, parameters, pools, publish, tokens_of
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] (public by its docs)
 
 from kvmover.cache.ledger import Loss
 from kvmover.cache.tiers import TierCount
 from kvmover.config import Settings
 from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.sglang import plugin
+from kvmover.engines.sglang import engine_radix, plugin
 from kvmover.engines.sglang.options import StorageFlags, TierFlags
 from kvmover.engines.sglang.radix_accounts import RadixAccounts
 from kvmover.engines.sglang.radix_tiers import DecodeRadixCache, TieredRadixCache
@@ -39,8 +41,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> None:
 class PoolContent:
     """The rows of SGLang's pool as numbers: each layer, K and V, and head has its own of a token's."""
 
-    def __init__(self, pool: Any, layers: Sequence[int] = range(LAYERS)) -> None:
-        self.pool, self.layers = pool, layers
+    #: Ranks that divide the tokens of a page.
+    shares = 1
+
+    def __init__(self, pool: Any, layers: Sequence[int] = range(LAYERS), first_head: int = 0) -> None:
+        self.pool, self.layers, self.first_head = pool, layers, first_head
 
     def planes(self, layer: int) -> list[torch.Tensor]:
         """As an attention backend reads them: behind the gate."""
@@ -50,7 +55,7 @@ class PoolContent:
         return [buffer.view(torch.int64).flatten(1) for buffer in both]
 
     def offsets(self, layer: int, kv: int, width: int) -> torch.Tensor:
-        return 100 * layer + 10 * kv + torch.arange(width)
+        return 100 * layer + 10 * kv + self.first_head + torch.arange(width)
 
     def __setitem__(self, row: torch.Tensor, numbers: torch.Tensor) -> None:
         for layer in self.layers:
@@ -69,6 +74,28 @@ class PoolContent:
         return numbers if whole else torch.full_like(numbers, NOTHING)
 
 
+class SharedContent(PoolContent):
+    """Of ranks that share the positions of every page: SGLang deals indices of all, and each has rows of its own."""
+
+    def __init__(self, pool: Any, place: ParallelRank, group: Any, *given: Any) -> None:
+        super().__init__(pool, *given)
+        self.shares, self.place, self.group = place.cp_size, place, group
+
+    def __setitem__(self, row: torch.Tensor, numbers: torch.Tensor) -> None:
+        mine = row % self.shares == self.place.cp
+        super().__setitem__(row[mine] // self.shares, numbers[mine])
+
+    def __getitem__(self, row: torch.Tensor) -> torch.Tensor:
+        """Its own, and what those with the first heads have of the others."""
+        mine = row % self.shares == self.place.cp
+        numbers, own = torch.zeros_like(row), super().__getitem__(row[mine] // self.shares)
+        if not self.place.tp:
+            numbers[mine] = own
+        torch.distributed.all_reduce(numbers, group=self.group)
+        numbers[mine] = own
+        return numbers
+
+
 class TieredServer(Server):
     """As Server, with pools that have bytes; requests load from the host when they are admitted."""
 
@@ -76,7 +103,8 @@ class TieredServer(Server):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.content = PoolContent(self.allocator.get_kvcache())
+        pool = self.allocator.get_kvcache()
+        self.content = PoolContent(pool, range(pool.start_layer, pool.start_layer + pool.layer_num))
         #: Requests' tokens by the tier they were found on.
         self.tiers = {"device": 0, "host": 0}
 
@@ -86,7 +114,7 @@ class TieredServer(Server):
 
     def poison(self) -> None:
         """Whoever reads a page that nobody wrote is found out."""
-        page = self.cache.page_size
+        page = self.cache.page_size // self.content.shares
         first = self.allocator.get_all_free_pages().long()
         rows = first if page == 1 else (first[:, None] * page + torch.arange(page)).flatten()
         for layer in self.content.layers:
@@ -144,10 +172,11 @@ class TieredServer(Server):
         return req
 
 
-def pool_of(kind: str, size: int, page: int, heads: int = 2) -> Any:
+def pool_of(kind: str, size: int, page: int, heads: int = 2, layers: range = range(LAYERS)) -> Any:
+    span = {"start_layer": layers.start, "end_layer": layers.stop}
     if kind == "latent":
-        return pools.MLATokenToKVPool(size, page, torch.float32, 2, 2, LAYERS, "cpu", False)
-    return pools.MHATokenToKVPool(size, page, torch.float32, heads, 2, LAYERS, "cpu", False)
+        return pools.MLATokenToKVPool(size, page, torch.float32, 2, 2, len(layers), "cpu", False, **span)
+    return pools.MHATokenToKVPool(size, page, torch.float32, heads, 2, len(layers), "cpu", False, **span)
 
 
 def serving(
@@ -159,20 +188,27 @@ def serving(
     group: Any = None,
     accounts: RadixAccounts | None = None,
     heads: int = 2,
+    layers: range = range(LAYERS),
     made: type[TieredRadixCache] = TieredRadixCache,
     **more: Any,
 ) -> TieredServer:
-    pool = pool_of(kind, size, page, heads)
-    params = parameters(page, size, attn_tp_cache_group=group)
+    pool = pool_of(kind, size // place.cp_size, page // place.cp_size, heads, layers)
+    params = parameters(page, size)
     one = [size, torch.float32, "cpu", pool, False]
     params.token_to_kv_pool_allocator = (
         tokens_of.TokenToKVPoolAllocator(*one) if page == 1 else paged.PagedTokenToKVPoolAllocator(size, page, *one[1:])
     )
     flags = flags_of(root, **more)
-    tiers = open_tiers(params, flags, place, ())
+    tiers = open_tiers(params, flags, place, group)
     cache = made(params, flags, tiers, accounts)
     pool.register_layer_transfer_counter(cache.gates)
-    return TieredServer(cache)
+    server = TieredServer(cache)
+    first_head = 0 if kind == "latent" else place.tp * heads
+    if place.cp_size > 1:
+        server.content = SharedContent(pool, place, group, layers, first_head)
+    else:
+        server.content.first_head = first_head
+    return server
 
 
 def flags_of(root: Path | None, **more: Any) -> TierFlags:
@@ -510,6 +546,141 @@ def test_two_ranks_agree_and_a_latent_is_stored_once(kind: str, tmp_path: Path) 
         assert told[0]["stored"] == told[1]["stored"]
 
 
+def in_turn(server: TieredServer, place: ParallelRank, steps: Any) -> None:
+    """Each step of the scheduler is taken behind that of the stage before, which would wait for ever for this one's."""
+    taken, step = server.cache.check_hicache_events, itertools.count()
+
+    def check_hicache_events() -> None:
+        number = next(step)
+        if place.pp:
+            steps.wait([f"{place.tp} {place.pp - 1} {number}"])
+        taken()
+        steps.set(f"{place.tp} {place.pp} {number}", "")
+
+    server.cache.check_hicache_events = check_hicache_events
+
+
+def stages(rank: Any, kind: str, name: str) -> dict[str, Any]:
+    """One rank of a fleet with pipeline stages: a history, and then everything from storage again."""
+    place = ParallelRank.from_rank(rank.number, rank.shape.tp, rank.shape.pp)
+    size = rank.shape.tp * rank.shape.pp
+    held = place.layers(4)
+    layers = range(held.start, held.start + held.count)
+    group = rank.group if size > 1 else None
+    heads = 1 if kind == "latent" else 4 // rank.shape.tp
+    made = {"kind": kind, "place": place, "group": group, "root": rank.root / "store", "heads": heads, "layers": layers}
+    first, second = serving(4, 192, **made), serving(4, 192, **made)
+    if size > 1:
+        for number, server in enumerate((first, second)):
+            in_turn(server, place, FileStore(str(rank.root / f"{name} {number}"), size))
+    history(first, 3, 100)
+    served(first, list(range(40)), answer=0)
+    first.settle()
+    torch.distributed.barrier()
+    second.poison()
+    req = second.fetch([*range(40), 7])
+    run(second, req)
+    second.settle()
+    torch.distributed.barrier()
+    first.cache.release_host_resources()
+    second.cache.release_host_resources()
+    return {
+        "host": first.tiers["host"],
+        "operations": first.controller.collectives.serial,
+        "fetched": req.storage_hit_length,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_that_run_apart_agree_and_share_their_pages_with_other_fleets(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    shape = "mla" if kind == "latent" else "mha"
+    told = ranks(Shape(kind=shape, tp=2, pp=2), tmp_path, stages, kind, "stages")
+    assert all(rank == told[0] for rank in told)
+    assert told[0]["host"] > 0
+    assert told[0]["operations"] > 10
+    assert told[0]["fetched"] == 40
+    (alone,) = ranks(Shape(kind=shape), tmp_path, stages_read, kind)
+    assert alone == 40
+
+
+def stages_read(rank: Any, kind: str) -> int:
+    """What one rank finds of what the stages stored."""
+    heads = 1 if kind == "latent" else 4
+    server = serving(4, 192, kind=kind, root=rank.root / "store", heads=heads, layers=range(4))
+    server.poison()
+    req = server.fetch([*range(40), 7])
+    run(server, req)
+    server.settle()
+    server.cache.release_host_resources()
+    return req.storage_hit_length
+
+
+def of_sglang(rank: Any) -> tuple[ParallelRank, Any]:
+    """Where SGLang says that a rank stands, and the group that it is agreed in."""
+    place = engine_radix.place()
+    return place, engine_radix.fleet_group(place, parameters(4, 64, attn_tp_cache_group=rank.group))
+
+
+def context_parallel(rank: Any, kind: str) -> dict[str, Any]:
+    """One rank: a history, and then everything from storage again."""
+    place, group = of_sglang(rank)
+    heads = 1 if kind == "latent" else 4 // place.tp_size
+    made = {"kind": kind, "place": place, "group": group, "root": rank.root / "store", "heads": heads}
+    first = serving(4, 192, **made, layers=range(4))
+    history(first, 3, 100)
+    served(first, list(range(40)), answer=0)
+    served(first, list(range(100, 140)), answer=0)
+    first.settle()
+    torch.distributed.barrier()
+    second = serving(4, 192, **made, layers=range(4))
+    second.poison()
+    req = second.fetch([*range(40), 7])
+    run(second, req)
+    second.settle()
+    torch.distributed.barrier()
+    for server in (first, second):
+        server.cache.release_host_resources()
+    counts = first.controller.meter.counts
+    return {
+        "grid": place.grid,
+        "fetched": req.storage_hit_length,
+        "backed": counts[TierCount.BACKED_PAGES],
+        "stored": counts[TierCount.STORED_PAGES],
+        "host": first.tiers["host"],
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("option", "tp", "grid"),
+    [
+        ("dcp_size", 2, "TP1 CP2"),
+        ("dcp_size", 4, "TP2 CP2"),
+        ("attn_cp_size", 2, "TP1 x2"),
+        ("attn_cp_size", 4, "TP2 x2"),
+    ],
+)
+def test_context_parallel_ranks_bring_back_their_part_and_share_their_pages(
+    kind: str, option: str, tp: int, grid: str, tmp_path: Path
+) -> None:
+    """sglang#22782: what a rank holds of a page, and which of equal ones writes it, are of one coordinate.
+
+    Ranks that divide the tokens of a page, or that hold all of them; and one rank reads what they stored.
+    """
+    (tmp_path / "store").mkdir()
+    shape = Shape(kind="mla" if kind == "latent" else "mha", tp=tp)
+    told = finish(start(shape, tmp_path, context_parallel, kind, **{option: 2}))
+    assert {rank["grid"] for rank in told} == {grid}
+    assert [(rank["fetched"], rank["host"]) for rank in told] == [(40, told[0]["host"])] * tp
+    assert told[0]["host"] > 0
+    equal = tp // (2 if option == "dcp_size" else 1) if kind == "latent" else 2 if option == "attn_cp_size" else 1
+    written = sum(rank["stored"] for rank in told)
+    assert told[0]["backed"] * tp / equal * 0.6 < written < told[0]["backed"] * tp / equal * 1.2
+    assert all(rank["stored"] > 0 for rank in told)
+    assert ranks(Shape(kind=shape.kind), tmp_path, stages_read, kind) == [40]
+
+
 def context_of(**more: Any) -> Any:
     """What SGLang builds a cache of, for a server with a hierarchical cache."""
     params = parameters(4, 64)
@@ -551,8 +722,6 @@ def of_stages(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("context", "word"),
     [
-        (lambda: of_stages(pp_size=2), "not pipeline stages"),
-        (lambda: of_stages(attn_cp_size=2), "not context-parallel ranks"),
         (lambda: of_stages(is_eagle=True), "not a draft's pools"),
         (lambda: context_of(params=parameters(4, 64)), "not pools of NoneType"),
     ],
@@ -560,3 +729,10 @@ def of_stages(**more: Any) -> Any:
 def test_what_the_tiers_would_not_bring_back_whole_is_refused(context: Any, word: str) -> None:
     with pytest.raises(EngineUnsupported, match=word):
         plugin.radix_cache(context())
+
+
+def test_a_decode_server_with_stages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's loop for it asks no hierarchical cache to go on."""
+    monkeypatch.setattr(engine_radix, "is_decode", lambda: True)
+    with pytest.raises(EngineUnsupported, match="not pipeline stages of a decode server"):
+        plugin.radix_cache(of_stages(pp_size=2))

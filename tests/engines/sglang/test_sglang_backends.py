@@ -139,6 +139,19 @@ def test_ranks_that_repeat_a_head_share_the_pages_out(tmp_path: Path) -> None:
     assert written == 2 * PAGES * PAGE * LAYERS * 2 * DIM * 2
 
 
+def test_stages_that_keep_one_layer_each_write_all_of_it(tmp_path: Path) -> None:
+    """Of a model nobody knows the layers of: one of two would be elected to write the only layer, which is two."""
+    for pp in range(2):
+        opened = adapter(tmp_path, ParallelRank(0, 1, pp, 2))
+        with opened.store:
+            pool = host_pool("MHATokenToKVPoolHost", "page_first")
+            pool.kv_buffer = pool.kv_buffer[:, :, :1].contiguous()
+            pool.layer_num = pool.end_layer = 1
+            backend = opened.backend(pool, MAIN)
+            assert all(backend.put(HASHES[:PAGES], tokens_of(list(range(PAGES)))))
+            assert backend.exists(HASHES[:PAGES]) == [True] * PAGES
+
+
 @pytest.mark.parametrize(
     "tokens", [[0, 1, 2], [1, 2, 3, 4], [0, 1, 3, 2], [0, 4, 8, 12], [4, 5, 6, 7, 8, 9, 10, 11]], ids=str
 )

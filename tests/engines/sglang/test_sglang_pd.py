@@ -19,13 +19,12 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang.devicepool import placement_of, strands_of
 from kvmover.engines.sglang.options import ModelFacts
 from kvmover.engines.sglang.page_parts import TpPlacement, part_of_rows
+from kvmover.engines.sglang.pd_aux import AuxRows
 from kvmover.engines.sglang.pd_cache import (
-    AuxRows,
     CacheTotals,
     RankCache,
     caches_of,
     chunk_table,
-    layers_of,
     page_table,
     pool_of,
     refuse,
@@ -182,10 +181,11 @@ def test_a_convolution_of_unknown_groups_is_cut_by_rank_and_a_replicated_state_n
 
 @pytest.mark.parametrize(("page_tokens", "window"), [(4, 8), (4, 6), (4, 1), (1, 5), (64, 128)], ids=str)
 def test_whatever_the_length_a_windows_table_names_the_pages_that_sglang_tells(page_tokens: int, window: int) -> None:
-    """For each length and prefix: the engine's own choice of pages; what the component wants lies in them."""
-    width = (-(-window // page_tokens) + 1) * page_tokens
-    cache = RankCache("window", (0,), 999, 1, 1, window=width, by=0)
-    component = cache.component(1)
+    """For each length and prefix: the engine's own choice of pages; what the component wants lies in them, be it the
+    window's tokens, or whole pages."""
+    by_page = (-(-window // page_tokens) + 1) * page_tokens
+    cache = RankCache("window", (0,), 999, 1, 1, window=window, by=0)
+    component, whole = cache.component(1), replace(cache, window=by_page).component(1)
     for prefix in range(3):
         for tokens in range(prefix * page_tokens + 1, prefix * page_tokens + 2 * window + 2 * page_tokens):
             pages = -(-tokens // page_tokens)
@@ -193,10 +193,12 @@ def test_whatever_the_length_a_windows_table_names_the_pages_that_sglang_tells(p
             own = np.arange(first, pages) + 100
             table = page_table(cache, prefix, np.arange(prefix, pages), [own], page_tokens)
             assert table.tolist() == [100 + max(page, first) for page in range(pages)]
-            wanted = component.wanted(range(prefix * page_tokens, pages * page_tokens))
-            assert {100 + page for page in range(first, pages)} == {
-                int(table[position // page_tokens]) for position in wanted
-            }
+            for wanted in (
+                component.wanted(range(prefix * page_tokens, tokens)),
+                whole.wanted(range(prefix * page_tokens, pages * page_tokens)),
+            ):
+                named = {int(table[position // page_tokens]) for position in wanted}
+                assert named == {100 + page for page in range(first, pages)}
 
 
 def test_a_state_has_a_page_table_of_its_own_and_index_keys_skip_the_prefix() -> None:
@@ -233,7 +235,7 @@ def test_the_chunks_of_a_prefill_name_the_pages_of_the_whole(sizes: tuple[int, .
         (RankCache("kv", (0,), 9, 1, 1, by=0), [1, 2, 3, 4]),
         (RankCache("state", (0,), 9, 1, 1, states=1, by=0), []),
         (RankCache("state", (0,), 9, 1, 1, states=1, by=0), [1, 2]),
-        (RankCache("window", (0,), 9, 1, 1, window=2 * PAGE, by=0), [1, 2, 3]),
+        (RankCache("window", (0,), 9, 1, 1, window=PAGE, by=0), [1, 2, 3]),
     ],
     ids=str,
 )
@@ -333,14 +335,6 @@ def test_a_ring_has_a_row_for_each_position_of_the_window_and_a_short_request_it
     assert page_table(ring, 0, np.arange(9), [[31, 32, 33]], PAGE).tolist() == [31, 31, 31, 31, 32, 33]
     with pytest.raises(PlanError, match="7 indices of 'window ring'"):
         page_table(ring, 0, np.arange(9), [list(range(7))], PAGE)
-
-
-def test_stages_add_up_to_the_model_if_they_hold_what_a_fleet_says() -> None:
-    assert layers_of([{"kv": 15, "state": 2}, {"kv": 16, "state": 2}]) == {"kv": 31, "state": 4}
-    with pytest.raises(EngineUnsupported, match=r"hold \[15, 15, 16, 16\] layers .* \[15, 16, 15, 16\] would be"):
-        layers_of([{"kv": 15}, {"kv": 15}, {"kv": 16}, {"kv": 16}])
-    with pytest.raises(EngineUnsupported, match=r"\[0, 1\] layers of the cache 'draft'"):
-        layers_of([{"kv": 2}, {"kv": 2, "draft": 1}])
 
 
 def test_a_borrowed_tensor_is_the_engines_memory_itself() -> None:

@@ -25,7 +25,7 @@ from kvmover.engines.sglang.options import (
 )
 from kvmover.engines.sglang.page_parts import ALL_PAGES, PoolRows, TpPlacement, hits, native_part, part_of_rows
 from kvmover.errors import KvmoverError, LayoutError
-from kvmover.layout import Fleet
+from kvmover.layout import CpOrder, Fleet
 from kvmover.store import PagePart
 
 ATTENTION = PoolRows("kv", layers=8, kv=2, heads=2, dim=128, dtype="bfloat16")
@@ -95,14 +95,18 @@ def test_the_operator_is_believed_before_the_engine() -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_every_ranks_part_is_its_fleets_share_of_the_model(heads: int, tp: int, pp: int) -> None:
-    """The same part as `Part.of` gives, where SGLang cuts layers evenly; and nobody has to say what can be counted."""
-    fleet = Fleet(tp=tp, pp=pp, page_tokens=16)
+@pytest.mark.parametrize("cp", [1, 4])
+def test_every_ranks_part_is_its_fleets_share_of_the_model(heads: int, tp: int, pp: int, cp: int) -> None:
+    """The same part as `Part.of` gives, where SGLang cuts layers evenly; and nobody has to say what can be counted.
+
+    Layers, heads and positions are from one coordinate (sglang#22782).
+    """
+    fleet = Fleet(tp=tp, pp=pp, cp=cp, page_tokens=16 // cp, cp_order=CpOrder.TOKEN)
     for rank in range(fleet.size):
         at = fleet.coordinate(rank)
         model = ModelFacts(kv_heads=heads if heads < tp else None, layers=8 if pp > 1 else None)
         rows = PoolRows("kv", 8 // pp, 2, max(1, heads // tp), 128, "bfloat16", first_layer=at.pp * 8 // pp)
-        part = part_of_rows(rows, ParallelRank(at.tp, tp, at.pp, pp), model, 16)
+        part = part_of_rows(rows, ParallelRank(at.tp, tp, at.pp, pp, at.cp, cp, CpOrder.TOKEN), model, 16)
         assert part == PagePart.of(part.component, fleet.shard(part.component, rank, 16), 16)
         assert (part.component.heads, part.component.layers) == (heads, 8)
 

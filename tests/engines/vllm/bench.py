@@ -29,6 +29,7 @@ hashing: Any = import_module("vllm.v1.core.kv_cache_utils")
 outputs: Any = import_module("vllm.v1.outputs")
 requests: Any = import_module("vllm.v1.request")
 state: Any = import_module("vllm.distributed.kv_transfer.kv_transfer_state")
+adapter: Any = import_module("kvmover.engines.vllm.engine")
 Factory: Any = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
 Aggregator: Any = import_module("vllm.distributed.kv_transfer.kv_connector.utils").KVOutputAggregator
 Role: Any = import_module("vllm.distributed.kv_transfer.kv_connector.v1").KVConnectorRole
@@ -139,6 +140,14 @@ def config_of(shape: Shape, folder: Path) -> Any:
             target_parallel_config=config.parallel_config,
         )
     return config
+
+
+def alike(own: Any, stages: int) -> list[Any]:
+    """vLLM's stages are processes that tell each other what they hold: those of one process hold as much each."""
+    return [own] * stages
+
+
+adapter.of_all_stages = alike
 
 
 def layer_name(number: int) -> str:

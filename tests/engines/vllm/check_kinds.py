@@ -20,8 +20,9 @@ import pytest
 import torch
 from bench import KV_HEADS, POISON, Factory, Role, Shape, allocate, caching, config_of, configs
 
+from kvmover.engines.common import CardServer
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, ReceiveSpec, SendSpec
-from kvmover.engines.vllm.handshake import HandshakeServer, Remote
+from kvmover.engines.vllm.handshake import Remote
 from kvmover.errors import KvmoverError
 
 triton: Any = import_module("triton")
@@ -59,14 +60,16 @@ class Grid:
     layout: str = "LBHNC"
     dcp: int = 1
     interleave: int = 1
+    pp: int = 1
 
 
 @dataclass
 class Rank:
-    """A worker with its caches. `tables`: of the one request, a block table a group."""
+    """A worker with its caches, tensor-parallel rank `rank` of a stage. `tables`: of the one request, one a group."""
 
     grid: Grid
     rank: int
+    stage: int
     specs: dict[str, Any]
     groups: dict[str, int]
     caches: dict[str, torch.Tensor]
@@ -289,14 +292,15 @@ class Bench:
             config.speculative_config = _Speculation()
             modules.update({layer: _Draft() for layer in family.drafts})
         ranks: list[Rank] = []
-        for number in range(grid.tp):
+        for number in range(grid.tp * grid.pp):
             own = copy.copy(config)
             own.parallel_config = copy.copy(config.parallel_config)
             own.parallel_config.tensor_parallel_size, own.parallel_config.rank = grid.tp, number
+            own.parallel_config.pipeline_parallel_size = grid.pp
             own.parallel_config.decode_context_parallel_size = grid.dcp
             own.parallel_config.cp_kv_cache_interleave_size = grid.interleave
             rank = blank(family, grid, number, tokens)
-            rank.connector = Factory.create_connector(own, Role.WORKER, cache_config(family, grid))
+            rank.connector = Factory.create_connector(own, Role.WORKER, cache_config(family, grid, rank.stage))
             self.made.append(rank.connector)
             rank.connector.register_kv_caches(rank.caches)
             ranks.append(rank)
@@ -305,7 +309,7 @@ class Bench:
     def hand_over(self, family: Family, src: Grid, dst: Grid, tokens: range = range(TOKENS)) -> None:
         """A request from one engine's ranks to the other's, whose memory is compared then."""
         for rank in self.moved(family, family, src, dst, tokens):
-            wanted = blank(family, dst, rank.rank, tokens.stop)
+            wanted = blank(family, dst, rank.stage * dst.tp + rank.rank, tokens.stop)
             family.write(wanted, tokens)
             assert torch.equal(rank.memory, wanted.memory), odd(rank, wanted)
             assert (wanted.memory != POISON).any()
@@ -315,7 +319,7 @@ class Bench:
     ) -> list[Rank]:
         """The ranks that a request came to, or to each of which it did not."""
         a, b = self.side("prefill", of_src, src, tokens.stop), self.side("decode", of_dst, dst, tokens.stop)
-        server = HandshakeServer("127.0.0.1", 0)
+        server = CardServer("127.0.0.1", 0)
         server.lay_out("prefill", [rank.connector.get_handshake_metadata().card for rank in a])
         remote = Remote("prefill", "p", "127.0.0.1", server.port)
         for rank in a:
@@ -371,11 +375,19 @@ def odd(rank: Rank, wanted: Rank) -> str:
     return f"rank {rank.rank}: {len(at)} bytes of {rank.memory.numel()} differ, from {at[:8].tolist()} on"
 
 
-def cache_config(family: Family, grid: Grid) -> Any:
+def of_stage(family: Family, grid: Grid, stage: int) -> list[dict[str, Any]]:
+    """The groups of a family with the layers that vLLM gives a stage."""
+    groups = family.groups(grid.tp, grid.block_tokens)
+    last = 1 + max(number(layer) for specs in groups for layer in specs)
+    own = range(stage * last // grid.pp, (stage + 1) * last // grid.pp)
+    return [{layer: spec for layer, spec in specs.items() if number(layer) in own} for specs in groups]
+
+
+def cache_config(family: Family, grid: Grid, stage: int) -> Any:
     """One allocation, in which every kind of layer has a part."""
     groups: list[Any] = []
     parts: list[tuple[list[str], Any]] = []
-    for specs in family.groups(grid.tp, grid.block_tokens):
+    for specs in of_stage(family, grid, stage):
         found = list(specs.values())
         alike = all(spec == found[0] for spec in found)
         whole = found[0] if alike else caching.UniformTypeKVCacheSpecs(found[0].block_size, kv_cache_specs=specs)
@@ -393,10 +405,11 @@ def cache_config(family: Family, grid: Grid) -> Any:
     return caching.KVCacheConfig(BLOCKS, tensors, groups, kv_cache_layout=grid.layout)
 
 
-def blank(family: Family, grid: Grid, number: int, tokens: int) -> Rank:
+def blank(family: Family, grid: Grid, rank: int, tokens: int) -> Rank:
     """A rank whose memory is poison, with a request whose blocks stand in no order."""
-    config = cache_config(family, grid)
-    specs = {name: spec for each in family.groups(grid.tp, grid.block_tokens) for name, spec in each.items()}
+    stage, column = divmod(rank, grid.tp)
+    config = cache_config(family, grid, stage)
+    specs = {name: spec for each in of_stage(family, grid, stage) for name, spec in each.items()}
     groups = {name: n for n, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
     caches = allocate(config, torch.device("cpu"), caching.KVCacheLayout[grid.layout])
     tables: list[list[int]] = []
@@ -406,9 +419,9 @@ def blank(family: Family, grid: Grid, number: int, tokens: int) -> Rank:
         need = -(-tokens // (spec.block_size * grid.dcp)) if scratch is None else 1 + scratch
         free = sorted(range(1, BLOCKS), key=lambda block, n=n: (block * 11 + n) % 31)
         tables.append(table_of(free, need, getattr(spec, "sliding_window", None), spec.block_size))
-    rank = Rank(grid, number, specs, groups, caches, tables)
-    rank.memory.fill_(POISON)
-    return rank
+    made = Rank(grid, column, stage, specs, groups, caches, tables)
+    made.memory.fill_(POISON)
+    return made
 
 
 def table_of(free: list[int], need: int, window: int | None, block_tokens: int) -> list[int]:
@@ -499,6 +512,28 @@ def test_states_of_recurrent_layers_are_cut_where_vllm_splits_them(
     mamba_utils.get_conv_state_layout.cache_clear()
     monkeypatch.setattr(mamba_utils, "get_conv_state_layout", lambda: order)
     bench.hand_over(Family(recurrent(kind), both(of_layers(0, 2), states)), src, dst)
+
+
+def staged(tp: int, block_tokens: int) -> list[dict[str, Any]]:
+    """Attention, states and windows by turns, so that each of two stages has a layer of each."""
+    ((_, spec),) = [*recurrent("GDN")(tp, block_tokens)[2].items()]
+    made = [full(tp, block_tokens), spec, sliding(tp, block_tokens // 2)]
+    return [{f"model.layers.{n}.mixer": of for n in (kind, kind + 3)} for kind, of in enumerate(made)]
+
+
+def by_turns(rank: Rank, tokens: range) -> None:
+    """As they are in `staged`."""
+    rows(rank, tokens, [layer for layer in rank.caches if number(layer) % 3 != 1])
+    states(rank, tokens)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [(Grid(2, pp=2), Grid(1, 32)), (Grid(1, 32), Grid(2, pp=2)), (Grid(1, pp=2), Grid(4))],
+    ids=["pp2-to-1", "1-to-pp2", "pp2-to-tp4"],
+)
+def test_stages_of_a_hybrid_hold_a_share_of_every_kind(bench: Bench, src: Grid, dst: Grid) -> None:
+    bench.hand_over(Family(staged, by_turns), src, dst)
 
 
 def mamba2_of(folder: Path, groups: int) -> Any:

@@ -58,7 +58,7 @@ class Rank:
         place = ParallelRank.from_rank(rank, tp, 1)
         self.component_cache: ComponentCache
         (self.component_cache,) = component_caches(
-            [CacheGroup(NAMES, kind, TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS, LAYERS), place
+            [CacheGroup(NAMES, kind, TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS), place
         )
         self.part = PagePart.held(self.component_cache.component, place.fleet(TOKENS), rank, TOKENS)
         backing = self.whole.flatten().view(torch.uint8)

@@ -51,6 +51,10 @@ class Request:
         return self._all_token_ids
 
     @property
+    def output_token_ids(self) -> list[int]:
+        return list(range(700, 700 + self.generated))
+
+    @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + self.generated
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvmover.config import ConfigError
-from kvmover.engines.common import EngineUnsupported, ParallelRank
-from kvmover.engines.vllm import VLLM, handshake
+from kvmover.engines.common import Cards, CardServer, EngineUnsupported, ParallelRank, fetch_cards
+from kvmover.engines.vllm import VLLM
 from kvmover.engines.vllm.block_store import page_of
 from kvmover.engines.vllm.caches import (
     CacheGroup,
@@ -23,6 +23,7 @@ from kvmover.engines.vllm.caches import (
     component_caches,
     lies_in,
     number_of,
+    of_all_stages,
     pools_of,
 )
 from kvmover.engines.vllm.handshake import LastTurn, Remote, Serve, answer, answer_of_turn, asked, digest_of
@@ -55,7 +56,7 @@ def caches(
 
 
 def one(layer_caches: list[LayerCache], heads: int, place: ParallelRank, layers: int = LAYERS) -> ComponentCache:
-    (component_cache,) = component_caches([FULL], layer_caches, BLOCKS, ModelTotals(heads, layers), place)
+    (component_cache,) = component_caches([FULL], layer_caches, BLOCKS, ModelTotals(heads), place)
     return component_cache
 
 
@@ -102,7 +103,7 @@ def test_a_latent_is_a_head_that_all_ranks_hold() -> None:
     group = CacheGroup(NAMES, "mla_attention", TOKENS)
     for rank in range(4):
         (component_cache,) = component_caches(
-            [group], caches("LBNHC", 1)[1], BLOCKS, ModelTotals(8, LAYERS), ParallelRank.from_rank(rank, 4, 1)
+            [group], caches("LBNHC", 1)[1], BLOCKS, ModelTotals(8), ParallelRank.from_rank(rank, 4, 1)
         )
         assert (component_cache.component.heads, component_cache.component.dim) == (1, CONTENT)
 
@@ -110,24 +111,20 @@ def test_a_latent_is_a_head_that_all_ranks_hold() -> None:
 def test_stages_hold_layers_of_the_whole_model() -> None:
     layer_caches = caches("LBNHC", 2)[1]
     group = CacheGroup(NAMES[2:], "full_attention", TOKENS)
-    (component_cache,) = component_caches(
-        [group], layer_caches[2:], BLOCKS, ModelTotals(2, LAYERS), ParallelRank.from_rank(1, 1, 2)
-    )
+    held = component_caches([group], layer_caches[2:], BLOCKS, ModelTotals(2), ParallelRank.from_rank(1, 1, 2))
+    (component_cache,) = of_all_stages(held, {held[0].component.name: 4})
+    assert component_cache.spec.component == component_cache.component
     assert (
         component_cache.component.layers,
         component_cache.spec.layout.extent_of("layer"),
         component_cache.layers,
     ) == (4, 2, NAMES[2:])
-    with pytest.raises(EngineUnsupported, match=r"stage 0 of 2 holds layers \[2, 3\], not 0 to 1 of 4"):
-        component_caches([group], layer_caches[2:], BLOCKS, ModelTotals(2, LAYERS), ParallelRank.from_rank(0, 1, 2))
 
 
 def test_quantised_caches_of_different_kinds_are_different_components() -> None:
     layer_caches = [LayerCache(s.layer, s.address, s.shape, s.stride, "uint8") for s in caches("LBNHC", 2)[1]]
     names = {
-        component_caches([FULL], layer_caches, BLOCKS, ModelTotals(2, LAYERS, kv_dtype), ParallelRank(0, 1))[
-            0
-        ].component.name
+        component_caches([FULL], layer_caches, BLOCKS, ModelTotals(2, kv_dtype), ParallelRank(0, 1))[0].component.name
         for kv_dtype in ("fp8_e4m3", "fp8_e5m2")
     }
     assert len(names) == 2
@@ -141,7 +138,7 @@ def test_groups_are_components_and_a_window_keeps_what_the_next_token_sees() -> 
         CacheGroup(NAMES[::2], "full_attention", TOKENS),
         CacheGroup(NAMES[1::2], "sliding_window", TOKENS, window=17),
     ]
-    full, sliding = component_caches(groups, layer_caches, BLOCKS, ModelTotals(2, LAYERS), ParallelRank(0, 1))
+    full, sliding = component_caches(groups, layer_caches, BLOCKS, ModelTotals(2), ParallelRank(0, 1))
     assert (full.group, full.component.window, full.component.layers) == (0, None, 2)
     assert (sliding.group, sliding.component.window, sliding.layers) == (1, 16, NAMES[1::2])
 
@@ -151,7 +148,7 @@ def test_layers_of_other_shapes_in_a_group_are_components_of_their_own() -> None
     wide, narrow = caches("LBNHC", 1)[1], caches("LBHNC", 1)[1]
     short = [LayerCache(s.layer + ".k", s.address, (*s.shape[:3], 4), s.stride, s.dtype) for s in narrow]
     group = CacheGroup((*NAMES, *(s.layer for s in short)), "mla_attention", TOKENS)
-    made = component_caches([group], [*wide, *short], BLOCKS, ModelTotals(8, LAYERS), ParallelRank.from_rank(1, 2, 1))
+    made = component_caches([group], [*wide, *short], BLOCKS, ModelTotals(8), ParallelRank.from_rank(1, 2, 1))
     assert [(component_cache.group, component_cache.component.dim) for component_cache in made] == [
         (0, CONTENT),
         (0, 4),
@@ -162,7 +159,7 @@ def test_layers_that_lie_unevenly_have_an_allocation_each() -> None:
     layer_caches = caches("LBNHC", 2)[1]
     uneven = [layer_caches[0], layer_caches[1], layer_caches[3]]
     group = CacheGroup(tuple(layer_cache.layer for layer_cache in uneven), "full_attention", TOKENS)
-    (component_cache,) = component_caches([group], uneven, BLOCKS, ModelTotals(2, LAYERS), ParallelRank(0, 1))
+    (component_cache,) = component_caches([group], uneven, BLOCKS, ModelTotals(2), ParallelRank(0, 1))
     assert component_cache.spec.separate == ("layer",)
     assert component_cache.starts == tuple(layer_cache.address for layer_cache in uneven)
 
@@ -187,7 +184,7 @@ def test_caches_that_are_not_rows_of_tokens_are_refused(
     group: CacheGroup, layer_caches: list[LayerCache], heads: int, said: str
 ) -> None:
     with pytest.raises(EngineUnsupported, match=said):
-        component_caches([group], layer_caches, BLOCKS, ModelTotals(heads, LAYERS), ParallelRank(0, 1))
+        component_caches([group], layer_caches, BLOCKS, ModelTotals(heads), ParallelRank(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -298,18 +295,18 @@ def test_hashes_of_any_length_name_pages() -> None:
 
 
 def test_cards_are_served_until_the_server_closes() -> None:
-    desk = handshake.HandshakeServer("127.0.0.1", 0)
+    desk = CardServer("127.0.0.1", 0)
     try:
         with pytest.raises(TransportError, match="HTTP 503"):
-            handshake.call("127.0.0.1", desk.port)
+            fetch_cards("127.0.0.1", desk.port)
         desk.lay_out("engine", [b"one", b"two"])
-        assert handshake.call("127.0.0.1", desk.port) == ("engine", (b"one", b"two"))
+        assert fetch_cards("127.0.0.1", desk.port) == Cards("engine", (b"one", b"two"))
         desk.lay_out("engine", [b"three"])
-        assert handshake.call("127.0.0.1", desk.port)[1] == (b"three",)
+        assert fetch_cards("127.0.0.1", desk.port).cards == (b"three",)
     finally:
         desk.close()
     with pytest.raises(TransportError, match=f"no cards from 127.0.0.1:{desk.port}"):
-        handshake.call("127.0.0.1", desk.port)
+        fetch_cards("127.0.0.1", desk.port)
 
 
 def test_a_stranger_at_the_port_is_no_engine() -> None:
@@ -326,7 +323,7 @@ def test_a_stranger_at_the_port_is_no_engine() -> None:
         thread = Thread(target=talk)
         thread.start()
         with pytest.raises(TransportError, match=f"no cards from 127.0.0.1:{port}"):
-            handshake.call("127.0.0.1", port)
+            fetch_cards("127.0.0.1", port)
         thread.join()
 
 

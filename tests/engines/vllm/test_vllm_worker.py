@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 import torch
 
-from kvmover.engines.common import ParallelRank
+from kvmover.engines.common import Cards, ParallelRank
 from kvmover.engines.vllm.caches import BackedTransport, CacheGroup, LayerCache, ModelTotals, component_caches, pools_of
 from kvmover.engines.vllm.connector_metadata import (
     AbortSpec,
@@ -111,12 +111,13 @@ def make() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
     cards: dict[int, tuple[str, list[bytes]]] = {}
 
-    def call(host: str, port: int) -> tuple[str, Sequence[bytes]]:
+    def call(host: str, port: int) -> Cards:
         CALLS.append(port)
         assert (SILENT if port == SILENT_PORT else OPEN).wait(30)
         if port not in cards:
             raise TransportError(f"no cards from {host}:{port}")
-        return cards[port]
+        engine, its = cards[port]
+        return Cards(engine, tuple(its))
 
     def build(
         name: str, layer_wise: int = 0, verb: Verb = Verb.PULL, chunk_bytes: int = 1 << 16, route: Route | None = None
@@ -129,7 +130,7 @@ def make() -> Iterator[Callable[..., Engine]]:
         ]
         place = ParallelRank(0, 1)
         made_of = component_caches(
-            [CacheGroup(NAMES, "full_attention", TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS, LAYERS), place
+            [CacheGroup(NAMES, "full_attention", TOKENS)], layer_caches, BLOCKS, ModelTotals(HEADS), place
         )
         backing = cache.view(torch.uint8).flatten()
         mover = Mover(

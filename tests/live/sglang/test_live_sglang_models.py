@@ -51,24 +51,41 @@ def test_sliding_windows(servers: Servers, model: ModelMaker, results: Results) 
 
 
 def test_pages_of_other_sizes(plain: Server, servers: Servers, model: ModelMaker, results: Results) -> None:
-    """Each prompt, and then the same with more behind it: of that decode has a prefix, in pages of its own."""
-    weights = model("llama", "sglang")
-    started = servers.start(
-        sglang("sglang-prefill-of-64", weights, "--chunked-prefill-size", "256", mode=PREFILL, page_tokens=64),
-        sglang("sglang-decode-of-16", weights, mode=DECODE_WITH_PREFIXES, tp=2),
-        sglang("sglang-prefill-of-16", weights, mode=PREFILL),
-        sglang("sglang-decode-of-64", weights, mode=DECODE_WITH_PREFIXES, page_tokens=64),
+    started = _pairs_of_other_sizes("llama", servers, model)
+    _behind_prefixes(plain, started, results, "pages of {} tokens")
+    _end(started, servers)
+
+
+def test_windows_in_pages_of_other_sizes(servers: Servers, model: ModelMaker, results: Results) -> None:
+    """A window of 64 tokens that ends anywhere in a page of 64 begins anywhere in one of 16."""
+    (alone,) = servers.start(sglang("sglang-windows-plain", model("windows", "sglang")))
+    started = _pairs_of_other_sizes("windows", servers, model)
+    _behind_prefixes(alone, started, results, "sliding windows, pages of {} tokens")
+    _end([alone, *started], servers)
+
+
+def _pairs_of_other_sizes(name: str, servers: Servers, model: ModelMaker) -> list[Server]:
+    """From pages of 64 to those of 16, and the other way."""
+    weights = model(name, "sglang")
+    return servers.start(
+        sglang(f"sglang-{name}-prefill-64", weights, "--chunked-prefill-size", "256", mode=PREFILL, page_tokens=64),
+        sglang(f"sglang-{name}-decode-16", weights, mode=DECODE_WITH_PREFIXES, tp=2),
+        sglang(f"sglang-{name}-prefill-16", weights, mode=PREFILL),
+        sglang(f"sglang-{name}-decode-64", weights, mode=DECODE_WITH_PREFIXES, page_tokens=64),
     )
-    warm(plain.ready())
+
+
+def _behind_prefixes(alone: Server, started: Sequence[Server], results: Results, scenario: str) -> None:
+    """Each prompt, and then the same with more behind it: of that decode has a prefix, in pages of its own."""
+    warm(alone.ready())
     for seed, sizes, pair in ((31, "64 to 16", started[:2]), (33, "16 to 64", started[2:])):
         once = prompts_of(10, seed=seed, least_tokens=100)
         longer = [[*prompt, *tail] for prompt, tail in zip(once, prompts_of(10, seed=seed + 1), strict=True)]
         for prompts, what in ((once, ""), (longer, ", behind a prefix")):
-            wanted = many(lambda prompt: ask(plain, prompt), prompts)
+            wanted = many(lambda prompt: ask(alone, prompt), prompts)
             got = many(lambda prompt, pair=pair: split(*pair, prompt), prompts)
-            assert not results.add("sglang", f"pages of {sizes} tokens{what}", wanted, got).failed
+            assert not results.add("sglang", scenario.format(sizes) + what, wanted, got).failed
         assert [usage(server) for server in pair] == [0, 0]
-    _end(started, servers)
 
 
 def _same(trio: Sequence[Server], results: Results, scenario: str, at_once: int = 8, gap: float = 1e-3) -> None:

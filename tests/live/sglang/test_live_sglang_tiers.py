@@ -21,12 +21,14 @@ _LITTLE = ("--max-total-tokens", "2048", "--chunked-prefill-size", "256")
 _TIERS = ("device", "host", "storage", "computed")
 
 
-def tiered(name: str, model: Path, root: Path, tp: int = 1, **options: object) -> Command:
+def tiered(name: str, model: Path, root: Path, tp: int = 1, pp: int = 1, cp: int = 1) -> Command:
+    """`cp`: of the tensor-parallel ranks, how many hold the same KV."""
     return sglang(
         name,
         model,
-        *(*_LITTLE, "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct", **options)),
+        *(*_LITTLE, "--attn-cp-size", str(cp), "--radix-cache-backend", "kvmover", *hicache(root, "page_first_direct")),
         tp=tp,
+        pp=pp,
         environment={"KVMOVER_METRICS_PORT": str(free_port())},
     )
 
@@ -45,13 +47,22 @@ def written(server: Server) -> None:
     raise AssertionError(f"{server.name} does not end its writes")
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("llama", 2), ("latent-yarn", 2), ("windows", 1)])
+_GRIDS = {"TP1": (1, 1, 1), "TP2": (2, 1, 1), "TP1 PP2": (1, 2, 1), "TP2 PP2": (2, 2, 1), "TP2 CP2": (2, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid"),
+    [
+        *(("llama", grid) for grid in ("TP1", "TP2", "TP1 PP2", "TP2 PP2")),
+        *(("latent-yarn", "TP2"), ("latent-yarn", "TP2 CP2"), ("windows", "TP1")),
+    ],
+)
 def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from_storage(
-    kind: str, tp: int, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+    kind: str, grid: str, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
-    weights = model(kind, "sglang")
+    weights, name = model(kind, "sglang"), f"sglang-tiers-{kind}-{grid.replace(' ', '-')}"
     plain, first = servers.start(
-        sglang(f"sglang-plain-{kind}", weights), tiered(f"sglang-tiers-{kind}-{tp}", weights, tmp_path, tp)
+        sglang(f"sglang-plain-{kind}", weights), tiered(name, weights, tmp_path, *_GRIDS[grid])
     )
     warm(plain, first)
     prompts = conversations(200, seed=95)
@@ -60,7 +71,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     got = [ask(first, prompt, 4) for prompt in prompts]
     found = {source: tokens - before[source] for source, tokens in hits(first).items()}
     said = ", ".join(f"{tokens:,.0f} {source}" for source, tokens in found.items())
-    title = f"tiers under the radix cache, {kind}, TP{tp}"
+    title = f"tiers under the radix cache, {kind}, {grid}"
     assert not results.add("sglang", title, wanted, got, said).failed
     assert min(found["host"], found["storage"]) > 5_000
     assert sum(found.values()) - found["computed"] == sum(answer.cached_tokens for answer in got)
@@ -75,7 +86,7 @@ def test_200_requests_get_the_same_tokens_from_the_host_and_after_a_restart_from
     written(first)
     servers.stop([first])
 
-    (again,) = servers.start(tiered(f"sglang-tiers-{kind}-{tp}-again", weights, tmp_path, tp))
+    (again,) = servers.start(tiered(f"{name}-again", weights, tmp_path, *_GRIDS[grid]))
     warm(again)
     before = hits(again)
     got = [ask(again, prompt, 4) for prompt in prompts]
@@ -111,12 +122,13 @@ def test_no_fewer_tokens_are_found_than_by_sglangs_own_tiers_on_the_same_schedul
     servers.stop([own, ours])
 
 
+@pytest.mark.parametrize("pp", [1, 2])
 def test_prefill_and_decode_keep_their_tiers_and_share_a_store(
-    plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
+    pp: int, plain: Server, servers: Servers, model: ModelMaker, results: Results, tmp_path: Path
 ) -> None:
     weights, ours = model("llama", "sglang"), ("--radix-cache-backend", "kvmover", *hicache(tmp_path, "page_first"))
     commands = [
-        sglang("sglang-tiers-prefill", weights, *_LITTLE, *ours, mode=PREFILL),
+        sglang(f"sglang-tiers-prefill-{pp}", weights, *_LITTLE, *ours, mode=PREFILL, pp=pp),
         sglang("sglang-tiers-decode", weights, *_LITTLE, *ours, mode=DECODE_WITH_PREFIXES),
     ]
     first, second = servers.start(*commands)
@@ -127,7 +139,8 @@ def test_prefill_and_decode_keep_their_tiers_and_share_a_store(
         got = [split(first, second, prompt, 4) for prompt in prompts]
         found = {tier: cached(first, tier) for tier in ("device", "host", "storage")}
         said = ", ".join(f"{tokens:,.0f} {tier}" for tier, tokens in found.items())
-        assert not results.add("sglang", f"tiers of prefill and decode{when}", wanted, got, said).failed
+        title = "tiers of prefill and decode" + f", prefill PP{pp}" * (pp > 1)
+        assert not results.add("sglang", title + when, wanted, got, said).failed
         assert usage(first) == usage(second) == 0
         assert found["host"] > 2_000
         time.sleep(2.0)  # the last pages are on their way to storage

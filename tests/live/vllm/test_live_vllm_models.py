@@ -45,6 +45,17 @@ def test_sliding_windows(servers: Servers, model: ModelMaker, results: Results) 
     _same(trio, servers, results, "sliding windows, blocks of 16 to 32", at_once=8)
 
 
+def test_windows_on_pipeline_stages(servers: Servers, model: ModelMaker, results: Results) -> None:
+    """Each stage has a window and a layer that attends to everything."""
+    weights = model("windows-by-turns", "vllm")
+    trio = servers.start(
+        vllm("vllm-stages-plain", weights),
+        vllm("vllm-stages-pp2", weights, kv=kvmover(), pp=2),
+        vllm("vllm-stages-32", weights, kv=kvmover(), block_tokens=32),
+    )
+    _same(trio, servers, results, "sliding windows, PP2 to TP1, blocks of 16 to 32", at_once=8)
+
+
 def _same(
     trio: Sequence[Server], servers: Servers, results: Results, scenario: str, at_once: int, gap: float = GAP
 ) -> None:

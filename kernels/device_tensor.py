@@ -1,0 +1,119 @@
+"""A tensor over memory of a GPU that torch did not allocate, and that is given back with the tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class DeviceMemory:
+    """`nbytes` bytes that kernels of `device` reach at `address`, as long as this or a tensor of it is alive."""
+
+    address: int
+    nbytes: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, device: torch.device, nbytes: int, take: Callable[[], tuple[int, Callable[[], None]]]) -> DeviceMemory:
+        """What `take` answers in the context of `device`: an address, and what gives it back. Raises what `take` does.
+
+        It is given back once the device has done all that it was told before.
+        """
+        with on(device):
+            address, give_back = take()
+        found = cls(address, nbytes, device)
+        weakref.finalize(found, _given_back, device, give_back).atexit = False
+        return found
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] from `offset` on. It keeps this; a view of it does not. Raises ValueError beyond the end."""
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ValueError(f"{nbytes} bytes from {offset} on of memory of {self.nbytes}")
+        found = tensor_at(self.address + offset, nbytes, self.device)
+        found.keeps = self  # pyright: ignore[reportAttributeAccessIssue]
+        return found
+
+
+def _given_back(device: torch.device, give_back: Callable[[], None]) -> None:
+    with on(device):
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(device)
+        give_back()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a device, which torch makes and the driver works in; nothing where it is the CPU."""
+    if device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    torch.cuda.current_stream(device).query()
+    return torch.cuda.device(device)
+
+
+class _Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class _Type(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Array(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _Type),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """`DLManagedTensor` of DLPack 0.8, with room for the shape behind it."""
+
+    _fields_ = (
+        ("array", _Array),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
+    )
+
+
+#: `kDLCPU`, `kDLCUDA`; and `kDLUInt`.
+_DLPACK_DEVICES, _UNSIGNED = {"cpu": 1, "cuda": 2}, 1
+
+
+def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] over memory that torch did not allocate, and that the caller keeps as long as the tensor.
+
+    By DLPack, which believes the device that it is told: `__cuda_array_interface__` has torch ask the driver, which
+    may answer with the GPU that the memory is of instead of the one that maps it. The header is freed by free(3): a
+    function in Python would run wherever a tensor ends, also while an exception is on its way, and lose that.
+    """
+    import torch
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    header = libc.malloc(ctypes.sizeof(_Managed))
+    managed = _Managed.from_address(header)
+    where = _Device(_DLPACK_DEVICES[device.type], device.index or 0)
+    shape = header + _Managed.length.offset
+    managed.array = _Array(address, where, 1, _Type(_UNSIGNED, 8, 1), shape, None, 0)
+    managed.context, managed.length = None, nbytes
+    managed.deleter = ctypes.cast(libc.free, ctypes.c_void_p)
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return torch.from_dlpack(make(header, b"dltensor", None))

@@ -1,0 +1,145 @@
+"""Prefill and decode with an engine of another make: one vocabulary of caches, and ranks that meet by their cards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import msgspec
+
+from kvmover.config import Settings
+from kvmover.engines.common import (
+    CARDS_PATH,
+    EXCHANGED_DTYPES,
+    Cards,
+    EngineMake,
+    exchanged,
+    fetch_cards,
+)
+from kvmover.engines.sglang.pd_cache import RankCache
+from kvmover.errors import PeerRefused, TransportError
+from kvmover.layout import DTYPE_BYTES
+
+log = logging.getLogger(__name__)
+
+#: How long SGLang's scheduler waits for a port that may be nobody's.
+_PATIENCE_S = 5.0
+
+
+def exchanged_caches(caches: Sequence[RankCache], dtype: str) -> list[RankCache] | None:
+    """The same memory as engines of any make describe theirs: one component of full attention, or a latent.
+
+    `dtype`: of the cache, by SGLang's word. None where they have no common words for these caches.
+    """
+    if len(caches) != 1 or dtype not in EXCHANGED_DTYPES or caches[0].row_bytes % DTYPE_BYTES[dtype]:
+        return None
+    cache = replace(caches[0], dtype=dtype)
+    component = exchanged(cache.component(cache.layers), cache.kv) if cache.by is None else None
+    return component and [replace(cache, name=component.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A prefill engine of another make by its name, or why its ranks cannot be connected."""
+
+    engine: str
+    refused: str = ""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """How a rank goes along with engines of another make. `model`: what these call its weights; None: with none.
+
+    `foreign`: addresses of prefill engines of another make.
+    """
+
+    model: str | None
+    foreign: set[str] = field(default_factory=set[str])
+
+    @classmethod
+    def of(cls, settings: Settings) -> Exchange:
+        """As configured."""
+        return cls(settings.exchange.model)
+
+    def described(self, caches: list[RankCache], dtype: str) -> list[RankCache]:
+        """In the words of all engines, where the weights have a name for all and there are such words."""
+        found = exchanged_caches(caches, dtype) if self.model else caches
+        if found is None:
+            names = ", ".join(cache.name for cache in caches)
+            log.warning("no engine but SGLang takes these caches, whatever exchange.model says: %s", names)
+        return found or caches
+
+    def meet(self, bootstrap_addr: str, connect: Callable[[bytes], object]) -> Met | None:
+        """Connect the prefill at `host:port`; None where SGLang, or nobody, is found there."""
+        self.foreign.discard(bootstrap_addr)
+        found = foreign_cards(bootstrap_addr) if self.model else None
+        if found is None:
+            return None
+        self.foreign.add(bootstrap_addr)
+        try:
+            for card in found.cards:
+                connect(card)
+        except (PeerRefused, TransportError) as error:
+            log.error("refused the prefill at %s: %s", bootstrap_addr, error)
+            return Met(found.engine, str(error))
+        return Met(found.engine)
+
+
+def foreign_cards(bootstrap_addr: str) -> Cards | None:
+    """Those of a prefill engine of another make at `host:port`; None where SGLang, or nobody, is found there."""
+    host, _, port = bootstrap_addr.rpartition(":")
+    try:
+        cards = fetch_cards(host.strip("[]"), int(port), _PATIENCE_S)
+    except (TransportError, ValueError) as error:
+        log.debug("%s", error)
+        return None
+    return None if cards.make == EngineMake.SGLANG else cards
+
+
+class RankCard(msgspec.Struct, frozen=True):
+    """What a prefill rank lays at its engine's bootstrap server: the card of rank `rank` of `ranks`."""
+
+    engine: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    ranks: Annotated[int, msgspec.Meta(ge=1)]
+    card: bytes
+
+
+class CardTable:
+    """The cards of a bootstrap server's ranks: `put` as they come, `answer` when all have."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, dict[int, RankCard]] = {}
+
+    def put(self, body: bytes) -> None:
+        """Raises msgspec.MsgspecError for what is no card."""
+        laid = msgspec.msgpack.decode(body, type=RankCard)
+        self._engines.setdefault(laid.engine, {})[laid.rank] = laid
+
+    def answer(self) -> tuple[int, bytes]:
+        """HTTP status, and the cards or a sentence that says why not.
+
+        >>> CardTable().answer()
+        (503, b'no rank has laid its card here')
+        """
+        if not self._engines:
+            return 503, b"no rank has laid its card here"
+        if len(self._engines) > 1:
+            said = f"{len(self._engines)} data-parallel engines; another make takes a prefill without them"
+            return 409, said.encode()
+        ((engine, laid),) = self._engines.items()
+        ranks = next(iter(laid.values())).ranks
+        if len(laid) < ranks:
+            return 503, f"{len(laid)} of {ranks} ranks have laid their cards here".encode()
+        return 200, Cards(engine, tuple(laid[rank].card for rank in sorted(laid)), EngineMake.SGLANG).encode()
+
+
+def lay_card(url: str, laid: RankCard, put: Any) -> None:
+    """Lay a rank's card at the bootstrap server. `put`: of `requests`. A server without a place for it is told of."""
+    answer = put(url + CARDS_PATH, data=msgspec.msgpack.encode(laid), timeout=_PATIENCE_S)
+    if answer.status_code != 200:
+        log.warning(
+            "%s takes no cards (HTTP %d): engines of another make do not find this one", url, answer.status_code
+        )

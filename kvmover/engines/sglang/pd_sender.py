@@ -1,0 +1,30 @@
+"""KvmoverSender is a request as SGLang's prefill sends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvmover.engines.sglang import engine_pd
+
+
+class KvmoverSender(engine_pd.CommonKVSender):
+    """SGLang's sender; what it sends, the manager collects."""
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *more: Any, **named: Any) -> None:
+        own = mgr.enter(bootstrap_room)
+        engine_pd.CommonKVSender.__init__(self, mgr, bootstrap_addr, own, *more, **named)
+        if own != bootstrap_room:
+            self.conclude_state = mgr.turn_away(own, bootstrap_room)
+            return
+        mgr.expect(own)
+        mgr.opened(own)
+
+    def abort(self) -> None:
+        """The scheduler gives the request up. It is over when nothing reads its pages."""
+        engine_pd.CommonKVSender.abort(self)
+        self.kv_mgr.give_up(self.bootstrap_room, "aborted by the scheduler")
+
+    def clear(self) -> None:
+        """The request has ended, whichever way: forget what was collected for it."""
+        engine_pd.CommonKVSender.clear(self)
+        self.kv_mgr.forget(self.bootstrap_room)

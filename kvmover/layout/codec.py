@@ -1,0 +1,240 @@
+"""A Codec says how rows of numbers are stored: in which elements, and by which scales. A value; it touches no byte.
+
+Two pools that store the same numbers in other codecs hold the same component. What one holds is brought into the other
+form on the way; `kernels/convert_reference.py` defines every bit of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from kvmover.errors import LayoutError
+from kvmover.fields import settle_whole
+
+#: Bits of an element, and half its step against the number: what rounding to it is off by at most. By torch's names.
+ELEMENTS: dict[str, tuple[int, float]] = {
+    "float32": (32, 2.0**-24),
+    "float16": (16, 2.0**-11),
+    "bfloat16": (16, 2.0**-8),
+    "float8_e4m3fn": (8, 2.0**-4),
+    "float4_e2m1fn_x2": (4, 2.0**-2),
+}
+
+#: What numbers may be meant to be, and so what a codec without scales may store.
+VALUES = ("float32", "float16", "bfloat16")
+
+#: What a rounding to a scaled block is off by at most, against the largest number of the block: half the widest step of
+#: the element against its largest number, and what rounding the scale adds. 16 / 448, and (1 + 1 / 17) / 6.
+_BLOCK_ERRORS = {("float8_e4m3fn", "float32"): 0.036, ("float4_e2m1fn_x2", "float8_e4m3fn"): 0.177}
+
+#: Parts of a row, and values of one: more than any row has, so that a peer's word cannot make us work for ever.
+MAX_PARTS, MAX_VALUES = 8, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`values` numbers of a row in one form: their elements, and behind these a scale for each `block` of them.
+
+    `block`: 0 where no scales lie in the row. A number is its element, times its block's scale, times the plane's own
+    scale if `is_scaled`. Two float4 share a byte, the first in its low half.
+
+    >>> Part(512, "float8_e4m3fn", 128, "float32").nbytes, Part(64, "bfloat16").nbytes
+    (528, 128)
+    """
+
+    values: int
+    element: str
+    block: int = 0
+    scale: str = ""
+
+    def __post_init__(self) -> None:
+        settle_whole(self, "part of a row", LayoutError, values=1, block=0)
+        if self.element not in ELEMENTS or self.values > MAX_VALUES:
+            known = f"at most {MAX_VALUES} values, in {', '.join(ELEMENTS)}"
+            raise LayoutError(f"a part of {self.values} values in {self.element!r}; {known}")
+        form = (self.element, self.scale)
+        plain = self.element in VALUES or self.element == "float8_e4m3fn"
+        if not ((plain and not self.block and not self.scale) or (self.block and form in _BLOCK_ERRORS)):
+            known = ", ".join(f"{scale} for {element}" for element, scale in _BLOCK_ERRORS)
+            raise LayoutError(
+                f"a part in {self.element} with {self.scale or 'no'} scales for {self.block} values; known are {known}"
+            )
+        if self.block and (self.block & (self.block - 1) or self.values % self.block or self.block < 2):
+            raise LayoutError(f"{self.values} values in blocks of {self.block}; a power of two that divides them")
+
+    @property
+    def element_bytes(self) -> int:
+        """Of all elements: half a byte each in float4."""
+        return self.values * ELEMENTS[self.element][0] // 8
+
+    @property
+    def nbytes(self) -> int:
+        """Elements and scales."""
+        scales = self.values // self.block * ELEMENTS[self.scale][0] // 8 if self.block else 0
+        return self.element_bytes + scales
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a plane has a scale of its own for it, beside the pages: k_scale, v_scale, or NVFP4's global one."""
+        return self.element not in VALUES and self.scale != "float32"
+
+    @property
+    def error(self) -> float:
+        """What storing a number in it is off by at most, by the number, or by the largest of its block if it has one.
+
+        It holds for numbers that the scale has room for: beyond they are clipped, and far below they lose digits.
+        """
+        return _BLOCK_ERRORS[self.element, self.scale] if self.block else ELEMENTS[self.element][1]
+
+    def text(self) -> str:
+        """`512 float8_e4m3fn by 128`."""
+        return f"{self.values} {self.element}" + (f" by {self.block}" if self.block else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How the rows of a component are stored: `parts` one after the other. `values`: what the numbers are meant to be.
+
+    The forms of SGLang 0.5.23 and vLLM 0.33.0 have names:
+
+    >>> Codec.plain("bfloat16", 128).row_bytes, Codec.fp8("bfloat16", 128).row_bytes, Codec.fp8_ds_mla().row_bytes
+    (256, 128, 656)
+    >>> Codec.nvfp4("bfloat16", 128).row_bytes, Codec.fp8_ds_mla().text()
+    (72, '512 float8_e4m3fn by 128 + 64 bfloat16')
+    """
+
+    values: str
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
+        if self.values not in VALUES or not 0 < len(self.parts) <= MAX_PARTS:
+            raise LayoutError(
+                f"a codec of {self.values!r} in {len(self.parts)} parts; 1 to {MAX_PARTS} of {', '.join(VALUES)}"
+            )
+        for part, start in zip(self.parts, self.starts, strict=True):
+            for form, at in ((part.element, start), (part.scale, start + part.element_bytes)):
+                size = ELEMENTS[form][0] // 8 if form else 0
+                if size > 1 and at % size:
+                    raise LayoutError(f"{part.text()} at byte {at} of a row: {form} lies at multiples of {size}")
+
+    @classmethod
+    def plain(cls, values: str, dim: int) -> Codec:
+        """As the numbers are meant to be: nothing is converted, and nothing lost."""
+        return cls(values, (Part(dim, values),))
+
+    @classmethod
+    def fp8(cls, values: str, *dims: int) -> Codec:
+        """e4m3 by a scale a tensor, `--kv-cache-dtype fp8_e4m3`. Several `dims`: K and V share a row, as in vLLM."""
+        return cls(values, tuple(Part(dim, "float8_e4m3fn") for dim in dims))
+
+    @classmethod
+    def fp8_ds_mla(cls, latent: int = 512, rope: int = 64) -> Codec:
+        """DeepSeek-V3.2's rows of 656 bytes: e4m3 with a float32 scale for each 128, and what turns in bfloat16."""
+        return cls("bfloat16", (Part(latent, "float8_e4m3fn", 128, "float32"), Part(rope, "bfloat16")))
+
+    @classmethod
+    def nvfp4(cls, values: str, dim: int) -> Codec:
+        """e2m1 with an e4m3 scale for each 16 behind it, and a scale a tensor."""
+        return cls(values, (Part(dim, "float4_e2m1fn_x2", 16, "float8_e4m3fn"),))
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a row."""
+        return sum(part.values for part in self.parts)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, its scales with it."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First byte of each part."""
+        return tuple(accumulate((part.nbytes for part in self.parts[:-1]), initial=0))
+
+    @property
+    def scales(self) -> int:
+        """Scales that each plane has beside the pages: one a part that `is_scaled`."""
+        return sum(part.is_scaled for part in self.parts)
+
+    def text(self) -> str:
+        """Its parts in words."""
+        return " + ".join(part.text() for part in self.parts)
+
+
+def cut_block(one: Codec, other: Codec) -> Part | None:
+    """A part of either codec of which a part of the other cuts a block, which no kernel reads; None: there is none.
+
+    >>> cut_block(Codec.fp8("bfloat16", 8, 120), Codec.nvfp4("bfloat16", 128)).block
+    16
+    """
+    for held, kept in ((one, other), (other, one)):
+        edges, begun = set(accumulate(part.values for part in held.parts)), 0
+        for part in kept.parts:
+            inside = (edge - begun for edge in edges if begun < edge < begun + part.values)
+            if part.block and any(edge % part.block for edge in inside):
+                return part
+            begun += part.values
+    return None
+
+
+@lru_cache(maxsize=256)
+def error_of(held: Codec, kept: Codec) -> float:
+    """The largest `Part.error` of what must be rounded when rows held as `held` are kept as `kept`; 0: nothing must.
+
+    The scales of both are taken to be equal where the forms are. A number that a scale was multiplied with has more
+    digits than bfloat16 keeps.
+    """
+    found, at = 0.0, 0
+    while at < kept.dim:
+        (theirs, begun), (ours, own_begun) = _part_at(held, at), _part_at(kept, at)
+        stop = min(begun + theirs.values, own_begun + ours.values)
+        same = (theirs.element, theirs.block) == (ours.element, ours.block)
+        aligned = not ours.block or (begun - own_begun) % ours.block == 0
+        if not (same and aligned) and not _holds(theirs.element, ours.element):
+            found = max(found, ours.error)
+        at = stop
+    return found
+
+
+def _holds(element: str, other: str) -> bool:
+    """Whether every number in `element`, without scales, is one in `other` too."""
+    return element in VALUES and other == "float32"
+
+
+def _part_at(codec: Codec, value: int) -> tuple[Part, int]:
+    """The part that a value of a row is in, and the part's first value."""
+    first = 0
+    for part in codec.parts:
+        if value < first + part.values:
+            return part, first
+        first += part.values
+    raise LayoutError(f"value {value} of a row of {codec.dim}")
+
+
+def named(name: str, values: str, dims: Sequence[int]) -> Codec:
+    """The form that engines call `name`, of rows of so many numbers. Raises LayoutError for one that is not known.
+
+    >>> named("fp8_ds_mla", "bfloat16", [576]).row_bytes, named("auto", "bfloat16", [128]).text()
+    (656, '128 bfloat16')
+    """
+    dim = sum(dims)
+    if name in ("auto", values):
+        return Codec.plain(values, dim)
+    if name in ("fp8", "fp8_e4m3", "float8_e4m3fn"):
+        return Codec.fp8(values, *dims)
+    if name == "nvfp4":
+        return Codec.nvfp4(values, dim)
+    if name == "fp8_ds_mla" and dim > 64:
+        return Codec.fp8_ds_mla(dim - 64)
+    if name in VALUES:
+        return Codec(values, (Part(dim, name),))
+    raise LayoutError(f"unknown form {name!r} of a row of {dim} {values}; known are {', '.join(FORMS)}")
+
+
+#: What `named` knows.
+FORMS = ("auto", "fp8_e4m3", "fp8_ds_mla", "nvfp4", *VALUES)
