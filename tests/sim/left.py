@@ -23,7 +23,7 @@ def _remembered(scene: Scene, seat: Seat) -> list[str]:
         "farewells": mover._destination._retransmissions,
         "reads": mover._reads.flights,
         "requests": mover._source._requests,
-        "early": mover._source._early,
+        "early": mover._source.early,
         "posts": mover._writes._queue,
         "staged": mover._writes._staged,
         "writes": mover._writes.flights,

@@ -180,7 +180,7 @@ def _idle(scene: Scene, seat: Seat, peer: Seat, request: str) -> bool:
 
 def check_early(scene: Scene, seat: Seat) -> None:
     """Nobody who asks for a request that has ended here is kept waiting for it to begin."""
-    for name in seat.mover._source._early._early:
+    for name in seat.mover._source.early._early:
         sent = [o for o in scene.orders if o.seat is seat and o.verb == "send" and o.request.name == name]
         if sent and sent[-1].transfer.ended:
             raise Broken(f"{seat.name}: {name} is waited for, and is over")

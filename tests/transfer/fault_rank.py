@@ -272,7 +272,7 @@ class Rank:
             "limbo": len(mover._destination.quarantine),
             "reads": len(mover._reads.flights),
             "requests": len(mover._source._requests),
-            "early wants": len(mover._source._early),
+            "early wants": len(mover._source.early),
             "queued": len(mover._writes._queue),
             "staged": len(mover._writes._staged),
             "writes": len(mover._writes.flights),

@@ -178,7 +178,7 @@ def test_what_a_peer_says_fills_its_budget_and_no_more(flood: Flood, count: int,
         kept = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    counted = source._source._early.budget
+    counted = source._source.early.budget
     filled = max(counted.kept_bytes(name) for name in source._core.peers._by_name)
     least = {payloads: 0, aborts: 1 << 18}.get(flood, 1 << 19)  # the past fills half of it
     assert least <= filled <= 1 << 20

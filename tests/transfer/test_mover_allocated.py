@@ -287,7 +287,7 @@ def test_a_want_that_is_noted_early_grows_while_nobody_has_sent_the_request():
     pair.bench.turn()
     mover._core.post(peer, short)
     pair.bench.turn()
-    (early,) = source._source._early._early["request"].values()
+    (early,) = source._source.early._early["request"].values()
     assert early.version[1] == 4
     assert attempt.state.noted
     sent = pair.send()

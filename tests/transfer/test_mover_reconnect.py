@@ -259,7 +259,7 @@ def asked_early(verb: Verb = Verb.PULL) -> tuple[Pair, FaultyNetwork, Transfer]:
     pair = Pair.of(dst=Fleet(tp=2, page_tokens=4), config=config, clock=clock, network=network)
     first, _ = pair.receive()
     pair.bench.turn()
-    assert len(pair.src.movers[0]._source._early) == 2
+    assert len(pair.src.movers[0]._source.early) == 2
     network.cut(name(pair.dst.movers[1]))
     return pair, network, first
 
@@ -270,7 +270,7 @@ def test_a_destination_that_dies_after_asking_early_is_noticed_and_its_request_e
     pair, _, first = asked_early(verb)
     source = pair.src.movers[0]
     pass_time(pair, 2.0)
-    assert source._source._early.peers == {name(pair.dst.movers[0])}
+    assert source._source.early.peers == {name(pair.dst.movers[0])}
     (sent,) = pair.send()
     pair.bench.turn(12)
     assert ended(sent).cause is Cause.PEER_LOST

@@ -101,9 +101,9 @@ def test_who_says_hello_again_is_asked_again():
     pair = waiting(requests=3)
     source, network = pair.src.movers[0], pair.bench.network
     source._lose(pair.dst.movers[0]._transport.name, "cut off for a moment")
-    assert not len(source._source._early)
+    assert not len(source._source.early)
     wait(pair, 5.0)
-    assert len(source._source._early) == 3
+    assert len(source._source.early) == 3
     assert network.said[wire.Want] == 6
 
 
