@@ -53,6 +53,7 @@ TOLD = {
     "store.fetch.Failure",
     "store.record.Record",
     "store.results.GotResult",
+    "store.segment.Segment",
     "store.results.PutResult",
     "transfer.destination.attempts.ReceiveAttempt",
     "transfer.memory.mapped.Mappings",

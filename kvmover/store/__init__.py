@@ -17,7 +17,9 @@ if TYPE_CHECKING:
         verify_stores,
     )
     from kvmover.store.files import DIRECT_BYTES, Access, FileRun, Files, OpenFile, PlainFiles, memory_of_buffer
-    from kvmover.store.namespace import HASH_BYTES, Found, Namespace, namespaces
+    from kvmover.store.machine import Machine, this_machine
+    from kvmover.store.manifest import Found, namespaces
+    from kvmover.store.namespace import HASH_BYTES, Namespace
     from kvmover.store.nixl_files import NixlFiles, StoragePlugin, files_for
     from kvmover.store.page_store import PageStore
     from kvmover.store.part import PageBox, PagePart, elected, replicas
@@ -34,13 +36,13 @@ if TYPE_CHECKING:
         Stat,
         Verified,
     )
-    from kvmover.store.segment import Machine, this_machine
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
     "command": ("StoreRow", "chosen_stores", "clear_stores", "collect_stores", "stat_stores", "verify_stores"),
     "files": ("DIRECT_BYTES", "Access", "FileRun", "Files", "OpenFile", "PlainFiles", "memory_of_buffer"),
-    "namespace": ("HASH_BYTES", "Found", "Namespace", "namespaces"),
+    "manifest": ("Found", "namespaces"),
+    "namespace": ("HASH_BYTES", "Namespace"),
     "nixl_files": ("NixlFiles", "StoragePlugin", "files_for"),
     "part": ("PageBox", "PagePart", "elected", "replicas"),
     "policy": ("Policy",),
@@ -55,7 +57,7 @@ _HOMES = {
         "Stat",
         "Verified",
     ),
-    "segment": ("Machine", "this_machine"),
+    "machine": ("Machine", "this_machine"),
     "page_store": ("PageStore",),
     "part_view": ("PartView",),
 }

@@ -1,91 +1,136 @@
 """A Catalog is a namespace's directory as this process sees it, brought up to date before every question.
 
 One `stat` of the directory finds new and removed segments, one of each head file that is still written its new objects,
-one of the deletion log what others deleted: 128 lookups then cost no system call each.
+one of the deletion log what others deleted: 128 lookups then cost no system call each. What the system does not say is
+as it was, and is counted: an index that lags costs a miss, never bytes.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import struct
 import time
-import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from enum import Enum
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from threading import RLock
 
-from xxhash import xxh3_64_intdigest
+import numpy as np
 
-from kvmover.store.files import Files, OpenFile, reason_of
-from kvmover.store.index import Index, Page, StoredObject
-from kvmover.store.record import LIVE, Kind, Record, holds
-from kvmover.store.segment import DATA, Machine, Segment, punch, segments_in
+from kvmover.store.deletion_log import DeletionLog
+from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, open_shared, reason_of
+from kvmover.store.index import BLOCK_BYTES, Index, Page, StoredObject
+from kvmover.store.lent_files import LentFiles
+from kvmover.store.machine import NO_BOOT, Machine
+from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, LIVE, RecordTable, decode, holds
+from kvmover.store.segment import DATA, Life, Segment, punch, segments_in
 
 #: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last
 #: change is repeated. ext4 ticks every 4 ms.
 _TICK_NS = 20_000_000
 
-#: Files kept open for the next read; more are open while more are in use.
-_OPEN_FILES = 128
 
-#: A row of the deletion log: a segment, the place of a record in its head, and a check.
-_DELETED = struct.Struct("<25s7xQ")
-_DELETED_BYTES = _DELETED.size + 8
+#: Reasons against an object without a file, or with a hole in it: its blocks were given back by whom this process has
+#: not heard, or never came to the disk before a power cut. Nothing says that the disk is bad.
+MISSING, BLANK = "data file is missing", "blank"
+GIVEN_BACK = (MISSING, BLANK)
 
-#: Beyond this many bytes a cleaner starts the file anew.
-_LONG_BYTES = 4 << 20
+
+#: How far the clocks of machines may differ. A stamp beyond it was written by a clock that was wrong, and says nothing.
+_SKEW_S = 300
+
+
+class Verdict(Enum):
+    """What a second look says of an object: WELL, GONE by somebody's hand, or BAD for everybody."""
+
+    WELL = "well"
+    GONE = "gone"
+    BAD = "bad"
 
 
 class Catalog:
-    """Segments, their index, and the deletion of objects. The caller holds `lock` around every call but `lend`."""
+    """Segments, their index, and the deletion of objects. Callers hold `lock`, but around `lend` and `look_again`."""
 
     def __init__(self, folder: Path, namespace: bytes, files: Files, machine: Machine) -> None:
         self.folder, self.namespace, self.files, self.machine = folder, namespace, files, machine
         self.lock = RLock()
         self.index = Index()
         self.segments: dict[str, Segment] = {}
-        #: Segments that this process appends to: it knows what is in them.
-        self.own: set[str] = set()
         #: Objects and segments that were not taken over, by reason.
         self.dropped: Counter[str] = Counter()
+        #: Times that the index stayed as it was, by what the system said.
+        self.lagged: Counter[str] = Counter()
         #: False once the file system has refused to free a part of a file.
         self.punches = True
+        #: Whether anything may be changed here; a snapshot, or an export to read, is not tidied up.
+        self.writable = os.access(folder, os.W_OK)
         self._deletions = DeletionLog(folder / "deleted.news")
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._scanned_ns = -1
         self._refused: set[str] = set()
-        #: Segments that others still write.
-        self._growing: list[Segment] = []
-        self._data_files = FdCache(folder, files, self.lock)
+        self._followed: list[Segment] = []
+        #: Segments whose headers are to be read again, since nobody said what was deleted in them.
+        self._doubted: list[str] = []
+        self._data_files = LentFiles(folder, files, self.lock)
 
     @property
     def held_bytes(self) -> int:
         """What the namespace's payloads take of the disk."""
         if self.punches:
             return self.index.held_bytes
-        return sum(segment.data_bytes() for segment in self.segments.values())
+        return sum(self.data_bytes(segment) for segment in self.segments.values())
+
+    def data_bytes(self, segment: Segment) -> int:
+        """Size of a segment's data file; 0 where the system does not say."""
+        try:
+            return segment.data_bytes()
+        except OSError as error:
+            self._lag(error)
+            return 0
+
+    def _lag(self, error: OSError) -> None:
+        self.lagged[reason_of(error)] += 1
 
     def refresh(self) -> None:
-        """Learn what other processes did."""
-        changed_ns = os.fstat(self._folder_fd).st_mtime_ns
-        if changed_ns != self._scanned_ns:
-            settled = time.time_ns() - changed_ns > _TICK_NS
-            complete = self._scan()
-            self._scanned_ns = changed_ns if settled and complete else -1
-        for segment in self._growing:
+        """Learn what other processes did. Raises nothing: what cannot be learnt now is learnt later."""
+        try:
+            changed_ns = os.fstat(self._folder_fd).st_mtime_ns
+            if changed_ns != self._scanned_ns:
+                settled = time.time_ns() - changed_ns > _TICK_NS
+                complete = self._scan()
+                self._scanned_ns = changed_ns if settled and complete else -1
+        except OSError as error:
+            self._lag(error)
+            self._scanned_ns = -1
+            self._reopen_folder(error)
+        for segment in self._followed:
             self._tail(segment)
-            if segment.sealed:
-                self._growing = [each for each in self._growing if not each.sealed]
-        gone = self._deletions.poll()
-        if gone is None:
-            self._reread()
+        if any(segment.is_sealed for segment in self._followed):
+            self._followed = [each for each in self._followed if not each.is_sealed]
+        try:
+            gone = self._deletions.poll()
+        except OSError as error:
+            self._lag(error)
             return
-        for name, record in gone:
+        if gone is None:
+            self._doubted = list(self.segments)
+        for name, record in gone or ():
             if each := self.index.at(name, record):
                 self.index.remove(each)
+        self._reread_some()
+
+    def _reopen_folder(self, error: OSError) -> None:
+        """A directory that was removed and made anew is another one."""
+        if not is_gone(error):
+            return
+        with suppress(OSError):
+            fresh = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            close_quietly(self._folder_fd)
+            self._folder_fd = fresh
 
     def _scan(self) -> bool:
         """Look for segments that came or went; whether all could be looked at."""
@@ -94,59 +139,89 @@ class Catalog:
             self.forget(name)
         complete = True
         for name in sorted(names - self.segments.keys() - self._refused):
-            found = Segment.find(self.folder, name, self.namespace)
+            try:
+                found = Segment.find(self.folder, name, self.namespace)
+            except OSError as error:
+                self._lag(error)
+                found = None
             if isinstance(found, Segment):
                 self.segments[name] = found
-                self._tail(found)
             elif found:
                 self._refused.add(name)
                 self.dropped[found] += 1
             else:
                 complete = False
-        self._growing = [each for name, each in self.segments.items() if not each.sealed and name not in self.own]
+        self._followed = [each for each in self.segments.values() if each.life is Life.FOLLOWED]
         return complete
 
-    def _tail(self, segment: Segment) -> None:
-        fresh = segment.tail()
-        if not fresh:
-            return
-        segment.waiting += [record for record in fresh if record.kind is Kind.OBJECT and record.state == LIVE]
-        size = segment.data_bytes()
+    def _tail(self, segment: Segment) -> bool:
+        """Learn some of what was added to a segment; whether there may be more. As it was where nobody says."""
+        try:
+            table = segment.tail()
+            if table is None:
+                return False
+            size = segment.data_bytes()
+        except OSError as error:
+            self._lag(error)
+            return False
+        table = table.where(table.state == LIVE)
         safe = size if segment.boot == self.machine.boot else min(size, segment.synced)
-        waiting, segment.waiting = segment.waiting, []
-        for record in waiting:
-            if record.offset + record.nbytes <= safe:
-                self.index.add(_stored(segment, record))
-            else:
-                segment.waiting.append(record)
+        believed = table.offset + table.nbytes <= safe
+        self.index.add_table(segment.name, table.where(believed), self.machine.now())
+        if segment.waiting:
+            self.index.add(each for each in segment.waiting if each.offset + each.nbytes <= safe)
+            segment.waiting = [each for each in segment.waiting if each.offset + each.nbytes > safe]
+        segment.waiting += self._objects_of(segment, table.where(~believed))
+        return True
 
-    def _reread(self) -> None:
-        """Compare every object with the state in its header."""
-        for segment in self.segments.values():
-            mine = self.index.objects(segment.name)
-            states = segment.states() if mine else {}
-            for each in mine:
-                if states.get(each.record, (0, 0))[0] != LIVE:
-                    self.index.remove(each)
+    def _objects_of(self, segment: Segment, table: RecordTable) -> list[StoredObject]:
+        now = self.machine.now()
+        columns = (table.at, table.offset, table.nbytes, table.part, table.stamp)
+        rows: list[list[int]] = np.stack(columns).T.tolist()
+        return [
+            StoredObject(segment.name, at, offset, nbytes, page.tobytes(), table.parts[part], min(stamp, now))
+            for (at, offset, nbytes, part, stamp), page in zip(rows, table.page, strict=True)
+        ]
+
+    def _reread_some(self) -> None:
+        """Compare objects with the state in their headers, a segment at a time."""
+        if not self._doubted:
+            return
+        name = self._doubted.pop()
+        segment, records = self.segments.get(name), self.index.records(name)
+        if segment is None or not len(records):
+            return
+        try:
+            dead = segment.dead(records)
+        except OSError as error:
+            self._lag(error)
+            self._doubted.insert(0, name)
+            return
+        for record in dead.tolist():
+            if each := self.index.at(name, record):
+                self.index.remove(each)
 
     def recover(self) -> int:
         """Take over the segments of writers that are no more: keep what is whole, drop the rest with its reason.
 
-        How many there were. Raises OSError.
+        How many there were. Not under the lock, since whole segments are read. Raises nothing: what cannot be done now
+        is done later.
         """
-        self.refresh()
+        with self.lock:
+            self.refresh()
+            orphans = [s for s in self.segments.values() if s.life is Life.FOLLOWED or (s.is_sealed and s.waiting)]
+        if not self.writable:
+            return 0
         adopted = 0
-        for segment in list(self.segments.values()):
-            if segment.name in self.own or (segment.sealed and not segment.waiting) or not segment.adopt():
-                continue
+        for segment in orphans:
             try:
-                self._take_over(segment)
-            finally:
-                segment.release()
-            adopted += 1
-        self._remove_left_overs()
-        if adopted:
-            self.index.sort()
+                adopted += self._take_over(segment)
+            except OSError as error:
+                self._lag(error)
+        with suppress(OSError), self.lock:
+            self._remove_left_overs()
+            for segment in [each for each in self.segments.values() if each.is_sealed]:
+                self.reclaim(segment)
         return adopted
 
     def _remove_left_overs(self) -> None:
@@ -162,44 +237,146 @@ class Catalog:
             if path.stem not in heads:
                 path.unlink(missing_ok=True)
 
-    def _take_over(self, segment: Segment) -> None:
-        self._tail(segment)
-        while not segment.sealed and segment.skip_damage():
-            self.dropped["damaged header"] += 1
-            self._tail(segment)
-        if segment.head.exists() and segment.head.stat().st_size > segment.parsed:
-            self.dropped["torn header"] += 1
-        waiting, segment.waiting = segment.waiting, []
-        size = segment.data_bytes()
-        for record in waiting:
-            each = _stored(segment, record)
-            reason = "truncated" if record.offset + record.nbytes > size else self.check(each)
-            if reason:
-                self.dropped[reason] += 1
-                segment.kill(record.at)
-            else:
-                self.index.add(each)
-        if not segment.sealed:
-            os.ftruncate(segment.head_fd, segment.parsed)
-            with suppress(OSError):  # what is not synced is checked again after the next crash
-                segment.sync(size)
-            with suppress(OSError):
-                segment.seal()
-        self.reclaim(segment)
+    def _take_over(self, segment: Segment) -> bool:
+        """Judge what a dead writer left, and seal it; False where the writer lives.
 
-    def check(self, each: StoredObject) -> str:
-        """Read an object whole; the reason why it is bad, or "". Raises OSError as `lend` does."""
-        payload = bytearray(each.nbytes)
-        with self.lend([each.segment]) as files:
-            if each.segment not in files:
-                return "data file is missing"
-            try:
-                got = os.preadv(files[each.segment].fd, [payload], each.offset)
-            except OSError as error:
-                return reason_of(error)
-        if got < each.nbytes:
+        What waits goes on waiting until all of it is judged: an error half way loses nothing. Raises OSError.
+        """
+        with self.lock:
+            if segment.name not in self.segments or not segment.adopt():
+                return False
+        try:
+            with self.lock:
+                waiting = self._all_of(segment)
+                size = segment.data_bytes()
+            bad = {each.record: self._flaw(each, size) for each in waiting}
+            if not segment.is_sealed:
+                with suppress(OSError):  # what is not synced is checked again after the next crash
+                    segment.settle()
+            with self.lock:
+                self._judged(segment, waiting, bad, size)
+                self._free_gaps(segment, size)
+                self.reclaim(segment)
+        finally:
+            with self.lock:
+                segment.release()
+        return True
+
+    def read_heads(self) -> None:
+        """Learn all that is in the heads, where `refresh` learns some: for who has just opened them."""
+        with self.lock:
+            self.refresh()
+            for segment in list(self.segments.values()):
+                self._drain(segment)
+
+    def _drain(self, segment: Segment) -> None:
+        while self._tail(segment):
+            pass
+
+    def _all_of(self, segment: Segment) -> list[StoredObject]:
+        """Everything that waits in a segment without a writer, behind damaged records too."""
+        self._drain(segment)
+        while not segment.is_sealed and segment.skip_damage():
+            self.dropped["damaged header"] += 1
+            self._drain(segment)
+        if not segment.is_sealed and segment.torn_bytes():
+            self.dropped["torn header"] += 1
+        return list(segment.waiting)
+
+    def _flaw(self, each: StoredObject, size: int) -> str:
+        """Why an object is not believed, or "". Raises OSError where the system does not say."""
+        if each.offset + each.nbytes > size:
             return "truncated"
-        return "" if holds(memoryview(payload), each.cells, each.digests, 0) else "digest"
+        verdict, reason = self.look_again(each)
+        return "" if verdict is Verdict.WELL else reason
+
+    def _judged(self, segment: Segment, waiting: Sequence[StoredObject], bad: dict[int, str], size: int) -> None:
+        """Believe what is well, kill what is bad, and add nothing to the segment from here on. Raises OSError."""
+        segment.kill(record for record, reason in bad.items() if reason)
+        self.dropped.update(reason for reason in bad.values() if reason)
+        self.index.add(each for each in waiting if not bad[each.record])
+        segment.waiting = []
+        if not segment.is_sealed:
+            os.ftruncate(segment.head_fd, segment.parsed)
+            with suppress(OSError):
+                segment.mark_synced(size)
+                segment.seal()
+
+    def _free_gaps(self, segment: Segment, size: int) -> None:
+        """Give back what lies between the objects of a dead writer: payloads whose headers it did not live to write."""
+        end = 0
+        for each in sorted(self.index.objects(segment.name), key=attrgetter("offset")):
+            if each.offset > end:
+                self.free(segment.name, end, each.offset - end)
+            end = max(end, each.offset + each.held_bytes)
+        if end and size > end:
+            self.free(segment.name, end, size - end)
+
+    def look_again(self, each: StoredObject) -> tuple[Verdict, str]:
+        """A second opinion on an object, by files opened for it, past this process's and the backend's memory.
+
+        Raises OSError where the system refuses for a reason that says nothing against the object: all but EIO.
+        """
+        segment = Segment(self.folder, each.segment, NO_BOOT, Life.SEALED)
+        try:
+            fd = open_shared(segment.head)
+        except OSError as error:
+            if is_gone(error):
+                return Verdict.GONE, "evicted"
+            raise
+        try:
+            raw = os.pread(fd, FIXED_BYTES + each.cells * DIGEST_BYTES, each.record)
+        finally:
+            close_quietly(fd)
+        header = decode(raw, each.record, each.record)
+        if not segment.state_anew(each.record)[0]:
+            return Verdict.GONE, "evicted"
+        if header is None or header.page != each.page:
+            return Verdict.BAD, "damaged header"
+        return self._look_at_payload(segment, each, header.digests)
+
+    def _look_at_payload(self, segment: Segment, each: StoredObject, digests: bytes) -> tuple[Verdict, str]:
+        payload, fd = bytearray(each.nbytes), -1
+        try:
+            fd = open_shared(segment.data)
+            got = os.preadv(fd, [payload], each.offset)
+        except OSError as error:
+            if is_gone(error):
+                gone = not segment.state_anew(each.record)[0]
+                return (Verdict.GONE, "evicted") if gone else (Verdict.BAD, MISSING)
+            if error.errno == errno.EIO:
+                return Verdict.BAD, reason_of(error)
+            raise
+        finally:
+            close_quietly(fd)
+        if got < each.nbytes:
+            return Verdict.BAD, "truncated"
+        if holds(memoryview(payload), each.cells, digests, 0):
+            return Verdict.WELL, ""
+        if not segment.state_anew(each.record)[0]:
+            return Verdict.GONE, "evicted"
+        return Verdict.BAD, BLANK if _has_blank(payload) else "digest"
+
+    def digests(self, objects: Sequence[StoredObject]) -> list[bytes]:
+        """The digests that the headers of objects have, b"" of one that is not there. Raises OSError.
+
+        They are compared with what was read: nobody asks here whether they are those that were written.
+        """
+        found = [b""] * len(objects)
+        by_segment: dict[str, list[int]] = {}
+        for number, each in enumerate(objects):
+            by_segment.setdefault(each.segment, []).append(number)
+        for name, numbers in by_segment.items():
+            segment = Segment(self.folder, name, NO_BOOT, Life.SEALED)
+            try:
+                tables = segment.digests([(objects[number].record, objects[number].cells) for number in numbers])
+            except OSError as error:
+                if is_gone(error):
+                    continue
+                raise
+            for number, table in zip(numbers, tables, strict=True):
+                found[number] = table
+        return found
 
     def lend(self, names: Iterable[str]) -> AbstractContextManager[dict[str, OpenFile]]:
         """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
@@ -208,28 +385,32 @@ class Catalog:
     def forget(self, name: str) -> None:
         """A segment that is gone from the directory. Reads that go on in it end well: its blocks stay until they do."""
         self.index.drop(name)
-        self.own.discard(name)
         segment = self.segments.pop(name, None)
         if segment:
-            self._growing = [each for each in self._growing if each is not segment]
+            self._followed = [each for each in self._followed if each is not segment]
             segment.close()
         self._data_files.end(name)
 
     def delete(self, objects: Sequence[StoredObject]) -> int:
         """Delete objects for every process; the bytes freed. In this order: headers, log, blocks.
 
-        An object whose header cannot be changed is deleted by the next cleaner; here it is forgotten.
+        An object whose header cannot be changed is deleted by the next cleaner; here it is forgotten, and keeps its
+        blocks.
         """
-        for each in objects:
+        by_place = sorted(objects, key=attrgetter("segment", "offset"))
+        killed: list[StoredObject] = []
+        for name, group in groupby(by_place, attrgetter("segment")):
+            mine = list(group)
             with suppress(OSError):
-                self.segments[each.segment].kill(each.record)
-        self._deletions.append((each.segment, each.record) for each in objects)
-        freed = 0
-        for each in objects:
-            freed += each.held_bytes if self.index.remove(each) else 0
-            self.free(each.segment, each.offset, each.held_bytes)
+                self.segments[name].kill(each.record for each in mine)
+                killed += mine
+        self._deletions.append((each.segment, each.record) for each in killed)
+        freed = sum(each.held_bytes for each in objects if self.index.remove(each))
+        for name, offset, nbytes in _joined(killed):
+            self.free(name, offset, nbytes)
         for name in {each.segment for each in objects}:
-            self.reclaim(self.segments[name])
+            with suppress(OSError):
+                self.reclaim(self.segments[name])
         return freed
 
     def free(self, name: str, offset: int, nbytes: int) -> None:
@@ -239,24 +420,25 @@ class Catalog:
                 self.punches = punch(files[name].fd, offset, nbytes) and self.punches
 
     def reclaim(self, segment: Segment) -> None:
-        """Remove a finished segment in which nothing lives and nobody is at work."""
-        done = (segment.sealed or segment.full) and not segment.waiting and not self._data_files.busy(segment.name)
-        if done and not self.index.objects(segment.name):
+        """Remove a finished segment in which nothing lives and nobody is at work. Raises OSError."""
+        if segment.is_done and self.index.empty(segment.name) and not self._data_files.busy(segment.name):
             segment.unlink()
             self.forget(segment.name)
 
-    def alive(self, each: StoredObject) -> bool:
-        """What the header says now."""
-        segment = self.segments.get(each.segment)
-        return segment is not None and segment.state(each.record)[0]
-
     def last_use(self, page: Page) -> int:
-        """Second of the last use that any process has written down; objects that died meanwhile are forgotten."""
+        """Second of the last use that any process has written down; objects that died meanwhile are forgotten.
+
+        Of what the system does not say, what is known here.
+        """
         stamp = 0
         for each in list(page.objects):
-            alive, written = self.segments[each.segment].state(each.record)
+            try:
+                alive, written = self.segments[each.segment].state(each.record)
+            except OSError as error:
+                self._lag(error)
+                alive, written = True, each.stamp
             if alive:
-                stamp = max(stamp, written)
+                stamp = max(stamp, written if written <= self.machine.now() + _SKEW_S else each.stamp)
             else:
                 self.index.remove(each)
         return stamp
@@ -266,158 +448,27 @@ class Catalog:
         self._deletions.shorten()
 
     def close(self) -> None:
-        """Close every file, remove none. Safe to call twice."""
+        """Close every file, remove none. Safe to call twice, and raises nothing."""
         for name in list(self.segments):
             self.forget(name)
         self._deletions.close()
-        if self._folder_fd >= 0:
-            os.close(self._folder_fd)
-        self._folder_fd = -1
+        fd, self._folder_fd = self._folder_fd, -1
+        close_quietly(fd)
 
 
-def _stored(segment: Segment, record: Record) -> StoredObject:
-    assert record.part is not None
-    return StoredObject(
-        segment.name, record.at, record.offset, record.nbytes, record.page, record.part, record.digests, record.stamp
-    )
+def _has_blank(payload: bytearray) -> bool:
+    """Whether a whole block of a payload that is not what was written is zeros: it is a hole in the file."""
+    blocks = range(0, len(payload), BLOCK_BYTES)
+    return any(payload.count(0, at, at + BLOCK_BYTES) == len(payload[at : at + BLOCK_BYTES]) for at in blocks)
 
 
-@dataclass(slots=True, eq=False)
-class _Lent:
-    """`doomed`: to be closed when the last user is done."""
-
-    file: OpenFile
-    users: int = 0
-    doomed: bool = False
-
-
-class FdCache:
-    """Open data files of a folder by the name of their segment, the least recently used closed first.
-
-    They are lent to reads and writes: a descriptor is never closed under one of them, since its number is soon that of
-    another file, which the read would then go on in.
-    """
-
-    def __init__(self, folder: Path, files: Files, lock: RLock) -> None:
-        self._folder, self._files, self._lock = folder, files, lock
-        self._open: OrderedDict[str, _Lent] = OrderedDict()
-
-    @contextmanager
-    def lend(self, names: Iterable[str]) -> Generator[dict[str, OpenFile]]:
-        """Files that stay open until the end of the block; those that are not there are left out.
-
-        The lock is held only to open and to close: reads go on without it. Raises OSError where this process cannot
-        open a file that is there, which says nothing about its objects.
-        """
-        lent: dict[str, OpenFile] = {}
-        try:
-            with self._lock:
-                for name in names:
-                    if file := self._borrow(name):
-                        lent[name] = file
-            yield lent
-        finally:
-            with self._lock:
-                for name in lent:
-                    self._give_back(name)
-
-    def busy(self, name: str) -> bool:
-        """Whether somebody is at work in the file. Under the lock."""
-        return name in self._open and self._open[name].users > 0
-
-    def end(self, name: str) -> None:
-        """The file is gone from its folder: close it as soon as nobody uses it. Under the lock."""
-        if name in self._open:
-            self._open[name].doomed = True
-            if not self._open[name].users:
-                self._close(name)
-
-    def _borrow(self, name: str) -> OpenFile | None:
-        one = self._open.get(name)
-        if one is None:
-            try:
-                one = self._open[name] = _Lent(self._files.open(self._folder / (name + DATA)))
-            except FileNotFoundError:
-                return None
-        one.users += 1
-        self._open.move_to_end(name)
-        for other in list(self._open)[: max(0, len(self._open) - _OPEN_FILES)]:
-            if not self._open[other].users:
-                self._close(other)
-        return one.file
-
-    def _give_back(self, name: str) -> None:
-        one = self._open[name]
-        one.users -= 1
-        if one.doomed and not one.users:
-            self._close(name)
-
-    def _close(self, name: str) -> None:
-        self._files.close_file(self._open.pop(name).file)
-
-
-class DeletionLog:
-    """Which objects were deleted, between processes: one small file of a namespace, that all append to.
-
-    It only saves time. The truth is the state in each header, so lost, torn or repeated rows do no harm: whatever looks
-    odd sends the reader back to the headers. The file is kept open: one `fstat` says that there is nothing new.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
-        self._path = path
-        self._fd, self._read = -1, 0
-        self._open()
-
-    def _open(self) -> None:
-        """The file that has the name now, from its end on: what it says so far is in the headers."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        fresh = os.open(self._path, flags, 0o666)
-        self.close()
-        self._fd = fresh
-        size = os.fstat(self._fd).st_size
-        self._read = size - size % _DELETED_BYTES
-
-    def append(self, gone: Iterable[tuple[str, int]]) -> None:
-        """Objects, by segment and record, that were deleted. Failure to tell is no failure to delete."""
-        rows = [_DELETED.pack(segment.encode(), record) for segment, record in gone]
-        with suppress(OSError):
-            if not os.fstat(self._fd).st_nlink:
-                self._open()
-            os.write(self._fd, b"".join(row + _check_of(row) for row in rows))
-
-    def poll(self) -> list[tuple[str, int]] | None:
-        """What was deleted since the last call. None where only the headers can say: a new file, or a damaged one."""
-        found = os.fstat(self._fd)
-        if not found.st_nlink or found.st_size < self._read:
-            with suppress(OSError):  # a directory that is gone has no news, nor headers
-                self._open()
-            return None
-        if found.st_size - self._read < _DELETED_BYTES:
-            return []
-        data = os.pread(self._fd, found.st_size - self._read, self._read)
-        rows = [data[at : at + _DELETED_BYTES] for at in range(0, len(data) - _DELETED_BYTES + 1, _DELETED_BYTES)]
-        self._read += len(rows) * _DELETED_BYTES
-        if any(_check_of(row[: _DELETED.size]) != row[_DELETED.size :] for row in rows):
-            return None
-        return [
-            (name.rstrip(b"\0").decode("ascii", "replace"), at) for name, at in (_DELETED.unpack_from(r) for r in rows)
-        ]
-
-    def shorten(self) -> None:
-        """Start the file anew once it is long: every process then looks at the headers, once."""
-        with suppress(OSError):
-            if os.fstat(self._fd).st_size > _LONG_BYTES:
-                fresh = self._path.with_name(f"{uuid.uuid4().hex}.tmp")
-                fresh.touch()
-                fresh.replace(self._path)
-
-    def close(self) -> None:
-        """Close the file, which stays. Safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
-
-
-def _check_of(row: bytes) -> bytes:
-    return xxh3_64_intdigest(row).to_bytes(8, "little")
+def _joined(objects: Iterable[StoredObject]) -> list[tuple[str, int, int]]:
+    """Segment, offset and bytes of the blocks of objects that are sorted by place: neighbours together."""
+    ranges: list[tuple[str, int, int]] = []
+    for each in objects:
+        name, offset, nbytes = ranges[-1] if ranges else ("", 0, 0)
+        if name == each.segment and offset + nbytes == each.offset:
+            ranges[-1] = name, offset, nbytes + each.held_bytes
+        else:
+            ranges.append((each.segment, each.offset, each.held_bytes))
+    return ranges

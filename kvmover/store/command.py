@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from kvmover.errors import StoreError
 from kvmover.store.files import PlainFiles
-from kvmover.store.namespace import Found, namespaces
+from kvmover.store.machine import this_machine
+from kvmover.store.manifest import Found, namespaces
 from kvmover.store.page_store import PageStore
 from kvmover.store.policy import Policy
 from kvmover.store.results import Recovered, Stat, Verified
-from kvmover.store.segment import this_machine
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,23 +13,22 @@ import msgspec
 import numpy as np
 
 from kvmover.layout import Span
-from kvmover.store.catalog import Catalog
+from kvmover.store.catalog import MISSING, Catalog
 from kvmover.store.files import SHORT, FileRun, OpenFile, reason_of
 from kvmover.store.index import StoredObject
 from kvmover.store.part import PageBox, PagePart
 from kvmover.store.record import holds
 
-MISSING, DIGEST = "data file is missing", "digest"
+DIGEST, EIO = "digest", os.strerror(errno.EIO)
 
 
 class Fault(Enum):
-    """Whose fault a failed read is: the object's BYTES are wrong or gone; the DEVICE failed; or it lies HERE.
+    """What a failed read says: SUSPECT of the object, which is looked at again; HERE of this process or the system.
 
-    A process that has no descriptor left knows nothing against the object, which stays.
+    A process that has no descriptor left, or a network that is down, knows nothing against the object.
     """
 
-    BYTES = "bytes"
-    DEVICE = "device"
+    SUSPECT = "suspect"
     HERE = "here"
 
 
@@ -67,8 +67,12 @@ def fetch(catalog: Catalog, part: PagePart, reads: Sequence[ObjectRead]) -> list
         with catalog.lend({read.each.segment for read in reads}) as files:
             there = [read for read in reads if read.each.segment in files]
             if len(there) < len(reads):
-                failures += [Failure(r, Fault.BYTES, MISSING) for r in reads if r.each.segment not in files]
-            groups = [_Group.of(there[first : first + size], part, files) for first in range(0, len(there), size)]
+                failures += [Failure(r, Fault.SUSPECT, MISSING) for r in reads if r.each.segment not in files]
+            tables = catalog.digests([read.each for read in there])
+            groups = [
+                _Group.of(there[first : first + size], tables[first : first + size], part, files)
+                for first in range(0, len(there), size)
+            ]
             for group, reasons in zip(groups, _moved(catalog, groups), strict=True):
                 failures += group.check(catalog, part, files, reasons)
     except OSError as error:
@@ -78,16 +82,22 @@ def fetch(catalog: Catalog, part: PagePart, reads: Sequence[ObjectRead]) -> list
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Reads whose cells come in one call. `owners`: read, first cell in its object and number of cells, of each run."""
+    """Reads whose cells come in one call. `owners`: read, first cell in its object and number of cells, of each run.
+
+    `tables`: the digests of each read's object.
+    """
 
     reads: Sequence[ObjectRead]
+    tables: Sequence[bytes]
     runs: list[FileRun]
     owners: list[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, reads: Sequence[ObjectRead], part: PagePart, files: dict[str, OpenFile]) -> _Group:
+    def of(
+        cls, reads: Sequence[ObjectRead], tables: Sequence[bytes], part: PagePart, files: dict[str, OpenFile]
+    ) -> _Group:
         cell = part.cell_bytes
-        group = cls(reads, [], [])
+        group = cls(reads, tables, [], [])
         for number, read in enumerate(reads):
             if read.source.piece.tokens:
                 continue
@@ -102,15 +112,15 @@ class _Group:
         self, catalog: Catalog, part: PagePart, files: dict[str, OpenFile], reasons: Sequence[str]
     ) -> list[Failure]:
         """Compare what came with the digests, and fetch what must go by way of a copy."""
-        bad, reads = [""] * len(self.reads), self.reads
+        bad, tables = [""] * len(self.reads), self.tables
         views = catalog.files.views(self.runs)
         for (number, first, count), view, reason in zip(self.owners, views, reasons, strict=True):
-            if reason or not holds(view, count, reads[number].each.digests, first):
+            if reason or not holds(view, count, tables[number], first):
                 bad[number] = bad[number] or reason or DIGEST
         for number, read in enumerate(self.reads):
             if read.source.piece.tokens:
                 memory = catalog.files.view(read.address, part.nbytes)
-                bad[number] = bad[number] or _tokens(files[read.each.segment], read, part, memory)
+                bad[number] = bad[number] or _tokens(files[read.each.segment], read, tables[number], part, memory)
         return [Failure(read, _fault(reason), reason) for read, reason in zip(self.reads, bad, strict=True) if reason]
 
 
@@ -122,10 +132,11 @@ def _moved(catalog: Catalog, groups: Sequence[_Group]) -> Iterator[list[str]]:
 
 
 def _fault(reason: str) -> Fault:
-    return Fault.BYTES if reason == DIGEST or reason.startswith(SHORT) else Fault.DEVICE
+    suspect = reason in (DIGEST, MISSING, EIO) or reason.startswith(SHORT)
+    return Fault.SUSPECT if suspect else Fault.HERE
 
 
-def _tokens(file: OpenFile, read: ObjectRead, part: PagePart, memory: memoryview) -> str:
+def _tokens(file: OpenFile, read: ObjectRead, digests: bytes, part: PagePart, memory: memoryview) -> str:
     """Tokens out of cells that hold others too: the page was written under another context parallelism.
 
     A cell cannot be checked but whole, so it is read aside, checked, and the tokens are copied out.
@@ -142,7 +153,7 @@ def _tokens(file: OpenFile, read: ObjectRead, part: PagePart, memory: memoryview
             return reason_of(error)
         if got < len(payload):
             return f"{SHORT} {got} of {len(payload)} bytes"
-        if not holds(memoryview(payload), run.count, read.each.digests, run.source_cell):
+        if not holds(memoryview(payload), run.count, digests, run.source_cell):
             return DIGEST
         rows = np.frombuffer(payload, np.uint8).reshape(run.count, part.component.kv, held, part.row_bytes)
         out[run.part_cell : run.part_cell + run.count, :, targets] = rows[:, :, sources]

@@ -7,6 +7,8 @@ what befalls a run.
 from __future__ import annotations
 
 import ctypes
+import errno
+import logging
 import mmap
 import os
 from bisect import bisect_right, insort
@@ -24,6 +26,8 @@ import msgspec
 from kvmover.errors import DescriptorError, StoreError
 from kvmover.fields import member
 from kvmover.transport import Memory, MemoryKind
+
+log = logging.getLogger(__name__)
 
 #: What O_DIRECT asks of addresses, offsets and lengths on every disk; 512 bytes would do on some.
 DIRECT_BYTES = 4096
@@ -46,26 +50,72 @@ class Access(StrEnum):
     DIRECT = "direct"
 
 
-class OpenFile:
-    """A file open for both directions. `direct` is the descriptor that bypasses the page cache, or -1."""
+#: What a file that was removed is: on this machine, or by another one on a network file system.
+_GONE = (errno.ENOENT, errno.ESTALE)
 
-    __slots__ = ("direct", "fd", "path")
+#: Why a file is opened to read only: the mount or its owner lets nobody write.
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+#: What file systems say that open with O_DIRECT and then do not move so, and memory that cannot be pinned.
+_NOT_DIRECT = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def is_gone(error: OSError) -> bool:
+    """Whether the file was removed, by whichever machine: ESTALE is how a network file system says ENOENT."""
+    return error.errno in _GONE
+
+
+def open_shared(path: Path, flags: int = 0) -> int:
+    """A descriptor of a file that others have open too, to write where that is allowed. Raises OSError.
+
+    Links are not followed.
+    """
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, os.O_RDWR | flags)
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+    return os.open(path, os.O_RDONLY | flags)
+
+
+def close_quietly(*fds: int) -> None:
+    """Close descriptors that are open. A network file system may say here that another machine removed the file."""
+    for fd in fds:
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+
+class OpenFile:
+    """A file open for both directions, or to read where nobody may write.
+
+    `direct` bypasses the page cache, or is -1; `direct_works` until a transfer through it is refused.
+    """
+
+    __slots__ = ("direct", "direct_works", "fd", "path")
 
     def __init__(self, path: Path, access: Access) -> None:
         """Raises OSError. Links are not followed."""
         self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self.direct = -1
+        self.fd = open_shared(path)
+        self.direct, self.direct_works = -1, False
         if access is Access.DIRECT:
             with suppress(OSError):  # a file system without it says EINVAL: the page cache serves there
-                self.direct = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECT)
+                self.direct = open_shared(path, os.O_DIRECT)
+                self.direct_works = True
+
+    def doubt_direct(self, error: OSError) -> None:
+        """A transfer past the page cache failed; where `error` says that none will work, none is tried again."""
+        if self.direct_works and error.errno in _NOT_DIRECT:
+            log.warning("%s opens with O_DIRECT and moves nothing so: %s; the page cache serves", self.path, error)
+            self.direct_works = False
 
     def close(self) -> None:
-        """Close both descriptors. Safe to call twice."""
-        for fd in (self.fd, self.direct):
-            if fd >= 0:
-                os.close(fd)
+        """Close both descriptors. Safe to call twice, and raises nothing."""
+        fds = self.fd, self.direct
         self.fd = self.direct = -1
+        close_quietly(*fds)
 
 
 class FileRun(msgspec.Struct, frozen=True, gc=False):
@@ -293,7 +343,7 @@ class PlainFiles(Files):
         first = 0
         while first < len(runs):
             run = runs[first]
-            direct = run.file.direct >= 0 and is_aligned(run)
+            direct = run.file.direct_works and is_aligned(run)
             room = _DIRECT_CALL_BYTES if direct else _BUFFERED_BYTES
             stop, end = first + 1, run.offset + run.nbytes
             room -= run.nbytes
@@ -321,9 +371,7 @@ def _vectored(call: Callable[..., int], fd: int, runs: Sequence[FileRun], views:
         end = run.offset + run.nbytes
     try:
         moved = runs[0].offset + call(fd, vectors, runs[0].offset)
-    except OSError as error:
-        if len(runs) == 1:
-            return [reason_of(error)]
+    except OSError:
         moved = runs[0].offset
     if moved == end:
         return [""] * len(runs)
@@ -334,12 +382,17 @@ def _vectored(call: Callable[..., int], fd: int, runs: Sequence[FileRun], views:
 
 
 def _alone(call: Callable[..., int], fd: int, run: FileRun, view: memoryview) -> str:
+    """What fails past the page cache is tried through it: the file system may take it there."""
     done = 0
     while done < run.nbytes:
         try:
             step = call(fd, [view[done:]], run.offset + done)
         except OSError as error:
-            return reason_of(error)
+            if fd == run.file.fd:
+                return reason_of(error)
+            run.file.doubt_direct(error)
+            fd = run.file.fd
+            continue
         if not step:
             return f"{SHORT} {done} of {run.nbytes} bytes"
         done += step

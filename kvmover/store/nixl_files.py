@@ -7,8 +7,11 @@ uses this checks what it reads.
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -18,8 +21,21 @@ from typing import Any, Literal
 import numpy as np
 
 from kvmover.errors import TransportUnavailable
-from kvmover.store.files import Access, FileRun, Files, OpenFile, PlainFiles, ahead, is_aligned
+from kvmover.store.files import (
+    DIRECT_BYTES,
+    Access,
+    FileRun,
+    Files,
+    OpenFile,
+    PlainFiles,
+    ahead,
+    close_quietly,
+    is_aligned,
+    reason_of,
+)
 from kvmover.transport import Memory, NixlAgent, start_agent
+
+log = logging.getLogger(__name__)
 
 #: Descriptors of one request. One more than the plugin's pool (64 to 65536) in flight breaks its queue for good.
 _IN_FLIGHT = 4096
@@ -143,7 +159,7 @@ class NixlFiles(Files):
         plain = self._plain.read if verb == "READ" else self._plain.write
         if verb == "WRITE":
             self._grow(runs)
-        mine = [piece for piece in _pieces(runs) if runs[piece.start].file in self._files]
+        mine = [piece for piece in _pieces(runs) if self._takes(runs[piece.start].file)]
         parts = [mine[first : first + _IN_FLIGHT] for first in range(0, len(mine), _IN_FLIGHT)]
         begun = [(part, self._post(verb, [_joined(runs, piece) for piece in part])) for part in parts]
         chosen = {number for piece in mine for number in piece}
@@ -160,6 +176,9 @@ class NixlFiles(Files):
             return reasons
 
         return answer
+
+    def _takes(self, file: OpenFile) -> bool:
+        return file.direct_works and file in self._files
 
     def _beside(
         self, plain: Callable[[Sequence[FileRun]], list[str]], runs: Sequence[FileRun]
@@ -253,22 +272,32 @@ def files_for(folder: Path) -> Files:
 
     Memory file systems are their own page cache, and file systems without O_DIRECT have nothing else.
     """
-    trial = folder / ".kvmover-direct"
-    try:
-        trial.touch()
-        file = OpenFile(trial, Access.DIRECT)
-        direct = file.direct >= 0
-        file.close()
-    except OSError:
-        direct = False
-    with suppress(OSError):
-        trial.unlink()
-    if not direct or _is_memory(folder):
+    if _is_memory(folder):
+        return PlainFiles()
+    if why := _no_direct(folder):
+        log.info("pages in %s go through the page cache: a transfer with O_DIRECT says %s", folder, why)
         return PlainFiles()
     try:
         return NixlFiles()
     except TransportUnavailable:
         return PlainFiles(Access.DIRECT)
+
+
+def _no_direct(folder: Path) -> str:
+    """Why nothing goes past the page cache, or "": a block goes out and back, since some file systems only open so."""
+    trial = folder / f".kvmover-direct-{uuid.uuid4().hex}"
+    fd = -1
+    try:
+        fd = os.open(trial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        with mmap.mmap(-1, DIRECT_BYTES) as block:
+            whole = os.pwritev(fd, [block], 0) == os.preadv(fd, [block], 0) == DIRECT_BYTES
+        return "" if whole else "only a part was moved"
+    except OSError as error:
+        return reason_of(error)
+    finally:
+        close_quietly(fd)
+        with suppress(OSError):
+            trial.unlink()
 
 
 def _is_memory(folder: Path) -> bool:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from kvmover.errors import StoreError
+from kvmover.store.catalog import Verdict
 from kvmover.store.files import Files, PlainFiles
 from kvmover.store.index import StoredObject, Watcher
-from kvmover.store.namespace import Namespace, write_manifest
+from kvmover.store.machine import Machine, this_machine
+from kvmover.store.manifest import write_manifest
+from kvmover.store.namespace import Namespace
 from kvmover.store.part import PagePart
 from kvmover.store.part_view import PartView
 from kvmover.store.policy import Policy
 from kvmover.store.results import Collected, Recovered, Stat, Verified
 from kvmover.store.retention import Retention
-from kvmover.store.segment import Machine, this_machine
+from kvmover.store.verify import suspects
 from kvmover.transport import Memory
 
 Election = Callable[[bytes], bool]
@@ -34,6 +38,7 @@ class PageStore(Retention):
     def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: Machine) -> None:
         """A namespace by its directory: for tools that know no model. `open` is for everybody else."""
         super().__init__(folder, namespace, policy, files, machine)
+        self.catalog.read_heads()
         self.catalog.recover()
         self.catalog.index.sort()
         self.recovered = self._recovered()
@@ -58,7 +63,8 @@ class PageStore(Retention):
             raise StoreError(f"{folder} is a link, which may lead anywhere")
         try:
             folder.mkdir(exist_ok=True)
-            write_manifest(folder, namespace)
+            if os.access(folder, os.W_OK):
+                write_manifest(folder, namespace)
             return cls(folder, namespace.digest, policy or Policy(), files or PlainFiles(), machine or this_machine())
         except OSError as error:
             raise StoreError(f"cannot open the page store in {folder}: {error.strerror}") from error
@@ -91,42 +97,60 @@ class PageStore(Retention):
 
     def evict(self, nbytes: int) -> int:
         """Evict the least recently read pages, whole, until `nbytes` bytes are free; the bytes freed."""
-        with self.lock:
-            self.catalog.refresh()
-            return self.evict_to(max(0, self.catalog.held_bytes - nbytes))
+        with self.writing:
+            with self.lock:
+                self.catalog.refresh()
+                goal = max(0, self.catalog.held_bytes - nbytes)
+            return self.evict_to(goal)
 
     def collect(self) -> Collected:
-        """Upkeep: write down what was read, take over dead writers, delete what is too old or too much."""
-        with self.writing, self.lock:
+        """Upkeep: write down what was read, take over dead writers, delete what is too old or too much.
+
+        Raises nothing for what the system refuses: it is done another time.
+        """
+        with self.tidying:
             index, counters = self.catalog.index, self.counters
             held, evicted = index.held_bytes, counters.evicted_pages
             self.write_stamps()
-            adopted = self.catalog.recover()
-            expired = self.expire()
-            self.make_room(0)
-            self.catalog.shorten_deletions()
-            freed = max(0, held - index.held_bytes)
+            adopted, expired = self.catalog.recover(), 0
+            while step := self._expire_some():
+                expired += step
+            with self.writing:
+                self.make_room(0)
+            with self.lock:
+                self.catalog.shorten_deletions()
+                freed = max(0, held - index.held_bytes)
             return Collected(expired, counters.evicted_pages - evicted, freed, adopted)
 
+    def _expire_some(self) -> int:
+        with self.lock:
+            return self.expire()
+
     def flush(self) -> None:
-        """Make all pages written here safe from a power cut, and visible to other machines. Raises StoreError."""
-        with self.writing:
-            with self.lock:
-                self.write_stamps()
+        """Make all pages safe from a power cut that were written here, or were there already when they were put.
+
+        What was written here is then visible to other machines; what others wrote, once they flush. Raises StoreError:
+        pages that the disk did not take are deleted, and the next put writes them again.
+        """
+        with self.tidying:
+            self.write_stamps()
             try:
                 self.writer.sync()
             except OSError as error:
                 raise StoreError(f"cannot flush {self.folder}: {error.strerror}") from error
 
     def clear(self) -> int:
-        """Delete every page of this namespace, and nothing else; how many."""
+        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
         with self.writing, self.lock:
             self.catalog.refresh()
             pages = len(self.catalog.index)
             self.writer.abandon()
-            for segment in list(self.catalog.segments.values()):
-                segment.unlink()
-                self.catalog.forget(segment.name)
+            try:
+                for segment in list(self.catalog.segments.values()):
+                    segment.unlink()
+                    self.catalog.forget(segment.name)
+            except OSError as error:
+                raise StoreError(f"cannot clear {self.folder}: {error.strerror}") from error
             return pages
 
     def stat(self) -> Stat:
@@ -134,17 +158,16 @@ class PageStore(Retention):
         with self.lock:
             self.catalog.refresh()
             index = self.catalog.index
-            pages = [page for _, page in index.pages()]
-            stamps = [page.stamp for page in pages] or [0]
+            oldest_s, newest_s = index.span_s
             return Stat(
-                pages=len(pages),
-                objects=sum(len(page.objects) for page in pages),
+                pages=len(index),
+                objects=index.holdings.objects,
                 segments=len(self.catalog.segments),
-                payload_bytes=sum(page.nbytes for page in pages),
+                payload_bytes=index.holdings.payload_bytes,
                 held_bytes=self.catalog.held_bytes,
                 head_bytes=sum(segment.parsed for segment in self.catalog.segments.values()),
-                oldest_use_s=min(stamps),
-                newest_use_s=max(stamps),
+                oldest_use_s=oldest_s,
+                newest_use_s=newest_s,
             )
 
     def verify(self, progress: Callable[[StoredObject], None] | None = None) -> Verified:
@@ -154,26 +177,38 @@ class PageStore(Retention):
         """
         with self.lock:
             self.catalog.refresh()
-            objects = [each for _, page in self.catalog.index.pages() for each in page.objects]
-        nbytes, bad = 0, dict[str, int]()
-        for each in objects:
-            reason = self.catalog.check(each)
+            names = list(self.catalog.segments)
+        count, nbytes, bad = 0, 0, Counter[str]()
+        for name in names:
             with self.lock:
-                if reason and self.poison(each, reason):
-                    bad[reason] = bad.get(reason, 0) + 1
-            nbytes += each.nbytes
-            if progress:
-                progress(each)
-        return Verified(len(objects), nbytes, bad)
+                objects = self.catalog.index.objects(name)
+            for each, is_suspect in suspects(self.catalog, name, objects):
+                if is_suspect and (reason := self._condemned(each)):
+                    bad[reason] += 1
+                count += 1
+                nbytes += each.nbytes
+                if progress:
+                    progress(each)
+        return Verified(count, nbytes, dict(bad))
+
+    def _condemned(self, each: StoredObject) -> str:
+        """Look at an object again, and delete it where it is bad: the reason, or ""."""
+        verdict, reason = self.catalog.look_again(each)
+        if verdict is not Verdict.BAD:
+            return ""
+        self.counters.poisoned[reason] += 1
+        with self.lock:
+            self.catalog.delete([each])
+        return reason
 
     def close(self) -> None:
         """Flush, and give everything back. Safe to call twice."""
-        with self.writing, self.lock:
+        with self.tidying, self.writing:
             if self.catalog.segments:
-                with suppress(OSError):
-                    self.write_stamps()
+                self.write_stamps()
             self.writer.close()
-            self.catalog.close()
+            with self.lock:
+                self.catalog.close()
             self.files.close()
 
     def __enter__(self) -> PageStore:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import msgspec
 
 from kvmover.errors import DescriptorError, StoreError
-from kvmover.store.fetch import MISSING, Failure, Fault, ObjectRead, ObjectShare, cell_runs, cover, fetch
+from kvmover.store.catalog import GIVEN_BACK, MISSING, Verdict
+from kvmover.store.fetch import EIO, Failure, Fault, ObjectRead, ObjectShare, cell_runs, cover, fetch
 from kvmover.store.files import FileRun, OpenFile, reason_of
-from kvmover.store.index import Known, Page, padded
+from kvmover.store.index import Page, StoredObject, padded
 from kvmover.store.namespace import check_page
 from kvmover.store.part import PagePart, PartKey
 from kvmover.store.record import table
 from kvmover.store.results import Got, GotResult, Put, PutResult
 from kvmover.store.retention import Retention
 from kvmover.store.writer import FileOffset, Header
+
+#: What a disk says that is full, or a user who may have no more of it.
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))
 _READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
@@ -44,23 +50,18 @@ class PartView:
         self._size = part.nbytes
         self._store, self._key, self._writes = store, key, writes
         self._plans: dict[tuple[PartKey, ...], tuple[ObjectShare, ...] | None] = {}
-        #: Pages that were found to be covered; the index takes out what it loses. Most lookups end here.
-        self._known = Known()
-        with store.lock:
-            store.catalog.index.watch(self._known)
 
     def exists(self, pages: Sequence[bytes]) -> list[bool]:
-        """Whether every object that this part needs of a page is complete."""
+        """Whether every object that this part needs of a page is complete. Raises StoreError for what is no hash."""
+        for page in pages:
+            check_page(page)
         with self._store.lock:
             self._refresh()
-            known = self._known.pages
-            if known.issuperset(pages):
-                return [True] * len(pages)
-            index = self._store.catalog.index
-            for page in pages:
-                if page not in known and (entry := index.get(page)) and self._plan(entry):
-                    known.add(page)
-            return [page in known for page in pages]
+            there = [self._plan(parts) is not None for parts in self._store.catalog.index.parts_of(pages)]
+            stale = self._store.stale(pages)
+            if not stale:
+                return there
+            return [is_there and page not in stale for is_there, page in zip(there, pages, strict=True)]
 
     def leading(self, pages: Sequence[bytes]) -> int:
         """How many pages exist before the first that does not."""
@@ -75,38 +76,47 @@ class PartView:
             with store.lock:
                 self._refresh()
                 todo = self._missing(pages, results)
-                places = self._reserve(todo, results)
-            if places:
-                self._write(
-                    [_Draft(i, pages[i], addresses[i], place) for i, place in zip(todo, places, strict=True)], results
-                )
+            self._store_pages(todo, pages, addresses, results)
+            full = [item for item in todo if results[item].reason in _FULL]
+            if full and store.give_way(len(full) * padded(self._size), pages):
+                self._store_pages(full, pages, addresses, results)
         first = {page: results[item] for item, page in reversed(list(enumerate(pages))) if item in results}
         answers = [results.get(item, _PRESENT if first[page].ok else first[page]) for item, page in enumerate(pages)]
         store.counters.puts.update(answer.outcome for answer in answers)
         store.counters.failed.update(answer.reason for answer in answers if not answer.ok)
         return answers
 
+    def _store_pages(
+        self, todo: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int], results: dict[int, PutResult]
+    ) -> None:
+        """Write pages number `todo` of a batch, and say of each how that ended."""
+        places = self._reserve(todo, pages, results)
+        if places:
+            drafts = [_Draft(item, pages[item], addresses[item], at) for item, at in zip(todo, places, strict=True)]
+            self._write(drafts, results)
+
     def get(self, pages: Sequence[bytes], addresses: Sequence[int]) -> list[GotResult]:
         """Read pages. Where an object turns out bad and others cover for it, those are read instead."""
         self._check(pages, addresses)
         store = self._store
         results: dict[int, GotResult] = {}
+        again: set[int] = set()
         pending: Sequence[int] = range(len(pages))
         while pending:
             with store.lock:
                 self._refresh()
                 reads = self._reads(pending, pages, addresses)
             failures = fetch(store.catalog, self.part, reads)
+            failed = {failure.read.item: self._judge(failure, again) for failure in failures}
             with store.lock:
-                failed = {failure.read.item: self._judge(failure) for failure in failures}
                 done = [item for item in dict.fromkeys(read.item for read in reads) if item not in failed]
                 store.used([pages[item] for item in done])
             for item in pending:
                 results.setdefault(item, _ABSENT)
             results.update(dict.fromkeys(done, _READ))
-            results.update(failed)
-            # What was bad is gone, so that this ends; what is only out of reach here is not asked for again.
-            pending = sorted({each.read.item for each in failures if each.fault is not Fault.HERE})
+            results.update({item: answer for item, (answer, _) in failed.items()})
+            # What was bad is gone, and what is well is read once more, so that this ends.
+            pending = sorted(item for item, (_, retry) in failed.items() if retry)
         store.counters.gots.update(results[item].outcome for item in range(len(pages)))
         store.counters.read_bytes += self._size * sum(result.ok for result in results.values())
         return [results[item] for item in range(len(pages))]
@@ -128,42 +138,49 @@ class PartView:
         self._store.catalog.refresh()
         self._store.expire()
 
-    def _plan(self, entry: Page) -> tuple[ObjectShare, ...] | None:
-        """How the part is made of the page's objects; None where some are missing. The same for most pages."""
-        if entry.parts not in self._plans:
-            numbers = [n for n, key in enumerate(entry.parts) if key.component == self._key.component]
-            boxes = tuple(entry.parts[n].box for n in numbers)
+    def _entries(self, pages: Sequence[bytes]) -> list[Page | None]:
+        """The pages of these hashes, None where one is absent or too old."""
+        entries, stale = self._store.catalog.index.get_many(pages), self._store.stale(pages)
+        if not stale:
+            return entries
+        return [None if page in stale else entry for page, entry in zip(pages, entries, strict=True)]
+
+    def _plan(self, parts: tuple[PartKey, ...]) -> tuple[ObjectShare, ...] | None:
+        """How the part is made of objects of `parts`; None where some are missing. The same for most pages."""
+        if parts not in self._plans:
+            numbers = [n for n, key in enumerate(parts) if key.component == self._key.component]
+            boxes = tuple(parts[n].box for n in numbers)
             cover_pieces = cover(self._key.box, boxes)
             sources = [
                 ObjectShare(numbers[piece.source], piece, cell_runs(piece, boxes[piece.source], self._key.box))
                 for piece in cover_pieces or ()
             ]
-            self._plans[entry.parts] = tuple(sources) or None
-        return self._plans[entry.parts]
+            self._plans[parts] = tuple(sources) or None
+        return self._plans[parts]
 
     def _missing(self, pages: Sequence[bytes], results: dict[int, PutResult]) -> list[int]:
         """Which of `pages` are to be written here; the others have their answer, or are twins of one that is."""
-        index = self._store.catalog.index
         todo: dict[bytes, int] = {}
-        for item, page in enumerate(pages):
-            entry = index.get(page)
-            if entry and self._plan(entry):
+        for item, (page, entry) in enumerate(zip(pages, self._entries(pages), strict=True)):
+            if entry and (plan := self._plan(entry.parts)):
                 results[item] = _PRESENT
+                self._store.writer.owe(entry.objects[share.number] for share in plan)
             elif self._writes and not self._writes(page):
                 results[item] = _ELSEWHERE
             else:
                 todo.setdefault(page, item)
         return list(todo.values())
 
-    def _reserve(self, todo: Sequence[int], results: dict[int, PutResult]) -> list[FileOffset]:
+    def _reserve(self, todo: Sequence[int], pages: Sequence[bytes], results: dict[int, PutResult]) -> list[FileOffset]:
         """Places for the pages to write, or none and the reason."""
         store, size = self._store, self._size
         reason = ""
-        if not store.make_room(len(todo) * padded(size)):
+        if not store.make_room(len(todo) * padded(size), pages):
             reason = f"{len(todo)} pages of {size} bytes are more than the quota of {store.policy.quota_bytes}"
         try:
             if not reason:
-                return store.writer.reserve([size] * len(todo))
+                with store.lock:
+                    return store.writer.reserve([size] * len(todo))
         except OSError as error:
             reason = reason_of(error)
         results.update((item, PutResult(Put.FAILED, reason)) for item in todo)
@@ -212,15 +229,17 @@ class PartView:
         failed = {draft.item: (draft, reason) for draft, reason in zip(group, reasons, strict=True) if reason}
         with store.lock:
             stamp = store.catalog.machine.now()
+            store.writer.ended(draft.place for draft in group)
             answers = store.writer.announce([header for _, header in written], stamp)
+            fresh: list[StoredObject] = []
             for (draft, _), answer in zip(written, answers, strict=True):
                 if isinstance(answer, str):
                     failed[draft.item] = (draft, answer)
                     continue
-                store.catalog.index.add(answer)
-                store.catalog.index.use(answer.page, stamp)
-                self._known.pages.add(answer.page)
+                fresh.append(answer)
                 results[draft.item] = _WRITTEN
+            store.catalog.index.add(fresh)
+            store.catalog.index.use([each.page for each in fresh], stamp)
             store.counters.written_bytes += size * (len(group) - len(failed))
             for item, (draft, reason) in failed.items():
                 results[item] = PutResult(Put.FAILED, reason)
@@ -228,20 +247,37 @@ class PartView:
 
     def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[ObjectRead]:
         reads: list[ObjectRead] = []
-        look_up, plans = self._store.catalog.index.get, self._plans
-        for item in pending:
-            entry = look_up(pages[item])
-            plan = (plans.get(entry.parts) or self._plan(entry)) if entry else None
+        entries = self._entries([pages[item] for item in pending])
+        for item, entry in zip(pending, entries, strict=True):
+            plan = self._plan(entry.parts) if entry else None
             if entry and plan:
-                self._known.pages.add(pages[item])
                 for each in plan:
                     reads.append(ObjectRead(item, addresses[item], entry.objects[each.number], each))
         return reads
 
-    def _judge(self, failure: Failure) -> GotResult:
-        """What a failed read means: the object was deleted meanwhile, or it is bad and goes."""
+    def _judge(self, failure: Failure, again: set[int]) -> tuple[GotResult, bool]:
+        """What a failed read means, and whether the page is to be read again.
+
+        The object was deleted meanwhile; or it is bad, when it is looked at again, and goes; or it is well, and is read
+        once more. What the system refuses says nothing against it.
+        """
         if failure.fault is Fault.HERE:
-            return GotResult(Got.FAILED, failure.reason)
-        if not self._store.poison(failure.read.each, failure.reason):
-            return GotResult(Got.EVICTED, failure.reason)
-        return GotResult(Got.POISONED if failure.fault is Fault.BYTES else Got.FAILED, failure.reason)
+            return GotResult(Got.FAILED, failure.reason), False
+        store, each, item = self._store, failure.read.each, failure.read.item
+        try:
+            verdict, reason = store.catalog.look_again(each)
+        except OSError as error:
+            return GotResult(Got.FAILED, reason_of(error)), False
+        if verdict is Verdict.WELL:
+            retry = item not in again
+            again.add(item)
+            return GotResult(Got.FAILED, f"{failure.reason}, and well when it was looked at again"), retry
+        with store.lock:
+            if verdict is Verdict.GONE:
+                store.catalog.index.remove(each)
+                return GotResult(Got.EVICTED, reason), True
+            if not store.poison(each, reason):
+                return GotResult(Got.FAILED, f"{reason}, and left to others after too many like it"), True
+        if reason in GIVEN_BACK:
+            return GotResult(Got.EVICTED, reason), True
+        return GotResult(Got.FAILED if reason == EIO else Got.POISONED, reason), True

@@ -54,12 +54,18 @@ class GotResult:
 
 @dataclass(slots=True)
 class Counters:
-    """What one store has done since it was opened. `poisoned` by reason: each was deleted."""
+    """What one store has done since it was opened. `poisoned` by reason: each was deleted.
+
+    `spared`: found bad after too many others, and left to other processes. `lagged`: times that the index stayed as it
+    was, by what the system said.
+    """
 
     puts: Counter[Put] = field(default_factory=Counter[Put])
     gots: Counter[Got] = field(default_factory=Counter[Got])
     poisoned: Counter[str] = field(default_factory=Counter[str])
     failed: Counter[str] = field(default_factory=Counter[str])
+    lagged: Counter[str] = field(default_factory=Counter[str])
+    spared: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
     evicted_pages: int = 0

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
-from kvmover.store.catalog import Catalog
+from kvmover.store.catalog import GIVEN_BACK, Catalog
+from kvmover.store.cleaning import SegmentCleaner
 from kvmover.store.files import Files
 from kvmover.store.index import Page, StoredObject
+from kvmover.store.machine import Machine
 from kvmover.store.policy import Policy
 from kvmover.store.results import Counters
-from kvmover.store.segment import Machine
 from kvmover.store.writer import Writer
+
+#: Bad objects that a process may delete at once, and again in so many seconds. A process with bad memory, or a stale
+#: cache, finds every page bad: the others keep theirs.
+_DELETIONS, _REFILL_S = 32, 3600
+
+#: Pages that are deleted, or stamped, under one hold of the lock: a few milliseconds.
+_SLICE = 64
 
 #: Eviction frees this share of the quota beyond what is needed, so that not every put evicts.
 _SLACK = 1 / 64
@@ -22,90 +30,159 @@ _SLACK = 1 / 64
 class Retention:
     """A namespace as this process holds it: what it knows, what it writes, and what it may hold.
 
-    `lock` is for a moment at a time, around everything here; `writing` is held for as long as one writes,
-    and is taken first.
+    `lock` is for a moment at a time, around everything here. `writing` is held for as long as one writes, and `tidying`
+    as long as one flushes or collects, which no put waits for. They are taken in the order tidying, writing, lock.
     """
 
     def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: Machine) -> None:
         self.folder = folder
         self.policy = policy
-        self.counters = Counters()
         self.files = files
         self.catalog = Catalog(folder, namespace, files, machine)
-        self.lock, self.writing = self.catalog.lock, RLock()
+        self.counters = Counters(lagged=self.catalog.lagged)
+        self.lock, self.writing, self.tidying = self.catalog.lock, RLock(), RLock()
         self.writer = Writer(self.catalog, policy.segment_bytes)
+        self._cleaner = SegmentCleaner(self.catalog, self.writer, self.used_elsewhere)
         self._read: set[bytes] = set()
+        self._spare: float = _DELETIONS
+        self._asked_s = machine.now()
 
     def used(self, pages: Collection[bytes]) -> None:
         """Pages were read, in this order: under the lock."""
-        now, use = self.catalog.machine.now(), self.catalog.index.use
-        for page in pages:
-            use(page, now)
+        self.catalog.index.use(list(pages), self.catalog.machine.now())
         self._read.update(pages)
 
-    def make_room(self, nbytes: int) -> bool:
-        """Evict until `nbytes` more fit the quota; False where they never do. Under the lock."""
+    def make_room(self, nbytes: int, keep: Collection[bytes] = ()) -> bool:
+        """Evict until `nbytes` more fit the quota, but no page of `keep`; False where they never do. While writing."""
         quota = self.policy.quota_bytes
         if quota is None:
             return True
         if nbytes > quota:
             return False
-        if self.catalog.held_bytes + nbytes > quota:
-            self.evict_to(quota - (max(nbytes, int(quota * _SLACK)) if nbytes else 0))
+        with self.lock:
+            held = self.catalog.held_bytes
+        if held + nbytes > quota:
+            self.evict_to(quota - (max(nbytes, int(quota * _SLACK)) if nbytes else 0), keep)
         return True
 
-    def evict_to(self, held_bytes: int) -> int:
-        """Evict the least recently read pages until at most so much is held; the bytes freed. Under the lock."""
-        freed = 0
-        index = self.catalog.index
-        while self.catalog.held_bytes > held_bytes and (oldest := index.oldest()):
-            page, entry = oldest
-            if not self._used_elsewhere(page, entry):
-                freed += self._delete(entry)
-                self.counters.evicted_pages += 1
-        self.counters.evicted_bytes += freed
-        return freed
+    def give_way(self, nbytes: int, keep: Collection[bytes]) -> bool:
+        """The disk is full: evict what makes `nbytes` and a little more free, but no page of `keep`. While writing.
 
-    def _used_elsewhere(self, page: bytes, entry: Page) -> bool:
+        Whether any was evicted.
+        """
+        with self.lock:
+            held = self.catalog.held_bytes
+        return self.evict_to(max(0, held - nbytes - int(held * _SLACK)), keep) > 0
+
+    def evict_to(self, held_bytes: int, keep: Collection[bytes] = ()) -> int:
+        """Evict the least recently read pages until at most so much is held; the bytes freed. While writing.
+
+        A slice at a time, between which others have the lock. Pages of `keep` stay.
+        """
+        with self.lock:
+            self.catalog.index.use(list(keep), 0)
+        freed = 0
+        kept = frozenset(keep)
+        while True:
+            with self.lock:
+                goal = self.catalog.held_bytes - held_bytes
+                step = self._evict_some(goal, kept) if goal > 0 and self.catalog.punches else 0
+            if goal > 0 and not step:
+                step = self._clean(goal, kept)
+            self.counters.evicted_bytes += step
+            if not step:
+                return freed
+            freed += step
+
+    def _evict_some(self, nbytes: int, keep: frozenset[bytes]) -> int:
+        """Evict a few pages; the bytes freed."""
+        pages, objects, found = 0, list[StoredObject](), 0
+        for page, entry in self.catalog.index.pages():
+            if page in keep or pages >= _SLICE or found >= nbytes:
+                break
+            if self.used_elsewhere(page, entry):
+                continue
+            pages += 1
+            objects += entry.objects
+            found += entry.held_bytes
+        self.counters.evicted_pages += pages
+        return self.catalog.delete(objects)
+
+    def _clean(self, nbytes: int, keep: frozenset[bytes]) -> int:
+        """Evict a segment, where only whole files are freed; the bytes freed."""
+        cleaned = None if self.catalog.punches else self._cleaner.clean(nbytes, keep)
+        self.counters.evicted_pages += cleaned.pages if cleaned else 0
+        return cleaned.freed_bytes if cleaned else 0
+
+    def used_elsewhere(self, page: bytes, entry: Page) -> bool:
         """Whether another process used the page since, which makes it the last to go, or has deleted it."""
         known, written = entry.stamp, self.catalog.last_use(entry)
         if page not in self.catalog.index:
             return True
         if written > known:
-            self.catalog.index.use(page, written)
+            self.catalog.index.use([page], written)
         return written > known
 
-    def _delete(self, entry: Page) -> int:
-        return self.catalog.delete(list(entry.objects))
-
     def expire(self) -> int:
-        """Delete pages that nobody used for the policy's TTL: how many. Under the lock."""
+        """Delete pages that nobody used for the policy's TTL, a few: how many. Under the lock."""
         if self.policy.ttl_s is None:
             return 0
         before, expired = self.catalog.machine.now() - self.policy.ttl_s, 0
-        while (oldest := self.catalog.index.oldest()) and oldest[1].stamp < before:
-            if not self._used_elsewhere(*oldest):
-                self._delete(oldest[1])
+        objects: list[StoredObject] = []
+        for page, entry in self.catalog.index.pages():
+            if expired >= _SLICE or entry.stamp >= before:
+                break
+            if not self.used_elsewhere(page, entry):
+                objects += entry.objects
                 expired += 1
+        self.catalog.delete(objects)
         self.counters.expired_pages += expired
         return expired
 
+    def stale(self, pages: Sequence[bytes]) -> set[bytes]:
+        """Which of `pages` nobody has used for the TTL, though they were not deleted yet. Under the lock."""
+        index, ttl_s = self.catalog.index, self.policy.ttl_s
+        if ttl_s is None:
+            return set()
+        before = self.catalog.machine.now() - ttl_s
+        old = [page for page, stamp in zip(pages, index.stamps_of(pages), strict=True) if stamp < before]
+        return {page for page in old if (entry := index.get(page)) and not self.used_elsewhere(page, entry)}
+
     def write_stamps(self) -> None:
-        """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds."""
-        for page in self._read:
-            entry = self.catalog.index.get(page)
-            for each in entry.objects if entry else ():
-                if entry and entry.stamp >= each.stamp + self.policy.stamp_s:
-                    each.stamp = entry.stamp
-                    with suppress(OSError):
-                        self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
-        self._read.clear()
+        """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds.
+
+        A slice at a time, between which others have the lock.
+        """
+        with self.lock:
+            pages, self._read = list(self._read), set()
+        for first in range(0, len(pages), _SLICE):
+            with self.lock:
+                for page in pages[first : first + _SLICE]:
+                    self._write_stamps(page)
+
+    def _write_stamps(self, page: bytes) -> None:
+        entry = self.catalog.index.get(page)
+        for each in entry.objects if entry else ():
+            if entry and entry.stamp >= each.stamp + self.policy.stamp_s:
+                self.catalog.index.stamped(each, entry.stamp)
+                with suppress(OSError):
+                    self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
 
     def poison(self, each: StoredObject, reason: str = "digest") -> bool:
-        """Delete a bad object, so that the next write goes through; False where it is gone already. Under the lock."""
-        if not self.catalog.alive(each):
+        """Delete a bad object, so that the next write goes through. Under the lock.
+
+        False where this process has deleted too many of late: it may be what is bad itself. Then it alone forgets the
+        object, which it finds no more.
+        """
+        now = self.catalog.machine.now()
+        self._spare = min(_DELETIONS, self._spare + max(0, now - self._asked_s) * _DELETIONS / _REFILL_S)
+        self._asked_s = now
+        if self._spare < 1:
             self.catalog.index.remove(each)
+            self.counters.spared += 1
             return False
+        self._spare -= 1
         self.catalog.delete([each])
-        self.counters.poisoned[reason] += 1
+        if reason not in GIVEN_BACK:
+            self.counters.poisoned[reason] += 1
         return True

@@ -7,26 +7,34 @@ data file are never used twice: what a header once described is either still the
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import re
-import time
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from enum import Enum
 from pathlib import Path
-from uuid import UUID
 
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.store.files import close_quietly, is_gone, open_shared
+from kvmover.store.index import StoredObject
+from kvmover.store.machine import NO_BOOT
 from kvmover.store.record import (
     DEAD,
+    DIGEST_BYTES,
+    FIXED_BYTES,
     LIVE,
     PREAMBLE_BYTES,
     STAMP_AT,
     STATE_AT,
     Kind,
     Preamble,
-    Record,
-    decode_all,
+    RecordTable,
+    decode_table,
     encode_mark,
     next_whole,
 )
@@ -34,59 +42,74 @@ from kvmover.store.record import (
 HEAD, DATA = ".head", ".data"
 _HEADS = re.compile(r"([0-9a-f]{16}-[0-9]{8})\.head")
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+#: Of a head that are read at a time: some milliseconds.
+_SOME_BYTES = 2 << 20
+
+#: Records with less between them are read at once.
+_NEAR_BYTES = 4096
 
 _PUNCH, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Which life of which machine this is: the question behind every object that was not synced.
-
-    `boot`: 16 bytes that are equal for two processes if they share a kernel, and so its page cache.
-
-    A process that is killed leaves what it wrote in the page cache, whole; a machine that loses power may keep a header
-    and lose the payload. So objects of the same boot are believed, others only if they were synced, or once verified.
-    """
-
-    boot: bytes
-
-    @staticmethod
-    def now() -> int:
-        """Seconds since 1970, as stamps count them."""
-        return int(time.time())
-
-
-@cache
-def this_machine() -> Machine:
-    """The machine that this process runs on, in this life: read once from `boot_id` of Linux."""
-    return Machine(UUID(_BOOT_ID.read_text().strip()).bytes)
+class WritesLost(OSError):
+    """The disk did not take what was written. Asking again says that all is well."""
 
 
 def segments_in(folder: Path) -> set[str]:
-    """Names of the segments that have a head in `folder`; none where somebody removed it."""
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
-        return {found[1] for entry in entries if (found := _HEADS.fullmatch(entry.name))}
-    return set()
+    """Names of the segments that have a head in `folder`; none where somebody removed it. Raises OSError."""
+    try:
+        with os.scandir(folder) as entries:
+            return {found[1] for entry in entries if (found := _HEADS.fullmatch(entry.name))}
+    except OSError as error:
+        if is_gone(error) and not folder.exists():
+            return set()
+        raise
+
+
+class Life(Enum):
+    """Where a segment is in its life, as this process sees it.
+
+    WRITTEN: this process appends to it. FULL: it has gone on to another, and owes this one a sync and a seal.
+    FOLLOWED: somebody else may append, so its head is looked at. SEALED: nothing is added for ever.
+    """
+
+    WRITTEN = "written"
+    FULL = "full"
+    FOLLOWED = "followed"
+    SEALED = "sealed"
+
+
+#: What may follow what.
+_NEXT = {
+    Life.WRITTEN: (Life.FULL,),
+    Life.FULL: (Life.SEALED,),
+    Life.FOLLOWED: (Life.SEALED,),
+    Life.SEALED: (),
+}
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One pair of files as this process sees it. `parsed` bytes of the head file were understood."""
+    """One pair of files as this process sees it. `parsed` bytes of the head file were understood.
+
+    `head_fd` is open until the segment is sealed, `data_fd` in the process that writes it: a descriptor that was opened
+    before the writes hears of every one that failed.
+    """
 
     folder: Path
     name: str
-    head_fd: int
     boot: bytes
+    life: Life
+    head_fd: int = -1
+    data_fd: int = -1
     parsed: int = PREAMBLE_BYTES
     synced: int = 0
-    sealed: bool = False
-    #: Whether its writer, this process, has gone on to another.
-    full: bool = False
+    #: Places that were dealt out here and have neither a header yet nor failed.
+    awaited: int = 0
     #: Objects that were announced and may not have reached the disk before a crash of their machine.
-    waiting: list[Record] = field(default_factory=list[Record])
+    waiting: list[StoredObject] = field(default_factory=list[StoredObject])
 
     @property
     def head(self) -> Path:
@@ -97,6 +120,28 @@ class Segment:
     def data(self) -> Path:
         """The file of payloads."""
         return self.folder / (self.name + DATA)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process appends to it, or owes it a seal: it knows what is in it."""
+        return self.life in (Life.WRITTEN, Life.FULL)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this process may remove it once it is empty: nobody writes to it any more."""
+        return self.life in (Life.FULL, Life.SEALED) and not self.awaited and not self.waiting
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether nothing is added for ever."""
+        return self.life is Life.SEALED
+
+    def become(self, life: Life) -> None:
+        """Go on to the next part of its life; a sealed segment holds no descriptor, whoever wrote it."""
+        assert life in _NEXT[self.life], f"{self.name} is {self.life} and cannot be {life}"
+        self.life = life
+        if life is Life.SEALED:
+            self.close()
 
     @classmethod
     def create(cls, folder: Path, name: str, preamble: Preamble) -> Segment | None:
@@ -109,64 +154,98 @@ class Segment:
             fd = os.open(folder / (name + HEAD), flags, 0o666)
         except FileExistsError:
             return None
+        data_fd = -1
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.close(os.open(folder / (name + DATA), flags, 0o666))
+            data_fd = os.open(folder / (name + DATA), flags, 0o666)
             _whole(fd, preamble.encode(), 0)
             if os.fstat(fd).st_nlink:
-                return cls(folder, name, fd, preamble.boot)
+                return cls(folder, name, preamble.boot, Life.WRITTEN, fd, data_fd)
         except BlockingIOError:
             pass  # a cleaner took the empty head for a left-over, before the lock
         except OSError:
-            os.close(fd)
+            close_quietly(fd, data_fd)
             for suffix in (DATA, HEAD):
                 with suppress(OSError):
                     (folder / (name + suffix)).unlink()
             raise
-        os.close(fd)
+        close_quietly(fd, data_fd)
         return None
 
     @classmethod
     def find(cls, folder: Path, name: str, namespace: bytes) -> Segment | str | None:
-        """A segment of some process. None while it is being made; the reason where it is none of this namespace."""
+        """A segment of some process. None while it is being made, or gone; the reason where it is none of this
+        namespace. Raises OSError where the system does not say.
+
+        One whose first line is damaged is taken for another machine's: the folder says whose objects they are, and
+        every one is checked before it is believed.
+        """
+        fd = -1
         try:
-            fd = os.open(folder / (name + HEAD), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        start = os.pread(fd, PREAMBLE_BYTES, 0)
-        preamble = Preamble.decode(start)
-        if preamble and preamble.namespace == namespace:
-            return cls(folder, name, fd, preamble.boot)
-        os.close(fd)
-        if len(start) < PREAMBLE_BYTES:
-            return None
-        return "foreign namespace" if preamble else "damaged preamble"
+            fd = open_shared(folder / (name + HEAD))
+            start = os.pread(fd, PREAMBLE_BYTES, 0)
+            found = Preamble.decode(start)
+            if len(start) < PREAMBLE_BYTES:
+                reason = None
+            elif found is None:
+                size = os.fstat(fd).st_size - PREAMBLE_BYTES
+                reason = "" if _was_ours(start, os.pread(fd, size, PREAMBLE_BYTES)) else "another format"
+            else:
+                reason = "" if found.namespace == namespace else "foreign namespace"
+        except OSError as error:
+            close_quietly(fd)
+            if is_gone(error):
+                return None
+            raise
+        if reason == "":
+            return cls(folder, name, found.boot if found else NO_BOOT, Life.FOLLOWED, fd)
+        close_quietly(fd)
+        return reason
 
     @staticmethod
     def remove_stillborn(folder: Path, name: str) -> None:
-        """Remove a pair whose head never got its preamble, unless its writer lives."""
+        """Remove a pair whose head never got its preamble, unless its writer lives. Raises OSError."""
+        fd = -1
         try:
-            fd = os.open(folder / (name + HEAD), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return
-        with suppress(BlockingIOError):
+            fd = open_shared(folder / (name + HEAD))
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_size < PREAMBLE_BYTES:
                 for suffix in (HEAD, DATA):
                     (folder / (name + suffix)).unlink(missing_ok=True)
-        os.close(fd)
+        except BlockingIOError:
+            return
+        finally:
+            close_quietly(fd)
 
-    def tail(self) -> list[Record]:
-        """Records that were added since the last call, as far as they are whole."""
-        size = os.fstat(self.head_fd).st_size
-        if size <= self.parsed:
-            return []
-        records = list(decode_all(os.pread(self.head_fd, size - self.parsed, self.parsed), self.parsed))
-        for record in records:
-            self.parsed = record.at + record.record_bytes
-            self.synced = max(self.synced, record.offset if record.kind is Kind.SYNCED else 0)
-            self.sealed |= record.kind is Kind.SEALED
-        return records
+    @contextmanager
+    def opened(self) -> Generator[int]:
+        """A descriptor of the head for the length of a block. Raises OSError."""
+        if self.head_fd >= 0:
+            yield self.head_fd
+            return
+        fd = open_shared(self.head)
+        try:
+            yield fd
+        finally:
+            close_quietly(fd)
+
+    def tail(self) -> RecordTable | None:
+        """Some records that were added since the last call, as far as they are whole; None without. Raises OSError."""
+        if self.is_sealed:
+            return None
+        left = os.fstat(self.head_fd).st_size - self.parsed
+        some = _SOME_BYTES
+        while left > 0:
+            table = decode_table(os.pread(self.head_fd, min(left, some), self.parsed), self.parsed)
+            if table.end > self.parsed:
+                self.parsed, self.synced = table.end, max(self.synced, table.synced)
+                if table.sealed:
+                    self.become(Life.SEALED)
+                return table
+            if some >= left:
+                break
+            some *= 16  # a record may be longer
+        return None
 
     def skip_damage(self) -> bool:
         """Go on behind a damaged record; False where nothing whole follows. Only for segments without a writer."""
@@ -175,31 +254,84 @@ class Segment:
         self.parsed = found or self.parsed
         return found is not None
 
+    def torn_bytes(self) -> int:
+        """Bytes at the end of the head that are no whole record. Raises OSError."""
+        with self.opened() as fd:
+            return max(0, os.fstat(fd).st_size - self.parsed)
+
     def data_bytes(self) -> int:
-        """Size of the data file; 0 where there is none."""
+        """Size of the data file; 0 where there is none. Raises OSError where the system does not say."""
         try:
             return self.data.stat().st_size
-        except FileNotFoundError:
-            return 0
+        except OSError as error:
+            if is_gone(error):
+                return 0
+            raise
 
-    def states(self) -> dict[int, tuple[int, int]]:
-        """State and stamp of every object, by the place of its record, as the file has them now."""
-        data = os.pread(self.head_fd, self.parsed - PREAMBLE_BYTES, PREAMBLE_BYTES)
-        return {r.at: (r.state, r.stamp) for r in decode_all(data, PREAMBLE_BYTES) if r.kind is Kind.OBJECT}
+    def dead(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Which objects, by the places of their records, do not live any more. Raises OSError."""
+        with self.opened() as fd:
+            words = np.frombuffer(os.pread(fd, self.parsed, 0), "<u4", self.parsed // 4)
+        return records[words[(records + STATE_AT) // 4] != LIVE]
+
+    def digests(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Digests of `cells` cells of the object of each record, of (record, cells) pairs: neighbours at once.
+
+        As they are in the file: b"" beyond its end. Raises OSError.
+        """
+        found = [b""] * len(wanted)
+        order = sorted(range(len(wanted)), key=lambda number: wanted[number])
+        with self.opened() as fd:
+            first = 0
+            while first < len(order):
+                start, end, stop = wanted[order[first]][0], _end(wanted[order[first]]), first + 1
+                while stop < len(order) and wanted[order[stop]][0] - end <= _NEAR_BYTES and end - start < _SOME_BYTES:
+                    end = _end(wanted[order[stop]])
+                    stop += 1
+                data = os.pread(fd, end - start, start)
+                for number in order[first:stop]:
+                    record, cells = wanted[number]
+                    at = record - start + FIXED_BYTES
+                    found[number] = data[at : at + cells * DIGEST_BYTES]
+                first = stop
+        return found
 
     def state(self, record: int) -> tuple[bool, int]:
-        """Whether the object of that record is alive, and its stamp. Nothing lives in a segment that was removed."""
-        raw = os.pread(self.head_fd, 8, record + STATE_AT)
-        linked = os.fstat(self.head_fd).st_nlink > 0
-        return linked and int.from_bytes(raw[:4], "little") == LIVE, int.from_bytes(raw[4:], "little")
+        """Whether the object of that record is alive, and its stamp. Nothing lives in a segment that was removed.
 
-    def kill(self, record: int) -> None:
-        """Raises OSError. Nobody finds the object from here on; processes that know it are told by the caller."""
-        _whole(self.head_fd, DEAD.to_bytes(4, "little"), record + STATE_AT)
+        Raises OSError where the system does not say.
+        """
+        try:
+            with self.opened() as fd:
+                return _state(fd, record)
+        except OSError as error:
+            if is_gone(error):
+                return False, 0
+            raise
+
+    def state_anew(self, record: int) -> tuple[bool, int]:
+        """As `state`, by a descriptor that is opened for it: a network file system then asks who has the file."""
+        try:
+            fd = open_shared(self.head)
+        except OSError as error:
+            if is_gone(error):
+                return False, 0
+            raise
+        try:
+            return _state(fd, record)
+        finally:
+            close_quietly(fd)
+
+    def kill(self, records: Iterable[int]) -> None:
+        """Nobody finds these objects from here on; processes that know them are told by the caller. Raises OSError."""
+        with self.opened() as fd:
+            for record in records:
+                _whole(fd, DEAD.to_bytes(4, "little"), record + STATE_AT)
 
     def stamp(self, record: int, second: int) -> None:
         """Write second `second` of a use into an object's header, in place. Raises OSError."""
-        _whole(self.head_fd, second.to_bytes(4, "little"), record + STAMP_AT)
+        with self.opened() as fd:
+            _whole(fd, second.to_bytes(4, "little"), record + STAMP_AT)
 
     def append(self, blob: bytes) -> None:
         """Add whole records at `parsed`. On OSError the head is as it was, to every reader."""
@@ -211,50 +343,122 @@ class Segment:
             raise
         self.parsed += len(blob)
 
-    def sync(self, offset: int) -> None:
-        """Make the payload below `offset` safe from a power cut, then say so. Raises OSError, before it says so."""
-        fd = os.open(self.data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
+    def mark_synced(self, offset: int) -> None:
+        """Say that the payload below `offset` is safe from a power cut. Raises OSError."""
         self.append(encode_mark(self.parsed, Kind.SYNCED, offset))
         self.synced = offset
-        os.fdatasync(self.head_fd)
+
+    def settle(self) -> None:
+        """Make what another process wrote safe from a power cut, without a word: only its writer marks it.
+
+        Raises WritesLost, and OSError where the disk cannot be asked. What it removed meanwhile needs nothing.
+        """
+        for path in (self.data, self.head):
+            try:
+                fd = open_shared(path)
+            except OSError as error:
+                if is_gone(error):
+                    return
+                raise
+            try:
+                settle(fd)
+            finally:
+                close_quietly(fd)
 
     def seal(self) -> None:
-        """Nothing is added from here on. Raises OSError."""
+        """Nothing is added from here on, and others may have it. Raises OSError."""
         self.append(encode_mark(self.parsed, Kind.SEALED, 0))
-        self.sealed = True
+        self.become(Life.SEALED)
 
     def adopt(self) -> bool:
-        """Take the place of a writer that is no more; False where it lives. Held until `close`."""
+        """Take the place of a writer that is no more; False where it lives. Held until `release`. Raises OSError.
+
+        By a head that is opened anew: a network file system then asks how long it is.
+        """
+        fd = open_shared(self.head)
         try:
-            fcntl.flock(self.head_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            close_quietly(fd)
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
+        close_quietly(self.head_fd)
+        self.head_fd = fd
         return True
 
     def release(self) -> None:
-        """Others may take over what this process has adopted or finished."""
-        if self.head_fd >= 0:
-            fcntl.flock(self.head_fd, fcntl.LOCK_UN)
+        """Others may take over what this process has adopted."""
+        if self.is_sealed:
+            self.close()
+        elif self.head_fd >= 0:
+            with suppress(OSError):
+                fcntl.flock(self.head_fd, fcntl.LOCK_UN)
 
     def unlink(self) -> None:
-        """Remove both files, the head first: data without a head is a left-over. Missing ones are no matter."""
+        """Remove both files, the head first: data without a head is a left-over. Missing ones are no matter.
+
+        Raises OSError.
+        """
         for path in (self.head, self.data):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink()
+            except OSError as error:
+                if not is_gone(error):
+                    raise
 
     def close(self) -> None:
-        """Close the head file, which ends the lock as well. Safe to call twice."""
-        if self.head_fd >= 0:
-            os.close(self.head_fd)
-        self.head_fd = -1
+        """Close both files, which ends the lock as well. Safe to call twice, and raises nothing."""
+        fds = self.head_fd, self.data_fd
+        self.head_fd = self.data_fd = -1
+        close_quietly(*fds)
+
+
+def _end(wanted: tuple[int, int]) -> int:
+    return wanted[0] + FIXED_BYTES + wanted[1] * DIGEST_BYTES
+
+
+def _state(fd: int, record: int) -> tuple[bool, int]:
+    raw = os.pread(fd, 8, record + STATE_AT)
+    linked = os.fstat(fd).st_nlink > 0
+    return linked and int.from_bytes(raw[:4], "little") == LIVE, int.from_bytes(raw[4:], "little")
+
+
+def settle(fd: int) -> None:
+    """Wait until what was written to a file is on stable storage. Raises WritesLost.
+
+    By a descriptor from before the writes: the kernel reports a failed one once, and calls the pages clean.
+    """
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        raise WritesLost(error.errno, error.strerror) from error
+
+
+def _was_ours(start: bytes, rest: bytes) -> bool:
+    """Whether a damaged first line was one of this format: it still begins so, never reached the disk, or a whole
+    record follows. Segments of another format are left alone.
+    """
+    known = Preamble(bytes(32), NO_BOOT).encode()[:12]
+    return start[:12] == known or not any(start) or next_whole(rest, PREAMBLE_BYTES - 1, PREAMBLE_BYTES) is not None
 
 
 def punch(fd: int, offset: int, nbytes: int) -> bool:
-    """Give the blocks of a range back to the file system; False where it cannot."""
-    return _libc.fallocate(fd, _PUNCH | _KEEP_SIZE, offset, nbytes) == 0
+    """Give the blocks of a range back to the file system; False where it never can."""
+    done = _libc.fallocate(fd, _PUNCH | _KEEP_SIZE, offset, nbytes) == 0
+    return done or ctypes.get_errno() not in (errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a directory safe from a power cut. Raises OSError; some file systems do it by themselves."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    finally:
+        close_quietly(fd)
 
 
 def _whole(fd: int, data: bytes, offset: int) -> None:

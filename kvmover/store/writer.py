@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from kvmover.store.catalog import Catalog
-from kvmover.store.files import reason_of
+from kvmover.store.files import close_quietly, reason_of
 from kvmover.store.index import StoredObject, padded
 from kvmover.store.part import PartKey
 from kvmover.store.record import FIXED_BYTES, Preamble, encode_object
-from kvmover.store.segment import Segment
+from kvmover.store.segment import Life, Segment, WritesLost, settle, sync_folder
 
 
 class FileOffset(msgspec.Struct, frozen=True, gc=False):
@@ -43,8 +43,11 @@ class Writer:
         self._made = 0
         self._current: Segment | None = None
         self._end = 0
-        #: Segments with payload that is not synced, and its end.
+        #: Segments with payload that is not synced, and its end: our own, and those of others that answered our puts.
         self._unsynced: dict[str, int] = {}
+        self._owed: dict[str, int] = {}
+        #: Segments whose names are on stable storage.
+        self._named: set[str] = set()
 
     def reserve(self, sizes: Sequence[int]) -> list[FileOffset]:
         """Places for payloads, neighbours as far as possible. Raises OSError where no segment can be made."""
@@ -53,7 +56,7 @@ class Writer:
             segment = self._segment_for(padded(size))
             places.append(FileOffset(segment.name, self._end))
             self._end += padded(size)
-            self._unsynced[segment.name] = self._end
+            segment.awaited += 1
         return places
 
     def _segment_for(self, nbytes: int) -> Segment:
@@ -68,7 +71,6 @@ class Writer:
             self._made += 1
             self._current = Segment.create(self._catalog.folder, name, preamble)
         self._catalog.segments[self._current.name] = self._current
-        self._catalog.own.add(self._current.name)
         return self._current
 
     def announce(self, headers: Sequence[Header], stamp: int) -> list[StoredObject | str]:
@@ -88,34 +90,111 @@ class Writer:
                 answers += [reason_of(error)] * len(mine)
             else:
                 answers += objects
+                end = max(each.offset + each.held_bytes for each in objects)
+                self._unsynced[name] = max(end, self._unsynced.get(name, 0))
         return answers
 
-    def abandon(self) -> None:
-        """Write to another segment from here on."""
-        if self._current:
-            self._current.full = True
-        self._current, self._end = None, 0
+    def ended(self, places: Iterable[FileOffset]) -> None:
+        """Payloads whose writes are over, well or not. Under the lock."""
+        for place in places:
+            if segment := self._catalog.segments.get(place.segment):
+                segment.awaited -= 1
+
+    def abandon(self) -> bool:
+        """Write to another segment from here on; whether there was one."""
+        current, self._current, self._end = self._current, None, 0
+        if current and current.life is Life.WRITTEN:
+            current.become(Life.FULL)
+        return current is not None
+
+    def owe(self, objects: Iterable[StoredObject]) -> None:
+        """A put was answered by these objects: the next sync makes them as safe as its own. Under the lock."""
+        for each in objects:
+            segment = self._catalog.segments[each.segment]
+            end = each.offset + each.nbytes
+            if not segment.is_ours and segment.synced < end:
+                self._owed[each.segment] = max(end, self._owed.get(each.segment, 0))
 
     def sync(self) -> None:
         """Make all that was written safe from a power cut, and visible to other machines; seal what is full.
 
-        Raises OSError: what was not synced stays as it was, readable here as long as the page cache has it.
+        What others wrote, and puts here were answered by, is made safe too; its writers show it. Every segment is
+        tried. Raises OSError for the first that failed. What the disk did not take is deleted, for everybody: nobody
+        could tell it from what is safe. What it could not be asked for is tried again.
         """
-        for name, end in list(self._unsynced.items()):
+        with self._catalog.lock:
+            unsynced, owed = dict(self._unsynced), dict(self._owed)
+        failures: list[OSError] = []
+        for name, end in unsynced.items():
+            self._try(lambda name=name, end=end: self._sync(name, end), failures)
+        for name, end in owed.items():
+            self._try(lambda name=name, end=end: self._settle(name, end), failures)
+        for segment in list(self._catalog.segments.values()):
+            if segment.life is Life.FULL:
+                self._try(lambda segment=segment: self._finish(segment), failures)
+        for error in failures:
+            raise error
+
+    @staticmethod
+    def _try(step: Callable[[], None], failures: list[OSError]) -> None:
+        try:
+            step()
+        except OSError as error:
+            failures.append(error)
+
+    def _settle(self, name: str, end: int) -> None:
+        """What another process wrote, and a put was answered by."""
+        segment = self._catalog.segments.get(name)
+        if segment and segment.synced < end:
+            segment.settle()
+        with self._catalog.lock:
+            if self._owed.get(name) == end:
+                del self._owed[name]
+
+    def _sync(self, name: str, end: int) -> None:
+        """By descriptors of its own: the segment may be forgotten meanwhile, and its numbers be other files'."""
+        with self._catalog.lock:
             segment = self._catalog.segments.get(name)
-            if segment and segment.synced < end:
-                segment.sync(end)
-            if segment is not self._current:
+            if segment is None or segment.synced >= end:
+                self._unsynced.pop(name, None)
+                return
+            data, head, before = os.dup(segment.data_fd), os.dup(segment.head_fd), segment.synced
+        try:
+            settle(data)
+            if name not in self._named:
+                sync_folder(self._catalog.folder)
+                self._named.add(name)
+            with self._catalog.lock:
+                if name in self._catalog.segments:
+                    segment.mark_synced(end)
+            settle(head)
+        except WritesLost:
+            segment.synced = before
+            self._lose(segment)
+            raise
+        finally:
+            close_quietly(data, head)
+        with self._catalog.lock:
+            if self._unsynced.get(name) == end:
                 del self._unsynced[name]
-                if segment:
-                    self._finish(segment)
+
+    def _lose(self, segment: Segment) -> None:
+        """Delete what was not synced of a segment whose writes were lost, and write no more to it."""
+        with self._catalog.lock:
+            if segment is self._current:
+                self.abandon()
+            lost = [e for e in self._catalog.index.objects(segment.name) if e.offset + e.nbytes > segment.synced]
+            self._catalog.delete(lost)
+            self._unsynced.pop(segment.name, None)
 
     def _finish(self, segment: Segment) -> None:
-        segment.seal()
+        """Seal a segment that is full, once all of it is written and synced."""
         with self._catalog.lock:
-            self._catalog.own.discard(segment.name)
-            segment.release()
+            if segment.awaited or segment.name in self._unsynced or segment.name not in self._catalog.segments:
+                return
+            segment.seal()
             self._catalog.reclaim(segment)
+            self._named.discard(segment.name)
 
     def close(self) -> None:
         """Write no more: sync and seal what can be. A disk that fails is no error here: readers check every byte."""
@@ -132,8 +211,6 @@ def _headers(segment: Segment, headers: Sequence[Header], stamp: int) -> tuple[l
     for header in headers:
         offset = header.place.offset
         blobs.append(encode_object(at, stamp, (offset, header.nbytes), header.page, header.part, header.digests))
-        objects.append(
-            StoredObject(segment.name, at, offset, header.nbytes, header.page, header.part, header.digests, stamp)
-        )
+        objects.append(StoredObject(segment.name, at, offset, header.nbytes, header.page, header.part, stamp))
         at += FIXED_BYTES + len(header.digests)
     return objects, b"".join(blobs)

@@ -126,7 +126,7 @@ def use_movers(settings: Settings) -> None:
 
 
 def use_store(settings: Settings) -> None:
-    """A page is stored and read, and looked after by whoever comes by."""
+    """A page is stored and read, and looked after."""
     part = PagePart.whole(CACHE, TOKENS)
     page = bytearray(part.nbytes)
     memory = memory_of_buffer(page)
@@ -135,7 +135,7 @@ def use_store(settings: Settings) -> None:
         view = store.view(SPACE, part)
         assert view.put([bytes(32)], [memory.address])[0].ok
         assert view.get([bytes(32)], [memory.address])[0].ok
-        Upkeep(store, settings.store).come_by()
+        Upkeep(store, settings.store).close()
         store.collect()
 
 

@@ -258,21 +258,16 @@ def test_a_finished_segment_without_pages_is_removed(tmp_path: Path) -> None:
 
 
 class FailingFiles(PlainFiles):
-    """A disk on which some writes or reads fail."""
+    """A disk on which some writes fail."""
 
     def __init__(self) -> None:
         super().__init__()
         self.full_after: int | None = None
-        self.broken_reads: set[int] = set()
 
     def write(self, runs):
         room = len(runs) if self.full_after is None else self.full_after
         done = super().write(runs[:room]) if room else []
         return [*done, *[os.strerror(errno.ENOSPC)] * (len(runs) - room)]
-
-    def read(self, runs):
-        broken = [os.strerror(errno.EIO) if run.offset in self.broken_reads else "" for run in runs]
-        return [bad or good for bad, good in zip(broken, super().read(runs), strict=True)]
 
 
 def test_a_full_disk_fails_the_pages_that_do_not_fit_with_the_reason(tmp_path: Path) -> None:
@@ -289,13 +284,22 @@ def test_a_full_disk_fails_the_pages_that_do_not_fit_with_the_reason(tmp_path: P
         assert all(r.ok for r in rank.get(pages))
 
 
-def test_a_broken_sector_costs_its_page_with_the_reason(tmp_path: Path) -> None:
-    files = FailingFiles()
-    with PageStore.open(tmp_path, SPACE, files=files) as store:
+def test_a_broken_sector_costs_its_page_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken for whoever asks, and however often."""
+    real = os.preadv
+
+    def broken(fd: int, views, offset: int) -> int:
+        nbytes = sum(len(view) for view in views)
+        if offset <= WHOLE.nbytes + 512 < offset + nbytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, views, offset)
+
+    with PageStore.open(tmp_path, SPACE) as store:
         rank, pages = Rank(store, WHOLE), pages_of(3)
         rank.put(pages)
-        files.broken_reads = {WHOLE.nbytes}
+        monkeypatch.setattr(os, "preadv", broken)
         answers = rank.get(pages)
+        monkeypatch.setattr(os, "preadv", real)
         assert [r.outcome for r in answers] == [Got.READ, Got.FAILED, Got.READ]
         assert answers[1].reason == "Input/output error"
         assert [r.outcome for r in rank.put(pages)] == [Put.PRESENT, Put.WRITTEN, Put.PRESENT]

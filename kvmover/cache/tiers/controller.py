@@ -37,7 +37,7 @@ from kvmover.cache.tiers.metrics import TierGauge, TierMeter, TierSnapshot, Tier
 from kvmover.cache.tiers.policy import Inclusion, TierPolicy
 from kvmover.cache.tiers.restore_driver import Restore, Restores
 from kvmover.cache.tiers.restore_machine import GivenUp, Hurry
-from kvmover.cache.tiers.storage import Stopwatch, Storage, StorageChore, StorageWorker, Urgency
+from kvmover.cache.tiers.storage import Stopwatch, Storage, StorageWorker, Urgency
 from kvmover.cache.tiers.tiered_pool import TieredPool
 from kvmover.errors import TierError
 
@@ -104,7 +104,6 @@ class Controller:
         self._backups = Backups(*hands, self._events)
         self.allocator.copied_out = self._backups.copied_out
         self._restores = Restores(*hands, clock, self._backups.reused)
-        self._chore = False
         self.loads = GatedLoads(self.allocator, self.collectives, self.meter, self._backups.reused)
 
     @property
@@ -206,22 +205,6 @@ class Controller:
         """Forget what device and host hold. Raises PrefixError while a lock or an operation is out."""
         self.allocator.apply(self.tree.reset())
         self._backups.forget()
-
-    def beside(self, work: Callable[[], None]) -> None:
-        """Do `work` in the storage thread, behind what waits there; not while such work waits already.
-
-        What it raises is raised by `poll`.
-        """
-        if self._chore:
-            return
-        self._chore = True
-
-        def ended(error: Exception | None) -> None:
-            self._chore = False
-            if error is not None:
-                raise error
-
-        self.worker.begin(StorageChore(work), Urgency.WRITE, ended)
 
     # Progress
 

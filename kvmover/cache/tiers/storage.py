@@ -225,24 +225,6 @@ class StorageWrite:
         return self._at >= len(self.given)
 
 
-@dataclass(slots=True, eq=False)
-class StorageChore:
-    """Work that moves no pages, such as the store's upkeep."""
-
-    work: Callable[[], None]
-    nbytes: int = 0
-
-    @property
-    def moves(self) -> bool:
-        """Never."""
-        return False
-
-    def step(self) -> bool:
-        """All of it."""
-        self.work()
-        return True
-
-
 #: How long a job that has used up its rate sleeps at most: it may have been told to stop.
 _ASK_S = 0.02
 

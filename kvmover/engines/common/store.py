@@ -1,16 +1,12 @@
-"""A rank's page store is opened here by its settings, driven from threads beside the engine's, and looked after.
-
-The upkeep is done by whichever of the engine's threads comes by.
-"""
+"""A rank's page store is opened here by its settings, driven from threads beside the engine's, and looked after."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from queue import Empty, Queue
-from threading import Lock, Thread
+from queue import Queue
+from threading import Event, Thread
 from typing import Generic, TypeVar
 
 from kvmover.config.settings import StoreSettings
@@ -28,55 +24,59 @@ def open_store(settings: StoreSettings, space: Namespace) -> PageStore:
     return PageStore.open(root, space, settings, files_for(root) if root.is_dir() else None)
 
 
-@dataclass(slots=True)
 class Upkeep:
-    """Quota, TTL and times of reading every `upkeep_s`, a flush every `flush_s`: see `PageStore.collect`."""
+    """A thread that looks after a store until it is closed, whether or not anybody moves pages.
 
-    store: PageStore
-    settings: StoreSettings
-    clock: Callable[[], float] = time.monotonic
-    _lock: Lock = field(default_factory=Lock)
-    _collected: float = field(init=False)
-    _flushed: float = field(init=False)
+    Quota, TTL and times of reading every `upkeep_s`, a flush every `flush_s`: see `PageStore.collect`. The engine's own
+    threads wait for none of it.
+    """
 
-    def __post_init__(self) -> None:
-        self._collected = self._flushed = self.clock()
+    def __init__(self, store: PageStore, settings: StoreSettings, before: Callable[[], None] | None = None) -> None:
+        """`before` is called first each time. Close it before the store."""
+        self._store, self._before = store, before
+        self._every_s = {self._collect: settings.upkeep_s, self._flush: settings.flush_s}
+        self._over = Event()
+        self._thread = Thread(target=self._run, daemon=True, name="kvmover-upkeep")
+        self._thread.start()
 
-    def come_by(self) -> None:
-        """Do what is due, unless another thread is at it. A disk that takes no flush is reported, and tried again."""
-        if not self._lock.acquire(blocking=False):
-            return
+    def close(self) -> None:
+        """End the thread, once what it is at is done. Safe to call twice."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        now_s = time.monotonic()
+        due = {work: now_s + every_s for work, every_s in self._every_s.items()}
+        while not self._over.wait(max(0.0, min(due.values()) - time.monotonic())):
+            for work, at in due.items():
+                if time.monotonic() >= at:
+                    due[work] = time.monotonic() + self._every_s[work]
+                    self._do(work)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        """A disk that takes no flush is reported, and tried again."""
         try:
-            now = self.clock()
-            if now >= self._collected + self.settings.upkeep_s:
-                self._collected = now
-                self.store.collect()
-            if now >= self._flushed + self.settings.flush_s:
-                self._flushed = now
-                self.store.flush()
+            work()
         except (OSError, StoreError) as error:
             log.error("upkeep of the page store: %s", error)
-        finally:
-            self._lock.release()
 
+    def _collect(self) -> None:
+        if self._before:
+            self._before()
+        self._store.collect()
 
-def _nothing() -> None:
-    """A worker that has nothing to do between jobs."""
+    def _flush(self) -> None:
+        self._store.flush()
 
 
 class StoreWorker(Generic[Job]):
     """A thread beside the engine's own that moves pages to or from the store, one job after the other.
 
-    `work` does a job and raises nothing. `between` is called after each, and whenever none came for `every_s`."""
+    `work` does a job and raises nothing.
+    """
 
-    def __init__(
-        self,
-        name: str,
-        work: Callable[[Job], None],
-        between: Callable[[], None] = _nothing,
-        every_s: float | None = None,
-    ) -> None:
-        self._work, self._between, self._every_s = work, between, every_s
+    def __init__(self, name: str, work: Callable[[Job], None]) -> None:
+        self._work = work
         self._jobs = Queue[Job | None]()
         self._thread = Thread(target=self._run, daemon=True, name=name)
         self._thread.start()
@@ -96,14 +96,9 @@ class StoreWorker(Generic[Job]):
 
     def _run(self) -> None:
         while True:
-            try:
-                job = self._jobs.get(timeout=self._every_s)
-            except Empty:
-                self._between()
-                continue
+            job = self._jobs.get()
             if job is not None:
                 self._work(job)
             self._jobs.task_done()
             if job is None:
                 return
-            self._between()

@@ -165,6 +165,7 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         self.reset()
         for worker in (self._loads, self._offloads):
             worker.close()
+        self._upkeep.close()
         self._adapter.store.close()
 
     def _device_pools(self, kvcache: Any) -> dict[str, list[DevicePoolPages]]:
@@ -211,7 +212,6 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         except Exception as error:
             log.exception("load %d failed", job.number)
             self.layer_done_counter.fail(job.number, error)
-        self._upkeep.come_by()
 
     def _offload(self, job: LinkerJob) -> None:
         done = False
@@ -221,7 +221,6 @@ class KvmoverLinker(engine_linker.UnifiedCacheLinker):
         except Exception:
             log.exception("offload failed")
         self._done.put(done)
-        self._upkeep.come_by()
 
     def _put(self, transfer: PoolTransfer) -> bool:
         pages, tokens = [page_of(key) for key in transfer.keys or ()], _tokens(transfer)

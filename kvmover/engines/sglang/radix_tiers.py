@@ -39,8 +39,8 @@ from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
 
-#: How old the tiers' counts may be that a scrape is answered with, and how often a store is asked to look after itself.
-_SNAPSHOT_S, _UPKEEP_S = 0.5, 1.0
+#: How old the tiers' counts may be that a scrape is answered with.
+_SNAPSHOT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class TieredRadixCache(KvmoverRadixCache):
         #: Requests whose host copies found no room on the device.
         self._no_room: set[str] = set()
         self._snapshot = self._controller.snapshot()
-        self._snapshot_s = self._upkeep_s = time.monotonic()
+        self._snapshot_s = time.monotonic()
         if accounts is not None:
             accounts.show(TierCollector(lambda: self._snapshot))
 
@@ -180,9 +180,6 @@ class TieredRadixCache(KvmoverRadixCache):
         now = time.monotonic()
         if now >= self._snapshot_s + _SNAPSHOT_S:
             self._snapshot, self._snapshot_s = self._controller.snapshot(), now
-        if self._tiers.upkeep is not None and now >= self._upkeep_s + _UPKEEP_S:
-            self._upkeep_s = now
-            self._controller.beside(self._tiers.upkeep.come_by)
 
     def reset(self) -> None:
         """Forget what device and host hold, not storage. Raises PrefixError while a request holds a lock."""
@@ -205,6 +202,8 @@ class TieredRadixCache(KvmoverRadixCache):
     def release_host_resources(self) -> None:
         """End the storage's thread, and close the store. What waits to be written is not."""
         self._controller.close()
+        if self._tiers.upkeep is not None:
+            self._tiers.upkeep.close()
         if self._tiers.store is not None:
             self._tiers.store.close()
 

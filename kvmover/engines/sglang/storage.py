@@ -65,6 +65,7 @@ class KvmoverStore(engine.HiCacheStorage):
 
     def close(self) -> None:
         """Flush the store and give it back. The pools stay the engine's."""
+        self._upkeep.close()
         self._adapter.store.close()
 
     def get_stats(self) -> Any:
@@ -173,7 +174,6 @@ class KvmoverStore(engine.HiCacheStorage):
         started = time.perf_counter()
         done = move(pages, indices.numpy())
         batches.add(sum(done), sum(done) * backend.page_bytes, time.perf_counter() - started)
-        self._upkeep.come_by()
         return done
 
 

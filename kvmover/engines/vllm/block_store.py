@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -114,18 +113,18 @@ class OffloadWorker:
 
     blocks: BlockStore
     settings: StoreSettings
-    clock: Callable[[], float] = time.monotonic
     _counts: Counter[str] = field(default_factory=Counter[str])
     _lock: Lock = field(default_factory=Lock)
     _saving: Counter[str] = field(default_factory=Counter[str])
     _loaded: list[tuple[LoadSpec, list[bool]]] = field(default_factory=list[tuple[LoadSpec, list[bool]]])
     _stored: list[bytes] = field(default_factory=list[bytes])
+    _upkeep: Upkeep = field(init=False)
     _saver: StoreWorker[tuple[SaveSpec, Event]] = field(init=False)
     _loader: StoreWorker[LoadSpec] = field(init=False)
 
     def __post_init__(self) -> None:
-        upkeep = Upkeep(self.blocks.store, self.settings, self.clock)
-        self._saver = StoreWorker("kvmover-save", self._save, upkeep.come_by, self.settings.upkeep_s)
+        self._upkeep = Upkeep(self.blocks.store, self.settings)
+        self._saver = StoreWorker("kvmover-save", self._save)
         self._loader = StoreWorker("kvmover-load", self._load)
 
     def save(self, spec: SaveSpec, ready: Event) -> None:
@@ -169,6 +168,7 @@ class OffloadWorker:
         """Do what was ordered, end both threads, and close the store."""
         for worker in (self._saver, self._loader):
             worker.close()
+        self._upkeep.close()
         self.blocks.store.close()
 
     def _save(self, job: tuple[SaveSpec, Event]) -> None:

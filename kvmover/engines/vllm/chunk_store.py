@@ -114,8 +114,8 @@ class ChunkStore:
 
     def __post_init__(self) -> None:
         self._views = {verb: self.store.view(self.space, self.part) for verb in ("look", "store", "load")}
-        self._upkeep = Upkeep(self.store, self.settings, self.clock)
-        self._writer = StoreWorker("kvmover-tier-store", self._store, self._keep, self.settings.upkeep_s)
+        self._upkeep = Upkeep(self.store, self.settings, self._tell_uses)
+        self._writer = StoreWorker("kvmover-tier-store", self._store)
         self._reader = StoreWorker("kvmover-tier-load", self._load)
 
     @classmethod
@@ -174,6 +174,7 @@ class ChunkStore:
         """Do what was submitted, end both threads, and close the store."""
         self._writer.close()
         self._reader.close()
+        self._upkeep.close()
         self.store.close()
 
     def _store(self, job: ChunkJob) -> None:
@@ -207,10 +208,9 @@ class ChunkStore:
             self._counts.update({(verb, outcome): count for outcome, count in outcomes.items()})
             self._ended.append(ended)
 
-    def _keep(self) -> None:
-        """Between jobs: what the engine used goes last, and what is due of the store's upkeep is done."""
+    def _tell_uses(self) -> None:
+        """What the engine used goes last."""
         pages = {page_of(key) for _ in range(len(self._touched)) for key in self._touched.popleft()}
         if pages:
             with self.store.lock:
                 self.store.used(pages)
-        self._upkeep.come_by()

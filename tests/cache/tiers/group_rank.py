@@ -37,7 +37,7 @@ def main(rank: int, size: int, folder: Path) -> None:
             assert storage is not None
             view = storage.stored_pools[0].view
             entry = mine.store.catalog.index.get(mine.hashes(PROMPT)[3])
-            plan = view._plan(entry)
+            plan = view._plan(entry.parts)
             assert plan is not None
             mine.store.poison(entry.objects[plan[0].number])
     restore = mine.serve(PROMPT)

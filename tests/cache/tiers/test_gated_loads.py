@@ -138,25 +138,6 @@ def test_a_prefetch_stops_at_the_host(tmp_path):
     rank.close()
 
 
-def test_a_chore_is_done_in_the_storage_thread_and_what_it_raises_is_heard(rank):
-    done = []
-    rank.controller.beside(lambda: done.append(1))
-    rank.controller.beside(lambda: done.append(2))  # one waits already
-    while rank.controller.worker.queued:
-        rank.controller.worker.wait(0.01)
-    rank.controller.poll()
-    assert done == [1]
-
-    def spoil() -> None:
-        raise OSError("the disk")
-
-    rank.controller.beside(spoil)
-    while rank.controller.worker.queued:
-        rank.controller.worker.wait(0.01)
-    with pytest.raises(OSError, match="the disk"):
-        rank.controller.poll()
-
-
 def test_a_reset_gives_every_page_of_both_tiers_back(rank):
     rank.serve(PROMPT)
     with pytest.raises(PrefixError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,13 @@ from kvmover.engines.sglang.options import ModelFacts, StoreOptions
 from kvmover.engines.sglang.page_parts import TpPlacement
 from kvmover.engines.sglang.store_adapter import MAIN, Batches, ServedRank, StoreAdapter
 from kvmover.errors import StoreError
+from kvmover.layout import Component
+from kvmover.store import Machine, Namespace, PagePart, PageStore, memory_of_buffer
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 7, 3, 2, 8
 HASHES = [bytes([number]) * 32 for number in range(16)]
 POISON = 0xEE
+COMPONENT = Component.attention(2, 2, 8, "bfloat16")
 
 
 def host_pool(kind: str, layout: str, **more: Any) -> Any:
@@ -184,26 +188,37 @@ def test_an_unknown_pool_without_pages_to_point_at_is_refused(tmp_path: Path) ->
         opened.backend(pool, "odd")
 
 
-def test_upkeep_is_done_when_due_by_whoever_comes_by(tmp_path: Path) -> None:
-    done: list[str] = []
-    store: Any = SimpleNamespace(collect=lambda: done.append("collect"), flush=lambda: done.append("flush"))
-    times = itertools.chain([0.0, 4.9, 5.0, 9.9, 30.0])
-    upkeep = Upkeep(store, StoreSettings(root=tmp_path), clock=lambda: next(times))
-    for _ in range(4):
-        upkeep.come_by()
-    assert done == ["collect", "collect", "flush"]
+def test_an_idle_rank_flushes_what_it_put_and_collects(tmp_path: Path) -> None:
+    """Nobody moves a page after the put: another machine sees it all the same."""
+    settings = StoreSettings(root=tmp_path, upkeep_s=0.01, flush_s=0.01)
+    space, part = Namespace("llama", "1", PAGE), PagePart.whole(COMPONENT, PAGE)
+    page = bytearray(part.nbytes)
+    memory = memory_of_buffer(page)
+    with PageStore.open(tmp_path, space) as store, PageStore.open(tmp_path, space, machine=Machine(bytes(16))) as other:
+        store.register(memory)
+        assert store.view(space, part).put([bytes(32)], [memory.address])[0].ok
+        seen = other.view(space, part)
+        assert seen.exists([bytes(32)]) == [False]
+        upkeep = Upkeep(store, settings)
+        while not seen.exists([bytes(32)])[0]:
+            time.sleep(0.01)
+        upkeep.close()
+        upkeep.close()
 
 
 def test_a_flush_that_fails_is_logged_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tried = threading.Semaphore(0)
+
     def full() -> None:
+        tried.release()
         raise StoreError("cannot flush: No space left on device")
 
     store: Any = SimpleNamespace(collect=lambda: None, flush=full)
-    times = itertools.count(0, 40)
-    upkeep = Upkeep(store, StoreSettings(root=tmp_path), clock=lambda: float(next(times)))
-    upkeep.come_by()
-    upkeep.come_by()
-    assert caplog.messages == ["upkeep of the page store: cannot flush: No space left on device"] * 2
+    upkeep = Upkeep(store, StoreSettings(root=tmp_path, flush_s=0.01))
+    for _ in range(2):
+        tried.acquire()
+    upkeep.close()
+    assert set(caplog.messages) == {"upkeep of the page store: cannot flush: No space left on device"}
 
 
 def test_figures_of_batches_are_taken_once() -> None:

@@ -1,0 +1,120 @@
+"""A Manifest is what a namespace's directory says of itself, for people and tools: no read or write depends on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from kvmover.errors import StoreError
+from kvmover.layout import PACKED_ORDER
+from kvmover.store.namespace import Namespace
+from kvmover.store.record import PREAMBLE_BYTES, Preamble
+from kvmover.store.segment import HEAD, segments_in, sync_folder
+
+_FILE, _FORMAT = "namespace.json", "kvmover.store/1"
+
+
+class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`salted` instead of the salt: a tenant's secret stays one."""
+
+    format: str
+    digest: str
+    model: str
+    weights: str
+    page_tokens: int
+    order: str
+    salted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A namespace under a root. `manifest`: what is known of it, where its file was damaged only the digest."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def digest(self) -> bytes:
+        """The namespace's digest, 32 bytes."""
+        return bytes.fromhex(self.manifest.digest)
+
+
+#: The model of a namespace whose manifest is damaged.
+UNKNOWN = "(unknown)"
+
+
+def write_manifest(folder: Path, namespace: Namespace) -> None:
+    """Raises OSError. The file appears whole or not at all, also after a power cut; a damaged one is written again."""
+    path = folder / _FILE
+    if _manifest(path) is not None:
+        return
+    manifest = Manifest(
+        _FORMAT,
+        namespace.digest.hex(),
+        namespace.model,
+        namespace.weights,
+        namespace.page_tokens,
+        namespace.order,
+        bool(namespace.salt),
+    )
+    fresh = folder / f"{uuid.uuid4().hex}.tmp"
+    with fresh.open("wb") as file:
+        file.write(msgspec.json.encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    sync_folder(folder)
+    sync_folder(folder.parent)
+
+
+def _manifest(path: Path) -> Manifest | None:
+    """What the file says; None where it is missing, damaged, or another directory's. Raises OSError."""
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        mine = manifest.format == _FORMAT and bytes.fromhex(manifest.digest)[:16].hex() == path.parent.name
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, ValueError):
+        return None
+    return manifest if mine else None
+
+
+def namespaces(root: Path) -> list[Found]:
+    """Every namespace under `root`, by model. One whose manifest is damaged is found by its segments.
+
+    Raises StoreError where `root` is none, or something there cannot be looked at.
+    """
+    if not root.is_dir():
+        raise StoreError(f"{root} is not a directory")
+    found: list[Found] = []
+    for folder in sorted(_entries(root)):
+        try:
+            manifest = _manifest(folder / _FILE) or _by_segments(folder)
+        except OSError as error:  # one that is there and cannot be looked at is not none
+            raise StoreError(f"cannot read {folder / _FILE}: {error.strerror}") from error
+        if manifest:
+            found.append(Found(folder, manifest))
+    return sorted(found, key=lambda each: (each.manifest.model, each.manifest.weights, each.folder.name))
+
+
+def _by_segments(folder: Path) -> Manifest | None:
+    """The digest alone, from the first head file that is of this folder. Raises OSError."""
+    if not re.fullmatch("[0-9a-f]{32}", folder.name) or not folder.is_dir():
+        return None
+    for name in sorted(segments_in(folder)):
+        with (folder / (name + HEAD)).open("rb") as head:
+            preamble = Preamble.decode(head.read(PREAMBLE_BYTES))
+        if preamble and preamble.namespace[:16].hex() == folder.name:
+            return Manifest(_FORMAT, preamble.namespace.hex(), UNKNOWN, UNKNOWN, 0, PACKED_ORDER, False)
+    return None
+
+
+def _entries(root: Path) -> list[Path]:
+    try:
+        return list(root.iterdir())
+    except OSError as error:
+        raise StoreError(f"cannot read {root}: {error.strerror}") from error
