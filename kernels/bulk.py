@@ -6,7 +6,6 @@ takes a whole list of copies in one call. `choose` says which one serves a regio
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,12 @@ from enum import Enum
 from functools import cache, partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from . import bulk_ring, cpu, cuda_driver
 from .bulk_ring import ALIGNMENT, CAPABILITY
 from .launch import Upload
-from .launch import choose as tuned_config
-from .region import Offsets, Region, RegionError, copies, mean_copy, merged
+from .region import Offsets, Region, RegionError, check_apart, copies, mean_copy, merged
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ def choose(region: Region, capability: tuple[int, int] = CAPABILITY) -> CopyEngi
     for aligned runs from `BULK_BYTES` on, ROWS for the rest.
     """
     region = merged(region)
-    host = "cpu" in (region.src.memory[0].device.type, region.dst.memory[0].device.type)
+    host = "cpu" in (region.src.device.type, region.dst.device.type)
     if host and mean_copy(region) >= COPY_BYTES:
         return CopyEngine.COPY
     bulk = capability >= CAPABILITY and region.row_bytes >= BULK_BYTES
@@ -77,8 +74,7 @@ def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
         capability = torch.cuda.get_device_capability(device)
         if capability < CAPABILITY:
             return f"{device} is sm_{capability[0]}{capability[1]}, bulk copies came with sm_90"
-        if importlib.util.find_spec("cupy") is None:
-            return "CuPy is not installed"
+        return bulk_ring.cannot_compile(device)
     if engine is CopyEngine.COPY and not cuda_driver.can_batch():
         return "the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8"
     return None
@@ -134,6 +130,7 @@ def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngin
     device = devices.pop() if work else torch.device("cpu")
     if device.type == "cpu":
         return PreparedBulk(device, (partial(cpu.move, work),))
+    check_apart(work)
     if engine is not None and (reason := unavailable(engine, device)):
         raise EngineUnavailable(f"{engine.value}: {reason}")
     capability = torch.cuda.get_device_capability(device)
@@ -141,7 +138,8 @@ def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngin
     for region in work:
         parts.setdefault(engine or _runnable(choose(region, capability), device), []).append(region)
     with torch.cuda.device(device):
-        return PreparedBulk(device, tuple(_PREPARE[each](part, sms or DEFAULT_SMS) for each, part in parts.items()))
+        calls = (_PREPARE[each](part, device, sms or DEFAULT_SMS) for each, part in parts.items())
+        return PreparedBulk(device, tuple(calls))
 
 
 def _checked(region: Region) -> torch.device:
@@ -153,10 +151,10 @@ def _checked(region: Region) -> torch.device:
         return devices.pop()
     # Region.check wants both ends on one device.
     shape = region.planes, region.units, region.heads, region.tokens, region.row_bytes
-    if shape[:2] != (len(region.dst.offset), len(region.dst.units)) or min(shape[2:]) < 1:
+    if shape[:2] != (len(region.dst.planes), len(region.dst.units)) or min(shape[2:]) < 1:
         raise RegionError(f"no region of planes, units, heads, tokens and bytes {shape}, or not at both ends")
     for name, side in sides.items():
-        region._check_side(name, side)
+        side.check(name, region.reach(side))
         if side.memory[0].device.type == "cpu" and not all(tensor.is_pinned() for tensor in side.memory):
             raise RegionError(f"{name} memory on the host is not pinned")
     return next(device for device in devices if device.type == "cuda")
@@ -172,39 +170,25 @@ def _runnable(engine: CopyEngine, device: torch.device) -> CopyEngine:
     return FALLBACK[engine]
 
 
-_uploads: dict[torch.device, Upload] = {}
-
-
-def _upload(table: npt.NDArray[np.int64]) -> torch.Tensor:
-    """`table` on the current device."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    return _uploads.setdefault(device, Upload(device)).to_device(table)
-
-
-def _bulk(regions: Sequence[Region], sms: int) -> Callable[[], None]:
+def _bulk(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
     launch = bulk_ring.describe(regions)
-    bulk_ring.kernel(torch.cuda.current_device(), bulk_ring.RING)  # compiled now, not between the launches of a move
-    return partial(bulk_ring.run, launch, _upload(launch.table), sms)
+    return partial(bulk_ring.run, launch, Upload.here(device).to_device(launch.table), sms)
 
 
-def _rows(regions: Sequence[Region], sms: int) -> Callable[[], None]:
-    """Not by rows.prepare, which wants both ends on one device. The kernel takes any address that the GPU reaches."""
+def _rows(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
     from . import rows
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    shape = tuned_config(rows.kind_of(max(regions, key=lambda region: region.nbytes)), sms, device)
-    launch = rows.describe(regions, shape.block_bytes)
-    return rows.PreparedRows(_upload(launch.table), launch, shape, shape.programs(launch.tiles, sms, device)).run
+    return rows.prepared(regions, device, sms=sms).run
 
 
 @cache
-def _own_stream(device: int) -> torch.cuda.Stream:
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy(regions: Sequence[Region], sms: int) -> Callable[[], None]:
+def _copy(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
     """On the current stream, or where that is the legacy default stream on one of its own that keeps its order."""
-    lists, device = _lists(regions), torch.cuda.current_device()
+    lists = _lists(regions)
 
     def call() -> None:
         current = torch.cuda.current_stream()
@@ -218,7 +202,7 @@ def _copy(regions: Sequence[Region], sms: int) -> Callable[[], None]:
     return call
 
 
-def _loop(regions: Sequence[Region], sms: int) -> Callable[[], None]:
+def _loop(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
     lists = _lists(regions)
     return lambda: cuda_driver.copy_each(*lists, torch.cuda.current_stream().cuda_stream)
 

@@ -6,6 +6,7 @@ What the host uploads for a launch is a few words a region, one address a plane,
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from . import cuda_driver
+from .launch import on
 from .region import Offsets, Region, RegionError, merged
 
 SOURCE = Path(__file__).parent / "cuda" / "bulk.cu"
@@ -97,21 +99,34 @@ def describe(regions: Sequence[Region], ring: Ring = RING) -> RingLaunch:
     return RingLaunch(np.concatenate([header.reshape(-1), *parts]), items)
 
 
+def cannot_compile(device: torch.device) -> str | None:
+    """Why bulk.cu cannot be compiled for this device, or None. Tried: CuPy may be of another CUDA, or lack NVRTC."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    try:
+        kernel(device, RING)
+    except Exception as error:  # whatever CuPy, NVRTC and the driver raise: the row mover serves then, and this is said
+        return f"CuPy cannot compile bulk.cu: {type(error).__name__}: {error}"
+    return None
+
+
 @cache
-def kernel(device: int, ring: Ring) -> Any:
+def kernel(device: torch.device, ring: Ring) -> Any:
     """bulk.cu, compiled for this device and ring by NVRTC on first use: CuPy's RawKernel."""
     import cupy  # pyright: ignore[reportMissingImports]
 
-    with cupy.cuda.Device(device):
+    with cupy.cuda.Device(device.index or 0):
         found = cupy.RawModule(code=SOURCE.read_text(), options=ring.options).get_function(KERNEL)
         found.max_dynamic_shared_size_bytes = ring.nbytes
     return found
 
 
 def run(launch: RingLaunch, table: torch.Tensor, sms: int, ring: Ring = RING) -> None:
-    """Launch on the current device and stream, one block an SM. `table` is the launch's, uploaded."""
-    device = torch.cuda.current_device()
+    """Launch on the current stream of the table's device, one block an SM. `table` is the launch's, uploaded."""
+    device = table.device
     blocks = min(sms, launch.items, torch.cuda.get_device_properties(device).multi_processor_count)
     arguments = ctypes.c_uint64(table.data_ptr()), ctypes.c_uint32(launch.items)
     shape = blocks, THREADS, ring.nbytes
-    cuda_driver.launch(kernel(device, ring).kernel.ptr, shape, torch.cuda.current_stream().cuda_stream, arguments)
+    with on(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        cuda_driver.launch(kernel(device, ring).kernel.ptr, shape, stream, arguments)

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 
 from .convert_reference import SCALE_FLOOR, Conversion, RowForm, borders, element_size
-from .launch import RowConfig, Upload
+from .launch import RowConfig, Upload, on, one_device
 from .region import RegionError, Side, even_distance
-from .rows import find_region
+from .table import find_region
 
 FLOOR = tl.constexpr(SCALE_FLOOR)
 
@@ -155,7 +155,9 @@ def _read(table, at, plane, head, unit, token, live, first, SHAPE: tl.constexpr,
     ROWS: tl.constexpr = SHAPE[3]
     BLOCK: tl.constexpr = SHAPE[4]
     VALUES: tl.constexpr = SHAPE[11]
-    rows = _row_pointers(table, at, plane, head, unit, token, live, SRC, SHAPE[12], SHAPE[6], SHAPE[8])[:, None]
+    WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
+    FACTOR: tl.constexpr = tl.float32 if KIND == E4M3 else tl.int8  # pyright: ignore
+    rows = _row_pointers(table, at, plane, head, unit, token, live, SRC, WORD, SHAPE[6], SHAPE[8])[:, None]
     here = live[:, None]
     if KIND == E2M1:
         column = first // 2 + tl.arange(0, WIDTH // 2)[None, :]
@@ -172,7 +174,7 @@ def _read(table, at, plane, head, unit, token, live, first, SHAPE: tl.constexpr,
     if BLOCK > 0:
         number = first // BLOCK + tl.arange(0, WIDTH // BLOCK)[None, :]
         here = live[:, None] & (number * BLOCK < VALUES)
-        scales = _row_pointers(table, at, plane, head, unit, token, live, SRC_SCALES, SHAPE[14], 1, SHAPE[8])
+        scales = _row_pointers(table, at, plane, head, unit, token, live, SRC_SCALES, FACTOR, 1, SHAPE[8])
         factors = tl.load(scales[:, None] + number, mask=here, other=0)
         if KIND == E2M1:
             factors = _as_float(factors, E4M3, CASTS) * _plane_scale(table, at, plane, 7)
@@ -190,7 +192,9 @@ def _write(table, at, plane, head, unit, token, live, first, x, SHAPE: tl.conste
     ROWS: tl.constexpr = SHAPE[3]
     BLOCK: tl.constexpr = SHAPE[5]
     VALUES: tl.constexpr = SHAPE[11]
-    rows = _row_pointers(table, at, plane, head, unit, token, live, DST, SHAPE[13], SHAPE[7], SHAPE[9])[:, None]
+    WORD: tl.constexpr = tl.float32 if KIND == F32 else (tl.int16 if KIND <= BF16 else tl.int8)  # pyright: ignore
+    FACTOR: tl.constexpr = tl.float32 if KIND == E4M3 else tl.int8  # pyright: ignore
+    rows = _row_pointers(table, at, plane, head, unit, token, live, DST, WORD, SHAPE[7], SHAPE[9])[:, None]
     column = first + tl.arange(0, WIDTH)[None, :]
     here = live[:, None]
     if VALUES % WIDTH:
@@ -209,7 +213,7 @@ def _write(table, at, plane, head, unit, token, live, first, x, SHAPE: tl.conste
             amax = tl.max(tl.where(blocks == blocks, tl.abs(blocks), 0.0), 2)
             number = first // BLOCK + tl.arange(0, BLOCKS)[None, :]
             held = live[:, None] & (number * BLOCK < VALUES)
-            scales = _row_pointers(table, at, plane, head, unit, token, live, DST_SCALES, SHAPE[15], 1, SHAPE[9])
+            scales = _row_pointers(table, at, plane, head, unit, token, live, DST_SCALES, FACTOR, 1, SHAPE[9])
             if KIND == E4M3:
                 factors = tl.maximum(tl.div_rn(amax, tl.full([ROWS, BLOCKS], 448.0, tl.float32)), FLOOR)
                 tl.store(scales[:, None] + number, factors, mask=held)
@@ -350,12 +354,9 @@ class ColumnShape:
     values: int
 
     @property
-    def constexpr(self) -> tuple[object, ...]:
-        """As the kernel takes it; last, how the elements and the scales of either side are loaded and stored."""
-        words = [tl.float32 if kind == 0 else tl.int16 if kind < 3 else tl.int8 for kind in self.kinds]
-        factors = [tl.float32 if kind == 3 else tl.int8 for kind in self.kinds]
-        numbers = *self.kinds, self.width, self.rows, *self.blocks, *self.vecs, *self.listed, self.largest, self.values
-        return (*numbers, *words, *factors)
+    def constexpr(self) -> tuple[float, ...]:
+        """As the kernel takes it: plain numbers, which can be written as JSON, as vLLM has Triton do."""
+        return *self.kinds, self.width, self.rows, *self.blocks, *self.vecs, *self.listed, self.largest, self.values
 
     @classmethod
     def of(cls, overlap: Overlap, config: RowConfig) -> ColumnShape:
@@ -438,9 +439,6 @@ def _describe_stream(
     fields[21 + number], fields[25 + number] = side.head_bytes // size, side.token_bytes // size
 
 
-_uploads: dict[torch.device, Upload] = {}
-
-
 def convert(conversions: Sequence[Conversion], config: RowConfig | None = None, sms: int | None = None) -> None:
     """Convert every row, in a launch a kind of overlap on the current stream, without a synchronise.
 
@@ -452,22 +450,20 @@ def convert(conversions: Sequence[Conversion], config: RowConfig | None = None, 
     work = [each for each in conversions if each.rows]
     if not work:
         return
-    device = work[0].device
-    for each in work:
-        if each.device != device:
-            raise RegionError(f"conversions on {device} and {each.device} cannot share a launch")
+    device = one_device(each.device for each in work)
     config = config or (CONFIG if sms is None else BUDGET_CONFIG)
-    upload = _uploads.setdefault(device, Upload(device))
-    for launch in describe(work, config):
-        convert_kernel[(config.programs(launch.tiles, sms, device),)](
-            upload.to_device(launch.table),
-            launch.regions,
-            launch.tiles,
-            SHAPE=launch.shape.constexpr,
-            CASTS=casts(device),
-            num_warps=config.warps,
-            **OPTIONS,
-        )
+    upload = Upload.here(device)
+    with on(device):
+        for launch in describe(work, config):
+            convert_kernel[(config.programs(launch.tiles, sms, device),)](
+                upload.to_device(launch.table),
+                launch.regions,
+                launch.tiles,
+                SHAPE=launch.shape.constexpr,
+                CASTS=casts(device),
+                num_warps=config.warps,
+                **OPTIONS,
+            )
 
 
 def casts(device: torch.device) -> int:

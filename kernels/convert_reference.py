@@ -313,9 +313,7 @@ def _planes(conversions: Sequence[Conversion]) -> Iterator[Conversion]:
     for each in conversions:
         for number in range(each.planes if each.rows else 0):
             one = slice(number, number + 1)
-            src, dst = (
-                replace(side, allocation=side.allocation[one], offset=side.offset[one]) for side in (each.src, each.dst)
-            )
+            src, dst = (side.some_planes(one) for side in (each.src, each.dst))
             scales = {"src_scales": each.src_scales[one], "dst_scales": each.dst_scales[one]}
             yield replace(each, src=src, dst=dst, **scales)
 
@@ -325,4 +323,4 @@ def _dense(plane: Conversion, row_bytes: int, rows: torch.Tensor | None = None) 
     memory = torch.empty(plane.rows * row_bytes, dtype=torch.uint8) if rows is None else rows.contiguous().view(-1)
     units = np.arange(len(plane.src.units), dtype=np.int64) * (plane.heads * plane.tokens * row_bytes)
     zero = np.zeros(1, np.int64)
-    return Side((memory,), zero, zero, units, plane.tokens * row_bytes, row_bytes)
+    return Side.of((memory,), zero, zero, units, plane.tokens * row_bytes, row_bytes)

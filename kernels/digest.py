@@ -13,44 +13,69 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from . import digest_reference as definition
 from .digest_reference import End, Logical
-from .launch import RowConfig, Upload
-from .region import Offsets, Region, RegionError, check_apart, even_distance
-from .rows import FULL_TILE, ONE_UNIT, TOKEN_UNITS, UNITS, WIDEST, find_region, recut
+from .launch import Prepared, Program, RowConfig
+from .region import Region, RegionError, at_end, check_apart
+from .rows import DST, FULL_TILE, SRC, WIDEST, recut, with_most_bytes
+from .table import (
+    ADDRESSES,
+    EITHER,
+    GRAINS,
+    HEAD_STRIDE,
+    LISTED,
+    ONE_UNIT,
+    SEVERAL_UNITS,
+    SHAPE,
+    SIDE_WORDS,
+    TOKEN_STRIDE,
+    TOKEN_UNITS,
+    Counts,
+    Launch,
+    Table,
+    find_region,
+    kind_in,
+    kind_of_units,
+    plane_and_head,
+    plane_start,
+    rows_of,
+    token_stride,
+    unit_start,
+)
+
+#: After source and destination, the coordinates: a side whose planes are keys, units positions, and strides steps of
+#: heads and positions. Then the first head, and the element of the result.
+LOGICAL = tl.constexpr(DST.value + SIDE_WORDS.value)
+FIRST_HEAD, OUT, WORDS = (tl.constexpr(LOGICAL.value + SIDE_WORDS.value + i) for i in range(3))
 
 H, T = tl.constexpr(definition.H), tl.constexpr(definition.T)
 A, B = tl.constexpr(definition.A), tl.constexpr(definition.B)
 M1, M2 = tl.constexpr(definition.M1), tl.constexpr(definition.M2)
 
-
-@triton.jit
-def _of_unit(table, at, unit, live, SLOT: tl.constexpr, LISTED: tl.constexpr, VEC: tl.constexpr):
-    """Offset or position of `unit`: from the table, or a multiple of a stride."""
-    first = tl.load(at + SLOT)
-    if LISTED:
-        return tl.multiple_of(tl.load(table + first + unit, mask=live, other=0), VEC)
-    return tl.multiple_of(first, VEC) + unit.to(tl.int64) * tl.multiple_of(tl.load(at + SLOT + 1), VEC)
-
-
-@triton.jit
-def _base(table, at, plane, head, SIDE: tl.constexpr, ELEMENT: tl.constexpr, VEC: tl.constexpr):
-    """Where a plane and head start on a side (0 source, 1 destination)."""
-    base = tl.load(table + tl.load(at + 5 + SIDE) + plane).to(tl.pointer_type(ELEMENT))
-    base = tl.multiple_of(base, VEC * ELEMENT.primitive_bitwidth // 8)
-    return base + head * tl.multiple_of(tl.load(at + 14 + 2 * SIDE), VEC)
+#: Where the kernel finds each field of a DigestShape.
+(
+    OF_ELEMENT_BYTES,
+    OF_VEC,
+    OF_GRAINS,
+    OF_GRAIN,
+    OF_HEAD_BYTES,
+    OF_HEADS,
+    OF_RECUT,
+    OF_SPAN,
+    OF_SRC_KIND,
+    OF_DST_KIND,
+    OF_POSITION_KIND,
+) = map(tl.constexpr, range(11))
 
 
 @triton.jit
 def _key(at, plane_key, head, position):
     """The key of each row: mix64 of its coordinates. `head` counts the region's heads."""
-    logical_head = tl.load(at + 19) + tl.load(at + 20) * head.to(tl.int64)
+    logical_head = tl.load(at + FIRST_HEAD) + tl.load(at + LOGICAL + HEAD_STRIDE) * head.to(tl.int64)
     z = plane_key.to(tl.uint64) + logical_head.to(tl.uint64) * H + position.to(tl.uint64) * T
     z = (z ^ (z >> 30)) * M1
     z = (z ^ (z >> 27)) * M2
@@ -83,78 +108,54 @@ def _move_bytes(src, dst, first, live, BYTES: tl.constexpr, COPY: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(at, tile, SHAPE: tl.constexpr, ROWS: tl.constexpr):
-    """What a tile is of: plane, head, unit (of all, or [row]), and [row] token, first word and whether it exists."""
-    planes = tl.load(at + 2).to(tl.int32)
-    heads = tl.load(at + 3).to(tl.int32)
-    tokens = tl.load(at + 4).to(tl.int32)
-    rest = tile // planes
-    plane = tile - rest * planes
-    piece = rest // heads
-    head = (rest - piece * heads).to(tl.int64)
-    unit = piece
-    if SHAPE[7] == ONE_UNIT:
-        pieces = tl.load(at + 21).to(tl.int32)
-        unit = piece // pieces
-        piece = piece - unit * pieces
-    s = piece * ROWS + tl.arange(0, ROWS)
-    row = s // SHAPE[2]
-    first = (s - row * SHAPE[2]) * SHAPE[3]
-    token = row
-    if SHAPE[7] == ONE_UNIT:
-        live = row < tokens
-    else:
-        unit = row
-        if SHAPE[7] == UNITS:
-            unit = row // tokens
-        token = row - unit * tokens
-        live = unit < tl.load(at + 1).to(tl.int32)
-    return plane, head, unit, token, first, live
-
-
-@triton.jit
-def _payload(table, at, plane, head, unit, token, first, live, SHAPE: tl.constexpr, COPY: tl.constexpr):
+def _payload(table, at, plane, head, unit, token, first, live, OF: tl.constexpr, COPY: tl.constexpr):
     """Copy the words of a tile, and return them: [row, word]."""
-    VEC: tl.constexpr = SHAPE[1]
-    src = _base(table, at, plane, head, 0, SHAPE[0], VEC)
-    dst = _base(table, at, plane, head, 1, SHAPE[0], VEC)
-    known = unit >= 0 if SHAPE[7] == ONE_UNIT else live
-    src_row = _of_unit(table, at, unit, known, 8, SHAPE[8], VEC)
-    dst_row = _of_unit(table, at, unit, known, 10, SHAPE[9], VEC)
-    if SHAPE[7] != TOKEN_UNITS:
-        src_row += token * tl.multiple_of(tl.load(at + 15), VEC)
-        dst_row += token * tl.multiple_of(tl.load(at + 17), VEC)
-    if SHAPE[0] == tl.int32:
-        words = first.to(tl.int64)[:, None] + tl.arange(0, SHAPE[3])[None, :]
+    VEC: tl.constexpr = OF[OF_VEC]
+    ELEMENT: tl.constexpr = tl.int32 if OF[OF_ELEMENT_BYTES] == 4 else tl.int8  # pyright: ignore
+    src = plane_start(table, at + SRC, plane, head, ELEMENT, VEC)
+    dst = plane_start(table, at + DST, plane, head, ELEMENT, VEC)
+    known = unit >= 0 if OF[OF_SPAN] == ONE_UNIT else live
+    src_row = unit_start(table, at + SRC, unit, known, OF[OF_SRC_KIND], VEC)
+    dst_row = unit_start(table, at + DST, unit, known, OF[OF_DST_KIND], VEC)
+    if OF[OF_SPAN] != TOKEN_UNITS:
+        src_row += token * token_stride(at + SRC, VEC)
+        dst_row += token * token_stride(at + DST, VEC)
+    if OF[OF_ELEMENT_BYTES] == 4:
+        words = first.to(tl.int64)[:, None] + tl.arange(0, OF[OF_GRAIN])[None, :]
         data = tl.load(src + (src_row[:, None] + words), mask=live[:, None], eviction_policy="evict_first")
         if COPY:
             tl.store(dst + (dst_row[:, None] + words), data, mask=live[:, None])
     else:
-        head_in_row = first // ((SHAPE[4] + 3) // 4)
-        number = (first - head_in_row * ((SHAPE[4] + 3) // 4)) * 4
-        byte = (head_in_row * SHAPE[4] + number).to(tl.int64)
+        HEAD_WORDS: tl.constexpr = (OF[OF_HEAD_BYTES] + 3) // 4
+        head_in_row = first // HEAD_WORDS
+        number = (first - head_in_row * HEAD_WORDS) * 4
+        byte = (head_in_row * OF[OF_HEAD_BYTES] + number).to(tl.int64)
         src += (src_row + byte)[:, None]
         dst += (dst_row + byte)[:, None]
-        data = _move_bytes(src, dst, number[:, None], live[:, None], SHAPE[4], COPY)
+        data = _move_bytes(src, dst, number[:, None], live[:, None], OF[OF_HEAD_BYTES], COPY)
     return data
 
 
 @triton.jit
 def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
-    """Copy one tile of the region described at `at`, whose rows have shape `I`, and add its sum to `out`."""
-    SHAPE: tl.constexpr = SHAPES[I]
-    GRAIN: tl.constexpr = SHAPE[3]
-    HEAD_WORDS: tl.constexpr = (SHAPE[4] + 3) // 4
-    HEADS: tl.constexpr = SHAPE[5]
-    RECUT: tl.constexpr = SHAPE[6]
-    ROWS: tl.constexpr = BLOCK // WIDEST * SHAPE[1] // GRAIN
-    plane, head, unit, token, first, live = _rows_of(at, tile, SHAPE, ROWS)
-    word = _payload(table, at, plane, head, unit, token, first, live, SHAPE, COPY)
-    known = unit >= 0 if SHAPE[7] == ONE_UNIT else live
-    position = _of_unit(table, at, unit, known, 12, SHAPE[10], 1)
-    step = tl.load(at + 18)
-    if RECUT:  # a token begins anywhere in such a row: words are counted from the start of the unit
-        first += token * (SHAPE[2] * GRAIN)
+    """Copy one tile of the region described at `at`, whose rows are served by shape `I`, and add its sum to `out`."""
+    OF: tl.constexpr = SHAPES[I]
+    GRAIN: tl.constexpr = OF[OF_GRAIN]
+    HEAD_WORDS: tl.constexpr = (OF[OF_HEAD_BYTES] + 3) // 4
+    HEADS_IN_ROW: tl.constexpr = OF[OF_HEADS]
+    ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // GRAIN
+    plane, head, piece = plane_and_head(at, tile)
+    unit, token, grain, live = rows_of(at, piece, ROWS, OF[OF_GRAINS], OF[OF_SPAN])
+    first = grain * GRAIN
+    word = _payload(table, at, plane, head, unit, token, first, live, OF, COPY)
+    known = unit >= 0 if OF[OF_SPAN] == ONE_UNIT else live
+    position = unit_start(table, at + LOGICAL, unit, known, OF[OF_POSITION_KIND], 1)
+    step = tl.load(at + LOGICAL + TOKEN_STRIDE)
+    if OF[OF_RECUT]:  # a token begins anywhere in such a row: words are counted from the start of the unit
+        if OF[OF_GRAINS]:
+            first += token * (OF[OF_GRAINS] * GRAIN)
+        else:
+            first += token * (tl.load(at + GRAINS).to(tl.int32) * GRAIN)
         token = token * 0
     first = first[:, None]
     words = tl.arange(0, GRAIN)[None, :]
@@ -162,69 +163,42 @@ def _tile(table, at, out, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl
     if HEAD_WORDS % GRAIN:  # a head begins anywhere in a grain
         first = first + words
         words = words * 0
-    head = head * HEADS
-    if HEADS > 1 or RECUT:
+    head = head * HEADS_IN_ROW
+    if HEADS_IN_ROW > 1 or OF[OF_RECUT]:
         group = first // HEAD_WORDS
         first = first - group * HEAD_WORDS
-        further = group // HEADS
-        head = head + (group - further * HEADS)
+        further = group // HEADS_IN_ROW
+        head = head + (group - further * HEADS_IN_ROW)
         position = position + further * step
-    key = _key(at, tl.load(table + tl.load(at + 7) + plane), head, position)
-    tl.atomic_add(out + tl.load(at + 23), _sum(word, live[:, None], key, first, words), sem="relaxed")
+    key = _key(at, tl.load(table + tl.load(at + LOGICAL + ADDRESSES) + plane), head, position)
+    tl.atomic_add(out + tl.load(at + OUT), _sum(word, live[:, None], key, first, words), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["regions", "tiles"])
 def digest_kernel(table, out, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr, COPY: tl.constexpr):
     """Persistent over all tiles of all regions; the grid is the SM budget.
 
-    `table` int64: `FIELDS` words a region, then plane addresses and keys, unit offsets in elements and positions (see
-    `digest_table`). `COPY`: 0 to read the source only.
+    `table`: see `describe`. `COPY`: 0 to read the source only.
     """
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        at, local = find_region(table, regions, tile, FIELDS)
-        shape = tl.load(at + 22).to(tl.int32)
+        at, local = find_region(table, regions, tile, WORDS)
+        shape = tl.load(at + SHAPE).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:
                 _tile(table, at, out, local, SHAPES, i, BLOCK, COPY)
 
 
-#: The rule for what was not tuned: four 16-byte accesses a thread, and an atomic for each 8 KiB.
+#: The rule for what was not tuned: four 16-byte accesses a thread, and an atomic for each 8 KiB; or for each 32, by a
+#: program that has an SM to itself.
 CONFIG = RowConfig(block_bytes=8192, warps=4)
-
-
-_uploads: dict[torch.device, Upload] = {}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedDigest:
-    """A launch with its table on the device. `run` may be called again, as long as the regions' memory is there."""
-
-    launch: DigestLaunch
-    table: torch.Tensor
-    out: torch.Tensor
-    config: RowConfig
-    programs: int
-    copies: int
-
-    def run(self) -> None:
-        """Launch on the current stream, without a synchronise."""
-        digest_kernel[(self.programs,)](
-            self.table,
-            self.out,
-            self.launch.regions,
-            self.launch.tiles,
-            SHAPES=tuple(shape.constexpr for shape in self.launch.shapes),
-            BLOCK=self.config.block_bytes,
-            COPY=self.copies,
-            num_warps=self.config.warps,
-        )
+BUDGET_CONFIG = RowConfig(block_bytes=32768, warps=16)
 
 
 def move_and_digest(
     regions: Sequence[Region],
     logicals: Sequence[Logical],
     out: torch.Tensor,
-    config: RowConfig = CONFIG,
+    config: RowConfig | None = None,
     sms: int | None = None,
 ) -> None:
     """Copy every row of every region and add the digest of what was read to `out`, in one launch on the current stream.
@@ -233,9 +207,9 @@ def move_and_digest(
     definition's. `sms` is the SM budget (None: no budget). The memory must stay allocated until the stream has
     passed the launch, which is not waited for. Raises RegionError before anything is launched.
     """
-    prepared = prepare(regions, logicals, out, config, sms)
-    if prepared is not None:
-        prepared.run()
+    launch = prepare(regions, logicals, out, config, sms)
+    if launch is not None:
+        launch.run()
 
 
 def digest(
@@ -243,64 +217,84 @@ def digest(
     logicals: Sequence[Logical],
     side: End,
     out: torch.Tensor,
-    config: RowConfig = CONFIG,
+    config: RowConfig | None = None,
     sms: int | None = None,
 ) -> None:
     """Add the digest of the rows at one end of the regions to `out`; nothing moves. Else as `move_and_digest`."""
-    definition.check(regions, logicals)
-    ends = [replace(region, src=getattr(region, side), dst=getattr(region, side)) for region in regions]
-    prepared = _prepare(ends, logicals, out, config, sms, 0)
-    if prepared is not None:
-        prepared.run()
+    launch = prepare(regions, logicals, out, config, sms, side)
+    if launch is not None:
+        launch.run()
 
 
 def prepare(
     regions: Sequence[Region],
     logicals: Sequence[Logical],
     out: torch.Tensor,
-    config: RowConfig = CONFIG,
+    config: RowConfig | None = None,
     sms: int | None = None,
-) -> PreparedDigest | None:
-    """Check and describe the launch of `move_and_digest` and upload its table; None where there is nothing to do."""
-    return _prepare(regions, logicals, out, config, sms, 1)
+    reads: End | None = None,
+    using: Program | None = None,
+) -> Prepared | None:
+    """Check and describe a launch and upload its table; None where there is nothing to do.
 
-
-def _prepare(
-    regions: Sequence[Region],
-    logicals: Sequence[Logical],
-    out: torch.Tensor,
-    config: RowConfig,
-    sms: int | None,
-    copies: int,
-) -> PreparedDigest | None:
+    `reads`: the end that is only read, as `digest` does; None for `move_and_digest`. `using`: as `rows.move`.
+    """
     definition.check(regions, logicals)
     if out.dtype != torch.int64 or out.dim() != 1 or len(out) not in (1, len(regions)) or not out.is_contiguous():
         raise RegionError(f"a result of {tuple(out.shape)} {out.dtype}, not int64 [1] or one for each region")
     for region in regions:
-        if region.src.memory[0].device != out.device:
-            raise RegionError(f"regions on {region.src.memory[0].device} and a result on {out.device}")
+        if region.src.device != out.device:
+            raise RegionError(f"regions on {region.src.device} and a result on {out.device}")
     work = [number for number, region in enumerate(regions) if region.nbytes]
     if not work:
         return None
-    if copies:
+    if reads is None:
         check_apart([regions[number] for number in work])
+    else:
+        regions = [at_end(region, reads) for region in regions]
+    config = using.config if using is not None else config or (CONFIG if sms is None else BUDGET_CONFIG)
     outs = [number if len(out) > 1 else 0 for number in work]
-    launch = describe([regions[i] for i in work], [logicals[i] for i in work], outs, config.block_bytes)
-    table = _uploads.setdefault(out.device, Upload(out.device)).to_device(launch.table)
-    return PreparedDigest(launch, table, out, config, config.programs(launch.tiles, sms, out.device), copies)
+    moved, coordinates = [regions[i] for i in work], [logicals[i] for i in work]
+    launch = describe(moved, coordinates, outs, config.block_bytes, () if using is None else using.shapes)
+    return Prepared.of(program(launch.shapes, config, reads), launch, out.device, sms, out)
 
 
-#: int64 words that describe a region to the kernel: see `describe`.
-FIELDS = tl.constexpr(24)
+def program(shapes: tuple[DigestShape, ...], config: RowConfig, reads: End | None) -> Program:
+    """The kernel for these shapes. `reads`: as in `prepare`."""
+    constants = ("BLOCK", config.block_bytes), ("COPY", int(reads is None))
+    return Program(digest_kernel, shapes, config, constants, outputs=1)
 
 
-@dataclass(frozen=True, slots=True)
+def standing_program(
+    regions: Sequence[Region],
+    logicals: Sequence[Logical],
+    kinds: tuple[int, int],
+    sms: int | None,
+    reads: End | None = None,
+) -> Program:
+    """The one kernel for regions like these, as `rows.standing_program`. Positions are listed."""
+    config = CONFIG if sms is None else BUDGET_CONFIG
+    regions = regions if reads is None else [at_end(region, reads) for region in regions]
+    given = dict(zip(("src_kind", "dst_kind", "position_kind"), (*kinds, LISTED.value), strict=True))
+    owns = [
+        (replace(own, **given), cut)
+        for own, cut in (DigestShape.of(*each, config.block_bytes) for each in zip(regions, logicals, strict=True))
+    ]
+    most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
+    narrow = dict[tuple[int, ...], DigestShape]()
+    for own, _ in owns:
+        rows = own.element_bytes, own.head_bytes, own.heads
+        narrow[rows] = min(narrow.get(rows, own.of_any_rows), own.of_any_rows)
+    return program((*most, *sorted(narrow.values(), reverse=True)), config, reads)
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class DigestShape:
     """What the kernel is compiled for: rows of `grains` x `grain` words that hold `heads` heads of `head_bytes`.
 
-    `element_bytes`: 4, or 1 where rows move byte by byte; `vec` words make the widest access. `recut`: 1 where rows are
-    cut without regard to tokens. `span`: how a tile takes units. `listed`: of source, destination and positions, 0
-    where units follow each other at one distance.
+    `element_bytes`: 4, or 1 where rows move byte by byte; `vec` words make the widest access. `grains` 0: rows of any
+    width, counted at run time. `recut`: 1 where rows are cut without regard to tokens. `span`: how a tile takes units.
+    The kinds of sides and positions: whether they are listed, or follow each other at one distance.
     """
 
     element_bytes: int
@@ -311,14 +305,27 @@ class DigestShape:
     heads: int
     recut: int
     span: int
-    listed: tuple[int, int, int]
+    src_kind: int
+    dst_kind: int
+    position_kind: int
 
     @property
-    def constexpr(self) -> tuple[object, ...]:
-        """The shape as Triton's compile-time arguments."""
-        element = tl.int32 if self.element_bytes == 4 else tl.int8
-        row = self.vec, self.grains, self.grain, self.head_bytes, self.heads, self.recut, self.span
-        return element, *row, *self.listed
+    def of_any_rows(self) -> DigestShape:
+        """Rows of the same heads and alignment, of whatever number and distance, cut anew or not."""
+        either = dict.fromkeys(("src_kind", "dst_kind", "position_kind"), EITHER.value)
+        whole = int(self.element_bytes == 4)
+        return replace(self, grains=0, grain=self.vec, recut=whole, span=SEVERAL_UNITS.value, **either)
+
+    def serves(self, own: DigestShape, region: Region) -> bool:
+        """Whether tiles of this shape move a region, whose own is `own`, and hardly slower than tiles of that."""
+        if not self.grains:
+            rows = self.element_bytes, self.head_bytes, self.heads
+            return rows == (own.element_bytes, own.head_bytes, own.heads) and self.vec <= own.vec
+        rows = replace(self, grain=1, grains=self.grains * self.grain, span=0, src_kind=0, dst_kind=0, position_kind=0)
+        theirs = replace(own, grain=1, grains=own.grains * own.grain, span=0, src_kind=0, dst_kind=0, position_kind=0)
+        spans = {own.span, SEVERAL_UNITS.value, *([TOKEN_UNITS.value] if region.tokens == 1 else [])}
+        kinds = zip(_kinds(self), _kinds(own), strict=True)
+        return rows == theirs and self.span in spans and all(ours >= needed for ours, needed in kinds)
 
     @classmethod
     def of(cls, region: Region, logical: Logical, block_bytes: int) -> tuple[DigestShape, Region]:
@@ -332,61 +339,55 @@ class DigestShape:
         block_words = block_bytes // WIDEST.value * vec
         in_unit = cut.tokens * words
         several = cut.units > 1 and in_unit < FULL_TILE * -(-in_unit // block_words) * block_words
-        span = (TOKEN_UNITS if cut.tokens == 1 else UNITS) if several else ONE_UNIT
+        span = (TOKEN_UNITS if cut.tokens == 1 else SEVERAL_UNITS) if several else ONE_UNIT
         head_words = -(-head_bytes // 4)
         grain = vec if several or not wide else max(vec, min(head_words & -head_words, block_words))
-        listed = tuple(int(even_distance(units) is None) for units in (cut.src.units, cut.dst.units, logical.positions))
+        units = cut.src.units, cut.dst.units, logical.positions
+        kinds = map(kind_of_units, units)
         row = words // grain, grain, head_bytes, logical.heads_in_row
-        return cls(4 if wide else 1, vec, *row, int(cut is not region), span.value, listed), cut
+        return cls(4 if wide else 1, vec, *row, int(cut is not region), span.value, *kinds), cut
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DigestLaunch:
-    """One kernel call, worked out on the host: the table to upload, the tiles to run, the row shapes to compile for."""
+def _kinds(shape: DigestShape) -> tuple[int, int, int]:
+    return shape.src_kind, shape.dst_kind, shape.position_kind
 
-    table: npt.NDArray[np.int64]
-    regions: int
-    tiles: int
-    shapes: tuple[DigestShape, ...]
+
+def shapes_for(owns: Sequence[tuple[DigestShape, Region]]) -> tuple[DigestShape, ...]:
+    """What a kernel is compiled for that moves regions like these, as `rows.shapes_for`."""
+    most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
+    rest = [own for own, cut in owns if not any(shape.serves(own, cut) for shape in most)]
+    return (*most, *sorted({own.of_any_rows for own in rest}, reverse=True))
 
 
 def describe(
-    regions: Sequence[Region], logicals: Sequence[Logical], outs: Sequence[int], block_bytes: int
-) -> DigestLaunch:
+    regions: Sequence[Region],
+    logicals: Sequence[Logical],
+    outs: Sequence[int],
+    block_bytes: int,
+    shapes: tuple[DigestShape, ...] = (),
+) -> Launch:
     """Lay regions and their coordinates out as the kernel reads them; region i adds to element `outs[i]` of the result.
 
-    `table` int64: FIELDS words a region, then its plane addresses and keys, and listed offsets and positions.
+    The kernel is compiled for `shapes`, or for what serves these regions best.
     """
-    header = np.zeros((len(regions), FIELDS.value), np.int64)
-    parts: list[Offsets] = [header.reshape(-1)]
-    shapes: dict[DigestShape, int] = {}
-    tiles = 0
-    for fields, region, logical, out in zip(header, regions, logicals, outs, strict=True):
-        shape, cut = DigestShape.of(region, logical, block_bytes)
+    owns = [DigestShape.of(*each, block_bytes) for each in zip(regions, logicals, strict=True)]
+    shapes = shapes or shapes_for(owns)
+    table = Table(len(regions), WORDS.value)
+    for (own, cut), logical, out in zip(owns, logicals, outs, strict=True):
+        number = next((i for i, shape in enumerate(shapes) if shape.serves(own, cut)), len(shapes))
+        if number == len(shapes):
+            shapes = (*shapes, own.of_any_rows)
+        shape = shapes[number]
+        grains = own.grains * own.grain // shape.grain
         per_tile = block_bytes // WIDEST.value * shape.vec // shape.grain
-        grains = cut.tokens * shape.grains * (cut.units if shape.span else 1)
-        pieces = -(-grains // per_tile)
-        if pieces * per_tile >= 1 << 31 or shape.grain * shape.grains * cut.tokens >= 1 << 31:
-            raise RegionError(f"{region.nbytes} bytes; the kernel counts their words in 32 bits")
-        fields[:5] = tiles, cut.units, cut.planes, cut.heads, cut.tokens
-        for field, planes in enumerate((cut.src.addresses(), cut.dst.addresses(), logical.plane_keys()), 5):
-            fields[field] = _append(parts, planes)
-        units = (cut.src.units, shape.element_bytes), (cut.dst.units, shape.element_bytes), (logical.positions, 1)
-        for number, (values, element) in enumerate(units):
-            distance = even_distance(values)
-            fields[8 + 2 * number] = _append(parts, values // element) if distance is None else values[0] // element
-            fields[9 + 2 * number] = (distance or 0) // element
-        strides = cut.src.head_bytes, cut.src.token_bytes, cut.dst.head_bytes, cut.dst.token_bytes
-        fields[14:18] = np.array(strides) // shape.element_bytes
-        number = shapes.setdefault(shape, len(shapes))
-        fields[18:] = logical.position_step, logical.first_head, logical.head_step, pieces, number, out
-        tiles += pieces * cut.planes * cut.heads * (1 if shape.span else cut.units)
-    if tiles >= 1 << 31:
-        raise RegionError(f"{tiles} tiles in one launch; the kernel counts them in 32 bits")
-    return DigestLaunch(np.concatenate(parts), len(regions), tiles, tuple(shapes))
-
-
-def _append(parts: list[Offsets], values: Offsets) -> int:
-    """Append `values` to the table, and return where they begin."""
-    parts.append(np.asarray(values, np.int64))
-    return sum(map(len, parts[:-1]))
+        pieces = -(-cut.tokens * grains * (cut.units if shape.span else 1) // per_tile)
+        if pieces * per_tile >= 1 << 31 or shape.grain * grains * cut.tokens >= 1 << 31:
+            raise RegionError(f"{cut.nbytes} bytes; the kernel counts their words in 32 bits")
+        element = shape.element_bytes
+        src, dst, places = map(kind_in, _kinds(shape), _kinds(own))
+        sides = [*table.side(cut.src, element, src), *table.side(cut.dst, element, dst)]
+        keys, positions = table.append(logical.plane_keys()), table.units(logical.positions, 1, places)
+        coordinates = keys, *positions, logical.head_step, logical.position_step, logical.first_head, out
+        counts = Counts(cut.units, cut.planes, cut.heads, cut.tokens)
+        table.region(number, counts, pieces, grains, shape.span, [*sides, *coordinates])
+    return table.launch(shapes)

@@ -96,7 +96,7 @@ def digest(regions: Sequence[Region], logicals: Sequence[Logical], side: End) ->
         unit_bytes = region.heads * region.tokens * region.row_bytes
         step = max(1, PART_BYTES // unit_bytes)
         for plane, key in enumerate(logical.plane_keys().tolist()):
-            one = replace(at, allocation=at.allocation[plane : plane + 1], offset=at.offset[plane : plane + 1])
+            one = at.some_planes(slice(plane, plane + 1))
             for first in range(0, region.units, step):
                 units = slice(first, first + step)
                 packed = _packed(replace(region, src=replace(one, units=at.units[units])))
@@ -119,7 +119,7 @@ def _packed(region: Region) -> torch.Tensor:
     packed = torch.empty(shape, dtype=torch.uint8)
     zero, token, head = np.zeros(1, np.int64), region.row_bytes, region.tokens * region.row_bytes
     starts = np.arange(shape[0], dtype=np.int64) * (head * region.heads)
-    reference.move([replace(region, dst=Side((packed.view(-1),), zero, zero, starts, head, token))])
+    reference.move([replace(region, dst=Side.of((packed.view(-1),), zero, zero, starts, head, token))])
     return packed
 
 

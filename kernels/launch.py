@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass, field
 from functools import cache
 from math import log2
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .region import RegionError
+
 if TYPE_CHECKING:
-    import torch
+    from .table import Launch
 
 
 #: One JSON file a GPU, written by perf/autotune.py.
@@ -35,8 +40,6 @@ class RowConfig:
 
     def programs(self, tiles: int, sms: int | None, device: torch.device) -> int:
         """Grid size for `tiles` under a budget of `sms` multiprocessors (None: no budget)."""
-        import torch
-
         if sms is None:
             return tiles
         if device.type != "cpu":
@@ -88,8 +91,6 @@ def choose(kind: RowKind, sms: int | None, device: torch.device) -> RowConfig:
     a program that has an SM to itself moves most, 20 to 27 GB/s, with 32 KiB tiles and 8 warps.
     """
     if device.type != "cpu":
-        import torch
-
         table = [t for t in tuned(device_key(torch.cuda.get_device_name(device))) if t.budgeted == (sms is not None)]
         if table:
             return min(table, key=lambda entry: entry.kind.distance(kind)).config
@@ -107,22 +108,34 @@ class _Buffer:
 
 @dataclass(slots=True)
 class Upload:
-    """One ring a device. `to_device` copies on the current stream; the returned tensor lives on that stream."""
+    """A ring of pinned buffers, of one thread and device: what one thread has taken, no other fills.
+
+    `to_device` copies on the device's current stream; the returned tensor lives on that stream.
+    """
 
     device: torch.device
     _ring: list[_Buffer] = field(default_factory=list[_Buffer])
     _next: int = 0
+
+    @classmethod
+    def here(cls, device: torch.device) -> Upload:
+        """That of the calling thread for `device`."""
+        found = _rings.of_device.get(device)
+        if found is None:
+            found = _rings.of_device[device] = cls(device)
+        return found
 
     def to_device(self, table: npt.NDArray[np.int64]) -> torch.Tensor:
         """`table` [n] int64 on the device. On a CPU device it is the same memory."""
         host = torch.from_numpy(table)
         if self.device.type == "cpu":
             return host
-        buffer = self._take(len(table))
-        buffer.pinned[: len(table)].copy_(host)
-        out = torch.empty(len(table), dtype=torch.int64, device=self.device)
-        out.copy_(buffer.pinned[: len(table)], non_blocking=True)
-        buffer.copied.record()
+        with on(self.device):
+            buffer = self._take(len(table))
+            buffer.pinned[: len(table)].copy_(host)
+            out = torch.empty(len(table), dtype=torch.int64, device=self.device)
+            out.copy_(buffer.pinned[: len(table)], non_blocking=True)
+            buffer.copied.record()
         return out
 
     def _take(self, words: int) -> _Buffer:
@@ -140,3 +153,83 @@ class Upload:
     def _new(self, words: int) -> _Buffer:
         size = 1 << max(12, (words - 1).bit_length())
         return _Buffer(torch.empty(size, dtype=torch.int64, pin_memory=True), torch.cuda.Event())
+
+
+class _Rings(threading.local):
+    def __init__(self) -> None:
+        self.of_device = dict[torch.device, Upload]()
+
+
+_rings = _Rings()
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """What is launched and recorded inside is on `device` and its current stream, whichever device is current."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+
+
+def one_device(devices: Iterable[torch.device]) -> torch.device:
+    """The one that all of a launch is on. Raises RegionError for several."""
+    first, *others = dict.fromkeys(devices)
+    if others:
+        raise RegionError(f"regions on {first} and {others[0]} cannot share a launch")
+    return first
+
+
+def constexpr(shape: Any) -> tuple[int, ...]:
+    """A shape as a kernel is compiled for it: its fields in order, plain numbers. vLLM has whatever Triton compiles
+    written as JSON, and where that fails the launch does."""
+    return astuple(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One compiled kernel: the shapes of rows that it has code for, the tile, and what else is compiled in. A region is
+    moved by the code of the first shape that serves it.
+
+    `outputs`: tensors of int64 that follow the table.
+    """
+
+    kernel: Any
+    shapes: tuple[Any, ...]
+    config: RowConfig
+    constants: tuple[tuple[str, object], ...] = ()
+    outputs: int = 0
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What the kernel is called with beside its arguments."""
+        return {"SHAPES": tuple(map(constexpr, self.shapes)), "num_warps": self.config.warps, **dict(self.constants)}
+
+    def compile(self, device: torch.device) -> None:
+        """Compile now what a launch on `device` would compile when it is first made, for most of a second. From any
+        thread."""
+        with on(device):
+            self.kernel.warmup(*[torch.int64] * (1 + self.outputs), 1, 1, grid=(1,), **self.options)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A launch with its table on the device: may be run again, as long as the regions' memory is there, and captured in
+    a CUDA graph. `outputs` follow the table.
+    """
+
+    program: Program
+    launch: Launch
+    table: torch.Tensor
+    blocks: int
+    outputs: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(
+        cls, program: Program, launch: Launch, device: torch.device, sms: int | None, *outputs: torch.Tensor
+    ) -> Self:
+        """Uploads the table on the device's current stream, without a synchronise. `sms`: None for no budget."""
+        table = Upload.here(device).to_device(launch.table)
+        return cls(program, launch, table, program.config.programs(launch.tiles, sms, device), outputs)
+
+    def run(self, **constants: object) -> None:
+        """Launch on the current stream of the regions' device. `constants` join those that are compiled in."""
+        counts = self.launch.regions, self.launch.tiles
+        with on(self.table.device):
+            self.program.kernel[(self.blocks,)](self.table, *self.outputs, *counts, **self.program.options, **constants)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,32 +28,185 @@ def even_distance(offsets: Offsets) -> int | None:
     >>> even_distance(np.array([0, 64, 128])), even_distance(np.array([64, 0, 128]))
     (64, None)
     """
-    if len(offsets) < 2:
+    gaps = len(offsets) - 1
+    if gaps < 1:
         return 0
-    steps = np.diff(offsets)
-    return int(steps[0]) if (steps == steps[0]).all() else None
+    step = int(offsets[1] - offsets[0])
+    if int(offsets[-1] - offsets[0]) != step * gaps:  # which says it of nearly all that are not
+        return None
+    return step if gaps == 1 or (np.diff(offsets) == step).all() else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """Rows in memory: row (plane, unit, head, token) starts `offset[plane] + units[unit] + head * head_bytes +
-    token * token_bytes` bytes into `memory[allocation[plane]]`.
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """Where planes begin: plane p `offset[p]` bytes into `memory[allocation[p]]`. Pools never move, so what every copy
+    needs to know of them is worked out once.
 
-    `memory`: flat uint8 tensors on one device, owned by the caller. `allocation`, `offset` [plane] and `units` [unit]
-    are int64 on the host.
+    `memory`: flat uint8 tensors on one device, owned by the caller. `allocation`, `offset` [plane]: int64 on the host.
     """
 
     memory: tuple[torch.Tensor, ...]
     allocation: Offsets
     offset: Offsets
-    units: Offsets
-    head_bytes: int
-    token_bytes: int
 
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @cached_property
     def addresses(self) -> Offsets:
         """Absolute address of each plane [plane]."""
         bases = np.array([tensor.data_ptr() for tensor in self.memory], np.int64)
         return bases[self.allocation] + self.offset
+
+    @cached_property
+    def address_bits(self) -> int:
+        """All addresses, or-ed: its low zeros are what they are aligned to."""
+        return int(np.bitwise_or.reduce(self.addresses, initial=0))
+
+    @cached_property
+    def fault(self) -> str | None:
+        """What is wrong with the memory or its tables, or None."""
+        if not self.memory:
+            return "has no memory"
+        for tensor in self.memory:
+            flat = tensor.element_size() == tensor.dim() == 1 and tensor.is_contiguous()
+            if not flat or tensor.device != self.memory[0].device:
+                return f"memory must be flat uint8 on one device, got {tensor.dtype} {tensor.device}"
+        if len(self.allocation) != len(self.offset):
+            return f"has {len(self.allocation)} allocations for {len(self.offset)} planes"
+        if len(self) and (self.allocation.min() < 0 or self.allocation.max() >= len(self.memory)):
+            return f"names allocation {self.allocation.max()} of {len(self.memory)}"
+        return None
+
+    @cached_property
+    def sizes(self) -> Offsets:
+        """Bytes of the allocation of each plane [plane]."""
+        return np.array([tensor.numel() for tensor in self.memory], np.int64)[self.allocation]
+
+    @cached_property
+    def room(self) -> tuple[int, int]:
+        """From which byte to which before which, counted from where it begins, every plane has memory."""
+        return -int(self.offset.min()), int((self.sizes - self.offset).min())
+
+    @cached_property
+    def extents(self) -> tuple[Offsets, Offsets]:
+        """First address of each allocation, ascending, and the end of the furthest so far."""
+        first = np.array([tensor.data_ptr() for tensor in self.memory], np.int64)
+        order = np.argsort(first)
+        stop = first + np.array([tensor.numel() for tensor in self.memory], np.int64)
+        return first[order], np.maximum.accumulate(stop[order])
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The first of `extents`, to search."""
+        return self.extents[0].tolist()
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """First address of the allocation that comes first, and where the one ends that ends last."""
+        return int(self.extents[0][0]), int(self.extents[1][-1])
+
+    def meets(self, other: Planes) -> bool:
+        """Whether any allocation of the one overlaps any of the other."""
+        few, many = sorted((self, other), key=lambda each: len(each.memory))
+        if len(few.memory) == 1:  # an arena, for each chunk: without numpy
+            first, stop = few.span
+            before = bisect_left(many.begins, stop) - 1
+            return before >= 0 and int(many.extents[1][before]) > first
+        return _first_overlap(self.extents, other.extents) is not None
+
+    def window(self, first: int, nbytes: int) -> Planes:
+        """The same planes `first` bytes further, inside of `nbytes` of the one allocation that holds them."""
+        (memory,) = self.memory
+        moved = Planes((memory[first : first + nbytes],), self.allocation, self.offset)
+        if self.fault is None and len(self):
+            # What was worked out once is shifted; the rest would follow by itself.
+            (base, _), (below, _) = self.span, self.room
+            moved.__dict__.update(
+                fault=None,
+                addresses=self.addresses + first,
+                address_bits=self.address_bits | first,
+                room=(below, nbytes - self._furthest),
+                span=(base + first, base + first + nbytes),
+            )
+        return moved
+
+    @cached_property
+    def _furthest(self) -> int:
+        return int(self.offset.max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """Rows in memory: row (plane, unit, head, token) starts `units[unit] + head * head_bytes + token * token_bytes`
+    bytes from where its plane begins. `units` [unit] is int64 on the host.
+    """
+
+    planes: Planes
+    units: Offsets
+    head_bytes: int
+    token_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        memory: tuple[torch.Tensor, ...],
+        allocation: Offsets,
+        offset: Offsets,
+        units: Offsets,
+        head_bytes: int,
+        token_bytes: int,
+    ) -> Side:
+        """Of planes that begin `offset[plane]` bytes into `memory[allocation[plane]]`: see `Planes`."""
+        return cls(Planes(memory, allocation, offset), units, head_bytes, token_bytes)
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """Flat uint8 tensors on one device, owned by the caller."""
+        return self.planes.memory
+
+    @property
+    def allocation(self) -> Offsets:
+        """Which tensor each plane is in [plane]."""
+        return self.planes.allocation
+
+    @property
+    def offset(self) -> Offsets:
+        """Bytes into it where each plane begins [plane]."""
+        return self.planes.offset
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of its memory lies."""
+        return self.planes.memory[0].device
+
+    def addresses(self) -> Offsets:
+        """Absolute address of each plane [plane]."""
+        return self.planes.addresses
+
+    def some_planes(self, chosen: slice) -> Side:
+        """The same rows of some planes."""
+        return Side.of(
+            self.memory, self.allocation[chosen], self.offset[chosen], self.units, self.head_bytes, self.token_bytes
+        )
+
+    def check(self, name: str, reach: int) -> None:
+        """Raise RegionError unless rows that end `reach` bytes after their unit lie inside the memory."""
+        if self.planes.fault is not None:
+            raise RegionError(f"{name} {self.planes.fault}")
+        if self.head_bytes < 0 or self.token_bytes < 0:
+            raise RegionError(f"{name} strides {self.head_bytes}, {self.token_bytes} are negative")
+        if not len(self.units) or not len(self.planes):
+            return
+        least, most = int(self.units.min()), int(self.units.max()) + reach
+        below, room = self.planes.room
+        if least < below or most > room:
+            first, last = self.offset + least, self.offset + most
+            plane = int(np.flatnonzero((first < 0) | (last > self.planes.sizes))[0])
+            size = self.planes.sizes[plane]
+            raise RegionError(
+                f"{name} plane {plane} spans bytes {first[plane]}..{last[plane]} of an allocation of {size}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +222,7 @@ class Region:
     @property
     def planes(self) -> int:
         """Number of planes (layer, kv), the same at both ends."""
-        return len(self.src.offset)
+        return len(self.src.planes)
 
     @property
     def units(self) -> int:
@@ -83,48 +238,33 @@ class Region:
         """Raise RegionError unless both sides have the same planes and units and lie inside their memory."""
         if min(self.heads, self.tokens, self.row_bytes) < 1:
             raise RegionError(f"region of {self.heads} heads x {self.tokens} tokens x {self.row_bytes} bytes")
-        if self.planes != len(self.dst.offset) or self.units != len(self.dst.units):
+        if self.planes != len(self.dst.planes) or self.units != len(self.dst.units):
             raise RegionError(
                 f"source has {self.planes} planes x {self.units} units,"
-                f" destination {len(self.dst.offset)} x {len(self.dst.units)}"
+                f" destination {len(self.dst.planes)} x {len(self.dst.units)}"
             )
         for name, side in (("source", self.src), ("destination", self.dst)):
-            self._check_side(name, side)
-        if self.src.memory[0].device != self.dst.memory[0].device:
-            raise RegionError(f"source on {self.src.memory[0].device}, destination on {self.dst.memory[0].device}")
+            side.check(name, self.reach(side))
+        if self.src.device != self.dst.device:
+            raise RegionError(f"source on {self.src.device}, destination on {self.dst.device}")
 
-    def _check_side(self, name: str, side: Side) -> None:
-        if not side.memory:
-            raise RegionError(f"{name} has no memory")
-        for tensor in side.memory:
-            flat = tensor.element_size() == tensor.dim() == 1 and tensor.is_contiguous()
-            if not flat or tensor.device != side.memory[0].device:
-                raise RegionError(f"{name} memory must be flat uint8 on one device, got {tensor.dtype} {tensor.device}")
-        if len(side.allocation) != len(side.offset):
-            raise RegionError(f"{name} has {len(side.allocation)} allocations for {len(side.offset)} planes")
-        if side.head_bytes < 0 or side.token_bytes < 0:
-            raise RegionError(f"{name} strides {side.head_bytes}, {side.token_bytes} are negative")
-        if not self.units or not self.planes:
-            return
-        if side.allocation.min() < 0 or side.allocation.max() >= len(side.memory):
-            raise RegionError(f"{name} names allocation {side.allocation.max()} of {len(side.memory)}")
-        sizes = np.array([tensor.numel() for tensor in side.memory], np.int64)[side.allocation]
-        reach = (self.heads - 1) * side.head_bytes + (self.tokens - 1) * side.token_bytes + self.row_bytes
-        first = side.offset + side.units.min()
-        last = side.offset + side.units.max() + reach
-        if (first < 0).any() or (last > sizes).any():
-            plane = int(np.flatnonzero((first < 0) | (last > sizes))[0])
-            raise RegionError(
-                f"{name} plane {plane} spans bytes {first[plane]}..{last[plane]} of an allocation of {sizes[plane]}"
-            )
+    def reach(self, side: Side) -> int:
+        """Bytes from the first row of a unit to the end of its last."""
+        return (self.heads - 1) * side.head_bytes + (self.tokens - 1) * side.token_bytes + self.row_bytes
 
     def alignment(self) -> int:
         """The largest of 16, 8, 4, 2, 1 bytes that divides every row's address at both ends, and the row."""
-        parts = [self.row_bytes]
+        bits = 16 | self.row_bytes
         for side in (self.src, self.dst):
-            parts += [int(np.gcd.reduce(side.addresses(), initial=0)), int(np.gcd.reduce(side.units, initial=0))]
-            parts += [side.head_bytes] * (self.heads > 1) + [side.token_bytes] * (self.tokens > 1)
-        return int(np.gcd.reduce([*parts, 16]))
+            bits |= side.planes.address_bits | int(np.bitwise_or.reduce(side.units, initial=0))
+            bits |= side.head_bytes * (self.heads > 1) | side.token_bytes * (self.tokens > 1)
+        return bits & -bits
+
+
+def at_end(region: Region, end: Literal["src", "dst"]) -> Region:
+    """The rows at one end of a region, which nothing moves."""
+    side = region.src if end == "src" else region.dst
+    return replace(region, src=side, dst=side)
 
 
 #: First and one-past-last address of pieces of a side.
@@ -137,12 +277,19 @@ def check_apart(regions: Sequence[Region]) -> None:
     Memory of its own on each side, which is the rule, is settled by comparing allocations; pages of one pool by the
     bytes from a unit's first row to its last; only where those interleave, as heads of one page do, row by row.
     """
-    sources, targets = ([(region, getattr(region, side)) for region in regions] for side in ("src", "dst"))
-    for extents in (_allocations, _units, _rows):
+    read, written = ({id(side.planes): side.planes for side in sides} for sides in _sides(regions))
+    if not any(source.meets(target) for source in read.values() for target in written.values()):
+        return
+    sources, targets = (list(zip(regions, sides, strict=True)) for sides in _sides(regions))
+    for extents in (_units, _rows):
         shared = _first_overlap(_gather(sources, extents), _gather(targets, extents))
         if shared is None:
             return
     raise RegionError(f"source and destination share the byte at address {shared}")
+
+
+def _sides(regions: Sequence[Region]) -> tuple[list[Side], list[Side]]:
+    return [region.src for region in regions], [region.dst for region in regions]
 
 
 def _gather(sides: Sequence[tuple[Region, Side]], extents: Extents) -> tuple[Offsets, Offsets]:
@@ -150,15 +297,9 @@ def _gather(sides: Sequence[tuple[Region, Side]], extents: Extents) -> tuple[Off
     return np.concatenate([first for first, _ in parts]), np.concatenate([stop for _, stop in parts])
 
 
-def _allocations(_: Region, side: Side) -> tuple[Offsets, Offsets]:
-    first = np.array([tensor.data_ptr() for tensor in side.memory], np.int64)
-    return first, first + np.array([tensor.numel() for tensor in side.memory], np.int64)
-
-
 def _units(region: Region, side: Side) -> tuple[Offsets, Offsets]:
     first = (side.addresses()[:, None] + side.units).reshape(-1)
-    reach = (region.heads - 1) * side.head_bytes + (region.tokens - 1) * side.token_bytes + region.row_bytes
-    return first, first + reach
+    return first, first + region.reach(side)
 
 
 def _rows(region: Region, side: Side) -> tuple[Offsets, Offsets]:
@@ -195,7 +336,7 @@ def _joined(region: Region) -> Region:
     if region.heads > 1 and all(side.head_bytes == run for side in sides):
         return replace(region, heads=1, row_bytes=run * region.heads)
     if region.planes > 1 and all(_follow(side.offset, run) and not np.ptp(side.allocation) for side in sides):
-        src, dst = (replace(side, allocation=side.allocation[:1], offset=side.offset[:1]) for side in sides)
+        src, dst = (side.some_planes(slice(1)) for side in sides)
         return replace(region, src=src, dst=dst, row_bytes=run * region.planes)
     if region.units > 1 and all(_follow(side.units, run) for side in sides):
         src, dst = (replace(side, units=side.units[:1]) for side in sides)

@@ -7,124 +7,117 @@ the unit is large enough (one scalar offset a tile) and from several where it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
-from .launch import RowConfig, RowKind, Upload, choose
-from .region import Region, RegionError, check_apart, even_distance
+from .launch import Prepared, Program, RowConfig, RowKind, choose, one_device
+from .region import Region, RegionError, Side, check_apart
+from .table import (
+    EITHER,
+    ONE_UNIT,
+    SEVERAL_UNITS,
+    SHAPE,
+    SIDE_WORDS,
+    SIDES,
+    TOKEN_UNITS,
+    Counts,
+    Launch,
+    Table,
+    find_region,
+    kind_in,
+    kind_of_units,
+    plane_and_head,
+    plane_start,
+    rows_of,
+    token_stride,
+    unit_start,
+)
 
-#: int64 words that describe a region to the kernel: see `describe`.
-FIELDS = tl.constexpr(18)
+#: Where a region's sides are described, and how many words describe it.
+SRC, DST = SIDES, tl.constexpr(SIDES.value + SIDE_WORDS.value)
+WORDS = tl.constexpr(SIDES.value + 2 * SIDE_WORDS.value)
 
 #: Bytes of the widest access. A tile is `BLOCK` bytes in these; narrower words get as many accesses, not as many bytes:
 #: 16 KiB of single bytes would be 128 accesses a thread, out of registers and into local memory.
 WIDEST = tl.constexpr(16)
 
-WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+#: A tile of rows of any width goes in passes of this: all at once, its offsets take 128 registers.
+PASS_BYTES = tl.constexpr(8192)
 
-#: How a tile takes units: it lies in one, or takes several, of several tokens or of one.
-ONE_UNIT, UNITS, TOKEN_UNITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+Shape = TypeVar("Shape", bound=Hashable)
 
 
-@triton.jit
-def _unit_offset(table, at, unit, live, SIDE: tl.constexpr, LISTED: tl.constexpr, VEC: tl.constexpr):
-    """Word offset of `unit` on a side (0 source, 1 destination): from the table, or a multiple of a stride."""
-    first = tl.load(at + 7 + SIDE)
-    if LISTED:
-        return tl.multiple_of(tl.load(table + first + unit, mask=live, other=0), VEC)
-    stride = tl.multiple_of(tl.load(at + 15 + SIDE), VEC)
-    return tl.multiple_of(first, VEC) + unit.to(tl.int64) * stride
+#: Where the kernel finds each field of a RowShape.
+OF_WORD_BYTES, OF_VEC, OF_GRAINS, OF_GRAIN, OF_SPAN, OF_SRC_KIND, OF_DST_KIND = map(tl.constexpr, range(7))
 
 
 @triton.jit
-def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy one tile of the region described at `at`, whose rows have shape `I`."""
-    SHAPE: tl.constexpr = SHAPES[I]
-    WORD: tl.constexpr = SHAPE[0]
-    GRAINS: tl.constexpr = SHAPE[1]
-    GRAIN: tl.constexpr = SHAPE[2]
-    VEC: tl.constexpr = SHAPE[3]
-    SPAN: tl.constexpr = SHAPE[4]
-    SRC_LISTED: tl.constexpr = SHAPE[5]
-    DST_LISTED: tl.constexpr = SHAPE[6]
-    BYTES: tl.constexpr = WORD.primitive_bitwidth // 8
-    ROWS: tl.constexpr = BLOCK // WIDEST * VEC // GRAIN
-    planes = tl.load(at + 2).to(tl.int32)
-    heads = tl.load(at + 3).to(tl.int32)
-    tokens = tl.load(at + 4).to(tl.int32)
-    rest = tile // planes
-    plane = tile - rest * planes
-    piece = rest // heads
-    head = (rest - piece * heads).to(tl.int64)
-    src = tl.load(table + tl.load(at + 5) + plane).to(tl.pointer_type(WORD))
-    dst = tl.load(table + tl.load(at + 6) + plane).to(tl.pointer_type(WORD))
-    src = tl.multiple_of(src, VEC * BYTES) + head * tl.multiple_of(tl.load(at + 9), VEC)
-    dst = tl.multiple_of(dst, VEC * BYTES) + head * tl.multiple_of(tl.load(at + 11), VEC)
-    if SPAN == ONE_UNIT:
-        pieces = tl.load(at + 13).to(tl.int32)
-        unit = piece // pieces
-        piece = piece - unit * pieces
-        src += _unit_offset(table, at, unit, unit >= 0, 0, SRC_LISTED, VEC)
-        dst += _unit_offset(table, at, unit, unit >= 0, 1, DST_LISTED, VEC)
-    s = piece * ROWS + tl.arange(0, ROWS)
-    row = s // GRAINS
-    src_row = (s - row * GRAINS).to(tl.int64) * GRAIN
+def _copy(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
+    """Copy the `ROWS` grains of a piece of the region described at `at`."""
+    BYTES: tl.constexpr = OF[OF_WORD_BYTES]
+    WORD: tl.constexpr = (  # pyright: ignore
+        tl.int64 if BYTES == 8 else tl.int32 if BYTES == 4 else tl.int16 if BYTES == 2 else tl.int8
+    )
+    VEC: tl.constexpr = OF[OF_VEC]
+    GRAIN: tl.constexpr = OF[OF_GRAIN]
+    SPAN: tl.constexpr = OF[OF_SPAN]
+    src = plane_start(table, at + SRC, plane, head, WORD, VEC)
+    dst = plane_start(table, at + DST, plane, head, WORD, VEC)
+    unit, token, grain, live = rows_of(at, piece, ROWS, OF[OF_GRAINS], SPAN)
+    src_row = grain.to(tl.int64) * GRAIN
     dst_row = src_row
     if SPAN == ONE_UNIT:
-        live = row < tokens
-        token = row
+        src += unit_start(table, at + SRC, unit, unit >= 0, OF[OF_SRC_KIND], VEC)
+        dst += unit_start(table, at + DST, unit, unit >= 0, OF[OF_DST_KIND], VEC)
     else:
-        unit = row
-        if SPAN == UNITS:
-            unit = row // tokens
-            token = row - unit * tokens
-        live = unit < tl.load(at + 1).to(tl.int32)
-        src_row += _unit_offset(table, at, unit, live, 0, SRC_LISTED, VEC)
-        dst_row += _unit_offset(table, at, unit, live, 1, DST_LISTED, VEC)
+        src_row += unit_start(table, at + SRC, unit, live, OF[OF_SRC_KIND], VEC)
+        dst_row += unit_start(table, at + DST, unit, live, OF[OF_DST_KIND], VEC)
     if SPAN != TOKEN_UNITS:
-        src_row += token * tl.multiple_of(tl.load(at + 10), VEC)
-        dst_row += token * tl.multiple_of(tl.load(at + 12), VEC)
+        src_row += token * token_stride(at + SRC, VEC)
+        dst_row += token * token_stride(at + DST, VEC)
     words = tl.arange(0, GRAIN)[None, :]
     data = tl.load(src + (src_row[:, None] + words), mask=live[:, None], eviction_policy="evict_first")
     tl.store(dst + (dst_row[:, None] + words), data, mask=live[:, None])
 
 
 @triton.jit
-def find_region(table, regions, tile, WIDTH: tl.constexpr):
-    """Where the region of `tile` is described, and the tile's number in it. A region begins with its first tile's."""
-    region = 0
-    for other in range(1, regions):
-        region += (tl.load(table + other * WIDTH) <= tile).to(tl.int32)
-    at = table + region * WIDTH
-    return at, tile - tl.load(at).to(tl.int32)
+def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy one tile of the region described at `at`, whose rows are served by shape `I`."""
+    OF: tl.constexpr = SHAPES[I]
+    ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // OF[OF_GRAIN]
+    plane, head, piece = plane_and_head(at, tile)
+    if OF[OF_GRAINS] or BLOCK <= PASS_BYTES:
+        _copy(table, at, plane, head, piece, OF, ROWS)
+    else:
+        PASSES: tl.constexpr = BLOCK // PASS_BYTES
+        for i in range(PASSES):
+            _copy(table, at, plane, head, piece * PASSES + i, OF, ROWS // PASSES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["regions", "tiles"])
 def move_kernel(table, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.constexpr):
-    """Persistent over all tiles of all regions; the grid is the SM budget.
-
-    `table` int64: `FIELDS` words a region, then plane addresses in bytes and unit offsets in words (see `describe`).
-    """
+    """Persistent over all tiles of all regions; the grid is the SM budget. `table`: see `describe`."""
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        at, local = find_region(table, regions, tile, FIELDS)
-        shape = tl.load(at + 14).to(tl.int32)
+        at, local = find_region(table, regions, tile, WORDS)
+        shape = tl.load(at + SHAPE).to(tl.int32)
         for i in tl.static_range(len(SHAPES)):
             if shape == i:
                 _tile(table, at, local, SHAPES, i, BLOCK)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class RowShape:
     """What the kernel is compiled for: rows of `grains` x `grain` words; `vec` words make the widest access.
 
-    `span`: how a tile takes units; several where one would leave most of the tile empty. `src_listed`, `dst_listed`: 0
-    where a side's units follow each other at one distance, as on the wire, and need no table.
+    `grains` 0: rows of any width, counted at run time. `span`: how a tile takes units; several where one would leave
+    most of the tile empty. `src_kind`, `dst_kind`: whether a side's units are listed or follow each other at one
+    distance, as on the wire, and need no table.
     """
 
     word_bytes: int
@@ -132,14 +125,13 @@ class RowShape:
     grains: int
     grain: int
     span: int
-    src_listed: int
-    dst_listed: int
+    src_kind: int
+    dst_kind: int
 
     @property
-    def constexpr(self) -> tuple[tl.dtype, int, int, int, int, int, int]:
-        """The shape as Triton's compile-time arguments."""
-        sides = self.src_listed, self.dst_listed
-        return WORDS[self.word_bytes], self.grains, self.grain, self.vec, self.span, *sides
+    def access_bytes(self) -> int:
+        """Bytes of the widest access, to which every row is aligned."""
+        return self.word_bytes * self.vec
 
     @classmethod
     def of(cls, region: Region, block_bytes: int) -> RowShape:
@@ -152,10 +144,50 @@ class RowShape:
         in_unit = region.tokens * words
         tiles = -(-in_unit // block_words)
         several = region.units > 1 and in_unit < FULL_TILE * tiles * block_words
-        span = (TOKEN_UNITS if region.tokens == 1 else UNITS) if several else ONE_UNIT
+        span = (TOKEN_UNITS if region.tokens == 1 else SEVERAL_UNITS) if several else ONE_UNIT
         grain = vec if several else min(words & -words, block_words)
-        listed = [int(even_distance(side.units) is None) for side in (region.src, region.dst)]
-        return cls(word, vec, words // grain, grain, span.value, *listed)
+        kinds = kind_of_units(region.src.units), kind_of_units(region.dst.units)
+        return cls(word, vec, words // grain, grain, span.value, *kinds)
+
+    @classmethod
+    def of_any_rows(cls, alignment: int) -> RowShape:
+        """Rows aligned to `alignment` bytes, of whatever width, number and distance."""
+        word = min(alignment, 8)
+        vec = alignment // word
+        return cls(word, vec, 0, vec, SEVERAL_UNITS.value, EITHER.value, EITHER.value)
+
+    def serves(self, own: RowShape, region: Region) -> bool:
+        """Whether tiles of this shape move a region, whose own is `own`, and hardly slower than tiles of that."""
+        if not self.grains:
+            return self.access_bytes <= own.access_bytes
+        if self == own:
+            return True
+        alike = self.access_bytes == own.access_bytes and self.grains * self.grain == own.grains * own.grain
+        spans = own.span, SEVERAL_UNITS.value, TOKEN_UNITS.value if region.tokens == 1 else own.span
+        return alike and self.span in spans and self.src_kind >= own.src_kind and self.dst_kind >= own.dst_kind
+
+
+#: Rows with this share of a launch's bytes have code of their own; those with less share what moves any rows.
+LEAST_SHARE = 1 / 8
+
+
+def with_most_bytes(shapes: Iterable[tuple[Shape, int]]) -> list[Shape]:
+    """Of shapes with the bytes of a region that has it, those of `LEAST_SHARE` of all bytes, in one order."""
+    nbytes = Counter[Shape]()
+    for shape, of_region in shapes:
+        nbytes[shape] += of_region
+    return sorted(shape for shape in nbytes if nbytes[shape] >= LEAST_SHARE * nbytes.total())
+
+
+def shapes_for(owns: Sequence[tuple[RowShape, Region]]) -> tuple[RowShape, ...]:
+    """What a kernel is compiled for that moves regions like these: few kernels for many sizes of requests.
+
+    Shapes of the rows that are most of the bytes, then of any rows, the widest first. `owns`: see `cuts`.
+    """
+    most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
+    rest = [own.access_bytes for own, cut in owns if not any(shape.serves(own, cut) for shape in most)]
+    widths = sorted({max(rest), min(rest)}, reverse=True) if rest else ()
+    return (*most, *map(RowShape.of_any_rows, widths))
 
 
 #: Contiguous tokens are cut into rows of at most this.
@@ -173,7 +205,7 @@ def recut(region: Region) -> Region:
         return region
     total = region.tokens * row_bytes
     cut = min(total & -total, RECUT_BYTES)
-    sides = (replace(side, token_bytes=cut) for side in (src, dst))
+    sides = (Side(side.planes, side.units, side.head_bytes, cut) for side in (src, dst))
     return Region(*sides, region.heads, total // cut, cut)
 
 
@@ -187,113 +219,95 @@ def kind_of(region: Region) -> RowKind:
 FULL_TILE = 0.75
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowLaunch:
-    """One kernel call, worked out on the host: the table to upload, the tiles to run, the row shapes to compile for."""
-
-    table: npt.NDArray[np.int64]
-    regions: int
-    tiles: int
-    shapes: tuple[RowShape, ...]
+def cuts(regions: Iterable[Region], block_bytes: int) -> list[tuple[RowShape, Region]]:
+    """The regions cut anew, each with the shape that suits it best."""
+    return [(RowShape.of(cut, block_bytes), cut) for cut in map(recut, regions)]
 
 
-def describe(regions: Sequence[Region], block_bytes: int) -> RowLaunch:
-    """Lay the regions out as the kernel reads them. `table` int64: FIELDS words a region, then planes, then units."""
-    fields = FIELDS.value
-    parts: list[npt.NDArray[np.int64]] = []
-    used = len(regions) * fields
-    header = np.zeros((len(regions), fields), np.int64)
-    shapes: dict[RowShape, int] = {}
-    tiles = 0
-    for number, region in enumerate(map(recut, regions)):
-        shape = RowShape.of(region, block_bytes)
-        block = block_bytes // WIDEST.value * shape.vec
-        places: list[int] = []
-        for part in (region.src.addresses(), region.dst.addresses()):
-            places.append(used)
-            parts.append(part)
-            used += len(part)
-        unit_strides: list[int] = []
-        for side, listed in ((region.src, shape.src_listed), (region.dst, shape.dst_listed)):
-            units = side.units // shape.word_bytes
-            places.append(used if listed else int(units[0]))
-            unit_strides.append(0 if listed else even_distance(units) or 0)
-            if listed:
-                parts.append(units)
-                used += len(units)
-        rows_words = region.tokens * shape.grains * shape.grain
-        pieces = -(-rows_words * (region.units if shape.span else 1) // block)
-        if pieces * (block // shape.grain) >= 1 << 31:
-            raise RegionError(
-                f"{region.nbytes} bytes in words of {shape.word_bytes}; the kernel counts them in 32 bits"
-            )
-        strides = (region.src.head_bytes, region.src.token_bytes, region.dst.head_bytes, region.dst.token_bytes)
-        header[number, :17] = (
-            tiles,
-            region.units,
-            region.planes,
-            region.heads,
-            region.tokens,
-            *places,
-            *(stride // shape.word_bytes for stride in strides),
-            pieces,
-            shapes.setdefault(shape, len(shapes)),
-            *unit_strides,
-        )
-        tiles += pieces * region.planes * region.heads * (1 if shape.span else region.units)
-    if tiles >= 1 << 31:
-        raise RegionError(f"{tiles} tiles in one launch; the kernel counts them in 32 bits")
-    return RowLaunch(np.concatenate([header.reshape(-1), *parts]), len(regions), tiles, tuple(shapes))
+def describe(regions: Sequence[Region], block_bytes: int, shapes: tuple[RowShape, ...] = ()) -> Launch:
+    """Lay the regions out for the kernel, compiled for `shapes`, or for what serves these regions best.
+
+    A region is served by the first shape that can. Raises RegionError for what the kernel cannot count.
+    """
+    owns = cuts(regions, block_bytes)
+    shapes = shapes or shapes_for(owns)
+    table = Table(len(regions), WORDS.value)
+    for own, region in owns:
+        number = next((i for i, shape in enumerate(shapes) if shape.serves(own, region)), len(shapes))
+        if number == len(shapes):
+            shapes = (*shapes, RowShape.of_any_rows(own.access_bytes))
+        shape = shapes[number]
+        word, grains = shape.word_bytes, region.row_bytes // shape.word_bytes // shape.grain
+        per_tile = block_bytes // WIDEST.value * shape.vec // shape.grain
+        pieces = -(-region.tokens * grains * (region.units if shape.span else 1) // per_tile)
+        if pieces * per_tile >= 1 << 31:
+            raise RegionError(f"{region.nbytes} bytes in words of {word}; the kernel counts them in 32 bits")
+        sides = [
+            *table.side(region.src, word, kind_in(shape.src_kind, own.src_kind)),
+            *table.side(region.dst, word, kind_in(shape.dst_kind, own.dst_kind)),
+        ]
+        counts = Counts(region.units, region.planes, region.heads, region.tokens)
+        table.region(number, counts, pieces, grains, shape.span, sides)
+    return table.launch(shapes)
 
 
-_uploads: dict[torch.device, Upload] = {}
+def program(shapes: tuple[RowShape, ...], config: RowConfig) -> Program:
+    """The kernel for these shapes."""
+    return Program(move_kernel, shapes, config, (("BLOCK", config.block_bytes),))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PreparedRows:
-    """A launch with its table on the device: may be run again, and captured in a CUDA graph."""
+def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int | None) -> Program:
+    """The one kernel for regions like these, of whatever number, width and distance: compiled before they are moved.
 
-    table: torch.Tensor
-    launch: RowLaunch
-    config: RowConfig
-    programs: int
-
-    def run(self) -> None:
-        """Launch on the current stream."""
-        move_kernel[(self.programs,)](
-            self.table,
-            self.launch.regions,
-            self.launch.tiles,
-            SHAPES=tuple(shape.constexpr for shape in self.launch.shapes),
-            BLOCK=self.config.block_bytes,
-            num_warps=self.config.warps,
-        )
+    `kinds`: how units are given at either end, EVEN or LISTED, even where they happen to follow each other.
+    """
+    config = choose(kind_of(max(regions, key=lambda region: region.nbytes)), sms, regions[0].src.device)
+    owns = [(replace(own, src_kind=kinds[0], dst_kind=kinds[1]), cut) for own, cut in cuts(regions, config.block_bytes)]
+    most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
+    widths = [own.access_bytes for own, _ in owns]
+    return program((*most, *map(RowShape.of_any_rows, sorted({max(widths), min(widths)}, reverse=True))), config)
 
 
-def prepare(regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None) -> PreparedRows | None:
+def prepare(
+    regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None, using: Program | None = None
+) -> Prepared | None:
     """What `move` does before it launches; None when there is nothing to move."""
     for region in regions:
         region.check()
     work = [region for region in regions if region.nbytes]
     if not work:
         return None
-    device = work[0].src.memory[0].device
-    for region in work:
-        if region.src.memory[0].device != device:
-            raise RegionError(f"regions on {device} and {region.src.memory[0].device} cannot share a launch")
+    device = one_device(region.src.device for region in work)
     check_apart(work)
-    config = config or choose(kind_of(max(work, key=lambda region: region.nbytes)), sms, device)
-    launch = describe(work, config.block_bytes)
-    table = _uploads.setdefault(device, Upload(device)).to_device(launch.table)
-    return PreparedRows(table, launch, config, config.programs(launch.tiles, sms, device))
+    return prepared(work, device, config, sms, using)
 
 
-def move(regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None) -> None:
-    """Copy every row of every region in one launch on the current stream, without a synchronise.
+def prepared(
+    work: Sequence[Region],
+    device: torch.device,
+    config: RowConfig | None = None,
+    sms: int | None = None,
+    using: Program | None = None,
+) -> Prepared:
+    """The launch of regions that were checked, which the kernel reaches from `device`."""
+    if using is None:
+        config = config or choose(kind_of(max(work, key=lambda region: region.nbytes)), sms, device)
+        launch = describe(work, config.block_bytes)
+    else:
+        config, launch = using.config, describe(work, using.config.block_bytes, using.shapes)
+    return Prepared.of(program(launch.shapes, config), launch, device, sms)
 
-    All regions on one device. `sms` is the SM budget (None: no budget). The regions' memory must stay allocated until
-    the stream has passed the launch. Raises RegionError before anything is launched; regions without rows are skipped.
+
+def move(
+    regions: Sequence[Region], config: RowConfig | None = None, sms: int | None = None, using: Program | None = None
+) -> None:
+    """Copy every row of every region in one launch on the current stream of their device, without a synchronise.
+
+    All regions on one device. `sms` is the SM budget (None: no budget). `using`: a kernel that was made for regions
+    like these; None: one that suits these best, compiled where it is met first. The regions' memory must stay allocated
+    until the stream has passed the launch. Raises RegionError before anything is launched; regions without rows are
+    skipped.
     """
-    prepared = prepare(regions, config, sms)
-    if prepared is not None:
-        prepared.run()
+    launch = prepare(regions, config, sms, using)
+    if launch is not None:
+        launch.run()

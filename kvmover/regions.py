@@ -6,10 +6,10 @@ What is computed from integers alone is in `kvmover.plan`, and what touches a by
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvmover.kernels.region import Region, Side
+from kvmover.kernels.region import Planes, Region, Side
 from kvmover.layout import Pool, Span
 from kvmover.plan.lower import Box, BoxSide, Ids, page_box
 
@@ -22,32 +22,59 @@ if TYPE_CHECKING:
 Move = Callable[[Sequence[Region]], object]
 
 
-def bound(box: Box, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> Region:
-    """A box with the memory at both ends: flat uint8 tensors [allocation], which the caller keeps. Not one to convert:
-    see `converted`.
+#: Tables of planes of one memory of which what was worked out is kept: a few a component, and one a length of a tail.
+MAX_TABLES = 1024
+
+
+@dataclass(slots=True, eq=False)
+class BoundMemory:
+    """Flat uint8 tensors [allocation] that boxes lie in, which the caller keeps: pools and arenas, which never move.
+
+    What every copy needs to know of a table of planes, their addresses and the bytes behind them, is worked out for the
+    first box that has it. Tables are told apart as objects: those of `plan.lower` are kept and never written.
     """
+
+    tensors: tuple[torch.Tensor, ...]
+    _window: tuple[int, int] | None = None
+    _tables: dict[tuple[int, int], Planes] = field(default_factory=dict[tuple[int, int], Planes])
+
+    def window(self, first: int, nbytes: int) -> BoundMemory:
+        """`nbytes` of the one tensor from `first` on: boxes are counted from there, and end there."""
+        return BoundMemory(self.tensors, (first, nbytes), self._tables)
+
+    def side(self, place: BoxSide) -> Side:
+        """One side of a box, here."""
+        key = id(place.allocation), id(place.offset)  # both live as long as their entry
+        planes = self._tables.get(key)
+        if planes is None:
+            if len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
+            planes = self._tables[key] = Planes(self.tensors, place.allocation, place.offset)
+        if self._window is not None:
+            planes = planes.window(*self._window)
+        return Side(planes, place.units, place.head_bytes, place.token_bytes)
+
+
+def bound(box: Box, src: BoundMemory, dst: BoundMemory) -> Region:
+    """A box with the memory at both ends. Not one to convert: see `converted`."""
     assert box.recode is None, "rows of another form at the other end are not copied"
-    return Region(_side(box.src, src), _side(box.dst, dst), box.heads, box.tokens, box.row_bytes)
+    return Region(src.side(box.src), dst.side(box.dst), box.heads, box.tokens, box.row_bytes)
 
 
-def converted(box: Box, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor]) -> Conversion:
+def converted(box: Box, src: BoundMemory, dst: BoundMemory) -> Conversion:
     """As `bound`, of a box whose rows have other forms at the two ends."""
     from kvmover.kernels.convert_reference import Conversion
 
     recode = box.recode
     assert recode is not None, "rows of one form are copied"
-    sides = _side(box.src, src), _side(box.dst, dst)
     forms = recode.reads, recode.writes, recode.src_scales, recode.dst_scales
-    return Conversion(*sides, box.heads, box.tokens, *forms)
-
-
-def _side(place: BoxSide, memory: Sequence[torch.Tensor]) -> Side:
-    return Side(tuple(memory), place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
+    return Conversion(src.side(box.src), dst.side(box.dst), box.heads, box.tokens, *forms)
 
 
 def page_region(src: Pool, src_ids: Ids, dst: Pool, dst_ids: Ids, layers: Span | None = None) -> Region:
     """Pages `src_ids` [page] of one pool to pages `dst_ids` [page] of another: see `plan.page_box`, which raises."""
-    return bound(page_box(src.spec, src_ids, dst.spec, dst_ids, layers), src.tensors, dst.tensors)
+    box = page_box(src.spec, src_ids, dst.spec, dst_ids, layers)
+    return bound(box, BoundMemory(src.tensors), BoundMemory(dst.tensors))
 
 
 @dataclass(slots=True)

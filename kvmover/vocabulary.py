@@ -80,8 +80,8 @@ Region: a box of rows, `planes x units x heads x tokens`, strided at both ends. 
     >>> from kvmover.kernels.reference import move
     >>> from kvmover.kernels.region import Side
     >>> memory, zero, units = torch.arange(8, dtype=torch.uint8), numpy.array([0]), numpy.array([0, 1])
-    >>> even = Side((memory,), zero, zero, units * 2, head_bytes=0, token_bytes=0)
-    >>> back = Side((memory,), zero, zero + 6, units, head_bytes=0, token_bytes=0)
+    >>> even = Side.of((memory,), zero, zero, units * 2, head_bytes=0, token_bytes=0)
+    >>> back = Side.of((memory,), zero, zero + 6, units, head_bytes=0, token_bytes=0)
     >>> move([Region(even, back, heads=1, tokens=1, row_bytes=1)])
     >>> memory.tolist()
     [0, 1, 2, 3, 4, 5, 0, 2]

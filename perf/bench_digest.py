@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from kvmover.kernels import digest, rows
-from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.digest_reference import End, Logical
 from kvmover.kernels.launch import RowConfig
-from kvmover.kernels.region import Region
 from perf.cases import DEEPSEEK, INDEX_KEYS, LLAMA, Case, Move, moves
 from perf.gpu_time import interleaved, need_gpu
 from perf.record import RESULTS, write
@@ -60,11 +58,10 @@ def measured(move: Move, rounds: int) -> list[dict[str, object]]:
     plain = rows.prepare(move.gather)
     assert plain is not None
     cases["plain move"] = plain.run
-    reads = [replace(region, dst=region.src) for region in move.gather]
     for config in CONFIGS:
         label = f"{config.block_bytes >> 10} KiB, {config.warps} warps"
-        cases[f"move and digest, {label}"] = launcher(move.gather, logicals, out, config)
-        cases[f"digest, {label}"] = reader(reads, logicals, out, config)
+        cases[f"move and digest, {label}"] = launcher(move, logicals, out, config, None)
+        cases[f"digest, {label}"] = launcher(move, logicals, out, config, "src")
     spreads = interleaved(cases, rounds)
     lines: list[dict[str, object]] = []
     for what, spread in spreads.items():
@@ -83,21 +80,12 @@ def measured(move: Move, rounds: int) -> list[dict[str, object]]:
 
 
 def launcher(
-    regions: list[Region], logicals: list[Logical], out: torch.Tensor, config: RowConfig
+    move: Move, logicals: list[Logical], out: torch.Tensor, config: RowConfig, reads: End | None
 ) -> Callable[[], object]:
-    """The launch alone, as the plain move's: tables are described and uploaded before."""
-    prepared = digest.prepare(regions, logicals, out, config)
+    """The launch alone, as the plain move's: tables are described and uploaded before. `reads`: an end, and no copy."""
+    prepared = digest.prepare(move.gather, logicals, out, config, reads=reads)
     assert prepared is not None
     return prepared.run
-
-
-def reader(
-    regions: list[Region], logicals: list[Logical], out: torch.Tensor, config: RowConfig
-) -> Callable[[], object]:
-    """As `launcher`, of a launch that stores nothing."""
-    prepared = digest.prepare(regions, logicals, out, config)
-    assert prepared is not None
-    return replace(prepared, copies=0).run
 
 
 def check(move: Move, logicals: list[Logical]) -> None:

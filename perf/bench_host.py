@@ -126,7 +126,7 @@ def measured(pools: Pools, way: str, page_bytes: int, rounds: int) -> list[dict[
 
 def _side(memory: torch.Tensor, ids: npt.NDArray[np.int64], page_bytes: int) -> Side:
     zero = np.zeros(1, np.int64)
-    return Side((memory,), zero, zero, ids * page_bytes, page_bytes, page_bytes)
+    return Side.of((memory,), zero, zero, ids * page_bytes, page_bytes, page_bytes)
 
 
 def _prepared(

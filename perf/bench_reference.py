@@ -45,9 +45,9 @@ def _case(row_bytes: int, allocations: int) -> list[dict[str, object]]:
     packed = torch.zeros(NBYTES, dtype=torch.uint8)
     planes = np.arange(PLANES)
     pages = np.random.default_rng(0).permutation(units).astype(np.int64)
-    in_pool = Side(pool, planes // per, planes % per * plane_bytes, pages * page_bytes, row_bytes, 2 * row_bytes)
+    in_pool = Side.of(pool, planes // per, planes % per * plane_bytes, pages * page_bytes, row_bytes, 2 * row_bytes)
     unit_bytes = PLANES * PAGE_TOKENS * row_bytes
-    in_packed = Side(
+    in_packed = Side.of(
         (packed,),
         planes * 0,
         planes * PAGE_TOKENS * row_bytes,

@@ -110,7 +110,7 @@ def build(case: Case, device: str = "cuda") -> Move:
 
 def _region(b: Box, src: tuple[torch.Tensor, ...], dst: tuple[torch.Tensor, ...]) -> Region:
     def side(place: BoxSide, memory: tuple[torch.Tensor, ...]) -> Side:
-        return Side(memory, place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
+        return Side.of(memory, place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
 
     return Region(side(b.src, src), side(b.dst, dst), b.heads, b.tokens, b.row_bytes)
 

@@ -24,8 +24,8 @@ def region(row_bytes: int, tokens: int) -> Region:
     units = np.array([3, 0, 2, 1], np.int64) * tokens * row_bytes
     zero = np.zeros(1, np.int64)
     memory = torch.zeros(8 * tokens * row_bytes, dtype=torch.uint8)
-    src = Side((memory,), zero, zero, 2 * units, 0, 2 * row_bytes)
-    dst = Side((torch.zeros_like(memory),), zero, zero, np.sort(units), 0, row_bytes)
+    src = Side.of((memory,), zero, zero, 2 * units, 0, 2 * row_bytes)
+    dst = Side.of((torch.zeros_like(memory),), zero, zero, np.sort(units), 0, row_bytes)
     return Region(src, dst, 1, tokens, row_bytes)
 
 

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvmover.kernels import rows
-from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.launch import RowConfig, constexpr
 from kvmover.kernels.region import Region
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -47,15 +47,12 @@ class MachineCode:
         return found
 
 
-def of_rows(regions: Sequence[Region], config: RowConfig, architecture: int) -> MachineCode:
-    """The row mover's launch of `regions`. One region is compiled in, as a launch specialises on 1."""
-    launch = rows.describe(regions, config.block_bytes)
-    constants: dict[str, object] = {
-        "SHAPES": tuple(shape.constexpr for shape in launch.shapes),
-        "BLOCK": config.block_bytes,
-    }
-    if launch.regions == 1:
-        constants["regions"] = 1
+def of_rows(
+    regions: Sequence[Region], config: RowConfig, architecture: int, shapes: tuple[rows.RowShape, ...] = ()
+) -> MachineCode:
+    """The row mover's launch of `regions`, for `shapes` or for what serves these best."""
+    launch = rows.describe(regions, config.block_bytes, shapes)
+    constants: dict[str, object] = {"SHAPES": tuple(map(constexpr, launch.shapes)), "BLOCK": config.block_bytes}
     signature = {"table": "*i64", "regions": "i32", "tiles": "i32", "SHAPES": "constexpr", "BLOCK": "constexpr"}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(rows.move_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})

@@ -180,25 +180,34 @@ def _plane_table(spec: PoolSpec) -> npt.NDArray[np.int64]:
 def packed_place(component: Component, leg: Leg, units: Units, first_byte: int) -> BoxSide:
     """Where `leg` lies in a staging buffer: dense, in PACKED_ORDER with units for pages, from `first_byte` on."""
     at_zero = _packed_at_zero(component, leg.layers.count, leg.heads.count, len(units), units.tokens)
-    return replace(at_zero, offset=at_zero.offset + first_byte) if first_byte else at_zero
+    return replace(at_zero, units=at_zero.units + first_byte) if first_byte else at_zero
 
 
 @lru_cache(maxsize=1024)
 def _packed_at_zero(component: Component, layers: int, heads: int, units: int, tokens: int) -> BoxSide:
     """A packed piece at the beginning of a buffer. Kept: chunks of one size are alike."""
-    extents = {"page": units, "head": heads, "layer": layers, "kv": component.kv, "token": tokens}
+    stride = _packed_strides(component, layers, heads, tokens)
+    starts = np.arange(units, dtype=np.int64) * stride["page"]
+    starts.flags.writeable = False
+    return BoxSide(*_packed_planes(component, layers, tokens), starts, stride["head"], stride["token"])
+
+
+def _packed_strides(component: Component, layers: int, heads: int, tokens: int) -> dict[str, int]:
+    """Bytes from one to the next of each axis but dim. Pages are outermost: how many there are changes none."""
+    extents = {"page": 1, "head": heads, "layer": layers, "kv": component.kv, "token": tokens}
     layout = Layout.dense(PACKED_ORDER, **extents, dim=component.dim)
-    stride = {axis: layout.stride_of(axis) * component.element_bytes for axis in extents}
+    return {axis: layout.stride_of(axis) * component.element_bytes for axis in extents}
+
+
+@lru_cache(maxsize=1024)
+def _packed_planes(component: Component, layers: int, tokens: int) -> tuple[Offsets, Offsets]:
+    """Allocation and offset of each plane [plane], which neither heads nor units change."""
+    stride = _packed_strides(component, layers, 1, tokens)
     planes = np.arange(layers, dtype=np.int64)[:, None] * stride["layer"] + np.arange(component.kv) * stride["kv"]
-    side = BoxSide(
-        np.zeros(layers * component.kv, np.int64),
-        planes.reshape(-1),
-        np.arange(units, dtype=np.int64) * stride["page"],
-        stride["head"],
-        stride["token"],
-    )
-    side.allocation.flags.writeable = side.offset.flags.writeable = side.units.flags.writeable = False
-    return side
+    tables = np.zeros(layers * component.kv, np.int64), planes.reshape(-1)
+    for each in tables:
+        each.flags.writeable = False
+    return tables
 
 
 def box(component: Component, leg: Leg, units: Units, src: BoxSide, dst: BoxSide) -> Box:

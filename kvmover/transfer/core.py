@@ -13,21 +13,23 @@ from typing import TYPE_CHECKING, Literal
 from kvmover.errors import KvmoverError, PeerLost, PeerUnknown
 from kvmover.layout.component import Component
 from kvmover.layout.pool import Pool
+from kvmover.regions import BoundMemory
 from kvmover.shared_memory import HostProcess
 from kvmover.transfer.arguments import least_chunk_bytes
-from kvmover.transfer.config import Exports, MoverConfig
+from kvmover.transfer.config import Exports, Integrity, MoverConfig
 from kvmover.transfer.events import Patience
 from kvmover.transfer.memory.arena import slab_bytes
 from kvmover.transfer.memory.copier import Copier
 from kvmover.transfer.memory.descriptors import allocations
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mappings, exports, shares
+from kvmover.transfer.memory.programs import Compiler, OwnMemory, Rules
 from kvmover.transfer.memory.staging import Staging
 from kvmover.transfer.meter import Count, Meter, Stage
 from kvmover.transfer.peers.links import Links
 from kvmover.transfer.peers.listeners import own_listeners
 from kvmover.transfer.peers.liveness import Liveness
-from kvmover.transfer.peers.table import Peers
+from kvmover.transfer.peers.table import Peer, Peers
 from kvmover.transfer.protocol.auth import MessageAuth, NoAuth, authentication
 from kvmover.transfer.protocol.chunks import End
 from kvmover.transfer.protocol.handshake import Place, Rank, interned, interned_pool
@@ -90,9 +92,21 @@ class Core:
     outbox: dict[str, list[bytes]] = field(default_factory=dict[str, "list[bytes]"])
     timers: Timers[Timer] = field(default_factory=Timers[Timer])
     components: tuple[Component, ...] = field(init=False)
+    bound: tuple[BoundMemory, ...] = field(init=False)
+    compiler: Compiler = field(init=False)
 
     def __post_init__(self) -> None:
+        self.bound = tuple(BoundMemory(pool.tensors) for pool in self.pools)
+        self.compiler = Compiler(self.copier.device)
         self.components = tuple(pool.component for pool in self.end.pools)  # interned, as the pools are
+
+    def seat(self, peer: Peer) -> tuple[str, ...]:
+        """Seat a peer that was admitted, and have its copies compiled; the names of those whose seats it took."""
+        config = self.config
+        rules = Rules(config.replicas, config.sms, config.integrity is Integrity.DIGEST)
+        memory = OwnMemory(self.bound, self.outgoing.bound, self.incoming.bound)
+        self.compiler.seated(peer.name, self.end, peer.end, memory, rules)
+        return self.peers.add(peer)
 
     @property
     def revocation(self) -> Revocation:

@@ -74,7 +74,7 @@ class Pages:
         planes = np.arange(self.planes) * self.pages * self.page_bytes
         head, token = (1, self.heads) if order == "NHD" else (self.tokens, 1)
         zero = np.zeros(self.planes, np.int64)
-        return Side((memory,), zero, planes, ids * self.page_bytes, head * self.row_bytes, token * self.row_bytes)
+        return Side.of((memory,), zero, planes, ids * self.page_bytes, head * self.row_bytes, token * self.row_bytes)
 
     def region(self, src, dst, orders: tuple[str, str], seed: int) -> Region:
         sides = self.side(src, orders[0], seed), self.side(dst, orders[1], seed + 1)
@@ -255,7 +255,7 @@ def test_addresses_beyond_two_to_the_32_bytes_are_reached(engine: CopyEngine) ->
     for number, start in enumerate(starts.tolist()):
         pool[start : start + 4096] = number + 1
     host, zero = cuda_driver.pinned(4 * 4096), np.zeros(1, np.int64)
-    src, dst = Side((pool,), zero, zero, starts, 0, 0), Side((host,), zero, zero, np.arange(4) * 4096, 0, 0)
+    src, dst = Side.of((pool,), zero, zero, starts, 0, 0), Side.of((host,), zero, zero, np.arange(4) * 4096, 0, 0)
     bulk.move([Region(src, dst, 1, 1, 4096)], engine=engine)
     torch.cuda.synchronize()
     assert host.view(4, 4096).float().mean(dim=1).tolist() == [1.0, 2.0, 3.0, 4.0]
@@ -268,8 +268,8 @@ def test_many_moves_in_a_row_keep_their_tables(engine: CopyEngine) -> None:
     outs = [cuda_driver.pinned(1 << 16) for _ in range(20)]
     starts = [np.random.default_rng(number).permutation(256)[:16].astype(np.int64) * 4096 for number in range(20)]
     for units, out in zip(starts, outs, strict=True):
-        dst = Side((out,), zero, zero, np.arange(16) * 4096, 0, 0)
-        bulk.move([Region(Side((on_gpu,), zero, zero, units, 0, 0), dst, 1, 1, 4096)], engine=engine)
+        dst = Side.of((out,), zero, zero, np.arange(16) * 4096, 0, 0)
+        bulk.move([Region(Side.of((on_gpu,), zero, zero, units, 0, 0), dst, 1, 1, 4096)], engine=engine)
     torch.cuda.synchronize()
     for units, out in zip(starts, outs, strict=True):
         assert torch.equal(out.view(16, 4096), pool.view(256, 4096)[torch.from_numpy(units // 4096)])

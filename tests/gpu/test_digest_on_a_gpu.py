@@ -47,10 +47,10 @@ class Case:
         found: list[Region] = []
         for device in ("cpu", "cuda"):
             memory = [_on(device, tensor, self.misaligned) for tensor in (pool, packed)]
-            src = Side((memory[0],), allocation, planes * plane, table * self.tokens * extra, row, extra)
+            src = Side.of((memory[0],), allocation, planes * plane, table * self.tokens * extra, row, extra)
             units = np.arange(self.pages, dtype=np.int64) * (dense * self.planes)
             strides = (row * self.tokens, row) if self.in_row < self.heads else (row, row)
-            dst = Side((memory[1],), allocation, planes * dense, units, *strides)
+            dst = Side.of((memory[1],), allocation, planes * dense, units, *strides)
             found.append(Region(src, dst, self.heads // self.in_row, self.tokens, row))
         return found[0], found[1]
 

@@ -48,8 +48,8 @@ def answer(pipe: Connection) -> torch.Tensor:
 def rows_into(whole: torch.Tensor, source: torch.Tensor) -> list[Region]:
     """Every second row of 512 bytes, from dense ones."""
     units = np.arange(ROWS, dtype=np.int64)
-    src = Side((source,), np.zeros(1, np.int64), np.zeros(1, np.int64), units * ROW_BYTES, 0, 0)
-    dst = Side((whole,), np.zeros(1, np.int64), np.zeros(1, np.int64), units * 2 * ROW_BYTES, 0, 0)
+    src = Side.of((source,), np.zeros(1, np.int64), np.zeros(1, np.int64), units * ROW_BYTES, 0, 0)
+    dst = Side.of((whole,), np.zeros(1, np.int64), np.zeros(1, np.int64), units * 2 * ROW_BYTES, 0, 0)
     return [Region(src, dst, 1, 1, ROW_BYTES)]
 
 

@@ -82,7 +82,7 @@ def _regions(
 
 
 def _side(place: BoxSide, memory: tuple[torch.Tensor, ...]) -> Side:
-    return Side(memory, place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
+    return Side.of(memory, place.allocation, place.offset, place.units, place.head_bytes, place.token_bytes)
 
 
 @pytest.mark.parametrize("misaligned", [0, 8, 1])
@@ -119,8 +119,8 @@ def test_a_launch_does_not_wait_for_the_device() -> None:
     for number, out in enumerate(outs):
         units = np.random.default_rng(number).permutation(256)[:16].astype(np.int64) * 4096
         zero = np.zeros(1, np.int64)
-        src = Side((pool,), zero, zero, units, 0, 256)
-        dst = Side((out,), zero, zero, np.arange(16, dtype=np.int64) * 4096, 0, 256)
+        src = Side.of((pool,), zero, zero, units, 0, 256)
+        dst = Side.of((out,), zero, zero, np.arange(16, dtype=np.int64) * 4096, 0, 256)
         rows.move([Region(src, dst, 1, 16, 256)])
     torch.cuda.synchronize()
     for number, out in enumerate(outs):
@@ -137,7 +137,7 @@ def test_addresses_beyond_two_to_the_31_words_are_reached() -> None:
         pool[start : start + 4096] = number + 1
     out = torch.zeros(4 * 4096, dtype=torch.uint8, device="cuda")
     zero = np.zeros(1, np.int64)
-    src, dst = Side((pool,), zero, zero, starts, 0, 256), Side((out,), zero, zero, np.arange(4) * 4096, 0, 256)
+    src, dst = Side.of((pool,), zero, zero, starts, 0, 256), Side.of((out,), zero, zero, np.arange(4) * 4096, 0, 256)
     rows.move([Region(src, dst, 1, 16, 256)])
     assert out.view(4, 4096).float().mean(dim=1).tolist() == [1.0, 2.0, 3.0, 4.0]
 
@@ -148,8 +148,8 @@ def test_a_prepared_launch_replays_from_a_cuda_graph() -> None:
     out = torch.zeros(16 * 4096, dtype=torch.uint8, device="cuda")
     pages = np.random.default_rng(0).permutation(64)[:16].astype(np.int64)
     zero = np.zeros(1, np.int64)
-    src = Side((pool,), zero, zero, pages * 4096, 0, 256)
-    dst = Side((out,), zero, zero, np.arange(16, dtype=np.int64) * 4096, 0, 256)
+    src = Side.of((pool,), zero, zero, pages * 4096, 0, 256)
+    dst = Side.of((out,), zero, zero, np.arange(16, dtype=np.int64) * 4096, 0, 256)
     prepared = rows.prepare([Region(src, dst, 1, 16, 256)])
     assert prepared is not None
     prepared.run()  # compiles

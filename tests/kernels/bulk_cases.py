@@ -74,7 +74,7 @@ MEMORY = torch.zeros(64, dtype=torch.uint8)
 def line(run_bytes: int, starts: Sequence[int], device: str = "cpu") -> Side:
     """Runs at these offsets. Nothing is touched: the memory has no bytes for them."""
     zero = np.zeros(1, np.int64)
-    return Side((MEMORY.to(device),), zero, zero, np.array(starts, np.int64), run_bytes, run_bytes)
+    return Side.of((MEMORY.to(device),), zero, zero, np.array(starts, np.int64), run_bytes, run_bytes)
 
 
 def between(src: str, dst: str, run_bytes: int, apart: int = 2, offset: int = 0, units: int = 4) -> Region:

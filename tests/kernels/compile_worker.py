@@ -44,7 +44,7 @@ def region(
     for first, stride, anywhere in ((misaligned, apart * row_bytes, scattered[0]), (0, row_bytes, scattered[1])):
         memory = torch.zeros(7 * tokens * stride + first, dtype=torch.uint8)[first:]
         zero, units = np.zeros(1, np.int64), np.array([3, 0, 6, 1, 5, 4, 2] if anywhere else range(7))
-        sides.append(Side((memory,), zero, zero, units * tokens * stride, 0, stride))
+        sides.append(Side.of((memory,), zero, zero, units * tokens * stride, 0, stride))
     return Region(*sides, 1, tokens, row_bytes)
 
 

@@ -299,7 +299,7 @@ def flat(
         torch.full((len(rows) * writes.row_bytes,), 0xEE, dtype=torch.uint8, device=device),
     )
     sides = [
-        Side((memory,), zero, zero, units * form.row_bytes, 0, form.row_bytes)
+        Side.of((memory,), zero, zero, units * form.row_bytes, 0, form.row_bytes)
         for memory, form in zip(memories, (reads, writes), strict=True)
     ]
     scales = [np.full((1, form.scales), scale, np.float32) for form in (reads, writes)]

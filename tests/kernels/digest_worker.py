@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from kvmover.kernels import digest
 from kvmover.kernels.digest import describe
 from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.launch import constexpr
 from kvmover.kernels.region import Region
 from perf import machine_code
 
@@ -45,12 +46,12 @@ def compiled(moved: Region, heads: int, copies: int, architecture: int) -> bytes
     logical = Logical(np.arange(moved.planes), np.array([5, 1, 9, 3, 2, 7, 4]) * moved.tokens, heads_in_row=heads)
     launch = describe([moved], [logical], [0], digest.CONFIG.block_bytes)
     constants = {
-        "SHAPES": tuple(shape.constexpr for shape in launch.shapes),
+        "SHAPES": tuple(map(constexpr, launch.shapes)),
         "BLOCK": digest.CONFIG.block_bytes,
         "COPY": copies,
-        "regions": 1,
     }
-    signature = {"table": "*i64", "out": "*i64", "tiles": "i32"} | dict.fromkeys(constants, "constexpr")
+    counts = {"regions": "i32", "tiles": "i32"}
+    signature = {"table": "*i64", "out": "*i64", **counts, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(digest.digest_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
     options = {"num_warps": digest.CONFIG.warps}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"]

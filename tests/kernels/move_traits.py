@@ -25,6 +25,6 @@ def traits(move: Move) -> set[Hashable]:
     return found | {
         ("cut anew", cut is not region),
         ("words", shape.word_bytes, shape.vec, shape.span),
-        ("units", shape.src_listed, shape.dst_listed, shape.span),
+        ("units", shape.src_kind, shape.dst_kind, shape.span),
         ("grains", shape.grains > 1, shape.span),
     }

@@ -86,7 +86,7 @@ class PoolMemory:
         """The rows from (page, token) of each unit and from `head` on."""
         planes = np.array([self.plane(layer, kv) for layer, kv in product(layers, kvs)], np.int64).reshape(-1, 2)
         offsets = [page * self.stride["page"] + token * self.stride["token"] for page, token in units]
-        return Side(
+        return Side.of(
             self.memory,
             planes[:, 0],
             planes[:, 1],
@@ -367,7 +367,7 @@ class FarMove:
 
     def _sides(self, sparse: torch.Tensor) -> Side:
         zero, offset = np.zeros(1, np.int64), np.array([self.offset], np.int64)
-        return Side((sparse,), zero, offset, np.array(self.units, np.int64), self.head_bytes, self.token_bytes)
+        return Side.of((sparse,), zero, offset, np.array(self.units, np.int64), self.head_bytes, self.token_bytes)
 
 
 _PAGE = 1 << 17

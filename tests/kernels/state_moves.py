@@ -54,7 +54,7 @@ def side(view: torch.Tensor, whole: torch.Tensor, slots: list[int], axes: tuple[
     memory = whole.view(-1).view(torch.uint8)
     first = (view.data_ptr() - whole.data_ptr()) + np.arange(view.shape[0]) * view.stride(0) * 2
     units = np.array(slots, np.int64) * view.stride(1) * 2
-    return Side((memory,), np.zeros(len(first), np.int64), first, units, *(view.stride(axis) * 2 for axis in axes))
+    return Side.of((memory,), np.zeros(len(first), np.int64), first, units, *(view.stride(axis) * 2 for axis in axes))
 
 
 def regions(src: States, dst: States, src_slots: list[int], dst_slots: list[int]) -> list[Region]:

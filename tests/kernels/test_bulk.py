@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bulk_cases import any_moves, between, copied, line
+from bulk_cases import MEMORY, any_moves, between, copied, line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
 
-from kvmover.kernels import bulk, cuda_driver, reference
+from kvmover.kernels import bulk, bulk_ring, cuda_driver, reference
 from kvmover.kernels.bulk import CopyEngine
 from kvmover.kernels.bulk_ring import RING
 from kvmover.kernels.region import Region, RegionError, Side, copies, mean_copy, merged
@@ -53,7 +54,7 @@ def test_copies_of_any_move_are_the_same_bytes(move: Move) -> None:
 )
 def test_pages_that_follow_each_other_are_one_copy(starts: tuple[list[int], list[int]], planes: int) -> None:
     sides = [
-        replace(line(4096, np.array(pages) * 4096), allocation=np.zeros(planes, np.int64), offset=offset)
+        Side.of((MEMORY,), np.zeros(planes, np.int64), offset, np.array(pages) * 4096, 4096, 4096)
         for pages, offset in zip(starts, (np.arange(planes) * (9 << 12), np.arange(planes) * (8 << 12)), strict=True)
     ]
     region = merged(Region(*sides, 1, 1, 4096))
@@ -67,7 +68,7 @@ def test_pages_that_follow_each_other_are_one_copy(starts: tuple[list[int], list
 def test_no_copy_spans_two_allocations_that_touch() -> None:
     whole = torch.zeros(8192, dtype=torch.uint8)
     planes, zero = np.arange(2), np.zeros(2, np.int64)
-    side = Side((whole[:4096], whole[4096:]), planes, zero, np.zeros(1, np.int64), 0, 0)
+    side = Side.of((whole[:4096], whole[4096:]), planes, zero, np.zeros(1, np.int64), 0, 0)
     assert [len(each) for each in copies(Region(side, side, 1, 1, 4096))] == [2, 2, 2]
 
 
@@ -124,6 +125,24 @@ def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.Mon
         CopyEngine.LOOP,
         CopyEngine.ROWS,
     ]
+
+
+def test_a_cupy_that_cannot_compile_is_one_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another CUDA, or without NVRTC: it is there, and raises when the first pages move."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda _: nullcontext())))
+    reason = bulk.unavailable.__wrapped__(CopyEngine.BULK, torch.device("cuda", 0))
+    assert str(reason).startswith("CuPy cannot compile bulk.cu: AttributeError: ")
+    bulk_ring.kernel.cache_clear()
+
+
+def test_what_overlaps_is_refused_before_an_engine_is_chosen() -> None:
+    memory, zero = torch.zeros(4096, dtype=torch.uint8, device="meta"), np.zeros(1, np.int64)
+    side = Side.of((memory,), zero, zero, np.arange(4) * 1024, 1024, 1024)
+    overlapping = Region(side, side, 1, 1, 1024)
+    with pytest.raises(RegionError, match="share the byte"):
+        bulk.prepare([overlapping])
 
 
 def test_both_ends_on_the_host_are_copied_by_the_host() -> None:

@@ -16,7 +16,7 @@ from row_moves import FAR, HND, MOVES, NAMES, NHD, TOGETHER, FarMove, Move, Pool
 
 from kvmover.c_core import NATIVE
 from kvmover.kernels import cpu, digest_reference
-from kvmover.kernels.region import Region, RegionError, Side
+from kvmover.kernels.region import Planes, Region, RegionError, Side
 from tests.proofs import family
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
@@ -96,7 +96,7 @@ def test_a_single_row_is_shared_between_threads() -> None:
     src = torch.randint(0, 256, ((10 << 20) + 7,), dtype=torch.uint8)
     whole = torch.full((len(src) + 200,), 77, dtype=torch.uint8)
     zero = np.zeros(1, np.int64)
-    ends = (Side((memory,), zero, zero, zero, 0, 0) for memory in (src, whole[99:-101]))
+    ends = (Side.of((memory,), zero, zero, zero, 0, 0) for memory in (src, whole[99:-101]))
     cpu.move([Region(*ends, 1, 1, len(src))])
     assert torch.equal(whole[99:-101], src)
     assert set(whole[:99].tolist() + whole[-101:].tolist()) == {77}
@@ -157,7 +157,9 @@ def test_bad_input_is_refused_before_anything_moves() -> None:
     before = [whole.clone() for whole in good.dst.whole]
     outside = replace(bad.region, dst=replace(bad.region.dst, units=bad.region.dst.units + (1 << 20)))
     onto_itself = replace(bad.region, dst=bad.region.src)
-    elsewhere = replace(bad.region.src, memory=tuple(each.to("meta") for each in bad.region.src.memory))
+    src = bad.region.src
+    memory = tuple(each.to("meta") for each in src.memory)
+    elsewhere = replace(src, planes=Planes(memory, src.allocation, src.offset))
     for wrong, words in [
         (outside, "destination plane 0"),
         (onto_itself, "share the byte"),

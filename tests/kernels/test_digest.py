@@ -264,4 +264,4 @@ def test_instructions_leave_the_memory_the_bottleneck(compiled: dict[str, dict])
         assert atomics == 1, name
         if "aligned" in name and "132B" not in name:
             useful = sum(count for opcode, count in case["opcodes"].items() if opcode.split(".")[0] != "NOP")
-            assert useful / len(case["widths"]["LDG"]) <= 200, name
+            assert useful / len(case["widths"]["LDG"]) <= 210, name  # with the search for a region, once a tile

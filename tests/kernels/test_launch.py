@@ -9,11 +9,11 @@ import pytest
 import torch
 from row_moves import FAR, HND, MOVES, NHD, TOGETHER, FarMove, Move, PoolShape, ids
 
-from kvmover.kernels import rows
+from kvmover.kernels import rows, table
 from kvmover.kernels.launch import RowConfig, Upload
 from kvmover.kernels.region import Region, RegionError, Side
 
-FIELDS = rows.FIELDS.value
+SIDES = {"src": rows.SRC.value, "dst": rows.DST.value}
 
 
 class Counter:
@@ -46,8 +46,8 @@ def layers_of(layers: int, row_bytes: int = 256, allocations: int = 1) -> Region
     source, target = (tuple(torch.zeros(nbytes, dtype=torch.uint8) for _ in range(allocations)) for _ in range(2))
     planes = np.arange(2 * layers) % allocations
     units = np.arange(3) * 2 * 16 * row_bytes
-    dense = Side(source, planes, np.zeros_like(planes), units, 16 * row_bytes, row_bytes)
-    apart = Side(target, planes, np.zeros_like(planes), units, row_bytes, 2 * row_bytes)
+    dense = Side.of(source, planes, np.zeros_like(planes), units, 16 * row_bytes, row_bytes)
+    apart = Side.of(target, planes, np.zeros_like(planes), units, row_bytes, 2 * row_bytes)
     return Region(dense, apart, 2, 16, row_bytes)
 
 
@@ -114,12 +114,14 @@ def test_tiles_take_several_units_only_where_one_would_leave_them_empty(
     assert bool(rows.RowShape.of(region, 16384).span) == bool(several)
 
 
-def unit_words(launch: rows.RowLaunch, fields: list[int], dst: bool) -> np.ndarray:
-    """The offsets of a region's units on one side, listed in the table or as a first one and a stride."""
-    shape, first = launch.shapes[fields[14]], fields[7 + dst]
-    if (shape.src_listed, shape.dst_listed)[dst]:
-        return launch.table[first : first + fields[1]]
-    return first + np.arange(fields[1]) * fields[15 + dst]
+def side_of(launch: table.Launch, fields: list[int], name: str) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Of a side: the planes' addresses, the units' offsets, listed in the table or as a first one and a stride, and the
+    strides of heads and tokens, in words."""
+    words = fields[SIDES[name] :]
+    planes, units = fields[table.PLANES.value], fields[table.UNITS.value]
+    addresses, place, length, first, stride, head, token = words[: table.SIDE_WORDS.value]
+    listed = launch.table[place : place + units] if length else first + np.arange(units) * stride
+    return launch.table[addresses : addresses + planes], listed, head, token
 
 
 @pytest.mark.parametrize("moves", TOGETHER.values(), ids=TOGETHER.keys())
@@ -131,25 +133,24 @@ def test_the_table_holds_every_address_and_every_tile_once(moves: list[Move], bl
     launch = rows.describe(work, block_bytes)
     assert launch.table.dtype == np.int64
     assert launch.regions == len(work)
-    header = launch.table[: len(work) * FIELDS].reshape(len(work), FIELDS)
     tiles = [0]
-    for region, fields in zip(map(rows.recut, work), header.tolist(), strict=True):
-        shape = launch.shapes[fields[14]]
-        assert fields[1:5] == [region.units, region.planes, region.heads, region.tokens]
-        for side, plane_at, head, token in (
-            (region.src, fields[5], fields[9], fields[10]),
-            (region.dst, fields[6], fields[11], fields[12]),
-        ):
-            assert np.array_equal(launch.table[plane_at : plane_at + region.planes], side.addresses())
-            words = unit_words(launch, fields, side is region.dst)
+    for region, fields in zip(map(rows.recut, work), launch.header.tolist(), strict=True):
+        shape, pieces = launch.shapes[fields[table.SHAPE.value]], fields[table.PIECES.value]
+        loops = [fields[word.value] for word in (table.UNITS, table.PLANES, table.HEADS, table.TOKENS)]
+        assert loops == [region.units, region.planes, region.heads, region.tokens]
+        assert fields[table.GRAINS.value] * shape.grain * shape.word_bytes == region.row_bytes
+        for name in SIDES:
+            side: Side = getattr(region, name)
+            addresses, words, head, token = side_of(launch, fields, name)
+            assert np.array_equal(addresses, side.addresses())
             assert np.array_equal(words * shape.word_bytes, side.units)
             assert region.heads == 1 or head * shape.word_bytes == side.head_bytes
             assert region.tokens == 1 or token * shape.word_bytes == side.token_bytes
         in_piece = region.tokens * region.row_bytes * (region.units if shape.span else 1)
         tile_bytes = block_bytes // 16 * shape.vec * shape.word_bytes
-        assert (fields[13] - 1) * tile_bytes < in_piece <= fields[13] * tile_bytes
-        tiles.append(fields[13] * region.planes * region.heads * (1 if shape.span else region.units))
-    assert header[:, 0].tolist() == list(accumulate(tiles))[:-1]
+        assert (pieces - 1) * tile_bytes < in_piece <= pieces * tile_bytes
+        tiles.append(pieces * region.planes * region.heads * (1 if shape.span else region.units))
+    assert launch.header[:, table.FIRST_TILE.value].tolist() == list(accumulate(tiles))[:-1]
     assert launch.tiles == sum(tiles)
     assert len(set(launch.shapes)) == len(launch.shapes)
 
@@ -157,15 +158,15 @@ def test_the_table_holds_every_address_and_every_tile_once(moves: list[Move], bl
 @pytest.mark.parametrize("far", FAR, ids=str)
 def test_the_table_holds_offsets_past_32_bits(far: FarMove, sparse: torch.Tensor) -> None:
     one = np.zeros(1, np.int64)
-    side = Side((sparse,), one, one + far.offset, np.array(far.units), far.head_bytes, far.token_bytes)
+    side = Side.of((sparse,), one, one + far.offset, np.array(far.units), far.head_bytes, far.token_bytes)
     region = Region(side, side, far.heads, far.tokens, far.row_bytes)
     region.check()
     launch = rows.describe([region], 16384)
     word = launch.shapes[0].word_bytes
-    fields = launch.table.tolist()
+    (address,), units, head_words, token_words = side_of(launch, launch.header[0].tolist(), "src")
     starts = [
-        fields[fields[5]] + word * (unit + head * fields[9] + token * fields[10])
-        for unit in unit_words(launch, fields, False).tolist()
+        int(address) + word * (unit + head * head_words + token * token_words)
+        for unit in units.tolist()
         for head in range(far.heads)
         for token in range(far.tokens)
     ]
@@ -174,7 +175,7 @@ def test_the_table_holds_offsets_past_32_bits(far: FarMove, sparse: torch.Tensor
 
 def test_more_words_than_32_bits_count_are_refused(sparse: torch.Tensor) -> None:
     zero = np.zeros(1, np.int64)
-    here, there = (Side((sparse,), zero, zero + first, zero, 0, 4) for first in (0, 8 << 30))
+    here, there = (Side.of((sparse,), zero, zero + first, zero, 0, 4) for first in (0, 8 << 30))
     fits, too_many = (Region(here, there, 1, tokens, 3) for tokens in (1 << 29, 1 << 30))
     too_many.check()
     assert rows.describe([fits], 16384).tiles == 3 << 19
@@ -185,7 +186,7 @@ def test_more_words_than_32_bits_count_are_refused(sparse: torch.Tensor) -> None
 def test_more_tiles_than_32_bits_count_are_refused() -> None:
     memory = torch.zeros(16, dtype=torch.uint8)
     planes, units = np.zeros(1 << 16, np.int64), np.zeros(1 << 15, np.int64)
-    side = Side((memory,), planes, planes, units, 0, 0)
+    side = Side.of((memory,), planes, planes, units, 0, 0)
     with pytest.raises(RegionError, match=f"{1 << 31} tiles in one launch"):
         rows.describe([Region(side, side, 1, 1, 16)], 16)
 
@@ -228,17 +229,17 @@ def test_the_moves_of_these_tests_reach_every_word_and_both_kinds_of_tile() -> N
     shapes = [rows.RowShape.of(region, 1024) for region in regions]
     assert {(shape.word_bytes, shape.vec) for shape in shapes} == {(8, 2), (8, 1), (4, 1), (2, 1), (1, 1)}
     assert {shape.span for shape in shapes} == {0, 1, 2}
-    assert {(shape.src_listed, shape.dst_listed) for shape in shapes} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {(shape.src_kind, shape.dst_kind) for shape in shapes} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert {shape.grains > 1 for shape in shapes if not shape.span} == {True, False}
     assert len(set(ids(MOVES))) == len(MOVES)
 
 
 def test_a_launch_uploads_one_offset_a_unit_of_the_pool_and_one_address_a_plane() -> None:
-    """32k tokens of 80 layers in pages of 64, gathered: 6,800 bytes for 1.3 GB."""
+    """32k tokens of 80 layers in pages of 64, gathered: 6,832 bytes for 1.3 GB."""
     planes, pages = 160, 512
     none = np.zeros(planes, np.int64)
     memory = (torch.empty(0, dtype=torch.uint8),)
     scattered = np.random.default_rng(0).permutation(pages) * 65536
-    pool, wire = (Side(memory, none, none, units, 256, 1024) for units in (scattered, np.arange(pages) * 16384))
+    pool, wire = (Side.of(memory, none, none, units, 256, 1024) for units in (scattered, np.arange(pages) * 16384))
     launch = rows.describe([Region(pool, wire, 1, 64, 256)], RowConfig().block_bytes)
-    assert launch.table.nbytes == 8 * (18 + 2 * planes + pages) == 6800
+    assert launch.table.nbytes == 8 * (rows.WORDS.value + 2 * planes + pages) == 6832

@@ -29,7 +29,7 @@ def test_a_temporary_smaller_than_the_move_changes_nothing(move: Move, monkeypat
 
 def flat(memory: torch.Tensor, starts: list[int], planes: int = 1) -> Side:
     zeros = np.zeros(planes, np.int64)
-    return Side((memory,), zeros, zeros, np.array(starts, np.int64), 0, 0)
+    return Side.of((memory,), zeros, zeros, np.array(starts, np.int64), 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def side(**changes: object) -> Side:
         "head_bytes": 32,
         "token_bytes": 16,
     }
-    return Side(**{**fields, **changes})
+    return Side.of(**{**fields, **changes})
 
 
 def region(src: Side | None = None, dst: Side | None = None, **changes: int) -> Region:

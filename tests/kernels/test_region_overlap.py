@@ -16,7 +16,7 @@ POOL = torch.arange(4096, dtype=torch.int32).view(torch.uint8)[:4096]
 
 def side(units: list[int], offset: int = 0, head_bytes: int = 0, token_bytes: int = 16) -> Side:
     zero = np.zeros(1, np.int64)
-    return Side((POOL,), zero, zero + offset, np.array(units, np.int64), head_bytes, token_bytes)
+    return Side.of((POOL,), zero, zero + offset, np.array(units, np.int64), head_bytes, token_bytes)
 
 
 def test_a_page_onto_itself_or_its_neighbour_half_is_refused():

@@ -127,7 +127,7 @@ def test_the_table_is_some_words_a_region_and_one_a_plane_and_unit() -> None:
 
 def test_more_pieces_than_32_bits_count_are_refused() -> None:
     planes, units = np.zeros(1 << 16, np.int64), np.arange(1 << 15) * 8192
-    side = Side((MEMORY,), planes, planes, units, 0, 0)
+    side = Side.of((MEMORY,), planes, planes, units, 0, 0)
     with pytest.raises(RegionError, match=f"{1 << 31} pieces"):
         bulk_ring.describe([Region(side, side, 1, 1, 4096)])
 

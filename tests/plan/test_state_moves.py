@@ -9,15 +9,19 @@ import torch
 
 from kvmover.kernels import reference
 from kvmover.kernels.region import Region
-from kvmover.layout import Fleet
+from kvmover.layout import Fleet, Pool
 from kvmover.plan import Held, Leg, Replicas
 from kvmover.plan.lower import box, packed_place, pool_place, units_of
-from kvmover.regions import bound
+from kvmover.regions import BoundMemory, bound
 from tests.plan.hybrid_rank import CHANNELS_OUT, TOKENS, WIDTH_OUT, ConvOrder, HybridRank, conv_components, whole_model
 from tests.plan.leg_cases import BOTH, plan_of
 
 Stages = tuple[list[Region], list[Region]]
 Route = Callable[[Leg, HybridRank, HybridRank, str], Stages]
+
+
+def memory(pool: Pool) -> BoundMemory:
+    return BoundMemory(pool.tensors)
 
 
 def direct(leg: Leg, src: HybridRank, dst: HybridRank, name: str) -> Stages:
@@ -27,7 +31,7 @@ def direct(leg: Leg, src: HybridRank, dst: HybridRank, name: str) -> Stages:
     straight: list[Region] = []
     for units in units_of(leg, here, there):
         places = pool_place(here, leg, units.src, src.pages[name]), pool_place(there, leg, units.dst, dst.pages[name])
-        straight.append(bound(box(source.spec.component, leg, units, *places), source.tensors, target.tensors))
+        straight.append(bound(box(source.spec.component, leg, units, *places), memory(source), memory(target)))
     return straight, []
 
 
@@ -42,9 +46,9 @@ def packed(leg: Leg, src: HybridRank, dst: HybridRank, name: str) -> Stages:
         wire = packed_place(component, leg, units, 0)
         gather = box(component, leg, units, pool_place(here, leg, units.src, src.pages[name]), wire)
         scatter = box(component, leg, units, wire, pool_place(there, leg, units.dst, dst.pages[name]))
-        staging = torch.full((gather.nbytes,), 0xAB, dtype=torch.uint8)
-        gathers.append(bound(gather, source.tensors, [staging]))
-        scatters.append(bound(scatter, [staging], target.tensors))
+        staging = BoundMemory((torch.full((gather.nbytes,), 0xAB, dtype=torch.uint8),))
+        gathers.append(bound(gather, memory(source), staging))
+        scatters.append(bound(scatter, staging, memory(target)))
     return gathers, scatters
 
 

@@ -18,7 +18,7 @@ from kvmover.kernels import reference
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.plan.legs import Replicas
 from kvmover.plan.lower import BoxSide
-from kvmover.regions import bound
+from kvmover.regions import BoundMemory, bound
 from kvmover.transfer.protocol.chunks import PIECE_ALIGN_BYTES, Cut, End, Lane, plans_between
 from tests.proofs import searched
 
@@ -115,6 +115,10 @@ def test_chunks_keep_to_their_size_and_pieces_to_their_alignment(case: Case):
             assert end <= chunk.span_bytes < end + PIECE_ALIGN_BYTES
 
 
+def memory(pool: Pool) -> BoundMemory:
+    return BoundMemory(pool.tensors)
+
+
 @searched(few=10, many=30)
 @given(cases(most_tokens=40))
 def test_gathering_and_scattering_writes_what_going_direct_writes(case: Case):
@@ -124,12 +128,12 @@ def test_gathering_and_scattering_writes_what_going_direct_writes(case: Case):
         source = [Pool(s, noise(s, n)) for n, s in enumerate(src.pools)]
         packed, direct = ([poisoned(spec) for spec in dst.pools] for _ in range(2))
         for number, chunk in enumerate(lane.chunks):
-            staging = torch.full((chunk.span_bytes,), 0xAB, dtype=torch.uint8)
-            gather = [bound(b, source[c].tensors, [staging]) for c, b in lane.gather_boxes(number, pages[0])]
+            arena = BoundMemory((torch.full((chunk.span_bytes,), 0xAB, dtype=torch.uint8),))
+            gather = [bound(b, memory(source[c]), arena) for c, b in lane.gather_boxes(number, pages[0])]
             reference.move(gather)
-            scatter = [bound(b, [staging], packed[c].tensors) for c, b in lane.scatter_boxes(number, pages[1])]
+            scatter = [bound(b, arena, memory(packed[c])) for c, b in lane.scatter_boxes(number, pages[1])]
             reference.move(scatter)
-            straight = [bound(b, source[c].tensors, direct[c].tensors) for c, b in lane.direct_boxes(number, *pages)]
+            straight = [bound(b, memory(source[c]), memory(direct[c])) for c, b in lane.direct_boxes(number, *pages)]
             reference.move(straight)
         for mine, theirs in zip(packed, direct, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine.tensors, theirs.tensors, strict=True))

@@ -51,6 +51,7 @@ from kvmover.transfer.destination.state import (
 )
 from kvmover.transfer.events import Cancel, PeerGone, Tick
 from kvmover.transfer.memory.descriptors import at_rest, packing
+from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Renewals
 from kvmover.transfer.meter import Count, Gauge, Stage
 from kvmover.transfer.peers.table import Peer
@@ -397,7 +398,7 @@ class DestinationDriver:
     def _scatter(self, attempt: ReceiveAttempt, peer: str, chunk: int, offset: int | None) -> None:
         lane, core, begun = attempt.lanes[peer], self.core, self.core.clock()
         plan, first = lane.chunks[chunk], offset or 0
-        packed = core.incoming.tensor[first : first + plan.span_bytes]
+        packed = core.incoming.bound.window(first, plan.span_bytes)
 
         def done(digest: int | None) -> None:
             attempt.copying.discard((peer, chunk))
@@ -409,12 +410,11 @@ class DestinationDriver:
 
         with ranges.span(ranges.SCATTER, attempt.state.request, plan.nbytes):
             boxes = [
-                (box, [packed], core.pools[component].tensors)
-                for component, box in lane.scatter_boxes(chunk, attempt.pages)
+                (box, packed, core.bound[component]) for component, box in lane.scatter_boxes(chunk, attempt.pages)
             ]
             work = packing(boxes, lane.marks(chunk) if (peer, chunk) in attempt.state.digests else None, "dst")
-            if offset is None:
-                work = at_rest(work)
+            kept = core.compiler.programs(peer, Way.SCATTER)
+            work = at_rest(work) if offset is None else work.using(kept)
             core.copier.run(work, core.soon(done))
             attempt.copying.add((peer, chunk))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmover.errors import TransportError
 from kvmover.plan.lower import Box
+from kvmover.regions import BoundMemory
 from kvmover.shared_memory import MapMode
 from kvmover.transfer.core import Core
 from kvmover.transfer.destination.state import ReadEnded
@@ -66,7 +67,7 @@ class Reads:
             self._refuse(reading, f"the pools of {reading.peer} are not mapped")
             return
         begun, host = core.clock(), peer.card.host
-        regions = between(boxes, theirs, [pool.tensors for pool in core.pools])
+        regions = between(boxes, list(map(BoundMemory, theirs)), core.bound)
 
         def done(_: int | None) -> None:
             seconds = core.clock() - begun

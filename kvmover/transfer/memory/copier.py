@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvmover.kernels.region import Region
@@ -14,9 +14,22 @@ if TYPE_CHECKING:
 
     from kvmover.kernels.convert_reference import Conversion
     from kvmover.kernels.digest_reference import End, Logical
+    from kvmover.kernels.launch import Program
 
 #: Called with the digest of the rows, or None where none was asked for.
 Done = Callable[[int | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering; None: unknown."""
+
+    move: Program | None = None
+    digest: Program | None = None
+
+    def all(self) -> list[Program]:
+        """Those that are known."""
+        return [program for program in (self.move, self.digest) if program is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,12 +37,18 @@ class Work:
     """Regions to copy, or only to read where both their ends are one. `logicals`: where a digest of `end` is wanted.
 
     `conversions`: what is not copied but brought into another form; their `logicals` come after those of the regions.
+    `programs`: kernels that were compiled for the copies of this peer; None: what suits the regions, compiled if new.
     """
 
     regions: Sequence[Region]
     logicals: Sequence[Logical] | None = None
     end: End = "src"
     conversions: Sequence[Conversion] = ()
+    programs: Programs | None = None
+
+    def using(self, programs: Programs | None) -> Work:
+        """The same, by kernels that were compiled for it."""
+        return replace(self, programs=programs)
 
     @property
     def moves(self) -> bool:
@@ -87,20 +106,23 @@ class Copier:
 
         from kvmover.kernels import digest, rows
 
+        known = work.programs or Programs()
         if work.conversions:
             from kvmover.kernels import convert
 
             convert.convert(work.conversions, sms=self.sms)
         if work.logicals is None:
-            rows.move(work.regions, sms=self.sms)
+            rows.move(work.regions, sms=self.sms, using=known.move)
             return None
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        if work.moves and work.end == "src" and not work.conversions:
-            digest.move_and_digest(work.regions, work.logicals, total, sms=self.sms)
-        else:
-            if work.moves:
-                rows.move(work.regions, sms=self.sms)
-            digest.digest(work.digested, work.logicals, work.end, total, sms=self.sms)
+        at_once = work.moves and work.end == "src" and not work.conversions
+        if work.moves and not at_once:
+            rows.move(work.regions, sms=self.sms, using=known.move)
+        reads = None if at_once else work.end
+        using = known.digest if work.moves and not work.conversions else None
+        launch = digest.prepare(work.digested, work.logicals, total, sms=self.sms, reads=reads, using=using)
+        if launch is not None:
+            launch.run()
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
 
     def poll(self) -> None:

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvmover.kernels.region import Region
+from kvmover.kernels.region import Region, at_end
 from kvmover.layout.pool import Pool
 from kvmover.plan.lower import Box, strided
-from kvmover.regions import bound, converted
+from kvmover.regions import BoundMemory, bound, converted
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.protocol.chunks import Marks
 from kvmover.transport.base import Descriptors, Memory, memory_of
 
 if TYPE_CHECKING:
-    import torch
-
     from kvmover.kernels.convert_reference import Conversion
     from kvmover.kernels.digest_reference import End, Logical
 
@@ -28,15 +26,15 @@ Bases = npt.NDArray[np.int64]
 
 def between(
     boxes: Sequence[tuple[int, Box]],
-    src: Sequence[Sequence[torch.Tensor]],
-    dst: Sequence[Sequence[torch.Tensor]],
+    src: Sequence[BoundMemory],
+    dst: Sequence[BoundMemory],
 ) -> list[Region]:
     """Boxes from pool to pool [component] with the memory of both."""
     return [bound(b, src[component], dst[component]) for component, b in boxes]
 
 
 #: A box with the memory of both its ends.
-Placed = tuple[Box, Sequence["torch.Tensor"], Sequence["torch.Tensor"]]
+Placed = tuple[Box, BoundMemory, BoundMemory]
 
 
 def packing(boxes: Sequence[Placed], marks: Sequence[Marks] | None, end: End) -> Work:
@@ -66,8 +64,7 @@ def logical(marks: Marks, of: Region | Conversion) -> Logical:
 
 def at_rest(work: Work) -> Work:
     """The rows at the end of which a digest is wanted, which nothing moves."""
-    sides = [getattr(region, work.end) for region in work.regions]
-    return replace(work, regions=[replace(r, src=s, dst=s) for r, s in zip(work.regions, sides, strict=True)])
+    return replace(work, regions=[at_end(region, work.end) for region in work.regions])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,10 @@ it packed chunks cross hosts over NVLink, whatever the engine's pools are made o
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvmover.regions import BoundMemory
 from kvmover.transfer.config import Exports
 from kvmover.transfer.memory.arena import Arena
 from kvmover.transport.base import Memory, memory_of
@@ -28,6 +29,10 @@ class Staging:
     tensor: torch.Tensor
     memory: Memory
     arena: Arena
+    bound: BoundMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bound = BoundMemory((self.tensor,))
 
     @classmethod
     def of(cls, nbytes: int, slab_bytes: int, device: torch.device, exports: Exports) -> Staging:

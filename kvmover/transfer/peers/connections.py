@@ -230,7 +230,7 @@ class Connections:
         self.reconnector.seated(rank.place.seat, name)
         self._end_probes()
         peer = Peer(name, rank, card)
-        over = core.peers.add(peer)
+        over = core.seat(peer)
         core.links.connected(peer, core.clock())
         for before in over:
             self.lost(before, f"rank {rank.place.rank} of {rank.place.engine} restarted as {name}")
@@ -323,6 +323,7 @@ class Connections:
         """Close the transport, and ask after nobody any more."""
         while self._probes:
             self._probes.popitem()[1].close()
+        self.core.compiler.close()
         self.core.transport.close()
 
     def part(self, name: str, reason: str, level: int = logging.WARNING) -> None:
@@ -336,6 +337,7 @@ class Connections:
                 core.timers.set((TimerKind.DIAL, None), self.reconnector.next_due())
         core.peers.remove(name)
         core.mappings.forget(name)
+        core.compiler.parted(name)
         core.outbox.pop(name, None)
         core.liveness.forget(name)
         core.transport.disconnect(name)

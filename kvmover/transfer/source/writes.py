@@ -14,12 +14,14 @@ import numpy.typing as npt
 from kvmover.errors import LeaseOver, PlanError, TransportError
 from kvmover.kernels.region import Region
 from kvmover.plan.cost import Route
+from kvmover.regions import BoundMemory
 from kvmover.transfer import nvtx_ranges as ranges
 from kvmover.transfer.core import Core
 from kvmover.transfer.memory.copier import Work
 from kvmover.transfer.memory.descriptors import Ends, at_rest, between, descriptors, join, logical, packing, part
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.mapped import Mapped
+from kvmover.transfer.memory.programs import Way
 from kvmover.transfer.memory.registrations import Registrations
 from kvmover.transfer.meter import Count, Gauge, Spent, Stage
 from kvmover.transfer.peers.table import Peer
@@ -40,8 +42,6 @@ from kvmover.transfer.source.state import (
 from kvmover.transport.base import Completed, Descriptors, Failed
 
 if TYPE_CHECKING:
-    import torch
-
     from kvmover.kernels.digest_reference import Logical
 
 #: One page table a component: page ids in the order of the request.
@@ -264,7 +264,7 @@ class Writes:
         if job.want.verb is Verb.PUSH and core.clock() >= self._until(entry):  # before it is packed for nothing
             self._lapse(entry)
             return True
-        if self.registrations.waits(job.peer.name):
+        if self.registrations.waits(job.peer.name) or not core.compiler.is_ready(job.peer.name, Way.GATHER):
             return False
         if entry.registration > self.registrations.known(job.peer.name):  # the news was lost, and comes with the grant
             self._lapse(entry)
@@ -294,25 +294,23 @@ class Writes:
             self._gather(entry, entry.staged)
         elif entry.job.mapped is not None and entry.job.target is not None:
             boxes = entry.job.lane.direct_boxes(entry.chunk, entry.job.source, entry.job.target)
-            regions = between(boxes, [pool.tensors for pool in self.core.pools], entry.job.mapped)
+            regions = between(boxes, self.core.bound, list(map(BoundMemory, entry.job.mapped)))
             self._copy(entry, Work(regions, self._logicals(entry, regions)))
         elif entry.job.want.digests:
-            self._copy(entry, at_rest(self._packing(entry, self.core.outgoing.tensor)))
+            self._copy(entry, at_rest(self._packing(entry, self.core.outgoing.bound)))
         else:
             self._gathered(entry, None)
 
     def _gather(self, entry: Part, staged: int) -> None:
         span_bytes = entry.job.lane.chunks[entry.chunk].span_bytes
         with ranges.span(ranges.GATHER, entry.job.want.request, span_bytes):
-            self._copy(entry, self._packing(entry, self.core.outgoing.tensor[staged : staged + span_bytes]))
+            work = self._packing(entry, self.core.outgoing.bound.window(staged, span_bytes))
+            self._copy(entry, work.using(self.core.compiler.programs(entry.job.peer.name, Way.GATHER)))
 
-    def _packing(self, entry: Part, packed: torch.Tensor) -> Work:
+    def _packing(self, entry: Part, packed: BoundMemory) -> Work:
         """From the pools to a packed chunk."""
-        lane, pools = entry.job.lane, self.core.pools
-        boxes = [
-            (box, pools[component].tensors, [packed])
-            for component, box in lane.gather_boxes(entry.chunk, entry.job.source)
-        ]
+        lane, pools = entry.job.lane, self.core.bound
+        boxes = [(box, pools[component], packed) for component, box in lane.gather_boxes(entry.chunk, entry.job.source)]
         return packing(boxes, lane.marks(entry.chunk) if entry.job.want.digests else None, "src")
 
     def _logicals(self, entry: Part, regions: list[Region]) -> list[Logical] | None:

@@ -53,14 +53,14 @@ class Case:
         row = self.dim * 2
         units = self.pages.numpy() * self.page * self.heads * row + self.first * row
         planes = np.arange(self.planes)
-        return Side(tuple(pool), planes, np.zeros(self.planes, np.int64), units, row, self.heads * row)
+        return Side.of(tuple(pool), planes, np.zeros(self.planes, np.int64), units, row, self.heads * row)
 
     def packed_side(self, packed: torch.Tensor) -> Side:
         """[K layers, then V layers][token][head][dim], as SGLang stages it."""
         row = self.dim * 2
         units = np.arange(self.count) * self.page * self.sent * row
         planes = np.arange(self.planes) * self.per * 2
-        return Side((packed,), np.zeros(self.planes, np.int64), planes, units, row, self.sent * row)
+        return Side.of((packed,), np.zeros(self.planes, np.int64), planes, units, row, self.sent * row)
 
     def region(self, src: Side, dst: Side) -> Region:
         return Region(src, dst, self.sent, self.page, self.dim * 2)

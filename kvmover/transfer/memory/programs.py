@@ -1,0 +1,164 @@
+"""Programs: the kernels that the copies between this rank and a peer can need, compiled in a thread once it is seated.
+
+A kernel takes most of a second to compile, in which a poll would answer nobody. Which ones it will be follows from the
+pools and page sizes of both sides; whatever requests come, their chunks are moved by these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.kernels.region import Region
+from kvmover.plan.legs import Replicas
+from kvmover.regions import BoundMemory, bound
+from kvmover.transfer.memory.copier import Programs
+from kvmover.transfer.memory.descriptors import logical
+from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvmover.kernels.digest_reference import Logical
+    from kvmover.kernels.launch import Program
+
+#: Pages of each rank in the request that programs are made for, so that whole pages are nearly all of its bytes.
+SAMPLE_PAGES = 16
+
+#: More than that request has: how it is cut does not change its rows.
+_ONE_CHUNK_BYTES = 1 << 50
+
+
+class Way(StrEnum):
+    """Which copies of a chunk: from pools to the arena, or from the arena to pools."""
+
+    GATHER = "gather"
+    SCATTER = "scatter"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the programs between two ranks follow from, beside their pools. `digests`: whether chunks have digests."""
+
+    replicas: Replicas
+    sms: int | None
+    digests: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnMemory:
+    """Memory of the rank that copies: pools [component], and the arenas that it gathers into and scatters from."""
+
+    pools: tuple[BoundMemory, ...]
+    outgoing: BoundMemory
+    incoming: BoundMemory
+
+    def bound_anew(self) -> OwnMemory:
+        """The same for another thread: what is worked out of a BoundMemory is kept in it."""
+        pools = tuple(BoundMemory(each.tensors) for each in self.pools)
+        return OwnMemory(pools, BoundMemory(self.outgoing.tensors), BoundMemory(self.incoming.tensors))
+
+
+def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> Programs | None:
+    """The kernels for chunks of any request from `src` to `dst`, at the source in a gather, else at the destination;
+    None where nothing goes that way.
+    """
+    from kvmover.kernels import digest, rows
+    from kvmover.kernels.table import EVEN, LISTED
+
+    regions, logicals = _sample(way, src, dst, memory, rules.replicas)
+    if not regions:
+        return None
+    pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
+    kinds, reads = ((pool, packed), None) if way is Way.GATHER else ((packed, pool), "dst")
+    move = rows.standing_program(regions, kinds, rules.sms)
+    if not rules.digests:
+        return Programs(move)
+    read = (pool, pool) if reads else kinds
+    return Programs(move, digest.standing_program(regions, logicals, read, rules.sms, reads))
+
+
+def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas) -> tuple[list[Region], list[Logical]]:
+    """What is copied of a request of whole pages and one token more: nearly all bytes are in whole pages, and the tail
+    has rows aligned as badly as any.
+    """
+    page_tokens = max(src.fleet.page_tokens, dst.fleet.page_tokens)
+    tokens = SAMPLE_PAGES * max(src.fleet.size, dst.fleet.size) * page_tokens + 1
+    components = tuple(pool.component for pool in src.pools)
+    plans = plans_between(components, src.fleet, dst.fleet, range(tokens), replicas)
+    lane = Lane.between(plans, src, dst, Cut(_ONE_CHUNK_BYTES))
+    regions, logicals = list[Region](), list["Logical"]()
+    for number, chunk in enumerate(lane.chunks):
+        if way is Way.GATHER:
+            boxes, packed = lane.gather_boxes(number, _pages(lane.source_reads, src)), memory.outgoing
+        else:
+            boxes, packed = lane.scatter_boxes(number, _pages(lane.target_reads, dst)), memory.incoming
+        packed = packed.window(0, chunk.span_bytes)
+        for (component, box), marks in zip(boxes, lane.marks(number), strict=True):
+            if box.recode is not None:  # converted, by a kernel that its forms alone decide
+                continue
+            ends = memory.pools[component], packed
+            region = bound(box, *(ends if way is Way.GATHER else ends[::-1]))
+            regions.append(region)
+            logicals.append(logical(marks, region))
+    return regions, logicals
+
+
+def _pages(reads: Sequence[int], end: End) -> list[npt.NDArray[np.int64]]:
+    """Page tables that are long enough, of pages that the pools have."""
+    return [np.arange(count, dtype=np.int64) % spec.pages for count, spec in zip(reads, end.pools, strict=True)]
+
+
+@dataclass(slots=True, eq=False)
+class Compiler:
+    """Programs by peer, compiled in one thread, each once. On a CPU there are none."""
+
+    device: torch.device
+    _thread: ThreadPoolExecutor | None = None
+    _begun: dict[tuple[str, Way], Future[Programs | None]] = field(
+        default_factory=dict["tuple[str, Way]", "Future[Programs | None]"]
+    )
+    _compiled: set[Program] = field(default_factory=set["Program"])
+
+    def seated(self, peer: str, own: End, theirs: End, memory: OwnMemory, rules: Rules) -> None:
+        """A peer is connected: begin to compile what is copied for it. Returns at once."""
+        if self.device.type == "cpu":
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "kvmover-compiler")
+        for way, ends in ((Way.GATHER, (own, theirs)), (Way.SCATTER, (theirs, own))):
+            self._begun[peer, way] = self._thread.submit(self._compile, way, *ends, memory, rules)
+
+    def _compile(self, way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> Programs | None:
+        programs = programs_between(way, src, dst, memory.bound_anew(), rules)
+        for program in programs.all() if programs else ():
+            if program not in self._compiled:
+                program.compile(self.device)
+                self._compiled.add(program)
+        return programs
+
+    def is_ready(self, peer: str, way: Way) -> bool:
+        """Whether copies for a peer need wait for no compiler."""
+        begun = self._begun.get((peer, way))
+        return begun is None or begun.done()
+
+    def programs(self, peer: str, way: Way) -> Programs | None:
+        """What copies for a peer run. Waits where the first one comes before it is compiled; raises what that did."""
+        begun = self._begun.get((peer, way))
+        return None if begun is None else begun.result()
+
+    def parted(self, peer: str) -> None:
+        """A peer is gone. What is compiled stays."""
+        for way in Way:
+            self._begun.pop((peer, way), None)
+
+    def close(self) -> None:
+        """Begin with nothing more."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
