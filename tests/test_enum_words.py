@@ -57,6 +57,7 @@ TOLD = {
     "store.results.PutResult",
     "transfer.destination.attempts.ReceiveAttempt",
     "transfer.memory.mapped.Mappings",
+    "transfer.memory.programs.Rules",
     "transfer.result.Result",
     "transfer.source.attempts.Request",
 }

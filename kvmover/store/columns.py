@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -227,5 +228,5 @@ class PageTable:
 
     def _set_slots(self, bits: int) -> None:
         self._slots = np.full(1 << bits, _NONE, np.int32)
-        self._view: memoryview[int] = self._slots.data
+        self._view = cast("memoryview[int]", self._slots.data)
         self._shift, self._mask, self._used = 64 - bits, (1 << bits) - 1, 0
