@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
@@ -55,6 +56,13 @@ def main() -> None:
     sweep(chosen.out)
 
 
+def text_of(table: Mapping[str, Any]) -> str:
+    """A table as JSON with an entry a line, so that a difference between two can be read."""
+    head = json.dumps({key: value for key, value in table.items() if key != "entries"})
+    entries = ",\n".join(map(json.dumps, table["entries"]))
+    return f'{head[:-1]}, "entries": [\n{entries}\n]}}\n'
+
+
 def sweep(folder: Path) -> None:
     """One table a GPU: for every kind of row, direction and budget all candidates with their rates, best first."""
     import torch
@@ -72,7 +80,7 @@ def sweep(folder: Path) -> None:
         for way, regions in (("gather", move.gather), ("scatter", move.scatter)):
             table["entries"] += [{"case": case.text(), "way": way, "sms": sms, **best(regions, sms)} for sms in BUDGETS]
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(table) + "\n")
+        path.write_text(text_of(table))
         torch.cuda.empty_cache()
     print(f"wrote {path}")
 
