@@ -85,8 +85,9 @@ PARTS: Mapping[str, tuple[Step, ...]] = {
     "correctness": (
         Step("memcheck", 100, sanitized("memcheck")),
         Step("tests", 220, (*PYTEST, "-n", "12", "--dist", "worksteal", "--junitxml", "LOG/tests.xml", *GPU_TESTS), 25),
+        bench("bench_chunk", 40, "--device", "cuda"),
         bench("bench_host", 90, "--rounds", "5"),
-        bench("bench_digest", 80, "--rounds", "10"),
+        bench("bench_digest", 60, "--rounds", "10"),
         Step("racecheck", 60, sanitized("racecheck")),
     ),
     "budgets": (

@@ -1,0 +1,120 @@
+"""What the host does for a packed chunk before its bytes move: boxes, regions, checks, table; on a GPU the launch too.
+
+`python -m perf.bench_chunk [--device cuda] [--out FOLDER] [--rounds N]`. A wire of 50 GB/s carries the 8 MiB in 168 us.
+`as bound once` is what a mover does: what is known of pools and arenas is kept; `as if new` works it out for every
+chunk, as was done before. Without a GPU the table is made, and neither uploaded nor launched. The post is the
+transport's, and part of `bench_request`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvmover.kernels import rows
+from kvmover.kernels.region import Region
+from kvmover.layout import Component, Fleet, Pool, PoolSpec
+from kvmover.plan.legs import Replicas
+from kvmover.regions import BoundMemory, bound
+from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
+from perf.cases import DEEPSEEK, LLAMA
+from perf.record import RESULTS, interleaved, write
+
+TOKENS, CHUNK_BYTES, SMS = 1024, 8 << 20, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What rank 0 of one fleet sends to rank 0 of another."""
+
+    name: str
+    component: Component
+    src: Fleet
+    dst: Fleet
+
+    def end(self, fleet: Fleet) -> End:
+        shard = self.component, fleet.shard(self.component, 0, TOKENS)
+        return End(fleet, 0, (PoolSpec.dense(*shard, 2 * TOKENS // fleet.page_tokens, fleet.page_tokens, "NHD"),))
+
+
+CASES = (
+    Case("Llama-3-70B, TP2 to TP8, page 64", LLAMA, Fleet(tp=2, page_tokens=64), Fleet(tp=8, page_tokens=64)),
+    Case("Llama-3-70B, TP2 to TP8, page 16", LLAMA, Fleet(tp=2, page_tokens=16), Fleet(tp=8, page_tokens=16)),
+    Case("DeepSeek-V3 MLA, page 64", DEEPSEEK, Fleet(page_tokens=64), Fleet(page_tokens=64)),
+    Case("DeepSeek-V3 MLA, page 16 to 64", DEEPSEEK, Fleet(page_tokens=16), Fleet(page_tokens=64)),
+)
+
+
+class Chunks:
+    """The source's side of a case: pools, an arena, and all chunks of a request, taken in turn."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        src, dst = case.end(case.src), case.end(case.dst)
+        plans = plans_between((case.component,), case.src, case.dst, range(TOKENS), Replicas.STRIPE)
+        self.lane = Lane.between(plans, src, dst, Cut(CHUNK_BYTES))
+        self._pool = Pool.zeros(src.pools[0], device)
+        self._arena = torch.zeros(max(chunk.span_bytes for chunk in self.lane.chunks), dtype=torch.uint8, device=device)
+        pages = np.random.default_rng(0).permutation(2 * TOKENS // case.src.page_tokens)
+        self._pages = [pages[: TOKENS // case.src.page_tokens]]
+        self._known = self._memory()
+        self._next = 0
+
+    def _memory(self) -> tuple[BoundMemory, BoundMemory]:
+        return BoundMemory(self._pool.tensors), BoundMemory((self._arena,))
+
+    def bound_once(self) -> None:
+        self._launch(self._regions(*self._known))
+
+    def as_if_new(self) -> None:
+        self._launch(self._regions(*self._memory()))
+
+    def _regions(self, pool: BoundMemory, arena: BoundMemory) -> Sequence[Region]:
+        number = self._next = (self._next + 1) % len(self.lane.chunks)
+        window = arena.window(0, self.lane.chunks[number].span_bytes)
+        return [bound(box, pool, window) for _, box in self.lane.gather_boxes(number, self._pages)]
+
+    def _launch(self, regions: Sequence[Region]) -> None:
+        launch = rows.prepare(regions, sms=SMS)
+        assert launch is not None, "a chunk holds something"
+        if self._arena.device.type != "cpu":
+            launch.run()
+
+
+def measured(case: Case, device: str, rounds: int) -> Iterator[dict[str, object]]:
+    chunks = Chunks(case, device)
+    ways: dict[str, Callable[[], object]] = {"as bound once": chunks.bound_once, "as if new": chunks.as_if_new}
+    spreads = interleaved(ways, rounds)
+    for way, spread in spreads.items():
+        yield {
+            "case": case.name,
+            "way": way,
+            "chunk_mib": round(max(chunk.nbytes for chunk in chunks.lane.chunks) / 2**20, 2),
+            "launched": device != "cpu",
+            "us": round(spread.median * 1e6, 1),
+            "p10_us": round(spread.low * 1e6, 1),
+            "p90_us": round(spread.high * 1e6, 1),
+            "of_new": round(spread.median / spreads["as if new"].median, 3),
+        }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    options.add_argument("--rounds", type=int, default=400)
+    chosen = options.parse_args()
+    lines: list[dict[str, object]] = []
+    for case in CASES:
+        for line in measured(case, chosen.device, chosen.rounds):
+            lines.append(line)
+            print(f"{line['case']:<36} {line['way']:<14} {line['us']:>7} us ({line['p10_us']} to {line['p90_us']})")
+    print(f"wrote {write('bench_chunk', lines, chosen.out)}")
+
+
+if __name__ == "__main__":
+    main()
