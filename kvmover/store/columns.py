@@ -227,5 +227,5 @@ class PageTable:
 
     def _set_slots(self, bits: int) -> None:
         self._slots = np.full(1 << bits, _NONE, np.int32)
-        self._view = self._slots.data
+        self._view: memoryview[int] = self._slots.data
         self._shift, self._mask, self._used = 64 - bits, (1 << bits) - 1, 0

@@ -34,7 +34,8 @@ def main(folder: Path, host: int, seed: int) -> None:
             rank.exists(some)
             for answer in rank.get(some):
                 if answer.outcome not in FAIR:
-                    print("answer", answer.outcome, answer.reason, flush=True)
+                    sys.stdout.write(f"answer {answer.outcome} {answer.reason}\n")
+                    sys.stdout.flush()
         elif what < 0.9:
             store.flush()
         elif what < 0.95:
@@ -47,4 +48,5 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     except Exception:
-        print("raised", traceback.format_exc().replace("\n", " | "), flush=True)
+        sys.stdout.write("raised " + traceback.format_exc().replace("\n", " | ") + "\n")
+        sys.stdout.flush()
