@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -102,11 +103,13 @@ class PageTable:
         """The row of a hash, or -1."""
         (a, b, c, d), (e, f, g, h) = _WORDS.unpack(page), self._numbers
         slot = (a * e + b * f + c * g + d * h & _ALL_BITS) >> self._shift
-        while (row := self._view[slot]) != _NONE:
+        while True:
+            row = self._view[slot]
+            if row == _NONE:
+                return _NONE
             if row >= 0 and self.key(row) == page:
                 return row
             slot = (slot + 1) & self._mask
-        return _NONE
 
     def find_many(self, pages: Sequence[bytes]) -> Rows:
         """The row of each hash, or -1."""
@@ -227,5 +230,5 @@ class PageTable:
 
     def _set_slots(self, bits: int) -> None:
         self._slots = np.full(1 << bits, _NONE, np.int32)
-        self._view: memoryview[int] = self._slots.data
+        self._view = cast("memoryview[int]", self._slots.data)
         self._shift, self._mask, self._used = 64 - bits, (1 << bits) - 1, 0
