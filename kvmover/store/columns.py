@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +101,7 @@ class PageTable:
     def find(self, page: bytes) -> int:
         """The row of a hash, or -1."""
         (a, b, c, d), (e, f, g, h) = _WORDS.unpack(page), self._numbers
-        slot = (a * e + b * f + c * g + d * h & _ALL_BITS) >> self._shift
+        slot: int = (a * e + b * f + c * g + d * h & _ALL_BITS) >> self._shift
         while True:
             row = self._view[slot]
             if row == _NONE:
@@ -230,5 +229,5 @@ class PageTable:
 
     def _set_slots(self, bits: int) -> None:
         self._slots = np.full(1 << bits, _NONE, np.int32)
-        self._view = cast("memoryview[int]", self._slots.data)
+        self._view = self._slots.data
         self._shift, self._mask, self._used = 64 - bits, (1 << bits) - 1, 0
