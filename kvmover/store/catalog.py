@@ -22,12 +22,12 @@ from threading import RLock
 import numpy as np
 
 from kvmover.store.deletion_log import DeletionLog
-from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, open_shared, reason_of
+from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, is_shared, open_shared, reason_of
 from kvmover.store.index import BLOCK_BYTES, Index, Page, StoredObject
 from kvmover.store.lent_files import LentFiles
 from kvmover.store.machine import NO_BOOT, Machine
 from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, LIVE, RecordTable, decode, holds
-from kvmover.store.segment import DATA, Life, Segment, punch, segments_in
+from kvmover.store.segment import DATA, HEAD, Life, Segment, punch, segments_in
 
 #: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last
 #: change is repeated. ext4 ticks every 4 ms.
@@ -42,6 +42,11 @@ GIVEN_BACK = (MISSING, BLANK)
 
 #: How far the clocks of machines may differ. A stamp beyond it was written by a clock that was wrong, and says nothing.
 _SKEW_S = 300
+
+
+#: A head that another machine wrote is taken over once it has been silent for so long, on a network file system: its
+#: end may not be seen here before, and would be cut off.
+_SILENCE_S = 10
 
 
 class Verdict(Enum):
@@ -69,6 +74,7 @@ class Catalog:
         #: Whether anything may be changed here; a snapshot, or an export to read, is not tidied up.
         self.writable = os.access(folder, os.W_OK)
         self._deletions = DeletionLog(folder / "deleted.news")
+        self._is_shared = is_shared(folder)
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._scanned_ns = -1
         self._refused: set[str] = set()
@@ -229,9 +235,10 @@ class Catalog:
         data = list(self.folder.glob(f"*{DATA}"))
         heads = segments_in(self.folder)
         for name in heads - self.segments.keys() - self._refused:
-            Segment.remove_stillborn(self.folder, name)
+            if self._is_silent(self.folder / (name + HEAD)):
+                Segment.remove_stillborn(self.folder, name)
         for path in data:
-            if path.stem not in heads:
+            if path.stem not in heads and self._is_silent(path):
                 path.unlink(missing_ok=True)
 
     def _take_over(self, segment: Segment) -> bool:
@@ -240,7 +247,10 @@ class Catalog:
         What waits goes on waiting until all of it is judged: an error half way loses nothing. Raises OSError.
         """
         with self.lock:
-            if segment.name not in self.segments or not segment.adopt():
+            theirs = segment.boot != self.machine.boot
+            if segment.name not in self.segments or (theirs and not self._is_silent(segment.head)):
+                return False
+            if not segment.adopt():
                 return False
         try:
             with self.lock:
@@ -269,6 +279,10 @@ class Catalog:
     def _drain(self, segment: Segment) -> None:
         while self._tail(segment):
             pass
+
+    def _is_silent(self, path: Path) -> bool:
+        """Whether all that was written to a file is seen here: for a while nobody has, where machines share it."""
+        return not self._is_shared or time.time() - path.stat().st_mtime > _SILENCE_S
 
     def _all_of(self, segment: Segment) -> list[StoredObject]:
         """Everything that waits in a segment without a writer, behind damaged records too."""

@@ -102,11 +102,13 @@ class PageTable:
         """The row of a hash, or -1."""
         (a, b, c, d), (e, f, g, h) = _WORDS.unpack(page), self._numbers
         slot: int = (a * e + b * f + c * g + d * h & _ALL_BITS) >> self._shift
-        while (row := self._view[slot]) != _NONE:
+        while True:
+            row = self._view[slot]
+            if row == _NONE:
+                return _NONE
             if row >= 0 and self.key(row) == page:
                 return row
             slot = (slot + 1) & self._mask
-        return _NONE
 
     def find_many(self, pages: Sequence[bytes]) -> Rows:
         """The row of each hash, or -1."""

@@ -399,6 +399,27 @@ def _alone(call: Callable[..., int], fd: int, run: FileRun, view: memoryview) ->
     return ""
 
 
+def file_system_of(folder: Path) -> str:
+    """The kind of the file system that `folder` is on, `ext4` or `fuse.glusterfs`, by the mount nearest above it."""
+    best, kind = "", ""
+    resolved = str(folder.resolve())
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, where, name, *_ = line.split(" ")
+        place = where.encode().decode("unicode_escape")
+        if (resolved + "/").startswith(place.rstrip("/") + "/") and len(place) >= len(best):
+            best, kind = place, name
+    return kind
+
+
+#: File systems that one machine has to itself, so that what one process wrote the next one sees.
+_LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether other machines may have `folder` mounted, and each sees some of it as it was a moment ago."""
+    return file_system_of(folder) not in _LOCAL
+
+
 def reason_of(error: OSError) -> str:
     """What an error of the system says, without its number: `No space left on device`."""
     return error.strerror or str(error)

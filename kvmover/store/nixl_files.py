@@ -30,6 +30,7 @@ from kvmover.store.files import (
     PlainFiles,
     ahead,
     close_quietly,
+    file_system_of,
     is_aligned,
     reason_of,
 )
@@ -272,7 +273,7 @@ def files_for(folder: Path) -> Files:
 
     Memory file systems are their own page cache, and file systems without O_DIRECT have nothing else.
     """
-    if _is_memory(folder):
+    if file_system_of(folder) in ("tmpfs", "ramfs"):
         return PlainFiles()
     if why := _no_direct(folder):
         log.info("pages in %s go through the page cache: a transfer with O_DIRECT says %s", folder, why)
@@ -298,15 +299,3 @@ def _no_direct(folder: Path) -> str:
         close_quietly(fd)
         with suppress(OSError):
             trial.unlink()
-
-
-def _is_memory(folder: Path) -> bool:
-    """Whether the file system of `folder` is tmpfs or ramfs, by the mount that is nearest above it."""
-    best, kind = "", ""
-    resolved = str(folder.resolve())
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, where, name, *_ = line.split(" ")
-        place = where.encode().decode("unicode_escape")
-        if (resolved + "/").startswith(place.rstrip("/") + "/") and len(place) >= len(best):
-            best, kind = place, name
-    return kind in ("tmpfs", "ramfs")

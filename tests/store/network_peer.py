@@ -34,7 +34,8 @@ def main(folder: Path, host: int, seed: int) -> None:
             rank.exists(some)
             for answer in rank.get(some):
                 if answer.outcome not in FAIR:
-                    said("answer", answer.outcome, answer.reason)
+                    sys.stdout.write(f"answer {answer.outcome} {answer.reason}\n")
+                    sys.stdout.flush()
         elif what < 0.9:
             store.flush()
         elif what < 0.95:
@@ -43,13 +44,9 @@ def main(folder: Path, host: int, seed: int) -> None:
             store.collect()
 
 
-def said(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     except Exception:
-        said("raised", traceback.format_exc().replace("\n", " | "))
+        sys.stdout.write("raised " + traceback.format_exc().replace("\n", " | ") + "\n")
+        sys.stdout.flush()

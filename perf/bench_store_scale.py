@@ -1,0 +1,108 @@
+"""A store of many objects: what opening, looking up, counting, evicting and verifying cost, and puts into a full one.
+
+`python -m perf.bench_store_scale [FOLDER] [OBJECTS]`, a million by default: 5 GB of disk.
+Ratios: puts of 16 KiB pages into a store at its quota against one that is empty, in turns, by the processor's time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvmover.layout import Component
+from kvmover.store import Namespace, PagePart, PageStore, PartView, Policy, memory_of_buffer
+from perf.record import write
+
+BATCH, LOOKUPS, EVICTED = 128, 300, 4000
+SPACE = Namespace("scale", "1", 64)
+SMALL = Component.mla(64, 1, "uint8")
+PAGE = Component.mla(1, 256, "uint8")
+_BUFFERS: list[mmap.mmap] = []
+
+
+def key(number: int) -> bytes:
+    """The hash of a page."""
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir())
+    count = int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        rows = _many(Path(place), count)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        ratios = [_put_s(Path(place), None) / _put_s(Path(place), 64 << 20) for _ in range(5)]
+    rows.append({"what": "put into a full store, of an empty one", "value": round(statistics.median(ratios), 2)})
+    print(f"wrote {write('store_scale', rows)}")
+
+
+def _many(place: Path, count: int) -> list[dict[str, object]]:
+    with PageStore.open(place, SPACE) as store:
+        _fill(store, SMALL, range(count))
+    before, rows = _resident_bytes(), list[dict[str, object]]()
+
+    def row(what: str, value: float, unit: str) -> None:
+        rows.append({"what": what, "objects": count, "value": round(value, 3), "unit": unit})
+        print(f"{what}: {value:.3f} {unit}")
+
+    began_s = time.perf_counter()
+    store = PageStore.open(place, SPACE)
+    row("open", time.perf_counter() - began_s, "s")
+    row("memory", (_resident_bytes() - before) / 1e6, "MB")
+    view = store.view(SPACE, PagePart.whole(SMALL, SPACE.page_tokens))
+    batches = [[key(random.randrange(count)) for _ in range(BATCH)] for _ in range(LOOKUPS)]
+    times = sorted(_seconds(lambda some=some: view.exists(some)) for some in batches)
+    row("exists of 128, median", times[LOOKUPS // 2] * 1e6, "us")
+    row("exists of 128, 99 %", times[LOOKUPS * 99 // 100] * 1e6, "us")
+    row("stat", _seconds(store.stat) * 1e6, "us")
+    row("evict, a page", _seconds(lambda: store.evict(EVICTED * 4096)) / EVICTED * 1e6, "us")
+    row("verify, an object", _seconds(store.verify) / count * 1e6, "us")
+    store.close()
+    return rows
+
+
+def _put_s(place: Path, quota_bytes: int | None) -> float:
+    """Seconds of the processor for a page, in the second half of twice the quota of 64 MiB."""
+    policy = Policy(quota_bytes=quota_bytes)
+    with tempfile.TemporaryDirectory(dir=place) as root, PageStore.open(Path(root), SPACE, policy) as store:
+        _fill(store, PAGE, range(8192))
+        began_s = time.process_time()
+        _fill(store, PAGE, range(8192, 16384))
+        return (time.process_time() - began_s) / 8192
+
+
+def _fill(store: PageStore, component: Component, numbers: range) -> None:
+    view, addresses = _view(store, component)
+    for first in range(numbers.start, numbers.stop, BATCH):
+        pages = [key(number) for number in range(first, min(first + BATCH, numbers.stop))]
+        assert all(answer.ok for answer in view.put(pages, addresses[: len(pages)]))
+
+
+def _view(store: PageStore, component: Component) -> tuple[PartView, list[int]]:
+    part = PagePart.whole(component, SPACE.page_tokens)
+    buffer = mmap.mmap(-1, BATCH * part.nbytes)
+    _BUFFERS.append(buffer)
+    memory = memory_of_buffer(buffer)
+    store.register(memory)
+    return store.view(SPACE, part), [memory.address + number * part.nbytes for number in range(BATCH)]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+if __name__ == "__main__":
+    main()
