@@ -45,7 +45,7 @@ void share(const Rows *rows, int64_t grain_bytes, Work work, void *of);
 
 static inline uint64_t added(const Loop *loop, int64_t place, int number)
 {
-    return (uint64_t)(loop->table[number] ? loop->table[number][place] : place * loop->step[number]);
+    return loop->table[number] ? (uint64_t)loop->table[number][place] : (uint64_t)place * (uint64_t)loop->step[number];
 }
 
 /* Where a walk is: the place in every loop, and what all loops but the innermost add. */

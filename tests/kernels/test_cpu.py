@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from kvmover.c_core import NATIVE
 from kvmover.kernels import cpu, digest_reference
 from kvmover.kernels.region import Planes, Region, RegionError, Side
 from tests.proofs import family
+from tests.sanitised import told
 
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C core was not built")
 VECTORS: tuple[str, ...] = NATIVE.vectors() if NATIVE else ()
@@ -235,3 +237,42 @@ def test_other_threads_run_during_a_move_and_a_digest() -> None:
             go.release()
         thread.join()
     assert ran == [True, True]
+
+
+STORY = """
+import random
+import numpy as np
+from xxhash import xxh3_64_intdigest
+rng, threads = random.Random(5), 3
+for round in range(400):
+    counts = [rng.randint(1, 5) for _ in range(4)]
+    row_bytes = rng.choice([rng.randint(1, 40), rng.randint(1, 3000), 70_000]) if round % 8 else 300_000
+    ends = []
+    for _ in range(2):
+        order = rng.sample(range(4), 4)
+        stride, size = [0] * 4, row_bytes
+        for axis in order:
+            stride[axis], size = size, size * counts[axis]
+        memory = np.frombuffer(bytearray(rng.randbytes(size)), np.uint8)  # not a byte more
+        ends.append((memory, stride))
+    loops = [(count, ends[0][1][axis], ends[1][1][axis]) for axis, count in enumerate(counts)]
+    tables = [np.arange(counts[0]) * step + memory.ctypes.data for memory, (step, *_) in ends]
+    loops[0] = (counts[0], *tables)
+    made.copy_rows(tuple(loops), row_bytes, threads)
+    starts = [np.array([sum(i * s for i, s in zip(at, stride)) for at in np.ndindex(*counts)]) for _, stride in ends]
+    for source, target in zip(*starts):
+        assert bytes(ends[0][0][source:][:row_bytes]) == bytes(ends[1][0][target:][:row_bytes])
+    keyed = ((counts[0], tables[0], 7), *((count, step, 2**63 + 11) for count, step, _ in loops[1:]))
+    assert len({made.digest_rows(keyed, row_bytes, threads, each) for each in made.vectors()}) == 1
+for length in [*range(241, 2200, 3), 100_001]:
+    cell = bytearray(rng.randbytes(length))
+    found = {made.cell_digests(cell, 1, each) for each in made.vectors()}
+    assert found == {xxh3_64_intdigest(cell).to_bytes(8, "little")}
+print("moved and digested")
+"""
+
+
+@pytest.mark.proof
+def test_a_sanitised_build_finds_no_fault(tmp_path: Path) -> None:
+    """Of memory, of arithmetic, by rows that end where their memory does."""
+    assert told(STORY, Path(__file__).parent, tmp_path) == "moved and digested\n"

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
-import shutil
-import subprocess
 import sys
-import sysconfig
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +33,8 @@ from kvmover.cache.prefix import (
 )
 from kvmover.cache.prefix.node import Node
 from kvmover.cache.prefix.policy import Order, Recency
+from tests.sanitised import told
 
-ROOT = Path(__file__).parents[3]
 #: `KVMOVER_HISTORIES=50` runs fifty times as many.
 MORE = int(os.environ.get("KVMOVER_HISTORIES", "1"))
 PAGES = 48
@@ -369,14 +366,8 @@ def test_what_is_no_node_of_this_core_is_refused_with_its_type() -> None:
 
 
 STORY = """
-import random, sys
-sys.path[:0] = [{folder!r}, {root!r}]
+import random
 import kvmover.cache.prefix as prefix
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("_core", {library!r}, loader=ExtensionFileLoader("_core", {library!r}))
-made = module_from_spec(spec)
-spec.loader.exec_module(made)
 prefix.forest.C_CORE = prefix.keys.NATIVE = made
 import test_cores
 for shape in test_cores.SHAPES:
@@ -401,29 +392,4 @@ print(type(mine.tree._forest.columns).__module__, "done")
 @pytest.mark.proof
 def test_a_sanitised_build_finds_no_fault(tmp_path: Path) -> None:
     """Of memory and of arithmetic, by every operation on every shape of tree."""
-    compiler = shutil.which("gcc") or pytest.skip("needs gcc")
-    library, include = tmp_path / "_core.abi3.so", sysconfig.get_paths()["include"]
-    if not Path(include, "Python.h").exists():
-        pytest.skip("needs Python's headers")
-    options = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra"]
-    options += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fPIC", "-shared", f"-I{include}"]
-    sources = [str(each) for each in sorted((ROOT / "core").glob("*.c"))]
-    built = subprocess.run(
-        [compiler, *options, *sources, "-o", str(library)], capture_output=True, text=True, timeout=100
-    )
-    assert built.returncode == 0, built.stderr
-    runtime = subprocess.run(
-        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=10
-    ).stdout.strip()
-    if not Path(runtime).is_absolute():
-        pytest.skip("needs gcc's address sanitizer")
-    script = STORY.format(folder=str(Path(__file__).parent), root=str(ROOT), library=str(library))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.endswith("_core done\n")
+    assert told(STORY, Path(__file__).parent, tmp_path).endswith("_core done\n")

@@ -1,0 +1,53 @@
+"""The C core built with sanitisers of memory and arithmetic, and a story told to it in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: `made` is the module, for the story that follows.
+LOADED = """
+import sys
+sys.path[:0] = [{folder!r}, {root!r}]
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("_core", {library!r}, loader=ExtensionFileLoader("_core", {library!r}))
+made = module_from_spec(spec)
+spec.loader.exec_module(made)
+"""
+
+
+def told(story: str, folder: Path, work: Path) -> str:
+    """What a story prints, which may import from `folder`. Fails where a sanitiser objects; skips without gcc's."""
+    compiler = shutil.which("gcc") or pytest.skip("needs gcc")
+    library, include = work / "_core.abi3.so", sysconfig.get_paths()["include"]
+    if not Path(include, "Python.h").exists():
+        pytest.skip("needs Python's headers")
+    options = ["-std=c11", "-O1", "-g", "-Wall", "-Wextra"]
+    options += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fPIC", "-shared", f"-I{include}"]
+    sources = [str(each) for each in sorted((ROOT / "core").glob("*.c"))]
+    built = subprocess.run(
+        [compiler, *options, *sources, "-o", str(library)], capture_output=True, text=True, timeout=100
+    )
+    assert built.returncode == 0, built.stderr
+    runtime = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip("needs gcc's address sanitizer")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(folder=str(folder), root=str(ROOT), library=str(library)) + story],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
