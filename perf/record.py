@@ -85,14 +85,14 @@ def _commit() -> str:
 
 
 def write(name: str, rows: Sequence[Mapping[str, object]], folder: Path = RESULTS) -> Path:
-    """Replace `<name>.csv` by `rows`, each with the machine's columns."""
+    """Replace `<name>.csv` by `rows`, each with the machine's columns; rows of an earlier run bring their own."""
     path = folder / f"{name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     about = machine()
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *about], lineterminator="\n")
+        writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], *about])), lineterminator="\n")
         writer.writeheader()
-        writer.writerows({**row, **about} for row in rows)
+        writer.writerows({**about, **row} for row in rows)
     return path
 
 

@@ -82,4 +82,4 @@ def _keep(rows: Sequence[Mapping[str, object]]) -> None:
     others: list[dict[str, str]] = []
     if (record.RESULTS / "live_peers.csv").exists():
         others = [row for row in record.read("live_peers") if (row["engine"], row["way"]) not in names]
-    record.write("live_peers", [*({name: row[name] for name in rows[0]} for row in others), *rows])
+    record.write("live_peers", [*rows, *others])

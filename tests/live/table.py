@@ -82,6 +82,4 @@ class Results:
         engines = {row.engine for row in self.rows}
         path = record.RESULTS / "live.csv"
         others = [row for row in record.read("live") if row["engine"] not in engines] if path.exists() else []
-        columns = list(Row.__dataclass_fields__)
-        kept = [{name: row[name] for name in columns} for row in others]
-        record.write("live", [*kept, *(asdict(row) for row in self.rows)])
+        record.write("live", [*(asdict(row) for row in self.rows), *others])
