@@ -61,6 +61,7 @@ def destination(pipe: Connection, device: str) -> None:
     side = build("decode", "HND", device)
     pipe.send((side.transport.name, side.buffer))
     side.mover.connect(pipe.recv())
+    side.mover.poll()  # what it says to the peer leaves with a poll
     pages = np.arange(PAGES)
     for told in iter(pipe.recv, None):
         if isinstance(told, int):
