@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from . import cuda_driver, cuda_virtual
 from .cuda_driver import check
 from .cuda_virtual import Handle, Taken
-from .device_tensor import DeviceMemory, on
+from .device_tensor import DeviceMemory, driver_context
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def exported(address: int, device: torch.device) -> Export | None:
     The allocation is the caller's, and stays until nobody maps it: what CUDA says of a handle whose memory was freed is
     that anything may happen.
     """
-    with on(device):
+    with driver_context(device):
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         found = cuda_driver.library().cuMemGetAddressRange_v2(
             ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)

@@ -27,7 +27,7 @@ class DeviceMemory:
 
         It is given back once the device has done all that it was told before.
         """
-        with on(device):
+        with driver_context(device):
             address, give_back = take()
         found = cls(address, nbytes, device)
         weakref.finalize(found, _given_back, device, give_back).atexit = False
@@ -43,7 +43,7 @@ class DeviceMemory:
 
 
 def _given_back(device: torch.device, give_back: Callable[[], None]) -> None:
-    with on(device):
+    with driver_context(device):
         if device.type == "cuda":
             import torch
 
@@ -51,7 +51,7 @@ def _given_back(device: torch.device, give_back: Callable[[], None]) -> None:
         give_back()
 
 
-def on(device: torch.device) -> AbstractContextManager[Any]:
+def driver_context(device: torch.device) -> AbstractContextManager[Any]:
     """The context of a device, which torch makes and the driver works in; nothing where it is the CPU."""
     if device.type != "cuda":
         return nullcontext()
