@@ -62,6 +62,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(exitstatus: int, config: pytest.Config) -> None:
+    if _is_worker(config):
+        return  # it knows its own tests alone, and nothing of what failed elsewhere
     results = config.stash[_RESULTS]
     results.rows.sort(key=lambda row: row.engine)
     if results.rows:

@@ -283,7 +283,7 @@ def test_two_requests_in_one_room(pair: Pair, results: Results) -> None:
     refused = [answer for answer in got if not answer.ok]
     said = f"{len(refused)} refused within {max((answer.seconds for answer in refused), default=0):.1f} s"
     results.add("sglang", "two requests in one room", wanted, got, said)
-    assert all("has another request in it" in answer.error for answer in refused)
+    assert not [answer.error for answer in refused if "has another request in it" not in answer.error]
     assert pair.held() == 0
     again = [enter(number) for number in range(0, len(prompts), 2)]
     assert not results.add("sglang", "a room that comes again", wanted[::2], again).failed
