@@ -186,6 +186,10 @@ class PageTable:
         """The hash of a row."""
         return bytes(self._bytes[row * HASH_BYTES : (row + 1) * HASH_BYTES])
 
+    def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:
+        """The hashes of rows, a row of bytes each."""
+        return self._keys[rows].view(np.uint8).reshape(-1, HASH_BYTES)
+
     def rows(self) -> Rows:
         """All rows that are in use, rising."""
         return np.sort(self._slots[self._slots >= 0])
