@@ -173,16 +173,18 @@ class BucketCatalog:
 
     def _take(self, found: Sequence[SealedSegment] | str, names: Sequence[str], listing: Listing) -> None:
         """Believe segments whose data is as long as they say; leave out what is none, by `names`, for ever."""
-        with self.lock:
-            if isinstance(found, str):
-                self._refuse(names, found, listing)
-                return
-            for each in found:
-                data = listing.data.get(each.name)
-                if data is not None and data.nbytes != each.data_bytes:
-                    self._refuse([each.name], "truncated", listing)
-                elif each.name not in self.segments:
-                    self.segments[each.name] = KeptSegment(each.name, each.data_bytes, each.head_bytes, each.objects)
+        if isinstance(found, str):
+            self._refuse(names, found, listing)
+            return
+        for each in found:
+            data = listing.data.get(each.name)
+            if data is not None and data.nbytes != each.data_bytes:
+                self._refuse([each.name], "truncated", listing)
+                continue
+            with self.lock:  # a segment at a time: the scheduler waits for it
+                if each.name not in self.segments:
+                    kept = KeptSegment(each.name, each.data_bytes, each.head_bytes, each.objects)
+                    self.segments[each.name] = kept
                     self.index.add_table(each.name, each.table, self.machine.now())
 
     def _refuse(self, names: Iterable[str], reason: str, listing: Listing) -> None:

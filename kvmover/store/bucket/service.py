@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -198,6 +199,12 @@ class ObjectBucket:
                     self._client.delete(self._store, name)
             except FileNotFoundError:
                 continue
+
+    def delete_all(self, names: Sequence[str]) -> None:
+        """Delete objects in any order, many at a time. Raises OSError for the first that could not be."""
+        for answer in self.gather([partial(self.delete, [name]) for name in names]):
+            if isinstance(answer, OSError):
+                raise answer
 
 
 def _client_options() -> Any:

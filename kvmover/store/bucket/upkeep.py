@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmover.store.bucket.catalog import BucketCatalog, KeptSegment
-from kvmover.store.bucket.choice import CARRIED_SHARE, Candidate, left_overs, victim
+from kvmover.store.bucket.choice import CARRIED_SHARE, Candidate, Listing, left_overs, victim
 from kvmover.store.bucket.compaction import CATALOG, compaction, encode_catalog
 from kvmover.store.bucket.reader import BucketReader
-from kvmover.store.bucket.sealed import DEAD, USED, Dead, SealedSegment, encode_uses
+from kvmover.store.bucket.sealed import DEAD, USED, USES, Dead, SealedSegment, encode_uses
 from kvmover.store.bucket.service import PutMode
 from kvmover.store.bucket.writer import BucketWriter, SentPayload
 from kvmover.store.index import Page, StoredObject
@@ -38,7 +38,7 @@ class BucketUpkeep:
         self._id = os.urandom(8).hex()
         self._stamp_s = stamp_s
         self._uses: dict[bytes, int] = {}
-        self._told_s = 0.0
+        self._told_s = float("-inf")
 
     def tidy(self) -> None:
         """All but eviction. Raises nothing: what the service refuses is done another time."""
@@ -51,6 +51,9 @@ class BucketUpkeep:
     def used(self, pages: Sequence[bytes], second: int) -> None:
         """Pages were read here. Under the lock, which guards it."""
         self._uses.update(dict.fromkeys(pages, second))
+        if len(self._uses) > 2 * USES:
+            latest = sorted(self._uses.items(), key=lambda each: each[1])[-USES:]
+            self._uses = dict(latest)
 
     def tell_deaths(self) -> None:
         """Write down which objects this process found dead, or deleted; a segment of dead ones goes. Raises OSError."""
@@ -94,9 +97,8 @@ class BucketUpkeep:
 
     def _sweep(self) -> None:
         """Delete left-overs of the last survey, each once."""
-        listing, now_s = self._catalog.listing, time.time()
-        names = left_overs(listing, now_s)
-        self._catalog.bucket.delete(names)
+        listing, self._catalog.listing = self._catalog.listing, Listing.of(())
+        self._catalog.bucket.delete(left_overs(listing, time.time()))
 
     def _compact(self) -> None:
         """Write a catalog of what has none, where there is enough of it and it is this process's turn."""
