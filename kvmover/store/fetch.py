@@ -141,6 +141,10 @@ def _tokens(file: OpenFile, read: ObjectRead, digests: bytes, part: PagePart, me
 
     A cell cannot be checked but whole, so it is read aside, checked, and the tokens are copied out.
     """
+    held = read.each.part.box.tokens.tokens
+    sources, targets = (list(places) for places in zip(*read.source.piece.tokens, strict=True))
+    shape = (part.component.kv, part.box.tokens.tokens, part.row_bytes)
+    out = np.frombuffer(memory, np.uint8).reshape(part.box.cells, *shape)
     for run in read.source.runs:
         payload = bytearray(run.count * read.each.cell_bytes)
         try:
@@ -151,18 +155,9 @@ def _tokens(file: OpenFile, read: ObjectRead, digests: bytes, part: PagePart, me
             return f"{SHORT} {got} of {len(payload)} bytes"
         if not holds(memoryview(payload), run.count, digests, run.source_cell):
             return DIGEST
-        scatter(read, run, memoryview(payload), part, memory)
+        rows = np.frombuffer(payload, np.uint8).reshape(run.count, part.component.kv, held, part.row_bytes)
+        out[run.part_cell : run.part_cell + run.count, :, targets] = rows[:, :, sources]
     return ""
-
-
-def scatter(read: ObjectRead, run: CellRun, payload: memoryview, part: PagePart, memory: memoryview) -> None:
-    """Copy the tokens that are wanted out of a run's cells, which are checked, to their places in `memory`, the part's."""
-    held = read.each.part.box.tokens.tokens
-    sources, targets = (list(places) for places in zip(*read.source.piece.tokens, strict=True))
-    shape = (part.component.kv, part.box.tokens.tokens, part.row_bytes)
-    out = np.frombuffer(memory, np.uint8).reshape(part.box.cells, *shape)
-    rows = np.frombuffer(payload, np.uint8).reshape(run.count, part.component.kv, held, part.row_bytes)
-    out[run.part_cell : run.part_cell + run.count, :, targets] = rows[:, :, sources]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from kvmover.store.bucket.catalog import BucketCatalog
 from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, Dead
 from kvmover.store.bucket.service import RangeRequest, requests
 from kvmover.store.bucket.writer import BucketWriter
-from kvmover.store.catalog import MISSING, Verdict
-from kvmover.store.fetch import DIGEST, Failure, Fault, ObjectRead, scatter
+from kvmover.store.catalog import MISSING
+from kvmover.store.fetch import scatter
 from kvmover.store.files import SHORT, reason_of
 from kvmover.store.index import StoredObject
+from kvmover.store.objects import DIGEST, Failure, Fault, ObjectRead, Verdict
 from kvmover.store.part import PagePart
 from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, decode, holds
 
@@ -31,20 +32,20 @@ class BucketReader:
     def __init__(self, catalog: BucketCatalog, writer: BucketWriter, view: View) -> None:
         self._catalog, self._writer, self._view = catalog, writer, view
 
-    def fetch(self, part: PagePart, reads: Sequence[ObjectRead]) -> list[Failure]:
+    def fetch(self, part: PagePart, reads: Sequence[ObjectRead[StoredObject]]) -> list[Failure[StoredObject]]:
         """Read and check; what failed. Raises nothing."""
         count = max(1, _BATCH_BYTES // part.nbytes)
         some = (reads[first : first + count] for first in range(0, len(reads), count))
         return [failure for few in some for failure in self._fetch_some(part, few)]
 
-    def _fetch_some(self, part: PagePart, reads: Sequence[ObjectRead]) -> list[Failure]:
+    def _fetch_some(self, part: PagePart, reads: Sequence[ObjectRead[StoredObject]]) -> list[Failure[StoredObject]]:
         wanted: list[tuple[str, int, int]] = []
         for read in reads:
             wanted.append(_digests_of(read.each))
             cell, data = read.each.cell_bytes, read.each.segment + DATA
             wanted += [(data, read.each.offset + r.source_cell * cell, r.count * cell) for r in read.source.runs]
         answers = iter(self._bytes(wanted))
-        failures: list[Failure] = []
+        failures: list[Failure[StoredObject]] = []
         for read in reads:
             came = [next(answers) for _ in range(1 + len(read.source.runs))]
             reason = next((each for each in came if isinstance(each, str)), "")
@@ -54,7 +55,7 @@ class BucketReader:
                 failures.append(Failure(read, Fault.SUSPECT if suspect else Fault.HERE, reason))
         return failures
 
-    def _place(self, part: PagePart, read: ObjectRead, came: Sequence[memoryview]) -> str:
+    def _place(self, part: PagePart, read: ObjectRead[StoredObject], came: Sequence[memoryview]) -> str:
         """Check the cells of a read, and copy them to their places: why not, or ""."""
         digests, cell = bytes(came[0]), part.cell_bytes
         for run, payload in zip(read.source.runs, came[1:], strict=True):

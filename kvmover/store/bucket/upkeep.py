@@ -15,7 +15,7 @@ from kvmover.store.bucket.catalog import BucketCatalog, KeptSegment
 from kvmover.store.bucket.choice import CARRIED_SHARE, Candidate, Listing, left_overs, victim
 from kvmover.store.bucket.compaction import CATALOG, compaction, encode_catalog
 from kvmover.store.bucket.reader import BucketReader
-from kvmover.store.bucket.sealed import DEAD, USED, USES, Dead, SealedSegment, encode_uses
+from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses
 from kvmover.store.bucket.service import PutMode
 from kvmover.store.bucket.writer import BucketWriter, SentPayload
 from kvmover.store.index import Page, StoredObject
@@ -140,6 +140,8 @@ class BucketUpkeep:
                 return None
             segment, hot = catalog.segments[chosen.name], self._hottest(chosen, cold)
         try:
+            if not self._is_there(segment):
+                return EvictedSegment(chosen.data_bytes, 0)
             carried = self._carry(hot)
             with catalog.lock:
                 pages = self._drop(segment, carried)
@@ -148,6 +150,16 @@ class BucketUpkeep:
             catalog.lag(error)
             return None
         return EvictedSegment(chosen.data_bytes - sum(each.held_bytes for each in carried), pages)
+
+    def _is_there(self, segment: KeptSegment) -> bool:
+        """Whether nobody else has removed a segment, which is forgotten then. Raises OSError."""
+        try:
+            self._catalog.bucket.size(self._catalog.path(segment.name + HEAD))
+        except FileNotFoundError:
+            with self._catalog.lock:
+                self._catalog.forget(segment.name)
+            return False
+        return True
 
     def _cold(self, nbytes: int, keep: frozenset[bytes]) -> dict[bytes, Page]:
         cold: dict[bytes, Page] = {}
@@ -201,8 +213,12 @@ class BucketUpkeep:
     def _drop(self, segment: KeptSegment, carried: Sequence[StoredObject]) -> int:
         """Delete what belongs to pages that go with a segment, wherever it is; how many pages. Under the lock."""
         index = self._catalog.index
-        left = {each.page for each in index.objects(segment.name)} - {each.page for each in carried}
-        for page in left:
-            if entry := index.get(page):
-                self._catalog.delete([each for each in entry.objects if each.segment != segment.name])
-        return len(left)
+        going = [each for each in index.objects(segment.name) if each not in carried]
+        pages: set[bytes] = set()
+        for each in going:
+            entry = index.get(each.page)
+            others = [other for other in entry.objects if other.segment != segment.name] if entry else []
+            if not any(other.part is each.part for other in others):  # nobody else has carried it forward
+                pages.add(each.page)
+                self._catalog.delete(others)
+        return len(pages)
