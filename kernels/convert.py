@@ -25,7 +25,7 @@ import triton.language as tl
 from .convert_reference import SCALE_FLOOR, Conversion, RowForm, borders, element_size
 from .launch import RowConfig, Upload, on, one_device
 from .region import RegionError, Side, even_distance
-from .table import find_region
+from .table import WIDEST, find_region
 
 FLOOR = tl.constexpr(SCALE_FLOOR)
 
@@ -246,18 +246,18 @@ def convert_kernel(table, regions, tiles, SHAPE: tl.constexpr, CASTS: tl.constex
     ROWS: tl.constexpr = SHAPE[3]
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         at, local = find_region(table, regions, tile, FIELDS)
-        planes, heads = tl.load(at + 2).to(tl.int32), tl.load(at + 3).to(tl.int32)
-        tokens, columns = tl.load(at + 4).to(tl.int32), tl.load(at + 5).to(tl.int32)
+        planes, heads = tl.load(at + 2).to(tl.uint32), tl.load(at + 3).to(tl.uint32)
+        tokens, columns = tl.load(at + 4).to(tl.uint32), tl.load(at + 5).to(tl.uint32)
         rest = local // columns
         first = (local - rest * columns) * WIDTH
         piece = rest // planes
         plane = rest - piece * planes
         part = piece // heads
         head = (piece - part * heads).to(tl.int64)
-        row = part * ROWS + tl.arange(0, ROWS)
+        row = part * ROWS + tl.arange(0, ROWS).to(tl.uint32)
         unit = row // tokens
         token = row - unit * tokens
-        live = unit < tl.load(at + 1).to(tl.int32)
+        live = unit < tl.load(at + 1).to(tl.uint32)
         x = _read(table, at, plane, head, unit, token, live, first, SHAPE, CASTS)
         _write(table, at, plane, head, unit, token, live, first, x, SHAPE, CASTS)
 
@@ -368,7 +368,9 @@ class ColumnShape:
         most = 16 // writes.size if overlap.elements[0] != "float4_e2m1fn_x2" else 16
         vecs = min(most, _vec(overlap.of, reads)), _vec(overlap.of, writes)
         wide = max(1, *(stream.size for stream in (reads, writes)))
-        rows = max(1, min(MOST_ROWS, config.block_bytes // (width * wide)))
+        # Narrow accesses: as many a thread as of wide ones, not as many bytes, whose addresses would fill its registers.
+        tile = config.block_bytes // WIDEST.value * min(WIDEST.value // wide, *vecs)
+        rows = max(1, min(MOST_ROWS, tile // width))
         listed = tuple(int(even_distance(side.units) is None) for side in (overlap.of.src, overlap.of.dst))
         half = overlap.of.writes.values == "float16"
         largest = torch.finfo(torch.float16 if half else torch.bfloat16).max

@@ -21,7 +21,7 @@ from . import digest_reference as definition
 from .digest_reference import End, Logical
 from .launch import Prepared, Program, RowConfig
 from .region import Region, RegionError, at_end, check_apart
-from .rows import DST, FULL_TILE, SRC, WIDEST, recut, with_most_bytes
+from .rows import DST, FULL_TILE, SRC, recut, with_most_bytes
 from .table import (
     ADDRESSES,
     EITHER,
@@ -34,6 +34,7 @@ from .table import (
     SIDE_WORDS,
     TOKEN_STRIDE,
     TOKEN_UNITS,
+    WIDEST,
     Counts,
     Launch,
     Table,

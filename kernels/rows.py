@@ -26,6 +26,7 @@ from .table import (
     SIDE_WORDS,
     SIDES,
     TOKEN_UNITS,
+    WIDEST,
     Counts,
     Launch,
     Table,
@@ -42,10 +43,6 @@ from .table import (
 #: Where a region's sides are described, and how many words describe it.
 SRC, DST = SIDES, tl.constexpr(SIDES.value + SIDE_WORDS.value)
 WORDS = tl.constexpr(SIDES.value + 2 * SIDE_WORDS.value)
-
-#: Bytes of the widest access. A tile is `BLOCK` bytes in these; narrower words get as many accesses, not as many bytes:
-#: 16 KiB of single bytes would be 128 accesses a thread, out of registers and into local memory.
-WIDEST = tl.constexpr(16)
 
 #: A tile of rows of any width goes in passes of this: all at once, its offsets take 128 registers.
 PASS_BYTES = tl.constexpr(8192)

@@ -27,6 +27,10 @@ ADDRESSES, LIST, LIST_LENGTH, FIRST_UNIT, UNIT_STRIDE, HEAD_STRIDE, TOKEN_STRIDE
 #: Whether the units of a side follow each other at one distance, are listed in the table, or either, as the table says.
 EVEN, LISTED, EITHER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
+#: Bytes of the widest access. A tile is `BLOCK` bytes in these; narrower words get as many accesses, not as many bytes:
+#: 16 KiB of single bytes would be 128 accesses a thread, out of registers and into local memory.
+WIDEST = tl.constexpr(16)
+
 #: How a tile takes units: it lies in one, or takes several, of several tokens or of one.
 ONE_UNIT, SEVERAL_UNITS, TOKEN_UNITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -38,14 +42,14 @@ def find_region(table, regions, tile, WORDS: tl.constexpr):
     for other in range(1, regions):
         region += (tl.load(table + other * WORDS + FIRST_TILE) <= tile).to(tl.int32)
     at = table + region * WORDS
-    return at, tile - tl.load(at + FIRST_TILE).to(tl.int32)
+    return at, (tile - tl.load(at + FIRST_TILE).to(tl.int32)).to(tl.uint32)
 
 
 @triton.jit
 def plane_and_head(at, tile):
     """The plane and head of a tile, and its number among those of their units. Planes are fastest."""
-    planes = tl.load(at + PLANES).to(tl.int32)
-    heads = tl.load(at + HEADS).to(tl.int32)
+    planes = tl.load(at + PLANES).to(tl.uint32)
+    heads = tl.load(at + HEADS).to(tl.uint32)
     rest = tile // planes
     piece = rest // heads
     return tile - rest * planes, (rest - piece * heads).to(tl.int64), piece
@@ -57,18 +61,18 @@ def rows_of(at, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constex
 
     `COUNT`: grains a token; 0 where the table says.
     """
-    tokens = tl.load(at + TOKENS).to(tl.int32)
+    tokens = tl.load(at + TOKENS).to(tl.uint32)
     unit = piece
     if SPAN == ONE_UNIT:
-        pieces = tl.load(at + PIECES).to(tl.int32)
+        pieces = tl.load(at + PIECES).to(tl.uint32)
         unit = piece // pieces
         piece = piece - unit * pieces
-    s = piece * ROWS + tl.arange(0, ROWS)
+    s = piece * ROWS + tl.arange(0, ROWS).to(tl.uint32)
     if COUNT:
         token = s // COUNT
         grain = s - token * COUNT
     else:
-        count = tl.load(at + GRAINS).to(tl.int32)
+        count = tl.load(at + GRAINS).to(tl.uint32)
         token = s // count
         grain = s - token * count
     if SPAN == ONE_UNIT:
@@ -78,7 +82,7 @@ def rows_of(at, piece, ROWS: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constex
         if SPAN == SEVERAL_UNITS:
             unit = token // tokens
         token = token - unit * tokens
-        live = unit < tl.load(at + UNITS).to(tl.int32)
+        live = unit < tl.load(at + UNITS).to(tl.uint32)
     return unit, token, grain, live
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from kvmover import __version__
+from kvmover.cli_advise import AdviseArguments, show_advice
 from kvmover.cli_options import (
     HELP,
     DemoArguments,
@@ -180,6 +181,13 @@ def replay(given: ReplayArguments) -> None:
     )
     reading = TraceOptions(given.trace_format, given.block_tokens, given.sessions)
     run_replay(ReplayOptions(given.trace, config, given.plot, given.as_json, reading), console())
+
+
+@app.command()
+@takes(AdviseArguments)
+def advise(given: AdviseArguments) -> None:
+    """Compare shapes and sizes of fleets by what KV adds to the time to first token of a trace's requests."""
+    show_advice(given)
 
 
 @app.command("config")

@@ -36,7 +36,7 @@ def _kinds() -> tuple[str, ...]:
     return tuple(_KINDS)
 
 
-def _models() -> tuple[str, ...]:
+def known_models() -> tuple[str, ...]:
     from kvmover.plan.public_models import PUBLIC
 
     return tuple(PUBLIC)
@@ -57,7 +57,7 @@ class PlanOptions:
         typer.Option(
             help="A public model by its name, or a Hugging Face config.json, or its folder: sizes that are not given.",
             metavar="NAME|FILE",
-            autocompletion=_models,
+            autocompletion=known_models,
         ),
     ] = None
     layers: Annotated[int | None, typer.Option(parser=count, metavar="N", help="Layers of the model.")] = None
@@ -122,9 +122,9 @@ def show_plan(options: PlanOptions) -> None:
     from kvmover.plan.explain import link_as_data
 
     cache = _cache(options)
-    source, target = _fleet("--src", options.src), _fleet("--dst", options.dst)
+    source, target = fleet_option("--src", options.src), fleet_option("--dst", options.dst)
     _check_size(options.tokens, source, target)
-    measured = _link(options.calibration, options.link)
+    measured = measured_link(options.calibration, options.link)
     assumed = HOST if options.one_host else RDMA
     costs = measured.costs(assumed) if measured else assumed
     tokens = range(options.tokens)
@@ -203,11 +203,7 @@ def _cache(given: PlanOptions) -> ModelCache:
 
 def _of_model(given: PlanOptions, model: str) -> ModelCache:
     """All that the model keeps, or the one component that is named. A size that is given stands for the model's."""
-    from kvmover.plan.model_config import cache_of, read_cache
-    from kvmover.plan.public_models import public_config
-
-    path = Path(model)
-    cache = read_cache(path, given.dtype) if path.exists() else cache_of(public_config(model), given.dtype)
+    cache = cache_of_model(model, given.dtype)
     if given.component is not None:
         named = {each.name: each for each in cache.components}
         if given.component not in named:
@@ -217,6 +213,15 @@ def _of_model(given: PlanOptions, model: str) -> ModelCache:
         if (value := getattr(given, name)) is not None:
             cache = replace(cache, components=(_resized(cache, name, value),))
     return cache
+
+
+def cache_of_model(model: str, dtype: str | None) -> ModelCache:
+    """Of a public model by its name, or of a `config.json`, or its folder. Raises LayoutError."""
+    from kvmover.plan.model_config import cache_of, read_cache
+    from kvmover.plan.public_models import public_config
+
+    path = Path(model)
+    return read_cache(path, dtype) if path.exists() else cache_of(public_config(model), dtype)
 
 
 def _resized(cache: ModelCache, name: str, value: int) -> Component:
@@ -262,7 +267,8 @@ def _component(given: PlanOptions, kind: str, layers: int) -> Component:
     return getattr(Component, kind)(layers, dtype=given.dtype or "bfloat16", **of_kind)
 
 
-def _fleet(option: str, text: str) -> FleetText:
+def fleet_option(option: str, text: str) -> FleetText:
+    """A fleet in our words or an engine's. Raises LayoutError naming the option."""
     from kvmover.plan.fleet_text import FleetText, in_our_words
 
     try:
@@ -284,7 +290,8 @@ def _check_size(tokens: int, *fleets: FleetText) -> None:
             )
 
 
-def _link(calibration: Path | None, name: str | None) -> Calibration | None:
+def measured_link(calibration: Path | None, name: str | None) -> Calibration | None:
+    """What was measured of a link, None where no file is given. Raises LayoutError or PlanError."""
     from kvmover.plan.calibration import link_to, load
 
     if calibration is not None:

@@ -71,7 +71,7 @@ class Bench:
         self.tokens = np.arange(pages * TOKENS, dtype=np.int32)
         self.hashes = chain(b"", self.tokens, TOKENS)
         self.ids = [np.random.default_rng(seed).permutation(pages) for seed in (0, 1)]
-        direct = 0 if "buffered" in self.store.files.name else os.O_DIRECT
+        direct = 0 if "buffered" in self.store.objects.name else os.O_DIRECT
         self.file = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | direct)
         self.flat = self.tiered_pool.host.tensors[0].numpy()
 
@@ -90,10 +90,10 @@ class Bench:
         yield Case(TO_DEVICE, f"kvmover, the first {GROUP_LAYERS} layers", self.first_layers, self.settled)
         yield Case(TO_DISK, COPY, lambda: self._whole(host, device))
         yield Case(TO_DISK, LOOP, lambda: self._loop(os.pwrite), lambda: os.ftruncate(self.file, 0))
-        yield Case(TO_DISK, f"kvmover, {self.store.files.name}", self.write, self.store.clear)
+        yield Case(TO_DISK, f"kvmover, {self.store.objects.name}", self.write, self.store.clear)
         yield Case(FROM_DISK, COPY, lambda: self._whole(device, host))
         yield Case(FROM_DISK, LOOP, lambda: self._loop(None))
-        yield Case(FROM_DISK, f"kvmover, {self.store.files.name}", self.read)
+        yield Case(FROM_DISK, f"kvmover, {self.store.objects.name}", self.read)
 
     def copy(self, dst: Tier) -> None:
         over: list[bool] = []

@@ -50,7 +50,7 @@ TOLD = {
     "observe.report_sums.PartTimes",
     "plan.cost.Choice",
     "plan.calibration._Design",
-    "store.fetch.Failure",
+    "store.objects.Failure",
     "store.record.Record",
     "store.results.GotResult",
     "store.segment.Segment",

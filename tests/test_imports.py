@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "bounce": {"layout", "regions", "store"} | PURE,
     "cache.tiers": SERVING - {"cache.tiers"},
     "cache.replay": KEEPING,
+    "advise": {"cache.replay", "layout", "observe", "plan"} | PURE,
     "testing": SERVING,
     "config": {"store", "transfer"} | PURE,
     "observe": SERVING | {"config"},
@@ -52,7 +53,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "cli_options": {"config"} | PURE,
     "cli_plan": {"cli_options", "observe", "plan", "layout"} | PURE,
-    "cli": SERVING | {"cli_options", "cli_plan", "config", "observe", "engines", "demo", "cache.replay"},
+    "cli_advise": {"advise", "cache.replay", "cli_options", "cli_plan", "observe", "plan"} | PURE,
+    "cli": SERVING | {"cli_advise", "cli_options", "cli_plan", "config", "observe", "engines", "demo", "cache.replay"},
 }
 
 #: What each part must import of the others, or what is said of it in README.md and DESIGN.md is not so.
@@ -79,7 +81,8 @@ MUST_REACH = {
     "engines.vllm": {"cache.ledger", "cache.prefix", "config", "observe", "store", "transfer", "transport"},
     "demo": {"cache.ledger", "cache.prefix", "cache.tiers", "plan", "store", "transfer"},
     "testing": {"store"},
-    "cli": {"cache.replay", "cli_plan", "config", "demo", "observe", "store"},
+    "advise": {"cache.replay", "plan"},
+    "cli": {"cache.replay", "cli_advise", "cli_plan", "config", "demo", "observe", "store"},
     "cli_plan": {"observe", "plan"},
 }
 

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from enum import Enum
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, is_shar
 from kvmover.store.index import BLOCK_BYTES, Index, Page, StoredObject
 from kvmover.store.lent_files import LentFiles
 from kvmover.store.machine import NO_BOOT, Machine
+from kvmover.store.objects import Verdict
 from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, LIVE, RecordTable, decode, holds
 from kvmover.store.segment import DATA, HEAD, Life, Segment, punch, segments_in
 
@@ -47,14 +47,6 @@ _SKEW_S = 300
 #: A head that another machine wrote is taken over once it has been silent for so long, on a network file system: its
 #: end may not be seen here before, and would be cut off.
 _SILENCE_S = 10
-
-
-class Verdict(Enum):
-    """What a second look says of an object: WELL, GONE by somebody's hand, or BAD for everybody."""
-
-    WELL = "well"
-    GONE = "gone"
-    BAD = "bad"
 
 
 class Catalog:

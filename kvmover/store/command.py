@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvmover.errors import StoreError
-from kvmover.store.files import PlainFiles
-from kvmover.store.machine import this_machine
 from kvmover.store.manifest import Found, namespaces
 from kvmover.store.page_store import PageStore
 from kvmover.store.policy import Policy
@@ -83,7 +81,7 @@ def verify_stores(root: Path, name: str | None) -> list[StoreRow]:
     with _progress() as progress:
         for each, store in _opened(chosen_stores(root, name)):
             task = progress.add_task(each.folder.name[:12], total=store.stat().payload_bytes)
-            verified = store.verify(lambda one, task=task: progress.advance(task, one.nbytes))
+            verified = store.verify(lambda nbytes, task=task: progress.advance(task, nbytes))
             rows.append(_row(each, store, verified=verified))
     return rows
 
@@ -91,7 +89,7 @@ def verify_stores(root: Path, name: str | None) -> list[StoreRow]:
 def _opened(found: list[Found], policy: Policy | None = None) -> Iterator[tuple[Found, PageStore]]:
     for each in found:
         try:
-            with PageStore(each.folder, each.digest, policy or Policy(), PlainFiles(), this_machine()) as store:
+            with PageStore.of_folder(each.folder, each.digest, policy) as store:
                 yield each, store
         except OSError as error:
             raise StoreError(f"{each.folder}: {error.strerror}") from error

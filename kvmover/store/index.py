@@ -12,7 +12,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import WeakSet
 
 import msgspec
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.store.columns import NumberColumns, PageTable
+from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
 from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable
 
@@ -88,14 +88,6 @@ class Holdings:
     objects: int = 0
     payload_bytes: int = 0
     held_bytes: int = 0
-
-
-class Watcher(Protocol):
-    """Hears of losses, under the store's lock and in whichever thread learnt of them: it takes a note and returns."""
-
-    def lost(self, page: bytes) -> None:
-        """`page` has lost an object. Others may still cover for it."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

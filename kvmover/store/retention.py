@@ -47,7 +47,7 @@ class Retention:
         self._spare: float = _DELETIONS
         self._asked_s = machine.now()
 
-    def used(self, pages: Collection[bytes]) -> None:
+    def note_use(self, pages: Collection[bytes]) -> None:
         """Pages were read, in this order: under the lock."""
         self.catalog.index.use(list(pages), self.catalog.machine.now())
         self._read.update(pages)

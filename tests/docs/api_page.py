@@ -32,6 +32,7 @@ PACKAGES = (
     "kvmover.cache.ledger",
     "kvmover.cache.tiers",
     "kvmover.cache.replay",
+    "kvmover.advise",
     "kvmover.config",
 )
 

@@ -17,8 +17,8 @@ from store_rank import GQA, MLA, PAGE, SPACE, Rank, pages_of
 from kvmover.layout import Component
 from kvmover.store import PagePart, PageStore, Policy
 from kvmover.store.files import PlainFiles
-from kvmover.store.part_view import PartView
 from kvmover.store.segment import Segment
+from kvmover.store.segment_objects import SegmentObjects
 
 PAGES = 24
 POLICY = Policy(segment_bytes=96 << 10)
@@ -98,14 +98,14 @@ def run(root: Path, seed: int, promise: int) -> None:
 def headers_first() -> None:
     """An order of writes that a crash finds out: objects are announced, and then written."""
 
-    def write(self, todo, results) -> None:
-        with self._store.catalog.lend({draft.place.segment for draft in todo}) as files:
+    def write(self, batch, todo) -> None:
+        with self.catalog.lend({draft.place.segment for draft in todo}) as files:
             tables: list[list[bytes]] = []
-            runs = self._runs(todo, files, tables)
-            self._announce(todo, tables[0], [""] * len(todo), results)
-            self._store.files.write(runs)
+            runs = self._runs(batch, todo, files, tables)
+            self._announce(batch, todo, tables[0], [""] * len(todo))
+            self.files.write(runs)
 
-    PartView._write = write
+    SegmentObjects._write = write
 
 
 def promises_early() -> None:

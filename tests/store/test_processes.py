@@ -13,6 +13,7 @@ import race_peer
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.store import Got, PagePart, PageStore
+from tests.store.segments import segments_of
 
 TOP = Path(__file__).parent.parent.parent
 #: An answer that a race may give to a read. A page that was deleted under it is never called poisoned.
@@ -66,4 +67,4 @@ def test_writers_readers_and_cleaners_race_without_a_wrong_byte(tmp_path: Path) 
         assert not store.verify().bad
         store.evict(1 << 40)
         store.collect()
-        assert not list(store.folder.glob("*.data")), "space that nobody holds is not given back"
+        assert not list(segments_of(store).folder.glob("*.data")), "space that nobody holds is not given back"

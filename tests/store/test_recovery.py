@@ -17,6 +17,7 @@ from kvmover.errors import StoreError
 from kvmover.store import Got, Machine, PagePart, PageStore, Policy
 from kvmover.store.record import PREAMBLE_BYTES, Kind, Preamble, decode_all
 from kvmover.store.segment import DATA, HEAD
+from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 NEXT_BOOT = Machine(bytes(16))
@@ -268,7 +269,7 @@ def test_deletions_are_heard_and_if_not_heard_they_are_read(tmp_path: Path) -> N
         rank, other = Rank(one, WHOLE), Rank(two, WHOLE)
         rank.put(pages)
         assert other.exists(pages) == [True] * 3
-        two.catalog._deletions.append = lambda gone: None  # a file system that lost the news
+        segments_of(two).catalog._deletions.append = lambda gone: None  # a file system that lost the news
         two.evict(WHOLE.nbytes)
         assert rank.exists(pages) == [True] * 3, "without news there is nothing to go by"
         assert [r.outcome for r in rank.get(pages)] == [Got.EVICTED, Got.READ, Got.READ]
@@ -286,5 +287,5 @@ def test_damaged_news_send_the_reader_to_the_headers(tmp_path: Path, spoil: Call
         two.evict(WHOLE.nbytes)
         assert rank.exists(pages) == [False, True, True]
         two.evict(WHOLE.nbytes)
-        spoil(one.folder / "deleted.news")
+        spoil(segments_of(one).folder / "deleted.news")
         assert rank.exists(pages) == [False, False, True]

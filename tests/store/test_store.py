@@ -18,6 +18,7 @@ from kvmover.errors import DescriptorError, StoreError
 from kvmover.layout import Component, Fleet
 from kvmover.store import Got, Machine, Namespace, PagePart, PageStore, Policy, Put, this_machine
 from kvmover.store.files import Access, PlainFiles
+from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 
@@ -29,7 +30,7 @@ def store(tmp_path: Path) -> Iterator[PageStore]:
 
 
 def data_files(store: PageStore) -> list[Path]:
-    return sorted(store.folder.glob("*.data"))
+    return sorted(segments_of(store).folder.glob("*.data"))
 
 
 def damage(store: PageStore, at: int, junk: bytes = b"\x00\xff" * 8) -> None:
@@ -351,9 +352,9 @@ def test_no_key_and_no_namespace_becomes_a_path_outside_the_root(tmp_path: Path)
     nasty = Namespace("../../../tmp/x", "..", PAGE, salt="/etc")
     with PageStore.open(root, nasty) as store:
         Rank(store, WHOLE, namespace=nasty).put([b"../../../../".ljust(32, b"/")])
-        assert store.folder.parent == root
+        assert segments_of(store).folder.parent == root
     assert [path.name for path in tmp_path.iterdir()] == ["root"]
-    assert "/etc" not in (store.folder / "namespace.json").read_text()
+    assert "/etc" not in (segments_of(store).folder / "namespace.json").read_text()
 
 
 def test_a_process_without_descriptors_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +367,7 @@ def test_a_process_without_descriptors_deletes_nothing(tmp_path: Path, monkeypat
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         with monkeypatch.context() as patched:
-            patched.setattr(other.files, "open", refuse)
+            patched.setattr(segments_of(other).files, "open", refuse)
             answers = reader.get(pages)
             assert [(r.outcome, r.reason) for r in answers] == [(Got.FAILED, "Too many open files")] * 3
             assert {r.reason for r in reader.put(pages_of(2, "new"))} == {"Too many open files"}
@@ -408,9 +409,9 @@ def test_a_file_system_that_frees_whole_files_only_keeps_to_the_quota(
             pages = pages_of(3, str(turn))
             assert all(r.ok for r in rank.put(pages))
             assert all(r.ok for r in rank.get(pages))
-        assert not store.catalog.punches
+        assert not segments_of(store).catalog.punches
         assert sum(path.stat().st_size for path in data_files(store)) <= 8 * WHOLE.nbytes
-        assert len(store.catalog.index) >= 3, "everything was evicted"
+        assert len(segments_of(store).catalog.index) >= 3, "everything was evicted"
 
 
 def test_the_store_needs_neither_torch_nor_nixl() -> None:
@@ -493,8 +494,8 @@ def test_a_batch_of_many_groups_is_read_and_written_ahead(
     with PageStore.open(tmp_path, SPACE, Policy(segment_bytes=5 * WHOLE.nbytes), files) as store:
         rank, pages = Rank(store, WHOLE), pages_of(13)
         assert [r.outcome for r in rank.put(pages)] == [Put.WRITTEN] * 13
-        entries = [store.catalog.index.get(page) or pytest.fail("a page is gone") for page in pages]
-        store.catalog.delete(list(entries[7].objects))
+        entries = [segments_of(store).catalog.index.get(page) or pytest.fail("a page is gone") for page in pages]
+        segments_of(store).catalog.delete(list(entries[7].objects))
         store.flush()
         damage(store, entries[3].objects[0].offset + 5)
         expected = [Got.READ] * 13
@@ -522,7 +523,7 @@ def test_a_directory_that_is_removed_under_a_store_is_survived(tmp_path: Path) -
     with PageStore.open(tmp_path, SPACE) as store:
         rank, pages = Rank(store, WHOLE), pages_of(2)
         rank.put(pages)
-        shutil.rmtree(store.folder)
+        shutil.rmtree(segments_of(store).folder)
         for _ in range(2):
             assert rank.exists(pages) == [False, False]
             assert [r.outcome for r in rank.get(pages)] == [Got.ABSENT] * 2

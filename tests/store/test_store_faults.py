@@ -19,6 +19,7 @@ from kvmover.store import Got, Machine, PagePart, PageStore, Policy, Put
 from kvmover.store.files import Access, PlainFiles
 from kvmover.store.nixl_files import files_for
 from kvmover.store.segment import DATA, HEAD
+from tests.store.segments import segments_of
 
 WHOLE = PagePart.whole(GQA, PAGE)
 OTHER_HOST = Machine(b"the other host..")
@@ -75,7 +76,7 @@ def test_nothing_raises_and_every_page_has_its_answer(
                 rank.put(pages)
                 writer.flush()
                 writer.evict(WHOLE.nbytes)
-                (store.folder / f"{turn}").touch()  # the directory is looked at again
+                (segments_of(store).folder / f"{turn}").touch()  # the directory is looked at again
                 with failing(monkeypatch, name, code, skip=turn):
                     assert len(reader.exists(pages)) == 4
                     assert len(reader.get(pages)) == 4
@@ -110,7 +111,7 @@ def test_what_another_machine_evicts_is_no_poison(tmp_path: Path, monkeypatch: p
     with PageStore.open(tmp_path, SPACE) as store:
         rank = Rank(store, WHOLE)
         rank.put(pages)
-        with next(store.folder.glob(f"*{DATA}")).open("r+b") as data:
+        with next(segments_of(store).folder.glob(f"*{DATA}")).open("r+b") as data:
             data.seek(WHOLE.nbytes)
             data.write(bytes(WHOLE.nbytes))
         assert [r.outcome for r in rank.get(pages)] == [Got.READ, Got.EVICTED, Got.READ]
@@ -254,7 +255,7 @@ def test_a_flush_covers_what_a_put_found_present(tmp_path: Path, monkeypatch: py
         Rank(store, WHOLE).put(pages)
         assert [r.outcome for r in Rank(other, WHOLE).put(pages)] == [Put.PRESENT] * 3
         other.flush()
-        (segment,) = store.catalog.segments.values()
+        (segment,) = segments_of(store).catalog.segments.values()
         assert synced == [str(segment.data), str(segment.head)]
         other.flush()
         assert len(synced) == 2
@@ -342,7 +343,7 @@ def test_sealed_segments_hold_no_descriptor(tmp_path: Path) -> None:
             rank.put(pages)
             store.flush()
         with PageStore.open(tmp_path, SPACE) as store:
-            assert len(store.catalog.segments) == 40
+            assert len(segments_of(store).catalog.segments) == 40
             assert more() <= 4
             assert all(r.ok for r in Rank(store, WHOLE, 40).get(pages))
         assert more() == 0
@@ -364,7 +365,7 @@ def test_one_hot_page_a_segment_does_not_cost_the_whole_cache(tmp_path: Path, mo
         assert store.evict(2 * WHOLE.nbytes) >= 2 * WHOLE.nbytes
         assert before - store.stat().pages <= 20
         assert [r.ok for r in rank.get(hot)] == [True] * len(hot)
-        assert sum(path.stat().st_size for path in store.folder.glob(f"*{DATA}")) <= 198 * WHOLE.nbytes
+        assert sum(path.stat().st_size for path in segments_of(store).folder.glob(f"*{DATA}")) <= 198 * WHOLE.nbytes
 
 
 def test_a_page_of_the_future_does_not_outlive_the_others(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from store_rank import PAGE, SPACE, Rank, pages_of
 from kvmover.errors import LayoutError
 from kvmover.layout import Component, CpOrder, Fleet, Span, Stripe
 from kvmover.store import Got, PageBox, PagePart, PageStore, Put, elected, replicas
-from kvmover.store.fetch import cell_runs, cover
+from kvmover.store.cover import cell_runs, cover
+from tests.store.segments import segments_of
 
 COMPONENTS = (
     Component.attention(5, 8, 8, "bfloat16"),
@@ -75,7 +76,7 @@ def test_a_rank_that_holds_every_other_token_is_not_served_a_damaged_page(tmp_pa
         root.mkdir()
         with PageStore.open(root, SPACE) as store:
             Rank(store, whole, 3).put(pages)
-            flip(next(store.folder.glob("*.data")), whole.nbytes)
+            flip(next(segments_of(store).folder.glob("*.data")), whole.nbytes)
             reader = Fleet(cp=2, page_tokens=PAGE, cp_order=CpOrder.TOKEN)
             part = PagePart.of(component, reader.shard(component, rank, REQUEST), PAGE)
             assert part is not None

@@ -83,8 +83,8 @@ class Server:
         self._ideal = new_ideal()
         self._served = 0
 
-    def serve(self, request: ReplayRequest) -> None:
-        """Match, fetch and load what slower tiers have, make room, compute, insert."""
+    def serve(self, request: ReplayRequest) -> Credit:
+        """Match, fetch and load what slower tiers have, make room, compute, insert. Which tier gave how much."""
         number, self._served = self._served, self._served + 1
         page_tokens, now_s, length = self.config.page_tokens, request.arrived_s, request.input_length
         needed = -(-length // page_tokens)
@@ -117,6 +117,7 @@ class Server:
         self.ledger.finished(number, now_s)
         for node in inserted.backups:
             self._back_up(node, prompt)
+        return credit
 
     def _has_last_page(self, prompt: ReplayPrompt) -> bool:
         """Whether a page is computed although it is on the device, for the logits of its last token: this copy of it

@@ -25,7 +25,7 @@ _ENGINE_KEYS = frozenset({"backend_name", "module_path", "class_name", "interfac
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Objects(StrEnum):
+class ObjectKind(StrEnum):
     """SHARED: pages in kvmover's order, which ranks of any TP, PP and host layout read. NATIVE: as they lie in the
     host pool, so without a copy, for ranks of the same shape and layout only."""
 
@@ -40,7 +40,7 @@ class StoreOptions(ContentOptions, frozen=True, forbid_unknown_fields=True):
     `kv_dtype`: of the whole model, where the engine is not to be asked.
     """
 
-    objects: Objects = Objects.SHARED
+    objects: ObjectKind = ObjectKind.SHARED
     kv_heads: _Positive | None = None
     layers: _Positive | None = None
     kv_dtype: str = ""

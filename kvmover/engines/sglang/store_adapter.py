@@ -24,7 +24,7 @@ from kvmover.engines.common import (
     page_ids,
 )
 from kvmover.engines.sglang import hostpool
-from kvmover.engines.sglang.options import ModelFacts, Objects, StoreOptions
+from kvmover.engines.sglang.options import ModelFacts, ObjectKind, StoreOptions
 from kvmover.engines.sglang.page_parts import MAIN, TpPlacement, native_part, part_of_rows
 from kvmover.layout import Component, Pool
 from kvmover.store import Namespace, PagePart, PageStore, PartView
@@ -69,7 +69,7 @@ class StoreAdapter:
         hostpool.refuse(pool, name)
         if not pool.size_per_token:
             return EmptyBackend()
-        tensor = hostpool.tensor_of(pool) if self.options.objects is Objects.SHARED else None
+        tensor = hostpool.tensor_of(pool) if self.options.objects is ObjectKind.SHARED else None
         made = self._native(pool, name) if tensor is None else self._shared(pool, name, tensor)
         log.info("host pool %s in %s: %s, %d bytes a page", name, pool.layout, type(made).__name__, made.page_bytes)
         return made

@@ -212,5 +212,4 @@ class ChunkStore:
         """What the engine used goes last."""
         pages = {page_of(key) for _ in range(len(self._touched)) for key in self._touched.popleft()}
         if pages:
-            with self.store.lock:
-                self.store.used(pages)
+            self.store.objects.used(list(pages))

@@ -26,6 +26,7 @@ from kvmover.cache.tiers import (
 )
 from kvmover.cache.tiers.restore_machine import Restoring
 from kvmover.layout import Fleet
+from tests.store.segments import segments_of
 
 PROMPT = list(range(33))
 OTHERS = list(range(100, 133))
@@ -90,8 +91,10 @@ def storage_of(rank: Rank) -> Storage:
 
 def damage(rank: Rank, page: int) -> None:
     """One bit of a stored page."""
-    each = rank.store.catalog.index.get(rank.hashes(PROMPT)[page]).objects[0]
-    path = rank.store.folder / f"{each.segment}.data"
+    found = segments_of(rank.store).catalog.index.get(rank.hashes(PROMPT)[page])
+    assert found is not None
+    each = found.objects[0]
+    path = segments_of(rank.store).folder / f"{each.segment}.data"
     with path.open("r+b") as file:
         byte = os.pread(file.fileno(), 1, each.offset)
         os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), each.offset)

@@ -13,6 +13,7 @@ from kvmover.cache.tiers.restore_driver import Restores
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
 from kvmover.store import Got, GotResult
+from tests.store.segments import segments_of
 
 PROMPT = list(range(33))
 
@@ -125,8 +126,11 @@ def test_ranks_that_do_different_things_are_found_out():
 
 def lose_page(rank, page_hash):
     """One object of a page is found to be bad, and deleted."""
-    with rank.store.lock:
-        rank.store.poison(rank.store.catalog.index.get(page_hash).objects[0])
+    segments = segments_of(rank.store)
+    with segments.lock:
+        found = segments.catalog.index.get(page_hash)
+        assert found is not None
+        segments.poison(found.objects[0])
 
 
 def test_a_page_that_one_rank_lacks_is_lost_to_all_and_the_ledger_says_so(tmp_path):

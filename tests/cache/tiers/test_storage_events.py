@@ -8,6 +8,7 @@ from rig import HYBRID, PLAIN, Rank
 from kvmover.cache.prefix.events import BlockRemoved, BlockStored
 from kvmover.cache.prefix.hashes import as_int64s
 from kvmover.store import PageStore
+from tests.store.segments import segments_of
 
 PROMPT = list(range(33))
 
@@ -40,10 +41,10 @@ def test_a_page_that_another_process_deleted_is_taken_back_when_this_one_learns_
     rank, events = heard
     with PageStore.open(tmp_path, rank.space) as other:
         page = rank.hashes(PROMPT)[3]
-        with other.lock:
-            entry = other.catalog.index.get(page)
+        with segments_of(other).lock:
+            entry = segments_of(other).catalog.index.get(page)
             assert entry is not None
-            other.catalog.delete(list(entry.objects))
+            segments_of(other).catalog.delete(list(entry.objects))
     rank.forget()
     rank.serve(PROMPT)  # looks into storage
     rank.controller.poll()

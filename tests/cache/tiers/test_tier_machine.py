@@ -15,6 +15,7 @@ from rig import EAGER, HYBRID, Rank
 from kvmover.cache.prefix import FULL, Tier, WriteBack, WriteThrough
 from kvmover.cache.tiers import ControllerConfig, Inclusion, RestorePhase, Store
 from kvmover.cache.tiers.policy import TierPolicy, Wait
+from tests.store.segments import segments_of
 
 MORE = int(os.environ.get("KVMOVER_HISTORIES", "1"))
 TEXTS = [[0] * 33, [0] * 12 + [1] * 21, [0] * 12 + [1] * 8 + [0] * 13, [1] * 33]
@@ -92,10 +93,10 @@ class Machine(RuleBasedStateMachine):
         """A page goes bad in storage."""
         store = self.mine.store
         for page_hash in self.mine.hashes(prompt)[-1:] if store else ():
-            with store.lock:
-                entry = store.catalog.index.get(page_hash)
+            with segments_of(store).lock:
+                entry = segments_of(store).catalog.index.get(page_hash)
                 if entry:
-                    store.poison(entry.objects[0])
+                    segments_of(store).poison(entry.objects[0])
 
     @rule()
     def clear(self) -> None:

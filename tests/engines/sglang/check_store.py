@@ -12,6 +12,8 @@ import pytest
 import torch
 from bench import PAGE, Rank, Shape, content, keys_of, load, logical, ranks, save, storage
 
+from tests.store.segments import segments_of
+
 hicache: Any = import_module("sglang.srt.mem_cache.hicache_storage")
 TOKENS = list(range(100, 100 + 5 * PAGE))
 POISON = 0xA5
@@ -187,8 +189,8 @@ def read_without_third(rank: Rank, options: dict[str, Any]) -> list[torch.Tensor
     def damaged(keys: list[str], indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         if rank.tp == 1:
             store = backend._adapter.store
-            page = store.catalog.index.get(bytes.fromhex(keys[2]))
-            store.catalog.delete([each for each in page.objects if each.part.box.heads.start == 2])
+            page = segments_of(store).catalog.index.get(bytes.fromhex(keys[2]))
+            segments_of(store).catalog.delete([each for each in page.objects if each.part.box.heads.start == 2])
         answers = get(keys, indices, extra_info)
         assert answers == [True, True, rank.tp == 0, True, True]
         return answers

@@ -15,7 +15,7 @@ from kvmover.engines.common import EngineUnsupported, ParallelRank
 from kvmover.engines.sglang import SGLANG
 from kvmover.engines.sglang.options import (
     ModelFacts,
-    Objects,
+    ObjectKind,
     PoolSize,
     StorageFlags,
     StoreOptions,
@@ -61,7 +61,7 @@ def test_the_engines_own_keys_are_not_options() -> None:
     mine = {"root": "/kv", "quota_bytes": 1 << 40, "objects": "native"}
     plug = {"backend_name": "kvmover", "module_path": "m", "class_name": "c", "interface_v1": 1, "allocator": "shm"}
     options, settings = parse(mine | plug)
-    assert options == StoreOptions(objects=Objects.NATIVE)
+    assert options == StoreOptions(objects=ObjectKind.NATIVE)
     assert (settings.store.root, settings.store.quota_bytes) == (Path("/kv"), 1 << 40)
 
 

@@ -28,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvmover.config import ConfigError
 from kvmover.errors import StoreError
+from tests.store.segments import segments_of
 
 CHUNKS, BLOCK_BYTES = 16, 12_000  # a row is padded to 12,288
 POISON = 0x6B
@@ -262,7 +263,7 @@ def test_a_slow_store_does_not_pin_the_host(offload: Callable[..., Offload]) -> 
     context = ReqContext("fast")
     engine.manager.on_new_request(context)
     keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(10)]
-    with tier._chunks.store.writing:  # a disk that takes its time
+    with segments_of(tier._chunks.store).writing:  # a disk that takes its time
         for key in keys:
             placed = engine.manager.prepare_store([key], context)
             engine.memory[placed.store_spec.chunk_ids[0], :BLOCK_BYTES] = key[0] + 1

@@ -13,6 +13,7 @@ from kvmover.config.settings import StoreSettings
 from kvmover.engines.vllm.chunk_store import DROPPED, ChunkJob, ChunkStore, ChunkVerb, EndedJob
 from kvmover.store import Got, Namespace, Put
 from kvmover.transport import Memory, MemoryKind
+from tests.store.segments import segments_of
 
 ROWS, ROW_BYTES = 8, 12_288
 SPACE = Namespace("model", "", 16)
@@ -104,7 +105,7 @@ def test_bytes_of_another_meaning_are_not_found(host: Callable[..., Host]) -> No
 def test_a_quarter_of_the_rows_may_wait_and_the_rest_is_dropped(host: Callable[..., Host]) -> None:
     mine = host()
     mine.fill(*range(ROWS))
-    with mine.chunks.store.writing:
+    with segments_of(mine.chunks.store).writing:
         for row in range(4):
             mine.chunks.submit_store(ChunkJob(row, KEYS[row : row + 1], (row,)))
         assert [(job.job.number, job.done) for job in mine.chunks.ended()] == [(2, (False,)), (3, (False,))]

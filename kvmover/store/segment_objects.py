@@ -1,0 +1,342 @@
+"""SegmentObjects keeps objects in segments: files of a directory, on a local disk or on one that machines share.
+
+It is the first engine under a store, and the definition of what others must do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvmover.errors import StoreError
+from kvmover.store.catalog import GIVEN_BACK, MISSING
+from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch
+from kvmover.store.files import FileRun, Files, OpenFile, reason_of
+from kvmover.store.index import Page, StoredObject, padded
+from kvmover.store.machine import Machine
+from kvmover.store.objects import ObjectDraft, Objects, Verdict, Watcher
+from kvmover.store.part import PagePart, PartKey
+from kvmover.store.policy import Policy
+from kvmover.store.record import table
+from kvmover.store.results import Collected, Recovered, Stat, Verified
+from kvmover.store.retention import Retention
+from kvmover.store.verify import suspects
+from kvmover.store.writer import FileOffset, Header
+from kvmover.transport import Memory
+
+#: What a disk says that is full, or a user who may have no more of it.
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+
+
+class _Draft(msgspec.Struct, frozen=True, gc=False):
+    """Draft number `item` of a batch, to be written."""
+
+    item: int
+    page: bytes
+    address: int
+    place: FileOffset
+
+
+class _Batch(msgspec.Struct, frozen=True, gc=False):
+    """Objects of one part that are put together; `reasons` has "" or why not, once it is known, by number."""
+
+    part: PagePart
+    key: PartKey
+    drafts: Sequence[ObjectDraft]
+    reasons: dict[int, str]
+
+    @property
+    def size(self) -> int:
+        return self.part.nbytes
+
+
+class SegmentObjects(Retention, Objects[StoredObject]):
+    """Objects of one namespace as ranges of files, which any number of processes share."""
+
+    def __init__(self, folder: Path, namespace: bytes, policy: Policy, files: Files, machine: Machine) -> None:
+        """The caller gives up `files`. Raises OSError."""
+        super().__init__(folder, namespace, policy, files, machine)
+        self.catalog.read_heads()
+        self.catalog.recover()
+        self.catalog.index.sort()
+        stat = self.stat()
+        self.recovered = Recovered(stat.segments, stat.objects, dict(self.catalog.dropped))
+
+    @property
+    def name(self) -> str:
+        return self.files.name
+
+    def register(self, memory: Memory) -> None:
+        self.files.register(memory)
+
+    def deregister(self, memory: Memory) -> None:
+        self.files.deregister(memory)
+
+    def memory_at(self, address: int, nbytes: int) -> memoryview:
+        return self.files.view(address, nbytes)
+
+    def parts_of(self, pages: Sequence[bytes]) -> list[tuple[PartKey, ...]]:
+        with self.lock:
+            self._refresh()
+            there, stale = self.catalog.index.parts_of(pages), self.stale(pages)
+        if not stale:
+            return there
+        return [() if page in stale else parts for page, parts in zip(pages, there, strict=True)]
+
+    def find(self, pages: Sequence[bytes]) -> Sequence[Page | None]:
+        with self.lock:
+            self._refresh()
+            entries, stale = self.catalog.index.get_many(pages), self.stale(pages)
+        if not stale:
+            return entries
+        return [None if page in stale else entry for page, entry in zip(pages, entries, strict=True)]
+
+    def _refresh(self) -> None:
+        self.catalog.refresh()
+        self.expire()
+
+    # Writing
+
+    def put(self, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft], keep: Collection[bytes]) -> list[str]:
+        batch = _Batch(part, key, drafts, {})
+        with self.writing:
+            self._store(batch, range(len(drafts)), keep)
+            full = [item for item, reason in batch.reasons.items() if reason in _FULL]
+            if full and self.give_way(len(full) * padded(batch.size), keep):
+                self._store(batch, full, keep)
+        return [batch.reasons[item] for item in range(len(drafts))]
+
+    def owe(self, objects: Sequence[StoredObject]) -> None:
+        with self.lock:
+            self.writer.owe(each for each in objects if each.segment in self.catalog.segments)
+
+    def _store(self, batch: _Batch, items: Sequence[int], keep: Collection[bytes]) -> None:
+        """Write objects number `items` of a batch, and say of each how that ended."""
+        places = self._reserve(batch, items, keep)
+        if places:
+            drafts = [
+                _Draft(item, batch.drafts[item].page, batch.drafts[item].address, place)
+                for item, place in zip(items, places, strict=True)
+            ]
+            self._write(batch, drafts)
+
+    def _reserve(self, batch: _Batch, items: Sequence[int], keep: Collection[bytes]) -> list[FileOffset]:
+        """Places for the objects to write, or none and the reason."""
+        size, reason = batch.size, ""
+        if not self.make_room(len(items) * padded(size), keep):
+            reason = f"{len(items)} pages of {size} bytes are more than the quota of {self.policy.quota_bytes}"
+        try:
+            if not reason:
+                with self.lock:
+                    return self.writer.reserve([size] * len(items))
+        except OSError as error:
+            reason = reason_of(error)
+        batch.reasons.update((item, reason) for item in items)
+        return []
+
+    def _write(self, batch: _Batch, todo: Sequence[_Draft]) -> None:
+        """Payloads, and after each group of them the headers that make objects of it."""
+        count = max(1, self.files.group_bytes // batch.size)
+        groups = [todo[first : first + count] for first in range(0, len(todo), count)]
+        tables: list[list[bytes]] = []
+        done = 0
+        try:
+            with self.catalog.lend({draft.place.segment for draft in todo}) as files:
+                runs = (self._runs(batch, group, files, tables) for group in groups)
+                moved = self.files.write_ahead(runs) if len(groups) > 1 else (self.files.write(r) for r in runs)
+                for group, reasons in zip(groups, moved, strict=True):
+                    answers = iter(reasons)
+                    whole = [next(answers) if draft.place.segment in files else MISSING for draft in group]
+                    self._announce(batch, group, tables[done], whole)
+                    done += 1
+        except OSError as error:
+            for group in groups[done:]:
+                self._announce(batch, group, [b""] * len(group), [reason_of(error)] * len(group))
+
+    def _runs(
+        self, batch: _Batch, group: Sequence[_Draft], files: dict[str, OpenFile], tables: list[list[bytes]]
+    ) -> list[FileRun]:
+        """What is written of a group, whose digests are taken now: while the group before is on its way."""
+        size, view, cells = batch.size, self.files.view, batch.part.box.cells
+        tables.append([table(view(draft.address, size), cells) for draft in group])
+        return [
+            FileRun(files[draft.place.segment], draft.place.offset, draft.address, size)
+            for draft in group
+            if draft.place.segment in files
+        ]
+
+    def _announce(
+        self, batch: _Batch, group: Sequence[_Draft], tables: Sequence[bytes], reasons: Sequence[str]
+    ) -> None:
+        """Headers for the payloads that were written; the space of the others goes back."""
+        size = batch.size
+        written = [
+            (draft, Header(draft.page, batch.key, draft.place, size, digests))
+            for draft, digests, reason in zip(group, tables, reasons, strict=True)
+            if not reason
+        ]
+        failed = {draft.item: (draft, reason) for draft, reason in zip(group, reasons, strict=True) if reason}
+        with self.lock:
+            stamp = self.catalog.machine.now()
+            self.writer.ended(draft.place for draft in group)
+            answers = self.writer.announce([header for _, header in written], stamp)
+            fresh: list[StoredObject] = []
+            for (draft, _), answer in zip(written, answers, strict=True):
+                if isinstance(answer, str):
+                    failed[draft.item] = (draft, answer)
+                    continue
+                fresh.append(answer)
+                batch.reasons[draft.item] = ""
+            self.catalog.index.add(fresh)
+            self.catalog.index.use([each.page for each in fresh], stamp)
+            for item, (draft, reason) in failed.items():
+                batch.reasons[item] = reason
+                self.catalog.free(draft.place.segment, draft.place.offset, padded(size))
+
+    # Reading
+
+    def read(self, part: PagePart, reads: Sequence[SegmentRead]) -> list[SegmentFailure]:
+        return fetch(self.catalog, part, reads)
+
+    def judge(self, each: StoredObject) -> tuple[Verdict, str]:
+        try:
+            verdict, reason = self.catalog.look_again(each)
+        except OSError as error:
+            return Verdict.UNKNOWN, reason_of(error)
+        with self.lock:
+            if verdict is Verdict.GONE:
+                self.catalog.index.remove([each])
+            elif verdict is Verdict.BAD and not self.poison(each, reason):
+                return Verdict.SPARED, reason
+        return (Verdict.GONE if reason in GIVEN_BACK else verdict), reason
+
+    def used(self, pages: Sequence[bytes]) -> None:
+        with self.lock:
+            self.note_use(pages)
+
+    # Upkeep
+
+    def watch(self, watcher: Watcher) -> None:
+        with self.lock:
+            self.catalog.index.watch(watcher)
+
+    def evict(self, nbytes: int) -> int:
+        """Evict the least recently read pages, whole, until `nbytes` bytes are free; the bytes freed."""
+        with self.writing:
+            with self.lock:
+                self.catalog.refresh()
+                goal = max(0, self.catalog.held_bytes - nbytes)
+            return self.evict_to(goal)
+
+    def collect(self) -> Collected:
+        """Upkeep: write down what was read, take over dead writers, delete what is too old or too much.
+
+        Raises nothing for what the system refuses: it is done another time.
+        """
+        with self.tidying:
+            index, counters = self.catalog.index, self.counters
+            held, evicted = index.held_bytes, counters.evicted_pages
+            self.write_stamps()
+            adopted, expired = self.catalog.recover(), 0
+            while step := self._expire_some():
+                expired += step
+            with self.writing:
+                self.make_room(0)
+            with self.lock:
+                self.catalog.shorten_deletions()
+                freed = max(0, held - index.held_bytes)
+            return Collected(expired, counters.evicted_pages - evicted, freed, adopted)
+
+    def _expire_some(self) -> int:
+        with self.lock:
+            return self.expire()
+
+    def flush(self) -> None:
+        """Make all pages safe from a power cut that were written here, or were there already when they were put.
+
+        What was written here is then visible to other machines; what others wrote, once they flush. Raises StoreError:
+        pages that the disk did not take are deleted, and the next put writes them again.
+        """
+        with self.tidying:
+            self.write_stamps()
+            try:
+                self.writer.sync()
+            except OSError as error:
+                raise StoreError(f"cannot flush {self.folder}: {error.strerror}") from error
+
+    def clear(self) -> int:
+        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
+        with self.writing, self.lock:
+            self.catalog.refresh()
+            pages = len(self.catalog.index)
+            self.writer.abandon()
+            try:
+                for segment in list(self.catalog.segments.values()):
+                    segment.unlink()
+                    self.catalog.forget(segment.name)
+            except OSError as error:
+                raise StoreError(f"cannot clear {self.folder}: {error.strerror}") from error
+            return pages
+
+    def stat(self) -> Stat:
+        """What the namespace holds now, objects of other processes included."""
+        with self.lock:
+            self.catalog.refresh()
+            index = self.catalog.index
+            oldest_s, newest_s = index.span_s
+            return Stat(
+                pages=len(index),
+                objects=index.holdings.objects,
+                segments=len(self.catalog.segments),
+                payload_bytes=index.holdings.payload_bytes,
+                held_bytes=self.catalog.held_bytes,
+                head_bytes=sum(segment.parsed for segment in self.catalog.segments.values()),
+                oldest_use_s=oldest_s,
+                newest_use_s=newest_s,
+            )
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
+        """Read every object whole and delete those that are bad. `progress` gets the bytes of each.
+
+        Raises OSError where a file is there and cannot be opened: nothing is deleted for that.
+        """
+        with self.lock:
+            self.catalog.refresh()
+            names = list(self.catalog.segments)
+        count, nbytes, bad = 0, 0, Counter[str]()
+        for name in names:
+            with self.lock:
+                objects = self.catalog.index.objects(name)
+            for each, is_suspect in suspects(self.catalog, name, objects):
+                if is_suspect and (reason := self._condemned(each)):
+                    bad[reason] += 1
+                count += 1
+                nbytes += each.nbytes
+                if progress:
+                    progress(each.nbytes)
+        return Verified(count, nbytes, dict(bad))
+
+    def _condemned(self, each: StoredObject) -> str:
+        """Look at an object again, and delete it where it is bad: the reason, or ""."""
+        verdict, reason = self.catalog.look_again(each)
+        if verdict is not Verdict.BAD:
+            return ""
+        self.counters.poisoned[reason] += 1
+        with self.lock:
+            self.catalog.delete([each])
+        return reason
+
+    def close(self) -> None:
+        """Flush, and give everything back. Safe to call twice."""
+        with self.tidying, self.writing:
+            if self.catalog.segments:
+                self.write_stamps()
+            self.writer.close()
+            with self.lock:
+                self.catalog.close()
+            self.files.close()
