@@ -123,7 +123,9 @@ def test_a_head_that_came_through_after_all_is_a_commit() -> None:
     rank = Rank(store, WHOLE)
     rank.put(MINE)
     heads = iter([True])
-    client.fails = lambda _call, name: "after" if name == "put" and len(names(service, ".data")) and next(heads, 0) else ""
+    client.fails = lambda _call, name: (
+        "after" if name == "put" and len(names(service, ".data")) and next(heads, 0) else ""
+    )
     with pytest.raises(StoreError):
         store.flush()
     store.flush()

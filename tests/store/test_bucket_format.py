@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvmover.layout import Span, Stripe
 from kvmover.store.bucket.catalog import KeptSegment
-from kvmover.store.bucket.choice import ALONE_S, Candidate, Listing, left_overs, victim
+from kvmover.store.bucket.choice import ALONE_S, EvictionCandidate, Listing, left_overs, victim
 from kvmover.store.bucket.compaction import LOOSE, compaction, decode_catalog, encode_catalog, segments_within
 from kvmover.store.bucket.sealed import (
     USES,
@@ -45,7 +45,7 @@ def filled(name: str, count: int, seed: int = 0) -> FillingSegment:
     """A segment of `count` objects of several parts and sizes."""
     chance = random.Random(seed)
     segment = FillingSegment(name, SPACE, 64 * BLOCK * max(count, 1), 0.0)
-    for number in range(count):
+    for _ in range(count):
         key = part(chance.randint(1, 3), chance.randint(1, 3))
         payload = memoryview(chance.randbytes(key.box.cells * chance.choice((8, 1000, 3000))))
         digests = table(payload, key.box.cells)
@@ -106,7 +106,13 @@ def test_names_of_segments_rise_with_their_seconds() -> None:
     names = [segment_name(second, b"\xff\0ab", number) for second in (1, 1_700_000_000, 2**31) for number in (0, 7)]
     assert names == sorted(names)
     assert all(segment_of(name + suffix) == (name, suffix) for name in names for suffix in (".head", ".data", ".dead"))
-    for other in ("namespace.json", "00-0123456789abcdef.catalog", names[0], names[0] + ".tmp", "x" + names[0] + ".head"):
+    for other in (
+        "namespace.json",
+        "00-0123456789abcdef.catalog",
+        names[0],
+        names[0] + ".tmp",
+        "x" + names[0] + ".head",
+    ):
         assert segment_of(other) is None
 
 
@@ -190,7 +196,7 @@ def test_the_victim_has_the_smallest_share_that_is_hot() -> None:
     """Every three segments of few sizes."""
     kinds = [(size, hot) for size in (1, 2, 4) for hot in range(size + 1)]
     for some in itertools.combinations_with_replacement(kinds, 3):
-        candidates = [Candidate(str(number), *kind) for number, kind in enumerate(some)]
+        candidates = [EvictionCandidate(str(number), *kind) for number, kind in enumerate(some)]
         chosen = victim(candidates)
         able = [each for each in candidates if each.hot_bytes < each.data_bytes]
         assert (chosen is None) == (not able)
@@ -204,7 +210,9 @@ def entry(name: str, age_s: float) -> BucketEntry:
 
 
 @pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("present", [p for n in (1, 2, 3) for p in itertools.combinations((".head", ".data", ".dead"), n)])
+@pytest.mark.parametrize(
+    "present", [p for n in (1, 2, 3) for p in itertools.combinations((".head", ".data", ".dead"), n)]
+)
 def test_only_what_is_old_and_lacks_its_other_half_is_left_over(present: tuple[str, ...], old: bool) -> None:
     name = segment_name(5, bytes(4), 0)
     listing = Listing.of(entry(name + suffix, ALONE_S + (1 if old else -1)) for suffix in present)

@@ -7,21 +7,24 @@ import sys
 import time
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import LocalStore, MemoryStore
 
 from kvmover.errors import StoreError
-from kvmover.store.bucket.service import ObjectBucket, PutMode, is_bucket
+from kvmover.store.bucket.service import ObjectBucket, PutMode
+from kvmover.store.location import is_bucket
 
 
-def locations(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> str:
-    return {"s3": lambda: request.getfixturevalue("bucket"), "file": tmp_path.as_uri, "memory": lambda: "memory:///"}[
-        kind
-    ]()
+def opened(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> ObjectBucket:
+    if kind == "s3":
+        return ObjectBucket.open(request.getfixturevalue("bucket"))
+    return ObjectBucket(kind, obstore, LocalStore(tmp_path) if kind == "file" else MemoryStore())
 
 
 @pytest.mark.parametrize("kind", ["s3", "file", "memory"])
 def test_a_bucket_does_what_a_store_needs(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
-    bucket = ObjectBucket.open(locations(request, tmp_path, kind))
+    bucket = opened(request, tmp_path, kind)
     data = bytes(range(256)) * 40
     bucket.put("ns/b.data", memoryview(data), PutMode.OVERWRITE)
     bucket.put("ns/a.head", b"head", PutMode.CREATE)
@@ -89,6 +92,6 @@ def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_no_bucket_is_refused() -> None:
-    assert not is_bucket("/srv/kv")
+    assert not is_bucket("/srv/s3://kv")
     with pytest.raises(StoreError, match="/srv/kv is no object store"):
         ObjectBucket.open("/srv/kv")

@@ -1,7 +1,8 @@
 """A BucketCatalog is what a process knows of a namespace in a bucket, and how it learns more.
 
-A question looks at memory alone. What others wrote is learnt by listings, in a thread of the bucket's and in upkeep: the
-youngest names every few seconds, all of them now and then. What the service does not say is as it was, and is counted.
+A question looks at memory alone. What others wrote is learnt by listings, in a thread of the bucket's and in upkeep:
+the youngest names every few seconds, all of them now and then. What the service does not say is as it was, and is
+counted.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def left_overs(listing: Listing, now_s: float) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class EvictionCandidate:
     """A segment that may go: its size, and what of it is cold, that is would have to go anyway, or dead."""
 
     name: str
@@ -73,11 +73,11 @@ class Candidate:
 CARRIED_SHARE = 1 / 2
 
 
-def victim(candidates: Sequence[Candidate]) -> Candidate | None:
+def victim(candidates: Sequence[EvictionCandidate]) -> EvictionCandidate | None:
     """The segment with the smallest share of hot bytes; None where all of every one is hot.
 
-    >>> victim([Candidate("a", 100, 60), Candidate("b", 50, 10), Candidate("c", 9, 9)])
-    Candidate(name='b', data_bytes=50, hot_bytes=10)
+    >>> victim([EvictionCandidate("a", 100, 60), EvictionCandidate("b", 50, 10), EvictionCandidate("c", 9, 9)])
+    EvictionCandidate(name='b', data_bytes=50, hot_bytes=10)
     """
     able = [each for each in candidates if each.hot_bytes < each.data_bytes]
     return min(able, key=lambda each: (each.hot_bytes / each.data_bytes, each.name), default=None)

@@ -1,4 +1,4 @@
-"""A compacted catalog is one object that says what many heads say, without their digests: what a start reads of a store.
+"""A compacted catalog is one object that says what many heads say, without their digests: what a start reads.
 
 Pure. A million objects are some tens of MB here, and 600 in their heads. Digests are needed by who reads, which fetches
 them by range. A catalog is written once, under a name of its own, and never has to be right: a segment that it lacks is
@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from kvmover.store.bucket.sealed import SealedSegment
 from kvmover.store.namespace import HASH_BYTES
 from kvmover.store.part import PartKey
 from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable, decode_part, encode_part
-from kvmover.store.bucket.sealed import SealedSegment
 
 CATALOG = ".catalog"
 

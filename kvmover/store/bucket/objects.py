@@ -1,4 +1,4 @@
-"""BucketObjects keeps the pages of a namespace in an object store, as sealed segments that any number of machines share.
+"""BucketObjects keeps the pages of a namespace in an object store, as sealed segments that many machines share.
 
 A put is answered once its bytes are in this process's memory and found here; `flush` sends them, and only then do they
 outlive the process and are found by others. Questions look at memory alone.
@@ -56,7 +56,7 @@ class BucketObjects(Objects[StoredObject]):
         self._reader = BucketReader(self.catalog, self._writer, self.memory_at)
         self._upkeep = BucketUpkeep(self.catalog, self._writer, self._reader, policy.stamp_s)
         self.lock, self.writing, self.tidying = self.catalog.lock, RLock(), RLock()
-        self._counters = Counters(lagged=self.catalog.lagged)
+        self.counters = Counters(lagged=self.catalog.lagged)
         self._budget = DeletionBudget(self.catalog.machine.now())
         if not self.catalog.survey():
             bucket.close()
@@ -65,15 +65,11 @@ class BucketObjects(Objects[StoredObject]):
         with self.lock:
             self.catalog.index.sort()
         stat = self.stat()
-        self._recovered = Recovered(stat.segments, stat.objects, dict(self.catalog.dropped))
+        self.recovered = Recovered(stat.segments, stat.objects, dict(self.catalog.dropped))
 
     @property
-    def counters(self) -> Counters:
-        return self._counters
-
-    @property
-    def recovered(self) -> Recovered:
-        return self._recovered
+    def name(self) -> str:
+        return self._bucket.location
 
     def register(self, memory: Memory) -> None:
         self._memory.add(memory)
@@ -121,6 +117,10 @@ class BucketObjects(Objects[StoredObject]):
                 self.catalog.index.use(fresh, self.catalog.machine.now())
             return answers
 
+    def lag(self, error: OSError) -> None:
+        """The service did not say, or do, what nothing depends on."""
+        self.catalog.lag(error)
+
     def owe(self, objects: Sequence[StoredObject]) -> None:
         """What is in the bucket is safe, and what is in memory here goes with the next flush."""
 
@@ -140,14 +140,14 @@ class BucketObjects(Objects[StoredObject]):
                 return Verdict.GONE, reason
             if not self._budget.spend(self.catalog.machine.now()):
                 self.catalog.index.remove([each])
-                self._counters.spared += 1
+                self.counters.spared += 1
                 return Verdict.SPARED, reason
             self._condemn(each, reason)
         return Verdict.BAD, reason
 
     def _condemn(self, each: StoredObject, reason: str) -> None:
         self.catalog.delete([each])
-        self._counters.poisoned[reason] += 1
+        self.counters.poisoned[reason] += 1
 
     def used(self, pages: Sequence[bytes]) -> None:
         now = self.catalog.machine.now()
@@ -187,8 +187,8 @@ class BucketObjects(Objects[StoredObject]):
             if evicted is None:
                 break
             freed += evicted.freed_bytes
-            self._counters.evicted_pages += evicted.pages
-            self._counters.evicted_bytes += evicted.freed_bytes
+            self.counters.evicted_pages += evicted.pages
+            self.counters.evicted_bytes += evicted.freed_bytes
         return freed
 
     def evict(self, nbytes: int) -> int:
@@ -203,13 +203,13 @@ class BucketObjects(Objects[StoredObject]):
         Raises nothing for what the service refuses: it is done another time.
         """
         with self.tidying:
-            evicted, freed = self._counters.evicted_pages, self._counters.evicted_bytes
+            evicted, freed = self.counters.evicted_pages, self.counters.evicted_bytes
             self.catalog.look()
             expired = self._expire()
             with self.writing:
                 self._make_room(0, ())
             self._upkeep.tidy()
-            counters = self._counters
+            counters = self.counters
             return Collected(expired, counters.evicted_pages - evicted, counters.evicted_bytes - freed, 0)
 
     def _expire(self) -> int:
@@ -224,7 +224,7 @@ class BucketObjects(Objects[StoredObject]):
                     break
                 old.append(entry)
             self.catalog.delete([each for entry in old for each in entry.objects])
-        self._counters.expired_pages += len(old)
+        self.counters.expired_pages += len(old)
         return len(old)
 
     def flush(self) -> None:

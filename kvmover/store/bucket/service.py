@@ -1,4 +1,4 @@
-"""An ObjectBucket is one prefix of an object store, by obstore: objects that are written whole, listed, and read in ranges.
+"""An ObjectBucket is one prefix of an object store, by obstore: objects are written whole, listed, and read in ranges.
 
 Whatever the service says becomes an OSError with a reason of few words, so that counters have few names; its own words
 go to the log. Every call ends: obstore's attempts and this module's limits are bounded in number and in time.
@@ -17,16 +17,14 @@ from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from kvmover.errors import StoreError
+from kvmover.store.location import SCHEMES, is_bucket
 
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-
-#: How the locations of object stores begin. obstore knows more; these are what a namespace's folder may follow.
-SCHEMES = ("s3://", "gs://", "az://", "memory://", "file://")
 
 #: One request, its connection, and all attempts at it together.
 _REQUEST_S, _CONNECT_S, _ATTEMPTS_S, _RETRIES = 20, 3, 30, 3
@@ -101,11 +99,6 @@ class ObstoreClient(Protocol):
         ...
 
 
-def is_bucket(location: str) -> bool:
-    """Whether a store's location names an object store, and not a directory."""
-    return location.startswith(SCHEMES)
-
-
 class ObjectBucket:
     """Objects under `location`, such as `s3://bucket/prefix`. Safe for several threads."""
 
@@ -129,15 +122,12 @@ class ObjectBucket:
         except ImportError as error:
             raise StoreError(f"{location} needs obstore: install kvmover[s3]") from error
         try:
-            if location.startswith(("memory://", "file://")):
-                store = from_url(location)  # pyright: ignore[reportUnknownVariableType]
-            else:
-                store = from_url(location, client_options=_client_options(), retry_config=_retry_config())  # pyright: ignore
+            store = from_url(location, client_options=_client_options(), retry_config=_retry_config())
         except Exception as error:  # obstore has a base of its own for what it cannot make of a location
             raise StoreError(f"cannot use {location}: {_first_line(error)}") from error
-        return cls(location.rstrip("/"), obstore, store)
+        return cls(location.rstrip("/"), cast(ObstoreClient, obstore), store)
 
-    def gather(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer | OSError]:
+    def gather(self, calls: Sequence[Callable[[], Answer]]) -> Sequence[Answer | OSError]:
         """What each call answers, or the OSError that it raised; `_AT_ONCE` are under way at a time."""
         if len(calls) == 1:
             return [_answer(calls[0])]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmover.store.bucket.catalog import BucketCatalog, KeptSegment
-from kvmover.store.bucket.choice import CARRIED_SHARE, Candidate, Listing, left_overs, victim
+from kvmover.store.bucket.choice import CARRIED_SHARE, EvictionCandidate, Listing, left_overs, victim
 from kvmover.store.bucket.compaction import CATALOG, compaction, encode_catalog
 from kvmover.store.bucket.reader import BucketReader
 from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses
@@ -170,18 +170,18 @@ class BucketUpkeep:
             nbytes -= entry.held_bytes
         return cold
 
-    def _candidates(self, cold: dict[bytes, Page]) -> list[Candidate]:
+    def _candidates(self, cold: dict[bytes, Page]) -> list[EvictionCandidate]:
         cold_bytes: dict[str, int] = {}
         for entry in cold.values():
             for each in entry.objects:
                 cold_bytes[each.segment] = cold_bytes.get(each.segment, 0) + each.held_bytes
         live_bytes = self._catalog.index.live_bytes
         return [
-            Candidate(name, kept.data_bytes, live_bytes(name) - cold_bytes.get(name, 0))
+            EvictionCandidate(name, kept.data_bytes, live_bytes(name) - cold_bytes.get(name, 0))
             for name, kept in self._catalog.segments.items()
         ]
 
-    def _hottest(self, chosen: Candidate, cold: dict[bytes, Page]) -> list[StoredObject]:
+    def _hottest(self, chosen: EvictionCandidate, cold: dict[bytes, Page]) -> list[StoredObject]:
         """Objects of hot pages, the most recently used first, of a share of the segment at most."""
         room = int(chosen.data_bytes * CARRIED_SHARE)
         hot = [each for each in self._catalog.index.objects(chosen.name) if each.page not in cold]
