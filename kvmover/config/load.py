@@ -140,8 +140,9 @@ def _converted(key: SettingKey, given: _Given) -> object:
             value = bytes_in(value)
         elif get_origin(key.hint) is tuple and isinstance(value, str):
             value = [part for part in value.split(os.pathsep) if part]
-        hook = _location if {Path, str} <= set(get_args(key.hint)) else _path
-        found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=hook)
+        elif str in get_args(key.hint) and isinstance(value, str) and is_bucket(value):
+            return value
+        found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=_path)
         if isinstance(found, float) and not math.isfinite(found):
             raise ValueError("expected a finite number")
     except ValueError as error:
@@ -151,8 +152,8 @@ def _converted(key: SettingKey, given: _Given) -> object:
 
 
 def _bare(hint: Any) -> Any:
-    """A type without its None, which only the word `none` stands for: msgspec would take null, too. Of a location its
-    first, whose hook makes both.
+    """A type without its None, which only the word `none` stands for: msgspec would take null, too. Of a
+    location the path.
     """
     if get_origin(hint) is UnionType:
         hint, *_ = (part for part in get_args(hint) if part is not NoneType)
@@ -163,10 +164,6 @@ def _path(kind: type, value: object) -> Path:
     if kind is not Path or not isinstance(value, str) or not value:
         raise ValueError("expected a path")
     return Path(value).expanduser()
-
-
-def _location(kind: type, value: object) -> Path | str:
-    return value if isinstance(value, str) and is_bucket(value) else _path(kind, value)
 
 
 def bytes_in(text: str) -> int:

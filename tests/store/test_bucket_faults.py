@@ -52,7 +52,7 @@ def life(service: MemoryStore, client: Faulty) -> list[bytes]:
 
 
 CASES = [(error, when) for error in ERRORS for when in ("before", "after")]
-FEW = [CASES[0], CASES[1], CASES[4], CASES[10], CASES[11]]
+FEW = [CASES[0], CASES[1]]
 
 
 @pytest.mark.parametrize(("error", "when"), family(CASES, FEW))
@@ -74,7 +74,7 @@ def test_one_call_that_fails_costs_nobody_a_page(error: Exception, when: str) ->
     assert number > 20
 
 
-@pytest.mark.parametrize("error", family(ERRORS, ERRORS[:1] + ERRORS[2:3]))
+@pytest.mark.parametrize("error", family(ERRORS, ERRORS[:1]))
 def test_a_service_that_goes_away_is_a_miss_until_it_is_back(error: Exception) -> None:
     """At any call, for good; then it is back, and all is there."""
     for number in range(0, 40, 3):

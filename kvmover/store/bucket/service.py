@@ -127,11 +127,19 @@ class ObjectBucket:
             raise StoreError(f"cannot use {location}: {_first_line(error)}") from error
         return cls(location.rstrip("/"), cast(ObstoreClient, obstore), store)
 
-    def gather(self, calls: Sequence[Callable[[], Answer]]) -> Sequence[Answer | OSError]:
-        """What each call answers, or the OSError that it raised; `_AT_ONCE` are under way at a time."""
-        if len(calls) == 1:
-            return [_answer(calls[0])]
-        return list(self._pool.map(_answer, calls))
+    def gather(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer | OSError]:
+        """What each call answers, or the OSError that it raised; `_AT_ONCE` are under way at a time, one after `close`."""
+        waits = calls
+        if len(calls) > 1:
+            with suppress(RuntimeError):  # of a pool that is shut down, by `close` or with the process
+                waits = [self._pool.submit(call).result for call in calls]
+        answers: list[Answer | OSError] = []
+        for wait in waits:
+            try:
+                answers.append(wait())
+            except OSError as error:
+                answers.append(error)
+        return answers
 
     def begin(self, call: Callable[[], object]) -> None:
         """Let `call`, which raises nothing, run in a thread of the bucket's. Not after `close`."""
@@ -211,13 +219,6 @@ def _retry_config() -> Any:
 def _entry(found: Mapping[str, Any]) -> BucketEntry:
     tag = str(found.get("e_tag") or found["last_modified"])
     return BucketEntry(found["path"], int(found["size"]), found["last_modified"].timestamp(), tag)
-
-
-def _answer(call: Callable[[], Answer]) -> Answer | OSError:
-    try:
-        return call()
-    except OSError as error:
-        return error
 
 
 @contextmanager
