@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvmover.layout import Component
-from kvmover.store import Files, Namespace, PagePart, PageStore, Policy, part_view
+from kvmover.store import Files, Namespace, PagePart, PageStore, Policy, segment_objects
 from kvmover.store import fetch as fetch_module
 from kvmover.transport import Memory
 
@@ -144,11 +144,11 @@ class Ours:
 @contextmanager
 def without_digests() -> Iterator[None]:
     """What the store would do if nothing were checked: for their cost, and for nothing else."""
-    real = part_view.table, fetch_module.holds
-    part_view.table = lambda payload, cells: bytes(8 * cells)
+    real = segment_objects.table, fetch_module.holds
+    segment_objects.table = lambda payload, cells: bytes(8 * cells)
     fetch_module.holds = lambda payload, count, digests, first: True
     yield
-    part_view.table, fetch_module.holds = real
+    segment_objects.table, fetch_module.holds = real
 
 
 class OursUnchecked(Ours):

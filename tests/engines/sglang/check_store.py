@@ -190,6 +190,7 @@ def read_without_third(rank: Rank, options: dict[str, Any]) -> list[torch.Tensor
         if rank.tp == 1:
             store = backend._adapter.store
             page = segments_of(store).catalog.index.get(bytes.fromhex(keys[2]))
+            assert page is not None
             segments_of(store).catalog.delete([each for each in page.objects if each.part.box.heads.start == 2])
         answers = get(keys, indices, extra_info)
         assert answers == [True, True, rank.tp == 0, True, True]
