@@ -209,13 +209,17 @@ def entry(name: str, age_s: float) -> BucketEntry:
     return BucketEntry(f"ns/{name}", 1, 10_000_000 - age_s, name)
 
 
+#: Somebody writes to this day.
+NEW = entry("00-2.used", 0)
+
+
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize(
     "present", [p for n in (1, 2, 3) for p in itertools.combinations((".head", ".data", ".dead"), n)]
 )
 def test_only_what_is_old_and_lacks_its_other_half_is_left_over(present: tuple[str, ...], old: bool) -> None:
     name = segment_name(5, bytes(4), 0)
-    listing = Listing.of(entry(name + suffix, ALONE_S + (1 if old else -1)) for suffix in present)
+    listing = Listing.of([*(entry(name + each, ALONE_S + (1 if old else -1)) for each in present), NEW])
     gone = left_overs(listing, 10_000_000)
     whole = {".head", ".data"} <= set(present)
     expected = set() if whole or not old else set(present) - ({".dead"} if ".head" in present else set())
@@ -225,7 +229,12 @@ def test_only_what_is_old_and_lacks_its_other_half_is_left_over(present: tuple[s
 def test_what_no_kvmover_writes_is_left_alone() -> None:
     names = ["namespace.json", "somebody's.file", "0" * 25 + ".head.bak", "00-1.catalog"]
     assert left_overs(Listing.of(entry(name, 9_000_000) for name in names), 10_000_000) == []
-    assert left_overs(Listing.of([entry("00-1.used", 90_000)]), 10_000_000) == ["ns/00-1.used"]
+    assert left_overs(Listing.of([entry("00-1.used", 90_000), NEW]), 10_000_000) == ["ns/00-1.used"]
+
+
+def test_a_clock_that_is_ahead_makes_nothing_old() -> None:
+    name = segment_name(5, bytes(4), 0)
+    assert left_overs(Listing.of([entry(name + ".data", 5)]), 99_000_000) == []
 
 
 ranges = st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 40 << 20), st.integers(1, 3 << 20))

@@ -78,6 +78,23 @@ def test_a_service_that_is_not_there_is_an_error_of_the_system(monkeypatch: pyte
         bucket.close()
 
 
+def test_a_service_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the connection, and says nothing: a read ends by the limit of a request and of attempts."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(16)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "1")
+        monkeypatch.setattr("kvmover.store.bucket.service._REQUEST_S", 0.1)
+        monkeypatch.setattr("kvmover.store.bucket.service._RETRIES", 1)
+        bucket = ObjectBucket.open("s3://bucket/prefix")
+        with pytest.raises(OSError, match="does not answer"):
+            bucket.read("a", 0, 1)
+        bucket.close()
+
+
 def test_a_bucket_that_is_not_there_is_no_empty_one(bucket: str) -> None:
     other = ObjectBucket.open("s3://nobody-has-made-this/prefix")
     with pytest.raises(OSError, match="does not answer"):

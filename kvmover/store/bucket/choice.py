@@ -25,6 +25,11 @@ class Listing:
     catalogs: dict[str, BucketEntry]
     uses: dict[str, BucketEntry]
 
+    @property
+    def all(self) -> tuple[dict[str, BucketEntry], ...]:
+        """Each kind, in the order in which they may be deleted: nobody then believes what he cannot read."""
+        return self.heads, self.catalogs, self.data, self.dead, self.uses
+
     @classmethod
     def of(cls, entries: Iterable[BucketEntry]) -> Listing:
         """By what follows the last `/` of each name; what no kvmover writes is left out."""
@@ -44,8 +49,10 @@ class Listing:
 def left_overs(listing: Listing, now_s: float) -> list[str]:
     """Names of objects that nobody will ever ask for: what is without its other half, and uses of who is gone.
 
-    A head without data comes first of the two, as everywhere: nobody then believes what he cannot read.
+    Ages count from the youngest object of the listing where that is before `now_s`: a clock that is ahead here makes
+    nothing old.
     """
+    now_s = min(now_s, max((entry.modified_s for entries in listing.all for entry in entries.values()), default=now_s))
     pairs = (
         (listing.heads, listing.data.keys(), ALONE_S),
         (listing.data, listing.heads.keys(), ALONE_S),

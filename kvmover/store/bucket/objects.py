@@ -252,7 +252,7 @@ class BucketObjects(Objects[StoredObject]):
                 for name in list(self.catalog.segments):
                     self.catalog.forget(name)
             try:
-                for entries in (listing.heads, listing.catalogs, listing.data, listing.dead, listing.uses):
+                for entries in listing.all:
                     self._bucket.delete_all([entry.name for entry in entries.values()])
             except OSError as error:
                 raise StoreError(f"cannot clear {self._where}: {error.strerror}") from error

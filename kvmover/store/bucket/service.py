@@ -128,7 +128,7 @@ class ObjectBucket:
         return cls(location.rstrip("/"), cast(ObstoreClient, obstore), store)
 
     def gather(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer | OSError]:
-        """What each call answers, or the OSError that it raised; `_AT_ONCE` are under way at a time, one after `close`."""
+        """What each call answers, or the OSError that it raised; `_AT_ONCE` are under way at once, one after `close`."""
         waits = calls
         if len(calls) > 1:
             with suppress(RuntimeError):  # of a pool that is shut down, by `close` or with the process
@@ -206,7 +206,8 @@ class ObjectBucket:
 
 
 def _client_options() -> Any:
-    options: dict[str, object] = {"timeout": f"{_REQUEST_S}s", "connect_timeout": f"{_CONNECT_S}s"}
+    limits = {"timeout": _REQUEST_S, "connect_timeout": _CONNECT_S}
+    options: dict[str, object] = {name: f"{seconds * 1000:.0f}ms" for name, seconds in limits.items()}
     if os.environ.get(_PLAIN_HTTP, "").lower() in ("1", "true"):
         options["allow_http"] = True
     return options
