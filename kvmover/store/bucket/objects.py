@@ -113,6 +113,7 @@ class BucketObjects(Objects[StoredObject]):
                 answer = self._writer.add(sent)
                 answers.append(answer if isinstance(answer, str) else "")
             with self.lock:
+                self._writer.publish()
                 fresh = [draft.page for draft, reason in zip(drafts, answers, strict=True) if not reason]
                 self.catalog.index.use(fresh, self.catalog.machine.now())
             return answers

@@ -7,6 +7,7 @@ process may write again. Whichever of two stays, a deletion or a use may be forg
 
 from __future__ import annotations
 
+import mmap
 import re
 import struct
 from collections.abc import Iterable, Mapping
@@ -65,21 +66,21 @@ def segment_of(name: str) -> tuple[str, str] | None:
 class FillingSegment:
     """A segment that is filled in memory: payloads padded to whole blocks, and their records.
 
-    `payload` never grows past `room_bytes`, which are taken at once: views of it stay where they are.
+    `payload` is as long as `room_bytes` from the beginning, and takes memory as it is written: views of it stay.
     """
 
     name: str
     namespace: bytes
     room_bytes: int
     begun_s: float
-    payload: bytearray = field(init=False)
+    payload: mmap.mmap = field(init=False)
     end: int = 0
     objects: dict[int, StoredObject] = field(default_factory=dict[int, StoredObject])
     _records: dict[int, bytes] = field(default_factory=dict[int, bytes])
     _at: int = PREAMBLE_BYTES
 
     def __post_init__(self) -> None:
-        self.payload = bytearray(self.room_bytes)
+        self.payload = mmap.mmap(-1, self.room_bytes)
 
     def fits(self, nbytes: int) -> bool:
         """Whether a payload of `nbytes` has room."""

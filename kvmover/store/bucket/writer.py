@@ -52,6 +52,7 @@ class BucketWriter:
         #: All that are in memory, the current one too.
         self.held: dict[str, FillingSegment] = {}
         self._sending = Lock()
+        self._fresh: list[StoredObject] = []
         self._failed_s = -_AGAIN_S
 
     @property
@@ -60,7 +61,10 @@ class BucketWriter:
         return sum(segment.end for segment in self.held.values())
 
     def add(self, put: SentPayload) -> StoredObject | str:
-        """Keep a copy of a payload; the object, or why there is none. Not under the lock: a full segment is sent."""
+        """Keep a copy of a payload; the object, which `publish` lets be found, or why there is none.
+
+        Not under the lock: a full segment is sent.
+        """
         with self._catalog.lock:
             is_full = self._current is not None and not self._current.fits(len(put.payload))
             if is_full:
@@ -73,8 +77,13 @@ class BucketWriter:
                     return "too much waits to be sent to the object store"
                 self._current = self._begin(len(put.payload))
             each = self._current.add(put.payload, put.page, put.part, put.digests, put.stamp)
-            self._catalog.index.add([each])
+            self._fresh.append(each)
             return each
+
+    def publish(self) -> None:
+        """Find what was added: many at once, which costs a tenth of one at a time. Under the lock."""
+        fresh, self._fresh = self._fresh, []
+        self._catalog.index.add(fresh)
 
     def _begin(self, nbytes: int) -> FillingSegment:
         name = segment_name(self._catalog.machine.now(), self._id, self._made)
@@ -101,6 +110,7 @@ class BucketWriter:
         failures: list[OSError] = []
         with self._sending:
             with self._catalog.lock:
+                self.publish()
                 full = [segment for segment in self.held.values() if segment is not self._current]
             for segment in full:
                 try:
@@ -142,5 +152,6 @@ class BucketWriter:
     def drop(self) -> None:
         """Forget all that was not sent. Under the lock."""
         self._current = None
+        self.publish()
         for segment in list(self.held.values()):
             self._lose(segment)
