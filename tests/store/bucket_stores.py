@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -107,6 +106,12 @@ def damage(service: MemoryStore, name: str, at: int) -> None:
     obstore.put(service, name, bytes(raw))
 
 
-def noise(nbytes: int) -> bytes:
-    """Bytes of something else."""
-    return os.urandom(nbytes)
+def bucket_environment(endpoint: str) -> dict[str, str]:
+    """What obstore reads to reach a service on this machine."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "anybody",
+        "AWS_SECRET_ACCESS_KEY": "anything",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bucket_stores import bucket_environment
 
 
 @pytest.fixture(scope="session")
@@ -34,14 +35,3 @@ def bucket(bucket_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"bucket-{uuid.uuid4().hex[:12]}"
     with urllib.request.urlopen(urllib.request.Request(f"{bucket_endpoint}/{name}", method="PUT")):
         return f"s3://{name}/some/prefix"
-
-
-def bucket_environment(endpoint: str) -> dict[str, str]:
-    """What obstore reads to reach a service on this machine."""
-    return {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "anybody",
-        "AWS_SECRET_ACCESS_KEY": "anything",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-    }

@@ -11,7 +11,7 @@ from bucket_peer import POINTS
 from store_rank import GQA, PAGE, SPACE, Rank, pages_of
 
 from kvmover.layout import Fleet
-from kvmover.store import PagePart, PageStore, Policy
+from kvmover.store import PageStore, Policy
 from kvmover.store.bucket.objects import BucketObjects
 from kvmover.store.bucket.service import ObjectBucket
 
@@ -29,8 +29,8 @@ def test_a_writer_that_dies_anywhere_leaves_whole_segments_or_none(bucket: str) 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(PEER.parent)))}
     peers = [subprocess.Popen([sys.executable, str(PEER), bucket, point], env=environment) for point in POINTS]
     assert [peer.wait(60) for peer in peers] == [-9] * len(POINTS)
-    with opened(bucket) as store:
-        rank = Rank(store, PagePart.whole(GQA, PAGE), slots=400)
+    with opened(bucket) as store:  # a rank of another fleet than the writers
+        rank = Rank.of(store, GQA, Fleet(tp=2, page_tokens=PAGE), 1, slots=400)
         for point in POINTS:
             assert all(answer.ok for answer in rank.get(pages_of(6, f"first {point}"))), point
             there = rank.exists(pages_of(400, f"second {point}"))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import obstore
 import pytest
+from bucket_stores import bucket_environment
 from obstore.store import LocalStore, MemoryStore
 
 from kvmover.errors import StoreError
@@ -58,10 +61,8 @@ def test_a_service_that_is_not_there_is_an_error_of_the_system(monkeypatch: pyte
     """Refused at once; whatever the service's words are, the reason is one of few."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-        monkeypatch.setenv("AWS_ALLOW_HTTP", "1")
+        for name, value in bucket_environment(f"http://127.0.0.1:{nobody.getsockname()[1]}").items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr("kvmover.store.bucket.service._RETRIES", 0)
         bucket = ObjectBucket.open("s3://bucket/prefix")
         calls = [
@@ -78,15 +79,42 @@ def test_a_service_that_is_not_there_is_an_error_of_the_system(monkeypatch: pyte
         bucket.close()
 
 
+class Refusing(BaseHTTPRequestHandler):
+    """A service that answers everything with 503."""
+
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+    def do_PUT(self) -> None:
+        self.send_error(503)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_a_service_that_is_overloaded_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+    for name, value in bucket_environment(f"http://127.0.0.1:{server.server_address[1]}").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("kvmover.store.bucket.service._RETRIES", 0)
+    bucket = ObjectBucket.open("s3://bucket/prefix")
+    try:
+        for call in (lambda: bucket.get("a"), lambda: bucket.put("a", b"1", PutMode.CREATE), lambda: bucket.list("ns")):
+            with pytest.raises(OSError, match="does not answer"):
+                call()
+    finally:
+        bucket.close()
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_service_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the connection, and says nothing: a read ends by the limit of a request and of attempts."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(16)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-        monkeypatch.setenv("AWS_ALLOW_HTTP", "1")
+        for name, value in bucket_environment(f"http://127.0.0.1:{silent.getsockname()[1]}").items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr("kvmover.store.bucket.service._REQUEST_S", 0.1)
         monkeypatch.setattr("kvmover.store.bucket.service._RETRIES", 1)
         bucket = ObjectBucket.open("s3://bucket/prefix")

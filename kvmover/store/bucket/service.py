@@ -128,7 +128,7 @@ class ObjectBucket:
         return cls(location.rstrip("/"), cast(ObstoreClient, obstore), store)
 
     def gather(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer | OSError]:
-        """What each call answers, or the OSError that it raised; `_AT_ONCE` are under way at once, one after `close`."""
+        """What each call answers, or the OSError that it raised; `_AT_ONCE` at a time, and one after `close`."""
         waits = calls
         if len(calls) > 1:
             with suppress(RuntimeError):  # of a pool that is shut down, by `close` or with the process

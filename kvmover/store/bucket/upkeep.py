@@ -21,6 +21,9 @@ from kvmover.store.bucket.writer import BucketWriter, SentPayload
 from kvmover.store.index import Page, StoredObject
 from kvmover.store.record import holds
 
+#: Pages that are looked at under the lock to choose a segment: some 20 ms.
+_COLD_PAGES = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class EvictedSegment:
@@ -162,9 +165,10 @@ class BucketUpkeep:
         return True
 
     def _cold(self, nbytes: int, keep: frozenset[bytes]) -> dict[bytes, Page]:
+        """The least recently used pages, of so many bytes together, as far as others may wait for it."""
         cold: dict[bytes, Page] = {}
         for page, entry in self._catalog.index.pages():
-            if nbytes <= 0 or page in keep:
+            if nbytes <= 0 or page in keep or len(cold) >= _COLD_PAGES:
                 break
             cold[page] = entry
             nbytes -= entry.held_bytes
