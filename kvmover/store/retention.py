@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 
+from kvmover.store.budget import DeletionBudget
 from kvmover.store.catalog import GIVEN_BACK, Catalog
 from kvmover.store.cleaning import SegmentCleaner
 from kvmover.store.files import Files
@@ -15,10 +16,6 @@ from kvmover.store.machine import Machine
 from kvmover.store.policy import Policy
 from kvmover.store.results import Counters
 from kvmover.store.writer import Writer
-
-#: Bad objects that a process may delete at once, and again in so many seconds. A process with bad memory, or a stale
-#: cache, finds every page bad: the others keep theirs.
-_DELETIONS, _REFILL_S = 32, 3600
 
 #: Pages that are deleted, or stamped, under one hold of the lock: a few milliseconds.
 _SLICE = 64
@@ -44,8 +41,7 @@ class Retention:
         self.writer = Writer(self.catalog, policy.segment_bytes)
         self._cleaner = SegmentCleaner(self.catalog, self.writer, self.used_elsewhere)
         self._read: set[bytes] = set()
-        self._spare: float = _DELETIONS
-        self._asked_s = machine.now()
+        self._budget = DeletionBudget(machine.now())
 
     def note_use(self, pages: Collection[bytes]) -> None:
         """Pages were read, in this order: under the lock."""
@@ -183,14 +179,10 @@ class Retention:
         False where this process has deleted too many of late: it may be what is bad itself. Then it alone forgets the
         object, which it finds no more.
         """
-        now = self.catalog.machine.now()
-        self._spare = min(_DELETIONS, self._spare + max(0, now - self._asked_s) * _DELETIONS / _REFILL_S)
-        self._asked_s = now
-        if self._spare < 1:
+        if not self._budget.spend(self.catalog.machine.now()):
             self.catalog.index.remove([each])
             self.counters.spared += 1
             return False
-        self._spare -= 1
         self.catalog.delete([each])
         if reason not in GIVEN_BACK:
             self.counters.poisoned[reason] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import obstore
 import pytest
@@ -11,6 +12,7 @@ from test_upkeep import OTHER, Command, command
 
 from kvmover.config import load
 from kvmover.engines.common.store import open_store
+from kvmover.engines.vllm.block_store import StoreLookup
 from kvmover.errors import StoreError
 from kvmover.store import PagePart, PageStore, PlainFiles
 from kvmover.store.bucket.service import ObjectBucket
@@ -66,6 +68,19 @@ def test_engines_reach_a_bucket_by_the_option_that_names_a_directory(bucket: str
         assert all(answer.ok for answer in rank.put(pages_of(4)))
     with open_store(settings, SPACE) as store:
         assert all(answer.ok for answer in Rank(store, WHOLE).get(pages_of(4)))
+
+
+def test_a_scheduler_that_only_asks_learns_of_pages(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question looks at memory, and lets a thread look at the bucket where nobody has of late."""
+    monkeypatch.setattr("kvmover.store.bucket.catalog._LOOK_S", 0.02)
+    lookup = StoreLookup.open(bucket, SPACE, [WHOLE, WHOLE])
+    pages = pages_of(4)
+    assert lookup.leading(pages) == 0
+    with PageStore.open(bucket, SPACE) as store:
+        Rank(store, WHOLE).put(pages)
+    while lookup.leading(pages) < 4:
+        time.sleep(0.01)
+    lookup.close()
 
 
 def test_a_bucket_takes_no_files() -> None:

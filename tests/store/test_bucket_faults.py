@@ -134,6 +134,19 @@ def test_a_head_that_came_through_after_all_is_a_commit() -> None:
     store.close()
 
 
+def test_a_head_that_could_not_be_read_at_the_start_is_read_at_the_next_look() -> None:
+    service, client = MemoryStore(), Faulty()
+    with open_over(service, policy=POLICY) as writer:
+        Rank(writer, WHOLE).put(THEIRS)
+    client.fails = lambda _, name: "before" if name == "get" else ""
+    with open_over(service, client) as store:
+        rank = Rank(store, WHOLE)
+        assert not any(rank.exists(THEIRS))
+        client.fails = lambda _call, _name: ""
+        store.objects.catalog.look()
+        assert all(rank.exists(THEIRS))
+
+
 def test_a_store_that_cannot_be_listed_does_not_open() -> None:
     client = Faulty()
     client.fails = lambda _call, _name: "before"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import itertools
 import random
 
@@ -259,3 +261,12 @@ def test_a_segment_is_known_by_what_it_says_of_itself() -> None:
     assert known.told >= known.dead
     known.dead.kill([0])
     assert not known.told >= known.dead
+
+
+@pytest.mark.parametrize(
+    "name", ["bucket.choice", "bucket.compaction", "bucket.sealed", "bucket.service", "budget", "location"]
+)
+def test_examples_say_what_is_so(name: str) -> None:
+    ran = doctest.testmod(importlib.import_module(f"kvmover.store.{name}"))
+    assert ran.attempted
+    assert not ran.failed

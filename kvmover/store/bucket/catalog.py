@@ -118,12 +118,13 @@ class BucketCatalog:
                 for name in known - listing.heads.keys():
                     self.forget(name)
                 self.catalogs = {name: self.catalogs.get(name) for name in listing.catalogs}
-            self._learn(listing)
-            self._surveyed_s = time.monotonic()
+            if self._learn(listing):
+                self._surveyed_s = time.monotonic()
             return True
 
-    def _learn(self, listing: Listing) -> None:
-        """Segments, deletions and uses that were not known here."""
+    def _learn(self, listing: Listing) -> bool:
+        """Segments, deletions and uses that were not known here; whether the service said all of it."""
+        before = self.lagged.total()
         fresh = self._fresh(listing)
         if len(fresh) > _FEW_HEADS:
             for name in sorted(self.catalogs, reverse=True):
@@ -134,6 +135,7 @@ class BucketCatalog:
             self._read_heads(fresh[first : first + _HEADS], listing)
         self._read_dead(listing)
         self._read_uses(listing)
+        return self.lagged.total() == before
 
     def _read_heads(self, names: Sequence[str], listing: Listing) -> None:
         """All that the heads of segments say, which are read at once."""
