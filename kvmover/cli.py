@@ -252,10 +252,11 @@ def _store(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def _directory(given: Path | None) -> Path:
+def _location(given: str | None) -> Path | str:
     from kvmover.config import load
+    from kvmover.store import store_location
 
-    return given or load().settings.store.directory()
+    return store_location(given) if given else load().settings.store.location()
 
 
 @store_app.command("stat")
@@ -263,7 +264,7 @@ def store_stat(root: Root = None, namespace: OneNamespace = None, as_json: Json 
     """Show what is stored, and what a crash cost."""
     from kvmover.store import stat_stores
 
-    return _tell(stat_stores(_directory(root), namespace), as_json)
+    return _tell(stat_stores(_location(root), namespace), as_json)
 
 
 @store_app.command("verify")
@@ -271,7 +272,7 @@ def store_verify(root: Root = None, namespace: OneNamespace = None, as_json: Jso
     """Read every object and delete the bad ones. Exit status 1 if there were any."""
     from kvmover.store import chosen_stores, verify_stores
 
-    where = _directory(root)
+    where = _location(root)
     if not chosen_stores(where, namespace):
         raise StoreError(f"no page store in {where}: nothing was verified")
     return _tell(verify_stores(where, namespace), as_json)
@@ -303,7 +304,7 @@ def store_gc(
 
     configured = load().settings.store
     policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
-    return _tell(collect_stores(root or configured.directory(), namespace, policy), as_json)
+    return _tell(collect_stores(_location(root), namespace, policy), as_json)
 
 
 @store_app.command("clear")
@@ -316,18 +317,18 @@ def store_clear(
     """Delete all pages of a namespace, and nothing else. Asks before it does."""
     from kvmover.store import clear_stores
 
-    where = _directory(root)
+    where = _location(root)
     if not yes:
         _ask_to_clear(where, namespace)
     return _tell(clear_stores(where, namespace), as_json)
 
 
-def _ask_to_clear(root: Path, namespace: str) -> None:
+def _ask_to_clear(root: Path | str, namespace: str) -> None:
     """Say what would be deleted, and go on only if a person agrees: pages are not had back."""
     from kvmover.store import stat_stores
 
     rows = stat_stores(root, namespace)
-    names = ", ".join(f"{row.found.manifest.model} ({row.found.folder.name[:12]})" for row in rows)
+    names = ", ".join(f"{row.found.manifest.model} ({row.found.name[:12]})" for row in rows)
     plural = "" if len(rows) == 1 else "s"
     what = f"{sum(row.stat.pages for row in rows):,} pages of {len(rows)} namespace{plural} in {root}: {names}"
     if not sys.stdin.isatty():

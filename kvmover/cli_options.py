@@ -85,7 +85,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 
 #: For all commands of `kvmover store`.
 Root = Annotated[
-    Path | None, typer.Argument(help="The directory that the stores are in; store.root if not given.", metavar="DIR")
+    str | None,
+    typer.Argument(
+        help="Where the stores are, a directory or s3://bucket/prefix; store.root if not given.", metavar="LOCATION"
+    ),
 ]
 OneNamespace = Annotated[
     str | None, typer.Option("--namespace", help="Only those whose name begins so.", metavar="PREFIX")

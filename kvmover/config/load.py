@@ -22,6 +22,7 @@ import msgspec
 
 from kvmover.config.settings import PREFIX, ConfigError, SettingKey, Settings, keys, sections, value_of
 from kvmover.errors import KvmoverError
+from kvmover.store import is_bucket
 
 #: The file that is read where no path is given.
 FILE_VARIABLE = "KVMOVER_CONFIG"
@@ -139,6 +140,8 @@ def _converted(key: SettingKey, given: _Given) -> object:
             value = bytes_in(value)
         elif get_origin(key.hint) is tuple and isinstance(value, str):
             value = [part for part in value.split(os.pathsep) if part]
+        elif str in get_args(key.hint) and isinstance(value, str) and is_bucket(value):
+            return value
         found = msgspec.convert(value, _bare(key.hint), strict=given.typed, dec_hook=_path)
         if isinstance(found, float) and not math.isfinite(found):
             raise ValueError("expected a finite number")
@@ -149,9 +152,11 @@ def _converted(key: SettingKey, given: _Given) -> object:
 
 
 def _bare(hint: Any) -> Any:
-    """A type without its None, which only the word `none` stands for: msgspec would take null, too."""
+    """A type without its None, which only the word `none` stands for: msgspec would take null, too. Of a
+    location the path.
+    """
     if get_origin(hint) is UnionType:
-        (hint,) = (part for part in get_args(hint) if part is not NoneType)
+        hint, *_ = (part for part in get_args(hint) if part is not NoneType)
     return hint
 
 

@@ -38,13 +38,15 @@ class ExchangeSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings(Policy):
-    """A page store's policy; the directory that the stores are in, the same on all ranks; and how often one is kept.
+    """A page store's policy; where the stores are, the same on all ranks; and how often one is kept.
+
+    `root`: a directory, as a path, or a prefix of an object store, as text: `s3://bucket/prefix`.
 
     `upkeep_s`: how often quota and TTL are. `flush_s`: how often pages are made safe from a power cut and visible to
     other machines.
     """
 
-    root: Path | None = None
+    root: Path | str | None = None
     upkeep_s: float = 5.0
     flush_s: float = 30.0
 
@@ -54,7 +56,7 @@ class StoreSettings(Policy):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"store has {name} = {getattr(self, name)}; it must be positive")
 
-    def directory(self) -> Path:
+    def location(self) -> Path | str:
         """`root`, for those that cannot do without. Raises ConfigError."""
         if self.root is None:
             raise ConfigError("no directory of page stores is given, here or as store.root (KVMOVER_STORE_ROOT)")
@@ -293,7 +295,7 @@ TEXTS: Mapping[str, str] = {
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
     "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
-    "store.root": "Directory of the page stores, the same on all ranks; `none`: vLLM stores nothing.",
+    "store.root": "Directory of page stores or `s3://bucket/prefix`, one for all ranks; `none`: vLLM stores nothing.",
     "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",
     "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
     "logging.level": "The lowest level that is logged; `none` leaves it to the engine.",

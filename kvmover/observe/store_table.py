@@ -21,7 +21,7 @@ def print_stores(rows: Sequence[StoreRow]) -> None:
     for row in rows:
         manifest, found = row.found.manifest, row.stat
         table.add(
-            row.found.folder.name[:12],
+            row.found.name[:12],
             manifest.model + (" (salted)" if manifest.salted else ""),
             manifest.weights,
             str(manifest.page_tokens),
@@ -34,7 +34,7 @@ def print_stores(rows: Sequence[StoreRow]) -> None:
     out.print(table if rows else "no page store here")
     for row in rows:
         if note := _note(row):
-            out.print(f"{row.found.folder.name[:12]} {row.found.manifest.model}: {note}", soft_wrap=True)
+            out.print(f"{row.found.name[:12]} {row.found.manifest.model}: {note}", soft_wrap=True)
 
 
 def _mebibytes(nbytes: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -185,6 +186,10 @@ class PageTable:
     def key(self, row: int) -> bytes:
         """The hash of a row."""
         return bytes(self._bytes[row * HASH_BYTES : (row + 1) * HASH_BYTES])
+
+    def keys(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        """The hashes of rows, a row of bytes each."""
+        return self._keys[rows].view(np.uint8).reshape(-1, HASH_BYTES)
 
     def rows(self) -> Rows:
         """All rows that are in use, rising."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvmover.errors import StoreError
+from kvmover.store.bucket.namespaces import bucket_namespaces
 from kvmover.store.manifest import Found, namespaces
 from kvmover.store.page_store import PageStore
 from kvmover.store.policy import Policy
@@ -32,7 +33,7 @@ class StoreRow:
         """The row as JSON has it, flat: sizes in bytes, times in seconds since 1970."""
         manifest = self.found.manifest
         return {
-            "namespace": self.found.folder.name,
+            "namespace": self.found.name,
             "model": manifest.model,
             "weights": manifest.weights,
             "page_tokens": manifest.page_tokens,
@@ -44,20 +45,24 @@ class StoreRow:
         }
 
 
-def chosen_stores(root: Path, name: str | None) -> list[Found]:
+def _namespaces(root: Path | str) -> list[Found]:
+    return bucket_namespaces(root) if isinstance(root, str) else namespaces(root)
+
+
+def chosen_stores(root: Path | str, name: str | None) -> list[Found]:
     """The namespaces of `root` whose folder begins with `name`; all without one. Raises StoreError where none does."""
-    found = [each for each in namespaces(root) if each.folder.name.startswith(name or "")]
+    found = [each for each in _namespaces(root) if each.name.startswith(name or "")]
     if name is not None and not found:
         raise StoreError(f"no namespace in {root} begins with {name!r}")
     return found
 
 
-def stat_stores(root: Path, name: str | None) -> list[StoreRow]:
+def stat_stores(root: Path | str, name: str | None) -> list[StoreRow]:
     """What the namespaces hold, once each was opened and recovered. Raises StoreError."""
     return [_row(each, store) for each, store in _opened(chosen_stores(root, name))]
 
 
-def collect_stores(root: Path, name: str | None, policy: Policy) -> list[StoreRow]:
+def collect_stores(root: Path | str, name: str | None, policy: Policy) -> list[StoreRow]:
     """Apply a quota and a TTL, and take over what dead writers left."""
     rows: list[StoreRow] = []
     for each, store in _opened(chosen_stores(root, name), policy):
@@ -66,7 +71,7 @@ def collect_stores(root: Path, name: str | None, policy: Policy) -> list[StoreRo
     return rows
 
 
-def clear_stores(root: Path, name: str) -> list[StoreRow]:
+def clear_stores(root: Path | str, name: str) -> list[StoreRow]:
     """Delete all pages of the namespaces that begin with `name`."""
     rows: list[StoreRow] = []
     for each, store in _opened(chosen_stores(root, name)):
@@ -75,12 +80,12 @@ def clear_stores(root: Path, name: str) -> list[StoreRow]:
     return rows
 
 
-def verify_stores(root: Path, name: str | None) -> list[StoreRow]:
+def verify_stores(root: Path | str, name: str | None) -> list[StoreRow]:
     """Read every object of every namespace, with a bar on standard error; bad ones are deleted."""
     rows: list[StoreRow] = []
     with _progress() as progress:
         for each, store in _opened(chosen_stores(root, name)):
-            task = progress.add_task(each.folder.name[:12], total=store.stat().payload_bytes)
+            task = progress.add_task(each.name[:12], total=store.stat().payload_bytes)
             verified = store.verify(lambda nbytes, task=task: progress.advance(task, nbytes))
             rows.append(_row(each, store, verified=verified))
     return rows
@@ -89,7 +94,7 @@ def verify_stores(root: Path, name: str | None) -> list[StoreRow]:
 def _opened(found: list[Found], policy: Policy | None = None) -> Iterator[tuple[Found, PageStore]]:
     for each in found:
         try:
-            with PageStore.of_folder(each.folder, each.digest, policy) as store:
+            with PageStore.of_found(each, policy) as store:
                 yield each, store
         except OSError as error:
             raise StoreError(f"{each.folder}: {error.strerror}") from error

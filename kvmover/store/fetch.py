@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvmover.store.catalog import MISSING, Catalog
+from kvmover.store.cover import CellRun
 from kvmover.store.files import SHORT, FileRun, OpenFile, reason_of
 from kvmover.store.index import StoredObject
 from kvmover.store.objects import DIGEST, EIO, Failure, Fault, ObjectRead
@@ -102,10 +103,6 @@ def _tokens(file: OpenFile, read: SegmentRead, digests: bytes, part: PagePart, m
 
     A cell cannot be checked but whole, so it is read aside, checked, and the tokens are copied out.
     """
-    held = read.each.part.box.tokens.tokens
-    sources, targets = (list(places) for places in zip(*read.source.piece.tokens, strict=True))
-    shape = (part.component.kv, part.box.tokens.tokens, part.row_bytes)
-    out = np.frombuffer(memory, np.uint8).reshape(part.box.cells, *shape)
     for run in read.source.runs:
         payload = bytearray(run.count * read.each.cell_bytes)
         try:
@@ -116,6 +113,15 @@ def _tokens(file: OpenFile, read: SegmentRead, digests: bytes, part: PagePart, m
             return f"{SHORT} {got} of {len(payload)} bytes"
         if not holds(memoryview(payload), run.count, digests, run.source_cell):
             return DIGEST
-        rows = np.frombuffer(payload, np.uint8).reshape(run.count, part.component.kv, held, part.row_bytes)
-        out[run.part_cell : run.part_cell + run.count, :, targets] = rows[:, :, sources]
+        scatter(read, run, memoryview(payload), part, memory)
     return ""
+
+
+def scatter(read: SegmentRead, run: CellRun, payload: memoryview, part: PagePart, memory: memoryview) -> None:
+    """Copy the tokens that are wanted of a run's cells, which were checked, to their places in the part's `memory`."""
+    held = read.each.part.box.tokens.tokens
+    sources, targets = (list(places) for places in zip(*read.source.piece.tokens, strict=True))
+    shape = (part.component.kv, part.box.tokens.tokens, part.row_bytes)
+    out = np.frombuffer(memory, np.uint8).reshape(part.box.cells, *shape)
+    rows = np.frombuffer(payload, np.uint8).reshape(run.count, part.component.kv, held, part.row_bytes)
+    out[run.part_cell : run.part_cell + run.count, :, targets] = rows[:, :, sources]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvmover.store.columns import NumberColumns, PageTable
 from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
-from kvmover.store.record import BLOCK_BYTES, RecordTable
+from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable
 
 #: Records of a head begin at multiples of this.
 _RECORDS_AT = 8
@@ -217,6 +217,24 @@ class Index:
         mine = self._segments.get(segment)
         rows = mine.take() if mine else np.zeros(0, np.int32)
         return self._objects.column("record")[rows].astype(np.int64) * _RECORDS_AT
+
+    def table(self, segment: str) -> RecordTable:
+        """All objects of a segment as its records said, rising; without the marks."""
+        mine = self._segments.get(segment)
+        rows = mine.take() if mine else np.zeros(0, np.int32)
+        of = self._objects.column
+        kinds, parts = of("kind")[rows], tuple(part for part, _ in self._kinds)
+        return RecordTable(
+            at=of("record")[rows].astype(np.int64) * _RECORDS_AT,
+            state=np.full(len(rows), LIVE),
+            stamp=self._pages.column("stamp")[of("page")[rows]].astype(np.int64),
+            offset=of("offset")[rows].astype(np.int64) * BLOCK_BYTES,
+            nbytes=np.array([nbytes for _, nbytes in self._kinds] or [0], np.int64)[kinds],
+            page=self._table.keys(of("page")[rows]),
+            part=kinds.astype(np.int64),
+            parts=parts,
+            end=0,
+        )
 
     def at(self, segment: str, record: int) -> StoredObject | None:
         """The object whose header is at byte `record` of the head file of `segment`, or None."""

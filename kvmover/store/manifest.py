@@ -17,7 +17,7 @@ from kvmover.store.namespace import Namespace
 from kvmover.store.record import PREAMBLE_BYTES, Preamble
 from kvmover.store.segment import HEAD, segments_in, sync_folder
 
-_FILE, _FORMAT = "namespace.json", "kvmover.store/1"
+MANIFEST, _FORMAT = "namespace.json", "kvmover.store/1"
 
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,10 +34,18 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A namespace under a root. `manifest`: what is known of it, where its file was damaged only the digest."""
+    """A namespace under a root. `folder`: a directory, or as text a location in an object store.
 
-    folder: Path
+    `manifest`: what is known of it, where its file was damaged only the digest.
+    """
+
+    folder: Path | str
     manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder: hexadecimal digits."""
+        return str(self.folder).rpartition("/")[2]
 
     @property
     def digest(self) -> bytes:
@@ -49,23 +57,31 @@ class Found:
 UNKNOWN = "(unknown)"
 
 
+def encode_manifest(namespace: Namespace) -> bytes:
+    """What the file of a namespace has."""
+    salted, digest = bool(namespace.salt), namespace.digest.hex()
+    shape = namespace.page_tokens, namespace.order
+    return msgspec.json.encode(Manifest(_FORMAT, digest, namespace.model, namespace.weights, *shape, salted))
+
+
+def decode_manifest(data: bytes, folder: str) -> Manifest | None:
+    """What a file in the folder of that name says; None where it is damaged, or another's."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+        mine = manifest.format == _FORMAT and bytes.fromhex(manifest.digest)[:16].hex() == folder
+    except (msgspec.DecodeError, ValueError):
+        return None
+    return manifest if mine else None
+
+
 def write_manifest(folder: Path, namespace: Namespace) -> None:
     """Raises OSError. The file appears whole or not at all, also after a power cut; a damaged one is written again."""
-    path = folder / _FILE
+    path = folder / MANIFEST
     if _manifest(path) is not None:
         return
-    manifest = Manifest(
-        _FORMAT,
-        namespace.digest.hex(),
-        namespace.model,
-        namespace.weights,
-        namespace.page_tokens,
-        namespace.order,
-        bool(namespace.salt),
-    )
     fresh = folder / f"{uuid.uuid4().hex}.tmp"
     with fresh.open("wb") as file:
-        file.write(msgspec.json.encode(manifest))
+        file.write(encode_manifest(namespace))
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
@@ -76,11 +92,9 @@ def write_manifest(folder: Path, namespace: Namespace) -> None:
 def _manifest(path: Path) -> Manifest | None:
     """What the file says; None where it is missing, damaged, or another directory's. Raises OSError."""
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-        mine = manifest.format == _FORMAT and bytes.fromhex(manifest.digest)[:16].hex() == path.parent.name
-    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, ValueError):
+        return decode_manifest(path.read_bytes(), path.parent.name)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return manifest if mine else None
 
 
 def namespaces(root: Path) -> list[Found]:
@@ -93,12 +107,22 @@ def namespaces(root: Path) -> list[Found]:
     found: list[Found] = []
     for folder in sorted(_entries(root)):
         try:
-            manifest = _manifest(folder / _FILE) or _by_segments(folder)
+            manifest = _manifest(folder / MANIFEST) or _by_segments(folder)
         except OSError as error:  # one that is there and cannot be looked at is not none
-            raise StoreError(f"cannot read {folder / _FILE}: {error.strerror}") from error
+            raise StoreError(f"cannot read {folder / MANIFEST}: {error.strerror}") from error
         if manifest:
             found.append(Found(folder, manifest))
-    return sorted(found, key=lambda each: (each.manifest.model, each.manifest.weights, each.folder.name))
+    return in_order(found)
+
+
+def in_order(found: list[Found]) -> list[Found]:
+    """By model, as people look for them."""
+    return sorted(found, key=lambda each: (each.manifest.model, each.manifest.weights, each.name))
+
+
+def unknown(digest: bytes) -> Manifest:
+    """Of a namespace that only its digest is known of."""
+    return Manifest(_FORMAT, digest.hex(), UNKNOWN, UNKNOWN, 0, PACKED_ORDER, False)
 
 
 def _by_segments(folder: Path) -> Manifest | None:
@@ -109,7 +133,7 @@ def _by_segments(folder: Path) -> Manifest | None:
         with (folder / (name + HEAD)).open("rb") as head:
             preamble = Preamble.decode(head.read(PREAMBLE_BYTES))
         if preamble and preamble.namespace[:16].hex() == folder.name:
-            return Manifest(_FORMAT, preamble.namespace.hex(), UNKNOWN, UNKNOWN, 0, PACKED_ORDER, False)
+            return unknown(preamble.namespace)
     return None
 
 

@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from kvmover.errors import StoreError
+from kvmover.store.bucket.namespaces import bucket_of_namespace, open_bucket
 from kvmover.store.files import Files, PlainFiles
 from kvmover.store.machine import Machine, this_machine
-from kvmover.store.manifest import write_manifest
+from kvmover.store.manifest import Found, write_manifest
 from kvmover.store.namespace import Namespace
 from kvmover.store.objects import Objects, Watcher
 from kvmover.store.part import PagePart
@@ -43,16 +44,21 @@ class PageStore:
     @classmethod
     def open(
         cls,
-        root: Path,
+        root: Path | str,
         namespace: Namespace,
         policy: Policy | None = None,
         files: Files | None = None,
         machine: Machine | None = None,
     ) -> PageStore:
-        """The pages of `namespace` under `root`, a directory that exists. The store closes `files`.
+        """The pages of `namespace` under `root`: a directory that exists, or a prefix of an object store, as text.
 
-        Raises StoreError. By default bytes go through the page cache; `files_for` chooses NIXL where it is there.
+        Raises StoreError. Files are read and written by `files`, which the store closes: by default through the page
+        cache; `files_for` chooses NIXL where it is there. An object store has neither files nor machines.
         """
+        if isinstance(root, str):
+            if files or machine:
+                raise StoreError(f"{root} is an object store, which takes neither files nor a machine")
+            return cls(namespace.folder, open_bucket(root, namespace, policy or Policy()))
         if not root.is_dir():
             raise StoreError(f"{root} is not a directory")
         folder = root / namespace.folder
@@ -78,6 +84,13 @@ class PageStore:
         """The segments of a directory, by the digest of their namespace. Raises OSError."""
         engine = SegmentObjects(folder, namespace, policy or Policy(), files or PlainFiles(), machine or this_machine())
         return cls(folder.name, engine)
+
+    @classmethod
+    def of_found(cls, found: Found, policy: Policy | None = None) -> PageStore:
+        """A namespace that `namespaces` found, for tools that know no model. Raises OSError or StoreError."""
+        if isinstance(found.folder, Path):
+            return cls.of_folder(found.folder, found.digest, policy)
+        return cls(found.name, bucket_of_namespace(found, policy or Policy()))
 
     @property
     def counters(self) -> Counters:

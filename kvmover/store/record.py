@@ -137,14 +137,22 @@ class Record:
 
 
 _BOXES: dict[bytes, PartKey | None] = {}
+_PART = struct.Struct("<32s8I")
 
 
-def _part(raw: bytes) -> PartKey | None:
+def encode_part(part: PartKey) -> bytes:
+    """The 64 bytes of a record that name its part."""
+    box = part.box
+    spans = (box.heads.start, box.heads.count, box.layers.start, box.layers.count)
+    return _PART.pack(part.component, *spans, *box.tokens.quad())
+
+
+def decode_part(raw: bytes) -> PartKey | None:
     """The part that 64 bytes of a record name, or None. There are few in a store: each is made once."""
     if raw not in _BOXES:
         if len(_BOXES) > 4096:
             _BOXES.clear()
-        component, *numbers = struct.unpack("<32s8I", raw)
+        component, *numbers = _PART.unpack(raw)
         try:
             heads, layers = Span(*numbers[0:2]), Span(*numbers[2:4])
             _BOXES[raw] = part_key(component, PageBox(heads, layers, Stripe(*numbers[4:8])))
@@ -185,7 +193,7 @@ def decode(data: bytes | memoryview, at: int, base: int = 0) -> Record | None:
         return None
     kind, cells, offset, payload, page, *_ = _INNER.unpack_from(inner)
     if kind == Kind.OBJECT:
-        part, digests = _part(inner[56:120]), inner[_INNER.size :]
+        part, digests = decode_part(inner[56:120]), inner[_INNER.size :]
         if part is None or not 0 < cells <= _CELLS or len(digests) != cells * DIGEST_BYTES:
             return None
         if part.box.cells != cells or not payload or payload % cells:
@@ -323,7 +331,7 @@ def _parts_of(raw: npt.NDArray[np.uint64]) -> tuple[tuple[PartKey, ...], Column,
     _, first, which = np.unique(mixed, return_index=True, return_inverse=True)
     which = which.reshape(-1)
     alike = (raw == raw[first][which]).all(1) if len(raw) else np.zeros(0, bool)
-    known = [_part(raw[each].tobytes()) for each in first]
+    known = [decode_part(raw[each].tobytes()) for each in first]
     cells = np.array([part.box.cells if part else 0 for part in known], np.int64)
     nobody = part_key(bytes(HASH_BYTES), PageBox(Span(0, 1), Span(0, 1), Stripe(0, 1, 1, 1)))
     return tuple(part or nobody for part in known), which, np.where(alike, cells[which], 0)

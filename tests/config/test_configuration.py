@@ -196,7 +196,7 @@ def test_a_path_given_goes_before_the_one_in_the_environment(tmp_path: Path) -> 
         ("[mover.costs]\nwire_rate = 0", "wire_rate = 0.0"),
         ("[progress]\nopen_s = 1", "idle_s = 0.02; they must not shrink"),
         ("[store]\nquota_bytes = 0", "policy has quota_bytes = 0; it must be at least 1"),
-        ("[store]\nroot = ''", "store.root = '': expected path or none"),
+        ("[store]\nroot = ''", "store.root = '': expected path or text or none"),
         ("[metrics]\nport = 65536", "port = 65536"),
         ("[security]\naccepted_key_files = ['/a']", "accepted_key_files without shared_key_file"),
         ("[security]\naccepted_key_files = [1]", "expected list of paths"),
@@ -336,6 +336,9 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     parts = {"config", "deprecated", "errors", "faces", "fields", "layout", "plan", "store", "transfer"}
     parts |= {"shared_memory", "transport", "vocabulary"}
     assert {name.split(".")[1] for name in ours} == parts
-    assert [name for name in ours if name.startswith("kvmover.store.")] == ["kvmover.store.policy"]
+    assert [name for name in ours if name.startswith("kvmover.store.")] == [
+        "kvmover.store.policy",
+        "kvmover.store.location",
+    ]
     assert [name for name in ours if name.startswith("kvmover.transport.")] == ["kvmover.transport.base"]
     assert {"kvmover.transfer.mover", "kvmover.transfer.threads.progress"}.isdisjoint(ours)

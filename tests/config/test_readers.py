@@ -130,7 +130,7 @@ def use_store(settings: Settings) -> None:
     part = PagePart.whole(CACHE, TOKENS)
     page = bytearray(part.nbytes)
     memory = memory_of_buffer(page)
-    with PageStore.open(settings.store.directory(), SPACE, settings.store) as store:
+    with PageStore.open(settings.store.location(), SPACE, settings.store) as store:
         store.register(memory)
         view = store.view(SPACE, part)
         assert view.put([bytes(32)], [memory.address])[0].ok

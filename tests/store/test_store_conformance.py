@@ -21,10 +21,13 @@ class PageStoreSubject:
 
     def __init__(self, folder: Path, identity: Identity, files, machine: Machine | None = None) -> None:
         space = Namespace(identity.model, identity.weights, identity.page_tokens, identity.tenant)
+        self.over(PageStore.open(folder, space, files=files, machine=machine), space, identity)
+
+    def over(self, store: PageStore, space: Namespace, identity: Identity) -> None:
+        """Memory of its own over a store that is open."""
         part = identity.part()
         assert part is not None
-        self.size = part.nbytes
-        self.store = PageStore.open(folder, space, files=files, machine=machine)
+        self.store, self.size = store, part.nbytes
         self.buffer = mmap.mmap(-1, 16 * max(self.size, 4096))
         self.memory = memory_of_buffer(self.buffer)
         self.store.register(self.memory)

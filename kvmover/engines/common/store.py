@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from queue import Queue
 from threading import Event, Thread
 from typing import Generic, TypeVar
@@ -19,9 +20,10 @@ Job = TypeVar("Job")
 
 
 def open_store(settings: StoreSettings, space: Namespace) -> PageStore:
-    """Past the page cache where the disk allows it. Raises ConfigError without a root, StoreError for a bad one."""
-    root = settings.directory()
-    return PageStore.open(root, space, settings, files_for(root) if root.is_dir() else None)
+    """Past the page cache where a disk allows it. Raises ConfigError without a root, StoreError for a bad one."""
+    root = settings.location()
+    files = files_for(root) if isinstance(root, Path) and root.is_dir() else None
+    return PageStore.open(root, space, settings, files)
 
 
 class Upkeep:

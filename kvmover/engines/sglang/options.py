@@ -53,7 +53,7 @@ def parse(extra_config: Mapping[str, Any] | None) -> tuple[StoreOptions, Setting
     """
     said = {key: value for key, value in (extra_config or {}).items() if key not in _ENGINE_KEYS}
     options, settings = read_options(said, StoreOptions, STORE_KEYS, "the options of kvmover's page store in SGLang")
-    settings.store.directory()
+    settings.store.location()
     return options, settings
 
 

@@ -207,7 +207,7 @@ class StoreLookup:
     views: list[Callable[[Sequence[bytes]], int]]
 
     @classmethod
-    def open(cls, root: Path, space: Namespace, parts: Sequence[PagePart]) -> StoreLookup:
+    def open(cls, root: Path | str, space: Namespace, parts: Sequence[PagePart]) -> StoreLookup:
         """`parts`: of all ranks, as they told; ranks that hold the same are asked for once."""
         store = PageStore.open(root, space)
         unique: list[PagePart] = []

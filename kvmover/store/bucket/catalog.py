@@ -1,0 +1,253 @@
+"""A BucketCatalog is what a process knows of a namespace in a bucket, and how it learns more.
+
+A question looks at memory alone. What others wrote is learnt by listings, in a thread of the bucket's and in upkeep:
+the youngest names every few seconds, all of them now and then. What the service does not say is as it was, and is
+counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock, RLock
+
+from kvmover.store.bucket.choice import Listing
+from kvmover.store.bucket.compaction import decode_catalog, segments_within
+from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, Dead, SealedSegment, decode_uses, read_head, segment_name
+from kvmover.store.bucket.service import BucketEntry, ObjectBucket
+from kvmover.store.files import reason_of
+from kvmover.store.index import Index, StoredObject
+from kvmover.store.machine import Machine
+
+#: The youngest segments are looked for so often, and all of them.
+_LOOK_S, _SURVEY_S = 3.0, 300.0
+
+#: A segment may be written so long after it was begun, by a clock that is so wrong: a listing begins before.
+_LATE_S = 900
+
+#: Heads that are in memory at once: some 100 MB.
+_HEADS = 32
+
+#: So many heads are read one by one rather than a catalog that may have them.
+_FEW_HEADS = 8
+
+#: What of a catalog is read to know which segments it has.
+_CONTENTS_BYTES = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class KeptSegment:
+    """A segment of the bucket. `dead`: what this process knows to be deleted; `told`: what `.dead` said by `tag`."""
+
+    name: str
+    data_bytes: int
+    head_bytes: int
+    objects: int
+    dead: Dead = field(default_factory=Dead)
+    told: Dead = field(default_factory=Dead)
+    tag: str = ""
+
+
+class BucketCatalog:
+    """Segments of one folder of a bucket, and their index. `lock` is held for a moment, and never around a request."""
+
+    def __init__(self, bucket: ObjectBucket, folder: str, namespace: bytes, machine: Machine) -> None:
+        self.bucket, self.folder, self.namespace, self.machine = bucket, folder, namespace, machine
+        self.lock = RLock()
+        self.index = Index()
+        self.segments: dict[str, KeptSegment] = {}
+        #: Segments that are in each catalog; None where that is not known yet.
+        self.catalogs: dict[str, list[str] | None] = {}
+        self.dropped: Counter[str] = Counter()
+        self.lagged: Counter[str] = Counter()
+        self.listing = Listing.of(())
+        self._refused: dict[str, str] = {}
+        self._uses: dict[str, str] = {}
+        self._learning = Lock()
+        self._looked_s = self._surveyed_s = -_SURVEY_S
+
+    def path(self, name: str) -> str:
+        """The name of an object of this namespace in the bucket."""
+        return f"{self.folder}/{name}"
+
+    @property
+    def held_bytes(self) -> int:
+        """What the namespace's payloads take of the bucket."""
+        return sum(segment.data_bytes for segment in self.segments.values())
+
+    def lag(self, error: OSError) -> None:
+        """The service did not say: it is known another time."""
+        self.lagged[reason_of(error)] += 1
+
+    def refresh(self) -> None:
+        """Look at memory, and let a thread look for what others wrote, where nobody has of late. Raises nothing."""
+        if time.monotonic() - self._looked_s > _LOOK_S and not self._learning.locked():
+            self._looked_s = time.monotonic()
+            self.bucket.begin(self.look)
+
+    def look(self) -> None:
+        """Learn of the youngest segments, or of all where that is due. Raises nothing."""
+        if time.monotonic() - self._surveyed_s > _SURVEY_S:
+            self.survey()
+            return
+        after = segment_name(self.machine.now() - _LATE_S, bytes(4), 0)
+        with self._learning:
+            self._looked_s = time.monotonic()
+            try:
+                self._learn(Listing.of(self.bucket.list(self.folder, self.path(after))))
+            except OSError as error:
+                self.lag(error)
+
+    def survey(self) -> bool:
+        """Learn all that is in the bucket, and what is there no more; whether the service said. Raises nothing."""
+        with self._learning:
+            self._looked_s = time.monotonic()
+            with self.lock:
+                known = set(self.segments)
+            try:
+                listing = Listing.of(self.bucket.list(self.folder))
+            except OSError as error:
+                self.lag(error)
+                return False
+            with self.lock:
+                self.listing = listing
+                for name in known - listing.heads.keys():
+                    self.forget(name)
+                self.catalogs = {name: self.catalogs.get(name) for name in listing.catalogs}
+            self._learn(listing)
+            self._surveyed_s = time.monotonic()
+            return True
+
+    def _learn(self, listing: Listing) -> None:
+        """Segments, deletions and uses that were not known here."""
+        fresh = self._fresh(listing)
+        if len(fresh) > _FEW_HEADS:
+            for name in sorted(self.catalogs, reverse=True):
+                if self.catalogs[name] is None:
+                    self._read_catalog(name, listing)
+            fresh = self._fresh(listing)
+        for first in range(0, len(fresh), _HEADS):
+            self._read_heads(fresh[first : first + _HEADS], listing)
+        self._read_dead(listing)
+        self._read_uses(listing)
+
+    def _read_heads(self, names: Sequence[str], listing: Listing) -> None:
+        """All that the heads of segments say, which are read at once."""
+        heads = self.bucket.gather([partial(self.bucket.get, self.path(name + HEAD)) for name in names])
+        for name, head in zip(names, heads, strict=True):
+            if isinstance(head, OSError):
+                if head.errno != errno.ENOENT:
+                    self.lag(head)
+                continue
+            found = read_head(name, head, self.namespace)
+            self._take(found if isinstance(found, str) else [found], [name], listing)
+
+    def _fresh(self, listing: Listing) -> list[str]:
+        with self.lock:
+            known = self.segments.keys()
+            return [n for n, e in listing.heads.items() if n not in known and self._refused.get(n) != e.tag]
+
+    def _read_catalog(self, name: str, listing: Listing) -> None:
+        """All that a catalog says of segments that are there, and are not known."""
+        try:
+            data = self.bucket.get(self.path(name))
+        except OSError as error:
+            self.lag(error)
+            return
+        found = decode_catalog(data, self.namespace)
+        if found is None:
+            self.dropped["damaged catalog"] += 1
+        self.catalogs[name] = [each.name for each in found or ()]
+        fresh = set(self._fresh(listing))
+        self._take([each for each in found or () if each.name in fresh], (), listing)
+
+    def read_contents(self) -> None:
+        """Learn which segments are in the catalogs that nobody here has read. Raises OSError."""
+        for name in [name for name, within in self.catalogs.items() if within is None]:
+            within = segments_within(bytes(self.bucket.read(self.path(name), 0, _CONTENTS_BYTES)))
+            with self.lock:
+                self.catalogs[name] = within or []
+
+    def _take(self, found: Sequence[SealedSegment] | str, names: Sequence[str], listing: Listing) -> None:
+        """Believe segments whose data is as long as they say; leave out what is none, by `names`, for ever."""
+        if isinstance(found, str):
+            self._refuse(names, found, listing)
+            return
+        for each in found:
+            data = listing.data.get(each.name)
+            if data is not None and data.nbytes != each.data_bytes:
+                self._refuse([each.name], "truncated", listing)
+                continue
+            with self.lock:  # a segment at a time: the scheduler waits for it
+                if each.name not in self.segments:
+                    kept = KeptSegment(each.name, each.data_bytes, each.head_bytes, each.objects)
+                    self.segments[each.name] = kept
+                    self.index.add_table(each.name, each.table, self.machine.now())
+
+    def _refuse(self, names: Iterable[str], reason: str, listing: Listing) -> None:
+        for name in names:
+            self._refused[name] = listing.heads[name].tag
+            self.dropped[reason] += 1
+
+    def _read_dead(self, listing: Listing) -> None:
+        """What others deleted in segments that are known."""
+        with self.lock:
+            kept = [(self.segments[n], e) for n, e in listing.dead.items() if n in self.segments]
+            kept = [(segment, entry) for segment, entry in kept if segment.tag != entry.tag]
+        answers = self.bucket.gather([partial(self.bucket.get, entry.name) for _, entry in kept])
+        for (segment, entry), data in zip(kept, answers, strict=True):
+            if isinstance(data, OSError):
+                self.lag(data)
+                continue
+            told = Dead.decode(data)
+            with self.lock:
+                segment.tag = entry.tag
+                if told:
+                    self.heard(segment, told)
+
+    def heard(self, segment: KeptSegment, told: Dead) -> None:
+        """Somebody has deleted objects of a segment. Under the lock."""
+        segment.told = told
+        segment.dead.join(told)
+        gone = [each.record for each in self.index.objects(segment.name) if told.has(each.offset)]
+        self.index.remove_at(segment.name, gone)
+
+    def _read_uses(self, listing: Listing) -> None:
+        """When others used pages."""
+        kept: list[BucketEntry] = [e for n, e in listing.uses.items() if self._uses.get(n) != e.tag]
+        answers = self.bucket.gather([partial(self.bucket.get, entry.name) for entry in kept])
+        latest = self.machine.now()
+        for entry, data in zip(kept, answers, strict=True):
+            if isinstance(data, OSError):
+                self.lag(data)
+                continue
+            self._uses[entry.name.rpartition("/")[2]] = entry.tag
+            with self.lock:
+                self.used({page: stamp for page, stamp in decode_uses(data).items() if stamp <= latest})
+
+    def used(self, stamps: dict[bytes, int]) -> None:
+        """Others used pages at these seconds: those that are later than what is known count. Under the lock."""
+        known = self.index.stamps_of(list(stamps))
+        late = sorted((stamp, page) for (page, stamp), was in zip(stamps.items(), known, strict=True) if stamp > was)
+        for stamp, page in late:
+            self.index.use([page], stamp)
+
+    def forget(self, name: str) -> None:
+        """A segment that is gone from the bucket. Under the lock."""
+        self.index.drop(name)
+        self.segments.pop(name, None)
+
+    def delete(self, objects: Sequence[StoredObject]) -> int:
+        """Find objects no more; upkeep tells the others. The bytes that nobody needs. Under the lock."""
+        for each in objects:
+            if segment := self.segments.get(each.segment):
+                segment.dead.kill([each.offset])
+        return self.index.remove(objects)
+
+    def names_of(self, segment: str) -> list[str]:
+        """The objects that a segment is, in the order in which they are deleted."""
+        return [self.path(segment + suffix) for suffix in (HEAD, DATA, DEAD)]

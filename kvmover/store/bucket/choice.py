@@ -1,0 +1,83 @@
+"""What of a bucket may go: left-overs by a listing, and which segment is evicted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvmover.store.bucket.compaction import CATALOG
+from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, USED, segment_of
+from kvmover.store.bucket.service import BucketEntry
+
+#: A head follows its data within minutes: what has stayed alone for so long belongs to nobody.
+ALONE_S = 3600
+#: Nobody who still tells of its uses is silent for so long.
+_SILENT_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies in a namespace, by segment; catalogs and uses by name."""
+
+    heads: dict[str, BucketEntry]
+    data: dict[str, BucketEntry]
+    dead: dict[str, BucketEntry]
+    catalogs: dict[str, BucketEntry]
+    uses: dict[str, BucketEntry]
+
+    @classmethod
+    def of(cls, entries: Iterable[BucketEntry]) -> Listing:
+        """By what follows the last `/` of each name; what no kvmover writes is left out."""
+        found = cls({}, {}, {}, {}, {})
+        of_segments = {HEAD: found.heads, DATA: found.data, DEAD: found.dead}
+        for entry in entries:
+            name = entry.name.rpartition("/")[2]
+            if segment := segment_of(name):
+                of_segments[segment[1]][segment[0]] = entry
+            elif name.endswith(CATALOG):
+                found.catalogs[name] = entry
+            elif name.endswith(USED):
+                found.uses[name] = entry
+        return found
+
+
+def left_overs(listing: Listing, now_s: float) -> list[str]:
+    """Names of objects that nobody will ever ask for: what is without its other half, and uses of who is gone.
+
+    A head without data comes first of the two, as everywhere: nobody then believes what he cannot read.
+    """
+    pairs = (
+        (listing.heads, listing.data.keys(), ALONE_S),
+        (listing.data, listing.heads.keys(), ALONE_S),
+        (listing.dead, listing.heads.keys(), ALONE_S),
+        (listing.uses, frozenset[str](), _SILENT_S),
+    )
+    return [
+        entry.name
+        for entries, others, age_s in pairs
+        for segment, entry in sorted(entries.items())
+        if segment not in others and now_s - entry.modified_s > age_s
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionCandidate:
+    """A segment that may go: its size, and what of it is cold, that is would have to go anyway, or dead."""
+
+    name: str
+    data_bytes: int
+    hot_bytes: int
+
+
+#: At most this share of a segment is carried forward: beyond it, carrying costs more than it frees.
+CARRIED_SHARE = 1 / 2
+
+
+def victim(candidates: Sequence[EvictionCandidate]) -> EvictionCandidate | None:
+    """The segment with the smallest share of hot bytes; None where all of every one is hot.
+
+    >>> victim([EvictionCandidate("a", 100, 60), EvictionCandidate("b", 50, 10), EvictionCandidate("c", 9, 9)])
+    EvictionCandidate(name='b', data_bytes=50, hot_bytes=10)
+    """
+    able = [each for each in candidates if each.hot_bytes < each.data_bytes]
+    return min(able, key=lambda each: (each.hot_bytes / each.data_bytes, each.name), default=None)

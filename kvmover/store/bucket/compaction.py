@@ -1,0 +1,199 @@
+"""A compacted catalog is one object that says what many heads say, without their digests: what a start reads.
+
+Pure. A million objects are some tens of MB here, and 600 in their heads. Digests are needed by who reads, which fetches
+them by range. A catalog is written once, under a name of its own, and never has to be right: a segment that it lacks is
+learnt from its head, and one that is gone is left out by who reads.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from kvmover.store.bucket.sealed import SealedSegment
+from kvmover.store.namespace import HASH_BYTES
+from kvmover.store.part import PartKey
+from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable, decode_part, encode_part
+
+CATALOG = ".catalog"
+
+_FORMAT = b"KVMCAT01"
+_CHECK_BYTES = 8
+#: Records of a head begin at multiples of this.
+_RECORDS_AT = 8
+
+#: So many segments beside the catalogs are worth another object.
+LOOSE = 32
+
+Numbers = npt.NDArray[np.int64]
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """A segment, how many of the rows are its own, and of how many objects they are what is left."""
+
+    name: str
+    data_bytes: int
+    head_bytes: int
+    objects: int
+    rows: int
+
+
+class _Contents(msgspec.Struct, frozen=True):
+    """What comes before the columns. `kinds`: number of a part and bytes of a payload. `columns`: bytes of each."""
+
+    namespace: bytes
+    segments: list[_Listed]
+    parts: list[bytes]
+    kinds: list[tuple[int, int]]
+    pages: int
+    columns: list[int]
+
+
+def encode_catalog(namespace: bytes, segments: Sequence[SealedSegment]) -> bytes:
+    """What `segments` say, of one namespace: their objects in the order of the heads."""
+    tables = [each.table for each in segments]
+    parts: dict[PartKey, int] = {}
+    kinds: dict[tuple[int, int], int] = {}
+    numbered = [_kinds(table, parts, kinds) for table in tables]
+    pages = np.concatenate([table.page for table in tables] or [np.zeros((0, HASH_BYTES), np.uint8)])
+    names, rows = _told_apart(pages)
+    columns = [
+        _delta([table.at // _RECORDS_AT for table in tables]),
+        _delta([table.offset // BLOCK_BYTES for table in tables]),
+        _packed([table.stamp for table in tables], "<u4"),
+        _packed(numbered, "<u4"),
+        _delta([rows]),
+        names.tobytes(),
+    ]
+    contents = _Contents(
+        namespace,
+        [_Listed(each.name, each.data_bytes, each.head_bytes, each.objects, len(each.table)) for each in segments],
+        [encode_part(part) for part in parts],
+        list(kinds),
+        len(names),
+        [len(column) for column in columns],
+    )
+    head = msgspec.msgpack.encode(contents)
+    whole = b"".join((_FORMAT, len(head).to_bytes(8, "little"), head, *columns))
+    return whole + xxh3_64_intdigest(whole).to_bytes(_CHECK_BYTES, "little")
+
+
+def _kinds(table: RecordTable, parts: dict[PartKey, int], kinds: dict[tuple[int, int], int]) -> Numbers:
+    """Of each object the number of its part and size, which are told apart over all segments."""
+    numbers = np.array([parts.setdefault(part, len(parts)) for part in table.parts], np.int64)
+    pairs, which = np.unique(np.stack([numbers[table.part], table.nbytes]), axis=1, return_inverse=True)
+    known = [kinds.setdefault((int(part), int(nbytes)), len(kinds)) for part, nbytes in pairs.T.tolist()]
+    return np.array(known, np.int64)[which.reshape(-1)]
+
+
+def _told_apart(pages: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.void], Numbers]:
+    """Each hash once, in the order that they come in, and of each row which it is: most follow the one before."""
+    whole = np.ascontiguousarray(pages).view(f"V{HASH_BYTES}").reshape(-1)
+    _, first, which = np.unique(whole, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return whole[first[order]], place[which.reshape(-1)]
+
+
+def _packed(columns: Sequence[Numbers], kind: str) -> bytes:
+    whole = np.concatenate(columns) if columns else np.zeros(0, np.int64)
+    return zlib.compress(whole.astype(kind).tobytes(), 1)
+
+
+def _delta(columns: Sequence[Numbers]) -> bytes:
+    """Steps instead of places: most records, and most payloads, are as long as those before."""
+    return _packed([np.diff(each, prepend=0) for each in columns], "<i4")
+
+
+def decode_catalog(data: bytes, namespace: bytes) -> list[SealedSegment] | None:
+    """The segments of a catalog; None for what is damaged, or of another namespace."""
+    whole, check = data[:-_CHECK_BYTES], data[-_CHECK_BYTES:]
+    if not data.startswith(_FORMAT) or xxh3_64_intdigest(whole).to_bytes(_CHECK_BYTES, "little") != check:
+        return None
+    at = len(_FORMAT) + 8
+    stop = at + int.from_bytes(whole[len(_FORMAT) : at], "little")
+    contents = msgspec.msgpack.decode(whole[at:stop], type=_Contents)
+    parts = [decode_part(raw) for raw in contents.parts]
+    if contents.namespace != namespace or None in parts:
+        return None
+    raw: list[bytes] = []
+    for nbytes in contents.columns:
+        raw.append(whole[stop : stop + nbytes])
+        stop += nbytes
+    ats, offsets, steps = (np.frombuffer(zlib.decompress(raw[n]), "<i4").astype(np.int64) for n in (0, 1, 4))
+    stamps, kinds = (np.frombuffer(zlib.decompress(raw[n]), "<u4").astype(np.int64) for n in (2, 3))
+    rows = np.cumsum(steps)
+    pages = np.frombuffer(raw[5], np.uint8).reshape(-1, HASH_BYTES)
+    part, nbytes = np.array(contents.kinds or [(0, 0)], np.int64).T
+    known = tuple(part for part in parts if part)
+    segments: list[SealedSegment] = []
+    first = 0
+    for each in contents.segments:
+        mine = slice(first, first := first + each.rows)
+        table = RecordTable(
+            at=np.cumsum(ats[mine]) * _RECORDS_AT,
+            state=np.full(each.rows, LIVE),
+            stamp=stamps[mine],
+            offset=np.cumsum(offsets[mine]) * BLOCK_BYTES,
+            nbytes=nbytes[kinds[mine]],
+            page=pages[rows[mine]],
+            part=part[kinds[mine]],
+            parts=known,
+            end=each.head_bytes,
+            synced=each.data_bytes,
+            sealed=True,
+        )
+        segments.append(SealedSegment(each.name, each.data_bytes, each.head_bytes, each.objects, table))
+    return segments
+
+
+def segments_within(data: bytes) -> list[str] | None:
+    """The segments of a catalog by its beginning, unchecked; None where that is not all of them."""
+    at = len(_FORMAT) + 8
+    stop = at + int.from_bytes(data[len(_FORMAT) : at], "little")
+    if not data.startswith(_FORMAT) or stop > len(data):
+        return None
+    try:
+        return [each.name for each in msgspec.msgpack.decode(data[at:stop], type=_Contents).segments]
+    except msgspec.DecodeError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Compaction:
+    """What the next catalog says, and the catalogs whose place it takes."""
+
+    segments: tuple[str, ...]
+    replaces: tuple[str, ...]
+
+
+def compaction(catalogs: Mapping[str, Sequence[str]], segments: Iterable[str]) -> Compaction | None:
+    """The next catalog of the living `segments`, where `catalogs` say which are in which; None while it can wait.
+
+    It takes in the segments that are in none, and each catalog of which less than twice as many still live, so that
+    there are few catalogs and each segment is written again few times.
+
+    >>> few = [f"s{n:02}" for n in range(32)]
+    >>> compaction({"old": ["a"], "large": [f"l{n:02}" for n in range(99)]}, [*few, "a"]).replaces
+    ('large', 'old')
+    >>> compaction({"old": few}, few) is None
+    True
+    """
+    living = set(segments)
+    left = {name: living.intersection(within) for name, within in catalogs.items()}
+    chosen = living.difference(*left.values())
+    if len(chosen) < LOOSE:
+        return None
+    replaced = [name for name, within in left.items() if not within]
+    for name, within in sorted(left.items(), key=lambda each: (len(each[1]), each[0])):
+        if within and len(within) < 2 * len(chosen):
+            chosen |= within
+            replaced.append(name)
+    return Compaction(tuple(sorted(chosen)), tuple(sorted(replaced)))

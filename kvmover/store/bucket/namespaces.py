@@ -1,0 +1,63 @@
+"""Namespaces of an object store: folders under a location, opened by who knows their model or found by tools."""
+
+from __future__ import annotations
+
+import re
+
+from kvmover.errors import StoreError
+from kvmover.store.bucket.objects import BucketObjects
+from kvmover.store.bucket.sealed import HEAD
+from kvmover.store.bucket.service import ObjectBucket, PutMode
+from kvmover.store.manifest import MANIFEST, Found, Manifest, decode_manifest, encode_manifest, in_order, unknown
+from kvmover.store.namespace import Namespace
+from kvmover.store.policy import Policy
+from kvmover.store.record import PREAMBLE_BYTES, Preamble
+
+
+def open_bucket(location: str, namespace: Namespace, policy: Policy) -> BucketObjects:
+    """The pages of `namespace` under a location. Raises StoreError."""
+    bucket = ObjectBucket.open(location)
+    objects = BucketObjects(bucket, namespace.folder, namespace.digest, policy)
+    try:
+        path = f"{namespace.folder}/{MANIFEST}"
+        if _manifest(bucket, namespace.folder) is None:
+            bucket.put(path, encode_manifest(namespace), PutMode.OVERWRITE)
+    except OSError as error:
+        objects.lag(error)  # for people and tools: one who may only read is one of them
+    return objects
+
+
+def bucket_of_namespace(found: Found, policy: Policy) -> BucketObjects:
+    """A namespace that was found, for tools that know no model. Raises StoreError."""
+    bucket = ObjectBucket.open(str(found.folder).removesuffix("/" + found.name))
+    return BucketObjects(bucket, found.name, found.digest, policy)
+
+
+def bucket_namespaces(location: str) -> list[Found]:
+    """Every namespace under a location, by model. Raises StoreError."""
+    bucket = ObjectBucket.open(location)
+    try:
+        folders = [name for name in bucket.folders() if re.fullmatch("[0-9a-f]{32}", name)]
+        known = [(name, _manifest(bucket, name) or _by_heads(bucket, name)) for name in folders]
+    except OSError as error:
+        raise StoreError(f"cannot read {location}: {error.strerror}") from error
+    finally:
+        bucket.close()
+    return in_order([Found(f"{bucket.location}/{name}", manifest) for name, manifest in known if manifest])
+
+
+def _manifest(bucket: ObjectBucket, folder: str) -> Manifest | None:
+    try:
+        return decode_manifest(bucket.get(f"{folder}/{MANIFEST}"), folder)
+    except FileNotFoundError:
+        return None
+
+
+def _by_heads(bucket: ObjectBucket, folder: str) -> Manifest | None:
+    """The digest alone, from the first head that is of this folder. Raises OSError."""
+    for entry in bucket.list(folder):
+        if entry.name.endswith(HEAD):
+            preamble = Preamble.decode(bytes(bucket.read(entry.name, 0, PREAMBLE_BYTES)))
+            if preamble and preamble.namespace[:16].hex() == folder:
+                return unknown(preamble.namespace)
+    return None

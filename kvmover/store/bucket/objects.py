@@ -1,0 +1,348 @@
+"""BucketObjects keeps the pages of a namespace in an object store, as sealed segments that many machines share.
+
+A put is answered once its bytes are in this process's memory and found here; `flush` sends them, and only then do they
+outlive the process and are found by others. Questions look at memory alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from threading import RLock
+
+from kvmover.errors import StoreError
+from kvmover.store.bucket.catalog import BucketCatalog
+from kvmover.store.bucket.reader import BucketReader
+from kvmover.store.bucket.service import ObjectBucket
+from kvmover.store.bucket.upkeep import BucketUpkeep
+from kvmover.store.bucket.writer import SEGMENT_BYTES, BucketWriter, SentPayload
+from kvmover.store.budget import DeletionBudget
+from kvmover.store.catalog import GIVEN_BACK
+from kvmover.store.files import HostMemory, reason_of
+from kvmover.store.index import Page, StoredObject, padded
+from kvmover.store.machine import NO_BOOT, Machine
+from kvmover.store.objects import Failure, ObjectDraft, ObjectRead, Objects, Verdict, Watcher
+from kvmover.store.part import PagePart, PartKey
+from kvmover.store.policy import Policy
+from kvmover.store.record import holds, table
+from kvmover.store.results import Collected, Counters, Recovered, Stat, Verified
+from kvmover.transport import Memory
+
+log = logging.getLogger(__name__)
+
+#: Eviction frees this share of the quota beyond what is needed, and a segment is no more than this one of it.
+_SLACK, _SHARE = 1 / 64, 1 / 8
+
+#: Bytes that `verify` has in memory.
+_VERIFIED_BYTES = 64 << 20
+
+
+class BucketObjects(Objects[StoredObject]):
+    """Objects of one namespace, in the folder of a bucket that its digest names.
+
+    `writing` is held for as long as one writes, `tidying` for as long as one flushes or collects, which no put waits
+    for, and `lock` for a moment, never around a request. They are taken in the order tidying, writing, lock.
+    """
+
+    def __init__(self, bucket: ObjectBucket, folder: str, namespace: bytes, policy: Policy) -> None:
+        """The caller gives up `bucket`. Raises StoreError where it cannot be listed."""
+        self.policy = policy
+        self._bucket = bucket
+        self._memory = HostMemory()
+        self.catalog = BucketCatalog(bucket, folder, namespace, Machine(NO_BOOT))
+        self._writer = BucketWriter(self.catalog, _segment_bytes(policy))
+        self._reader = BucketReader(self.catalog, self._writer, self.memory_at)
+        self._upkeep = BucketUpkeep(self.catalog, self._writer, self._reader, policy.stamp_s)
+        self.lock, self.writing, self.tidying = self.catalog.lock, RLock(), RLock()
+        self.counters = Counters(lagged=self.catalog.lagged)
+        self._budget = DeletionBudget(self.catalog.machine.now())
+        if not self.catalog.survey():
+            bucket.close()
+            reasons = ", ".join(self.catalog.lagged)
+            raise StoreError(f"cannot open the page store in {bucket.location}/{folder}: {reasons}")
+        with self.lock:
+            self.catalog.index.sort()
+        stat = self.stat()
+        self.recovered = Recovered(stat.segments, stat.objects, dict(self.catalog.dropped))
+
+    @property
+    def name(self) -> str:
+        return self._bucket.location
+
+    def register(self, memory: Memory) -> None:
+        self._memory.add(memory)
+
+    def deregister(self, memory: Memory) -> None:
+        self._memory.remove(memory)
+
+    def memory_at(self, address: int, nbytes: int) -> memoryview:
+        return self._memory.view(address, nbytes)
+
+    def parts_of(self, pages: Sequence[bytes]) -> list[tuple[PartKey, ...]]:
+        self.catalog.refresh()
+        with self.lock:
+            there, stale = self.catalog.index.parts_of(pages), self._stale(pages)
+        return [() if page in stale else parts for page, parts in zip(pages, there, strict=True)]
+
+    def find(self, pages: Sequence[bytes]) -> Sequence[Page | None]:
+        self.catalog.refresh()
+        with self.lock:
+            entries, stale = self.catalog.index.get_many(pages), self._stale(pages)
+        return [None if page in stale else entry for page, entry in zip(pages, entries, strict=True)]
+
+    def _stale(self, pages: Sequence[bytes]) -> set[bytes]:
+        """Which of `pages` nobody is known to have used for the TTL. Under the lock."""
+        if self.policy.ttl_s is None:
+            return set()
+        before = self.catalog.machine.now() - self.policy.ttl_s
+        stamps = self.catalog.index.stamps_of(pages)
+        return {page for page, stamp in zip(pages, stamps, strict=True) if stamp < before}
+
+    def put(self, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft], keep: Collection[bytes]) -> list[str]:
+        size = part.nbytes
+        with self.writing:
+            if not self._make_room(len(drafts) * padded(size), keep):
+                quota = self.policy.quota_bytes
+                return [f"{len(drafts)} pages of {size} bytes are more than the quota of {quota}"] * len(drafts)
+            answers: list[str] = []
+            for draft in drafts:
+                payload, stamp = self.memory_at(draft.address, size), self.catalog.machine.now()
+                sent = SentPayload(payload, draft.page, key, table(payload, part.box.cells), stamp)
+                answer = self._writer.add(sent)
+                answers.append(answer if isinstance(answer, str) else "")
+            with self.lock:
+                fresh = [draft.page for draft, reason in zip(drafts, answers, strict=True) if not reason]
+                self.catalog.index.use(fresh, self.catalog.machine.now())
+            return answers
+
+    def lag(self, error: OSError) -> None:
+        """The service did not say, or do, what nothing depends on."""
+        self.catalog.lag(error)
+
+    def owe(self, objects: Sequence[StoredObject]) -> None:
+        """What is in the bucket is safe, and what is in memory here goes with the next flush."""
+
+    def read(self, part: PagePart, reads: Sequence[ObjectRead[StoredObject]]) -> list[Failure[StoredObject]]:
+        return self._reader.fetch(part, reads)
+
+    def judge(self, each: StoredObject) -> tuple[Verdict, str]:
+        try:
+            verdict, reason = self._reader.look_again(each)
+        except OSError as error:
+            return Verdict.UNKNOWN, reason_of(error)
+        if verdict is Verdict.WELL:
+            return verdict, reason
+        with self.lock:
+            if verdict is Verdict.GONE or reason in GIVEN_BACK:
+                self.catalog.index.remove([each])
+                return Verdict.GONE, reason
+            if not self._budget.spend(self.catalog.machine.now()):
+                self.catalog.index.remove([each])
+                self.counters.spared += 1
+                return Verdict.SPARED, reason
+            self._condemn(each, reason)
+        return Verdict.BAD, reason
+
+    def _condemn(self, each: StoredObject, reason: str) -> None:
+        self.catalog.delete([each])
+        self.counters.poisoned[reason] += 1
+
+    def used(self, pages: Sequence[bytes]) -> None:
+        now = self.catalog.machine.now()
+        with self.lock:
+            self.catalog.index.use(pages, now)
+            self._upkeep.used(pages, now)
+
+    def watch(self, watcher: Watcher) -> None:
+        with self.lock:
+            self.catalog.index.watch(watcher)
+
+    # Upkeep
+
+    @property
+    def _held_bytes(self) -> int:
+        with self.lock:
+            return self.catalog.held_bytes + self._writer.held_bytes
+
+    def _make_room(self, nbytes: int, keep: Collection[bytes]) -> bool:
+        """Evict until `nbytes` more fit the quota, as far as the service lets us; False where they never do."""
+        quota = self.policy.quota_bytes
+        if quota is None:
+            return True
+        if nbytes > quota:
+            return False
+        if self._held_bytes + nbytes > quota:
+            self._evict_to(quota - (max(nbytes, int(quota * _SLACK)) if nbytes else 0), keep)
+        return True
+
+    def _evict_to(self, held_bytes: int, keep: Collection[bytes]) -> int:
+        """Evict whole segments until at most so much is held; the bytes freed. While writing."""
+        freed, kept = 0, frozenset(keep)
+        with self.lock:
+            self.catalog.index.use(list(keep), 0)
+        while (goal := self._held_bytes - held_bytes) > 0:
+            evicted = self._upkeep.evict(goal, kept)
+            if evicted is None:
+                break
+            freed += evicted.freed_bytes
+            self.counters.evicted_pages += evicted.pages
+            self.counters.evicted_bytes += evicted.freed_bytes
+        return freed
+
+    def evict(self, nbytes: int) -> int:
+        """Evict whole segments, with what is least recently used in them, until `nbytes` bytes are free."""
+        self.catalog.look()
+        with self.writing:
+            return self._evict_to(max(0, self._held_bytes - nbytes), ())
+
+    def collect(self) -> Collected:
+        """Upkeep: learn what others did, tell them what was used and deleted here, delete what is too old or too much.
+
+        Raises nothing for what the service refuses: it is done another time.
+        """
+        with self.tidying:
+            evicted, freed = self.counters.evicted_pages, self.counters.evicted_bytes
+            self.catalog.look()
+            expired = self._expire()
+            with self.writing:
+                self._make_room(0, ())
+            self._upkeep.tidy()
+            counters = self.counters
+            return Collected(expired, counters.evicted_pages - evicted, counters.evicted_bytes - freed, 0)
+
+    def _expire(self) -> int:
+        """Delete pages that nobody used for the policy's TTL; how many."""
+        if self.policy.ttl_s is None:
+            return 0
+        before = self.catalog.machine.now() - self.policy.ttl_s
+        with self.lock:
+            old: list[Page] = []
+            for _, entry in self.catalog.index.pages():
+                if entry.stamp >= before:
+                    break
+                old.append(entry)
+            self.catalog.delete([each for entry in old for each in entry.objects])
+        self.counters.expired_pages += len(old)
+        return len(old)
+
+    def flush(self) -> None:
+        """Send all that was put here: it outlives this process from here on, and others find it in seconds.
+
+        Raises StoreError: what was not sent is found here as before, and is sent by the next flush.
+        """
+        with self.tidying:
+            try:
+                self._writer.sync()
+                self._upkeep.tell_deaths()
+                self._upkeep.tell_uses()
+            except OSError as error:
+                raise StoreError(f"cannot flush {self._where}: {error.strerror}") from error
+
+    def clear(self) -> int:
+        """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
+        with self.tidying, self.writing:
+            if not self.catalog.survey():
+                raise StoreError(f"cannot clear {self._where}: {', '.join(self.catalog.lagged)}")
+            with self.lock:
+                pages = len(self.catalog.index)
+                self._writer.drop()
+                listing = self.catalog.listing
+                for name in list(self.catalog.segments):
+                    self.catalog.forget(name)
+            try:
+                for entries in (listing.heads, listing.catalogs, listing.data, listing.dead, listing.uses):
+                    self._bucket.delete_all([entry.name for entry in entries.values()])
+            except OSError as error:
+                raise StoreError(f"cannot clear {self._where}: {error.strerror}") from error
+            return pages
+
+    @property
+    def _where(self) -> str:
+        return f"{self._bucket.location}/{self.catalog.folder}"
+
+    def stat(self) -> Stat:
+        """What the namespace holds as far as is known here, what is in memory included."""
+        with self.lock:
+            index = self.catalog.index
+            oldest_s, newest_s = index.span_s
+            return Stat(
+                pages=len(index),
+                objects=index.holdings.objects,
+                segments=len(self.catalog.segments) + len(self._writer.held),
+                payload_bytes=index.holdings.payload_bytes,
+                held_bytes=self._held_bytes,
+                head_bytes=sum(segment.head_bytes for segment in self.catalog.segments.values()),
+                oldest_use_s=oldest_s,
+                newest_use_s=newest_s,
+            )
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> Verified:
+        """Read every object whole and delete those that are bad. `progress` gets the bytes of each.
+
+        Raises StoreError where the service does not say: nothing is deleted for that.
+        """
+        with self.lock:
+            names = [*self.catalog.segments, *self._writer.held]
+        count, nbytes, bad = 0, 0, Counter[str]()
+        for name in names:
+            with self.lock:
+                objects = self.catalog.index.objects(name)
+            for few in _some(objects):
+                for each, reason in zip(few, self._flaws(few), strict=True):
+                    bad.update([reason] if reason else [])
+                    count += 1
+                    nbytes += each.nbytes
+                    if progress:
+                        progress(each.nbytes)
+        with suppress(OSError):
+            self._upkeep.tell_deaths()
+        return Verified(count, nbytes, dict(bad))
+
+    def _flaws(self, objects: Sequence[StoredObject]) -> list[str]:
+        """Of each object why it is bad, and deleted now, or ""."""
+        digests, payloads = self._reader.digests(objects), self._reader.payloads(objects)
+        flaws: list[str] = []
+        for each, digest, payload in zip(objects, digests, payloads, strict=True):
+            if isinstance(digest, bytes) and not isinstance(payload, str) and holds(payload, each.cells, digest, 0):
+                flaws.append("")
+                continue
+            try:
+                verdict, reason = self._reader.look_again(each)
+            except OSError as error:
+                raise StoreError(f"cannot verify {self._where}: {error.strerror}") from error
+            is_bad = verdict is Verdict.BAD
+            if is_bad:
+                with self.lock:
+                    self._condemn(each, reason)
+            flaws.append(reason if is_bad else "")
+        return flaws
+
+    def close(self) -> None:
+        """Send what can be sent, and give everything back. Safe to call twice, and raises nothing."""
+        with self.tidying, self.writing:
+            try:
+                self.flush()
+            except StoreError as error:
+                with self.lock:
+                    log.error("%s; %d bytes of pages are lost", error, self._writer.held_bytes)
+            self._bucket.close()
+
+
+def _segment_bytes(policy: Policy) -> int:
+    """Small beside the quota, of which whole segments are evicted."""
+    most = min(policy.segment_bytes, SEGMENT_BYTES)
+    return most if policy.quota_bytes is None else max(1, min(most, int(policy.quota_bytes * _SHARE)))
+
+
+def _some(objects: Sequence[StoredObject]) -> Iterator[Sequence[StoredObject]]:
+    """A few at a time, of so many bytes as may be in memory."""
+    first, nbytes = 0, 0
+    for number, each in enumerate(objects):
+        if number > first and nbytes + each.nbytes > _VERIFIED_BYTES:
+            yield objects[first:number]
+            first, nbytes = number, 0
+        nbytes += each.nbytes
+    if first < len(objects):
+        yield objects[first:]

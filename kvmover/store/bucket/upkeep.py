@@ -1,0 +1,224 @@
+"""Upkeep of a bucket: deaths and uses are told, left-overs go, catalogs are compacted, and segments are evicted whole.
+
+Any number of processes may do all of it at once. Each step is one that another may have done already: two who evict one
+segment carry its hot pages twice, two who compact write two catalogs, and either of two `.dead` may stay.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmover.store.bucket.catalog import BucketCatalog, KeptSegment
+from kvmover.store.bucket.choice import CARRIED_SHARE, EvictionCandidate, Listing, left_overs, victim
+from kvmover.store.bucket.compaction import CATALOG, compaction, encode_catalog
+from kvmover.store.bucket.reader import BucketReader
+from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses
+from kvmover.store.bucket.service import PutMode
+from kvmover.store.bucket.writer import BucketWriter, SentPayload
+from kvmover.store.index import Page, StoredObject
+from kvmover.store.record import holds
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedSegment:
+    """A segment that went: what the bucket has back, beside what was carried forward, and pages that went with it."""
+
+    freed_bytes: int
+    pages: int
+
+
+class BucketUpkeep:
+    """What one process does for a namespace. Nothing here is called under the catalog's lock."""
+
+    def __init__(self, catalog: BucketCatalog, writer: BucketWriter, reader: BucketReader, stamp_s: int) -> None:
+        self._catalog, self._writer, self._reader = catalog, writer, reader
+        self._id = os.urandom(8).hex()
+        self._stamp_s = stamp_s
+        self._uses: dict[bytes, int] = {}
+        self._told_s = float("-inf")
+
+    def tidy(self) -> None:
+        """All but eviction. Raises nothing: what the service refuses is done another time."""
+        for step in (self.tell_deaths, self.tell_uses, self._sweep, self._compact):
+            try:
+                step()
+            except OSError as error:
+                self._catalog.lag(error)
+
+    def used(self, pages: Sequence[bytes], second: int) -> None:
+        """Pages were read here. Under the lock, which guards it."""
+        self._uses.update(dict.fromkeys(pages, second))
+        if len(self._uses) > 2 * USES:
+            latest = sorted(self._uses.items(), key=lambda each: each[1])[-USES:]
+            self._uses = dict(latest)
+
+    def tell_deaths(self) -> None:
+        """Write down which objects this process found dead, or deleted; a segment of dead ones goes. Raises OSError."""
+        catalog = self._catalog
+        with catalog.lock:
+            behind = [each for each in catalog.segments.values() if not each.told >= each.dead]
+        for segment in behind:
+            path = catalog.path(segment.name + DEAD)
+            try:
+                told = Dead.decode(catalog.bucket.get(path)) or Dead()
+            except FileNotFoundError:
+                told = Dead()
+            with catalog.lock:
+                catalog.heard(segment, told)
+                whole = Dead()
+                whole.join(segment.dead)
+                is_over = len(whole) >= segment.objects
+            if is_over:
+                self._remove(segment)
+                continue
+            catalog.bucket.put(path, whole.encode(), PutMode.OVERWRITE)
+            with catalog.lock:
+                segment.told = whole
+
+    def _remove(self, segment: KeptSegment) -> None:
+        """A segment goes for everybody: its head first, so that nobody believes what he cannot read."""
+        with self._catalog.lock:
+            self._catalog.forget(segment.name)
+        self._catalog.bucket.delete(self._catalog.names_of(segment.name))
+
+    def tell_uses(self) -> None:
+        """Say which pages were read here of late, once in `stamp_s` seconds. Raises OSError."""
+        if time.monotonic() - self._told_s < self._stamp_s:
+            return
+        with self._catalog.lock:
+            uses = dict(self._uses)
+        if uses:
+            name = self._catalog.path(f"00-{self._id}{USED}")
+            self._catalog.bucket.put(name, encode_uses(uses), PutMode.OVERWRITE)
+            self._told_s = time.monotonic()
+
+    def _sweep(self) -> None:
+        """Delete left-overs of the last survey, each once."""
+        listing, self._catalog.listing = self._catalog.listing, Listing.of(())
+        self._catalog.bucket.delete(left_overs(listing, time.time()))
+
+    def _compact(self) -> None:
+        """Write a catalog of what has none, where there is enough of it and it is this process's turn."""
+        catalog = self._catalog
+        with catalog.lock:
+            known = dict(catalog.segments)
+            few = compaction({name: within or () for name, within in catalog.catalogs.items()}, known)
+        if few is None:
+            return
+        catalog.read_contents()
+        with catalog.lock:
+            plan = compaction({name: within or () for name, within in catalog.catalogs.items()}, catalog.segments)
+        if plan is None:
+            return
+        segments: list[SealedSegment] = []
+        for name in plan.segments:
+            with catalog.lock:
+                kept, table = catalog.segments.get(name), catalog.index.table(name)
+            if kept and len(table) + len(kept.dead) == kept.objects:  # else something is not known here
+                segments.append(SealedSegment(name, kept.data_bytes, kept.head_bytes, kept.objects, table))
+        fresh = f"00-{os.urandom(8).hex()}{CATALOG}"
+        catalog.bucket.put(catalog.path(fresh), encode_catalog(catalog.namespace, segments), PutMode.CREATE)
+        with catalog.lock:
+            catalog.catalogs[fresh] = [each.name for each in segments]
+            for name in plan.replaces:
+                catalog.catalogs.pop(name, None)
+        catalog.bucket.delete([catalog.path(name) for name in plan.replaces])
+
+    def evict(self, nbytes: int, keep: frozenset[bytes]) -> EvictedSegment | None:
+        """Remove one segment, carrying forward what is hot in it. None where nothing can go, or the service is away.
+
+        Cold are the least recently used pages, of `nbytes` together; never those of `keep`.
+        """
+        catalog = self._catalog
+        with catalog.lock:
+            cold = self._cold(nbytes, keep)
+            chosen = victim(self._candidates(cold))
+            if chosen is None:
+                return None
+            segment, hot = catalog.segments[chosen.name], self._hottest(chosen, cold)
+        try:
+            if not self._is_there(segment):
+                return EvictedSegment(chosen.data_bytes, 0)
+            carried = self._carry(hot)
+            with catalog.lock:
+                pages = self._drop(segment, carried)
+            self._remove(segment)
+        except OSError as error:
+            catalog.lag(error)
+            return None
+        return EvictedSegment(chosen.data_bytes - sum(each.held_bytes for each in carried), pages)
+
+    def _is_there(self, segment: KeptSegment) -> bool:
+        """Whether nobody else has removed a segment, which is forgotten then. Raises OSError."""
+        try:
+            self._catalog.bucket.size(self._catalog.path(segment.name + HEAD))
+        except FileNotFoundError:
+            with self._catalog.lock:
+                self._catalog.forget(segment.name)
+            return False
+        return True
+
+    def _cold(self, nbytes: int, keep: frozenset[bytes]) -> dict[bytes, Page]:
+        cold: dict[bytes, Page] = {}
+        for page, entry in self._catalog.index.pages():
+            if nbytes <= 0 or page in keep:
+                break
+            cold[page] = entry
+            nbytes -= entry.held_bytes
+        return cold
+
+    def _candidates(self, cold: dict[bytes, Page]) -> list[EvictionCandidate]:
+        cold_bytes: dict[str, int] = {}
+        for entry in cold.values():
+            for each in entry.objects:
+                cold_bytes[each.segment] = cold_bytes.get(each.segment, 0) + each.held_bytes
+        live_bytes = self._catalog.index.live_bytes
+        return [
+            EvictionCandidate(name, kept.data_bytes, live_bytes(name) - cold_bytes.get(name, 0))
+            for name, kept in self._catalog.segments.items()
+        ]
+
+    def _hottest(self, chosen: EvictionCandidate, cold: dict[bytes, Page]) -> list[StoredObject]:
+        """Objects of hot pages, the most recently used first, of a share of the segment at most."""
+        room = int(chosen.data_bytes * CARRIED_SHARE)
+        hot = [each for each in self._catalog.index.objects(chosen.name) if each.page not in cold]
+        stamps = dict(zip([e.page for e in hot], self._catalog.index.stamps_of([e.page for e in hot]), strict=True))
+        taken: list[StoredObject] = []
+        for each in sorted(hot, key=lambda each: stamps[each.page], reverse=True):
+            room -= each.held_bytes
+            if room < 0:
+                break
+            taken.append(each)
+        return taken
+
+    def _carry(self, objects: Sequence[StoredObject]) -> list[StoredObject]:
+        """Write objects again, as they are, and send them; those that are there. Raises OSError where none may go."""
+        digests, payloads = self._reader.digests(objects), self._reader.payloads(objects)
+        with self._catalog.lock:
+            stamps = self._catalog.index.stamps_of([each.page for each in objects])
+        carried: list[StoredObject] = []
+        for each, table, payload, stamp in zip(objects, digests, payloads, stamps, strict=True):
+            if isinstance(table, str) or isinstance(payload, str) or not holds(payload, each.cells, table, 0):
+                continue
+            answer = self._writer.add(SentPayload(payload, each.page, each.part, table, stamp))
+            if not isinstance(answer, str):
+                carried.append(each)
+        if carried:
+            self._writer.sync()
+        return carried
+
+    def _drop(self, segment: KeptSegment, carried: Sequence[StoredObject]) -> int:
+        """Delete what belongs to pages that go with a segment, wherever it is; how many pages. Under the lock."""
+        index = self._catalog.index
+        going = [each for each in index.objects(segment.name) if each not in carried]
+        pages: set[bytes] = set()
+        for each in going:
+            entry = index.get(each.page)
+            others = [other for other in entry.objects if other.segment != segment.name] if entry else []
+            if not any(other.part is each.part for other in others):  # nobody else has carried it forward
+                pages.add(each.page)
+                self._catalog.delete(others)
+        return len(pages)

@@ -1,0 +1,97 @@
+"""What a bucket does over a real server, and what it says when the service fails."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import LocalStore, MemoryStore
+
+from kvmover.errors import StoreError
+from kvmover.store.bucket.service import ObjectBucket, PutMode
+from kvmover.store.location import is_bucket
+
+
+def opened(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> ObjectBucket:
+    if kind == "s3":
+        return ObjectBucket.open(request.getfixturevalue("bucket"))
+    return ObjectBucket(kind, obstore, LocalStore(tmp_path) if kind == "file" else MemoryStore())
+
+
+@pytest.mark.parametrize("kind", ["s3", "file", "memory"])
+def test_a_bucket_does_what_a_store_needs(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
+    bucket = opened(request, tmp_path, kind)
+    data = bytes(range(256)) * 40
+    bucket.put("ns/b.data", memoryview(data), PutMode.OVERWRITE)
+    bucket.put("ns/a.head", b"head", PutMode.CREATE)
+    with pytest.raises(FileExistsError):
+        bucket.put("ns/a.head", b"other", PutMode.CREATE)
+    assert bucket.get("ns/a.head") == b"head"
+    assert bytes(bucket.read("ns/b.data", 300, 100)) == data[300:400]
+    assert bytes(bucket.read("ns/b.data", len(data) - 5, 100)) == data[-5:]
+    assert bytes(bucket.read("ns/b.data", len(data) + 5, 100)) == b""
+    assert bucket.size("ns/b.data") == len(data)
+    for missing in (lambda: bucket.get("ns/no"), lambda: bucket.read("ns/no", 0, 1), lambda: bucket.size("ns/no")):
+        with pytest.raises(FileNotFoundError):
+            missing()
+    found = bucket.list("ns")
+    assert [(entry.name, entry.nbytes) for entry in found] == [("ns/a.head", 4), ("ns/b.data", len(data))]
+    assert all(abs(time.time() - entry.modified_s) < 60 for entry in found)
+    assert [entry.name for entry in bucket.list("ns", "ns/a.head")] == ["ns/b.data"]
+    assert bucket.list("other") == []
+    before = found[0].tag
+    bucket.put("ns/a.head", b"other", PutMode.OVERWRITE)
+    assert bucket.list("ns")[0].tag != before
+    assert bucket.folders() == ["ns"]
+    bucket.delete(["ns/no", "ns/a.head", "ns/a.head"])
+    bucket.delete_all(["ns/b.data", "ns/no"])
+    assert bucket.list("ns") == []
+    bucket.close()
+    bucket.close()
+
+
+def test_a_service_that_is_not_there_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused at once; whatever the service's words are, the reason is one of few."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "1")
+        monkeypatch.setattr("kvmover.store.bucket.service._RETRIES", 0)
+        bucket = ObjectBucket.open("s3://bucket/prefix")
+        calls = [
+            lambda: bucket.get("a"),
+            lambda: bucket.read("a", 0, 1),
+            lambda: bucket.put("a", b"1", PutMode.CREATE),
+            lambda: bucket.list("ns"),
+            lambda: bucket.folders(),
+            lambda: bucket.delete(["a"]),
+        ]
+        for call in calls:
+            with pytest.raises(OSError, match="does not answer"):
+                call()
+        bucket.close()
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_one(bucket: str) -> None:
+    other = ObjectBucket.open("s3://nobody-has-made-this/prefix")
+    with pytest.raises(OSError, match="does not answer"):
+        other.list("ns")
+    other.close()
+
+
+def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(StoreError, match=r"s3://bucket needs obstore: install kvmover\[s3\]"):
+        ObjectBucket.open("s3://bucket")
+
+
+def test_what_is_no_bucket_is_refused() -> None:
+    assert not is_bucket("/srv/s3://kv")
+    with pytest.raises(StoreError, match="/srv/kv is no object store"):
+        ObjectBucket.open("/srv/kv")
