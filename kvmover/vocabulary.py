@@ -145,7 +145,7 @@ what another wrote.
     [True, False]
     >>> folder.cleanup()
 
-Ledger: the account of every prompt token, `prompt = device + host + storage + computed + abandoned`.
+Ledger: the account of every prompt token, `prompt = device + host + storage + peer + computed + abandoned`.
 
     >>> from kvmover.cache.ledger import Credit
     >>> ledger = Ledger()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 from perf.record import RESULTS, read
 
@@ -80,6 +81,13 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
     mine, theirs = (_one("store", who=who, what="set", **stored)["gb_s"] for who in ("kvmover nixl", "sglang nixl"))
     yield "page store on a disk, writing pages of 64 KiB", f"{mine} GB/s", f"SGLang's NIXL store: {theirs} GB/s"
     yield from _exchanged()
+    later = [row for row in read("live_turns") if row["turn"] != "1"]
+    handed, computed = (
+        f"{median(float(row['ttft_p50_ms']) for row in later if row['way'] == way):.0f} ms"
+        for way in ("handed over", "computed")
+    )
+    asked = "vLLM, live, a chat's turns 2 to 5 on two prefills in turn: first token, fetching what decode made"
+    yield asked, handed, f"computing it: {computed}"
     for engine, name, way in (("sglang", "SGLang", "nixl backend"), ("vllm", "vLLM", "NixlConnector")):
         mine, theirs = (
             _one("live_peers", engine=engine, way=who)["ttft_p50_ms"] for who in ("kvmover", way.split()[0])

@@ -192,7 +192,7 @@ def _picture(title: str, height: float, body: Sequence[str]) -> str:
 
 STYLE = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--soft:#59636e;--grid:#e4e8ed;--card:#f6f8fa;
---device:#0072b2;--host:#e69f00;--storage:#009e73;--lost:#cc79a7;--send:#e69f00;--receive:#0072b2;
+--device:#0072b2;--host:#e69f00;--storage:#009e73;--peer:#56b4e9;--lost:#cc79a7;--send:#e69f00;--receive:#0072b2;
 --direct:#56b4e9;--packed:#e69f00;--mapped:#009e73;--both:#7a4ea3;--none:#9aa4af;--failed:#b3261e;--p50:#0072b2;--p99:#e69f00}
 @media(prefers-color-scheme:dark){:root{--paper:#0d1117;--ink:#e6edf3;--soft:#9aa4af;--grid:#2a313a;--card:#161b22}}
 body{margin:2rem auto;max-width:60rem;padding:0 1rem;background:var(--paper);color:var(--ink);
@@ -216,6 +216,7 @@ th,td{text-align:left;padding:.15rem 1rem .15rem 0;border-bottom:1px solid var(-
         "device",
         "host",
         "storage",
+        "peer",
         "lost",
         "send",
         "receive",

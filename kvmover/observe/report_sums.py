@@ -12,7 +12,7 @@ from kvmover.observe.runlog import Accounted, Lines, Moved
 from kvmover.transfer.meter import Stage, summed
 
 #: Where prompt tokens come from, nearest first; what is left was computed.
-TIERS = ("device", "host", "storage")
+TIERS = ("device", "host", "storage", "peer")
 
 #: Widths of bins that people read easily, in seconds.
 _WIDTHS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200)

@@ -159,7 +159,7 @@ MOST_RANKS, MOST_REASONS, MOST_GROUPS = 32, 5, 16
 #: Endpoints that are asked at a time.
 _MOST_ASKED = 64
 
-_SOURCES = ("device", "host", "storage", "computed", "abandoned")
+_SOURCES = ("device", "host", "storage", "peer", "computed", "abandoned")
 _COPIES = {
     "backed": "device to host",
     "loaded": "host to device",

@@ -70,6 +70,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any], torch.dtype]] = {
     "qwen3": ("qwen3", {"head_dim": 32}, torch.float32),
     # A draft that guesses what "qwen3" says: the same model, of which every KV head is there twice.
     "qwen3-doubled": ("qwen3", {"head_dim": 32, "num_key_value_heads": 8}, torch.float32),
+    # Large enough that a prompt of a thousand tokens takes this machine longer than a request takes beside it.
+    "qwen3-large": (
+        "qwen3",
+        {"head_dim": 32, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6},
+        torch.float32,
+    ),
     "qwen3-other": ("qwen3", {"head_dim": 32, "num_hidden_layers": 6}, torch.float32),
     "qwen3-bf16": ("qwen3", {"head_dim": 32}, torch.bfloat16),
     "llama": ("llama", {"head_dim": 32}, torch.float32),

@@ -204,3 +204,10 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def labelled(server: Server, name: str, label: str, port: int | None = None) -> float:
+    """A metric's samples that have this value of some label, added up."""
+    lines = server.get("/metrics", port)[1].splitlines()
+    said = [line for line in lines if line.startswith(f"{name}{{") and f'="{label}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in said)

@@ -45,6 +45,11 @@ def split_streamed(first: Server, second: Server, prompt: Sequence[int], tokens:
     half = prefill(first, prompt)
     if not half.ok:
         raise OSError(half.error)
+    return streamed_after(half, second, prompt, tokens)
+
+
+def streamed_after(half: Answer, second: Server, prompt: Sequence[int], tokens: int) -> Streamed:
+    """The second half of a request, whose times are those of both. Raises OSError where it fails."""
     got = stream(f"{second.url}/v1/completions", _payload(prompt, tokens, half.params))
     return Streamed(half.seconds + got.first_s, half.seconds + got.seconds, got.parts)
 

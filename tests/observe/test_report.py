@@ -256,7 +256,7 @@ def test_failures_and_long_transfers_are_drawn_before_others(monkeypatch: pytest
 def test_a_prompt_counts_once_however_often_it_was_retracted() -> None:
     def attempt(number: int) -> Accounted:
         account = Account(
-            "r", AccountGroup(), number, AttemptPhase.RETRACTED, 0, 1, 100, 60, 40, 0, 0, 10, 50, {Loss.LATE: 20}
+            "r", AccountGroup(), number, AttemptPhase.RETRACTED, 0, 1, 100, 60, 40, 0, 0, 0, 10, 50, {Loss.LATE: 20}
         )
         return Accounted(1.0, account)
 
@@ -275,7 +275,8 @@ def test_hits_and_losses_are_told_by_tenant_and_model_and_predictions_by_who_mad
             ledger.finished(name, 0.0)
     text = page(read_lines([tmp_path / "run.jsonl"]))
     groups = text.split("<h2>Tenants and models</h2>")[1].split("</section>")[0]
-    assert "<td>&lt;gold&gt;</td><td>llama</td><td>1,000</td><td>60</td><td>0</td><td>0</td><td>6.0%</td>" in groups
+    cells = ("&lt;gold&gt;", "llama", "1,000", "60", "0", "0", "0", "6.0%")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in groups
     assert "<td>30</td><td>late 30</td>" in groups
     predictions = text.split("<h2>Predicted and delivered hits</h2>")[1].split("</section>")[0]
     cells = "".join(f"<td>{count}</td>" for count in ("router", 2, 80, 70, 60, 20, 10))

@@ -146,10 +146,11 @@ def test_hits_and_losses_are_shown_by_tenant_and_model_those_with_the_most_first
     engine.serve("r2", Credit(30, 20, 10), 140, {Loss.LATE: 5, Loss.BUSY: 25}, AccountGroup("", "qwen"))
     rows = shown(View.of("here", None, engine.scrape(0.0)))
     assert list(rows["tenant, model"]) == [
-        *("prompt tokens", "hits", "device", "host", "storage", "computed", "abandoned", "lost", "most of it to"),
+        *("prompt tokens", "hits", "device", "host", "storage", "peer"),
+        *("computed", "abandoned", "lost", "most of it to"),
     ]
-    assert rows["no tenant, qwen"] == ["200", "30.0%", "30", "20", "10", "140", "0", "30", "busy"]
-    assert rows["gold, llama"] == ["100", "10.0%", "10", "0", "0", "90", "0", "0"]
+    assert rows["no tenant, qwen"] == ["200", "30.0%", "30", "20", "10", "0", "140", "0", "30", "busy"]
+    assert rows["gold, llama"] == ["100", "10.0%", "10", "0", "0", "0", "90", "0", "0"]
     assert list(rows).index("no tenant, qwen") < list(rows).index("gold, llama")
 
 

@@ -2,8 +2,8 @@
 
 Two laws hold, and a step that would break one raises LedgerError and changes nothing:
 
-    reusable = device + host + storage + lost, over all reasons         from admission on
-    prompt   = device + host + storage + computed + abandoned           when the attempt has ended
+    reusable = device + host + storage + peer + lost, over all reasons      from admission on
+    prompt   = device + host + storage + peer + computed + abandoned        when the attempt has ended
 
 `abandoned` is what an attempt that was aborted or retracted never came to; it is 0 when the attempt finished.
 """
@@ -97,11 +97,25 @@ class AccountGroup(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
 
 
 class Credit(msgspec.Struct, frozen=True, gc=False):
-    """Tokens whose KV is on the device, by the tier from which it came there: no token is credited to two."""
+    """Tokens whose KV is on the device, by the tier from which it came there: no token is credited to two.
+
+    `peer_tokens` came from another engine, which had computed them for another request.
+    """
 
     device_tokens: int = 0
     host_tokens: int = 0
     storage_tokens: int = 0
+    peer_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of all tiers."""
+        return self.device_tokens + self.host_tokens + self.storage_tokens + self.peer_tokens
+
+    @property
+    def least_tokens(self) -> int:
+        """Of the tier that gave the fewest: a credit with fewer than 0 of any is none."""
+        return min(self.device_tokens, self.host_tokens, self.storage_tokens, self.peer_tokens)
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False):
@@ -128,6 +142,7 @@ class Account(msgspec.Struct, frozen=True, gc=False):
     device_tokens: int = 0
     host_tokens: int = 0
     storage_tokens: int = 0
+    peer_tokens: int = 0
     computed_tokens: int = 0
     abandoned_tokens: int = 0
     lost: dict[Loss, int] = {}
@@ -136,7 +151,7 @@ class Account(msgspec.Struct, frozen=True, gc=False):
     @property
     def credited_tokens(self) -> int:
         """On the device without being computed, from any tier."""
-        return self.device_tokens + self.host_tokens + self.storage_tokens
+        return self.device_tokens + self.host_tokens + self.storage_tokens + self.peer_tokens
 
     @property
     def lost_tokens(self) -> int:
@@ -173,6 +188,7 @@ class OpenAccount(msgspec.Struct, gc=False):
     device_tokens: int = 0
     host_tokens: int = 0
     storage_tokens: int = 0
+    peer_tokens: int = 0
     computed_tokens: int = 0
     lost: dict[Loss, int] = {}
     prediction: Prediction | None = None
@@ -180,7 +196,7 @@ class OpenAccount(msgspec.Struct, gc=False):
     @property
     def credited_tokens(self) -> int:
         """On the device without being computed, from any tier."""
-        return self.device_tokens + self.host_tokens + self.storage_tokens
+        return self.device_tokens + self.host_tokens + self.storage_tokens + self.peer_tokens
 
     def frozen(self) -> Account:
         """As it is now."""
@@ -199,6 +215,7 @@ class OpenAccount(msgspec.Struct, gc=False):
             self.device_tokens,
             self.host_tokens,
             self.storage_tokens,
+            self.peer_tokens,
             self.computed_tokens,
             rest,
             lost,
@@ -229,26 +246,27 @@ class OpenAccount(msgspec.Struct, gc=False):
         """The attempt starts with `credit` on the device. What of the match is not credited is lost, once."""
         if self.phase is not _MATCHED:
             raise _out_of_order(self, "admitted")
-        device, host, storage = credit.device_tokens, credit.host_tokens, credit.storage_tokens
-        missing = self.reusable_tokens - device - host - storage
-        if missing != (sum(lost.values()) if lost else 0) or device < 0 or host < 0 or storage < 0:
+        device, host = credit.device_tokens, credit.host_tokens
+        storage, peer = credit.storage_tokens, credit.peer_tokens
+        missing = self.reusable_tokens - device - host - storage - peer
+        if missing != (sum(lost.values()) if lost else 0) or device < 0 or host < 0 or storage < 0 or peer < 0:
             raise LedgerError(
                 f"request {self.request}: {self.reusable_tokens} reusable tokens are not device {device}"
-                f" + host {host} + storage {storage} + lost {_words(lost)}"
+                f" + host {host} + storage {storage} + peer {peer} + lost {_words(lost)}"
             )
         if lost:
             if min(lost.values()) < 0:
                 raise LedgerError(f"request {self.request}: lost {_words(lost)}")
             self.lost = dict(lost)
         self.phase, self.attempt = _ADMITTED, self.attempt + 1
-        self.device_tokens, self.host_tokens, self.storage_tokens = device, host, storage
+        self.device_tokens, self.host_tokens, self.storage_tokens, self.peer_tokens = device, host, storage, peer
 
     def computed(self, tokens: int) -> None:
         """A chunk of the prompt was computed. Never a hit: not even where a lookup finds the chunk before it."""
         if self.phase is not _ADMITTED:
             raise _out_of_order(self, "computed")
         done = self.computed_tokens + tokens
-        if tokens < 0 or self.device_tokens + self.host_tokens + self.storage_tokens + done > self.prompt_tokens:
+        if tokens < 0 or self.credited_tokens + done > self.prompt_tokens:
             raise LedgerError(
                 f"request {self.request}: {tokens} more tokens after {self.credited_tokens} credited and"
                 f" {self.computed_tokens} computed, of a prompt of {self.prompt_tokens}"
@@ -263,12 +281,14 @@ class OpenAccount(msgspec.Struct, gc=False):
             self.device_tokens - credit.device_tokens,
             self.host_tokens - credit.host_tokens,
             self.storage_tokens - credit.storage_tokens,
+            self.peer_tokens - credit.peer_tokens,
         )
-        taken = credit.device_tokens + credit.host_tokens + credit.storage_tokens
-        if min(left) < 0 or min(credit.device_tokens, credit.host_tokens, credit.storage_tokens) < 0:
-            raise LedgerError(f"request {self.request}: withdrawing {credit} leaves {left} for device, host, storage")
-        self.device_tokens, self.host_tokens, self.storage_tokens = left
-        self.lost[reason] = self.lost.get(reason, 0) + taken
+        if min(left) < 0 or credit.least_tokens < 0:
+            raise LedgerError(
+                f"request {self.request}: withdrawing {credit} leaves {left} for device, host, storage, peer"
+            )
+        self.device_tokens, self.host_tokens, self.storage_tokens, self.peer_tokens = left
+        self.lost[reason] = self.lost.get(reason, 0) + credit.tokens
 
     def ended(self, phase: AttemptPhase, now_s: float, concurrent_tokens: int = 0) -> Account:
         """The attempt is over. Only one that finished must have its whole prompt credited or computed.
@@ -276,7 +296,7 @@ class OpenAccount(msgspec.Struct, gc=False):
         `concurrent_tokens` were computed here although another request had put them into the tree by now: reusable, and
         lost, since nobody waited for them.
         """
-        credited = self.device_tokens + self.host_tokens + self.storage_tokens
+        credited = self.credited_tokens
         rest = self.prompt_tokens - credited - self.computed_tokens
         if phase is not _ABORTED and self.phase is not _ADMITTED:
             raise _out_of_order(self, phase)

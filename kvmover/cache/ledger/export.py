@@ -22,7 +22,7 @@ from kvmover.exposition import DurationHistogram, Metric, MetricKind
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
-_SOURCES = ("device", "host", "storage", "computed", "abandoned")
+_SOURCES = ("device", "host", "storage", "peer", "computed", "abandoned")
 _ENDS = ("finished", "retracted", "aborted")
 _OUTCOMES = ("foreseen", "missed", "unforeseen")
 _GROUP = ("tenant", "model", "attempt")

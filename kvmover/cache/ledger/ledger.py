@@ -73,6 +73,7 @@ class Totals:
     device_tokens: int = 0
     host_tokens: int = 0
     storage_tokens: int = 0
+    peer_tokens: int = 0
     computed_tokens: int = 0
     abandoned_tokens: int = 0
     lost: dict[Loss, int] = field(default_factory=dict[Loss, int])
@@ -81,7 +82,7 @@ class Totals:
     @property
     def credited_tokens(self) -> int:
         """On the device without being computed, from any tier."""
-        return self.device_tokens + self.host_tokens + self.storage_tokens
+        return self.device_tokens + self.host_tokens + self.storage_tokens + self.peer_tokens
 
     @property
     def hit_rate(self) -> float:
@@ -96,6 +97,7 @@ class Totals:
         self.device_tokens += account.device_tokens
         self.host_tokens += account.host_tokens
         self.storage_tokens += account.storage_tokens
+        self.peer_tokens += account.peer_tokens
         self.computed_tokens += account.computed_tokens
         self.abandoned_tokens += account.abandoned_tokens
         if account.lost:

@@ -119,9 +119,7 @@ class Restoring(msgspec.Struct, frozen=True, kw_only=True):
             "one load is begun at most": self.loads <= 1,
             "every reusable token is credited or lost, once": (
                 phase is not RestorePhase.READY
-                or self.reusable_tokens - sum(self.lost.values())
-                == self.tokens
-                == self.credit.device_tokens + self.credit.host_tokens + self.credit.storage_tokens
+                or self.reusable_tokens - sum(self.lost.values()) == self.tokens == self.credit.tokens
             ),
         }
         for rule, holds in rules.items():

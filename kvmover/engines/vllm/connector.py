@@ -24,7 +24,7 @@ from kvmover.engines.vllm.caches import (
 )
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
 from kvmover.engines.vllm.options import parse
-from kvmover.engines.vllm.request_accounts import RequestAccounts
+from kvmover.engines.vllm.request_accounts import ExternalTokens, RequestAccounts
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role, token_hashes
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, marks, unbegun
@@ -379,8 +379,11 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks; the last `num_external_tokens` of its computed tokens are to be fetched into them."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
-        sources = self.get_external_cache_hit_sources(request, num_external_tokens)
-        self._accounts.allocated(request, engine.external_of(sources))
+        if self._scheduler.is_next_turn(request):
+            external = ExternalTokens(peer=num_external_tokens)
+        else:
+            external = engine.external_of(self.get_external_cache_hit_sources(request, num_external_tokens))
+        self._accounts.allocated(request, external)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvmoverConnectorMetadata:
         """What the workers are to do in a step, handed out once."""

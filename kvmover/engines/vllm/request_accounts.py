@@ -31,16 +31,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExternalTokens:
-    """Tokens that a connector brings, by where they lie. `elsewhere`: in another engine, or nobody says where."""
+    """Tokens that a connector brings, by where they lie. `peer`: in another engine, of an earlier turn; `elsewhere`: in
+    the engine that computed them for this request, or nobody says where.
+    """
 
     host: int = 0
     storage: int = 0
     elsewhere: int = 0
+    peer: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.host + self.storage + self.elsewhere
+        return self.host + self.storage + self.elsewhere + self.peer
 
 
 @dataclass(slots=True)
@@ -136,7 +139,8 @@ class RequestAccounts:
             return
         device = max(promised.device, start - external.total) if start >= promised.device else start
         host = min(external.host, start - device)
-        credit = Credit(device, host, start - device - host)
+        storage = start - device - host if external.peer == 0 else min(external.storage, start - device - host)
+        credit = Credit(device, host, storage, start - device - host - storage)
         missing = promised.device + external.total - start
         reason = Loss.LAST_TOKEN if missing == 1 and start == promised.prompt - 1 else Loss.READ_FAILED
         lost = {reason: missing} if missing > 0 else {}

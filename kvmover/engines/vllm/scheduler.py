@@ -283,6 +283,11 @@ class ConnectorScheduler:
             return None
         return answer(Remote(self.home.engine, ask.transfer, self.home.host, self.home.port))
 
+    def is_next_turn(self, request: Any) -> bool:
+        """Whether a part of a request that is computed here is fetched from who answered the turn before."""
+        known = self.live.get(request.request_id)
+        return known is not None and known.source is not None and isinstance(known.ask, Serve)
+
     def _live(self, request: Any) -> Live:
         name = request.request_id
         if name not in self.live:

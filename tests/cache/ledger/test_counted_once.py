@@ -88,7 +88,8 @@ def test_matching_again_and_again_while_waiting_counts_once(ledger: Ledger) -> N
 def test_host_tokens_that_were_matched_and_not_loaded_are_no_hits(ledger: Ledger) -> None:
     """Scenario 59: host hit 40, load-back declined. Without a reason for the 40 the account does not balance."""
     ledger.matched(1, 100, 60, 0.0)
-    with pytest.raises(LedgerError, match="60 reusable tokens are not device 20 \\+ host 0 \\+ storage 0 \\+ lost 0"):
+    tiers = "device 20 \\+ host 0 \\+ storage 0 \\+ peer 0 \\+ lost 0"
+    with pytest.raises(LedgerError, match=f"60 reusable tokens are not {tiers}"):
         ledger.admitted(1, Credit(20))
     ledger.admitted(1, Credit(20), {Loss.THRESHOLD: 40})
     ledger.computed(1, 80)

@@ -123,6 +123,26 @@ def test_what_another_engine_computed_is_in_no_account() -> None:
     assert not scheduler.told
 
 
+def test_what_the_last_turns_decode_had_is_a_hit_of_a_peer() -> None:
+    scheduler, request = Scheduler(), Request("r", 200)
+    scheduler.admit(request, 32, ExternalTokens(peer=88), there=120)
+    scheduler.compute(request, 200)
+    scheduler.accounts.finished(request)
+    total = scheduler.total()
+    assert (total.device_tokens, total.peer_tokens, total.computed_tokens) == (32, 88, 80)
+    assert not total.lost
+
+
+def test_a_peer_that_was_lost_costs_what_it_had() -> None:
+    scheduler, request = Scheduler(), Request("r", 200)
+    scheduler.admit(request, 32, ExternalTokens(peer=88), there=64)
+    scheduler.compute(request, 200)
+    scheduler.accounts.finished(request)
+    total = scheduler.total()
+    assert (total.device_tokens, total.peer_tokens) == (32, 32)
+    assert total.lost == {Loss.READ_FAILED: 56}
+
+
 def test_a_preempted_request_begins_again_in_other_sums() -> None:
     scheduler, request = Scheduler(), Request("r", 100)
     scheduler.admit(request, 0, ExternalTokens(), there=0)
@@ -172,4 +192,4 @@ def test_a_scrape_shows_the_sums() -> None:
         for sample in families["kvmover_prompt_tokens"].samples
         if sample.labels["attempt"] == "first"
     }
-    assert tokens == {"device": 32, "host": 0, "storage": 32, "computed": 36, "abandoned": 0}
+    assert tokens == {"device": 32, "host": 0, "storage": 32, "peer": 0, "computed": 36, "abandoned": 0}

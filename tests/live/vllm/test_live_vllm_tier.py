@@ -9,17 +9,10 @@ import pytest
 
 from tests.live.answers import many, prompts_of
 from tests.live.conftest import ModelMaker, Servers
-from tests.live.server import Server, free_port
+from tests.live.server import Server, free_port, labelled
 from tests.live.table import Results
 from tests.live.vllm_client import ask, usage, warm
 from tests.live.vllm_servers import ACCOUNTED, DRAINED, OFFLOADING, tiered, vllm
-
-
-def labelled(server: Server, name: str, label: str, port: int | None = None) -> float:
-    """A metric's samples that have this value of some label, added up."""
-    lines = server.get("/metrics", port)[1].splitlines()
-    said = [line for line in lines if line.startswith(f"{name}{{") and f'="{label}"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in said)
 
 
 def chunks(server: Server, verb: str, outcome: str) -> float:
