@@ -193,6 +193,20 @@ def test_a_quota_is_kept_while_pages_come(service: MemoryStore) -> None:
     assert sum(obstore.head(service, name)["size"] for name in names(service, ".data")) <= quota
 
 
+def test_pages_of_a_batch_stay_while_room_is_made_for_the_others(service: MemoryStore) -> None:
+    """Three of the four that lie in one segment are in the batch."""
+    policy = Policy(quota_bytes=32 * WHOLE.nbytes, segment_bytes=4 * WHOLE.nbytes)
+    with open_over(service, policy=policy) as store:
+        rank = Rank(store, WHOLE, slots=32)
+        assert all(answer.ok for answer in rank.put(pages_of(32, "old")))
+        store.flush()
+        batch = pages_of(3, "old") + pages_of(20, "new")
+        assert [answer.outcome for answer in rank.put(batch)] == [Put.PRESENT] * 3 + [Put.WRITTEN] * 20
+        assert all(rank.exists(batch))
+        assert outcomes(rank.get(batch)) == [Got.READ] * 23
+        assert store.stat().held_bytes <= 33 * WHOLE.nbytes
+
+
 def test_pages_that_nobody_uses_expire_for_everybody(service: MemoryStore) -> None:
     policy = Policy(ttl_s=1000, segment_bytes=4 * WHOLE.nbytes)
     with open_over(service, policy=policy) as store:

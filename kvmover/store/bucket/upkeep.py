@@ -141,7 +141,7 @@ class BucketUpkeep:
             chosen = victim(self._candidates(cold))
             if chosen is None:
                 return None
-            segment, hot = catalog.segments[chosen.name], self._hottest(chosen, cold)
+            segment, hot = catalog.segments[chosen.name], self._hottest(chosen, cold, keep)
         try:
             if not self._is_there(segment):
                 return EvictedSegment(chosen.data_bytes, 0)
@@ -185,15 +185,17 @@ class BucketUpkeep:
             for name, kept in self._catalog.segments.items()
         ]
 
-    def _hottest(self, chosen: EvictionCandidate, cold: dict[bytes, Page]) -> list[StoredObject]:
-        """Objects of hot pages, the most recently used first, of a share of the segment at most."""
+    def _hottest(
+        self, chosen: EvictionCandidate, cold: dict[bytes, Page], keep: frozenset[bytes]
+    ) -> list[StoredObject]:
+        """Objects of pages to keep; and of hot ones, the most recently used first, up to a share of the segment."""
         room = int(chosen.data_bytes * CARRIED_SHARE)
         hot = [each for each in self._catalog.index.objects(chosen.name) if each.page not in cold]
         stamps = dict(zip([e.page for e in hot], self._catalog.index.stamps_of([e.page for e in hot]), strict=True))
         taken: list[StoredObject] = []
-        for each in sorted(hot, key=lambda each: stamps[each.page], reverse=True):
+        for each in sorted(hot, key=lambda each: (each.page in keep, stamps[each.page]), reverse=True):
             room -= each.held_bytes
-            if room < 0:
+            if room < 0 and each.page not in keep:
                 break
             taken.append(each)
         return taken
