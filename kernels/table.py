@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -134,7 +135,7 @@ class Launch:
     words: int
     regions: int
     tiles: int
-    shapes: tuple[object, ...]
+    shapes: tuple[Any, ...]
 
     @property
     def header(self) -> npt.NDArray[np.int64]:
@@ -194,7 +195,7 @@ class Table:
         if self.tiles >= 1 << 31:
             raise RegionError(f"{self.tiles} tiles in one launch; the kernel counts them in 32 bits")
 
-    def launch(self, shapes: tuple[object, ...]) -> Launch:
+    def launch(self, shapes: tuple[Any, ...]) -> Launch:
         """All of it."""
         header = np.array(self._rows, np.int64)
         assert header.shape == (self.regions, self.words), "every region is described, by as many words"
