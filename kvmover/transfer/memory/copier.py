@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from kvmover.kernels.convert_reference import Conversion
     from kvmover.kernels.digest_reference import End, Logical
-    from kvmover.kernels.launch import Program
+    from kvmover.kernels.launch import Prepared, Program
 
 #: Called with the digest of the rows, or None where none was asked for.
 Done = Callable[[int | None], None]
@@ -22,14 +22,18 @@ Done = Callable[[int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering; None: unknown."""
+    """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering. `wire_digest`: of
+    chunks of which anything is converted. None: unknown.
+    """
 
     move: Program | None = None
     digest: Program | None = None
+    convert: Program | None = None
+    wire_digest: Program | None = None
 
     def all(self) -> list[Program]:
         """Those that are known."""
-        return [program for program in (self.move, self.digest) if program is not None]
+        return [program for program in (self.move, self.digest, self.convert, self.wire_digest) if program is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +65,25 @@ class Work:
         if not self.conversions:
             return self.regions
         return [*self.regions, *(each.at(self.end) for each in self.conversions)]
+
+
+def launches(work: Work, sms: int | None, total: torch.Tensor | None) -> list[Prepared]:
+    """What a GPU runs for it, in this order, by kernels that are known for it. `total` int64 [1]: the digest is added.
+
+    All is checked, and its tables are uploaded on the current stream, before any of it is launched.
+    """
+    from kvmover.kernels import convert, digest, rows
+
+    known = work.programs or Programs()
+    found = [convert.prepare(work.conversions, sms=sms, using=known.convert)]
+    at_once = total is not None and work.moves and work.end == "src" and not work.conversions
+    if work.moves and not at_once:
+        found.append(rows.prepare(work.regions, sms=sms, using=known.move))
+    if total is not None and work.logicals is not None:
+        reads = None if at_once else work.end
+        using = known.wire_digest if work.conversions else known.digest
+        found.append(digest.prepare(work.digested, work.logicals, total, sms=sms, reads=reads, using=using))
+    return [launch for launch in found if launch is not None]
 
 
 @dataclass(slots=True)
@@ -104,25 +127,12 @@ class Copier:
         """On the current stream: the digest on the host, readable after the event, where one is wanted."""
         import torch
 
-        from kvmover.kernels import digest, rows
-
-        known = work.programs or Programs()
-        if work.conversions:
-            from kvmover.kernels import convert
-
-            convert.convert(work.conversions, sms=self.sms)
-        if work.logicals is None:
-            rows.move(work.regions, sms=self.sms, using=known.move)
-            return None
-        total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        at_once = work.moves and work.end == "src" and not work.conversions
-        if work.moves and not at_once:
-            rows.move(work.regions, sms=self.sms, using=known.move)
-        reads = None if at_once else work.end
-        using = known.digest if work.moves and not work.conversions else None
-        launch = digest.prepare(work.digested, work.logicals, total, sms=self.sms, reads=reads, using=using)
-        if launch is not None:
+        wanted = work.logicals is not None
+        total = torch.zeros(1, dtype=torch.int64, device=self.device) if wanted else None
+        for launch in launches(work, self.sms, total):
             launch.run()
+        if total is None:
+            return None
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
 
     def poll(self) -> None:
