@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from kvmover.kernels import convert, digest, rows
 from kvmover.kernels.launch import Program, RowConfig
-from kvmover.layout import Codec, Component, Fleet, PoolSpec
+from kvmover.layout import Codec, CodecPart, Component, Fleet, PoolSpec
 from kvmover.plan.cost import RDMA
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
@@ -177,6 +178,44 @@ def test_the_kernels_of_a_peer_serve_every_request(name: str, requests: int) -> 
     known = known_of(shape)
     needed = {program for copy in copies(shape, requests, 0) for program in copy.programs(known[copy.way])}
     compiled = {program for programs in known.values() for program in programs.all()}
+    assert needed <= compiled
+    assert len(compiled) <= 10
+
+
+#: Forms of rows of so many numbers, narrow and wide, with parts and scales of every kind.
+FORMS = {
+    24: ("f32", "fp8", "k-v"),
+    64: ("bf16", "f16", "f32", "half", "fp8", "k-v", "nvfp4"),
+    576: ("bf16", "fp8", "nvfp4", "ds-mla", "v-in-4"),
+}
+WAYS = [(dim, *pair) for dim, forms in FORMS.items() for pair in permutations(forms, 2)]
+IN_FOUR = CodecPart(512, "float4_e2m1fn_x2", 16, "float8_e4m3fn")
+
+
+def form(name: str, dim: int) -> Codec:
+    return {
+        "bf16": lambda: Codec.plain("bfloat16", dim),
+        "f16": lambda: Codec("bfloat16", (CodecPart(dim, "float16"),)),
+        "f32": lambda: Codec("bfloat16", (CodecPart(dim, "float32"),)),
+        "half": lambda: Codec("bfloat16", (CodecPart(dim // 2, "float16"), CodecPart(dim // 2, "float8_e4m3fn"))),
+        "fp8": lambda: Codec.fp8("bfloat16", dim),
+        "k-v": lambda: Codec.fp8("bfloat16", dim // 2, dim // 2),
+        "nvfp4": lambda: Codec.nvfp4("bfloat16", dim),
+        "ds-mla": Codec.fp8_ds_mla,
+        "v-in-4": lambda: Codec("bfloat16", (IN_FOUR, CodecPart(64, "float32"))),
+    }[name]()
+
+
+@pytest.mark.parametrize(("dim", "reads", "writes"), family(WAYS, few=WAYS[::11]))
+def test_any_two_forms_are_converted_by_the_kernels_of_a_peer(dim: int, reads: str, writes: str) -> None:
+    """Pages that do not divide each other, tokens of every number, and layers in one allocation each."""
+    codecs = form(reads, dim), form(writes, dim)
+    meant = Component.attention(3, 4, dim, "bfloat16")
+    shape = Shape((meant,), Fleet(tp=4, page_tokens=48), Fleet(tp=2, page_tokens=32), ("NHD", "HND"), codecs)
+    known = known_of(shape)
+    needed = {program for copy in copies(shape, 20, dim) for program in copy.programs(known[copy.way])}
+    compiled = {program for programs in known.values() for program in programs.all()}
+    assert convert.convert_kernel in {program.kernel for program in needed}
     assert needed <= compiled
     assert len(compiled) <= 10
 
