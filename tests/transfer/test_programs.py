@@ -131,14 +131,14 @@ class Copy:
     work: Work
 
     def programs(self, known: Programs) -> Iterator[Program]:
-        """The kernels that it runs: a copy, and with a digest."""
-        for total, work in ((None, replace(self.work, logicals=None)), (torch.zeros(1, dtype=torch.int64), self.work)):
-            for launch in launches(work.using(known), RULES.sms, total):
-                yield launch.program
+        """The kernels that it runs."""
+        total = torch.zeros(1, dtype=torch.int64) if self.work.logicals is not None else None
+        for launch in launches(self.work.using(known), RULES.sms, total):
+            yield launch.program
 
 
 def copies(shape: Shape, requests: int, seed: int) -> Iterator[Copy]:
-    """All chunks of random requests, of which most have a prefix already."""
+    """All chunks of random requests, half of them with a digest. Most requests have a prefix already."""
     random = np.random.default_rng(seed)
     src, dst = shape.ends()
     source, target = memory_of(src, 1 << 50), memory_of(dst, 2 << 50)
@@ -151,7 +151,8 @@ def copies(shape: Shape, requests: int, seed: int) -> Iterator[Copy]:
         lane = Lane.between(plans, src, dst, Cut(RDMA.chunk_bytes))
         ids = [[random.permutation(spec.pages) for spec in end.pools] for end in (src, dst)]
         for number, chunk in enumerate(lane.chunks):
-            at, marks = int(random.integers(0, (ARENA_BYTES - chunk.span_bytes) // 256)) * 256, lane.marks(number)
+            at = int(random.integers(0, (ARENA_BYTES - chunk.span_bytes) // 256)) * 256
+            marks = lane.marks(number) if random.random() < 0.5 else None
             packed = source.outgoing.window(at, chunk.span_bytes)
             gathered = [(box, source.pools[c], packed) for c, box in lane.gather_boxes(number, ids[0])]
             yield Copy(Way.GATHER, packing(gathered, marks, "src"))
