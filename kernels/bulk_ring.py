@@ -1,7 +1,7 @@
 """The ring moves runs of bytes through shared memory by `cp.async.bulk` (cuda/bulk.cu), on as few SMs as it has blocks.
 
-What the host uploads for a launch is its table: a few words a region, one address a plane, and one offset for each unit
-of a side whose units do not follow each other. bulk.cu is compiled with the words' names as they are here.
+What the host uploads for a launch is its table: a few words a region, one address a plane, and one offset a unit and
+side. bulk.cu is compiled with the words' names as they are here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ RING = Ring()
 #: Of the table's words, those that bulk.cu reads; after the sides, what it has beyond: the first item that is not the
 #: region's, its pieces, how many are an item, how long they are, and the run that they are cut from.
 _COMMON = "FIRST_TILE", "PLANES", "HEADS", "TOKENS", "PIECES"
-_OF_SIDES = "ADDRESSES", "LIST", "LIST_LENGTH", "FIRST_UNIT", "UNIT_STRIDE", "HEAD_STRIDE", "TOKEN_STRIDE"
+_OF_SIDES = "ADDRESSES", "LIST", "HEAD_STRIDE", "TOKEN_STRIDE"
 _FURTHER = "END", "COUNT", "PER_ITEM", "PIECE_BYTES", "RUN_BYTES", "WORDS"
 
 
@@ -83,7 +83,7 @@ def describe(regions: Sequence[Region], ring: Ring = RING) -> Launch:
 
     Raises RegionError where an address or a run is not a multiple of 16 bytes.
     """
-    from .table import Counts, Table, kind_of_units
+    from .table import LISTED, Counts, Table
 
     laid = Table(len(regions), words()["WORDS"])
     for region in map(merged, regions):
@@ -98,7 +98,7 @@ def describe(regions: Sequence[Region], ring: Ring = RING) -> Launch:
         if count >= 1 << 31:
             raise RegionError(f"{count} pieces in one launch; the kernel counts them in 32 bits")
         items = -(-count // per_item)
-        sides = [word for side in (region.src, region.dst) for word in laid.side(side, 1, kind_of_units(side.units))]
+        sides = [word for side in (region.src, region.dst) for word in laid.side(side, 1, LISTED.value)]
         further = *sides, laid.tiles + items, count, per_item, piece, run
         counts = Counts(region.units, region.planes, region.heads, region.tokens)
         laid.add(items, 0, counts, pieces, 1, further)

@@ -36,8 +36,7 @@ static inline __device__ Piece locate(const i64* table, const i64* region, u32 i
     rest /= planes;
     const u32 head = rest % heads, unit = rest / heads;
     const i64* at = region + side;
-    i64 start = table[at[ADDRESSES] + plane] + at[FIRST_UNIT] + unit * at[UNIT_STRIDE];
-    if (unit < (u32)at[LIST_LENGTH]) start += table[at[LIST] + unit];
+    const i64 start = table[at[ADDRESSES] + plane] + table[at[LIST] + unit];
     const i64 left = region[RUN_BYTES] - inside;
     const i64 bytes = left < region[PIECE_BYTES] ? left : region[PIECE_BYTES];
     return Piece{start + head * at[HEAD_STRIDE] + token * at[TOKEN_STRIDE] + inside, (u32)bytes};

@@ -36,8 +36,7 @@ def locate(table: np.ndarray, region: int, item: int, lane: int, side: int) -> P
     rest, plane = divmod(rest, of[AT.PLANES])
     unit, head = divmod(rest, of[AT.HEADS])
     inside = piece * of[AT.PIECE_BYTES]
-    listed = int(table[at[AT.LIST] + unit]) if at[AT.LIST_LENGTH] else at[AT.FIRST_UNIT] + unit * at[AT.UNIT_STRIDE]
-    start = int(table[at[AT.ADDRESSES] + plane]) + listed
+    start = int(table[at[AT.ADDRESSES] + plane]) + int(table[at[AT.LIST] + unit])
     start += head * at[AT.HEAD_STRIDE] + token * at[AT.TOKEN_STRIDE]
     return start + inside, min(of[AT.RUN_BYTES] - inside, of[AT.PIECE_BYTES])
 
