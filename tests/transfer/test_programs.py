@@ -19,7 +19,7 @@ from kvmover.plan.cost import RDMA
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
 from kvmover.transfer.memory.copier import Programs, Work, launches
-from kvmover.transfer.memory.descriptors import packing
+from kvmover.transfer.memory.descriptors import at_rest, packing
 from kvmover.transfer.memory.programs import Compiler, OwnMemory, Rules, Way, programs_between
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
 from tests.proofs import family
@@ -131,10 +131,12 @@ class Copy:
     work: Work
 
     def programs(self, known: Programs) -> Iterator[Program]:
-        """The kernels that it runs."""
+        """The kernels that it runs; and what reads its pages where they lie, as the direct route does."""
         total = torch.zeros(1, dtype=torch.int64) if self.work.logicals is not None else None
-        for launch in launches(self.work.using(known), RULES.sms, total):
-            yield launch.program
+        works = [self.work] if total is None or known.convert else [self.work, at_rest(self.work)]
+        for work in works:
+            for launch in launches(work.using(known), RULES.sms, total):
+                yield launch.program
 
 
 def copies(shape: Shape, requests: int, seed: int) -> Iterator[Copy]:

@@ -23,17 +23,19 @@ Done = Callable[[int | None], None]
 @dataclass(frozen=True, slots=True)
 class Programs:
     """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering. `wire_digest`: of
-    chunks of which anything is converted. None: unknown.
+    chunks of which anything is converted. `rest_digest`: of pages where they lie. None: unknown.
     """
 
     move: Program | None = None
     digest: Program | None = None
     convert: Program | None = None
     wire_digest: Program | None = None
+    rest_digest: Program | None = None
 
     def all(self) -> list[Program]:
         """Those that are known."""
-        return [program for program in (self.move, self.digest, self.convert, self.wire_digest) if program is not None]
+        each = self.move, self.digest, self.convert, self.wire_digest, self.rest_digest
+        return [program for program in each if program is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +83,7 @@ def launches(work: Work, sms: int | None, total: torch.Tensor | None) -> list[Pr
         found.append(rows.prepare(work.regions, sms=sms, using=known.move))
     if total is not None and work.logicals is not None:
         reads = None if at_once else work.end
-        using = known.wire_digest if work.conversions else known.digest
+        using = known.wire_digest if work.conversions else known.digest if work.moves else known.rest_digest
         found.append(digest.prepare(work.digested, work.logicals, total, sms=sms, reads=reads, using=using))
     return [launch for launch in found if launch is not None]
 

@@ -84,6 +84,9 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
         read = (pool, pool) if reads else kinds
         copied = digest.standing_program(regions, logicals[: len(regions)], read, sms, reads)
         found = replace(found, digest=copied)
+    if rules.digests and not work.conversions:  # what is converted takes no route that leaves pages where they lie
+        rest = digest.standing_program(regions, logicals, (pool, pool), sms, work.end)
+        found = replace(found, rest_digest=rest)
     if rules.digests and work.conversions:
         wire = digest.standing_program(work.digested, logicals, (packed, packed), sms, work.end)
         found = replace(found, wire_digest=wire)
