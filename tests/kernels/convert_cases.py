@@ -323,6 +323,8 @@ def launches() -> Iterator[tuple[str, int, Case, RowConfig]]:
         case = replace(base, dim=dim, reads=reads, writes=writes)
         yield f"sm_{architecture}-{dim}-{reads}-{writes}", architecture, case, convert.CONFIG
     yield "sm_90-128-bf16-fp8-budget", 90, base, convert.BUDGET_CONFIG
+    latents = replace(base, dim=576, writes="ds-mla")
+    yield "sm_90-576-bf16-ds-mla-budget", 90, latents, convert.BUDGET_CONFIG
     for off in (2, 8):
         case = replace(base, src=replace(nhd, misaligned=off), dst=replace(packed, misaligned=off // 2))
         yield f"sm_90-128-bf16-fp8-off{off}", 90, case, convert.CONFIG
