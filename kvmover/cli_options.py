@@ -120,6 +120,12 @@ class DemoArguments:
         typer.Option(help="Also write its run log, as run.jsonl, and draw it, as run.html.", metavar="FILE.html"),
     ] = None
     device: Annotated[str, typer.Option(help="Where pools lie: cpu, or cuda for a GPU.", metavar="NAME")] = "cpu"
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the page store of `storage` is made: a directory, or s3://bucket/prefix.", metavar="LOCATION"
+        ),
+    ] = None
     as_json: Json = False
 
 

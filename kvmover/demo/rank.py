@@ -318,15 +318,23 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class TieredSeat:
-    """Which rank of a fleet a process is to be. `meet`: a file in which the fleet meets; `root`: the store's."""
+    """Which rank of a fleet a process is to be. `meet`: a file in which the fleet meets; `root`: where the store is;
+    `run`: its namespace's own word, so that nothing is found there that another run left."""
 
     scenario: Scenario
     fleet: FleetText
     rank: int
     pages: int
     meet: str
-    root: str
+    root: Path | str
+    run: str
     settings: Settings
+
+    @property
+    def namespace(self) -> Namespace:
+        """Where the pages of this run are."""
+        model = self.scenario.model
+        return Namespace(model.name, f"seed {model.seed}, run {self.run}", self.fleet.fleet.page_tokens)
 
     def sit(self) -> TieredRank:
         """Become that rank: pool, model, store and controller are made here."""
@@ -348,8 +356,8 @@ class TieredRank:
         share = ModelShard.of_rank(model, fleet.tp, fleet.pp, at.tp, at.pp)
         self._model = Transformer(model, share, comm)
         tiered_pool = TieredPool.of(component, fleet, seat.rank, self._pool, HostTier(seat.pages * _HOST_RATIO))
-        space = Namespace(model.name, f"seed {model.seed}", fleet.page_tokens)
-        self._store = PageStore.open(Path(seat.root), space)
+        space = seat.namespace
+        self._store = PageStore.open(seat.root, space)
         storage = Storage(self._store, space, [tiered_pool], fleet, seat.rank)
         config = ControllerConfig(TierPolicy(prefetch=Wait(), least_tokens=1), Grouped(comm.group))
         self._controller = Controller(

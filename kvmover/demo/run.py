@@ -1,8 +1,7 @@
 """In the demo prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed.
 
 A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
-together. `Lives`: fleets that live one after another over a page store, and keep KV for each other, not for themselves.
-What is restored is compared row by row with what some rank computed.
+together. Those that live one after another are `Lives`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmover.cache.prefix import PrefixTree
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
+from kvmover.demo.lives import LIFE_POOL_TOKENS, Lives
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
 from kvmover.demo.processes import Crew, Member, ask, ask_all
-from kvmover.demo.rank import Digests, Seat, Served, TieredSeat
+from kvmover.demo.rank import Seat
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale
-from kvmover.demo.scenarios import GAP_TOLERANCE, Scenario, choose
+from kvmover.demo.scenarios import Scenario, choose
 from kvmover.errors import KvmoverError, need
 from kvmover.observe import top
 from kvmover.observe.report import write_report
@@ -43,6 +43,7 @@ from kvmover.observe.tables import console
 from kvmover.observe.top import endpoints, fetch
 from kvmover.plan.cost import HOST
 from kvmover.plan.fleet_text import FleetText
+from kvmover.store import store_location
 from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transport import nixl_version
 
@@ -168,92 +169,6 @@ def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:
     return all(truth[place] == {digest} for _, digests in landed for place, digest in digests.items())
 
 
-#: The same of fleets that live one after another.
-LIFE_POOL_TOKENS = 4096
-
-#: What a row must be, by the tokens up to its page's end and its place in the model.
-Truth = dict[tuple[tuple[int, ...], int, int, int], str]
-
-
-class Lives:
-    """A stage whose requests are dealt to its fleets in their order: each is gone before the next begins."""
-
-    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, requests: int, settings: Settings) -> None:
-        self.scenario, self._folder, self._requests, self._settings = scenario, folder, requests, settings
-        self._waiting = list(crew.members)
-        (folder / "store").mkdir()
-        self._life = -1
-        self._members: list[Member] = []
-        self._truth: Truth = {}
-        self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
-
-    def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
-        """Ask the fleet whose turn it is, and compare."""
-        fleet = self._fleet(number)
-        name = f"{self.scenario.name}-{number}"
-        served: list[Served] = ask_all(self._members, "serve", name, prompt, answer_tokens)
-        first = served[0]
-        self.alone.gaps.clear()
-        expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
-        near = all(abs(a - b) < GAP_TOLERANCE for a, b in zip(first.gaps, self.alone.gaps, strict=True))
-        tokens, page_tokens = (*prompt, *first.answer[:-1]), fleet.fleet.page_tokens
-        same = all(self._same(tokens, page_tokens, each.restored) for each in served)
-        for each in served:
-            self._learn(tokens, page_tokens, each.kept)
-        alike = all((each.answer, each.hits) == (first.answer, first.hits) for each in served)
-        hit, wire = first.restored_tokens, _wire(served)
-        return RequestReport(name, len(prompt), hit, first.answer, expected, near and alike, same, wire, first.hits)
-
-    def close(self) -> None:
-        """End the fleet that lives, if one does."""
-        if self._members:
-            ask_all(self._members, "close")
-
-    def _fleet(self, number: int) -> FleetText:
-        """The fleet that serves request `number`, seated; the one before it ends when it does."""
-        lives = self.scenario.lives
-        life = number * len(lives) // max(self._requests, len(lives))
-        fleet = lives[life]
-        if life != self._life:
-            self.close()
-            size = fleet.fleet.size
-            self._life, self._members, self._waiting = life, self._waiting[:size], self._waiting[size:]
-            meet, root = str(self._folder / f"life-{life}"), str(self._folder / "store")
-            pages = LIFE_POOL_TOKENS // fleet.fleet.page_tokens
-            seats = [TieredSeat(self.scenario, fleet, rank, pages, meet, root, self._settings) for rank in range(size)]
-            ask(self._members, "seat", [(seat,) for seat in seats])
-        return fleet
-
-    def _same(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> bool:
-        return all(
-            self._truth.get(place) == digest for place, digest in self._places(tokens, page_tokens, rows).items()
-        )
-
-    def _learn(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> None:
-        for place, digest in self._places(tokens, page_tokens, rows).items():
-            self._truth.setdefault(place, digest)
-
-    def _places(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> Truth:
-        layers, places = self.scenario.model.layers, Truth()
-        for (number, plane, head), digest in rows.items():
-            page, layer = divmod(number, layers)
-            places[tuple(tokens[: (page + 1) * page_tokens]), layer, plane, head] = digest
-        return places
-
-
-def _wire(served: Sequence[Served]) -> Wire:
-    """What was read from the store, by all ranks; the slowest rank counts."""
-    return Wire(
-        nbytes=sum(each.read_bytes for each in served),
-        legs=sum(each.read_pages > 0 for each in served),
-        descriptors_direct=0,
-        descriptors_packed=sum(each.read_pages for each in served),
-        routes=["storage"],
-        seconds=max(each.seconds for each in served),
-        sent_bytes=[each.read_bytes for each in served],
-    )
-
-
 #: Processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
 
@@ -272,8 +187,9 @@ class DemoOptions:
     """What to run: all scenarios when none is named; the requests of a trace, its lengths times `scale`, if given.
 
     `report`: a page of HTML to write at the end, with the run log beside it, as run.html and run.jsonl. `watch`: show
-    `kvmover top` of the demo's own ranks while it runs. `device`: where pools lie. `settings`: the configuration; what
-    that does not say of the mover is as `MOVER`.
+    `kvmover top` of the demo's own ranks while it runs. `device`: where pools lie. `store`: the location below which
+    the page store of a scenario is made, and cleared at its end; none, a folder that is deleted. `settings`: the
+    configuration; what that does not say of the mover is as `MOVER`.
     """
 
     scenarios: tuple[str, ...] = ()
@@ -285,6 +201,7 @@ class DemoOptions:
     report: Path | None = None
     watch: bool = False
     device: str = "cpu"
+    store: str | None = None
     settings: Settings = field(default_factory=lambda: Settings(mover=MOVER))
 
     @property
@@ -433,7 +350,8 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
             place = Path(folder) / scenario.name
             place.mkdir()
             if seeded.lives:
-                stage = Lives(seeded, crew, place, options.requests_each, settings)
+                root = place if options.store is None else store_location(options.store)
+                stage = Lives(seeded, crew, place, root, options.requests_each, settings)
             else:
                 stage = ScenarioRun(seeded, crew, place, options)
             reports.append(_play(stage, requests, step))
