@@ -124,7 +124,7 @@ def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.cons
     ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // OF[OF_GRAIN]
     plane, head, piece = plane_and_head(at, tile)
     if OF[OF_SPAN] == WHOLE_UNITS:
-        UNIT_ROWS: tl.constexpr = triton.next_power_of_2(OF[OF_TOKENS] * OF[OF_GRAINS])
+        UNIT_ROWS: tl.constexpr = triton.next_power_of_2(OF[OF_TOKENS] * OF[OF_GRAINS])  # pyright: ignore
         _copy_units(table, at, plane, head, piece, OF, UNIT_ROWS, ROWS // UNIT_ROWS)
     elif OF[OF_GRAINS] or BLOCK <= PASS_BYTES:
         _copy(table, at, plane, head, piece, OF, ROWS)
@@ -261,6 +261,11 @@ def kind_of(region: Region) -> RowKind:
     return RowKind(cut.row_bytes, cut.tokens * cut.row_bytes)
 
 
+def kind_of_most(regions: Sequence[Region]) -> RowKind:
+    """That of the region with most bytes."""
+    return kind_of(max(regions, key=lambda region: region.nbytes))
+
+
 #: Below this share of useful words in a unit's tiles, tiles take rows of several units instead.
 FULL_TILE = 0.75
 
@@ -314,7 +319,7 @@ def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int
 
     `kinds`: how units are given at either end, EVEN or LISTED, even where they happen to follow each other.
     """
-    config = choose(kind_of(max(regions, key=lambda region: region.nbytes)), sms, regions[0].src.device)
+    config = choose(kind_of_most(regions), sms, regions[0].src.device).config
     owns = [(replace(own, src_kind=kinds[0], dst_kind=kinds[1]), cut) for own, cut in cuts(regions, config.block_bytes)]
     most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
     shorter = dict.fromkeys(shape.of_any_units for shape in most if shape.tokens)  # pages that begin out of step
@@ -347,7 +352,7 @@ def prepared(
 ) -> Prepared:
     """The launch of regions that were checked, which the kernel reaches from `device`."""
     if using is None:
-        config = config or choose(kind_of(max(work, key=lambda region: region.nbytes)), sms, device)
+        config = config or choose(kind_of_most(work), sms, device).config
         launch = describe(work, config.block_bytes)
     else:
         config, launch = using.config, describe(work, using.config.block_bytes, using.shapes)
