@@ -18,8 +18,11 @@ import torch
 from . import bulk_ring, copy_boxes, cpu, cuda_driver, launch
 from .bulk_ring import ALIGNMENT, CAPABILITY
 from .copy_engine import CopyEngine, EngineUnavailable
-from .launch import Upload
+from .launch import Program, Upload
 from .region import Offsets, Region, RegionError, check_apart, copies, mean_copy, merged
+
+#: What is left of a prepared move.
+Call = Callable[[], None]
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +96,12 @@ def measured(regions: Sequence[Region], sms: int | None, device: torch.device) -
     """What moved regions like these fastest on this GPU under a budget, if it can here; else the row mover."""
     from . import rows
 
-    engine = launch.choose(rows.kind_of_most(regions), sms, device).engine
-    if engine is CopyEngine.ROWS or any(cannot_move(engine, region) for region in regions):
+    work = [region for region in regions if region.nbytes]
+    if not work or not launch.names_engines(device):
         return CopyEngine.ROWS
-    return engine if _runnable(engine, device) is engine else CopyEngine.ROWS
+    engine = launch.choose(rows.kind_of_most(work), sms, device).engine
+    able = not any(cannot_move(engine, region) for region in work) and _runnable(engine, device) is engine
+    return engine if able else CopyEngine.ROWS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +109,7 @@ class PreparedBulk:
     """A move whose tables are on the device: what is left is to launch it, any number of times."""
 
     device: torch.device
-    calls: tuple[Callable[[], None], ...]
+    calls: tuple[Call, ...]
 
     def run(self, after: torch.cuda.Event | None = None) -> None:
         """On the current stream, the one of `prepare`, once `after` is reached. With both ends on the host: now."""
@@ -127,18 +132,25 @@ def move(
     after: torch.cuda.Event | None = None,
     sms: int | None = None,
     engine: CopyEngine = CopyEngine.AUTO,
+    using: Program | None = None,
 ) -> None:
     """Copy every row of every region on the current stream, each by the engine that suits it, without a synchronise.
 
     All GPU memory on one device and all host memory pinned; no region touches what another writes. Nothing is read
-    before `after`. `sms` is the SM budget (None: DEFAULT_SMS). The memory must stay allocated until the stream has
-    passed the move. Raises RegionError before anything is moved, EngineUnavailable where the `engine` asked for cannot
-    run, or cannot move a region. With both ends on the host, the host waits for `after` and copies.
+    before `after`. `sms` is the SM budget (None: DEFAULT_SMS). `using`: as `rows.move`, for what it moves. The memory
+    must stay allocated until the stream has passed the move. Raises RegionError before anything is moved,
+    EngineUnavailable where the `engine` asked for cannot run, or cannot move a region. With both ends on the host, the
+    host waits for `after` and copies.
     """
-    prepare(regions, sms, engine).run(after)
+    prepare(regions, sms, engine, using).run(after)
 
 
-def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngine = CopyEngine.AUTO) -> PreparedBulk:
+def prepare(
+    regions: Sequence[Region],
+    sms: int | None = None,
+    engine: CopyEngine = CopyEngine.AUTO,
+    using: Program | None = None,
+) -> PreparedBulk:
     """All of `move` but the launch. Tables are uploaded on the current stream, before any producer is waited for."""
     devices = {_checked(region) for region in regions}
     if len(devices) > 1:
@@ -157,7 +169,7 @@ def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngin
         chosen = _runnable(choose(region, capability), device) if engine is CopyEngine.AUTO else engine
         parts.setdefault(chosen, []).append(region)
     with torch.cuda.device(device):
-        calls = (_PREPARE[each](part, device, sms or DEFAULT_SMS) for each, part in parts.items())
+        calls = (_PREPARE[each](part, device, sms or DEFAULT_SMS, using) for each, part in parts.items())
         return PreparedBulk(device, tuple(calls))
 
 
@@ -196,15 +208,15 @@ def _runnable(engine: CopyEngine, device: torch.device) -> CopyEngine:
     return FALLBACK[engine]
 
 
-def _bulk(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
+def _bulk(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
     ring = bulk_ring.describe(regions)
     return partial(bulk_ring.run, ring, Upload.here(device).to_device(ring.table), sms)
 
 
-def _rows(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
+def _rows(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
     from . import rows
 
-    return rows.prepared(regions, device, sms=sms).run
+    return rows.prepared(regions, device, sms=sms, using=using).run
 
 
 @cache
@@ -225,11 +237,11 @@ def _off_legacy(queue: Callable[[int], None]) -> None:
     current.wait_event(stream.record_event())
 
 
-def _copy(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
+def _copy(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
     return partial(_off_legacy, partial(cuda_driver.copy_batch, *_lists(regions)))
 
 
-def _boxes(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
+def _boxes(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
     return partial(_off_legacy, partial(cuda_driver.copy_boxes, np.concatenate([*map(copy_boxes.boxes, regions)])))
 
 
@@ -246,11 +258,11 @@ def _green_stream(device: torch.device, sms: int) -> torch.cuda.Stream:
     return _green_context(device, sms)[1]
 
 
-def _green(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
+def _green(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
     """The row mover without a budget, as many small programs an SM as fit: its SMs are the budget."""
     from . import rows
 
-    stream, ready = _green_stream(device, sms), rows.prepared(regions, device)
+    stream, ready = _green_stream(device, sms), rows.prepared(regions, device, using=using)
 
     def call() -> None:
         current = torch.cuda.current_stream()
@@ -262,7 +274,7 @@ def _green(regions: Sequence[Region], device: torch.device, sms: int) -> Callabl
     return call
 
 
-def _loop(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
+def _loop(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
     lists = _lists(regions)
     return lambda: cuda_driver.copy_each(*lists, torch.cuda.current_stream().cuda_stream)
 

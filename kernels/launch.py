@@ -109,6 +109,13 @@ def _entry(written: Mapping[str, Any]) -> Tuned:
     return Tuned(kind, written["sms"] is not None, config, kernel, engine)
 
 
+@cache
+def names_engines(device: torch.device) -> bool:
+    """Whether any engine but the row mover was measured as the fastest on this GPU."""
+    table = () if device.type == "cpu" else tuned(device_key(torch.cuda.get_device_name(device)))
+    return any(entry.engine is not CopyEngine.ROWS for entry in table)
+
+
 #: Of what was not tuned: without a budget, and of a program that has an SM to itself. Rows: two 16-byte accesses a
 #: thread were within 2 % of the best for every kind of row on an H200, and 32 KiB move most alone, 20 to 27 GB/s. A
 #: digest adds to its result once a tile, so its tiles are larger; 16 warps keep those of a budget in registers.

@@ -147,10 +147,12 @@ def test_an_engine_that_was_named_and_cannot_is_refused(monkeypatch: pytest.Monk
 def test_what_was_measured_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     device, wide, narrow = torch.device("cuda", 0), between("meta", "meta", 4096), between("meta", "meta", 24)
     monkeypatch.setattr(bulk.launch, "choose", lambda *_: Chosen(CopyEngine.BULK, RowConfig()))
+    monkeypatch.setattr(bulk.launch, "names_engines", lambda _: True)
     runs_here = {CopyEngine.BULK}
     monkeypatch.setattr(bulk, "_runnable", lambda each, _: each if each in runs_here else CopyEngine.ROWS)
     assert bulk.measured([wide], 8, device) is CopyEngine.BULK
     assert bulk.measured([wide, narrow], 8, device) is CopyEngine.ROWS
+    assert bulk.measured([], 8, device) is CopyEngine.ROWS
     runs_here.clear()
     assert bulk.measured([wide], 8, device) is CopyEngine.ROWS
 

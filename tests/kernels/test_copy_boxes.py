@@ -144,7 +144,7 @@ def test_boxes_leave_the_legacy_stream_and_keep_its_order(legacy: int, monkeypat
         cuda_driver, "copy_boxes", lambda found, stream: notes.append(f"{len(found)} boxes on {stream}")
     )
     region = Move(PoolShape(NHD, 4, 4), PoolShape(PACKED, 4, 2), 32, 4).open().region
-    call = bulk._PREPARE[CopyEngine.BOXES]([region, region], CUDA, 8)
+    call = bulk._PREPARE[CopyEngine.BOXES]([region, region], CUDA, 8, None)
     call()
     assert notes == ["own waits for an event of current", "80 boxes on 5", "current waits for an event of own"]
     notes.clear()
@@ -171,8 +171,8 @@ def test_a_green_context_is_made_once_and_runs_the_unbudgeted_row_mover(monkeypa
         yield
         notes.append(f"off {stream.name}")
 
-    def prepared(*given: object) -> SimpleNamespace:
-        return SimpleNamespace(run=lambda: notes.append(f"rows, {len(given)} arguments"))
+    def prepared(regions: object, device: object, using: object) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: notes.append("rows without a budget"))
 
     monkeypatch.setattr(green_contexts, "GreenContext", SimpleNamespace(create=create))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
@@ -180,7 +180,7 @@ def test_a_green_context_is_made_once_and_runs_the_unbudgeted_row_mover(monkeypa
     monkeypatch.setattr(rows, "prepared", prepared)
     bulk._green_context.cache_clear()
     for _ in range(2):
-        bulk._PREPARE[CopyEngine.GREEN]([MOVES[0].open().region], CUDA, 8)()
+        bulk._PREPARE[CopyEngine.GREEN]([MOVES[0].open().region], CUDA, 8, None)()
     bulk._green_context.cache_clear()
-    each = ["green waits for current", "on green", "rows, 2 arguments", "off green", "current waits for green"]
+    each = ["green waits for current", "on green", "rows without a budget", "off green", "current waits for green"]
     assert notes == ["made {'num_sms': 8, 'device_id': 0}", *each, *each]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.region import Region
 from kvmover.regions import CopyStream
 
@@ -65,13 +66,16 @@ class Work:
 
 @dataclass(slots=True)
 class Copier:
-    """On a GPU: the row mover on a stream of its own, under an SM budget, an event a copy. On a CPU: at once.
+    """On a GPU: copies on a stream of its own, under an SM budget, an event a copy. On a CPU: at once.
 
-    `sms`: multiprocessors that a copy may take (None: no budget). `inline`: whether `run` copies before it returns.
+    `sms`: multiprocessors that a copy may take (None: no budget). `engine`: what copies; AUTO: the row mover, or what
+    was measured as faster. `inline`: whether `run` copies before it returns. Raises EngineUnavailable for an engine
+    that the device lacks.
     """
 
     device: torch.device
     sms: int | None
+    engine: CopyEngine = CopyEngine.AUTO
     inline: bool = field(init=False)
     _stream: CopyStream = field(init=False)
     _running: list[tuple[torch.cuda.Event, torch.Tensor | None, Done]] = field(
@@ -81,6 +85,15 @@ class Copier:
     def __post_init__(self) -> None:
         self.inline = self.device.type == "cpu"
         self._stream = CopyStream(self.device)
+        self.configure(self.sms, self.engine)
+
+    def configure(self, sms: int | None, engine: CopyEngine) -> None:
+        """Copy so from now on. Raises EngineUnavailable, and nothing has changed."""
+        if engine is not CopyEngine.AUTO:
+            from kvmover.kernels import bulk
+
+            bulk.check_engine(engine, self.device)
+        self.sms, self.engine = sms, engine
 
     def run(self, work: Work, done: Done) -> None:
         """Do it and have `poll` call `done` when the bytes are in place. When it raises, nothing of it is under way."""
@@ -104,26 +117,45 @@ class Copier:
         """On the current stream: the digest on the host, readable after the event, where one is wanted."""
         import torch
 
-        from kvmover.kernels import digest, rows
+        from kvmover.kernels import digest
 
         known = work.programs or Programs()
         if work.conversions:
             from kvmover.kernels import convert
 
             convert.convert(work.conversions, sms=self.sms)
+        engine = self._engine_for(work)
         if work.logicals is None:
-            rows.move(work.regions, sms=self.sms, using=known.move)
+            self._move(work, engine, known)
             return None
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        at_once = work.moves and work.end == "src" and not work.conversions
+        at_once = work.moves and work.end == "src" and not work.conversions and engine is CopyEngine.ROWS
         if work.moves and not at_once:
-            rows.move(work.regions, sms=self.sms, using=known.move)
+            self._move(work, engine, known)
         reads = None if at_once else work.end
         using = known.digest if work.moves and not work.conversions else None
         launch = digest.prepare(work.digested, work.logicals, total, sms=self.sms, reads=reads, using=using)
         if launch is not None:
             launch.run()
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
+
+    def _engine_for(self, work: Work) -> CopyEngine:
+        """What copies this: by choice the row mover where a digest is wanted, which it takes of what it reads."""
+        if self.engine is not CopyEngine.AUTO:
+            return self.engine
+        if work.logicals is not None:
+            return CopyEngine.ROWS
+        from kvmover.kernels import bulk
+
+        return bulk.measured(work.regions, self.sms, self.device)
+
+    def _move(self, work: Work, engine: CopyEngine, known: Programs) -> None:
+        from kvmover.kernels import bulk, rows
+
+        if engine is CopyEngine.ROWS:
+            rows.move(work.regions, sms=self.sms, using=known.move)
+        else:
+            bulk.move(work.regions, sms=self.sms, engine=engine, using=known.move)
 
     def poll(self) -> None:
         """Report finished copies, oldest first: they run in order on one stream."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.region import Region
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory, bound
@@ -44,11 +45,14 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the programs between two ranks follow from, beside their pools. `digests`: whether chunks have digests."""
+    """What the programs between two ranks follow from, beside their pools. `digests`: whether chunks have digests.
+    `engine`: what copies.
+    """
 
     replicas: Replicas
     sms: int | None
     digests: bool
+    engine: CopyEngine = CopyEngine.AUTO
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,19 +73,25 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
     """The kernels for chunks of any request from `src` to `dst`, at the source in a gather, else at the destination;
     None where nothing goes that way.
     """
-    from kvmover.kernels import digest, rows
+    from kvmover.kernels import bulk, digest, rows
     from kvmover.kernels.table import EVEN, LISTED
 
     regions, logicals = _sample(way, src, dst, memory, rules.replicas)
     if not regions:
         return None
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
-    kinds, reads = ((pool, packed), None) if way is Way.GATHER else ((packed, pool), "dst")
-    move = rows.standing_program(regions, kinds, rules.sms)
+    kinds = (pool, packed) if way is Way.GATHER else (packed, pool)
+    named = rules.engine is not CopyEngine.AUTO
+    engine = rules.engine if named else bulk.measured(regions, rules.sms, regions[0].src.device)
+    move = None
+    if engine in (CopyEngine.ROWS, CopyEngine.GREEN):
+        move = rows.standing_program(regions, kinds, None if engine is CopyEngine.GREEN else rules.sms)
     if not rules.digests:
         return Programs(move)
-    read = (pool, pool) if reads else kinds
-    return Programs(move, digest.standing_program(regions, logicals, read, rules.sms, reads))
+    if way is Way.GATHER and (engine is CopyEngine.ROWS or not named):  # of what is read to be copied
+        return Programs(move, digest.standing_program(regions, logicals, kinds, rules.sms))
+    reads = "src" if way is Way.GATHER else "dst"
+    return Programs(move, digest.standing_program(regions, logicals, (pool, pool), rules.sms, reads))
 
 
 def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas) -> tuple[list[Region], list[Logical]]:
