@@ -1,6 +1,7 @@
 """The ring moves runs of bytes through shared memory by `cp.async.bulk` (cuda/bulk.cu), on as few SMs as it has blocks.
 
-What the host uploads for a launch is a few words a region, one address a plane, and one offset a unit and side.
+What the host uploads for a launch is its table: a few words a region, one address a plane, and one offset a unit and
+side. bulk.cu is compiled with the words' names as they are here.
 """
 
 from __future__ import annotations
@@ -11,22 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from . import cuda_driver
 from .launch import on
-from .region import Offsets, Region, RegionError, merged
+from .region import Region, RegionError, merged
+
+if TYPE_CHECKING:
+    from .table import Launch
 
 SOURCE = Path(__file__).parent / "cuda" / "bulk.cu"
 KERNEL = "bulk_move"
 THREADS = 64
-
-#: int64 words that describe a region to the kernel: `Field` of bulk.cu.
-FIELDS = 18
 
 #: Lanes that issue copies: pieces of an item.
 LANES = 32
@@ -55,29 +54,39 @@ class Ring:
     @property
     def options(self) -> tuple[str, ...]:
         """How bulk.cu is compiled for this ring."""
-        return "-std=c++17", f"-DSTAGES={self.stages}", f"-DSTAGE_BYTES={self.stage_bytes}", f"-DLAG={self.lag}"
+        given = {"STAGES": self.stages, "STAGE_BYTES": self.stage_bytes, "LAG": self.lag, **words()}
+        return "-std=c++17", *(f"-D{name}={value}" for name, value in given.items())
 
 
 RING = Ring()
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RingLaunch:
-    """One call of the bulk kernel, worked out on the host: the table to upload, and the items to share among blocks."""
-
-    table: npt.NDArray[np.int64]
-    items: int
+#: Of the table's words, those that bulk.cu reads; after the sides, what it has beyond: the first item that is not the
+#: region's, its pieces, how many are an item, how long they are, and the run that they are cut from.
+_COMMON = "FIRST_TILE", "PLANES", "HEADS", "TOKENS", "PIECES"
+_OF_SIDES = "ADDRESSES", "LIST", "HEAD_STRIDE", "TOKEN_STRIDE"
+_FURTHER = "END", "COUNT", "PER_ITEM", "PIECE_BYTES", "RUN_BYTES", "WORDS"
 
 
-def describe(regions: Sequence[Region], ring: Ring = RING) -> RingLaunch:
-    """Lay the regions out as bulk.cu reads them: FIELDS words a region, plane addresses, unit offsets in bytes.
+@cache
+def words() -> dict[str, int]:
+    """Places of a region's words by name, for both sides of the launch. `SRC`, `DST`: where its sides begin."""
+    from . import table  # needs Triton, which copies on the host do without
+
+    src, each = table.SIDES.value, table.SIDE_WORDS.value
+    found = {name: getattr(table, name).value for name in (*_COMMON, *_OF_SIDES)}
+    further = {name: src + 2 * each + at for at, name in enumerate(_FURTHER)}
+    return {**found, "SRC": src, "DST": src + each, **further}
+
+
+def describe(regions: Sequence[Region], ring: Ring = RING) -> Launch:
+    """Lay the regions out as bulk.cu reads them, in bytes. A tile is an item: what one stage of the ring holds.
 
     Raises RegionError where an address or a run is not a multiple of 16 bytes.
     """
-    parts: list[Offsets] = []
-    used, items = len(regions) * FIELDS, 0
-    header = np.zeros((len(regions), FIELDS), np.int64)
-    for number, region in enumerate(map(merged, regions)):
+    from .table import LISTED, Counts, Table
+
+    laid = Table(len(regions), words()["WORDS"])
+    for region in map(merged, regions):
         if region.alignment() != ALIGNMENT:
             raise RegionError(f"rows aligned to {region.alignment()} bytes; bulk copies take multiples of 16")
         run = region.row_bytes
@@ -86,17 +95,14 @@ def describe(regions: Sequence[Region], ring: Ring = RING) -> RingLaunch:
         pieces = -(-run // piece)
         per_item = min(LANES, ring.stage_bytes // piece)
         count = region.planes * region.units * region.heads * region.tokens * pieces
-        first, items = items, items - -count // per_item
-        if max(items, count) >= 1 << 31:
-            raise RegionError(f"{max(items, count)} pieces in one launch; the kernel counts them in 32 bits")
-        loops = items, first, count, per_item, pieces, piece, run, region.tokens, region.planes, region.heads
-        places: list[int] = []
-        for side in (region.src, region.dst):
-            places += [used, used + region.planes, side.head_bytes, side.token_bytes]
-            parts += [side.addresses(), side.units]
-            used += region.planes + region.units
-        header[number] = *loops, *places
-    return RingLaunch(np.concatenate([header.reshape(-1), *parts]), items)
+        if count >= 1 << 31:
+            raise RegionError(f"{count} pieces in one launch; the kernel counts them in 32 bits")
+        items = -(-count // per_item)
+        sides = [word for side in (region.src, region.dst) for word in laid.side(side, 1, LISTED.value)]
+        further = *sides, laid.tiles + items, count, per_item, piece, run
+        counts = Counts(region.units, region.planes, region.heads, region.tokens)
+        laid.add(items, 0, counts, pieces, 1, further)
+    return laid.launch((ring,))
 
 
 def cannot_compile(device: torch.device) -> str | None:
@@ -121,11 +127,11 @@ def kernel(device: torch.device, ring: Ring) -> Any:
     return found
 
 
-def run(launch: RingLaunch, table: torch.Tensor, sms: int, ring: Ring = RING) -> None:
-    """Launch on the current stream of the table's device, one block an SM. `table` is the launch's, uploaded."""
-    device = table.device
-    blocks = min(sms, launch.items, torch.cuda.get_device_properties(device).multi_processor_count)
-    arguments = ctypes.c_uint64(table.data_ptr()), ctypes.c_uint32(launch.items)
+def run(launch: Launch, uploaded: torch.Tensor, sms: int) -> None:
+    """Launch on the current stream of the device that the launch's table was uploaded to, one block an SM."""
+    device, (ring,) = uploaded.device, launch.shapes
+    blocks = min(sms, launch.tiles, torch.cuda.get_device_properties(device).multi_processor_count)
+    arguments = ctypes.c_uint64(uploaded.data_ptr()), ctypes.c_uint32(launch.tiles)
     shape = blocks, THREADS, ring.nbytes
     with on(device):
         stream = torch.cuda.current_stream(device).cuda_stream

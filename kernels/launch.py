@@ -118,10 +118,12 @@ def names_engines(device: torch.device) -> bool:
 
 #: Of what was not tuned: without a budget, and of a program that has an SM to itself. Rows: two 16-byte accesses a
 #: thread were within 2 % of the best for every kind of row on an H200, and 32 KiB move most alone, 20 to 27 GB/s. A
-#: digest adds to its result once a tile, so its tiles are larger; 16 warps keep those of a budget in registers.
+#: digest adds to its result once a tile, so its tiles are larger; 16 warps keep those of a budget in registers. A
+#: conversion has two 16-byte accesses of the wider side a thread; under a budget a program fills an SM.
 RULES: Mapping[Kernel, tuple[RowConfig, RowConfig]] = {
     Kernel.ROWS: (RowConfig(4096, 4), RowConfig(32768, 8)),
     Kernel.DIGEST: (RowConfig(8192, 4), RowConfig(32768, 16)),
+    Kernel.CONVERT: (RowConfig(4096, 4), RowConfig(32768, 32)),
 }
 
 

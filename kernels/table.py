@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -134,7 +135,7 @@ class Launch:
     words: int
     regions: int
     tiles: int
-    shapes: tuple[object, ...]
+    shapes: tuple[Any, ...]
 
     @property
     def header(self) -> npt.NDArray[np.int64]:
@@ -188,15 +189,20 @@ class Table:
 
     def region(self, shape: int, counts: Counts, pieces: int, grains: int, span: int, further: Sequence[int]) -> None:
         """Describe the next region: `further` are its sides, and what the kernel has beyond."""
+        tiles = pieces * counts.planes * counts.heads * (counts.units if span == ONE_UNIT.value else 1)
+        self.add(tiles, shape, counts, pieces, grains, further)
+
+    def add(self, tiles: int, shape: int, counts: Counts, pieces: int, grains: int, further: Sequence[int]) -> None:
+        """As `region`, of so many tiles."""
         loops = counts.units, counts.planes, counts.heads, counts.tokens
         self._rows.append([self.tiles, shape, *loops, pieces, grains, *further])
-        self.tiles += pieces * counts.planes * counts.heads * (counts.units if span == ONE_UNIT.value else 1)
+        self.tiles += tiles
         if self.tiles >= 1 << 31:
             raise RegionError(f"{self.tiles} tiles in one launch; the kernel counts them in 32 bits")
 
-    def launch(self, shapes: tuple[object, ...]) -> Launch:
+    def launch(self, shapes: tuple[Any, ...]) -> Launch:
         """All of it."""
-        header = np.array(self._rows, np.int64)
-        assert header.shape == (self.regions, self.words), "every region is described, by as many words"
+        header = np.array(self._rows, np.int64).reshape(-1, self.words)
+        assert len(header) == self.regions, "every region is described, by as many words"
         table = np.concatenate([header.reshape(-1), *self._lists])
         return Launch(table, self.words, self.regions, self.tiles, shapes)

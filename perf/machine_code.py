@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvmover.kernels import rows
-from kvmover.kernels.launch import RowConfig, constexpr
+from kvmover.kernels.launch import Program, RowConfig
 from kvmover.kernels.region import Region
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -84,12 +84,16 @@ def of_rows(
 ) -> MachineCode:
     """The row mover's launch of `regions`, for `shapes` or for what serves these best."""
     launch = rows.describe(regions, config.block_bytes, shapes)
-    constants: dict[str, object] = {"SHAPES": tuple(map(constexpr, launch.shapes)), "BLOCK": config.block_bytes}
-    signature = {"table": "*i64", "regions": "i32", "tiles": "i32", "SHAPES": "constexpr", "BLOCK": "constexpr"}
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(rows.move_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
-    target = GPUTarget("cuda", architecture, 32)
-    return read(triton.compile(source, target=target, options={"num_warps": config.warps}).asm["cubin"])
+    return of_program(rows.program(launch.shapes, config), architecture)
+
+
+def of_program(program: Program, architecture: int) -> MachineCode:
+    """A kernel as a launch compiles it. What no argument of it is called goes to the compiler."""
+    names, options = program.kernel.arg_names, program.options
+    constants = {name: options.pop(name) for name in names if name in options}
+    given = {**dict.fromkeys(names, "*i64"), "regions": "i32", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(program.kernel, given, constants, {(0,): [["tt.divisibility", 16]]})
+    return read(triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"])
 
 
 def read(cubin: bytes) -> MachineCode:

@@ -3,32 +3,13 @@
 // Two warps a block: one issues global -> shared, the other shared -> global, and neither holds a byte in registers.
 // Every lane of a warp issues the copy of one piece, because to work out its address takes longer than to issue it.
 // The ring holds STAGES items of STAGE_BYTES: what is in flight on an SM is the ring, not the registers of its threads.
-// ring.py compiles this with -DSTAGES -DSTAGE_BYTES -DLAG and lays out `table` as `Field` says.
+// bulk_ring.py compiles this with -DSTAGES -DSTAGE_BYTES -DLAG, and with the places of the words of its table by name.
+// An item is PER_ITEM pieces, what one stage holds; a run longer than a stage is PIECES pieces. Pieces are counted in the
+// order unit, head, plane, token, piece.
 
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
-
-// int64 words that describe a region. An item is `PER_ITEM` pieces, what one stage holds; a run longer than a stage is
-// `PIECES` pieces. Pieces are counted in the order unit, head, plane, token, piece.
-enum Field {
-    END,  // the first item that is not this region's
-    FIRST,
-    COUNT,
-    PER_ITEM,
-    PIECES,
-    PIECE_BYTES,
-    RUN_BYTES,
-    TOKENS,
-    PLANES,
-    HEADS,
-    SOURCE,
-    TARGET = 14,
-    FIELDS = 18
-};
-
-// Of each side, from SOURCE and from TARGET on. The first two are places in the table.
-enum SideField { PLANE_ADDRESSES, UNIT_OFFSETS, HEAD_BYTES, TOKEN_BYTES };
 
 struct Piece {
     i64 address;
@@ -39,11 +20,11 @@ struct Piece {
 #define __device__
 #endif
 
-// The piece that `lane` copies of `item`, on the side whose fields start at `side`.
+// The piece that `lane` copies of `item`, on the side whose words start at `side`.
 static inline __device__ Piece locate(const i64* table, const i64* region, u32 item, u32 lane, int side)
 {
     const u32 per_item = (u32)region[PER_ITEM];
-    const u32 number = (item - (u32)region[FIRST]) * per_item + lane;
+    const u32 number = (item - (u32)region[FIRST_TILE]) * per_item + lane;
     if (lane >= per_item || number >= (u32)region[COUNT]) return Piece{0, 0};
     const u32 pieces = (u32)region[PIECES], tokens = (u32)region[TOKENS];
     const u32 planes = (u32)region[PLANES], heads = (u32)region[HEADS];
@@ -55,10 +36,10 @@ static inline __device__ Piece locate(const i64* table, const i64* region, u32 i
     rest /= planes;
     const u32 head = rest % heads, unit = rest / heads;
     const i64* at = region + side;
-    const i64 start = table[at[PLANE_ADDRESSES] + plane] + table[at[UNIT_OFFSETS] + unit];
+    const i64 start = table[at[ADDRESSES] + plane] + table[at[LIST] + unit];
     const i64 left = region[RUN_BYTES] - inside;
     const i64 bytes = left < region[PIECE_BYTES] ? left : region[PIECE_BYTES];
-    return Piece{start + head * at[HEAD_BYTES] + token * at[TOKEN_BYTES] + inside, (u32)bytes};
+    return Piece{start + head * at[HEAD_STRIDE] + token * at[TOKEN_STRIDE] + inside, (u32)bytes};
 }
 
 #ifdef __CUDACC__
@@ -132,8 +113,8 @@ __device__ void load_all(const i64* table, u32 items, u32 full, u32 empty)
     const i64* region = table;
     Turn turn;
     for (u32 item = blockIdx.x; item < items; item += gridDim.x, turn.next()) {
-        while (item >= (u32)region[END]) region += FIELDS;
-        const Piece piece = locate(table, region, item, lane, SOURCE);
+        while (item >= (u32)region[END]) region += WORDS;
+        const Piece piece = locate(table, region, item, lane, SRC);
         const u32 bytes = __reduce_add_sync(~0u, piece.bytes);
         const u32 barrier = full + 8 * turn.stage;
         barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
@@ -150,8 +131,8 @@ __device__ void store_all(const i64* table, u32 items, u32 full, u32 empty)
     Turn turn, done;
     u32 stored = 0;
     for (u32 item = blockIdx.x; item < items; item += gridDim.x, turn.next()) {
-        while (item >= (u32)region[END]) region += FIELDS;
-        const Piece piece = locate(table, region, item, lane, TARGET);
+        while (item >= (u32)region[END]) region += WORDS;
+        const Piece piece = locate(table, region, item, lane, DST);
         barrier_wait(full + 8 * turn.stage, turn.parity);
         if (piece.bytes) store(piece, base + turn.stage * STAGE_BYTES + lane * (u32)region[PIECE_BYTES]);
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");

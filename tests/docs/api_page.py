@@ -65,7 +65,7 @@ CHOSEN = {
     "kvmover.kernels.digest_reference": ("Logical", "digest"),
     "kvmover.kernels.digest": ("digest", "move_and_digest", "prepare", "standing_program"),
     "kvmover.kernels.convert_reference": ("Conversion", "decode", "encode", "convert"),
-    "kvmover.kernels.convert": ("convert",),
+    "kvmover.kernels.convert": ("convert", "prepare", "standing_program"),
     "kvmover.kernels.bulk": (
         "move",
         "prepare",

@@ -142,7 +142,7 @@ def test_any_ring_moves_the_same_bytes(shape: bulk_ring.Ring) -> None:
         src, dst = _random(pages.nbytes, 1), _random(pages.nbytes, 2)
         on_gpu = src.cuda(), dst.cuda()
         launch = bulk_ring.describe([pages.region(*on_gpu, RELAYOUT[0], 5)], shape)
-        bulk_ring.run(launch, torch.from_numpy(launch.table).cuda(), 3, shape)
+        bulk_ring.run(launch, torch.from_numpy(launch.table).cuda(), 3)
         reference.move([pages.region(src, dst, RELAYOUT[0], 5)])
         assert torch.equal(on_gpu[1].cpu(), dst)
 

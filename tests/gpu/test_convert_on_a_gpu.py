@@ -58,9 +58,12 @@ class _OnGpu:
         src, dst = (
             replace(
                 side,
-                memory=tuple(
-                    whole[GUARD + pool.shape.misaligned :][: memory.numel()]
-                    for whole, memory in zip(wholes, pool.memory, strict=True)
+                planes=replace(
+                    side.planes,
+                    memory=tuple(
+                        whole[GUARD + pool.shape.misaligned :][: memory.numel()]
+                        for whole, memory in zip(wholes, pool.memory, strict=True)
+                    ),
                 ),
             )
             for side, pool, wholes in zip((found.src, found.dst), self.opened.pools, self.wholes, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from row_moves import MOVES, NAMES, Move, PoolShape
 
 from kvmover.kernels import bulk_ring
-from kvmover.kernels.bulk_ring import FIELDS, Ring
+from kvmover.kernels.bulk_ring import Ring
 from kvmover.kernels.region import Region, Side, copies, merged
 
 SMALL = Ring(stages=3, stage_bytes=1024, lag=1)
@@ -21,23 +22,23 @@ ALIGNED = [move for move, region in zip(MOVES, OPENED, strict=True) if merged(re
 
 Piece = tuple[int, int]
 Locate = Callable[[np.ndarray, int, int, int, int], Piece]
-SOURCE, TARGET = 10, 14
+AT = SimpleNamespace(**bulk_ring.words())
 
 
 def locate(table: np.ndarray, region: int, item: int, lane: int, side: int) -> Piece:
     """Address and bytes of a lane's piece, in Python's integers: `locate` of bulk.cu."""
-    _, first, count, per_item, pieces, piece_bytes, run_bytes, tokens, planes, heads = table[region:][:10].tolist()
-    number = (item - first) * per_item + lane
-    if lane >= per_item or number >= count:
+    of, at = table[region:].tolist(), table[region + side :].tolist()
+    number = (item - of[AT.FIRST_TILE]) * of[AT.PER_ITEM] + lane
+    if lane >= of[AT.PER_ITEM] or number >= of[AT.COUNT]:
         return 0, 0
-    rest, piece = divmod(number, pieces)
-    rest, token = divmod(rest, tokens)
-    rest, plane = divmod(rest, planes)
-    unit, head = divmod(rest, heads)
-    addresses, units, head_bytes, token_bytes = table[region + side :][:4].tolist()
-    inside = piece * piece_bytes
-    start = int(table[addresses + plane]) + int(table[units + unit])
-    return start + head * head_bytes + token * token_bytes + inside, min(run_bytes - inside, piece_bytes)
+    rest, piece = divmod(number, of[AT.PIECES])
+    rest, token = divmod(rest, of[AT.TOKENS])
+    rest, plane = divmod(rest, of[AT.PLANES])
+    unit, head = divmod(rest, of[AT.HEADS])
+    inside = piece * of[AT.PIECE_BYTES]
+    start = int(table[at[AT.ADDRESSES] + plane]) + int(table[at[AT.LIST] + unit])
+    start += head * at[AT.HEAD_STRIDE] + token * at[AT.TOKEN_STRIDE]
+    return start + inside, min(of[AT.RUN_BYTES] - inside, of[AT.PIECE_BYTES])
 
 
 def emulate(regions: Sequence[Region], how: Locate, shape: Ring = SMALL, blocks: int = 3) -> None:
@@ -46,18 +47,18 @@ def emulate(regions: Sequence[Region], how: Locate, shape: Ring = SMALL, blocks:
     for block in range(blocks):
         stage = np.zeros(shape.stage_bytes, np.uint8)
         region = 0
-        for item in range(block, launch.items, blocks):
-            while item >= launch.table[region]:
-                region += FIELDS
-            slot, loaded = int(launch.table[region + 5]), 0
-            for side, lane in itertools.product((SOURCE, TARGET), range(bulk_ring.LANES)):
+        for item in range(block, launch.tiles, blocks):
+            while item >= launch.table[region + AT.END]:
+                region += AT.WORDS
+            slot, loaded = int(launch.table[region + AT.PIECE_BYTES]), 0
+            for side, lane in itertools.product((AT.SRC, AT.DST), range(bulk_ring.LANES)):
                 address, nbytes = how(launch.table, region, item, lane, side)
                 assert (address % 16, nbytes % 16) == (0, 0)
                 assert lane * slot + nbytes <= shape.stage_bytes or not nbytes
                 place = stage.ctypes.data + lane * slot
                 if nbytes:
-                    ctypes.memmove(*((place, address) if side == SOURCE else (address, place)), nbytes)
-                loaded += nbytes if side == SOURCE else -nbytes
+                    ctypes.memmove(*((place, address) if side == AT.SRC else (address, place)), nbytes)
+                loaded += nbytes if side == AT.SRC else -nbytes
             assert loaded == 0, "what a stage waits for is what is stored from it"
 
 

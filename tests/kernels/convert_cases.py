@@ -9,31 +9,25 @@ the Triton that comes first on PYTHONPATH and prints what the machine code does,
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import triton
 from row_moves import HND, NAMES, NHD, PACKED, PoolMemory, PoolShape
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvmover.kernels import convert
 from kvmover.kernels.convert_reference import Conversion, decode, encode
-from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.launch import Program, RowConfig
 from kvmover.kernels.region import Side
 from kvmover.layout import Codec, CodecPart
 from kvmover.layout.codec import cut_block
+from perf import machine_code
 from tests.proofs import covering, family
 
 #: numpy says so of signalling NaN, which random bits hold, and where float16 cannot hold a number.
@@ -245,9 +239,11 @@ def traits(case: Case) -> set[Hashable]:
         found |= {(end, pool.order), (end, pool.separate), (end, "off", pool.misaligned & -pool.misaligned)}
     if case.units:
         for overlap in convert.overlaps(OpenCase(case).conversion):
-            shape = convert.ColumnShape.of(overlap, RowConfig(1024, 4))
-            found |= {("kinds", shape.kinds, shape.blocks), ("vecs", shape.vecs), ("listed", shape.listed)}
-            found |= {("cut", shape.values % shape.width > 0, shape.kinds[1] == 4), ("largest", shape.largest)}
+            shape = convert.ColumnShape.of(overlap, 1024)
+            found |= {("numbers", shape.src_element, shape.dst_element, shape.src_block, shape.dst_block)}
+            found |= {("vecs", shape.src_vec, shape.dst_vec), ("kinds", shape.src_kind, shape.dst_kind)}
+            found |= {("cut", shape.values % shape.width > 0, shape.dst_element == 4), ("largest", shape.largest)}
+            found.add(("grains", min(shape.columns, 2)))
     return found
 
 
@@ -306,8 +302,6 @@ def flat(
     return Conversion(*sides, 1, 1, reads, writes, *scales), memories[1]
 
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
 #: What transfers convert, as (numbers of a row, form that is read, form that is written).
 WAYS = [
     (128, "bf16", "fp8"),
@@ -329,44 +323,31 @@ def launches() -> Iterator[tuple[str, int, Case, RowConfig]]:
         case = replace(base, dim=dim, reads=reads, writes=writes)
         yield f"sm_{architecture}-{dim}-{reads}-{writes}", architecture, case, convert.CONFIG
     yield "sm_90-128-bf16-fp8-budget", 90, base, convert.BUDGET_CONFIG
+    latents = replace(base, dim=576, writes="ds-mla")
+    yield "sm_90-576-bf16-ds-mla-budget", 90, latents, convert.BUDGET_CONFIG
     for off in (2, 8):
         case = replace(base, src=replace(nhd, misaligned=off), dst=replace(packed, misaligned=off // 2))
         yield f"sm_90-128-bf16-fp8-off{off}", 90, case, convert.CONFIG
 
 
-def compiled(case: Case, architecture: int, config: RowConfig) -> list[bytes]:
-    """The cubins of a call, a launch each."""
-    cubins: list[bytes] = []
-    for launch in convert.describe([OpenCase(case).conversion], config):
-        constants = {"SHAPE": launch.shape.constexpr, "CASTS": int(architecture >= 90)}
-        signature = {"table": "*i64", "regions": "i32", "tiles": "i32", **dict.fromkeys(constants, "constexpr")}
-        signature = {name: signature[name] for name in convert.convert_kernel.arg_names}
-        source = ASTSource(convert.convert_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
-        options = {"num_warps": config.warps, **convert.OPTIONS}
-        target = GPUTarget("cuda", architecture, 32)
-        cubins.append(triton.compile(source, target=target, options=options).asm["cubin"])
-    return cubins
-
-
-def report(cubin: bytes) -> dict[str, object]:
-    """What the machine code of the one kernel in `cubin` says: accesses by opcode, registers and memory."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
-    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text))
-    return {**used, "opcodes": opcodes}
+def programs(case: Case, architecture: int, config: RowConfig) -> Iterator[tuple[str, Program]]:
+    """The kernel of a call, with code for each kind of overlap that it has; and for each of several alone."""
+    shapes = convert.describe([OpenCase(case).conversion], config.block_bytes).shapes
+    parts = {"all": shapes, **({str(i): (shape,) for i, shape in enumerate(shapes)} if len(shapes) > 1 else {})}
+    for name, some in parts.items():
+        program = convert.program(some, config, torch.device("cpu"))
+        constants = {**dict(program.constants), "CASTS": int(architecture >= 90)}
+        yield name, replace(program, constants=tuple(constants.items()))
 
 
 def main() -> None:
-    results = {
-        f"{name}-{number}": report(cubin)
-        for name, architecture, case, config in launches()
-        if architecture == int(sys.argv[1]) and (sys.argv[2] == "all" or name in FEW)
-        for number, cubin in enumerate(compiled(case, architecture, config))
-    }
+    results: dict[str, object] = {}
+    for name, architecture, case, config in launches():
+        if architecture == int(sys.argv[1]) and (sys.argv[2] == "all" or name in FEW):
+            for part, program in programs(case, architecture, config):
+                code = machine_code.of_program(program, architecture)
+                read = {"opcodes": dict(code.opcodes), "widths": code.widths(), "spills": code.spills}
+                results[f"{name}-{part}"] = {**asdict(code), **read}
     sys.stdout.write(json.dumps({"triton": triton.__version__, "results": results}))
 
 

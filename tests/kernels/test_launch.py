@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from row_moves import FAR, HND, MOVES, NHD, TOGETHER, WHOLE, FarMove, Move, PoolShape, ids
 
-from kvmover.kernels import rows, table
+from kvmover.kernels import convert, digest, rows, table
 from kvmover.kernels.launch import RowConfig, RowKind, Upload, choose
 from kvmover.kernels.region import Region, RegionError, Side
 from kvmover.kernels.table import ONE_UNIT, SEVERAL_UNITS, TOKEN_UNITS, WHOLE_UNITS
@@ -284,3 +286,11 @@ def test_a_launch_uploads_one_offset_a_unit_of_the_pool_and_one_address_a_plane(
     pool, wire = (Side.of(memory, none, none, units, 256, 1024) for units in (scattered, np.arange(pages) * 16384))
     launch = rows.describe([Region(pool, wire, 1, 64, 256)], RowConfig().block_bytes)
     assert launch.table.nbytes == 8 * (rows.WORDS.value + 2 * planes + pages) == 6832
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"), [(rows, rows.RowShape), (digest, digest.DigestShape), (convert, convert.ColumnShape)]
+)
+def test_a_kernel_finds_each_field_of_a_shape_by_its_name(module: Any, shape: type) -> None:
+    names = {name: at.value for name, at in vars(module).items() if name.startswith("OF_")}
+    assert names == {f"OF_{field.name.upper()}": at for at, field in enumerate(dataclasses.fields(shape))}

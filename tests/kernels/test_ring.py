@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bulk_cases import ALIGNED, MEMORY, OPENED, SOURCE, TARGET, Locate, Piece, any_moves, emulate, line, locate
+from bulk_cases import ALIGNED, AT, MEMORY, OPENED, Locate, Piece, any_moves, emulate, line, locate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_moves import HND, NHD, TOGETHER, Move, PoolShape, ids, run
 
 from kvmover.kernels import bulk_ring
-from kvmover.kernels.bulk_ring import FIELDS, RING, Ring
+from kvmover.kernels.bulk_ring import RING, Ring
 from kvmover.kernels.region import Region, RegionError, Side, merged
 from perf.machine_code import CUOBJDUMP, MachineCode, read
 
@@ -37,12 +37,10 @@ def locate_of_the_source(tmp_path_factory: pytest.TempPathFactory) -> Locate:
     arguments = "const i64* table, i64 region, u32 item, u32 lane, int side, Piece* out"
     (folder / "host.cpp").write_text(
         f'#include "{bulk_ring.SOURCE}"\nextern "C" void piece({arguments}) {{ {call} }}\n'
-        'extern "C" int fields() { return FIELDS; }\nextern "C" int target() { return TARGET; }\n'
     )
-    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
+    command = [compiler, *RING.options, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]
     subprocess.run([*command, folder / "host.so", folder / "host.cpp"], check=True)
     library = ctypes.CDLL(str(folder / "host.so"))
-    assert (library.fields(), library.target()) == (FIELDS, TARGET)
 
     class Out(ctypes.Structure):
         _fields_ = (("address", ctypes.c_int64), ("bytes", ctypes.c_uint32))
@@ -100,12 +98,12 @@ def test_a_run_is_cut_into_pieces_that_cover_it_once(run_bytes: int, units: int,
     run_bytes = min(run_bytes, 60 * stage)
     src, dst = line(run_bytes, np.arange(units) * 2 * run_bytes), line(run_bytes, np.arange(units) * 3 * run_bytes)
     launch = bulk_ring.describe([Region(src, dst, 1, 1, run_bytes)], Ring(stage_bytes=stage))
-    slot, base = int(launch.table[5]), MEMORY.data_ptr()
-    per_item = int(launch.table[3])
+    slot, base = int(launch.table[AT.PIECE_BYTES]), MEMORY.data_ptr()
+    per_item = int(launch.table[AT.PER_ITEM])
     assert 0 < slot * per_item <= stage
     assert slot % 128 == 0
-    for side, apart in ((SOURCE, 2), (TARGET, 3)):
-        pieces = [locate(launch.table, 0, item, lane, side) for item in range(launch.items) for lane in range(per_item)]
+    for side, apart in ((AT.SRC, 2), (AT.DST, 3)):
+        pieces = [locate(launch.table, 0, item, lane, side) for item in range(launch.tiles) for lane in range(per_item)]
         pieces = [(address - base, nbytes) for address, nbytes in pieces if nbytes]
         starts = [unit * apart * run_bytes for unit in range(units)]
         assert sum(nbytes for _, nbytes in pieces) == units * run_bytes
@@ -116,13 +114,13 @@ def test_a_run_is_cut_into_pieces_that_cover_it_once(run_bytes: int, units: int,
 
 def test_a_run_that_almost_fits_wastes_no_stage_on_its_rest() -> None:
     launch = bulk_ring.describe([Region(line(33 << 10, [0]), line(33 << 10, [0]), 1, 1, 33 << 10)])
-    assert launch.table[5] == 33 << 9
-    assert launch.items == 2
+    assert launch.table[AT.PIECE_BYTES] == 33 << 9
+    assert launch.tiles == 2
 
 
 def test_the_table_is_some_words_a_region_and_one_a_plane_and_unit() -> None:
     region = Move(PoolShape(NHD, 64, 8), PoolShape(HND, 64, 8), 256, 64, heads=8, layers=6, units=9).open().region
-    assert len(bulk_ring.describe([region]).table) == FIELDS + 2 * (6 * 2 + 9)
+    assert len(bulk_ring.describe([region]).table) == AT.WORDS + 2 * (6 * 2 + 9)
 
 
 def test_more_pieces_than_32_bits_count_are_refused() -> None:

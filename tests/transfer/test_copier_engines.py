@@ -36,19 +36,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a copier on a GPU would launch."""
     noted: list[str] = []
 
-    def prepared(*_: object, reads: object, using: object, **__: object) -> SimpleNamespace:
-        known = "known" if using is PROGRAMS.digest else "new"
-        return SimpleNamespace(run=lambda: noted.append(f"digest reads {reads}, {known}"))
+    def ready(said: str) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: noted.append(said))
 
-    def moved(_: object, sms: int | None, engine: str, using: object) -> None:
+    def digested(*_: object, reads: object, using: object, **__: object) -> SimpleNamespace:
+        return ready(f"digest reads {reads}, {'known' if using is PROGRAMS.digest else 'new'}")
+
+    def moved(_: object, sms: int | None, using: object, engine: str = "rows") -> SimpleNamespace:
         assert using is PROGRAMS.move
-        noted.append(f"{engine} by {sms} SMs")
+        return ready(f"{engine} by {sms} SMs")
 
     monkeypatch.setattr(bulk, "unavailable", lambda engine, device: None)
     monkeypatch.setattr(bulk, "measured", lambda *_: CopyEngine.BOXES)
-    monkeypatch.setattr(bulk, "move", moved)
-    monkeypatch.setattr(rows, "move", lambda _, sms, using: moved(_, sms, "rows", using))
-    monkeypatch.setattr(digest, "prepare", prepared)
+    monkeypatch.setattr(bulk, "prepare", moved)
+    monkeypatch.setattr(rows, "prepare", moved)
+    monkeypatch.setattr(digest, "prepare", digested)
     zeros, empty = torch.zeros, torch.empty
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     monkeypatch.setattr(torch, "empty", lambda *size, dtype, pin_memory: empty(*size, dtype=dtype))

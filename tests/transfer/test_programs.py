@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvmover.kernels import digest, rows
+from kvmover.kernels import convert, digest, rows
 from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import Program, RowConfig
-from kvmover.kernels.region import Region
-from kvmover.layout import Component, Fleet, PoolSpec
+from kvmover.layout import Codec, CodecPart, Component, Fleet, PoolSpec
 from kvmover.plan.cost import RDMA
 from kvmover.plan.legs import Replicas
-from kvmover.regions import BoundMemory, bound
-from kvmover.transfer.memory.copier import Programs
-from kvmover.transfer.memory.descriptors import logical
+from kvmover.regions import BoundMemory
+from kvmover.transfer.memory.copier import Programs, Work, launches
+from kvmover.transfer.memory.descriptors import at_rest, packing
 from kvmover.transfer.memory.programs import Compiler, OwnMemory, Rules, Way, programs_between
 from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
 from tests.proofs import family
@@ -31,6 +31,7 @@ SPARSE = (Component.mla(61, 656, "uint8"), Component("index keys", 61, 1, 1, 132
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 RULES = Rules(Replicas.STRIPE, 8, digests=True)
 ARENA_BYTES = 64 << 20
+KERNELS: tuple[Any, ...] = rows.move_kernel, digest.digest_kernel, convert.convert_kernel
 
 
 @dataclass(frozen=True)
@@ -62,32 +63,53 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Shape:
-    """A flagship pair: what goes from rank 0 of one fleet to rank 0 of another."""
+    """A flagship pair: what goes from rank 0 of one fleet to rank 0 of another. `codecs`: how the first component is
+    stored at either end, where not as it is meant."""
 
     components: tuple[Component, ...]
     src: Fleet
     dst: Fleet
     orders: tuple[str, str] = ("NHD", "NHD")
+    codecs: tuple[Codec | None, Codec | None] = (None, None)
 
     def ends(self) -> tuple[End, End]:
-        return self._end(self.src, self.orders[0]), self._end(self.dst, self.orders[1])
+        return self._end(self.src, 0), self._end(self.dst, 1)
 
-    def _end(self, fleet: Fleet, order: str) -> End:
-        pages = 16384 // fleet.page_tokens
-        shards = [(component, fleet.shard(component, 0, 1)) for component in self.components]
+    def _end(self, fleet: Fleet, side: int) -> End:
+        pages, codec = 16384 // fleet.page_tokens, self.codecs[side]
+        first, *others = self.components
         pools = (
-            PoolSpec.dense(component, shard, pages, fleet.page_tokens, order, ("layer", "kv"))
-            for component, shard in shards
+            PoolSpec.dense(
+                component,
+                fleet.shard(component, 0, 1),
+                pages,
+                fleet.page_tokens,
+                self.orders[side],
+                ("layer", "kv"),
+            )
+            for component in (first if codec is None else first.kept_as(codec), *others)
         )
         return End(fleet, 0, tuple(pools))
 
 
+#: DeepSeek-V3.2 in bfloat16, whose index keys are as they are at either end.
+LATENTS = (*MLA, SPARSE[1])
+FP8, NVFP4 = Codec.fp8("bfloat16", 128), Codec.nvfp4("bfloat16", 128)
+TP = Fleet(tp=2, page_tokens=64), Fleet(tp=8, page_tokens=64)
+UNLIKE = Fleet(tp=4, page_tokens=16), Fleet(tp=2, page_tokens=64)
+ONE = Fleet(page_tokens=64), Fleet(page_tokens=64)
 FLAGSHIPS = {
-    "Llama TP2 to TP8": Shape(LLAMA, Fleet(tp=2, page_tokens=64), Fleet(tp=8, page_tokens=64)),
-    "Llama TP4 to TP2": Shape(LLAMA, Fleet(tp=4, page_tokens=16), Fleet(tp=2, page_tokens=64), ("NHD", "HND")),
-    "MLA 64 to 64": Shape(MLA, Fleet(page_tokens=64), Fleet(page_tokens=64)),
+    "Llama TP2 to TP8": Shape(LLAMA, *TP),
+    "Llama TP4 to TP2": Shape(LLAMA, *UNLIKE, ("NHD", "HND")),
+    "MLA 64 to 64": Shape(MLA, *ONE),
     "MLA 16 to 64": Shape(MLA, Fleet(page_tokens=16), Fleet(page_tokens=64)),
-    "V3.2 656 + 132 B": Shape(SPARSE, Fleet(page_tokens=64), Fleet(page_tokens=64)),
+    "V3.2 656 + 132 B": Shape(SPARSE, *ONE),
+    "Llama bf16 to fp8": Shape(LLAMA, *TP, codecs=(None, FP8)),
+    "Llama fp8 to bf16": Shape(LLAMA, *UNLIKE, ("NHD", "HND"), (FP8, None)),
+    "Llama bf16 to NVFP4": Shape(LLAMA, *UNLIKE, ("NHD", "HND"), (None, NVFP4)),
+    "Llama NVFP4 to fp8": Shape(LLAMA, *TP, codecs=(NVFP4, FP8)),
+    "V3.2 bf16 to 656 B": Shape(LATENTS, *ONE, codecs=(None, Codec.fp8_ds_mla())),
+    "V3.2 656 B to bf16": Shape(LATENTS, *ONE, codecs=(Codec.fp8_ds_mla(), None)),
 }
 
 
@@ -107,42 +129,39 @@ class Copy:
     """What a chunk of a request needs on one side."""
 
     way: Way
-    regions: list[Region]
-    logicals: list[digest.Logical]
+    work: Work
 
     def programs(self, known: Programs) -> Iterator[Program]:
-        """The kernels that it runs: a copy, and with a digest."""
-        assert known.move is not None
-        assert known.digest is not None
-        launch = rows.describe(self.regions, known.move.config.block_bytes, known.move.shapes)
-        yield replace(known.move, shapes=launch.shapes)
-        regions = [digest.at_end(each, "dst") for each in self.regions] if self.way is Way.SCATTER else self.regions
-        outs, block_bytes = [0] * len(regions), known.digest.config.block_bytes
-        launch = digest.describe(regions, self.logicals, outs, block_bytes, known.digest.shapes)
-        yield replace(known.digest, shapes=launch.shapes)
+        """The kernels that it runs; and what reads its pages where they lie, as the direct route does."""
+        total = torch.zeros(1, dtype=torch.int64) if self.work.logicals is not None else None
+        works = [self.work] if total is None or known.convert else [self.work, at_rest(self.work)]
+        for work in works:
+            for launch in launches(work.using(known), RULES.sms, total):
+                yield launch.program
 
 
 def copies(shape: Shape, requests: int, seed: int) -> Iterator[Copy]:
-    """All chunks of random requests, of which most have a prefix already."""
+    """All chunks of random requests, half of them with a digest. Most requests have a prefix already."""
     random = np.random.default_rng(seed)
     src, dst = shape.ends()
     source, target = memory_of(src, 1 << 50), memory_of(dst, 2 << 50)
+    components = tuple(pool.component for pool in src.pools)
     for _ in range(requests):
         total = int(random.integers(50, 9000))
         page = dst.fleet.page_tokens
         start = 0 if random.random() < 0.3 else int(random.integers(0, total)) // page * page
-        plans = plans_between(shape.components, src.fleet, dst.fleet, range(start, total), Replicas.STRIPE)
+        plans = plans_between(components, src.fleet, dst.fleet, range(start, total), Replicas.STRIPE)
         lane = Lane.between(plans, src, dst, Cut(RDMA.chunk_bytes))
         ids = [[random.permutation(spec.pages) for spec in end.pools] for end in (src, dst)]
         for number, chunk in enumerate(lane.chunks):
             at = int(random.integers(0, (ARENA_BYTES - chunk.span_bytes) // 256)) * 256
+            marks = lane.marks(number) if random.random() < 0.5 else None
             packed = source.outgoing.window(at, chunk.span_bytes)
-            gathered = [bound(box, source.pools[c], packed) for c, box in lane.gather_boxes(number, ids[0])]
+            gathered = [(box, source.pools[c], packed) for c, box in lane.gather_boxes(number, ids[0])]
+            yield Copy(Way.GATHER, packing(gathered, marks, "src"))
             packed = target.incoming.window(at, chunk.span_bytes)
-            scattered = [bound(box, packed, target.pools[c]) for c, box in lane.scatter_boxes(number, ids[1])]
-            marks = lane.marks(number)
-            for way, regions in ((Way.GATHER, gathered), (Way.SCATTER, scattered)):
-                yield Copy(way, regions, [logical(*each) for each in zip(marks, regions, strict=True)])
+            scattered = [(box, packed, target.pools[c]) for c, box in lane.scatter_boxes(number, ids[1])]
+            yield Copy(Way.SCATTER, packing(scattered, marks, "dst"))
 
 
 def known_of(shape: Shape) -> dict[Way, Programs]:
@@ -167,6 +186,44 @@ def test_the_kernels_of_a_peer_serve_every_request(name: str, requests: int) -> 
     assert len(compiled) <= 10
 
 
+#: Forms of rows of so many numbers, narrow and wide, with parts and scales of every kind.
+FORMS = {
+    24: ("f32", "fp8", "k-v"),
+    64: ("bf16", "f16", "f32", "half", "fp8", "k-v", "nvfp4"),
+    576: ("bf16", "fp8", "nvfp4", "ds-mla", "v-in-4"),
+}
+WAYS = [(dim, *pair) for dim, forms in FORMS.items() for pair in permutations(forms, 2)]
+IN_FOUR = CodecPart(512, "float4_e2m1fn_x2", 16, "float8_e4m3fn")
+
+
+def form(name: str, dim: int) -> Codec:
+    return {
+        "bf16": lambda: Codec.plain("bfloat16", dim),
+        "f16": lambda: Codec("bfloat16", (CodecPart(dim, "float16"),)),
+        "f32": lambda: Codec("bfloat16", (CodecPart(dim, "float32"),)),
+        "half": lambda: Codec("bfloat16", (CodecPart(dim // 2, "float16"), CodecPart(dim // 2, "float8_e4m3fn"))),
+        "fp8": lambda: Codec.fp8("bfloat16", dim),
+        "k-v": lambda: Codec.fp8("bfloat16", dim // 2, dim // 2),
+        "nvfp4": lambda: Codec.nvfp4("bfloat16", dim),
+        "ds-mla": Codec.fp8_ds_mla,
+        "v-in-4": lambda: Codec("bfloat16", (IN_FOUR, CodecPart(64, "float32"))),
+    }[name]()
+
+
+@pytest.mark.parametrize(("dim", "reads", "writes"), family(WAYS, few=WAYS[::11]))
+def test_any_two_forms_are_converted_by_the_kernels_of_a_peer(dim: int, reads: str, writes: str) -> None:
+    """Pages that do not divide each other, tokens of every number, and layers in one allocation each."""
+    codecs = form(reads, dim), form(writes, dim)
+    meant = Component.attention(3, 4, dim, "bfloat16")
+    shape = Shape((meant,), Fleet(tp=4, page_tokens=48), Fleet(tp=2, page_tokens=32), ("NHD", "HND"), codecs)
+    known = known_of(shape)
+    needed = {program for copy in copies(shape, 20, dim) for program in copy.programs(known[copy.way])}
+    compiled = {program for programs in known.values() for program in programs.all()}
+    assert convert.convert_kernel in {program.kernel for program in needed}
+    assert needed <= compiled
+    assert len(compiled) <= 10
+
+
 @pytest.mark.parametrize("name", FLAGSHIPS)
 def test_nearly_all_bytes_are_moved_by_code_for_their_rows(name: str) -> None:
     shape = FLAGSHIPS[name]
@@ -174,10 +231,10 @@ def test_nearly_all_bytes_are_moved_by_code_for_their_rows(name: str) -> None:
     moved = {False: 0, True: 0}
     for copy in copies(shape, 20, 1):
         program = known[copy.way].move
-        assert program is not None
-        launch = rows.describe(copy.regions, program.config.block_bytes, program.shapes)
-        for region, words in zip(copy.regions, launch.header.tolist(), strict=True):
-            moved[program.shapes[words[rows.SHAPE.value]].grains > 0] += region.nbytes
+        if program is not None and copy.work.regions:
+            launch = rows.describe(copy.work.regions, program.config.block_bytes, program.shapes)
+            for region, words in zip(copy.work.regions, launch.header.tolist(), strict=True):
+                moved[program.shapes[words[rows.SHAPE.value]].grains > 0] += region.nbytes
     assert moved[True] > 30 * moved[False]
 
 
@@ -191,9 +248,11 @@ def test_what_is_compiled_is_what_the_engine_runs(engine: CopyEngine) -> None:
     assert by_rows is not None
     assert programs is not None
     assert programs.digest is not None
+    assert programs.rest_digest == by_rows.rest_digest
     if engine in (CopyEngine.AUTO, CopyEngine.ROWS):
         assert programs == by_rows
         return
+    assert programs.digest == programs.rest_digest  # of pages that were read to be copied
     assert dict(programs.digest.constants)["COPY"] == 0
     moves = [] if programs.move is None else [programs.move.config]
     assert moves == ([RowConfig()] if engine is CopyEngine.GREEN else [])
@@ -248,26 +307,25 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(launch, "on", lambda device: nullcontext())
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
-    kernels: tuple[Any, ...] = rows.move_kernel, digest.digest_kernel
-    for kernel in kernels:
+    for kernel in KERNELS:
         kernel.device_caches.clear()
     yield
-    for kernel in kernels:
+    for kernel in KERNELS:
         kernel.device_caches.clear()
 
 
 def compiled_kernels() -> int:
-    kernels: tuple[Any, ...] = rows.move_kernel, digest.digest_kernel
-    return sum(len(kernel.device_caches[0][0]) for kernel in kernels if 0 in kernel.device_caches)
+    return sum(len(kernel.device_caches[0][0]) for kernel in KERNELS if 0 in kernel.device_caches)
 
 
 @pytest.mark.filterwarnings("ignore")  # Triton's own
 @pytest.mark.usefixtures("no_gpu")
-def test_what_is_compiled_when_a_peer_is_seated_is_what_its_copies_launch() -> None:
+@pytest.mark.parametrize("name", ["V3.2 656 + 132 B", "V3.2 bf16 to 656 B"])
+def test_what_is_compiled_when_a_peer_is_seated_is_what_its_copies_launch(name: str) -> None:
     """By Triton's own keys. vLLM hangs a hook on every compile, which writes what is compiled in as JSON."""
     import triton
 
-    shape = FLAGSHIPS["V3.2 656 + 132 B"]
+    shape = FLAGSHIPS[name]
     seen: list[dict[str, Any]] = []
 
     def hook(**told: Any) -> None:
@@ -277,27 +335,27 @@ def test_what_is_compiled_when_a_peer_is_seated_is_what_its_copies_launch() -> N
     compiler, rules = Compiler(GPU), replace(RULES, digests=False)
     triton.knobs.runtime.jit_post_compile_hook = hook
     try:
-        for name in ("decode-0", "decode-1"):  # the second is as the first: nothing more is compiled
-            compiler.seated(name, src, dst, memory_of(src, 1 << 50), rules)
+        for peer in ("decode-0", "decode-1"):  # the second is as the first: nothing more is compiled
+            compiler.seated(peer, src, dst, memory_of(src, 1 << 50), rules)
         gather = compiler.programs("decode-1", Way.GATHER)
+        scatter = compiler.programs("decode-1", Way.SCATTER)
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
         compiler.close()
     assert gather is not None
-    assert gather.move is not None
-    assert len(seen) == compiled_kernels() == len({"gather", "scatter"})
+    assert scatter is not None
+    assert len(seen) == compiled_kernels() == len({*gather.all(), *scatter.all()})
     for copy in copies(shape, 2, 3):
         if copy.way is Way.GATHER:
-            launch = rows.describe(copy.regions, gather.move.config.block_bytes, gather.move.shapes)
-            program = rows.program(launch.shapes, gather.move.config)
-            rows.move_kernel.warmup(torch.int64, launch.regions, launch.tiles, grid=(8,), **program.options)
+            for launch in launches(replace(copy.work, logicals=None).using(gather), RULES.sms, None):
+                counts, options = (launch.launch.regions, launch.launch.tiles), launch.program.options
+                launch.program.kernel.warmup(torch.int64, *counts, grid=(8,), **options)
     assert compiled_kernels() == len(seen)
 
 
 def test_counts_are_not_compiled_in() -> None:
     config = RowConfig()
-    kernels: tuple[Any, ...] = rows.move_kernel, digest.digest_kernel
-    for kernel in kernels:
+    for kernel in KERNELS:
         names = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
         assert names == {"regions", "tiles"}
     assert rows.program((), config).options.keys() == {"SHAPES", "BLOCK", "num_warps"}

@@ -414,8 +414,8 @@ class DestinationDriver:
             ]
             work = packing(boxes, lane.marks(chunk) if (peer, chunk) in attempt.state.digests else None, "dst")
             kept = core.compiler.programs(peer, Way.SCATTER)
-            work = at_rest(work) if offset is None else work.using(kept)
-            core.copier.run(work, core.soon(done))
+            work = at_rest(work) if offset is None else work
+            core.copier.run(work.using(kept), core.soon(done))
             attempt.copying.add((peer, chunk))
 
     def _isolate(self, attempt: ReceiveAttempt, peer: str) -> Isolated:

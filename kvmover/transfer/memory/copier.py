@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvmover.kernels.copy_engine import CopyEngine
@@ -13,9 +14,10 @@ from kvmover.regions import CopyStream
 if TYPE_CHECKING:
     import torch
 
+    from kvmover.kernels.bulk import PreparedBulk
     from kvmover.kernels.convert_reference import Conversion
     from kvmover.kernels.digest_reference import End, Logical
-    from kvmover.kernels.launch import Program
+    from kvmover.kernels.launch import Prepared, Program
 
 #: Called with the digest of the rows, or None where none was asked for.
 Done = Callable[[int | None], None]
@@ -23,14 +25,20 @@ Done = Callable[[int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering; None: unknown."""
+    """The kernels of one way. `digest`: as it is computed there, while gathering or after scattering. `wire_digest`: of
+    chunks of which anything is converted. `rest_digest`: of pages where they lie. None: unknown.
+    """
 
     move: Program | None = None
     digest: Program | None = None
+    convert: Program | None = None
+    wire_digest: Program | None = None
+    rest_digest: Program | None = None
 
     def all(self) -> list[Program]:
         """Those that are known."""
-        return [program for program in (self.move, self.digest) if program is not None]
+        each = self.move, self.digest, self.convert, self.wire_digest, self.rest_digest
+        return [program for program in each if program is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +70,30 @@ class Work:
         if not self.conversions:
             return self.regions
         return [*self.regions, *(each.at(self.end) for each in self.conversions)]
+
+
+def launches(
+    work: Work, sms: int | None, total: torch.Tensor | None, engine: CopyEngine = CopyEngine.ROWS
+) -> Sequence[Prepared | PreparedBulk]:
+    """What a GPU runs for it, in this order, by kernels that are known for it. `total` int64 [1]: the digest is added.
+    `engine`: what copies; only the row mover's copy takes a digest of what it reads.
+
+    All is checked, and its tables are uploaded on the current stream, before any of it is launched.
+    """
+    from kvmover.kernels import bulk, convert, digest, rows
+
+    known = work.programs or Programs()
+    found: list[Prepared | PreparedBulk | None] = [convert.prepare(work.conversions, sms=sms, using=known.convert)]
+    by_rows = engine is CopyEngine.ROWS
+    at_once = total is not None and work.moves and work.end == "src" and not work.conversions and by_rows
+    if work.moves and not at_once:
+        prepare = rows.prepare if by_rows else partial(bulk.prepare, engine=engine)
+        found.append(prepare(work.regions, sms=sms, using=known.move))
+    if total is not None and work.logicals is not None:
+        reads = None if at_once else work.end
+        using = known.wire_digest if work.conversions else known.digest if work.moves else known.rest_digest
+        found.append(digest.prepare(work.digested, work.logicals, total, sms=sms, reads=reads, using=using))
+    return [launch for launch in found if launch is not None]
 
 
 @dataclass(slots=True)
@@ -117,26 +149,12 @@ class Copier:
         """On the current stream: the digest on the host, readable after the event, where one is wanted."""
         import torch
 
-        from kvmover.kernels import digest
-
-        known = work.programs or Programs()
-        if work.conversions:
-            from kvmover.kernels import convert
-
-            convert.convert(work.conversions, sms=self.sms)
-        engine = self._engine_for(work)
-        if work.logicals is None:
-            self._move(work, engine, known)
-            return None
-        total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        at_once = work.moves and work.end == "src" and not work.conversions and engine is CopyEngine.ROWS
-        if work.moves and not at_once:
-            self._move(work, engine, known)
-        reads = None if at_once else work.end
-        using = known.digest if work.moves and not work.conversions else None
-        launch = digest.prepare(work.digested, work.logicals, total, sms=self.sms, reads=reads, using=using)
-        if launch is not None:
+        wanted = work.logicals is not None
+        total = torch.zeros(1, dtype=torch.int64, device=self.device) if wanted else None
+        for launch in launches(work, self.sms, total, self._engine_for(work)):
             launch.run()
+        if total is None:
+            return None
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
 
     def _engine_for(self, work: Work) -> CopyEngine:
@@ -148,14 +166,6 @@ class Copier:
         from kvmover.kernels import bulk
 
         return bulk.measured(work.regions, self.sms, self.device)
-
-    def _move(self, work: Work, engine: CopyEngine, known: Programs) -> None:
-        from kvmover.kernels import bulk, rows
-
-        if engine is CopyEngine.ROWS:
-            rows.move(work.regions, sms=self.sms, using=known.move)
-        else:
-            bulk.move(work.regions, sms=self.sms, engine=engine, using=known.move)
 
     def poll(self) -> None:
         """Report finished copies, oldest first: they run in order on one stream."""

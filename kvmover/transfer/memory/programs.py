@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -16,17 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmover.kernels.copy_engine import CopyEngine
-from kvmover.kernels.region import Region
 from kvmover.plan.legs import Replicas
-from kvmover.regions import BoundMemory, bound
-from kvmover.transfer.memory.copier import Programs
-from kvmover.transfer.memory.descriptors import logical
-from kvmover.transfer.protocol.chunks import Cut, End, Lane, plans_between
+from kvmover.regions import BoundMemory
+from kvmover.transfer.memory.copier import Programs, Work
+from kvmover.transfer.memory.descriptors import Placed, packing
+from kvmover.transfer.protocol.chunks import Cut, End, Lane, Marks, plans_between
 
 if TYPE_CHECKING:
     import torch
 
-    from kvmover.kernels.digest_reference import Logical
     from kvmover.kernels.launch import Program
 
 #: Pages of each rank in the request that programs are made for, so that whole pages are nearly all of its bytes.
@@ -73,29 +71,39 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
     """The kernels for chunks of any request from `src` to `dst`, at the source in a gather, else at the destination;
     None where nothing goes that way.
     """
-    from kvmover.kernels import bulk, digest, rows
+    from kvmover.kernels import bulk, convert, digest, rows
     from kvmover.kernels.table import EVEN, LISTED
 
-    regions, logicals = _sample(way, src, dst, memory, rules.replicas)
-    if not regions:
+    work = _sample(way, src, dst, memory, rules.replicas)
+    regions, logicals, sms = work.regions, work.logicals or (), rules.sms
+    if not work.digested:
         return None
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
     kinds = (pool, packed) if way is Way.GATHER else (packed, pool)
     named = rules.engine is not CopyEngine.AUTO
-    engine = rules.engine if named else bulk.measured(regions, rules.sms, regions[0].src.device)
-    move = None
-    if engine in (CopyEngine.ROWS, CopyEngine.GREEN):
-        move = rows.standing_program(regions, kinds, None if engine is CopyEngine.GREEN else rules.sms)
-    if not rules.digests:
-        return Programs(move)
-    if way is Way.GATHER and (engine is CopyEngine.ROWS or not named):  # of what is read to be copied
-        return Programs(move, digest.standing_program(regions, logicals, kinds, rules.sms))
-    reads = "src" if way is Way.GATHER else "dst"
-    return Programs(move, digest.standing_program(regions, logicals, (pool, pool), rules.sms, reads))
+    engine = rules.engine if named else bulk.measured(regions, sms, work.digested[0].src.device)
+    row_sms = None if engine is CopyEngine.GREEN else sms
+    by_rows = regions and engine in (CopyEngine.ROWS, CopyEngine.GREEN)
+    found = Programs(
+        rows.standing_program(regions, kinds, row_sms) if by_rows else None,
+        convert=convert.standing_program(work.conversions, kinds, sms) if work.conversions else None,
+    )
+    if rules.digests and regions:
+        at_once = way is Way.GATHER and (engine is CopyEngine.ROWS or not named)
+        read, reads = (kinds, None) if at_once else ((pool, pool), work.end)
+        copied = digest.standing_program(regions, logicals[: len(regions)], read, sms, reads)
+        found = replace(found, digest=copied)
+    if rules.digests and not work.conversions:  # what is converted takes no route that leaves pages where they lie
+        rest = digest.standing_program(regions, logicals, (pool, pool), sms, work.end)
+        found = replace(found, rest_digest=rest)
+    if rules.digests and work.conversions:
+        wire = digest.standing_program(work.digested, logicals, (packed, packed), sms, work.end)
+        found = replace(found, wire_digest=wire)
+    return found
 
 
-def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas) -> tuple[list[Region], list[Logical]]:
-    """What is copied of a request of whole pages and one token more: nearly all bytes are in whole pages, and the tail
+def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas) -> Work:
+    """What is done for a request of whole pages and one token more: nearly all bytes are in whole pages, and the tail
     has rows aligned as badly as any.
     """
     page_tokens = max(src.fleet.page_tokens, dst.fleet.page_tokens)
@@ -103,21 +111,18 @@ def _sample(way: Way, src: End, dst: End, memory: OwnMemory, replicas: Replicas)
     components = tuple(pool.component for pool in src.pools)
     plans = plans_between(components, src.fleet, dst.fleet, range(tokens), replicas)
     lane = Lane.between(plans, src, dst, Cut(_ONE_CHUNK_BYTES))
-    regions, logicals = list[Region](), list["Logical"]()
+    placed, marks = list[Placed](), list[Marks]()
     for number, chunk in enumerate(lane.chunks):
+        marks += lane.marks(number)
         if way is Way.GATHER:
-            boxes, packed = lane.gather_boxes(number, _pages(lane.source_reads, src)), memory.outgoing
+            packed = memory.outgoing.window(0, chunk.span_bytes)
+            boxes = lane.gather_boxes(number, _pages(lane.source_reads, src))
+            placed += [(box, memory.pools[component], packed) for component, box in boxes]
         else:
-            boxes, packed = lane.scatter_boxes(number, _pages(lane.target_reads, dst)), memory.incoming
-        packed = packed.window(0, chunk.span_bytes)
-        for (component, box), marks in zip(boxes, lane.marks(number), strict=True):
-            if box.recode is not None:  # converted, by a kernel that its forms alone decide
-                continue
-            ends = memory.pools[component], packed
-            region = bound(box, *(ends if way is Way.GATHER else ends[::-1]))
-            regions.append(region)
-            logicals.append(logical(marks, region))
-    return regions, logicals
+            packed = memory.incoming.window(0, chunk.span_bytes)
+            boxes = lane.scatter_boxes(number, _pages(lane.target_reads, dst))
+            placed += [(box, packed, memory.pools[component]) for component, box in boxes]
+    return packing(placed, marks, "src" if way is Way.GATHER else "dst")
 
 
 def _pages(reads: Sequence[int], end: End) -> list[npt.NDArray[np.int64]]:

@@ -297,7 +297,8 @@ class Writes:
             regions = between(boxes, self.core.bound, list(map(BoundMemory, entry.job.mapped)))
             self._copy(entry, Work(regions, self._logicals(entry, regions)))
         elif entry.job.want.digests:
-            self._copy(entry, at_rest(self._packing(entry, self.core.outgoing.bound)))
+            work = at_rest(self._packing(entry, self.core.outgoing.bound))
+            self._copy(entry, work.using(self.core.compiler.programs(entry.job.peer.name, Way.GATHER)))
         else:
             self._gathered(entry, None)
 
