@@ -68,7 +68,7 @@ wheel: $(READY) ## build the wheel, and try it outside the checkout
 perf: setup ## measure planning and moving on this machine
 	@for bench in plan reference transfer; do $(BIN)/python -m perf.bench_$$bench || exit 1; done
 
-gpu-check: setup ## run on a GPU what only a GPU can prove, results in OUT; PART=correctness runs one of three
+gpu-check: setup ## run on a GPU what only a GPU can prove, results in OUT; PART=correctness runs one of four
 	@$(BIN)/python -m perf.gpu_check --out $(OUT) $(PART)
 
 pictures: $(READY) ## draw the pictures of the README

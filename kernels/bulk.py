@@ -1,7 +1,8 @@
 """Bulk moves copy long runs between pinned host memory and a device, or within a device, on a few SMs or on none.
 
-Two engines beside the row mover: `ring`, a kernel of bulk copies through shared memory, and the copy engine, which
-takes a whole list of copies in one call. `choose` says which one serves a region best.
+Engines beside the row mover: a ring of bulk copies through shared memory, the copy engine, which takes a whole list of
+runs or boxes in one call, and the row mover on SMs set aside for it. `choose` says which one serves a region best,
+`measured` which one was fastest for its kind on this GPU.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache, partial
 
 import numpy as np
 import torch
 
-from . import bulk_ring, cpu, cuda_driver
+from . import bulk_ring, copy_boxes, cpu, cuda_driver, launch
 from .bulk_ring import ALIGNMENT, CAPABILITY
-from .launch import Upload
+from .copy_engine import CopyEngine, EngineUnavailable
+from .launch import Program, Upload
 from .region import Offsets, Region, RegionError, check_apart, copies, mean_copy, merged
+
+#: What is left of a prepared move.
+Call = Callable[[], None]
 
 log = logging.getLogger(__name__)
 
@@ -36,21 +40,13 @@ LEGACY = (0, 1)
 DEFAULT_SMS = 4
 
 
-class CopyEngine(Enum):
-    """What can move a region. LOOP is one call a copy: what COPY falls back to."""
-
-    BULK = "bulk kernel"
-    COPY = "copy engine"
-    LOOP = "copy engine, one call a copy"
-    ROWS = "row mover"
-
-
 #: What takes the place of an engine that a machine lacks.
-FALLBACK = {CopyEngine.BULK: CopyEngine.ROWS, CopyEngine.COPY: CopyEngine.LOOP}
-
-
-class EngineUnavailable(RuntimeError):
-    """The engine that the caller named cannot run on this machine: the message says why."""
+FALLBACK = {
+    CopyEngine.BULK: CopyEngine.ROWS,
+    CopyEngine.COPY: CopyEngine.LOOP,
+    CopyEngine.BOXES: CopyEngine.ROWS,
+    CopyEngine.GREEN: CopyEngine.ROWS,
+}
 
 
 def choose(region: Region, capability: tuple[int, int] = CAPABILITY) -> CopyEngine:
@@ -70,6 +66,8 @@ def choose(region: Region, capability: tuple[int, int] = CAPABILITY) -> CopyEngi
 @cache
 def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
     """Why `engine` cannot run on `device`, or None."""
+    if device.type == "cpu" and engine is not CopyEngine.AUTO:
+        return "what lies on the CPU is copied by the host"
     if engine is CopyEngine.BULK:
         capability = torch.cuda.get_device_capability(device)
         if capability < CAPABILITY:
@@ -77,7 +75,33 @@ def unavailable(engine: CopyEngine, device: torch.device) -> str | None:
         return bulk_ring.cannot_compile(device)
     if engine is CopyEngine.COPY and not cuda_driver.can_batch():
         return "the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8"
+    if engine is CopyEngine.BOXES and not cuda_driver.can_batch_boxes():
+        return "the driver has no cuMemcpy3DBatchAsync, which came with CUDA 12.8"
+    if engine is CopyEngine.GREEN:
+        try:
+            _green_stream(device, DEFAULT_SMS)
+        except RuntimeError as error:  # of torch, or of the driver: the row mover serves without, and this is said
+            return f"no green context on {device}: {error}"
     return None
+
+
+def cannot_move(engine: CopyEngine, region: Region) -> str | None:
+    """Why `engine` moves no such region on any machine, or None."""
+    if engine is CopyEngine.BULK and merged(region).alignment() != ALIGNMENT:
+        return f"rows aligned to {merged(region).alignment()} bytes; bulk copies take multiples of {ALIGNMENT}"
+    return None
+
+
+def measured(regions: Sequence[Region], sms: int | None, device: torch.device) -> CopyEngine:
+    """What moved regions like these fastest on this GPU under a budget, if it can here; else the row mover."""
+    from . import rows
+
+    work = [region for region in regions if region.nbytes]
+    if not work or not launch.names_engines(device):
+        return CopyEngine.ROWS
+    engine = launch.choose(rows.kind_of_most(work), sms, device).engine
+    able = not any(cannot_move(engine, region) for region in work) and _runnable(engine, device) is engine
+    return engine if able else CopyEngine.ROWS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +109,7 @@ class PreparedBulk:
     """A move whose tables are on the device: what is left is to launch it, any number of times."""
 
     device: torch.device
-    calls: tuple[Callable[[], None], ...]
+    calls: tuple[Call, ...]
 
     def run(self, after: torch.cuda.Event | None = None) -> None:
         """On the current stream, the one of `prepare`, once `after` is reached. With both ends on the host: now."""
@@ -107,19 +131,26 @@ def move(
     regions: Sequence[Region],
     after: torch.cuda.Event | None = None,
     sms: int | None = None,
-    engine: CopyEngine | None = None,
+    engine: CopyEngine = CopyEngine.AUTO,
+    using: Program | None = None,
 ) -> None:
     """Copy every row of every region on the current stream, each by the engine that suits it, without a synchronise.
 
     All GPU memory on one device and all host memory pinned; no region touches what another writes. Nothing is read
-    before `after`. `sms` is the SM budget (None: DEFAULT_SMS). The memory must stay allocated until the stream has
-    passed the move. Raises RegionError before anything is moved, EngineUnavailable where the `engine` asked for cannot
-    run. With both ends on the host, the host waits for `after` and copies.
+    before `after`. `sms` is the SM budget (None: DEFAULT_SMS). `using`: as `rows.move`, for what it moves. The memory
+    must stay allocated until the stream has passed the move. Raises RegionError before anything is moved,
+    EngineUnavailable where the `engine` asked for cannot run, or cannot move a region. With both ends on the host, the
+    host waits for `after` and copies.
     """
-    prepare(regions, sms, engine).run(after)
+    prepare(regions, sms, engine, using).run(after)
 
 
-def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngine | None = None) -> PreparedBulk:
+def prepare(
+    regions: Sequence[Region],
+    sms: int | None = None,
+    engine: CopyEngine = CopyEngine.AUTO,
+    using: Program | None = None,
+) -> PreparedBulk:
     """All of `move` but the launch. Tables are uploaded on the current stream, before any producer is waited for."""
     devices = {_checked(region) for region in regions}
     if len(devices) > 1:
@@ -131,15 +162,22 @@ def prepare(regions: Sequence[Region], sms: int | None = None, engine: CopyEngin
     if device.type == "cpu":
         return PreparedBulk(device, (partial(cpu.move, work),))
     check_apart(work)
-    if engine is not None and (reason := unavailable(engine, device)):
-        raise EngineUnavailable(f"{engine.value}: {reason}")
+    check_engine(engine, device, work)
     capability = torch.cuda.get_device_capability(device)
     parts: dict[CopyEngine, list[Region]] = {}
     for region in work:
-        parts.setdefault(engine or _runnable(choose(region, capability), device), []).append(region)
+        chosen = _runnable(choose(region, capability), device) if engine is CopyEngine.AUTO else engine
+        parts.setdefault(chosen, []).append(region)
     with torch.cuda.device(device):
-        calls = (_PREPARE[each](part, device, sms or DEFAULT_SMS) for each, part in parts.items())
+        calls = (_PREPARE[each](part, device, sms or DEFAULT_SMS, using) for each, part in parts.items())
         return PreparedBulk(device, tuple(calls))
+
+
+def check_engine(engine: CopyEngine, device: torch.device, regions: Sequence[Region] = ()) -> None:
+    """Raise EngineUnavailable where an engine that was asked for cannot run on `device`, or cannot move a region."""
+    for reason in (unavailable(engine, device), *(cannot_move(engine, region) for region in regions)):
+        if reason is not None:
+            raise EngineUnavailable(f"{engine.value}: {reason}")
 
 
 def _checked(region: Region) -> torch.device:
@@ -170,15 +208,15 @@ def _runnable(engine: CopyEngine, device: torch.device) -> CopyEngine:
     return FALLBACK[engine]
 
 
-def _bulk(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
-    launch = bulk_ring.describe(regions)
-    return partial(bulk_ring.run, launch, Upload.here(device).to_device(launch.table), sms)
+def _bulk(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
+    ring = bulk_ring.describe(regions)
+    return partial(bulk_ring.run, ring, Upload.here(device).to_device(ring.table), sms)
 
 
-def _rows(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
+def _rows(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
     from . import rows
 
-    return rows.prepared(regions, device, sms=sms).run
+    return rows.prepared(regions, device, sms=sms, using=using).run
 
 
 @cache
@@ -186,23 +224,57 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
-    """On the current stream, or where that is the legacy default stream on one of its own that keeps its order."""
-    lists = _lists(regions)
+def _off_legacy(queue: Callable[[int], None]) -> None:
+    """Queue on the current stream, or where that is the legacy default stream, which batches refuse, on one of our own
+    that keeps its order."""
+    current = torch.cuda.current_stream()
+    if current.cuda_stream not in LEGACY:
+        queue(current.cuda_stream)
+        return
+    stream = _own_stream(current.device)
+    stream.wait_event(current.record_event())
+    queue(stream.cuda_stream)
+    current.wait_event(stream.record_event())
+
+
+def _copy(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
+    return partial(_off_legacy, partial(cuda_driver.copy_batch, *_lists(regions)))
+
+
+def _boxes(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
+    return partial(_off_legacy, partial(cuda_driver.copy_boxes, np.concatenate([*map(copy_boxes.boxes, regions)])))
+
+
+@cache
+def _green_context(device: torch.device, sms: int) -> tuple[object, torch.cuda.Stream]:
+    """SMs set aside for what runs on the stream, and kept: as many as were asked for, or what a GPU deals at least."""
+    from torch.cuda.green_contexts import GreenContext
+
+    context = GreenContext.create(num_sms=sms, device_id=device.index or 0)
+    return context, context.Stream()
+
+
+def _green_stream(device: torch.device, sms: int) -> torch.cuda.Stream:
+    return _green_context(device, sms)[1]
+
+
+def _green(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
+    """The row mover without a budget, as many small programs an SM as fit: its SMs are the budget."""
+    from . import rows
+
+    stream, ready = _green_stream(device, sms), rows.prepared(regions, device, using=using)
 
     def call() -> None:
         current = torch.cuda.current_stream()
-        stream = _own_stream(device) if current.cuda_stream in LEGACY else current
-        if stream is not current:
-            stream.wait_event(current.record_event())
-        cuda_driver.copy_batch(*lists, stream.cuda_stream)
-        if stream is not current:
-            current.wait_event(stream.record_event())
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            ready.run()
+        current.wait_stream(stream)
 
     return call
 
 
-def _loop(regions: Sequence[Region], device: torch.device, sms: int) -> Callable[[], None]:
+def _loop(regions: Sequence[Region], device: torch.device, sms: int, using: Program | None) -> Call:
     lists = _lists(regions)
     return lambda: cuda_driver.copy_each(*lists, torch.cuda.current_stream().cuda_stream)
 
@@ -212,4 +284,11 @@ def _lists(regions: Sequence[Region]) -> tuple[Offsets, Offsets, Offsets]:
     return np.concatenate(src), np.concatenate(dst), np.concatenate(sizes)
 
 
-_PREPARE = {CopyEngine.BULK: _bulk, CopyEngine.COPY: _copy, CopyEngine.LOOP: _loop, CopyEngine.ROWS: _rows}
+_PREPARE = {
+    CopyEngine.BULK: _bulk,
+    CopyEngine.COPY: _copy,
+    CopyEngine.LOOP: _loop,
+    CopyEngine.ROWS: _rows,
+    CopyEngine.BOXES: _boxes,
+    CopyEngine.GREEN: _green,
+}

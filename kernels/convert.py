@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .convert_elements import BF16, E2M1, E4M3, ELEMENTS, F32, as_float, to_fp4, to_fp8, to_words
 from .convert_reference import SCALE_FLOOR, Conversion, RowForm, borders, element_size
-from .launch import Prepared, Program, RowConfig, one_device
+from .launch import RULES, Kernel, Prepared, Program, RowConfig, RowKind, choose, one_device
 from .region import Planes, Region, RegionError, Side
 from .table import (
     SEVERAL_UNITS,
@@ -215,9 +215,16 @@ def convert_kernel(table, regions, tiles, SHAPES: tl.constexpr, CASTS: tl.conste
                 _tile(table, at, local, SHAPES, i, CASTS)
 
 
-#: Two 16-byte accesses of the wider side a thread; under a budget a program fills an SM.
-CONFIG = RowConfig(block_bytes=4096, warps=4)
-BUDGET_CONFIG = RowConfig(block_bytes=32768, warps=32)
+#: Of what was not tuned, without and with a budget of SMs.
+CONFIG, BUDGET_CONFIG = RULES[Kernel.CONVERT]
+
+
+def configured(conversions: Sequence[Conversion], sms: int | None) -> RowConfig:
+    """How a launch of these is configured: as the wider rows of the one with most bytes were measured, or by rule."""
+    wide = max((each.at(end) for each in conversions for end in ("src", "dst")), key=lambda region: region.nbytes)
+    kind = RowKind(wide.row_bytes, wide.tokens * wide.row_bytes)
+    return choose(kind, sms, wide.src.device, Kernel.CONVERT).config
+
 
 #: Numbers of a grain at most: wider ones make no access wider.
 MOST_COLUMNS = 128
@@ -386,7 +393,7 @@ def program(shapes: tuple[ColumnShape, ...], config: RowConfig, device: torch.de
 
 def standing_program(conversions: Sequence[Conversion], kinds: tuple[int, int], sms: int | None) -> Program:
     """The one kernel for conversions like these, as `rows.standing_program`."""
-    config = CONFIG if sms is None else BUDGET_CONFIG
+    config = configured(conversions, sms)
     given = dict(zip(("src_kind", "dst_kind"), kinds, strict=True))
     shapes = {replace(own, **given) for own, _ in _owns(conversions, config.block_bytes)}
     return program(tuple(sorted(shapes, reverse=True)), config, conversions[0].device)
@@ -405,7 +412,7 @@ def prepare(
     if not work:
         return None
     device = one_device(each.device for each in work)
-    config = using.config if using is not None else config or (CONFIG if sms is None else BUDGET_CONFIG)
+    config = using.config if using is not None else config or configured(work, sms)
     launch = describe(work, config.block_bytes, () if using is None else using.shapes)
     return Prepared.of(program(launch.shapes, config, device), launch, device, sms)
 

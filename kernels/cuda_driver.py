@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .region import Offsets
 
@@ -73,6 +74,26 @@ def copy_batch(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:
             failed = ctypes.c_size_t()
             result = driver.cuMemcpyBatchAsync(*arguments, ctypes.byref(failed), ctypes.c_void_p(stream))
         check(result, "cuMemcpyBatchAsync")
+
+
+def can_batch_boxes() -> bool:
+    """Whether the driver has cuMemcpy3DBatchAsync, which came with CUDA 12.8."""
+    return hasattr(library(), "cuMemcpy3DBatchAsync")
+
+
+def copy_boxes(boxes: npt.NDArray[np.void], stream: int) -> None:
+    """Queue copies of boxes, `copy_boxes.BOX` [box], in any order among themselves. `stream`: as `copy_batch`."""
+    driver = library()
+    for begin in range(0, len(boxes), BATCH_COPIES):
+        part = np.ascontiguousarray(boxes[begin : begin + BATCH_COPIES])
+        arguments = ctypes.c_size_t(len(part)), ctypes.c_void_p(part.ctypes.data)
+        flags, on = ctypes.c_ulonglong(0), ctypes.c_void_p(stream)
+        if hasattr(driver, "cuMemcpy3DBatchAsync_v2"):
+            result = driver.cuMemcpy3DBatchAsync_v2(*arguments, flags, on)
+        else:  # as of cuMemcpyBatchAsync, before CUDA 13
+            failed = ctypes.c_size_t()
+            result = driver.cuMemcpy3DBatchAsync(*arguments, ctypes.byref(failed), flags, on)
+        check(result, "cuMemcpy3DBatchAsync")
 
 
 def copy_each(src: Offsets, dst: Offsets, sizes: Offsets, stream: int) -> None:

@@ -19,9 +19,9 @@ import triton.language as tl
 
 from . import digest_reference as definition
 from .digest_reference import End, Logical
-from .launch import Prepared, Program, RowConfig
+from .launch import Kernel, Prepared, Program, RowConfig, choose
 from .region import Region, RegionError, at_end, check_apart
-from .rows import DST, FULL_TILE, SRC, recut, with_most_bytes
+from .rows import DST, FULL_TILE, SRC, kind_of_most, recut, with_most_bytes
 from .table import (
     ADDRESSES,
     EITHER,
@@ -189,12 +189,6 @@ def digest_kernel(table, out, regions, tiles, SHAPES: tl.constexpr, BLOCK: tl.co
                 _tile(table, at, out, local, SHAPES, i, BLOCK, COPY)
 
 
-#: The rule for what was not tuned: four 16-byte accesses a thread, and an atomic for each 8 KiB; or for each 32, by a
-#: program that has an SM to itself.
-CONFIG = RowConfig(block_bytes=8192, warps=4)
-BUDGET_CONFIG = RowConfig(block_bytes=32768, warps=16)
-
-
 def move_and_digest(
     regions: Sequence[Region],
     logicals: Sequence[Logical],
@@ -253,11 +247,16 @@ def prepare(
         check_apart([regions[number] for number in work])
     else:
         regions = [at_end(region, reads) for region in regions]
-    config = using.config if using is not None else config or (CONFIG if sms is None else BUDGET_CONFIG)
     outs = [number if len(out) > 1 else 0 for number in work]
     moved, coordinates = [regions[i] for i in work], [logicals[i] for i in work]
+    config = using.config if using is not None else config or configured(moved, sms, out.device)
     launch = describe(moved, coordinates, outs, config.block_bytes, () if using is None else using.shapes)
     return Prepared.of(program(launch.shapes, config, reads), launch, out.device, sms, out)
+
+
+def configured(regions: Sequence[Region], sms: int | None, device: torch.device) -> RowConfig:
+    """How a digest of these regions is launched: as it was measured on this GPU, else by the rule."""
+    return choose(kind_of_most(regions), sms, device, Kernel.DIGEST).config
 
 
 def program(shapes: tuple[DigestShape, ...], config: RowConfig, reads: End | None) -> Program:
@@ -274,7 +273,7 @@ def standing_program(
     reads: End | None = None,
 ) -> Program:
     """The one kernel for regions like these, as `rows.standing_program`. Positions are listed."""
-    config = CONFIG if sms is None else BUDGET_CONFIG
+    config = configured(regions, sms, regions[0].src.device)
     regions = regions if reads is None else [at_end(region, reads) for region in regions]
     given = dict(zip(("src_kind", "dst_kind", "position_kind"), (*kinds, LISTED.value), strict=True))
     owns = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
+from enum import StrEnum
 from functools import cache
 from math import log2
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .copy_engine import CopyEngine
 from .region import RegionError
 
 if TYPE_CHECKING:
@@ -59,13 +61,31 @@ class RowKind:
         return abs(log2(self.row_bytes / other.row_bytes)) + 2 * abs(log2(self.unit_bytes / other.unit_bytes))
 
 
+class Kernel(StrEnum):
+    """Whose launches are configured."""
+
+    ROWS = "rows"
+    DIGEST = "digest"
+    CONVERT = "convert"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What moves rows of a kind, and how a kernel that does is launched."""
+
+    engine: CopyEngine
+    config: RowConfig
+
+
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """One measured best."""
+    """One measured best. `engine`: what moved most under the budget; ROWS where nothing else was measured."""
 
     kind: RowKind
     budgeted: bool
     config: RowConfig
+    kernel: Kernel = Kernel.ROWS
+    engine: CopyEngine = CopyEngine.ROWS
 
 
 def device_key(name: str) -> str:
@@ -79,22 +99,44 @@ def tuned(key: str) -> tuple[Tuned, ...]:
     path = TUNED / f"{key}.json"
     if not path.exists():
         return ()
-    entries = json.loads(path.read_text())["entries"]
-    return tuple(Tuned(RowKind(*e["kind"]), e["sms"] is not None, RowConfig(*e["best"])) for e in entries)
+    return tuple(map(_entry, json.loads(path.read_text())["entries"]))
+
+
+def _entry(written: Mapping[str, Any]) -> Tuned:
+    """An entry of a table. `kernel` and `engine` are absent where only the row mover was measured."""
+    kernel, engine = Kernel(written.get("kernel", "rows")), CopyEngine(written.get("engine", "rows"))
+    kind, config = RowKind(*written["kind"]), RowConfig(*written["best"])
+    return Tuned(kind, written["sms"] is not None, config, kernel, engine)
 
 
 @cache
-def choose(kind: RowKind, sms: int | None, device: torch.device) -> RowConfig:
-    """The nearest measured configuration of this GPU, else the rule.
+def names_engines(device: torch.device) -> bool:
+    """Whether any engine but the row mover was measured as the fastest on this GPU."""
+    table = () if device.type == "cpu" else tuned(device_key(torch.cuda.get_device_name(device)))
+    return any(entry.engine is not CopyEngine.ROWS for entry in table)
 
-    The rule: 4 KiB tiles, two 16-byte accesses a thread, were within 2 % of the best for every kind of row on an H200;
-    a program that has an SM to itself moves most, 20 to 27 GB/s, with 32 KiB tiles and 8 warps.
-    """
+
+#: Of what was not tuned: without a budget, and of a program that has an SM to itself. Rows: two 16-byte accesses a
+#: thread were within 2 % of the best for every kind of row on an H200, and 32 KiB move most alone, 20 to 27 GB/s. A
+#: digest adds to its result once a tile, so its tiles are larger; 16 warps keep those of a budget in registers. A
+#: conversion has two 16-byte accesses of the wider side a thread; under a budget a program fills an SM.
+RULES: Mapping[Kernel, tuple[RowConfig, RowConfig]] = {
+    Kernel.ROWS: (RowConfig(4096, 4), RowConfig(32768, 8)),
+    Kernel.DIGEST: (RowConfig(8192, 4), RowConfig(32768, 16)),
+    Kernel.CONVERT: (RowConfig(4096, 4), RowConfig(32768, 32)),
+}
+
+
+@cache
+def choose(kind: RowKind, sms: int | None, device: torch.device, kernel: Kernel = Kernel.ROWS) -> Chosen:
+    """The nearest of what was measured of `kernel` on this GPU, else the rule: the row mover, as `RULES` has it."""
     if device.type != "cpu":
-        table = [t for t in tuned(device_key(torch.cuda.get_device_name(device))) if t.budgeted == (sms is not None)]
-        if table:
-            return min(table, key=lambda entry: entry.kind.distance(kind)).config
-    return RowConfig() if sms is None else RowConfig(32768, 8)
+        table = tuned(device_key(torch.cuda.get_device_name(device)))
+        alike = [entry for entry in table if entry.kernel is kernel and entry.budgeted == (sms is not None)]
+        if alike:
+            nearest = min(alike, key=lambda entry: entry.kind.distance(kind))
+            return Chosen(nearest.engine, nearest.config)
+    return Chosen(CopyEngine.ROWS, RULES[kernel][sms is not None])
 
 
 RING_BUFFERS = 8

@@ -2,7 +2,8 @@
 
 All regions of a call, whatever their planes, units and destinations, go in one launch. A tile is `BLOCK` bytes: rows
 are cut into grains, powers of two that need no padding, and a tile takes as many grains as fill it, from one unit where
-the unit is large enough (one scalar offset a tile) and from several where it is not (one offset a grain).
+the unit is large enough (one scalar offset a tile) and from several where it is not: one offset a grain, or one a unit
+where a few whole units fill the tile, as the larger tiles of a budget of SMs have them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .table import (
     SIDE_WORDS,
     SIDES,
     TOKEN_UNITS,
+    UNITS,
+    WHOLE_UNITS,
     WIDEST,
     Counts,
     Launch,
@@ -51,7 +54,7 @@ Shape = TypeVar("Shape", bound=Hashable)
 
 
 #: Where the kernel finds each field of a RowShape.
-OF_WORD_BYTES, OF_VEC, OF_GRAINS, OF_GRAIN, OF_SPAN, OF_SRC_KIND, OF_DST_KIND = map(tl.constexpr, range(7))
+OF_WORD_BYTES, OF_VEC, OF_GRAINS, OF_GRAIN, OF_SPAN, OF_TOKENS, OF_SRC_KIND, OF_DST_KIND = map(tl.constexpr, range(8))
 
 
 @triton.jit
@@ -84,12 +87,46 @@ def _copy(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _copy_units(table, at, plane, head, piece, OF: tl.constexpr, ROWS: tl.constexpr, UNITS_IN_TILE: tl.constexpr):
+    """Copy whole units of at most `ROWS` grains: where one begins is loaded once, and rows lie in each as in the first.
+
+    All loads of a thread come before its first store, so all of the tile is in flight.
+    """
+    BYTES: tl.constexpr = OF[OF_WORD_BYTES]
+    WORD: tl.constexpr = (  # pyright: ignore
+        tl.int64 if BYTES == 8 else tl.int32 if BYTES == 4 else tl.int16 if BYTES == 2 else tl.int8
+    )
+    VEC: tl.constexpr = OF[OF_VEC]
+    GRAIN: tl.constexpr = OF[OF_GRAIN]
+    GRAINS: tl.constexpr = OF[OF_GRAINS]
+    unit = piece * UNITS_IN_TILE + tl.arange(0, UNITS_IN_TILE).to(tl.uint32)
+    live = unit < tl.load(at + UNITS).to(tl.uint32)
+    src = plane_start(table, at + SRC, plane, head, WORD, VEC)
+    dst = plane_start(table, at + DST, plane, head, WORD, VEC)
+    src = (src + unit_start(table, at + SRC, unit, live, OF[OF_SRC_KIND], VEC))[:, None, None]
+    dst = (dst + unit_start(table, at + DST, unit, live, OF[OF_DST_KIND], VEC))[:, None, None]
+    row = tl.arange(0, ROWS)
+    token = row // GRAINS
+    live = live[:, None, None]
+    if OF[OF_TOKENS] * GRAINS < ROWS:
+        live = live & (token < OF[OF_TOKENS])[None, :, None]
+    word = ((row % GRAINS) * GRAIN)[:, None] + tl.arange(0, GRAIN)[None, :]
+    src_word = (token * token_stride(at + SRC, VEC))[:, None] + word
+    dst_word = (token * token_stride(at + DST, VEC))[:, None] + word
+    data = tl.load(src + src_word[None, :, :], mask=live, eviction_policy="evict_first")
+    tl.store(dst + dst_word[None, :, :], data, mask=live)
+
+
+@triton.jit
 def _tile(table, at, tile, SHAPES: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr):
     """Copy one tile of the region described at `at`, whose rows are served by shape `I`."""
     OF: tl.constexpr = SHAPES[I]
     ROWS: tl.constexpr = BLOCK // WIDEST * OF[OF_VEC] // OF[OF_GRAIN]
     plane, head, piece = plane_and_head(at, tile)
-    if OF[OF_GRAINS] or BLOCK <= PASS_BYTES:
+    if OF[OF_SPAN] == WHOLE_UNITS:
+        UNIT_ROWS: tl.constexpr = triton.next_power_of_2(OF[OF_TOKENS] * OF[OF_GRAINS])  # pyright: ignore
+        _copy_units(table, at, plane, head, piece, OF, UNIT_ROWS, ROWS // UNIT_ROWS)
+    elif OF[OF_GRAINS] or BLOCK <= PASS_BYTES:
         _copy(table, at, plane, head, piece, OF, ROWS)
     else:
         PASSES: tl.constexpr = BLOCK // PASS_BYTES
@@ -113,8 +150,8 @@ class RowShape:
     """What the kernel is compiled for: rows of `grains` x `grain` words; `vec` words make the widest access.
 
     `grains` 0: rows of any width, counted at run time. `span`: how a tile takes units; several where one would leave
-    most of the tile empty. `src_kind`, `dst_kind`: whether a side's units are listed or follow each other at one
-    distance, as on the wire, and need no table.
+    most of the tile empty. `tokens` of a unit, where tiles take whole ones; else 0. `src_kind`, `dst_kind`: whether a
+    side's units are listed or follow each other at one distance, as on the wire, and need no table.
     """
 
     word_bytes: int
@@ -122,6 +159,7 @@ class RowShape:
     grains: int
     grain: int
     span: int
+    tokens: int
     src_kind: int
     dst_kind: int
 
@@ -140,18 +178,28 @@ class RowShape:
         block_words = block_bytes // WIDEST.value * vec
         in_unit = region.tokens * words
         tiles = -(-in_unit // block_words)
-        several = region.units > 1 and in_unit < FULL_TILE * tiles * block_words
-        span = (TOKEN_UNITS if region.tokens == 1 else SEVERAL_UNITS) if several else ONE_UNIT
-        grain = vec if several else min(words & -words, block_words)
         kinds = kind_of_units(region.src.units), kind_of_units(region.dst.units)
-        return cls(word, vec, words // grain, grain, span.value, *kinds)
+        grain = min(words & -words, block_words)
+        if region.units == 1 or in_unit >= FULL_TILE * tiles * block_words:
+            return cls(word, vec, words // grain, grain, ONE_UNIT.value, 0, *kinds)
+        padded = triton.next_power_of_2(in_unit)
+        if in_unit >= FULL_TILE * padded and WHOLE_UNIT_ACCESSES * vec <= padded < block_words:
+            return cls(word, vec, words // grain, grain, WHOLE_UNITS.value, region.tokens, *kinds)
+        span = TOKEN_UNITS if region.tokens == 1 else SEVERAL_UNITS
+        return cls(word, vec, words // vec, vec, span.value, 0, *kinds)
 
     @classmethod
     def of_any_rows(cls, alignment: int) -> RowShape:
         """Rows aligned to `alignment` bytes, of whatever width, number and distance."""
         word = min(alignment, 8)
         vec = alignment // word
-        return cls(word, vec, 0, vec, SEVERAL_UNITS.value, EITHER.value, EITHER.value)
+        return cls(word, vec, 0, vec, SEVERAL_UNITS.value, 0, EITHER.value, EITHER.value)
+
+    @property
+    def of_any_units(self) -> RowShape:
+        """The same rows, in units of any number of tokens."""
+        words = self.grains * self.grain
+        return replace(self, grains=words // self.vec, grain=self.vec, span=SEVERAL_UNITS.value, tokens=0)
 
     def serves(self, own: RowShape, region: Region) -> bool:
         """Whether tiles of this shape move a region, whose own is `own`, and hardly slower than tiles of that."""
@@ -160,6 +208,7 @@ class RowShape:
         if self == own:
             return True
         alike = self.access_bytes == own.access_bytes and self.grains * self.grain == own.grains * own.grain
+        alike = alike and self.tokens in (0, own.tokens)
         spans = own.span, SEVERAL_UNITS.value, TOKEN_UNITS.value if region.tokens == 1 else own.span
         return alike and self.span in spans and self.src_kind >= own.src_kind and self.dst_kind >= own.dst_kind
 
@@ -212,8 +261,17 @@ def kind_of(region: Region) -> RowKind:
     return RowKind(cut.row_bytes, cut.tokens * cut.row_bytes)
 
 
+def kind_of_most(regions: Sequence[Region]) -> RowKind:
+    """That of the region with most bytes."""
+    return kind_of(max(regions, key=lambda region: region.nbytes))
+
+
 #: Below this share of useful words in a unit's tiles, tiles take rows of several units instead.
 FULL_TILE = 0.75
+
+#: The least accesses of a unit of which tiles take whole ones: as many as 8 warps make at once, 4 KiB of the widest.
+#: Only tiles of a budget are several times as large.
+WHOLE_UNIT_ACCESSES = 256
 
 
 def cuts(regions: Iterable[Region], block_bytes: int) -> list[tuple[RowShape, Region]]:
@@ -236,7 +294,10 @@ def describe(regions: Sequence[Region], block_bytes: int, shapes: tuple[RowShape
         shape = shapes[number]
         word, grains = shape.word_bytes, region.row_bytes // shape.word_bytes // shape.grain
         per_tile = block_bytes // WIDEST.value * shape.vec // shape.grain
-        pieces = -(-region.tokens * grains * (region.units if shape.span else 1) // per_tile)
+        if shape.tokens:
+            pieces = -(-region.units // (per_tile // triton.next_power_of_2(shape.tokens * grains)))
+        else:
+            pieces = -(-region.tokens * grains * (region.units if shape.span else 1) // per_tile)
         if pieces * per_tile >= 1 << 31:
             raise RegionError(f"{region.nbytes} bytes in words of {word}; the kernel counts them in 32 bits")
         sides = [
@@ -258,11 +319,14 @@ def standing_program(regions: Sequence[Region], kinds: tuple[int, int], sms: int
 
     `kinds`: how units are given at either end, EVEN or LISTED, even where they happen to follow each other.
     """
-    config = choose(kind_of(max(regions, key=lambda region: region.nbytes)), sms, regions[0].src.device)
+    config = choose(kind_of_most(regions), sms, regions[0].src.device).config
     owns = [(replace(own, src_kind=kinds[0], dst_kind=kinds[1]), cut) for own, cut in cuts(regions, config.block_bytes)]
     most = with_most_bytes((own, cut.nbytes) for own, cut in owns)
+    shorter = dict.fromkeys(shape.of_any_units for shape in most if shape.tokens)  # pages that begin out of step
     widths = [own.access_bytes for own, _ in owns]
-    return program((*most, *map(RowShape.of_any_rows, sorted({max(widths), min(widths)}, reverse=True))), config)
+    return program(
+        (*most, *shorter, *map(RowShape.of_any_rows, sorted({max(widths), min(widths)}, reverse=True))), config
+    )
 
 
 def prepare(
@@ -288,7 +352,7 @@ def prepared(
 ) -> Prepared:
     """The launch of regions that were checked, which the kernel reaches from `device`."""
     if using is None:
-        config = config or choose(kind_of(max(work, key=lambda region: region.nbytes)), sms, device)
+        config = config or choose(kind_of_most(work), sms, device).config
         launch = describe(work, config.block_bytes)
     else:
         config, launch = using.config, describe(work, using.config.block_bytes, using.shapes)

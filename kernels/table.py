@@ -32,8 +32,8 @@ EVEN, LISTED, EITHER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: 16 KiB of single bytes would be 128 accesses a thread, out of registers and into local memory.
 WIDEST = tl.constexpr(16)
 
-#: How a tile takes units: it lies in one, or takes several, of several tokens or of one.
-ONE_UNIT, SEVERAL_UNITS, TOKEN_UNITS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: How a tile takes units: it lies in one, or takes a few whole ones, or rows of several, of several tokens or of one.
+ONE_UNIT, WHOLE_UNITS, SEVERAL_UNITS, TOKEN_UNITS = map(tl.constexpr, range(4))
 
 
 @triton.jit

@@ -1,8 +1,10 @@
-"""Sweep tile size and warps of the row mover, with and without an SM budget, and keep the best for this GPU.
+"""Sweep tile size and warps of the row mover and of the digest, with and without an SM budget, and keep the best.
 
 `python -m perf.autotune` measures on a GPU and writes `kernels/tuned/<gpu>.json`; it resumes where it was stopped.
-Every candidate is compared with the checked default's bytes before it is timed. `--dry-run` compiles the whole sweep
-without a GPU and reports registers, access widths and spills, so that no sweep dies on a GPU for a compile error.
+Under a budget the row mover's best is measured beside the other engines, and an entry names the fastest: `copy_3d` and
+`copy` take no SM. Every candidate is compared with the checked default's bytes before it is timed. `--dry-run` compiles
+the whole sweep without a GPU and reports registers, access widths and spills, so that no sweep dies on a GPU for a
+compile error.
 """
 
 from __future__ import annotations
@@ -13,19 +15,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.progress import track
 
 from kvmover.kernels import rows
-from kvmover.kernels.launch import TUNED, RowConfig, device_key
+from kvmover.kernels.copy_engine import CopyEngine
+from kvmover.kernels.launch import RULES, TUNED, Kernel, RowConfig, device_key
 from kvmover.kernels.region import Region
+
+if TYPE_CHECKING:
+    from perf.cases import Move
 
 #: Tiles and warps to try without a budget, and where each program has an SM to itself.
 FREE = tuple(product((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8)))
 ALONE = tuple(product((8192, 16384, 32768, 65536, 131072), (4, 8, 16, 32)))
 BUDGETS = (None, 8)
 ROUNDS = 7
+
+Candidate = TypeVar("Candidate", RowConfig, CopyEngine)
 
 #: Of a measured table.
 COLUMNS = ("block_bytes", "warps", "gb_per_s")
@@ -45,6 +53,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--dry-run", action="store_true")
     options.add_argument("--out", type=Path, default=TUNED)
+    options.add_argument("--only", default="", help="of cases with this text")
     chosen = options.parse_args()
     if chosen.dry_run:
         from perf.compile_sweep import compile_all
@@ -53,7 +62,7 @@ def main() -> None:
     from perf.gpu_time import need_gpu
 
     need_gpu("perf.autotune")
-    sweep(chosen.out)
+    sweep(chosen.out, chosen.only)
 
 
 def text_of(table: Mapping[str, Any]) -> str:
@@ -63,8 +72,11 @@ def text_of(table: Mapping[str, Any]) -> str:
     return f'{head[:-1]}, "entries": [\n{entries}\n]}}\n'
 
 
-def sweep(folder: Path) -> None:
-    """One table a GPU: for every kind of row, direction and budget all candidates with their rates, best first."""
+def sweep(folder: Path, only: str) -> None:
+    """One table a GPU: for every kind of row, direction and budget all candidates with their rates, best first.
+
+    A case is done when its digests are: entries of a table that has none are measured again.
+    """
     import torch
 
     from perf.bench_kernels import check
@@ -73,12 +85,15 @@ def sweep(folder: Path) -> None:
 
     path = folder / f"{device_key(torch.cuda.get_device_name())}.json"
     table = json.loads(path.read_text()) if path.exists() else {"about": machine(), "columns": COLUMNS, "entries": []}
-    done = {entry["case"] for entry in table["entries"]}
-    for case in track([case for case in CASES if case.text() not in done], "tuning"):
-        move = build(case)
+    done = {entry["case"] for entry in table["entries"] if entry.get("kernel") == Kernel.DIGEST}
+    for case in track([case for case in CASES if case.text() not in done and only in case.text()], "tuning"):
+        move, name = build(case), case.text()
         check(move)
+        entries = [entry for entry in table["entries"] if entry["case"] != name]
         for way, regions in (("gather", move.gather), ("scatter", move.scatter)):
-            table["entries"] += [{"case": case.text(), "way": way, "sms": sms, **best(regions, sms)} for sms in BUDGETS]
+            entries += [{"case": name, "way": way, "sms": sms, **best(regions, sms)} for sms in BUDGETS]
+        entries += [{"case": name, "way": "gather", "sms": sms, **best_digest(move, sms)} for sms in BUDGETS]
+        table = {**table, "about": machine(), "entries": entries}
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text_of(table))
         torch.cuda.empty_cache()
@@ -86,33 +101,65 @@ def sweep(folder: Path) -> None:
 
 
 def best(regions: Sequence[Region], sms: int | None) -> dict[str, object]:
-    """The kind of row, the fastest candidate, and the measured table, fastest first."""
+    """The kind of row, the fastest candidate, and the measured table, fastest first; under a budget the engines too."""
     from perf.bench_kernels import launcher
-    from perf.gpu_time import interleaved
+    from perf.copy_engines import same_bytes
 
     calls = {config: launcher(list(regions), sms, config) for config in candidates(sms)}
-    same_bytes(regions, list(calls.values()))
-    spreads = interleaved(calls, ROUNDS)
-    nbytes = sum(region.nbytes for region in regions)
-    rates = sorted(((nbytes / spreads[config].median / 1e9, astuple(config)) for config in calls), reverse=True)
-    kind = rows.kind_of(regions[0])
-    measured = [[*config, round(rate, 1)] for rate, config in rates]
-    return {"kind": astuple(kind), "best": rates[0][1], "gb_per_s": round(rates[0][0], 1), "table": measured}
+    same_bytes(regions, lambda: rows.move(regions), list(calls.values()))
+    found = fastest(regions, calls)
+    return found if sms is None else {**found, **engines(regions, sms, RowConfig(*found["best"]))}
 
 
-def same_bytes(regions: Sequence[Region], calls: Sequence[Callable[[], object]]) -> None:
-    """Raise unless every candidate leaves the bytes that the checked default leaves, in poisoned memory."""
+def fastest(regions: Sequence[Region], calls: Mapping[RowConfig, Callable[[], object]]) -> dict[str, Any]:
+    """What a table says of the candidates."""
+    rates = sorted(((rate, astuple(config)) for config, rate in measured(regions, calls).items()), reverse=True)
+    kind, table = rows.kind_of(regions[0]), [[*config, rate] for rate, config in rates]
+    return {"kind": astuple(kind), "best": rates[0][1], "gb_per_s": rates[0][0], "table": table}
+
+
+def measured(regions: Sequence[Region], calls: Mapping[Candidate, Callable[[], object]]) -> dict[Candidate, float]:
+    """Payload GB/s of each, one after the other in each round."""
+    from perf.gpu_time import interleaved
+
+    nbytes, spreads = sum(region.nbytes for region in regions), interleaved(dict(calls), ROUNDS)
+    return {each: round(nbytes / spreads[each].median / 1e9, 1) for each in calls}
+
+
+def engines(regions: Sequence[Region], sms: int, config: RowConfig) -> dict[str, object]:
+    """The fastest engine under a budget, and the rates of all that can; the row mover's are those of its best tiles."""
+    from perf.bench_kernels import launcher
+    from perf.copy_engines import launchers, same_bytes
+
+    calls = {CopyEngine.ROWS: launcher(list(regions), sms, config), **launchers(regions, sms)}
+    same_bytes(regions, lambda: rows.move(regions), list(calls.values()))
+    rates = sorted(((rate, engine.value) for engine, rate in measured(regions, calls).items()), reverse=True)
+    return {"engine": rates[0][1], "engines": {name: rate for rate, name in rates}}
+
+
+def best_digest(move: Move, sms: int | None) -> dict[str, object]:
+    """The same of a gather that takes a digest."""
     import torch
 
-    truth: list[torch.Tensor] = []
-    for call in (lambda: rows.move(regions), *calls):
-        for tensor in regions[0].dst.memory:
-            tensor.fill_(0xEE)
+    from kvmover.kernels import digest
+    from perf.bench_digest import coordinates
+    from perf.copy_engines import same_bytes
+
+    logicals, out = coordinates(move), torch.zeros(1, dtype=torch.int64, device="cuda")
+    tried = dict.fromkeys((RULES[Kernel.DIGEST][sms is not None], *candidates(sms)))
+    calls: dict[RowConfig, Callable[[], object]] = {}
+    for config in tried:
+        ready = digest.prepare(move.gather, logicals, out, config, sms)
+        assert ready is not None
+        calls[config] = ready.run
+    same_bytes(move.gather, lambda: rows.move(move.gather), list(calls.values()))
+    sums = set[int]()
+    for call in calls.values():
+        out.zero_()
         call()
-        if not truth:
-            truth = [tensor.clone() for tensor in regions[0].dst.memory]
-        for tensor, expected in zip(regions[0].dst.memory, truth, strict=True):
-            assert torch.equal(tensor, expected), "a candidate moves other bytes than the default"
+        sums.add(int(out))
+    assert len(sums) == 1, f"{move.case.text()}: candidates have other digests than each other"
+    return {"kernel": Kernel.DIGEST.value, **fastest(move.gather, calls)}
 
 
 if __name__ == "__main__":

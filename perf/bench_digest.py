@@ -29,6 +29,10 @@ CASES = (
 )
 CONFIGS = (RowConfig(4096, 4), RowConfig(8192, 4), RowConfig(16384, 8), RowConfig(16384, 4))
 
+#: Under a budget of SMs, of which there are as many programs.
+SMS = 8
+BUDGETED = (RowConfig(16384, 8), RowConfig(32768, 8), RowConfig(32768, 16), RowConfig(65536, 16))
+
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
@@ -58,10 +62,13 @@ def measured(move: Move, rounds: int) -> list[dict[str, object]]:
     plain = rows.prepare(move.gather)
     assert plain is not None
     cases["plain move"] = plain.run
-    for config in CONFIGS:
-        label = f"{config.block_bytes >> 10} KiB, {config.warps} warps"
-        cases[f"move and digest, {label}"] = launcher(move, logicals, out, config, None)
-        cases[f"digest, {label}"] = launcher(move, logicals, out, config, "src")
+    budgeted = rows.prepare(move.gather, sms=SMS)
+    assert budgeted is not None
+    cases[f"plain move, {SMS} SMs"] = budgeted.run
+    for config, sms in (*((config, None) for config in CONFIGS), *((config, SMS) for config in BUDGETED)):
+        label = f"{config.block_bytes >> 10} KiB, {config.warps} warps" + (f", {sms} SMs" if sms else "")
+        cases[f"move and digest, {label}"] = launcher(move, logicals, out, config, sms, None)
+        cases[f"digest, {label}"] = launcher(move, logicals, out, config, sms, "src")
     spreads = interleaved(cases, rounds)
     lines: list[dict[str, object]] = []
     for what, spread in spreads.items():
@@ -72,18 +79,23 @@ def measured(move: Move, rounds: int) -> list[dict[str, object]]:
             "gb_per_s": round(move.nbytes / spread.median / 1e9, 1),
             "p10_gb_per_s": round(move.nbytes / spread.high / 1e9, 1),
             "p90_gb_per_s": round(move.nbytes / spread.low / 1e9, 1),
-            "of_plain": round(spread.median / spreads["plain move"].median, 3),
+            "of_plain": round(spread.median / spreads[plain_of(what)].median, 3),
         }
         print(f"{line['case']:<52} {what:<34} {line['gb_per_s']:>8} GB/s {line['of_plain']:>6} of plain", flush=True)
         lines.append(line)
     return lines
 
 
+def plain_of(what: str) -> str:
+    """The plain move under the same budget."""
+    return f"plain move, {SMS} SMs" if what.endswith(" SMs") else "plain move"
+
+
 def launcher(
-    move: Move, logicals: list[Logical], out: torch.Tensor, config: RowConfig, reads: End | None
+    move: Move, logicals: list[Logical], out: torch.Tensor, config: RowConfig, sms: int | None, reads: End | None
 ) -> Callable[[], object]:
     """The launch alone, as the plain move's: tables are described and uploaded before. `reads`: an end, and no copy."""
-    prepared = digest.prepare(move.gather, logicals, out, config, reads=reads)
+    prepared = digest.prepare(move.gather, logicals, out, config, sms, reads)
     assert prepared is not None
     return prepared.run
 

@@ -17,9 +17,13 @@ from kvmover.kernels import rows
 from kvmover.kernels.launch import RowConfig
 from kvmover.kernels.region import Region
 from perf.cases import CASES, Move, moves
+from perf.copy_engines import launchers, same_bytes
 from perf.gpu_time import interleaved, need_gpu
 from perf.peers import sglang_staging
 from perf.record import RESULTS, write
+
+#: The budget under which the engines beside the row mover are measured; the copy engine takes none.
+ENGINE_SMS = 8
 
 #: More copies than this take seconds: 32k pages of one token in 160 planes are five million.
 MOST_COPIES = 100_000
@@ -83,8 +87,11 @@ def _measured(move: Move, way: str, peers: dict[str, ModuleType], rounds: int) -
     regions = move.gather if way == "gather" else move.scatter
     cases: dict[str, Callable[[], object]] = {"clone": lambda: torch.clone(move.packed)}
     cases["kvmover"] = launcher(regions, None)
-    for sms in (4, 16):
+    for sms in (4, ENGINE_SMS, 16):
         cases[f"kvmover, {sms} SMs"] = launcher(regions, sms)
+    others = launchers(regions, ENGINE_SMS)
+    same_bytes(regions, lambda: rows.move(regions), list(others.values()))
+    cases |= {f"{engine.value}, {ENGINE_SMS} SMs": call for engine, call in others.items()}
     cases.update(_torch_ways(move) if way == "gather" else {})
     for name, module in peers.items():
         peer = _sglang(move, way, module)

@@ -1,10 +1,11 @@
-"""What only a GPU can prove, in three parts of ten minutes: `make gpu-check`, `python -m perf.gpu_check PART ...`.
+"""What only a GPU can prove, in four parts of ten minutes: `make gpu-check`, `python -m perf.gpu_check PART ...`.
 
 `correctness` is first: memory checkers on the ring, all tests that need a GPU, host and digest. `budgets` says what a
 few SMs move, and what they cost a product and a decode beside them. `transfers` runs two processes over NIXL on the one
-GPU, and the demo. Steps stand in order of value: each is cut to the time that is left, what is left out is said. All
-that a part writes is packed into OUT/PART.tgz after each step, so that a part that is stopped loses one step, and that
-one file a part comes back from a machine that returns few.
+GPU, and the demo. `tuning` measures tiles and engines into a table, as many cases as its time allows. Steps stand in
+order of value: each is cut to the time that is left, what is left out is said. All that a part writes is packed into
+OUT/PART.tgz after each step, so that a part that is stopped loses one step, and that one file a part comes back from a
+machine that returns few.
 
 A bare machine: `--wheels FOLDER` installs from wheels, into a folder of its own, what is missing; nothing is fetched.
 `KVMOVER_COMMIT` says which tree it is where there is no history of it. `KVMOVER_PEERS` as in perf/README.md.
@@ -103,6 +104,7 @@ PARTS: Mapping[str, tuple[Step, ...]] = {
         bench("bench_transfer", 120, "throughput", "latency", "--device", "cuda"),
         bench("bench_collectivex", 150, "--device", "cuda", "--rounds", "5"),
     ),
+    "tuning": (bench("autotune", 540),),
 }
 
 

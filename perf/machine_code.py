@@ -21,15 +21,28 @@ from kvmover.kernels.region import Region
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
+#: Integer arithmetic, comparisons and shifts, without what moves values between registers.
+INTEGERS = frozenset(("IADD", "IADD3", "VIADD", "IMAD", "IMUL", "LEA", "SHF", "LOP3", "ISETP", "SEL", "PRMT", "IMNMX"))
+
+
 @dataclass(frozen=True, slots=True)
 class MachineCode:
-    """Of one kernel: bytes and registers a thread uses, and how often each opcode stands in it."""
+    """Of one kernel: bytes and registers a thread uses, how often each opcode stands in it, and the most payload loads
+    that stand before a store of them: as many of a thread's accesses are in flight at once."""
 
     registers: int
     stack_bytes: int
     shared_bytes: int
     local_bytes: int
     opcodes: Mapping[str, int]
+    in_flight: int
+
+    @property
+    def integers(self) -> int:
+        """Number of integer instructions, of a thread or of its warp: of a copy all but a few count addresses."""
+        return sum(
+            count for opcode, count in self.opcodes.items() if opcode.split(".")[0].removeprefix("U") in INTEGERS
+        )
 
     @property
     def spills(self) -> int:
@@ -41,10 +54,29 @@ class MachineCode:
         found: dict[str, list[int]] = {"LDG": [], "STG": []}
         for opcode, count in self.opcodes.items():
             kind, *words = opcode.split(".")
-            if kind == "STG" or (kind == "LDG" and "EF" in words):
+            if is_payload(opcode):
                 bits = [int(match[1]) for word in words if (match := re.fullmatch(r"[US]?(8|16|64|128|256)", word))]
                 found[kind] += [bits[0] if bits else 32] * count
         return found
+
+
+def is_payload(opcode: str) -> bool:
+    """Whether it loads or stores what is moved."""
+    kind, *words = opcode.split(".")
+    return kind == "STG" or (kind == "LDG" and "EF" in words)
+
+
+def most_in_flight(opcodes: Sequence[str]) -> int:
+    """The longest run of payload loads without a store of any.
+
+    >>> most_in_flight(["LDG.E.EF.128", "LDG.E", "LDG.E.EF.128", "STG.E.128", "LDG.E.EF.128"])
+    2
+    """
+    most = now = 0
+    for opcode in filter(is_payload, opcodes):
+        now = 0 if opcode.startswith("STG") else now + 1
+        most = max(most, now)
+    return most
 
 
 def of_rows(
@@ -72,5 +104,6 @@ def read(cubin: bytes) -> MachineCode:
         command = [str(CUOBJDUMP), "-sass", "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
-    opcodes = Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text))
-    return MachineCode(used["REG"], used["STACK"], used["SHARED"], used["LOCAL"], opcodes)
+    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
+    sizes = used["REG"], used["STACK"], used["SHARED"], used["LOCAL"]
+    return MachineCode(*sizes, Counter(opcodes), most_in_flight(opcodes))

@@ -271,6 +271,9 @@ TEXTS: Mapping[str, str] = {
     "mover.chunk_layers": "Layers in a chunk, so that chunks can leave while a prefill computes; 0: all layers.",
     "mover.integrity": "digest: a digest of each chunk is compared after it has landed; none: nothing is.",
     "mover.sms": "Streaming multiprocessors that a copy kernel on the GPU may use; `none`: all.",
+    "mover.engine": "What copies on the GPU. auto: the row mover, or what was measured as faster on this GPU. rows:"
+    " the row mover. green_context: the same on SMs set aside for it. ring: bulk copies through shared memory. copy,"
+    " copy_3d, copy_each: the copy engine. What cannot run or cannot move the rows is refused.",
     "mover.exports": "Memory of a GPU that peers may map: none; arenas, over the NVLink fabric; pools, and arenas.",
     "mover.lossy": "How much a number of the cache may be off, against the largest that shares its scale, where a peer"
     " stores it in another form: 0.0625 for fp8, 0.177 for NVFP4. 0: such peers are refused.",

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from kvmover.errors import LayoutError
 from kvmover.fields import check_positive, settle, settle_whole, whole
+from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.plan.calibration import LEAST_REGION_BYTES
 from kvmover.plan.cost import RDMA, Costs, Route
 from kvmover.plan.legs import Replicas
@@ -99,6 +100,8 @@ class MoverConfig:
     `integrity`: whether what landed is compared by a digest a chunk. The destination's to choose.
     `sms`: streaming multiprocessors that a copy may use; None: all. 8 of an H200 pack three times as fast as a 400 Gb/s
     network carries.
+    `engine`: what copies on the GPU; `auto`: the row mover, or what was measured as the fastest on this GPU, in
+    `kernels/tuned`. A name holds for every copy: a transfer whose rows it cannot move fails.
     `lossy`: how much a number may be off, against the largest that shares its scale, where a peer stores the cache in
     another form: 0.0625 lets bfloat16 and fp8 meet. 0: only peers from and to which every number arrives as it was.
     `exports`: what of this rank's memory on a GPU peers may map. Arenas: made so that packed chunks cross hosts over
@@ -125,6 +128,7 @@ class MoverConfig:
     chunk_layers: int = 0
     integrity: Integrity = Integrity.NONE
     sms: int | None = 8
+    engine: CopyEngine = CopyEngine.AUTO
     exports: Exports = Exports.NONE
     keys: Keys | None = None
     lossy: float = 0.0
@@ -143,7 +147,8 @@ class MoverConfig:
             raise LayoutError(
                 f"mover config has sandbox_bytes = {self.sandbox_bytes}; 0 or {LEAST_REGION_BYTES} and more"
             )
-        settle(self, what, LayoutError, verb=Verb, replicas=Replicas, integrity=Integrity, exports=Exports)
+        kinds = {"verb": Verb, "replicas": Replicas, "integrity": Integrity, "exports": Exports, "engine": CopyEngine}
+        settle(self, what, LayoutError, **kinds)
         if self.route is not None:
             settle(self, what, LayoutError, route=Route)
         if self.revocation is not None:

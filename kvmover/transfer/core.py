@@ -103,7 +103,7 @@ class Core:
     def seat(self, peer: Peer) -> tuple[str, ...]:
         """Seat a peer that was admitted, and have its copies compiled; the names of those whose seats it took."""
         config = self.config
-        rules = Rules(config.replicas, config.sms, config.integrity is Integrity.DIGEST)
+        rules = Rules(config.replicas, config.sms, config.integrity is Integrity.DIGEST, config.engine)
         memory = OwnMemory(self.bound, self.outgoing.bound, self.incoming.bound)
         self.compiler.seated(peer.name, self.end, peer.end, memory, rules)
         return self.peers.add(peer)
@@ -235,7 +235,7 @@ def assembled(
         End(interned(place.fleet), place.rank, tuple(map(interned_pool, specs))),
         card,
         tuple(pools),
-        Copier(device, config.sms),
+        Copier(device, config.sms, config.engine),
         outgoing,
         incoming,
         clock,

@@ -184,17 +184,18 @@ class Mover:
 
     def configure(self, config: MoverConfig) -> None:
         """Behave by `config` from the next request on. Raises LayoutError for another size of the arenas, and for keys
-        where there were none, or none where there were: other keys are changed under traffic.
+        where there were none, or none where there were: other keys are changed under traffic. Raises EngineUnavailable
+        for an engine that the pools' device lacks.
         """
         if config.arena_bytes != self._config.arena_bytes:
             raise LayoutError(f"arenas of {self._config.arena_bytes} bytes cannot become {config.arena_bytes}")
         seal = self._core.auth
         if isinstance(seal, MessageAuth) != (config.keys is not None):
             raise LayoutError("a mover seals its messages from its beginning to its end, or never")
+        self._core.copier.configure(config.sms, config.engine)
         if isinstance(seal, MessageAuth) and config.keys is not None:
             seal.keys = config.keys
         self._config = self._core.config = config
-        self._core.copier.sms = config.sms
         self._destination.leases.lease_s, self._destination.leases.linger_s = config.lease_s, config.linger_s
         self._core.liveness.ping_s, self._core.liveness.silence_s = config.ping_s, config.silence_s
         self._reconnector.policy, self._reconnector.answer_s = config.backoff, config.silence_s

@@ -35,6 +35,7 @@ OTHERS = {
     "mover.sandbox_bytes": "256 KiB",
     "mover.sms": "none",
     "mover.exports": "pools",
+    "mover.engine": "ring",
     "mover.lossy": "0.0625",
     "mover.costs.posting": "inline",
     "mover.backoff.jitter": "0.125",
@@ -326,7 +327,8 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     """Every process of an engine reads one: it has no use for torch, nor for a store, a tree or tiers it never opens.
 
     Besides the configuration, errors and old names that leaves what a MoverConfig is made of, of the store its policy,
-    and layouts and plans, which the words of the wire are made of, and of the transport its interface.
+    and layouts and plans, which the words of the wire are made of, of the transport its interface, and of the kernels
+    the names of engines.
     """
     code = "import sys, kvmover.config\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -334,8 +336,9 @@ def test_reading_a_configuration_loads_the_values_of_its_sections_and_none_of_th
     assert not {name.split(".")[0] for name in loaded} & {"torch", "triton", "nixl", "cupy"}
     ours = [name for name in loaded if name.startswith("kvmover.")]
     parts = {"config", "deprecated", "errors", "faces", "fields", "layout", "plan", "store", "transfer"}
-    parts |= {"shared_memory", "transport", "vocabulary"}
+    parts |= {"kernels", "shared_memory", "transport", "vocabulary"}
     assert {name.split(".")[1] for name in ours} == parts
+    assert [name for name in ours if name.startswith("kvmover.kernels.")] == ["kvmover.kernels.copy_engine"]
     assert [name for name in ours if name.startswith("kvmover.store.")] == [
         "kvmover.store.policy",
         "kvmover.store.location",

@@ -91,7 +91,7 @@ def _pinned(content):
     return memory
 
 
-def _chain(pages: Pages, orders: tuple[tuple[str, str], ...], engine: CopyEngine | None, sms: int | None) -> None:
+def _chain(pages: Pages, orders: tuple[tuple[str, str], ...], engine: CopyEngine, sms: int | None) -> None:
     """Pinned host to device to device to pinned host; after each, all bytes of all pools, untouched ones too."""
     contents = [_random(pages.nbytes, seed) for seed in range(4)]
     expected = [content.clone() for content in contents]
@@ -111,7 +111,7 @@ RELAYOUT = (("NHD", "HND"), ("HND", "NHD"), ("NHD", "HND"))
 CASES = [Pages(row) for row in (16, 48, 256, 272, 2048, 2064, 4096, 4112, 16 << 10)]
 CASES += [Pages(row, tokens=2, pages=3, planes=2) for row in (40_000, 100_000, 1 << 20)]
 BUDGETS = [(CopyEngine.BULK, 1), (CopyEngine.BULK, 2), (CopyEngine.BULK, 4), (CopyEngine.ROWS, 1), (CopyEngine.ROWS, 4)]
-BUDGETS += [(CopyEngine.COPY, 1), (CopyEngine.LOOP, 1)]
+BUDGETS += [(engine, 1) for engine in (CopyEngine.COPY, CopyEngine.BOXES, CopyEngine.LOOP, CopyEngine.GREEN)]
 
 
 @pytest.mark.parametrize("pages", CASES, ids=str)
@@ -129,7 +129,7 @@ def test_rows_change_their_order_by_every_engine(engine: CopyEngine, pages: Page
 @pytest.mark.parametrize("row_bytes", [1, 24, 656, 2050, 4096, 33_000, 1 << 17])
 @pytest.mark.parametrize("orders", [WHOLE, RELAYOUT], ids=["whole", "relayout"])
 def test_the_chosen_engine_moves_rows_of_any_width(row_bytes: int, orders, stream) -> None:
-    _chain(Pages(row_bytes, tokens=3), orders, None, None)
+    _chain(Pages(row_bytes, tokens=3), orders, CopyEngine.AUTO, None)
 
 
 @pytest.mark.parametrize(

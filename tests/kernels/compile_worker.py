@@ -17,18 +17,20 @@ import triton
 
 from kvmover.kernels.launch import RowConfig, RowKind, choose
 from kvmover.kernels.region import Region, Side
+from kvmover.kernels.rows import RowShape
 from perf import machine_code
 
 CPU = torch.device("cpu")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ALIGNED_ROWS = (256, 512, 1024, 2048, 1152, 656)
 #: The two launches that are made where nothing was tuned: without and with a budget of SMs.
-CONFIG, BUDGETED = choose(RowKind(256, 256), None, CPU), choose(RowKind(256, 256), 4, CPU)
+CONFIG, BUDGETED = (choose(RowKind(256, 256), sms, CPU).config for sms in (None, 4))
 
 #: Each kind of tile, word and config once.
 FEW = {
     *("aligned-656B-gather", "aligned-256B-relayout-tokens", "aligned-1152B-relayout-units"),
     *("aligned-256B-scatter-units", "aligned-132B-contiguous", "aligned-256B-and-656B", "budgeted-2048B-gather"),
+    *("budgeted-256B-whole-units-of-64", "budgeted-256B-rows-of-units-of-64"),
     *("word8-256B-gather", "word4-256B-relayout-units", "word2-256B-gather", "word1-256B-relayout-units"),
 }
 
@@ -68,22 +70,31 @@ def cases() -> dict[str, list[Region]]:
 
 
 def budgeted() -> dict[str, list[Region]]:
-    """The same kinds of tiles, as a program takes them that has an SM to itself."""
-    found = {f"budgeted-{row}B-gather": [region(row, BUDGETED.block_bytes // row)] for row in (256, 2048)}
+    """The same kinds of tiles, as a program takes them that has an SM to itself, and tiles of whole units: of 64 tokens
+    or 16, and of 24, which do not fill them."""
+    found = {f"budgeted-256B-whole-units-of-{tokens}": [region(256, tokens)] for tokens in (64, 16, 24)}
+    found["budgeted-656B-whole-units-of-24"] = [region(656, 24, scattered=(True, True))]
+    found["budgeted-256B-rows-of-units-of-64"] = [region(256, 64)]
+    found |= {f"budgeted-{row}B-gather": [region(row, BUDGETED.block_bytes // row)] for row in (256, 2048)}
     found["budgeted-1152B-relayout-tokens"] = [region(1152, 1, scattered=(True, True))]
     found["budgeted-656B-relayout-units"] = [region(656, 3, scattered=(True, True))]
     return found
 
 
-def report(regions: list[Region], config: RowConfig, architecture: int) -> dict[str, object]:
+def report(name: str, regions: list[Region], config: RowConfig, architecture: int) -> dict[str, object]:
     """What the machine code of a launch says, and how many 16-byte accesses a thread should have in flight."""
-    code = machine_code.of_rows(regions, config, architecture)
+    own = RowShape.of(regions[0], config.block_bytes)
+    assert ("whole-units" in name) == (own.tokens > 0 and "rows-of-units" not in name)
+    shapes = (own.of_any_units,) if "rows-of-units" in name else ()
+    code = machine_code.of_rows(regions, config, architecture, shapes)
     memory = {"stack": code.stack_bytes, "shared": code.shared_bytes, "local": code.local_bytes, "spills": code.spills}
     return {
         "registers": code.registers,
         "memory": memory,
         "widths": code.widths(),
         "opcodes": sorted(code.opcodes),
+        "integers": code.integers,
+        "in_flight": code.in_flight,
         "accesses": _accesses(config),
     }
 
@@ -96,7 +107,7 @@ def _accesses(config: RowConfig) -> int:
 def main() -> None:
     architecture, wanted = int(sys.argv[1]), sys.argv[2]
     results = {
-        name: report(regions, config, architecture)
+        name: report(name, regions, config, architecture)
         for config, found in ((CONFIG, cases()), (BUDGETED, budgeted()))
         for name, regions in found.items()
         if wanted == "all" or name in FEW

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from move_traits import traits
-from row_moves import HND, MOVES, NHD, PACKED, TOGETHER, Move, PoolShape, assert_moved, ids
+from row_moves import HND, MOVES, NHD, PACKED, TOGETHER, WHOLE, Move, PoolShape, assert_moved, ids
 
 from kvmover.kernels import digest
 from kvmover.kernels.digest_reference import End, Logical
 from kvmover.kernels.digest_reference import digest as defined
-from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.launch import RULES, Kernel, RowConfig
 from kvmover.kernels.region import Region, RegionError
 from tests.proofs import covering, family
 
@@ -84,6 +84,11 @@ def test_regions_of_different_widths_share_a_launch(together: str, sms: int | No
 )
 def test_any_tile_size_has_the_same_digest(block_bytes: int, moves: tuple[int, ...]) -> None:
     run([MOVES[number] for number in moves], RowConfig(block_bytes=block_bytes), None, ends=("src", "dst"))
+
+
+@pytest.mark.parametrize("move", family(WHOLE, few=WHOLE[3:5]), ids=str)
+def test_the_tiles_of_a_budget_have_the_same_digest(move: Move) -> None:
+    run([move], RULES[Kernel.DIGEST][1], 2, ends=("src",))
 
 
 @pytest.mark.parametrize(

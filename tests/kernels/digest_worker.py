@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from kvmover.kernels import digest
 from kvmover.kernels.digest import describe
 from kvmover.kernels.digest_reference import Logical
-from kvmover.kernels.launch import constexpr
+from kvmover.kernels.launch import RULES, Kernel, RowConfig, constexpr
 from kvmover.kernels.region import Region
 from perf import machine_code
 
@@ -41,31 +41,36 @@ def cases() -> dict[str, tuple[Region, int, int]]:
     }
 
 
-def compiled(moved: Region, heads: int, copies: int, architecture: int) -> bytes:
+#: How a launch is configured where nothing was tuned: without and with a budget of SMs.
+CONFIG, BUDGETED = RULES[Kernel.DIGEST]
+
+
+def compiled(moved: Region, heads: int, copies: int, config: RowConfig, architecture: int) -> bytes:
     """The cubin of a launch of one region."""
     logical = Logical(np.arange(moved.planes), np.array([5, 1, 9, 3, 2, 7, 4]) * moved.tokens, heads_in_row=heads)
-    launch = describe([moved], [logical], [0], digest.CONFIG.block_bytes)
-    constants = {
-        "SHAPES": tuple(map(constexpr, launch.shapes)),
-        "BLOCK": digest.CONFIG.block_bytes,
-        "COPY": copies,
-    }
+    launch = describe([moved], [logical], [0], config.block_bytes)
+    constants = {"SHAPES": tuple(map(constexpr, launch.shapes)), "BLOCK": config.block_bytes, "COPY": copies}
     counts = {"regions": "i32", "tiles": "i32"}
     signature = {"table": "*i64", "out": "*i64", **counts, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(digest.digest_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
-    options = {"num_warps": digest.CONFIG.warps}
+    options = {"num_warps": config.warps}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["cubin"]
 
 
 def main() -> None:
     results: dict[str, object] = {}
-    for name, case in list(cases().items())[:: 1 if sys.argv[2] == "all" else 2]:
-        code = machine_code.read(compiled(*case, int(sys.argv[1])))
+    wanted = sys.argv[2] == "all"
+    launches = {name: (case, CONFIG) for name, case in list(cases().items())[:: 1 if wanted else 2]}
+    budgeted = {name: (case, BUDGETED) for name, case in list(cases().items())[:: 1 if wanted else 6]}
+    launches |= {f"{name}-budgeted": each for name, each in budgeted.items()}
+    for name, (case, config) in launches.items():
+        code = machine_code.read(compiled(*case, config, int(sys.argv[1])))
         results[name] = {
             **asdict(code),
             "opcodes": dict(code.opcodes),
             "widths": code.widths(),
             "spills": code.spills,
+            "accesses": config.block_bytes // (16 * 32 * config.warps),
         }
     sys.stdout.write(json.dumps({"triton": triton.__version__, "results": results}))
 

@@ -273,6 +273,22 @@ def _sizes() -> list[Move]:
     return [one, replace(one, units=0), replace(one, layers=0), replace(one, units=70), replace(one, layers=5, kv=2)]
 
 
+def _whole() -> list[Move]:
+    """Head slices of which a tile of 32 KiB takes whole units: units that fill their share of it or not, a last tile of
+    fewer, rows of one grain and of many, narrow words, and pages of one token."""
+    rows = [(256, 64), (256, 16), (256, 24), (656, 24), (1024, 3), (8192, 1)]
+    moves = [
+        Move(PoolShape(NHD, tokens, 2), PoolShape(HND, tokens, 2), row, tokens, layers=1, kv=1, seed=row + tokens)
+        for row, tokens in rows
+    ]
+    ends = [("scattered", "even"), ("even", "scattered"), ("even", "backwards")]
+    moves += [replace(moves[0], taken=taken, units=3, layers=2) for taken in ends]
+    narrow = [replace(moves[1], src=replace(moves[1].src, misaligned=off), row_bytes=64 * off) for off in (4, 1)]
+    return [*moves, *narrow, replace(moves[1], units=19, heads=1), replace(moves[0], units=2)]
+
+
+WHOLE = _whole()
+
 MOVES = [*_orders(), *_widths(), *_contiguous(), *_even(), *_misaligned(), *_pages(), *_sizes()]
 
 #: Several regions in one launch: rows of all widths, words and alignments, one-unit and span tiles, and nothing.

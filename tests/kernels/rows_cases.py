@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from move_traits import traits
-from row_moves import FAR, MOVES, TOGETHER, FarMove, Move, ids, run
+from row_moves import FAR, MOVES, TOGETHER, WHOLE, FarMove, Move, ids, run
 from state_moves import ORDERS
 from state_moves import run as run_states
 
 from kvmover.kernels import rows
-from kvmover.kernels.launch import RowConfig
+from kvmover.kernels.launch import RowConfig, RowKind, choose
 from tests.proofs import covering, family
 
 SMALL = RowConfig(block_bytes=1024)
+BUDGETED = choose(RowKind(256, 16384), 8, torch.device("cpu")).config
 
 
 @pytest.mark.parametrize("move", family(MOVES, few=covering(MOVES, traits)), ids=ids(MOVES))
@@ -33,6 +35,18 @@ def test_a_move_lands_where_a_loop_over_coordinates_puts_it(move: Move) -> None:
 )
 def test_regions_of_different_widths_move_in_one_launch_under_any_budget(together: str, sms: int | None) -> None:
     run(TOGETHER[together], partial(rows.move, config=SMALL, sms=sms))
+
+
+@pytest.mark.parametrize(("move", "sms"), family(product(WHOLE, [None, 2]), few=[(WHOLE[3], 2)]), ids=str)
+def test_whole_units_land_where_a_loop_over_coordinates_puts_them(move: Move, sms: int | None) -> None:
+    run([move], partial(rows.move, config=BUDGETED, sms=sms))
+
+
+def test_whole_units_move_beside_units_of_any_other_length() -> None:
+    regions = [move.open().region for move in WHOLE[:2]]
+    using = rows.standing_program(regions[:1], (1, 1), 2)
+    assert [bool(shape.tokens) for shape in using.shapes] == [True, False, False]
+    run([WHOLE[0], replace(WHOLE[0], tokens=16, seed=5), MOVES[3]], partial(rows.move, sms=2, using=using))
 
 
 @pytest.mark.parametrize("orders", ORDERS)

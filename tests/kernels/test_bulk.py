@@ -22,6 +22,7 @@ from row_moves import MOVES, NHD, PACKED, Move, PoolShape, ids, run
 from kvmover.kernels import bulk, bulk_ring, cuda_driver, reference
 from kvmover.kernels.bulk import CopyEngine
 from kvmover.kernels.bulk_ring import RING
+from kvmover.kernels.launch import Chosen, RowConfig
 from kvmover.kernels.region import Region, RegionError, Side, copies, mean_copy, merged
 
 
@@ -116,15 +117,44 @@ def test_missing_engines_have_a_reason_and_a_replacement(monkeypatch: pytest.Mon
     assert reason(CopyEngine.BULK, device) == "CuPy is not installed"
     monkeypatch.setattr(cuda_driver, "library", lambda: SimpleNamespace())
     assert "CUDA 12.8" in str(reason(CopyEngine.COPY, device))
+    assert "CUDA 12.8" in str(reason(CopyEngine.BOXES, device))
+    assert str(reason(CopyEngine.GREEN, device)).startswith("no green context on cuda:0: ")
     assert reason(CopyEngine.ROWS, device) is reason(CopyEngine.LOOP, device) is None
+    assert reason(CopyEngine.AUTO, torch.device("cpu")) is None
+    assert reason(CopyEngine.ROWS, torch.device("cpu")) == "what lies on the CPU is copied by the host"
     monkeypatch.setattr(bulk, "unavailable", reason)
     runnable = bulk._runnable.__wrapped__
-    assert [runnable(engine, device) for engine in CopyEngine] == [
-        CopyEngine.ROWS,
-        CopyEngine.LOOP,
-        CopyEngine.LOOP,
-        CopyEngine.ROWS,
-    ]
+    assert {engine: runnable(engine, device) for engine in CopyEngine if runnable(engine, device) is not engine} == {
+        CopyEngine.BULK: CopyEngine.ROWS,
+        CopyEngine.COPY: CopyEngine.LOOP,
+        CopyEngine.BOXES: CopyEngine.ROWS,
+        CopyEngine.GREEN: CopyEngine.ROWS,
+    }
+
+
+def test_an_engine_that_was_named_and_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, rows_of_24 = torch.device("cuda", 0), between("meta", "meta", 24)
+    monkeypatch.setattr(bulk, "unavailable", lambda engine, device: None)
+    with pytest.raises(bulk.EngineUnavailable, match="ring: rows aligned to 8 bytes; bulk copies take multiples of 16"):
+        bulk.check_engine(CopyEngine.BULK, device, [between("meta", "meta", 4096), rows_of_24])
+    for engine in CopyEngine:
+        bulk.check_engine(engine, device, [] if engine is CopyEngine.BULK else [rows_of_24])
+    monkeypatch.setattr(bulk, "unavailable", lambda engine, device: "the driver is of 1999")
+    with pytest.raises(bulk.EngineUnavailable, match="copy_3d: the driver is of 1999"):
+        bulk.check_engine(CopyEngine.BOXES, device)
+
+
+def test_what_was_measured_is_taken_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, wide, narrow = torch.device("cuda", 0), between("meta", "meta", 4096), between("meta", "meta", 24)
+    monkeypatch.setattr(bulk.launch, "choose", lambda *_: Chosen(CopyEngine.BULK, RowConfig()))
+    monkeypatch.setattr(bulk.launch, "names_engines", lambda _: True)
+    runs_here = {CopyEngine.BULK}
+    monkeypatch.setattr(bulk, "_runnable", lambda each, _: each if each in runs_here else CopyEngine.ROWS)
+    assert bulk.measured([wide], 8, device) is CopyEngine.BULK
+    assert bulk.measured([wide, narrow], 8, device) is CopyEngine.ROWS
+    assert bulk.measured([], 8, device) is CopyEngine.ROWS
+    runs_here.clear()
+    assert bulk.measured([wide], 8, device) is CopyEngine.ROWS
 
 
 def test_a_cupy_that_cannot_compile_is_one_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ AHEAD = {"compiled": lambda compiler: compiler.reports("digest_worker.py")}
 def compiled(request: pytest.FixtureRequest, ahead: Ahead) -> dict[str, dict]:
     """The machine code of the Triton kernel, by case, of one compiler."""
     found = ahead.result(request.module, "compiled", request.param)
-    assert len(found) == {"all": 9, "few": 5}[request.param.cases]
+    assert len(found) == {"all": 18, "few": 7}[request.param.cases]
     return found
 
 
@@ -252,6 +252,17 @@ def test_nothing_spills_and_registers_leave_room(compiled: dict[str, dict]) -> N
     for name, case in compiled.items():
         assert (case["spills"], case["local_bytes"], case["stack_bytes"]) == (0, 0, 0), name
         assert 0 < case["registers"] <= (128 if "132B-contiguous" in name else 96), name
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_tile_of_a_budget_is_in_flight_at_once(compiled: dict[str, dict]) -> None:
+    """32 KiB of each program: all of its loads stand before its first store. In 64 registers, so 16 warps fit twice."""
+    budgeted = {name: case for name, case in compiled.items() if name.endswith("-budgeted")}
+    assert budgeted
+    for name, case in budgeted.items():
+        assert case["registers"] <= (96 if "132B-contiguous" in name else 64), name
+        if "word1" not in name:  # byte by byte, four passes
+            assert case["in_flight"] == len(case["widths"]["LDG"]) == case["accesses"] == 4, name
 
 
 @pytest.mark.timeout(LIMIT_S + 30)

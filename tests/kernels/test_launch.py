@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from row_moves import FAR, HND, MOVES, NHD, TOGETHER, FarMove, Move, PoolShape, ids
+from row_moves import FAR, HND, MOVES, NHD, TOGETHER, WHOLE, FarMove, Move, PoolShape, ids
 
 from kvmover.kernels import convert, digest, rows, table
-from kvmover.kernels.launch import RowConfig, Upload
+from kvmover.kernels.launch import RowConfig, RowKind, Upload, choose
 from kvmover.kernels.region import Region, RegionError, Side
+from kvmover.kernels.table import ONE_UNIT, SEVERAL_UNITS, TOKEN_UNITS, WHOLE_UNITS
+
+#: Bytes of a tile under a budget of SMs, by the rule.
+BUDGETED = choose(RowKind(256, 16384), 8, torch.device("cpu")).config.block_bytes
 
 SIDES = {"src": rows.SRC.value, "dst": rows.DST.value}
 
@@ -126,6 +130,39 @@ def side_of(launch: table.Launch, fields: list[int], name: str) -> tuple[np.ndar
     return launch.table[addresses : addresses + planes], listed, head, token
 
 
+@pytest.mark.parametrize(
+    ("row_bytes", "tokens", "whole"),
+    [(256, 64, 2), (256, 16, 8), (256, 24, 4), (256, 20, 0), (256, 8, 0), (656, 24, 2), (656, 16, 0), (8192, 1, 4)],
+)
+def test_a_tile_of_a_budget_takes_whole_units_where_they_fill_it(row_bytes: int, tokens: int, whole: int) -> None:
+    """A head slice of 64 tokens of 256 B is half of a tile. Units below 4 KiB, or that fill less of a power of two than
+    three quarters, are taken by the row, as ever."""
+    pools = PoolShape(NHD, tokens, 2), PoolShape(NHD, tokens, 3)
+    region = Move(*pools, row_bytes, tokens, layers=1, kv=1, units=9).open().region
+    launch = rows.describe([region], BUDGETED)
+    (shape,) = launch.shapes
+    assert (shape.span == WHOLE_UNITS.value) == bool(whole)
+    assert shape.tokens == (tokens if whole else 0)
+    if whole:
+        assert launch.tiles == -(-9 // whole) * region.heads
+    assert rows.RowShape.of(region, RowConfig().block_bytes).span != WHOLE_UNITS.value
+
+
+def test_units_of_another_length_are_not_moved_as_whole_ones() -> None:
+    """Pages that begin out of step share fewer tokens: a kernel for whole pages has code for their rows too."""
+    nhd = PoolShape(NHD, 64, 2)
+    whole, fewer = (Move(nhd, nhd, 256, tokens, units=9).open().region for tokens in (64, 16))
+    own, theirs = (rows.RowShape.of(each, BUDGETED) for each in (whole, fewer))
+    assert own.serves(own, whole)
+    assert not own.serves(theirs, fewer)
+    assert own.of_any_units.serves(theirs, fewer)
+    standing = rows.standing_program([whole], (1, 1), 8).shapes
+    assert [shape.span for shape in standing] == [WHOLE_UNITS.value, SEVERAL_UNITS.value, SEVERAL_UNITS.value]
+    launch = rows.describe([whole, fewer], BUDGETED, standing)
+    assert launch.shapes == standing
+    assert launch.header[:, table.SHAPE.value].tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("moves", TOGETHER.values(), ids=TOGETHER.keys())
 @pytest.mark.parametrize("block_bytes", [256, 16384])
 def test_the_table_holds_every_address_and_every_tile_once(moves: list[Move], block_bytes: int) -> None:
@@ -230,7 +267,11 @@ def test_the_moves_of_these_tests_reach_every_word_and_both_kinds_of_tile() -> N
     regions = [rows.recut(move.open().region) for move in MOVES if move.units * move.layers]
     shapes = [rows.RowShape.of(region, 1024) for region in regions]
     assert {(shape.word_bytes, shape.vec) for shape in shapes} == {(8, 2), (8, 1), (4, 1), (2, 1), (1, 1)}
-    assert {shape.span for shape in shapes} == {0, 1, 2}
+    assert {shape.span for shape in shapes} == {each.value for each in (ONE_UNIT, SEVERAL_UNITS, TOKEN_UNITS)}
+    budgeted = [rows.RowShape.of(rows.recut(move.open().region), BUDGETED) for move in WHOLE]
+    assert {shape.span for shape in budgeted} == {WHOLE_UNITS.value}
+    assert {(shape.word_bytes, shape.vec) for shape in budgeted} == {(8, 2), (4, 1), (1, 1)}
+    assert {shape.grains for shape in budgeted} == {1, 41}
     assert {(shape.src_kind, shape.dst_kind) for shape in shapes} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert {shape.grains > 1 for shape in shapes if not shape.span} == {True, False}
     assert len(set(ids(MOVES))) == len(MOVES)

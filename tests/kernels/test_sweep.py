@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from collections.abc import Mapping
+from types import SimpleNamespace
 
-from kvmover.kernels.launch import RowConfig
+import pytest
+import torch
+
+from kvmover.kernels import bulk, launch
+from kvmover.kernels.copy_engine import CopyEngine
+from kvmover.kernels.launch import RowConfig, RowKind
+from kvmover.kernels.region import Region
+from perf import autotune, bench_kernels, compile_sweep, copy_engines, gpu_time
 from perf.autotune import BUDGETS, candidates
 from perf.compile_sweep import compile_one
 
@@ -15,6 +24,42 @@ def test_a_sweep_tries_the_rule_and_nothing_that_leaves_lanes_idle(sms: int | No
     assert len(set(tried)) == len(tried) >= 10
     assert (RowConfig() if sms is None else RowConfig(32768, 8)) in tried
     assert all(config.block_bytes >= config.warps * 512 for config in tried)
+
+
+def region(row_bytes: int = 256) -> Region:
+    return compile_sweep.region(row_bytes, 64)
+
+
+def test_an_entry_names_the_fastest_engine_under_a_budget_and_a_launch_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a GPU measures is made up here: the ring in a third of the row mover's time, and the larger tiles first."""
+    seconds = {CopyEngine.BULK: 1e-6, CopyEngine.ROWS: 3e-6, CopyEngine.BOXES: 9e-6}
+
+    def interleaved(calls: Mapping[object, object], rounds: int) -> dict[object, SimpleNamespace]:
+        took = {call: seconds.get(call) or 1 / call.block_bytes for call in calls}  # pyright: ignore
+        return {call: SimpleNamespace(median=each) for call, each in took.items()}
+
+    monkeypatch.setattr(gpu_time, "interleaved", interleaved)
+    monkeypatch.setattr(copy_engines, "same_bytes", lambda regions, truth, calls: None)
+    monkeypatch.setattr(copy_engines, "launchers", lambda regions, sms: dict.fromkeys(seconds, lambda: None))
+    monkeypatch.setattr(bench_kernels, "launcher", lambda regions, sms, config: lambda: None)
+    entry = autotune.best([region()], 8)
+    assert list(entry["engines"]) == ["ring", "rows", "copy_3d"]  # pyright: ignore
+    assert entry["engine"] == "ring"
+    read = launch._entry({"sms": 8, **json.loads(json.dumps(entry))})
+    assert (read.engine, read.config.block_bytes, read.kind) == (CopyEngine.BULK, 131072, RowKind(256, 16384))
+    assert "engine" not in autotune.best([region()], None)
+
+
+def test_engines_that_cannot_move_a_case_or_not_in_time_are_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(bulk, "unavailable", lambda engine, device: None)
+    assert [copy_engines.copies_of(engine, region()) for engine in (CopyEngine.BOXES, CopyEngine.COPY)] == [4, 256]
+    assert copy_engines.left_out(CopyEngine.BOXES, [region()], device) is None
+    assert copy_engines.left_out(CopyEngine.BULK, [region(132)], device) is not None
+    monkeypatch.setattr(copy_engines, "MOST_COPIES", 100)
+    assert copy_engines.left_out(CopyEngine.COPY, [region()], device) == "256 copies"
 
 
 @pytest.mark.filterwarnings("ignore")  # Triton's own

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvmover.kernels import convert, digest, rows
+from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.launch import Program, RowConfig
 from kvmover.layout import Codec, CodecPart, Component, Fleet, PoolSpec
 from kvmover.plan.cost import RDMA
@@ -235,6 +236,26 @@ def test_nearly_all_bytes_are_moved_by_code_for_their_rows(name: str) -> None:
             for region, words in zip(copy.work.regions, launch.header.tolist(), strict=True):
                 moved[program.shapes[words[rows.SHAPE.value]].grains > 0] += region.nbytes
     assert moved[True] > 30 * moved[False]
+
+
+@pytest.mark.parametrize("engine", list(CopyEngine))
+def test_what_is_compiled_is_what_the_engine_runs(engine: CopyEngine) -> None:
+    """A row mover under no budget for a green context, none for other engines, and digests fused with the row mover's
+    copy alone."""
+    src, dst = FLAGSHIPS["Llama TP2 to TP8"].ends()
+    by_rows = programs_between(Way.GATHER, src, dst, memory_of(src, 1 << 50), RULES)
+    programs = programs_between(Way.GATHER, src, dst, memory_of(src, 1 << 50), replace(RULES, engine=engine))
+    assert by_rows is not None
+    assert programs is not None
+    assert programs.digest is not None
+    assert programs.rest_digest == by_rows.rest_digest
+    if engine in (CopyEngine.AUTO, CopyEngine.ROWS):
+        assert programs == by_rows
+        return
+    assert programs.digest == programs.rest_digest  # of pages that were read to be copied
+    assert dict(programs.digest.constants)["COPY"] == 0
+    moves = [] if programs.move is None else [programs.move.config]
+    assert moves == ([RowConfig()] if engine is CopyEngine.GREEN else [])
 
 
 def test_an_arena_that_cannot_be_read_in_words_has_kernels_of_its_own() -> None:

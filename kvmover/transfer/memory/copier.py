@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.kernels.region import Region
 from kvmover.regions import CopyStream
 
 if TYPE_CHECKING:
     import torch
 
+    from kvmover.kernels.bulk import PreparedBulk
     from kvmover.kernels.convert_reference import Conversion
     from kvmover.kernels.digest_reference import End, Logical
     from kvmover.kernels.launch import Prepared, Program
@@ -69,18 +72,23 @@ class Work:
         return [*self.regions, *(each.at(self.end) for each in self.conversions)]
 
 
-def launches(work: Work, sms: int | None, total: torch.Tensor | None) -> list[Prepared]:
+def launches(
+    work: Work, sms: int | None, total: torch.Tensor | None, engine: CopyEngine = CopyEngine.ROWS
+) -> Sequence[Prepared | PreparedBulk]:
     """What a GPU runs for it, in this order, by kernels that are known for it. `total` int64 [1]: the digest is added.
+    `engine`: what copies; only the row mover's copy takes a digest of what it reads.
 
     All is checked, and its tables are uploaded on the current stream, before any of it is launched.
     """
-    from kvmover.kernels import convert, digest, rows
+    from kvmover.kernels import bulk, convert, digest, rows
 
     known = work.programs or Programs()
-    found = [convert.prepare(work.conversions, sms=sms, using=known.convert)]
-    at_once = total is not None and work.moves and work.end == "src" and not work.conversions
+    found: list[Prepared | PreparedBulk | None] = [convert.prepare(work.conversions, sms=sms, using=known.convert)]
+    by_rows = engine is CopyEngine.ROWS
+    at_once = total is not None and work.moves and work.end == "src" and not work.conversions and by_rows
     if work.moves and not at_once:
-        found.append(rows.prepare(work.regions, sms=sms, using=known.move))
+        prepare = rows.prepare if by_rows else partial(bulk.prepare, engine=engine)
+        found.append(prepare(work.regions, sms=sms, using=known.move))
     if total is not None and work.logicals is not None:
         reads = None if at_once else work.end
         using = known.wire_digest if work.conversions else known.digest if work.moves else known.rest_digest
@@ -90,13 +98,16 @@ def launches(work: Work, sms: int | None, total: torch.Tensor | None) -> list[Pr
 
 @dataclass(slots=True)
 class Copier:
-    """On a GPU: the row mover on a stream of its own, under an SM budget, an event a copy. On a CPU: at once.
+    """On a GPU: copies on a stream of its own, under an SM budget, an event a copy. On a CPU: at once.
 
-    `sms`: multiprocessors that a copy may take (None: no budget). `inline`: whether `run` copies before it returns.
+    `sms`: multiprocessors that a copy may take (None: no budget). `engine`: what copies; AUTO: the row mover, or what
+    was measured as faster. `inline`: whether `run` copies before it returns. Raises EngineUnavailable for an engine
+    that the device lacks.
     """
 
     device: torch.device
     sms: int | None
+    engine: CopyEngine = CopyEngine.AUTO
     inline: bool = field(init=False)
     _stream: CopyStream = field(init=False)
     _running: list[tuple[torch.cuda.Event, torch.Tensor | None, Done]] = field(
@@ -106,6 +117,15 @@ class Copier:
     def __post_init__(self) -> None:
         self.inline = self.device.type == "cpu"
         self._stream = CopyStream(self.device)
+        self.configure(self.sms, self.engine)
+
+    def configure(self, sms: int | None, engine: CopyEngine) -> None:
+        """Copy so from now on. Raises EngineUnavailable, and nothing has changed."""
+        if engine is not CopyEngine.AUTO:
+            from kvmover.kernels import bulk
+
+            bulk.check_engine(engine, self.device)
+        self.sms, self.engine = sms, engine
 
     def run(self, work: Work, done: Done) -> None:
         """Do it and have `poll` call `done` when the bytes are in place. When it raises, nothing of it is under way."""
@@ -131,11 +151,21 @@ class Copier:
 
         wanted = work.logicals is not None
         total = torch.zeros(1, dtype=torch.int64, device=self.device) if wanted else None
-        for launch in launches(work, self.sms, total):
+        for launch in launches(work, self.sms, total, self._engine_for(work)):
             launch.run()
         if total is None:
             return None
         return torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(total, non_blocking=True)
+
+    def _engine_for(self, work: Work) -> CopyEngine:
+        """What copies this: by choice the row mover where a digest is wanted, which it takes of what it reads."""
+        if self.engine is not CopyEngine.AUTO:
+            return self.engine
+        if work.logicals is not None:
+            return CopyEngine.ROWS
+        from kvmover.kernels import bulk
+
+        return bulk.measured(work.regions, self.sms, self.device)
 
     def poll(self) -> None:
         """Report finished copies, oldest first: they run in order on one stream."""

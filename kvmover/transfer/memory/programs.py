@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.kernels.copy_engine import CopyEngine
 from kvmover.plan.legs import Replicas
 from kvmover.regions import BoundMemory
 from kvmover.transfer.memory.copier import Programs, Work
@@ -42,11 +43,14 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the programs between two ranks follow from, beside their pools. `digests`: whether chunks have digests."""
+    """What the programs between two ranks follow from, beside their pools. `digests`: whether chunks have digests.
+    `engine`: what copies.
+    """
 
     replicas: Replicas
     sms: int | None
     digests: bool
+    engine: CopyEngine = CopyEngine.AUTO
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +71,7 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
     """The kernels for chunks of any request from `src` to `dst`, at the source in a gather, else at the destination;
     None where nothing goes that way.
     """
-    from kvmover.kernels import convert, digest, rows
+    from kvmover.kernels import bulk, convert, digest, rows
     from kvmover.kernels.table import EVEN, LISTED
 
     work = _sample(way, src, dst, memory, rules.replicas)
@@ -75,13 +79,18 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
     if not work.digested:
         return None
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
-    kinds, reads = ((pool, packed), None) if way is Way.GATHER else ((packed, pool), "dst")
+    kinds = (pool, packed) if way is Way.GATHER else (packed, pool)
+    named = rules.engine is not CopyEngine.AUTO
+    engine = rules.engine if named else bulk.measured(regions, sms, work.digested[0].src.device)
+    row_sms = None if engine is CopyEngine.GREEN else sms
+    by_rows = regions and engine in (CopyEngine.ROWS, CopyEngine.GREEN)
     found = Programs(
-        rows.standing_program(regions, kinds, sms) if regions else None,
+        rows.standing_program(regions, kinds, row_sms) if by_rows else None,
         convert=convert.standing_program(work.conversions, kinds, sms) if work.conversions else None,
     )
     if rules.digests and regions:
-        read = (pool, pool) if reads else kinds
+        at_once = way is Way.GATHER and (engine is CopyEngine.ROWS or not named)
+        read, reads = (kinds, None) if at_once else ((pool, pool), work.end)
         copied = digest.standing_program(regions, logicals[: len(regions)], read, sms, reads)
         found = replace(found, digest=copied)
     if rules.digests and not work.conversions:  # what is converted takes no route that leaves pages where they lie

@@ -1,0 +1,104 @@
+"""Which engine copies for a mover: the one that was named, or the measured one, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvmover.errors import LayoutError
+from kvmover.kernels import bulk, digest, rows
+from kvmover.kernels.copy_engine import CopyEngine, EngineUnavailable
+from kvmover.kernels.digest_reference import Logical
+from kvmover.kernels.region import Region, Side
+from kvmover.transfer.config import MoverConfig
+from kvmover.transfer.memory.copier import Copier, Programs, Work
+
+GPU = torch.device("cuda", 0)
+PROGRAMS = Programs(object(), object())  # pyright: ignore
+
+
+def region() -> Region:
+    zero, memory = np.zeros(1, np.int64), torch.zeros(1 << 12, dtype=torch.uint8)
+    src, dst = (Side.of((memory,), zero, zero, np.array([first]), 0, 256) for first in (0, 2048))
+    return Region(src, dst, 1, 4, 256)
+
+
+REGION = region()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a copier on a GPU would launch."""
+    noted: list[str] = []
+
+    def ready(said: str) -> SimpleNamespace:
+        return SimpleNamespace(run=lambda: noted.append(said))
+
+    def digested(*_: object, reads: object, using: object, **__: object) -> SimpleNamespace:
+        return ready(f"digest reads {reads}, {'known' if using is PROGRAMS.digest else 'new'}")
+
+    def moved(_: object, sms: int | None, using: object, engine: str = "rows") -> SimpleNamespace:
+        assert using is PROGRAMS.move
+        return ready(f"{engine} by {sms} SMs")
+
+    monkeypatch.setattr(bulk, "unavailable", lambda engine, device: None)
+    monkeypatch.setattr(bulk, "measured", lambda *_: CopyEngine.BOXES)
+    monkeypatch.setattr(bulk, "prepare", moved)
+    monkeypatch.setattr(rows, "prepare", moved)
+    monkeypatch.setattr(digest, "prepare", digested)
+    zeros, empty = torch.zeros, torch.empty
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, pin_memory: empty(*size, dtype=dtype))
+    return noted
+
+
+@pytest.mark.parametrize("engine", list(CopyEngine))
+def test_the_named_engine_copies_and_by_choice_the_measured_one(engine: CopyEngine, calls: list[str]) -> None:
+    Copier(GPU, 8, engine)._launch(Work([REGION], programs=PROGRAMS))
+    assert calls == [f"{'copy_3d' if engine is CopyEngine.AUTO else engine} by 8 SMs"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "end", "launched"),
+    [
+        (CopyEngine.AUTO, "src", ["digest reads None, known"]),  # one pass over what is read
+        (CopyEngine.ROWS, "src", ["digest reads None, known"]),
+        (CopyEngine.BULK, "src", ["ring by 8 SMs", "digest reads src, known"]),
+        (CopyEngine.AUTO, "dst", ["rows by 8 SMs", "digest reads dst, known"]),
+        (CopyEngine.GREEN, "dst", ["green_context by 8 SMs", "digest reads dst, known"]),
+    ],
+)
+def test_a_digest_is_fused_with_the_row_mover_alone(
+    engine: CopyEngine, end: Any, launched: list[str], calls: list[str]
+) -> None:
+    logicals = [Logical(np.zeros(1, np.int64), np.zeros(1, np.int64))]
+    Copier(GPU, 8, engine)._launch(Work([REGION], logicals, end, programs=PROGRAMS))
+    assert calls == launched
+
+
+def test_an_engine_that_the_device_lacks_is_refused_at_once_and_nothing_changes(calls: list[str], monkeypatch) -> None:
+    copier = Copier(GPU, 8, CopyEngine.ROWS)
+    monkeypatch.setattr(bulk, "unavailable", lambda engine, device: "it is of another age")
+    with pytest.raises(EngineUnavailable, match="ring: it is of another age"):
+        copier.configure(4, CopyEngine.BULK)
+    assert (copier.sms, copier.engine) == (8, CopyEngine.ROWS)
+    with pytest.raises(EngineUnavailable, match="green_context: it is of another age"):
+        Copier(GPU, 8, CopyEngine.GREEN)
+    copier.configure(4, CopyEngine.AUTO)
+    assert (copier.sms, copier.engine) == (4, CopyEngine.AUTO)
+
+
+def test_on_the_cpu_no_engine_may_be_named() -> None:
+    with pytest.raises(EngineUnavailable, match="rows: what lies on the CPU is copied by the host"):
+        Copier(torch.device("cpu"), None, CopyEngine.ROWS)
+
+
+def test_an_unknown_engine_is_refused_with_those_there_are() -> None:
+    assert MoverConfig(engine="copy_3d").engine is CopyEngine.BOXES  # pyright: ignore
+    with pytest.raises(LayoutError, match="engine.*warp drive.*auto.*rows.*green_context.*ring.*copy.*copy_3d"):
+        replace(MoverConfig(), engine="warp drive")  # pyright: ignore
