@@ -38,7 +38,7 @@ _TICK_NS = 20_000_000
 _SKEW_S = 300
 
 #: Objects that are deleted under one hold of the lock: a few milliseconds.
-SLICE = 256
+SLICE = 512
 
 #: Headers that are compared under one hold of the lock, after news that were lost.
 _REREAD = 2048

@@ -18,7 +18,7 @@ from kvmover.store.files import close_quietly, open_shared
 from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
 from kvmover.store.record import holds
 from kvmover.store.segment import Segment
-from kvmover.store.stored import Rows, StoredObject
+from kvmover.store.stored import Placed, Rows, StoredObject
 from kvmover.store.writer import FileOffset, Header, Writer
 
 #: Pages that are looked at to choose a segment by.
@@ -28,7 +28,7 @@ _COLD = 4096
 _CARRIED_SHARE = 1 / 2
 
 
-Unused = Callable[[Rows], Rows]
+Unused = Callable[[Rows], tuple[Rows, Placed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,10 @@ class SegmentCleaner:
     """Frees whole segments of a catalog, through the writer of the process. Used while writing."""
 
     def __init__(self, catalog: Catalog, writer: Writer, unused: Unused) -> None:
-        """`unused`: which of some pages are the next to go, as nobody else has used them. Called under the lock."""
+        """`unused`: which of some pages are the next to go, as nobody else has used them, and their objects.
+
+        It is called under the lock.
+        """
         self._catalog, self._writer, self._unused = catalog, writer, unused
 
     @property
@@ -78,8 +81,9 @@ class SegmentCleaner:
     def _victim(self, nbytes: int, keep: Sequence[bytes]) -> _Victim | None:
         """The segment with the smallest share of hot bytes."""
         catalog = self._catalog
-        cold = self._unused(catalog.index.coldest(_COLD, nbytes, keep))
-        cold_bytes, placed = Counter[str](), catalog.index.placed(cold)
+        kept = catalog.index.pages_at(keep).tolist()
+        cold, placed = self._unused(catalog.index.coldest(_COLD, nbytes, kept))
+        cold_bytes = Counter[str]()
         for name, some in placed.by_segment():
             cold_bytes[name] = int(placed.held[some].sum())
         rows = frozenset[int](cold.tolist())

@@ -23,6 +23,9 @@ Rows = npt.NDArray[np.int32]
 #: was, or who is about to be; else the row.
 _NONE, _GONE, _CLAIM = -1, -2, -3
 
+#: So many hashes or fewer are cheaper to look for one by one.
+_FEW = 12
+
 #: Slots that are moved to a larger table at a time: some for each new hash, so that the move ends before that is full.
 _MOVED, _MOVED_EACH = 4096, 16
 
@@ -103,11 +106,16 @@ class _Slots:
         """Where the search for each hash begins."""
         return ((keys * self._factors).sum(1, dtype=np.uint64) >> np.uint64(self.shift)).astype(np.int64)
 
-    def find(self, keys: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64], found: Rows) -> None:
-        """Say in `found` the row of each of `keys` that is here; row `r` has the hash `known[r]`."""
+    def find(
+        self, keys: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64], hashes: memoryview[int], found: Rows
+    ) -> None:
+        """Say in `found` the row of each of `keys` that is here; row `r` has the hash `known[r]`, in bytes `hashes`.
+
+        A few searches are always longer than the others: they end one by one.
+        """
         left = np.flatnonzero(found < 0)
         slots = self.of(keys[left])
-        while len(left):
+        while len(left) > _FEW:
             rows = self.said[slots] - 1
             here = rows >= 0
             there = np.flatnonzero(here)
@@ -115,6 +123,16 @@ class _Slots:
             found[left[here]] = rows[here]
             more = ~here & (rows != _NONE)
             left, slots = left[more], (slots[more] + 1) & self.mask
+        for number, slot in zip(left.tolist(), slots.tolist(), strict=True):
+            found[number] = self.find_one(keys[number].tobytes(), slot, hashes)
+
+    def find_one(self, key: bytes, slot: int, hashes: memoryview[int]) -> int:
+        """The row of a hash that is looked for from a slot on, or -1."""
+        while (row := self.view[slot] - 1) != _NONE:
+            if row >= 0 and hashes[row * HASH_BYTES : (row + 1) * HASH_BYTES] == key:
+                return row
+            slot = (slot + 1) & self.mask
+        return _NONE
 
     def put(self, rows: npt.NDArray[Any], known: npt.NDArray[np.uint64]) -> None:
         """Rows whose hashes are not here."""
@@ -130,12 +148,18 @@ class _Slots:
     def remove(self, rows: npt.NDArray[Any], known: npt.NDArray[np.uint64]) -> None:
         """Rows that are no more, of those that are here."""
         slots = self.of(known[rows])
-        while len(rows):
+        while len(rows) > _FEW:
             said = self.said[slots]
             here = said == rows + 1
             self.said[slots[here]] = _GONE + 1
             more = ~here & (said != _NONE + 1)
             rows, slots = rows[more], (slots[more] + 1) & self.mask
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            at = slot
+            while (here := self.view[at] - 1) not in (_NONE, row):
+                at = (at + 1) & self.mask
+            if here == row:
+                self.view[at] = _GONE + 1
 
 
 class PageTable:
@@ -165,20 +189,17 @@ class PageTable:
         (a, b, c, d), (e, f, g, h) = _WORDS.unpack(page), self._numbers
         mixed: int = a * e + b * f + c * g + d * h & _ALL_BITS
         for slots in (self._slots, self._small) if self._small else (self._slots,):
-            slot = mixed >> slots.shift
-            while (row := slots.view[slot] - 1) != _NONE:
-                if row >= 0 and self.key(row) == page:
-                    return row
-                slot = (slot + 1) & slots.mask
+            if (row := slots.find_one(page, mixed >> slots.shift, self._bytes)) >= 0:
+                return row
         return _NONE
 
     def find_many(self, pages: Sequence[bytes]) -> Rows:
         """The row of each hash, or -1."""
         keys = np.frombuffer(b"".join(pages), np.uint64).reshape(-1, 4)
         found = np.full(len(keys), _NONE, np.int32)
-        self._slots.find(keys, self._keys, found)
+        self._slots.find(keys, self._keys, self._bytes, found)
         if self._small:
-            self._small.find(keys, self._keys, found)
+            self._small.find(keys, self._keys, self._bytes, found)
         return found
 
     def put_many(self, pages: bytes) -> tuple[Rows, Rows]:

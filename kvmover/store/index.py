@@ -8,7 +8,7 @@ numbers, some 110 bytes an object; a StoredObject or a Page is made when somebod
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -23,7 +23,7 @@ from kvmover.store.segment_rows import RECORDS_AT, SegmentRows
 from kvmover.store.stored import Page, Placed, Places, Rows, StoredObject, padded
 
 #: So many pages are taken out of the order of use one by one; more at once.
-_FEW = 512
+_FEW = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -145,11 +145,11 @@ class Index:
         place = mine.place(record) if mine else -1
         return self._object(mine.rows[place]) if mine and place >= 0 else None
 
-    def coldest(self, most: int, nbytes: int, keep: Sequence[bytes], before: float | None = None) -> Rows:
-        """Pages that are the next to go, `most` at most: of so many bytes together, up to one of `keep` and to one
+    def coldest(self, most: int, nbytes: int, kept: Collection[int], before: float | None = None) -> Rows:
+        """Pages that are the next to go, `most` at most: of so many bytes together, up to one of `kept` and to one
         that was used since second `before`.
         """
-        kept = set(self._table.find_many(list(keep)).tolist()) if keep else set[int]()
+        kept = frozenset(kept)
         of, objects, held = self._pages, self._objects, [padded(nbytes) for _, nbytes in self._kinds]
         found: list[int] = []
         page = self._oldest
@@ -407,12 +407,14 @@ class Index:
         if mine and place >= 0:
             self._objects.stamp[mine.rows[place]] = stamp
 
-    def use(self, pages: Sequence[bytes], stamp: int) -> None:
-        """These were read or written at second `stamp`, in this order: the last to go now. If one went, so be it."""
+    def use(self, pages: Sequence[bytes], stamp: int) -> list[int]:
+        """These were read or written at second `stamp`, in this order: the last to go now. If one went, so be it.
+
+        Rows of those that are there.
+        """
         before, after, stamps = self._pages.before, self._pages.after, self._pages.stamp
-        for row in self._table.find_many(pages).tolist():
-            if row < 0:
-                continue
+        rows = self.pages_at(pages).tolist()
+        for row in rows:
             if stamp > stamps[row]:
                 stamps[row] = stamp
             if row != self._newest:
@@ -420,6 +422,7 @@ class Index:
                 before[row], after[row] = self._newest, -1
                 after[self._newest] = row
                 self._newest = row
+        return rows
 
     @property
     def span_s(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from kvmover.store.machine import Machine
 from kvmover.store.policy import Policy
 from kvmover.store.results import Counters
 from kvmover.store.second_look import GIVEN_BACK
-from kvmover.store.stored import Rows, StoredObject
+from kvmover.store.stored import Placed, Rows, StoredObject
 from kvmover.store.takeover import SegmentTakeover
 from kvmover.store.writer import Writer
 
@@ -30,7 +30,7 @@ _EXPIRED = 64
 
 def _slack(held_bytes: int) -> int:
     """What eviction frees beyond what is needed, so that not every put evicts, and none of them long."""
-    return min(held_bytes // 64, 16 << 20)
+    return min(held_bytes // 16, 16 << 20)
 
 
 class Retention:
@@ -92,33 +92,32 @@ class Retention:
 
         A slice at a time, between which others have the lock. Pages of `keep` stay.
         """
-        kept = list(keep)
-        with self.lock:
-            self.catalog.index.use(kept, 0)
+        pages = list(keep)
         freed = 0
         while True:
             with self.lock:
                 goal = self.catalog.held_bytes - held_bytes
+                kept = self.catalog.index.use(pages, 0)
                 step = self._evict_some(goal, kept) if goal > 0 and self.catalog.punches else None
             self.catalog.sweep()
             if goal > 0 and step is None:
-                step = self._clean(goal, kept) or None
+                step = self._clean(goal, pages) or None
             if step is None:
                 return freed
             self.counters.evicted_bytes += step
             freed += step
 
     @under_lock
-    def _evict_some(self, nbytes: int, keep: Sequence[bytes]) -> int | None:
+    def _evict_some(self, nbytes: int, kept: Collection[int]) -> int | None:
         """Evict a few pages: the bytes freed, none where all that were looked at have been used. None where no page
         may go.
         """
-        pages = self.catalog.index.coldest(SLICE, nbytes, keep)
+        pages = self.catalog.index.coldest(SLICE, nbytes, kept)
         if not len(pages):
             return None
-        cold = self.unused(pages)
+        cold, placed = self.unused(pages)
         self.counters.evicted_pages += len(cold)
-        return self.catalog.kill(self.catalog.index.placed(cold))
+        return self.catalog.kill(placed)
 
     @off_lock
     def _clean(self, nbytes: int, keep: Sequence[bytes]) -> int:
@@ -128,10 +127,9 @@ class Retention:
         return cleaned.freed_bytes if cleaned else 0
 
     @under_lock
-    def unused(self, pages: Rows) -> Rows:
-        """Of pages those that no other process has used since, which makes them the last to go, nor deleted.
-
-        Rows of other pages stay what they are.
+    def unused(self, pages: Rows) -> tuple[Rows, Placed]:
+        """Of pages those that no other process has used since, which makes them the last to go, nor deleted; and their
+        objects.
         """
         index = self.catalog.index
         placed = index.placed(pages)
@@ -145,8 +143,10 @@ class Retention:
         used = living & (last > index.stamps_at(pages))
         for page, stamp in zip(index.hashes(pages[used]), last[used].tolist(), strict=True):
             index.use([page], stamp)
-        index.remove_placed(placed.where(~alive))
-        return pages[living & ~used]
+        cold = living & ~used
+        if not alive.all():
+            index.remove_placed(placed.where(~alive))
+        return pages[cold], placed if cold.all() and alive.all() else placed.where(alive & cold[owners])
 
     @under_lock
     def expire(self) -> int:
@@ -157,8 +157,8 @@ class Retention:
         pages = index.coldest(_EXPIRED, 1 << 62, (), before)
         if not len(pages):
             return 0
-        old = self.unused(pages)
-        self.catalog.kill(index.placed(old))
+        old, placed = self.unused(pages)
+        self.catalog.kill(placed)
         self.counters.expired_pages += len(old)
         return len(pages)
 
