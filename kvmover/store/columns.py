@@ -129,7 +129,7 @@ class _Slots:
     def find_one(self, key: bytes, slot: int, hashes: memoryview[int]) -> int:
         """The row of a hash that is looked for from a slot on, or -1."""
         while (row := self.view[slot] - 1) != _NONE:
-            if row >= 0 and hashes[row * HASH_BYTES : (row + 1) * HASH_BYTES] == key:
+            if row >= 0 and bytes(hashes[row * HASH_BYTES : (row + 1) * HASH_BYTES]) == key:
                 return row
             slot = (slot + 1) & self.mask
         return _NONE
@@ -150,15 +150,15 @@ class _Slots:
         slots = self.of(known[rows])
         while len(rows) > _FEW:
             said = self.said[slots]
-            here = said == rows + 1
+            here: npt.NDArray[np.bool_] = said == rows + 1
             self.said[slots[here]] = _GONE + 1
             more = ~here & (said != _NONE + 1)
             rows, slots = rows[more], (slots[more] + 1) & self.mask
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
-            at = slot
-            while (here := self.view[at] - 1) not in (_NONE, row):
+            at: int = slot
+            while self.view[at] not in (_NONE + 1, row + 1):
                 at = (at + 1) & self.mask
-            if here == row:
+            if self.view[at] == row + 1:
                 self.view[at] = _GONE + 1
 
 
