@@ -321,8 +321,9 @@ class Index:
         pages, counts = np.unique(gone.pages, return_counts=True)
         lost = self.hashes(pages) if self._watched else []
         parts = self._pages.column("parts")[pages]
-        numbers, which = np.unique(parts, return_inverse=True)
-        kinds = np.array([len(self._parts[number]) for number in numbers.tolist()], np.int64)[which.reshape(-1)]
+        few, which = np.unique(parts, return_inverse=True)
+        numbers: list[int] = few.tolist()
+        kinds = np.array([len(self._parts[number]) for number in numbers], np.int64)[which.reshape(-1)]
         self._forget_pages(pages[kinds == counts])
         if not (kinds == counts).all():
             going = set(rows.tolist())

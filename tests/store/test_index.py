@@ -8,9 +8,17 @@ import random
 import numpy as np
 import pytest
 
-from kvmover.store import columns
+import kvmover.store.columns as columns
+import kvmover.store.index as index
+from kvmover.layout import Component
+from kvmover.store import Namespace, PagePart
 from kvmover.store.columns import NumberColumns, PageTable
 from kvmover.store.growing import GrowingNumbers
+from kvmover.store.index import Index
+from kvmover.store.retention import _slack
+from kvmover.store.stored import StoredObject
+
+KEY = PagePart.whole(Component.mla(1, 4, "uint8"), 16).key(Namespace("llama", "1", 16))
 
 
 def key(number: int) -> bytes:
@@ -89,3 +97,45 @@ def test_columns_that_grow_keep_their_rows() -> None:
     assert set(more.tolist()) & set(range(10)) == {0, 1, 2}
     assert columns.column("first")[3:10].tolist() == list(range(3, 10))
     assert columns.first[9] == 9
+
+
+def objects_of(numbers: list[int], segment: str) -> list[StoredObject]:
+    return [StoredObject(segment, 80 + number * 152, number * 4096, 64, key(number), KEY, 5) for number in numbers]
+
+
+def test_pages_leave_the_order_of_use_alike_one_by_one_and_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, orders = random.Random(3), list[list[bytes]]()
+    removed = [chance.sample(range(200), count) for count in (0, 1, 40, 150, 199, 200)]
+    removed += [list(range(50)), list(range(150, 200)), list(range(20, 180)), list(range(0, 200, 2))]
+    for few in (0, 1000):
+        monkeypatch.setattr(index, "_FEW", few)
+        for gone in removed:
+            mine = Index()
+            mine.add(objects_of(list(range(200)), "a"))
+            mine.use([key(number) for number in range(0, 200, 7)], 9)
+            mine.remove(objects_of(gone, "a"))
+            mine.use([key(number) for number in range(3, 200, 11)], 10)
+            mine.add(objects_of([500, 501], "b"))
+            orders.append([page for page, _ in mine.pages()])
+            assert len(mine) == len(orders[-1]) == 202 - len(gone)
+            assert mine.span_s == (mine.stamps_of(orders[-1][:1])[0], 5)
+    assert orders[: len(removed)] == orders[len(removed) :]
+
+
+def test_a_page_stays_while_one_of_its_objects_does() -> None:
+    mine = Index()
+    for segment in ("a", "b"):
+        mine.add(objects_of(list(range(100)), segment))
+    assert len(mine.placed(mine.coldest(1000, 3 * 2 * 4096, ()))) == 6
+    assert mine.remove_placed(mine.placed_in("a")) == 100 * 4096
+    assert len(mine) == 100
+    assert [len(page.objects) for _, page in mine.pages()] == [1] * 100
+    assert mine.remove_placed(mine.placed(mine.coldest(1000, 3 * 4096, ()))) == 3 * 4096
+    assert [page for page, _ in mine.pages()] == [key(number) for number in range(3, 100)]
+    mine.drop("b")
+    assert (len(mine), mine.held_bytes, mine.empty("b")) == (0, 0, True)
+
+
+def test_no_put_evicts_long_however_large_the_quota() -> None:
+    assert _slack(4 << 40) == 16 << 20
+    assert _slack(64 << 20) == 4 << 20
