@@ -297,13 +297,24 @@ def store_gc(
             parser=count, metavar="SECONDS", help="Delete pages unused for so long; store.ttl_s if not given."
         ),
     ] = None,
+    namespace_ttl: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar="SECONDS",
+            help="Empty namespaces unused for so long; store.namespace_ttl_s if not given.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Take over what dead writers left, and keep to a quota or an age."""
     from kvmover.config import load
-    from kvmover.store import collect_stores
+    from kvmover.store import clear_unused, collect_stores
 
     configured = load().settings.store
+    unused_s = namespace_ttl or configured.namespace_ttl_s
+    if unused_s is not None:
+        clear_unused(_location(root), unused_s)
     policy = replace(configured, quota_bytes=quota or configured.quota_bytes, ttl_s=ttl or configured.ttl_s)
     return _tell(collect_stores(_location(root), namespace, policy), as_json)
 

@@ -42,11 +42,14 @@ class StoreSettings(Policy):
 
     `root`: a directory, as a path, or a prefix of an object store, as text: `s3://bucket/prefix`.
 
+    `namespace_ttl_s`: namespaces under `root` that nobody has used for so long are emptied, whoever's they were.
+
     `upkeep_s`: how often quota and TTL are. `flush_s`: how often pages are made safe from a power cut and visible to
     other machines.
     """
 
     root: Path | str | None = None
+    namespace_ttl_s: float | None = None
     upkeep_s: float = 5.0
     flush_s: float = 30.0
 
@@ -55,6 +58,8 @@ class StoreSettings(Policy):
         for name in ("upkeep_s", "flush_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"store has {name} = {getattr(self, name)}; it must be positive")
+        if self.namespace_ttl_s is not None and self.namespace_ttl_s <= 0:
+            raise ConfigError(f"store has namespace_ttl_s = {self.namespace_ttl_s}; it must be positive")
 
     def location(self) -> Path | str:
         """`root`, for those that cannot do without. Raises ConfigError."""
@@ -299,6 +304,8 @@ TEXTS: Mapping[str, str] = {
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
     "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
     "store.root": "Directory of page stores or `s3://bucket/prefix`, one for all ranks; `none`: vLLM stores nothing.",
+    "store.namespace_ttl_s": "Seconds without use after which other namespaces under `store.root`, of replaced weights"
+    " for example, are emptied; `none`: never.",
     "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",
     "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
     "logging.level": "The lowest level that is logged; `none` leaves it to the engine.",

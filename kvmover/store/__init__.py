@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Stat,
         Verified,
     )
+    from kvmover.store.unused import clear_unused
 
 #: Public names by the module that defines them, imported on first use: settings want a Policy and no store.
 _HOMES = {
@@ -62,6 +63,7 @@ _HOMES = {
     "machine": ("Machine", "this_machine"),
     "page_store": ("PageStore",),
     "part_view": ("PartView",),
+    "unused": ("clear_unused",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -95,6 +97,7 @@ __all__ = [
     "Verified",
     "chosen_stores",
     "clear_stores",
+    "clear_unused",
     "collect_stores",
     "elected",
     "files_for",

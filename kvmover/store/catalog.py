@@ -7,54 +7,52 @@ as it was, and is counted: an index that lags costs a miss, never bytes.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
-from threading import RLock
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmover.store.deletion_log import DeletionLog
-from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, is_shared, open_shared, reason_of
-from kvmover.store.index import BLOCK_BYTES, Index, Page, StoredObject
+from kvmover.store.files import Files, OpenFile, close_quietly, is_gone, reason_of
+from kvmover.store.garbage import Garbage
+from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
+from kvmover.store.index import Index
 from kvmover.store.lent_files import LentFiles
 from kvmover.store.machine import NO_BOOT, Machine
-from kvmover.store.objects import Verdict
-from kvmover.store.record import DIGEST_BYTES, FIXED_BYTES, LIVE, RecordTable, decode, holds
-from kvmover.store.segment import DATA, HEAD, Life, Segment, punch, segments_in
+from kvmover.store.record import LIVE, RecordTable
+from kvmover.store.segment import Life, Segment, punch, segments_in
+from kvmover.store.stored import Placed, Places, StoredObject
 
 #: Two changes of a directory within one tick of the file system's clock have one time: a scan this soon after the last
 #: change is repeated. ext4 ticks every 4 ms.
 _TICK_NS = 20_000_000
 
-
-#: Reasons against an object without a file, or with a hole in it: its blocks were given back by whom this process has
-#: not heard, or never came to the disk before a power cut. Nothing says that the disk is bad.
-MISSING, BLANK = "data file is missing", "blank"
-GIVEN_BACK = (MISSING, BLANK)
-
-
 #: How far the clocks of machines may differ. A stamp beyond it was written by a clock that was wrong, and says nothing.
 _SKEW_S = 300
 
+#: Objects that are deleted under one hold of the lock: a few milliseconds.
+SLICE = 512
 
-#: A head that another machine wrote is taken over once it has been silent for so long, on a network file system: its
-#: end may not be seen here before, and would be cut off.
-_SILENCE_S = 10
+#: Headers that are compared under one hold of the lock, after news that were lost.
+_REREAD = 2048
 
 
 class Catalog:
-    """Segments, their index, and the deletion of objects. Callers hold `lock`, but around `lend` and `look_again`."""
+    """Segments, their index, and the deletion of objects. `lock` is held for a few milliseconds at most.
+
+    What each method needs of it is said by `under_lock` and `off_lock`.
+    """
 
     def __init__(self, folder: Path, namespace: bytes, files: Files, machine: Machine) -> None:
         self.folder, self.namespace, self.files, self.machine = folder, namespace, files, machine
-        self.lock = RLock()
+        self.lock = GuardLock()
         self.index = Index()
         self.segments: dict[str, Segment] = {}
         #: Objects and segments that were not taken over, by reason.
@@ -66,13 +64,16 @@ class Catalog:
         #: Whether anything may be changed here; a snapshot, or an export to read, is not tidied up.
         self.writable = os.access(folder, os.W_OK)
         self._deletions = DeletionLog(folder / "deleted.news")
-        self._is_shared = is_shared(folder)
+        self._garbage = Garbage()
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._scanned_ns = -1
-        self._refused: set[str] = set()
+        #: Names of segments of other namespaces and formats.
+        self.refused: set[str] = set()
         self._followed: list[Segment] = []
         #: Segments whose headers are to be read again, since nobody said what was deleted in them.
-        self._doubted: list[str] = []
+        self._doubted: list[tuple[str, int]] = []
+        #: Of sealed segments, whose data files do not grow.
+        self._sizes: dict[str, int] = {}
         self._data_files = LentFiles(folder, files, self.lock)
 
     @property
@@ -84,41 +85,64 @@ class Catalog:
 
     def data_bytes(self, segment: Segment) -> int:
         """Size of a segment's data file; 0 where the system does not say."""
+        if segment.name in self._sizes:
+            return self._sizes[segment.name]
         try:
-            return segment.data_bytes()
+            size = segment.data_bytes()
         except OSError as error:
-            self._lag(error)
+            self.lag(error)
             return 0
+        if segment.is_sealed:
+            self._sizes[segment.name] = size
+        return size
 
-    def _lag(self, error: OSError) -> None:
+    def lag(self, error: OSError) -> None:
+        """The system did not say: it is known another time."""
         self.lagged[reason_of(error)] += 1
 
+    @off_lock
     def refresh(self) -> None:
-        """Learn what other processes did. Raises nothing: what cannot be learnt now is learnt later."""
+        """Learn what other processes did. Raises nothing: what cannot be learnt now is learnt later.
+
+        Of each head that is written some, and all deletions, a little under each hold of the lock.
+        """
+        self._look_at_folder()
+        for segment in self._followed:
+            with self.lock:
+                self._tail(segment)
+        while self._hear_some():
+            pass
+        with self.lock:
+            self._followed = [each for each in self._followed if not each.is_sealed]
+            self._reread_some()
+
+    def _look_at_folder(self) -> None:
         try:
-            changed_ns = os.fstat(self._folder_fd).st_mtime_ns
+            with self.lock:
+                changed_ns = os.fstat(self._folder_fd).st_mtime_ns
             if changed_ns != self._scanned_ns:
                 settled = time.time_ns() - changed_ns > _TICK_NS
                 complete = self._scan()
                 self._scanned_ns = changed_ns if settled and complete else -1
         except OSError as error:
-            self._lag(error)
+            self.lag(error)
             self._scanned_ns = -1
-            self._reopen_folder(error)
-        for segment in self._followed:
-            self._tail(segment)
-        if any(segment.is_sealed for segment in self._followed):
-            self._followed = [each for each in self._followed if not each.is_sealed]
-        try:
-            gone = self._deletions.poll()
-        except OSError as error:
-            self._lag(error)
-            return
-        if gone is None:
-            self._doubted = list(self.segments)
-        for name, records in groupby(sorted(gone or ()), itemgetter(0)):
-            self.index.remove_at(name, [record for _, record in records])
-        self._reread_some()
+            with self.lock:
+                self._reopen_folder(error)
+
+    def _hear_some(self) -> bool:
+        """Learn some of what others deleted; whether there may be more."""
+        with self.lock:
+            try:
+                gone = self._deletions.poll()
+            except OSError as error:
+                self.lag(error)
+                return False
+            if gone is None:
+                self._doubted = [(name, 0) for name in self.segments]
+            for name, records in gone or ():
+                self.index.remove_at(name, records)
+            return bool(gone)
 
     def _reopen_folder(self, error: OSError) -> None:
         """A directory that was removed and made anew is another one."""
@@ -129,37 +153,54 @@ class Catalog:
             close_quietly(self._folder_fd)
             self._folder_fd = fresh
 
+    @off_lock
     def _scan(self) -> bool:
         """Look for segments that came or went; whether all could be looked at."""
+        with self.lock:
+            before = set(self.segments)
+            known = before | self.refused | self._garbage.leaving
         names = segments_in(self.folder)
-        for name in self.segments.keys() - names:
-            self.forget(name)
+        for name in before - names:
+            with self.lock:
+                self.forget(name)
         complete = True
-        for name in sorted(names - self.segments.keys() - self._refused):
+        for name in sorted(names - known):
             try:
                 found = Segment.find(self.folder, name, self.namespace)
             except OSError as error:
-                self._lag(error)
+                self.lag(error)
                 found = None
-            if isinstance(found, Segment):
-                self.segments[name] = found
-            elif found:
-                self._refused.add(name)
-                self.dropped[found] += 1
-            else:
-                complete = False
-        self._followed = [each for each in self.segments.values() if each.life is Life.FOLLOWED]
+            with self.lock:
+                if isinstance(found, Segment):
+                    self._met(found)
+                elif found:
+                    self.refused.add(name)
+                    self.dropped[found] += 1
+                else:
+                    complete = False
+        with self.lock:
+            self._followed = [each for each in self.segments.values() if each.life is Life.FOLLOWED]
         return complete
 
+    def _met(self, found: Segment) -> None:
+        """A segment that was not known before the directory was listed; the writer here may have made it since."""
+        if found.name in self.segments:
+            found.close()
+        else:
+            self.segments[found.name] = found
+
+    @under_lock
     def _tail(self, segment: Segment) -> bool:
         """Learn some of what was added to a segment; whether there may be more. As it was where nobody says."""
+        if self.segments.get(segment.name) is not segment:
+            return False
         try:
             table = segment.tail()
             if table is None:
                 return False
             size = segment.data_bytes()
         except OSError as error:
-            self._lag(error)
+            self.lag(error)
             return False
         table = table.where(table.state == LIVE)
         safe = size if segment.boot == self.machine.boot else min(size, segment.synced)
@@ -180,185 +221,40 @@ class Catalog:
             for (at, offset, nbytes, part, stamp), page in zip(rows, table.page, strict=True)
         ]
 
+    @under_lock
     def _reread_some(self) -> None:
-        """Compare objects with the state in their headers, a segment at a time."""
+        """Compare some objects with the state in their headers."""
         if not self._doubted:
             return
-        name = self._doubted.pop()
+        name, start = self._doubted.pop()
         segment, records = self.segments.get(name), self.index.records(name)
+        records = records[np.searchsorted(records, start) :][:_REREAD]
         if segment is None or not len(records):
             return
+        self._doubted.append((name, int(records[-1]) + 1))
         try:
-            dead = segment.dead(records)
+            alive, _ = segment.states(records)
         except OSError as error:
-            self._lag(error)
-            self._doubted.insert(0, name)
+            self.lag(error)
+            self._doubted[-1:] = []
+            self._doubted.insert(0, (name, start))
             return
-        self.index.remove_at(name, dead.tolist())
+        self.index.remove_at(name, records[~alive])
 
-    def recover(self) -> int:
-        """Take over the segments of writers that are no more: keep what is whole, drop the rest with its reason.
-
-        How many there were. Not under the lock, since whole segments are read. Raises nothing: what cannot be done now
-        is done later.
-        """
-        with self.lock:
-            self.refresh()
-            orphans = [s for s in self.segments.values() if s.life is Life.FOLLOWED or (s.is_sealed and s.waiting)]
-        if not self.writable:
-            return 0
-        adopted = 0
-        for segment in orphans:
-            try:
-                adopted += self._take_over(segment)
-            except OSError as error:
-                self._lag(error)
-        with suppress(OSError), self.lock:
-            self._remove_left_overs()
-            for segment in [each for each in self.segments.values() if each.is_sealed]:
-                self.reclaim(segment)
-        return adopted
-
-    def _remove_left_overs(self) -> None:
-        """Heads whose writer died before their first line, and data whose head is gone.
-
-        Data is listed first, since a head is made before its data: what is made meanwhile is no left-over.
-        """
-        data = list(self.folder.glob(f"*{DATA}"))
-        heads = segments_in(self.folder)
-        for name in heads - self.segments.keys() - self._refused:
-            if self._is_silent(self.folder / (name + HEAD)):
-                Segment.remove_stillborn(self.folder, name)
-        for path in data:
-            if path.stem not in heads and self._is_silent(path):
-                path.unlink(missing_ok=True)
-
-    def _take_over(self, segment: Segment) -> bool:
-        """Judge what a dead writer left, and seal it; False where the writer lives.
-
-        What waits goes on waiting until all of it is judged: an error half way loses nothing. Raises OSError.
-        """
-        with self.lock:
-            theirs = segment.boot != self.machine.boot
-            if segment.name not in self.segments or (theirs and not self._is_silent(segment.head)):
-                return False
-            if not segment.adopt():
-                return False
-        try:
-            with self.lock:
-                waiting = self._all_of(segment)
-                size = segment.data_bytes()
-            bad = {each.record: self._flaw(each, size) for each in waiting}
-            if not segment.is_sealed:
-                with suppress(OSError):  # what is not synced is checked again after the next crash
-                    segment.settle()
-            with self.lock:
-                self._judged(segment, waiting, bad, size)
-                self._free_gaps(segment, size)
-                self.reclaim(segment)
-        finally:
-            with self.lock:
-                segment.release()
-        return True
-
+    @off_lock
     def read_heads(self) -> None:
         """Learn all that is in the heads, where `refresh` learns some: for who has just opened them."""
-        with self.lock:
-            self.refresh()
-            for segment in list(self.segments.values()):
-                self._drain(segment)
+        self.refresh()
+        for segment in list(self.segments.values()):
+            self.drain(segment)
 
-    def _drain(self, segment: Segment) -> None:
-        while self._tail(segment):
-            pass
-
-    def _is_silent(self, path: Path) -> bool:
-        """Whether all that was written to a file is seen here: for a while nobody has, where machines share it."""
-        return not self._is_shared or time.time() - path.stat().st_mtime > _SILENCE_S
-
-    def _all_of(self, segment: Segment) -> list[StoredObject]:
-        """Everything that waits in a segment without a writer, behind damaged records too."""
-        self._drain(segment)
-        while not segment.is_sealed and segment.skip_damage():
-            self.dropped["damaged header"] += 1
-            self._drain(segment)
-        if not segment.is_sealed and segment.torn_bytes():
-            self.dropped["torn header"] += 1
-        return list(segment.waiting)
-
-    def _flaw(self, each: StoredObject, size: int) -> str:
-        """Why an object is not believed, or "". Raises OSError where the system does not say."""
-        if each.offset + each.nbytes > size:
-            return "truncated"
-        verdict, reason = self.look_again(each)
-        return "" if verdict is Verdict.WELL else reason
-
-    def _judged(self, segment: Segment, waiting: Sequence[StoredObject], bad: dict[int, str], size: int) -> None:
-        """Believe what is well, kill what is bad, and add nothing to the segment from here on. Raises OSError."""
-        segment.kill(record for record, reason in bad.items() if reason)
-        self.dropped.update(reason for reason in bad.values() if reason)
-        self.index.add(each for each in waiting if not bad[each.record])
-        segment.waiting = []
-        if not segment.is_sealed:
-            os.ftruncate(segment.head_fd, segment.parsed)
-            with suppress(OSError):
-                segment.mark_synced(size)
-                segment.seal()
-
-    def _free_gaps(self, segment: Segment, size: int) -> None:
-        """Give back what lies between the objects of a dead writer: payloads whose headers it did not live to write."""
-        end = 0
-        for each in sorted(self.index.objects(segment.name), key=attrgetter("offset")):
-            if each.offset > end:
-                self.free(segment.name, end, each.offset - end)
-            end = max(end, each.offset + each.held_bytes)
-        if end and size > end:
-            self.free(segment.name, end, size - end)
-
-    def look_again(self, each: StoredObject) -> tuple[Verdict, str]:
-        """A second opinion on an object, by files opened for it, past this process's and the backend's memory.
-
-        Raises OSError where the system refuses for a reason that says nothing against the object: all but EIO.
-        """
-        segment = Segment(self.folder, each.segment, NO_BOOT, Life.SEALED)
-        try:
-            fd = open_shared(segment.head)
-        except OSError as error:
-            if is_gone(error):
-                return Verdict.GONE, "evicted"
-            raise
-        try:
-            raw = os.pread(fd, FIXED_BYTES + each.cells * DIGEST_BYTES, each.record)
-        finally:
-            close_quietly(fd)
-        header = decode(raw, each.record, each.record)
-        if not segment.state_anew(each.record)[0]:
-            return Verdict.GONE, "evicted"
-        if header is None or header.page != each.page:
-            return Verdict.BAD, "damaged header"
-        return self._look_at_payload(segment, each, header.digests)
-
-    def _look_at_payload(self, segment: Segment, each: StoredObject, digests: bytes) -> tuple[Verdict, str]:
-        payload, fd = bytearray(each.nbytes), -1
-        try:
-            fd = open_shared(segment.data)
-            got = os.preadv(fd, [payload], each.offset)
-        except OSError as error:
-            if is_gone(error):
-                gone = not segment.state_anew(each.record)[0]
-                return (Verdict.GONE, "evicted") if gone else (Verdict.BAD, MISSING)
-            if error.errno == errno.EIO:
-                return Verdict.BAD, reason_of(error)
-            raise
-        finally:
-            close_quietly(fd)
-        if got < each.nbytes:
-            return Verdict.BAD, "truncated"
-        if holds(memoryview(payload), each.cells, digests, 0):
-            return Verdict.WELL, ""
-        if not segment.state_anew(each.record)[0]:
-            return Verdict.GONE, "evicted"
-        return Verdict.BAD, BLANK if _has_blank(payload) else "digest"
+    @off_lock
+    def drain(self, segment: Segment) -> None:
+        """Learn all that is in a head."""
+        more = True
+        while more:
+            with self.lock:
+                more = self._tail(segment)
 
     def digests(self, objects: Sequence[StoredObject]) -> list[bytes]:
         """The digests that the headers of objects have, b"" of one that is not there. Raises OSError.
@@ -385,96 +281,128 @@ class Catalog:
         """Open data files of segments, for the length of a block; removed ones are left out. Raises OSError."""
         return self._data_files.lend(name for name in names if name in self.segments)
 
+    @under_lock
     def forget(self, name: str) -> None:
         """A segment that is gone from the directory. Reads that go on in it end well: its blocks stay until they do."""
         self.index.drop(name)
+        self._sizes.pop(name, None)
         segment = self.segments.pop(name, None)
         if segment:
             self._followed = [each for each in self._followed if each is not segment]
             segment.close()
         self._data_files.end(name)
 
-    def delete(self, objects: Sequence[StoredObject]) -> int:
-        """Delete objects for every process; the bytes freed. In this order: headers, log, blocks.
+    @off_lock
+    def delete(self, objects: Iterable[StoredObject]) -> int:
+        """Delete objects for every process, a few under each hold of the lock; the bytes freed."""
+        by_segment: dict[str, list[int]] = {}
+        for each in objects:
+            by_segment.setdefault(each.segment, []).append(each.record)
+        return sum(self.delete_at(name, np.array(records, np.int64)) for name, records in by_segment.items())
+
+    @off_lock
+    def delete_at(self, name: str, records: Places) -> int:
+        """As `delete`, by the places of their headers in the head file of a segment."""
+        freed, records = 0, np.unique(records)
+        for first in range(0, len(records), SLICE):
+            with self.lock:
+                freed += self.kill(self.index.placed_in(name, records[first : first + SLICE]))
+            self.sweep()
+        return freed
+
+    @under_lock
+    def kill(self, placed: Placed) -> int:
+        """Delete a few objects for every process; the bytes that are free after a `sweep`. Headers first, then the log.
 
         An object whose header cannot be changed is deleted by the next cleaner; here it is forgotten, and keeps its
         blocks.
         """
-        by_place = sorted(objects, key=attrgetter("segment", "offset"))
-        killed: list[StoredObject] = []
-        for name, group in groupby(by_place, attrgetter("segment")):
-            mine = list(group)
+        killed = np.zeros(len(placed), np.bool_)
+        for name, some in placed.by_segment():
             with suppress(OSError):
-                self.segments[name].kill(each.record for each in mine)
-                killed += mine
-        self._deletions.append((each.segment, each.record) for each in killed)
-        freed = self.index.remove(objects)
-        for name, offset, nbytes in _joined(killed):
-            self.free(name, offset, nbytes)
-        for name in {each.segment for each in objects}:
-            with suppress(OSError):
-                self.reclaim(self.segments[name])
-        return freed
+                if segment := self.segments.get(name):
+                    segment.kill(placed.records[some].tolist())
+                    killed[some] = True
+        gone = placed.where(killed)
+        self._deletions.append(gone)
+        self._garbage.add(gone.ranges(), [name for name, _ in placed.by_segment()])
+        return self.index.remove_placed(placed)
 
+    @under_lock
     def free(self, name: str, offset: int, nbytes: int) -> None:
-        """Give blocks back that nothing lives in: whole ones."""
-        with suppress(OSError), self.lend([name]) as files:
-            if name in files:
-                self.punches = punch(files[name].fd, offset, nbytes) and self.punches
+        """Blocks that nothing lives in go back with the next `sweep`: whole ones."""
+        self._garbage.add([(name, offset, nbytes)], [])
 
-    def reclaim(self, segment: Segment) -> None:
-        """Remove a finished segment in which nothing lives and nobody is at work. Raises OSError."""
-        if segment.is_done and self.index.empty(segment.name) and not self._data_files.busy(segment.name):
-            segment.unlink()
-            self.forget(segment.name)
+    @under_lock
+    def discard(self, name: str) -> None:
+        """The next `sweep` removes a segment, if it is finished and nothing lives in it."""
+        self._garbage.add([], [name])
 
-    def last_uses(self, pages: Sequence[Page]) -> list[int]:
-        """Of each page the second of the last use that any process has written down; objects that died are forgotten.
+    @off_lock
+    def sweep(self) -> None:
+        """Give back what deletions left: blocks, then segments in which nothing lives. Raises nothing.
+
+        Not under the lock: nobody finds what was there any more, so nobody waits for it.
+        """
+        with self.lock:
+            ranges, names = self._garbage.take()
+        if not names and not ranges:
+            return
+        for name, some in groupby(ranges, itemgetter(0)):
+            with suppress(OSError), self.lend([name]) as files:
+                for _, offset, nbytes in some if name in files else ():
+                    self.punches = punch(files[name].fd, offset, nbytes) and self.punches
+        with self.lock:
+            empty = [self.segments[name] for name in names if name in self.segments]
+            empty = [each for each in empty if self._is_over(each)]
+            self._garbage.leaving.update(each.name for each in empty)
+            for each in empty:
+                self.forget(each.name)
+        for each in empty:
+            try:
+                each.unlink()
+            except OSError:
+                self._scanned_ns = -1  # it is found again, and removed another time
+            finally:
+                with self.lock:
+                    self._garbage.leaving.discard(each.name)
+
+    def _is_over(self, segment: Segment) -> bool:
+        """Whether a segment is finished, nothing lives in it, and nobody is at work there."""
+        return segment.is_done and self.index.empty(segment.name) and not self._data_files.busy(segment.name)
+
+    @under_lock
+    def last_uses(self, placed: Placed) -> tuple[npt.NDArray[np.bool_], Places]:
+        """Of each object whether it lives, and the second of the last use that any process has written down.
 
         Of what the system does not say, what is known here.
         """
-        stamps: dict[StoredObject, int] = {}
-        by_segment: dict[str, list[StoredObject]] = {}
-        for each in (each for page in pages for each in page.objects):
-            by_segment.setdefault(each.segment, []).append(each)
+        alive, stamps = np.ones(len(placed), np.bool_), placed.stamps.copy()
         latest = self.machine.now() + _SKEW_S
-        for name, objects in by_segment.items():
+        for name, some in placed.by_segment():
             try:
-                states = self.segments[name].states([each.record for each in objects])
+                alive[some], written = self.segments[name].states(placed.records[some])
             except OSError as error:
-                self._lag(error)
-                states = [(True, each.stamp) for each in objects]
-            for each, (_, written) in zip(objects, states, strict=True):
-                stamps[each] = written if written <= latest else each.stamp
-            self.index.remove(each for each, (alive, _) in zip(objects, states, strict=True) if not alive)
-        return [max((stamps[each] for each in page.objects), default=0) for page in pages]
+                self.lag(error)
+                continue
+            stamps[some] = np.where(written <= latest, written, stamps[some])
+        return alive, stamps
 
+    @under_lock
     def shorten_deletions(self) -> None:
         """Start the deletion log anew once it is long: see `DeletionLog.shorten`."""
         self._deletions.shorten()
 
+    @off_lock
     def close(self) -> None:
-        """Close every file, remove none. Safe to call twice, and raises nothing."""
+        """Close every file, remove none but what is empty. Safe to call twice, and raises nothing."""
+        self.sweep()
+        with self.lock:
+            self._close()
+
+    def _close(self) -> None:
         for name in list(self.segments):
             self.forget(name)
         self._deletions.close()
         fd, self._folder_fd = self._folder_fd, -1
         close_quietly(fd)
-
-
-def _has_blank(payload: bytearray) -> bool:
-    """Whether a whole block of a payload that is not what was written is zeros: it is a hole in the file."""
-    blocks = range(0, len(payload), BLOCK_BYTES)
-    return any(payload.count(0, at, at + BLOCK_BYTES) == len(payload[at : at + BLOCK_BYTES]) for at in blocks)
-
-
-def _joined(objects: Iterable[StoredObject]) -> list[tuple[str, int, int]]:
-    """Segment, offset and bytes of the blocks of objects that are sorted by place: neighbours together."""
-    ranges: list[tuple[str, int, int]] = []
-    for each in objects:
-        name, offset, nbytes = ranges[-1] if ranges else ("", 0, 0)
-        if name == each.segment and offset + nbytes == each.offset:
-            ranges[-1] = name, offset, nbytes + each.held_bytes
-        else:
-            ranges.append((each.segment, each.offset, each.held_bytes))
-    return ranges

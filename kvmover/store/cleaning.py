@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvmover.store.catalog import Catalog
+import numpy as np
+
+from kvmover.store.catalog import SLICE, Catalog
 from kvmover.store.files import close_quietly, open_shared
-from kvmover.store.index import Page, StoredObject
+from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
 from kvmover.store.record import holds
 from kvmover.store.segment import Segment
+from kvmover.store.stored import Placed, Rows, StoredObject
 from kvmover.store.writer import FileOffset, Header, Writer
+
+#: Pages that are looked at to choose a segment by.
+_COLD = 4096
 
 #: At most this share of a segment is carried forward: beyond it, carrying costs more than it frees.
 _CARRIED_SHARE = 1 / 2
 
 
-UsedElsewhere = Callable[[Mapping[bytes, Page]], set[bytes]]
+Unused = Callable[[Rows], tuple[Rows, Placed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +41,30 @@ class Cleaned:
 
 @dataclass(frozen=True, slots=True)
 class _Victim:
-    """The segment that goes, and the pages that are cold."""
+    """The segment that goes, and the rows of the pages that are cold."""
 
     segment: Segment
     size_bytes: int
-    cold: set[bytes]
+    cold: frozenset[int]
 
 
 class SegmentCleaner:
     """Frees whole segments of a catalog, through the writer of the process. Used while writing."""
 
-    def __init__(self, catalog: Catalog, writer: Writer, used_elsewhere: UsedElsewhere) -> None:
-        """`used_elsewhere`: which pages are not the next to go after all. It is called under the lock."""
-        self._catalog, self._writer, self._used_elsewhere = catalog, writer, used_elsewhere
+    def __init__(self, catalog: Catalog, writer: Writer, unused: Unused) -> None:
+        """`unused`: which of some pages are the next to go, as nobody else has used them, and their objects.
 
-    def clean(self, nbytes: int, keep: frozenset[bytes]) -> Cleaned | None:
+        It is called under the lock.
+        """
+        self._catalog, self._writer, self._unused = catalog, writer, unused
+
+    @property
+    def lock(self) -> GuardLock:
+        """The catalog's."""
+        return self._catalog.lock
+
+    @off_lock
+    def clean(self, nbytes: int, keep: Sequence[bytes]) -> Cleaned | None:
         """Remove one segment, carrying forward what is hot in it. None where nothing can go.
 
         Cold are the pages that would have to go for `nbytes`, the least recently read ones; never those of `keep`.
@@ -61,69 +75,71 @@ class SegmentCleaner:
                 return None
             hot = self._hottest(victim)
         carried = [each for each in hot if self._carry(each)]
-        with self._catalog.lock:
-            return self._removed(victim, carried)
+        return self._removed(victim, carried)
 
-    def _victim(self, nbytes: int, keep: frozenset[bytes]) -> _Victim | None:
+    @under_lock
+    def _victim(self, nbytes: int, keep: Sequence[bytes]) -> _Victim | None:
         """The segment with the smallest share of hot bytes."""
-        catalog, cold = self._catalog, self._cold(nbytes, keep)
+        catalog = self._catalog
+        kept = catalog.index.pages_at(keep).tolist()
+        cold, placed = self._unused(catalog.index.coldest(_COLD, nbytes, kept))
         cold_bytes = Counter[str]()
-        for page in cold:
-            if entry := catalog.index.get(page):
-                for each in entry.objects:
-                    cold_bytes[each.segment] += each.held_bytes
+        for name, some in placed.by_segment():
+            cold_bytes[name] = int(placed.held[some].sum())
+        rows = frozenset[int](cold.tolist())
         best: tuple[float, _Victim] | None = None
         for segment in catalog.segments.values():
             size = catalog.data_bytes(segment) if segment.is_done else 0
             hot = catalog.index.live_bytes(segment.name) - cold_bytes[segment.name]
             if size and hot < size and (best is None or hot / size < best[0]):
-                best = hot / size, _Victim(segment, size, cold)
+                best = hot / size, _Victim(segment, size, rows)
         if best is None and self._writer.abandon():
             return self._victim(nbytes, keep)
         return best[1] if best else None
 
-    def _cold(self, nbytes: int, keep: frozenset[bytes]) -> set[bytes]:
-        """The least recently read pages, of so many bytes together."""
-        cold: dict[bytes, Page] = {}
-        for page, entry in self._catalog.index.pages():
-            if nbytes <= 0 or page in keep:
-                break
-            cold[page] = entry
-            nbytes -= entry.held_bytes
-        return cold.keys() - self._used_elsewhere(cold)
-
+    @under_lock
     def _hottest(self, victim: _Victim) -> list[StoredObject]:
         """Objects of hot pages, the most recently read first, of a share of the segment at most."""
-        room = int(victim.size_bytes * _CARRIED_SHARE)
-        hot = [each for each in self._catalog.index.objects(victim.segment.name) if each.page not in victim.cold]
-        taken: list[StoredObject] = []
-        for each in sorted(hot, key=self._stamp, reverse=True):
-            room -= each.held_bytes
-            if room < 0:
-                break
-            taken.append(each)
-        return taken
+        index = self._catalog.index
+        placed = index.placed_in(victim.segment.name)
+        hot = placed.where(~np.isin(placed.pages, list(victim.cold)))
+        hot = hot.where(np.argsort(-index.stamps_at(hot.pages), kind="stable"))
+        taken = hot.where(np.cumsum(hot.held) <= victim.size_bytes * _CARRIED_SHARE)
+        found = (index.at(victim.segment.name, record) for record in taken.records.tolist())
+        return [each for each in found if each]
 
+    @under_lock
     def _stamp(self, each: StoredObject) -> int:
-        entry = self._catalog.index.get(each.page)
-        return entry.stamp if entry else 0
+        (stamp,) = self._catalog.index.stamps_of([each.page])
+        return stamp
 
+    @off_lock
     def _removed(self, victim: _Victim, carried: list[StoredObject]) -> Cleaned | None:
         """Delete what is left in a segment, with all that belongs to its pages, and the segment."""
         catalog, name = self._catalog, victim.segment.name
-        left = {each.page for each in catalog.index.objects(name)} - {each.page for each in carried}
-        gone = list(catalog.index.objects(name))
-        for page in left:
-            if entry := catalog.index.get(page):
-                gone += [each for each in entry.objects if each.segment != name]
-        catalog.delete(gone)
-        if name in catalog.segments:  # nothing lived in it
-            with suppress(OSError):
-                catalog.reclaim(victim.segment)
-        if name in catalog.segments:
-            return None
-        return Cleaned(victim.size_bytes - sum(each.held_bytes for each in carried), len(left))
+        kept, pages = {each.page for each in carried}, 0
+        while True:
+            with self.lock:
+                placed = catalog.index.placed_in(name)
+                placed = placed.where(slice(0, SLICE))
+                rows = np.unique(placed.pages)
+                left = rows[[page not in kept for page in catalog.index.hashes(rows)]]
+                whole = catalog.index.placed(left)
+                alone = placed.where(~np.isin(placed.pages, left))
+                pages += len(left)
+                catalog.kill(whole)
+                catalog.kill(alone)
+            if not len(placed):
+                break
+        with self.lock:
+            catalog.discard(name)
+        catalog.sweep()
+        with self.lock:
+            if name in catalog.segments:
+                return None
+        return Cleaned(victim.size_bytes - sum(each.held_bytes for each in carried), pages)
 
+    @off_lock
     def _carry(self, each: StoredObject) -> bool:
         """Write an object again, as it is, into the segment that is written now; whether it is there."""
         catalog, writer, payload = self._catalog, self._writer, bytearray(each.held_bytes)

@@ -14,15 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmover.store.growing import GrowingNumbers
 from kvmover.store.namespace import HASH_BYTES
 
 Rows = npt.NDArray[np.int32]
 
-#: What a slot without a row says: nobody was here, somebody was, or who is about to be.
+#: What a slot says, of which one less is meant: zero, so that empty slots take no memory. Nobody was here, somebody
+#: was, or who is about to be; else the row.
 _NONE, _GONE, _CLAIM = -1, -2, -3
 
-#: Rows that there is always memory for.
-_LEAST = 64
+#: So many hashes or fewer are cheaper to look for one by one.
+_FEW = 12
+
+#: Slots that are moved to a larger table at a time: some for each new hash, so that the move ends before that is full.
+_MOVED, _MOVED_EACH = 4096, 16
 
 _WORDS = struct.Struct("<4Q")
 _ALL_BITS = (1 << 64) - 1
@@ -45,26 +50,20 @@ class NumberColumns:
 
     def __init__(self, **formats: str) -> None:
         """`formats`: the type code of each column, as `array` has them."""
-        self._arrays = {name: np.zeros(0, code) for name, code in formats.items()}
+        self._columns = {name: GrowingNumbers(code) for name, code in formats.items()}
         self._free = array("i")
         self._end = 0
-        self.grow(0)
+        for name, column in self._columns.items():
+            setattr(self, name, column.view)
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """All rows of a column, those that nobody holds too. Until the columns grow."""
-        return self._arrays[name]
+        return self._columns[name].numbers
 
     def take(self, count: int) -> Rows:
         """New rows, whose numbers are what they were."""
-        again = min(count, len(self._free))
-        rows = np.concatenate(
-            [
-                np.array(self._free[len(self._free) - again :], np.int32),
-                np.arange(self._end, self._end + count - again, dtype=np.int32),
-            ]
-        )
-        del self._free[len(self._free) - again :]
-        self.grow(self._end + count - again)
+        rows = _taken(self._free, self._end, count)
+        self.grow(int(rows.max(initial=-1)) + 1)
         return rows
 
     def give_back(self, rows: Rows) -> None:
@@ -74,27 +73,113 @@ class NumberColumns:
     def grow(self, rows: int) -> None:
         """Have at least so many rows."""
         self._end = max(self._end, rows)
-        for name, old in self._arrays.items():
-            if len(old) < max(rows, _LEAST):
-                fresh = np.zeros(max(rows, len(old) + len(old) // 4, _LEAST), old.dtype)
-                fresh[: len(old)] = old
-                self._arrays[name] = fresh
-                setattr(self, name, memoryview(fresh.data))
+        for name, column in self._columns.items():
+            if len(column) < rows:
+                setattr(self, name, memoryview(b""))
+                column.grow(rows + rows // 4)
+                setattr(self, name, column.view)
+
+
+def _taken(free: array[int], end: int, count: int) -> Rows:
+    """Rows that were given back, and behind them new ones from `end` on."""
+    again = min(count, len(free))
+    given = np.array(free[len(free) - again :], np.int32)
+    del free[len(free) - again :]
+    return np.concatenate([given, np.arange(end, end + count - again, dtype=np.int32)])
+
+
+class _Slots:
+    """Open addressing, linear probing: rows, or what else a slot says, by the upper bits of a hash."""
+
+    __slots__ = ("_factors", "mask", "said", "shift", "used", "view")
+
+    def __init__(self, bits: int, factors: npt.NDArray[np.uint64]) -> None:
+        self.said = np.zeros(1 << bits, np.int32)
+        self.view = self.said.data
+        self.shift, self.mask, self.used = 64 - bits, (1 << bits) - 1, 0
+        self._factors = factors
+
+    def __len__(self) -> int:
+        return len(self.said)
+
+    def of(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Where the search for each hash begins."""
+        return ((keys * self._factors).sum(1, dtype=np.uint64) >> np.uint64(self.shift)).astype(np.int64)
+
+    def find(
+        self, keys: npt.NDArray[np.uint64], known: npt.NDArray[np.uint64], hashes: memoryview[int], found: Rows
+    ) -> None:
+        """Say in `found` the row of each of `keys` that is here; row `r` has the hash `known[r]`, in bytes `hashes`.
+
+        A few searches are always longer than the others: they end one by one.
+        """
+        left = np.flatnonzero(found < 0)
+        slots = self.of(keys[left])
+        while len(left) > _FEW:
+            rows = self.said[slots] - 1
+            here = rows >= 0
+            there = np.flatnonzero(here)
+            here[there] = (known[rows[there]] == keys[left[there]]).all(1)
+            found[left[here]] = rows[here]
+            more = ~here & (rows != _NONE)
+            left, slots = left[more], (slots[more] + 1) & self.mask
+        for number, slot in zip(left.tolist(), slots.tolist(), strict=True):
+            found[number] = self.find_one(keys[number].tobytes(), slot, hashes)
+
+    def find_one(self, key: bytes, slot: int, hashes: memoryview[int]) -> int:
+        """The row of a hash that is looked for from a slot on, or -1."""
+        while (row := self.view[slot] - 1) != _NONE:
+            if row >= 0 and bytes(hashes[row * HASH_BYTES : (row + 1) * HASH_BYTES]) == key:
+                return row
+            slot = (slot + 1) & self.mask
+        return _NONE
+
+    def put(self, rows: npt.NDArray[Any], known: npt.NDArray[np.uint64]) -> None:
+        """Rows whose hashes are not here."""
+        slots = self.of(known[rows])
+        while len(rows):
+            said = self.said[slots]
+            free = said <= 0
+            self.said[slots[free]] = rows[free] + 1
+            lost = self.said[slots] != rows + 1
+            self.used += int((said[~lost] == _NONE + 1).sum())
+            rows, slots = rows[lost], (slots[lost] + 1) & self.mask
+
+    def remove(self, rows: npt.NDArray[Any], known: npt.NDArray[np.uint64]) -> None:
+        """Rows that are no more, of those that are here."""
+        slots = self.of(known[rows])
+        while len(rows) > _FEW:
+            said = self.said[slots]
+            here: npt.NDArray[np.bool_] = said == rows + 1
+            self.said[slots[here]] = _GONE + 1
+            more = ~here & (said != _NONE + 1)
+            rows, slots = rows[more], (slots[more] + 1) & self.mask
+        for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+            at: int = slot
+            while self.view[at] not in (_NONE + 1, row + 1):
+                at = (at + 1) & self.mask
+            if self.view[at] == row + 1:
+                self.view[at] = _GONE + 1
 
 
 class PageTable:
-    """Rows by hash: open addressing, linear probing, at most half full. `seed` makes the order of slots its own,
-    so that nobody can choose hashes that all fall together.
+    """Rows by hash, at most half full. `seed` makes the order of slots its own, so that nobody can choose hashes that
+    all fall together.
+
+    A table that is too small is moved to a larger one a little with each hash that comes, and asked beside it.
     """
 
     def __init__(self, seed: int) -> None:
         self._factors = np.random.default_rng(seed).integers(0, 1 << 63, 4, np.uint64) * np.uint64(2) + np.uint64(1)
         self._numbers: list[int] = self._factors.tolist()
-        self._keys = np.zeros((_LEAST, 4), np.uint64)
-        self._bytes = self._keys.data.cast("B")
+        self._hashes = GrowingNumbers("Q")
         self._free = array("i")
         self._end = self._live = 0
-        self._set_slots(10)
+        self._slots = _Slots(10, self._factors)
+        #: The table before, and how many of its slots are moved.
+        self._small: _Slots | None = None
+        self._moved = 0
+        self._look()
 
     def __len__(self) -> int:
         return self._live
@@ -102,34 +187,20 @@ class PageTable:
     def find(self, page: bytes) -> int:
         """The row of a hash, or -1."""
         (a, b, c, d), (e, f, g, h) = _WORDS.unpack(page), self._numbers
-        slot: int = (a * e + b * f + c * g + d * h & _ALL_BITS) >> self._shift
-        while True:
-            row = self._view[slot]
-            if row == _NONE:
-                return _NONE
-            if row >= 0 and self.key(row) == page:
+        mixed: int = a * e + b * f + c * g + d * h & _ALL_BITS
+        for slots in (self._slots, self._small) if self._small else (self._slots,):
+            if (row := slots.find_one(page, mixed >> slots.shift, self._bytes)) >= 0:
                 return row
-            slot = (slot + 1) & self._mask
+        return _NONE
 
     def find_many(self, pages: Sequence[bytes]) -> Rows:
         """The row of each hash, or -1."""
         keys = np.frombuffer(b"".join(pages), np.uint64).reshape(-1, 4)
         found = np.full(len(keys), _NONE, np.int32)
-        left, slots = np.arange(len(keys)), self._slots_of(keys)
-        while len(left):
-            rows = self._slots[slots]
-            here = self._equal(rows, keys, left)
-            found[left[here]] = rows[here]
-            more = ~here & (rows != _NONE)
-            left, slots = left[more], (slots[more] + 1) & self._mask
+        self._slots.find(keys, self._keys, self._bytes, found)
+        if self._small:
+            self._small.find(keys, self._keys, self._bytes, found)
         return found
-
-    def _equal(self, rows: Rows, keys: npt.NDArray[np.uint64], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Of which rows the hash is that of the number beside it."""
-        equal = rows >= 0
-        there = np.flatnonzero(equal)
-        equal[there] = (self._keys[rows[there]] == keys[numbers[there]]).all(1)
-        return equal
 
     def put_many(self, pages: bytes) -> tuple[Rows, Rows]:
         """The row of each hash, and the rows that are new, in the order of their hashes."""
@@ -147,39 +218,38 @@ class PageTable:
         A slot is claimed by the number of a hash, counted down from -3. Twins go by the same slots: who meets its own
         hash there has the row of who claimed it.
         """
-        left, slots = new, self._slots_of(keys[new])
+        table = self._slots
+        left, slots = new, table.of(keys[new])
         owner = np.full(len(keys), _NONE, np.int64)
         slot_of = np.zeros(len(keys), np.int64)
         while len(left):
-            before = self._slots[slots]
+            before = table.said[slots] - 1
             free = (before == _NONE) | (before == _GONE)
             # Of equal places numpy lets the last win: so the first hash is written last.
-            self._slots[slots[free][::-1]] = _CLAIM - left[free][::-1]
-            there = np.maximum(_CLAIM - self._slots[slots].astype(np.int64), -1)
+            table.said[slots[free][::-1]] = _CLAIM + 1 - left[free][::-1]
+            there = np.maximum(_CLAIM + 1 - table.said[slots].astype(np.int64), -1)
             mine = there == left
             twin = mine.copy()
             met = np.flatnonzero((there >= 0) & ~mine)
             twin[met] = (keys[there[met]] == keys[left[met]]).all(1)
             owner[left[twin]] = there[twin]
             slot_of[left[mine]] = slots[mine]
-            self._used += int((before[mine] == _NONE).sum())
-            left, slots = left[~twin], (slots[~twin] + 1) & self._mask
+            table.used += int((before[mine] == _NONE).sum())
+            left, slots = left[~twin], (slots[~twin] + 1) & table.mask
         winners = new[owner[new] == new]
         fresh = self._take(len(winners))
         rows[winners] = fresh
         self._keys[fresh] = keys[winners]
-        self._slots[slot_of[winners]] = fresh
+        table.said[slot_of[winners]] = fresh + 1
         rows[new] = rows[owner[new]]
         self._live += len(winners)
         return fresh
 
     def remove_many(self, rows: npt.NDArray[np.int64]) -> None:
         """The pages of these rows are gone."""
-        left, slots = rows, self._slots_of(self._keys[rows])
-        while len(left):
-            here = self._slots[slots] == left
-            self._slots[slots[here]] = _GONE
-            left, slots = left[~here], (slots[~here] + 1) & self._mask
+        self._slots.remove(rows, self._keys)
+        if self._small:
+            self._small.remove(rows, self._keys)
         self._free.frombytes(rows.astype(np.int32).tobytes())
         self._live -= len(rows)
 
@@ -193,46 +263,40 @@ class PageTable:
 
     def rows(self) -> Rows:
         """All rows that are in use, rising."""
-        return np.sort(self._slots[self._slots >= 0])
-
-    def _slots_of(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        return ((keys * self._factors).sum(1, dtype=np.uint64) >> np.uint64(self._shift)).astype(np.int64)
+        self._move(len(self._small) if self._small else 0)
+        return np.sort(self._slots.said[self._slots.said > 0]) - 1
 
     def _take(self, count: int) -> Rows:
-        again = min(count, len(self._free))
-        rows = np.concatenate(
-            [
-                np.array(self._free[len(self._free) - again :], np.int32),
-                np.arange(self._end, self._end + count - again, dtype=np.int32),
-            ]
-        )
-        del self._free[len(self._free) - again :]
-        self._end += count - again
+        rows = _taken(self._free, self._end, count)
+        self._end = max(self._end, int(rows.max(initial=-1)) + 1)
         if self._end > len(self._keys):
-            fresh = np.zeros((max(self._end, len(self._keys) * 5 // 4), 4), np.uint64)
-            fresh[: len(self._keys)] = self._keys
-            self._keys = fresh
-            self._bytes = fresh.data.cast("B")
+            self._keys, self._bytes = np.zeros((0, 4), np.uint64), memoryview(b"")
+            self._hashes.grow(self._end * 5)
+            self._look()
         return rows
 
+    def _look(self) -> None:
+        self._keys = self._hashes.numbers[: len(self._hashes) // 4 * 4].reshape(-1, 4)
+        self._bytes = self._hashes.view.cast("B")
+
     def _make_room(self, more: int) -> None:
-        """Slots for `more` hashes; those of hashes that are gone are cleared with it."""
-        if (self._used + more) * 2 <= len(self._slots):
+        """Slots for `more` hashes; those of hashes that are gone are left behind."""
+        self._move(_MOVED + more * _MOVED_EACH)
+        if (self._slots.used + more) * 2 <= len(self._slots):
             return
-        rows = self.rows()
+        self._move(len(self._small) if self._small else 0)
         bits = 10
         while (self._live + more) * 8 > 3 << bits:  # so that the next times do not come here again
             bits += 1
-        self._set_slots(bits)
-        slots = self._slots_of(self._keys[rows])
-        while len(rows):
-            free = self._slots[slots] < 0
-            self._slots[slots[free]] = rows[free]
-            lost = self._slots[slots] != rows
-            rows, slots = rows[lost], (slots[lost] + 1) & self._mask
-        self._used = int((self._slots >= 0).sum())
+        self._small, self._slots, self._moved = self._slots, _Slots(bits, self._factors), 0
+        self._move(_MOVED + more * _MOVED_EACH)
 
-    def _set_slots(self, bits: int) -> None:
-        self._slots = np.full(1 << bits, _NONE, np.int32)
-        self._view = self._slots.data
-        self._shift, self._mask, self._used = 64 - bits, (1 << bits) - 1, 0
+    def _move(self, slots: int) -> None:
+        """Move what is in so many slots of the table before. It goes on to be there until all is moved."""
+        if self._small is None or not slots:
+            return
+        some = self._small.said[self._moved : self._moved + slots]
+        self._slots.put(some[some > 0] - 1, self._keys)
+        self._moved += slots
+        if self._moved >= len(self._small):
+            self._small = None

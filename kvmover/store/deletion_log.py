@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 import uuid
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 from kvmover.store.files import close_quietly, is_gone, open_shared
+from kvmover.store.stored import Placed, Places
 
-#: A row: a segment, the place of a record in its head, and a check.
-_ROW = struct.Struct("<25s7xQ")
-_ROW_BYTES = _ROW.size + 8
+#: A row: a segment, the place of a record in its head, and a check of both.
+_ROW = np.dtype({"names": ["segment", "record", "check"], "formats": ["S25", "<u8", "<u8"], "offsets": [0, 32, 40]})
+_CHECKED_BYTES = 40
+_ROW_BYTES = _ROW.itemsize
+
+#: Of the log that are read at a time: a few milliseconds.
+_SOME_BYTES = _ROW_BYTES * 4096
 
 #: Beyond this many bytes a cleaner starts the file anew.
 _LONG_BYTES = 4 << 20
 
-#: (segment, place of the record in its head) of an object.
-Deleted = tuple[str, int]
+#: Segments, and in each the places of records in its head.
+Deletions = list[tuple[str, Places]]
 
 
 class DeletionLog:
@@ -40,16 +45,36 @@ class DeletionLog:
             self._open()
             self._read = self._whole_bytes()
 
-    def append(self, gone: Iterable[Deleted]) -> None:
+    def append(self, gone: Placed) -> None:
         """Objects that were deleted. Failure to tell is no failure to delete."""
-        rows = [_ROW.pack(segment.encode(), record) for segment, record in gone]
+        if not len(gone):
+            return
+        rows = np.zeros(len(gone), _ROW)
+        for name, some in gone.by_segment():
+            rows["segment"][some] = name.encode()
+        rows["record"] = gone.records
+        rows["check"] = _checks(rows)
         with suppress(OSError):
-            if self._fd < 0 or not os.fstat(self._fd).st_nlink:
+            if self._fd < 0:
                 self._open()
-            os.write(self._fd, b"".join(row + _check_of(row) for row in rows))
+            if not os.fstat(self._fd).st_nlink:  # another has its name, and this one is not read to its end yet
+                self._append_to_the_next(rows.tobytes())
+                return
+            os.write(self._fd, rows.tobytes())
+            if os.fstat(self._fd).st_size == self._read + len(rows) * _ROW_BYTES:
+                self._read += len(rows) * _ROW_BYTES  # nobody else wrote meanwhile
 
-    def poll(self) -> list[Deleted] | None:
-        """What was deleted since the last call. None where only the headers can say. Raises OSError.
+    def _append_to_the_next(self, rows: bytes) -> None:
+        fd = open_shared(self._path, os.O_CREAT | os.O_APPEND)
+        try:
+            os.write(fd, rows)
+        finally:
+            close_quietly(fd)
+
+    def poll(self) -> Deletions | None:
+        """Some of what was deleted since the last call; [] where that is all. None where only the headers can say.
+
+        Raises OSError.
 
         A file that another has taken the place of is read to its end, and then the other from its beginning.
         """
@@ -71,7 +96,7 @@ class DeletionLog:
             self._open()
             return None
         old = self._rows(found.st_size)
-        if found.st_nlink or old is None:
+        if found.st_nlink or old is None or old:
             return old
         try:
             self._open()
@@ -79,8 +104,7 @@ class DeletionLog:
             if is_gone(error):  # a directory that is gone has no news, nor headers
                 return old
             raise
-        fresh = self._rows(os.fstat(self._fd).st_size)
-        return None if fresh is None else old + fresh
+        return self._rows(os.fstat(self._fd).st_size)
 
     def shorten(self) -> None:
         """Start the file anew once it is long: every process reads the old one to its end first."""
@@ -105,16 +129,22 @@ class DeletionLog:
         size = os.fstat(self._fd).st_size
         return size - size % _ROW_BYTES
 
-    def _rows(self, size: int) -> list[Deleted] | None:
+    def _rows(self, size: int) -> Deletions | None:
         if size - self._read < _ROW_BYTES:
             return []
-        data = os.pread(self._fd, size - self._read, self._read)
-        rows = [data[at : at + _ROW_BYTES] for at in range(0, len(data) - _ROW_BYTES + 1, _ROW_BYTES)]
+        data = os.pread(self._fd, min(size - self._read, _SOME_BYTES), self._read)
+        rows = np.frombuffer(data, _ROW, len(data) // _ROW_BYTES)
         self._read += len(rows) * _ROW_BYTES
-        if any(_check_of(row[: _ROW.size]) != row[_ROW.size :] for row in rows):
+        if (rows["check"] != _checks(rows)).any():
             return None
-        return [(name.rstrip(b"\0").decode("ascii", "replace"), at) for name, at in map(_ROW.unpack_from, rows)]
+        names, which = np.unique(rows["segment"], return_inverse=True)
+        return [
+            (name.decode("ascii", "replace"), np.unique(rows["record"][which.reshape(-1) == number]).astype(np.int64))
+            for number, name in enumerate(names.tolist())
+        ]
 
 
-def _check_of(row: bytes) -> bytes:
-    return xxh3_64_intdigest(row).to_bytes(8, "little")
+def _checks(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+    data = memoryview(rows.tobytes())
+    starts = range(0, len(data), _ROW_BYTES)
+    return np.array([xxh3_64_intdigest(data[at : at + _CHECKED_BYTES]) for at in starts], np.uint64)

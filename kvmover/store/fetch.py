@@ -9,13 +9,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvmover.store.catalog import MISSING, Catalog
+from kvmover.store.catalog import Catalog
 from kvmover.store.cover import CellRun
 from kvmover.store.files import SHORT, FileRun, OpenFile, reason_of
-from kvmover.store.index import StoredObject
 from kvmover.store.objects import DIGEST, EIO, Failure, Fault, ObjectRead
 from kvmover.store.part import PagePart
 from kvmover.store.record import holds
+from kvmover.store.second_look import MISSING
+from kvmover.store.stored import StoredObject
 
 SegmentRead: TypeAlias = ObjectRead[StoredObject]
 SegmentFailure: TypeAlias = Failure[StoredObject]

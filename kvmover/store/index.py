@@ -8,13 +8,10 @@ numbers, some 110 bytes an object; a StoredObject or a Page is made when somebod
 from __future__ import annotations
 
 import random
-from array import array
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from weakref import WeakSet
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,63 +19,11 @@ from kvmover.store.columns import NumberColumns, PageTable
 from kvmover.store.objects import Watcher
 from kvmover.store.part import PartKey
 from kvmover.store.record import BLOCK_BYTES, LIVE, RecordTable
+from kvmover.store.segment_rows import RECORDS_AT, SegmentRows
+from kvmover.store.stored import Page, Placed, Places, Rows, StoredObject, padded
 
-#: Records of a head begin at multiples of this.
-_RECORDS_AT = 8
-
-Rows = npt.NDArray[np.int32]
-Places = npt.NDArray[np.int64]
-
-
-def padded(nbytes: int) -> int:
-    """`nbytes` in whole blocks of a data file: 5,000 take 8,192."""
-    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-class StoredObject(msgspec.Struct, frozen=True, gc=False):
-    """One complete object: where it is, and what it is of. `record` is the place of its header, which has its digests.
-
-    `stamp`: second of the last use that its header is known to say.
-    """
-
-    segment: str
-    record: int
-    offset: int
-    nbytes: int
-    page: bytes
-    part: PartKey
-    stamp: int
-
-    @property
-    def held_bytes(self) -> int:
-        """What it takes of its data file: whole blocks, so that it can be read directly and freed alone."""
-        return padded(self.nbytes)
-
-    @property
-    def cells(self) -> int:
-        """Cells of its box: heads x layers."""
-        return self.part.box.cells
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one cell, `kv token dim`, as long as every other."""
-        return self.nbytes // self.part.box.cells
-
-
-class Page(msgspec.Struct, frozen=True, gc=False):
-    """All objects of a page, of every component and rank, as they are now: they are used and evicted together.
-
-    `stamp`: second of the last use that this process knows of. `parts`: of the objects, one each, in order.
-    """
-
-    objects: list[StoredObject]
-    stamp: int
-    parts: tuple[PartKey, ...]
-
-    @property
-    def held_bytes(self) -> int:
-        """Blocks of all objects."""
-        return sum(each.held_bytes for each in self.objects)
+#: So many pages are taken out of the order of use one by one; more at once.
+_FEW = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -90,60 +35,18 @@ class Holdings:
     held_bytes: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _SegmentRows:
-    """Objects of one segment: places of their headers, rising, in `_RECORDS_AT`, and their rows, or -1."""
-
-    number: int
-    records: array[int] = field(default_factory=lambda: array("I"))
-    rows: array[int] = field(default_factory=lambda: array("i"))
-    live: int = 0
-    held_bytes: int = 0
-
-    def add(self, records: Places, rows: Rows) -> None:
-        """Rising among themselves, and nearly always behind what is there."""
-        numbers = (records // _RECORDS_AT).astype(np.uint32)
-        if not self.records or numbers[0] > self.records[-1]:
-            self.records.frombytes(numbers.tobytes())
-            self.rows.frombytes(rows.tobytes())
-            return
-        for record, row in zip(numbers.tolist(), rows.tolist(), strict=True):
-            at = bisect_left(self.records, record)
-            self.records.insert(at, record)
-            self.rows.insert(at, row)
-
-    def place(self, record: int) -> int:
-        """Where in the columns a header is, or -1."""
-        record //= _RECORDS_AT
-        at = bisect_left(self.records, record)
-        return at if at < len(self.records) and self.records[at] == record and self.rows[at] >= 0 else -1
-
-    def remove(self, records: Sequence[int]) -> Rows:
-        """Rows of the objects of these headers, of those that live: they do no more."""
-        places = {place for record in records if (place := self.place(record)) >= 0}
-        rows = np.array([self.rows[place] for place in places], np.int32)
-        for place in places:
-            self.rows[place] = -1
-        return rows
-
-    def take(self) -> Rows:
-        """Rows of the objects that live."""
-        rows = np.array(self.rows, np.int32)
-        return rows[rows >= 0]
-
-
 class Index:
     """Pages by hash, the least recently used first; objects by segment and record."""
 
     def __init__(self) -> None:
-        #: An object: its header's place, in `_RECORDS_AT`; its segment; where its payload is, in blocks; its kind, its
+        #: An object: its header's place, in `RECORDS_AT`; its segment; where its payload is, in blocks; its kind, its
         #: page, and the page's next one.
         self._objects = NumberColumns(record="I", offset="I", segment="i", kind="i", page="i", next="i", stamp="I")
         #: A page: the object that was added last, its parts, and the pages used just before and after it.
         self._pages = NumberColumns(first="i", parts="i", before="i", after="i", stamp="I")
         self._table = PageTable(random.SystemRandom().randrange(1 << 64))
         self._oldest = self._newest = -1
-        self._segments: dict[str, _SegmentRows] = {}
+        self._segments: dict[str, SegmentRows] = {}
         self._names: list[str] = []
         self._kinds: list[tuple[PartKey, int]] = []
         self._kind_numbers: dict[tuple[PartKey, int], int] = {}
@@ -216,7 +119,7 @@ class Index:
         """Places of the headers of all objects of a segment, rising."""
         mine = self._segments.get(segment)
         rows = mine.take() if mine else np.zeros(0, np.int32)
-        return self._objects.column("record")[rows].astype(np.int64) * _RECORDS_AT
+        return self._objects.column("record")[rows].astype(np.int64) * RECORDS_AT
 
     def table(self, segment: str) -> RecordTable:
         """All objects of a segment as its records said, rising; without the marks."""
@@ -225,7 +128,7 @@ class Index:
         of = self._objects.column
         kinds, parts = of("kind")[rows], tuple(part for part, _ in self._kinds)
         return RecordTable(
-            at=of("record")[rows].astype(np.int64) * _RECORDS_AT,
+            at=of("record")[rows].astype(np.int64) * RECORDS_AT,
             state=np.full(len(rows), LIVE),
             stamp=self._pages.column("stamp")[of("page")[rows]].astype(np.int64),
             offset=of("offset")[rows].astype(np.int64) * BLOCK_BYTES,
@@ -241,6 +144,71 @@ class Index:
         mine = self._segments.get(segment)
         place = mine.place(record) if mine else -1
         return self._object(mine.rows[place]) if mine and place >= 0 else None
+
+    def coldest(self, most: int, nbytes: int, kept: Collection[int], before: float | None = None) -> Rows:
+        """Pages that are the next to go, `most` at most: of so many bytes together, up to one of `kept` and to one
+        that was used since second `before`.
+        """
+        kept = frozenset(kept)
+        of, objects, held = self._pages, self._objects, [padded(nbytes) for _, nbytes in self._kinds]
+        found: list[int] = []
+        page = self._oldest
+        while page >= 0 and nbytes > 0 and len(found) < most and page not in kept:
+            if before is not None and of.stamp[page] >= before:
+                break
+            found.append(page)
+            row = of.first[page]
+            while row >= 0:
+                nbytes -= held[objects.kind[row]]
+                row = objects.next[row]
+            page = of.after[page]
+        return np.array(found, np.int32)
+
+    def pages_at(self, pages: Sequence[bytes]) -> Rows:
+        """Rows of those of `pages` that are there."""
+        rows = self._table.find_many(pages)
+        return rows[rows >= 0]
+
+    def hashes(self, pages: Rows) -> list[bytes]:
+        """Of pages by their rows."""
+        return [self._table.key(page) for page in pages.tolist()]
+
+    def stamps_at(self, pages: Rows) -> Places:
+        """Of pages by their rows the second of the last use that is known here."""
+        return self._pages.column("stamp")[pages].astype(np.int64)
+
+    def placed(self, pages: Rows) -> Placed:
+        """All objects of pages."""
+        rows = self._pages.column("first")[pages]
+        found, after = [rows[:0]], self._objects.column("next")
+        while len(rows := rows[rows >= 0]):
+            found.append(rows)
+            rows = after[rows]
+        return self._placed(np.concatenate(found))
+
+    def placed_in(self, segment: str, records: Places | None = None) -> Placed:
+        """Objects of a segment: all, or those with headers at `records`."""
+        mine = self._segments.get(segment)
+        if mine is None:
+            return self._placed(np.zeros(0, np.int32))
+        return self._placed(mine.take() if records is None else mine.at(records)[1])
+
+    def _placed(self, rows: Rows) -> Placed:
+        of = self._objects.column
+        segments, records = of("segment")[rows], of("record")[rows]
+        order = np.lexsort((records, segments))
+        rows, segments, records = rows[order], segments[order], records[order]
+        sizes = np.array([nbytes for _, nbytes in self._kinds] or [0], np.int64)[of("kind")[rows]]
+        return Placed(
+            rows=rows,
+            pages=of("page")[rows],
+            segments=segments,
+            records=records.astype(np.int64) * RECORDS_AT,
+            offsets=of("offset")[rows].astype(np.int64) * BLOCK_BYTES,
+            held=-(-sizes // BLOCK_BYTES) * BLOCK_BYTES,
+            stamps=of("stamp")[rows].astype(np.int64),
+            names=self._names,
+        )
 
     def watch(self, watcher: Watcher) -> None:
         """Tell `watcher` of pages that lose an object, as long as it lives."""
@@ -272,14 +240,14 @@ class Index:
         """`places`: record, offset and stamp of each object. Rising records of one segment that are new here."""
         mine = self._segments.get(segment)
         if mine is None:
-            mine = self._segments[segment] = _SegmentRows(len(self._names))
+            mine = self._segments[segment] = SegmentRows(len(self._names))
             self._names.append(segment)
         records, offsets, stamps = places
         rows = self._objects.take(len(kinds))
         page_rows, fresh = self._table.put_many(pages)
         self._new_pages(fresh)
         of = self._objects.column
-        of("record")[rows], of("offset")[rows] = records // _RECORDS_AT, offsets // BLOCK_BYTES
+        of("record")[rows], of("offset")[rows] = records // RECORDS_AT, offsets // BLOCK_BYTES
         of("stamp")[rows] = stamps
         of("segment")[rows], of("kind")[rows], of("page")[rows] = mine.number, kinds, page_rows
         self._chain(rows, page_rows, kinds)
@@ -332,42 +300,48 @@ class Index:
         by_segment: dict[str, list[int]] = {}
         for each in objects:
             by_segment.setdefault(each.segment, []).append(each.record)
-        return sum(self._remove(segment, records) for segment, records in by_segment.items())
+        return sum(self.remove_at(segment, records) for segment, records in by_segment.items())
 
     def remove_at(self, segment: str, records: Iterable[int]) -> int:
         """As `remove`, by the places of their headers in the head file of `segment`."""
-        return self._remove(segment, list(records))
+        return self.remove_placed(self.placed_in(segment, np.unique(np.fromiter(records, np.int64))))
 
-    def _remove(self, segment: str, records: Sequence[int]) -> int:
-        mine = self._segments.get(segment)
-        rows = mine.remove(records) if mine else np.zeros(0, np.int32)
-        if mine is None or not len(rows):
-            return 0
-        sizes = np.array([nbytes for _, nbytes in self._kinds], np.int64)[self._objects.column("kind")[rows]]
-        held = int((-(-sizes // BLOCK_BYTES) * BLOCK_BYTES).sum())
-        mine.live -= len(rows)
-        mine.held_bytes -= held
+    def remove_placed(self, gone: Placed) -> int:
+        """As `remove`, by their places in this index."""
+        for name, some in gone.by_segment():
+            mine = self._segments[name]
+            mine.remove(mine.at(gone.records[some])[0])
+            mine.live -= some.stop - some.start
+            mine.held_bytes -= int(gone.held[some].sum())
+        rows, held = gone.rows, int(gone.held.sum())
+        sizes = np.array([nbytes for _, nbytes in self._kinds] or [0], np.int64)[self._objects.column("kind")[rows]]
         self.holdings.objects -= len(rows)
         self.holdings.payload_bytes -= int(sizes.sum())
         self.holdings.held_bytes -= held
-        page_rows = self._objects.column("page")[rows]
-        pages, counts = np.unique(page_rows, return_counts=True)
-        lost = [self._table.key(page) for page in pages.tolist()] if self._watched else []
-        kinds = np.array([len(parts) for parts in self._parts])[self._pages.column("parts")[pages]]
+        pages, counts = np.unique(gone.pages, return_counts=True)
+        lost = self.hashes(pages) if self._watched else []
+        parts = self._pages.column("parts")[pages]
+        few, which = np.unique(parts, return_inverse=True)
+        numbers: list[int] = few.tolist()
+        kinds = np.array([len(self._parts[number]) for number in numbers], np.int64)[which.reshape(-1)]
         self._forget_pages(pages[kinds == counts])
-        gone = set(rows.tolist())
-        for page in pages[kinds != counts].tolist():
-            self._unchain(page, gone)
+        if not (kinds == counts).all():
+            going = set(rows.tolist())
+            for page in pages[kinds != counts].tolist():
+                self._unchain(page, going)
         self._objects.give_back(rows)
         for watcher in self._watched:
             for page in lost:
                 watcher.lost(page)
         return held
 
-    def _forget_pages(self, pages: npt.NDArray[np.int64]) -> None:
+    def _forget_pages(self, pages: Rows) -> None:
         """Take pages that have no object left out of everything."""
-        for page in pages.tolist():
-            self._unlink(page)
+        if len(pages) <= _FEW:
+            for page in pages.tolist():
+                self._unlink(page)
+        else:
+            self._unlink_many(pages)
         self._table.remove_many(pages)
 
     def _unchain(self, page: int, gone: set[int]) -> None:
@@ -399,9 +373,32 @@ class Index:
         else:
             self._newest = before
 
+    def _unlink_many(self, pages: Rows) -> None:
+        """As `_unlink`, of many: runs of them are jumped over in steps that double."""
+        before, after = self._pages.column("before"), self._pages.column("after")
+        number = np.zeros(len(before), np.int32)
+        number[pages] = np.arange(1, len(pages) + 1, dtype=np.int32)
+
+        def nearest(links: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            """Of each page the first beyond it that stays, or -1."""
+            ends = links[pages]
+            while True:
+                going: Rows = np.flatnonzero((ends >= 0) & (number[ends] > 0))
+                if not len(going):
+                    return ends
+                ends[going] = ends[number[ends[going]] - 1]
+
+        front, behind = nearest(before), nearest(after)
+        after[front[front >= 0]] = behind[front >= 0]
+        before[behind[behind >= 0]] = front[behind >= 0]
+        if (front < 0).any():
+            self._oldest = int(behind[front < 0][0])
+        if (behind < 0).any():
+            self._newest = int(front[behind < 0][0])
+
     def drop(self, segment: str) -> None:
         """Forget a segment that is gone, with its objects."""
-        self.remove_at(segment, self.records(segment).tolist())
+        self.remove_placed(self.placed_in(segment))
         self._segments.pop(segment, None)
 
     def stamped(self, each: StoredObject, stamp: int) -> None:
@@ -411,12 +408,14 @@ class Index:
         if mine and place >= 0:
             self._objects.stamp[mine.rows[place]] = stamp
 
-    def use(self, pages: Sequence[bytes], stamp: int) -> None:
-        """These were read or written at second `stamp`, in this order: the last to go now. If one went, so be it."""
+    def use(self, pages: Sequence[bytes], stamp: int) -> list[int]:
+        """These were read or written at second `stamp`, in this order: the last to go now. If one went, so be it.
+
+        Rows of those that are there.
+        """
         before, after, stamps = self._pages.before, self._pages.after, self._pages.stamp
-        for row in self._table.find_many(pages).tolist():
-            if row < 0:
-                continue
+        rows = self.pages_at(pages).tolist()
+        for row in rows:
             if stamp > stamps[row]:
                 stamps[row] = stamp
             if row != self._newest:
@@ -424,6 +423,7 @@ class Index:
                 before[row], after[row] = self._newest, -1
                 after[self._newest] = row
                 self._newest = row
+        return rows
 
     @property
     def span_s(self) -> tuple[int, int]:
@@ -451,7 +451,7 @@ class Index:
         part, nbytes = self._kinds[of.kind[row]]
         page = self._table.key(of.page[row]) if page is None else page
         name, stamp = self._names[of.segment[row]], of.stamp[row]
-        record, offset = of.record[row] * _RECORDS_AT, of.offset[row] * BLOCK_BYTES
+        record, offset = of.record[row] * RECORDS_AT, of.offset[row] * BLOCK_BYTES
         return StoredObject(name, record, offset, nbytes, page, part, stamp)
 
     def _kind(self, part: PartKey, nbytes: int) -> int:

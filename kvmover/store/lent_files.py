@@ -11,9 +11,9 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import RLock
 
 from kvmover.store.files import Files, OpenFile, is_gone
+from kvmover.store.guard_lock import GuardLock
 from kvmover.store.segment import DATA
 
 #: Files kept open for the next read; more are open while more are in use.
@@ -32,7 +32,7 @@ class _Lent:
 class LentFiles:
     """The data files of one folder, opened by `files`."""
 
-    def __init__(self, folder: Path, files: Files, lock: RLock) -> None:
+    def __init__(self, folder: Path, files: Files, lock: GuardLock) -> None:
         self._folder, self._files, self._lock = folder, files, lock
         self._open: OrderedDict[str, _Lent] = OrderedDict()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,9 +76,14 @@ def decode_manifest(data: bytes, folder: str) -> Manifest | None:
 
 
 def write_manifest(folder: Path, namespace: Namespace) -> None:
-    """Raises OSError. The file appears whole or not at all, also after a power cut; a damaged one is written again."""
+    """Raises OSError. The file appears whole or not at all, also after a power cut; a damaged one is written again.
+
+    Its time says when the namespace was opened last, by who knows its model.
+    """
     path = folder / MANIFEST
     if _manifest(path) is not None:
+        with suppress(OSError):
+            os.utime(path)
         return
     fresh = folder / f"{uuid.uuid4().hex}.tmp"
     with fresh.open("wb") as file:

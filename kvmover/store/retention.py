@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import RLock
+
+import numpy as np
 
 from kvmover.store.budget import DeletionBudget
-from kvmover.store.catalog import GIVEN_BACK, Catalog
+from kvmover.store.catalog import SLICE, Catalog
 from kvmover.store.cleaning import SegmentCleaner
 from kvmover.store.files import Files
-from kvmover.store.index import Page, StoredObject
+from kvmover.store.guard_lock import GuardLock, off_lock, under_lock
 from kvmover.store.machine import Machine
 from kvmover.store.policy import Policy
 from kvmover.store.results import Counters
+from kvmover.store.second_look import GIVEN_BACK
+from kvmover.store.stored import Placed, Rows, StoredObject
+from kvmover.store.takeover import SegmentTakeover
 from kvmover.store.writer import Writer
 
-#: Pages that are deleted, or stamped, under one hold of the lock: a few milliseconds.
-_SLICE = 64
+#: Pages that are stamped under one hold of the lock: a few milliseconds.
+_STAMPED = 64
 
-#: Eviction frees this share of the quota beyond what is needed, so that not every put evicts.
-_SLACK = 1 / 64
+#: Pages that a look-up deletes, which are too old.
+_EXPIRED = 64
+
+
+def _slack(held_bytes: int) -> int:
+    """What eviction frees beyond what is needed, so that not every put evicts, and none of them long."""
+    return min(held_bytes // 16, 16 << 20)
 
 
 class Retention:
@@ -37,17 +46,23 @@ class Retention:
         self.files = files
         self.catalog = Catalog(folder, namespace, files, machine)
         self.counters = Counters(lagged=self.catalog.lagged)
-        self.lock, self.writing, self.tidying = self.catalog.lock, RLock(), RLock()
+        self.lock = self.catalog.lock
+        self.writing = GuardLock(self.lock)
+        self.tidying = GuardLock(self.writing, self.lock)
         self.writer = Writer(self.catalog, policy.segment_bytes)
-        self._cleaner = SegmentCleaner(self.catalog, self.writer, self.used_elsewhere)
+        self._cleaner = SegmentCleaner(self.catalog, self.writer, self.unused)
+        self.takeover = SegmentTakeover(self.catalog)
         self._read: set[bytes] = set()
         self._budget = DeletionBudget(machine.now())
 
+    @under_lock
     def note_use(self, pages: Collection[bytes]) -> None:
-        """Pages were read, in this order: under the lock."""
+        """Pages were read, in this order."""
         self.catalog.index.use(list(pages), self.catalog.machine.now())
         self._read.update(pages)
 
+    @off_lock
+    @off_lock
     def make_room(self, nbytes: int, keep: Collection[bytes] = ()) -> bool:
         """Evict until `nbytes` more fit the quota, but no page of `keep`; False where they never do. While writing."""
         quota = self.policy.quota_bytes
@@ -58,9 +73,10 @@ class Retention:
         with self.lock:
             held = self.catalog.held_bytes
         if held + nbytes > quota:
-            self.evict_to(quota - (max(nbytes, int(quota * _SLACK)) if nbytes else 0), keep)
+            self.evict_to(quota - (max(nbytes, _slack(quota)) if nbytes else 0), keep)
         return True
 
+    @off_lock
     def give_way(self, nbytes: int, keep: Collection[bytes]) -> bool:
         """The disk is full: evict what makes `nbytes` and a little more free, but no page of `keep`. While writing.
 
@@ -68,91 +84,97 @@ class Retention:
         """
         with self.lock:
             held = self.catalog.held_bytes
-        return self.evict_to(max(0, held - nbytes - int(held * _SLACK)), keep) > 0
+        return self.evict_to(max(0, held - nbytes - _slack(held)), keep) > 0
 
+    @off_lock
     def evict_to(self, held_bytes: int, keep: Collection[bytes] = ()) -> int:
         """Evict the least recently read pages until at most so much is held; the bytes freed. While writing.
 
         A slice at a time, between which others have the lock. Pages of `keep` stay.
         """
-        with self.lock:
-            self.catalog.index.use(list(keep), 0)
+        pages = list(keep)
         freed = 0
-        kept = frozenset(keep)
         while True:
             with self.lock:
                 goal = self.catalog.held_bytes - held_bytes
-                step = self._evict_some(goal, kept) if goal > 0 and self.catalog.punches else 0
-            if goal > 0 and not step:
-                step = self._clean(goal, kept)
-            self.counters.evicted_bytes += step
-            if not step:
+                kept = self.catalog.index.use(pages, 0)
+                step = self._evict_some(goal, kept) if goal > 0 and self.catalog.punches else None
+            self.catalog.sweep()
+            if goal > 0 and step is None:
+                step = self._clean(goal, pages) or None
+            if step is None:
                 return freed
+            self.counters.evicted_bytes += step
             freed += step
 
-    def _evict_some(self, nbytes: int, keep: frozenset[bytes]) -> int:
-        """Evict a few pages; the bytes freed."""
-        pages = self._coldest(nbytes, keep, None)
-        self.counters.evicted_pages += len(pages)
-        return self.catalog.delete([each for entry in pages for each in entry.objects])
-
-    def _coldest(self, nbytes: int, keep: frozenset[bytes], before: float | None) -> list[Page]:
-        """A few of the pages that go next: of so many bytes together, not of `keep`, not used since `before`.
-
-        Those that another process used since are the last to go now, and others take their place.
+    @under_lock
+    def _evict_some(self, nbytes: int, kept: Collection[int]) -> int | None:
+        """Evict a few pages: the bytes freed, none where all that were looked at have been used. None where no page
+        may go.
         """
-        while True:
-            pages: dict[bytes, Page] = {}
-            for page, entry in self.catalog.index.pages():
-                late = before is not None and entry.stamp >= before
-                if len(pages) >= _SLICE or nbytes <= 0 or page in keep or late:
-                    break
-                pages[page] = entry
-                nbytes -= entry.held_bytes
-            spared = self.used_elsewhere(pages)
-            left = [entry for page, entry in pages.items() if page not in spared]
-            if left or not spared:
-                return left
-            nbytes += sum(pages[page].held_bytes for page in spared)
+        pages = self.catalog.index.coldest(SLICE, nbytes, kept)
+        if not len(pages):
+            return None
+        cold, placed = self.unused(pages)
+        self.counters.evicted_pages += len(cold)
+        return self.catalog.kill(placed)
 
-    def _clean(self, nbytes: int, keep: frozenset[bytes]) -> int:
+    @off_lock
+    def _clean(self, nbytes: int, keep: Sequence[bytes]) -> int:
         """Evict a segment, where only whole files are freed; the bytes freed."""
         cleaned = None if self.catalog.punches else self._cleaner.clean(nbytes, keep)
         self.counters.evicted_pages += cleaned.pages if cleaned else 0
         return cleaned.freed_bytes if cleaned else 0
 
-    def used_elsewhere(self, pages: Mapping[bytes, Page]) -> set[bytes]:
-        """Pages that another process used since, which makes them the last to go, or has deleted. Under the lock."""
-        index, spared = self.catalog.index, set[bytes]()
-        uses = self.catalog.last_uses(list(pages.values()))
-        missing = index.missing(list(pages))
-        for (page, entry), written, is_gone in zip(pages.items(), uses, missing, strict=True):
-            if is_gone:
-                spared.add(page)
-            elif written > entry.stamp:
-                index.use([page], written)
-                spared.add(page)
-        return spared
+    @under_lock
+    def unused(self, pages: Rows) -> tuple[Rows, Placed]:
+        """Of pages those that no other process has used since, which makes them the last to go, nor deleted; and their
+        objects.
+        """
+        index = self.catalog.index
+        placed = index.placed(pages)
+        alive, written = self.catalog.last_uses(placed)
+        order = np.argsort(pages)
+        owners = order[np.searchsorted(pages[order], placed.pages)]
+        last = np.zeros(len(pages), np.int64)
+        np.maximum.at(last, owners[alive], written[alive])
+        living = np.zeros(len(pages), np.bool_)
+        living[owners[alive]] = True
+        used = living & (last > index.stamps_at(pages))
+        for page, stamp in zip(index.hashes(pages[used]), last[used].tolist(), strict=True):
+            index.use([page], stamp)
+        cold = living & ~used
+        if not alive.all():
+            index.remove_placed(placed.where(~alive))
+        return pages[cold], placed if cold.all() and alive.all() else placed.where(alive & cold[owners])
 
+    @under_lock
     def expire(self) -> int:
-        """Delete pages that nobody used for the policy's TTL, a few: how many. Under the lock."""
+        """Delete pages that nobody used for the policy's TTL, a few: how many were looked at."""
         if self.policy.ttl_s is None:
             return 0
-        pages = self._coldest(1 << 62, frozenset(), self.catalog.machine.now() - self.policy.ttl_s)
-        self.catalog.delete([each for entry in pages for each in entry.objects])
-        self.counters.expired_pages += len(pages)
+        index, before = self.catalog.index, self.catalog.machine.now() - self.policy.ttl_s
+        pages = index.coldest(_EXPIRED, 1 << 62, (), before)
+        if not len(pages):
+            return 0
+        old, placed = self.unused(pages)
+        self.catalog.kill(placed)
+        self.counters.expired_pages += len(old)
         return len(pages)
 
+    @under_lock
     def stale(self, pages: Sequence[bytes]) -> set[bytes]:
-        """Which of `pages` nobody has used for the TTL, though they were not deleted yet. Under the lock."""
+        """Which of `pages` nobody has used for the TTL, though they were not deleted yet."""
         index, ttl_s = self.catalog.index, self.policy.ttl_s
         if ttl_s is None:
             return set()
         before = self.catalog.machine.now() - ttl_s
         old = [page for page, stamp in zip(pages, index.stamps_of(pages), strict=True) if stamp < before]
-        entries = {page: entry for page in old if (entry := index.get(page))}
-        return entries.keys() - self.used_elsewhere(entries)
+        if old:
+            self.unused(np.unique(index.pages_at(old)))
+        return {page for page, stamp in zip(old, index.stamps_of(old), strict=True) if stamp < before}
 
+    @off_lock
     def write_stamps(self) -> None:
         """Tell other processes' eviction what was read here, in the headers, each at most once in `stamp_s` seconds.
 
@@ -160,11 +182,12 @@ class Retention:
         """
         with self.lock:
             pages, self._read = list(self._read), set()
-        for first in range(0, len(pages), _SLICE):
+        for first in range(0, len(pages), _STAMPED):
             with self.lock:
-                for page in pages[first : first + _SLICE]:
+                for page in pages[first : first + _STAMPED]:
                     self._write_stamps(page)
 
+    @under_lock
     def _write_stamps(self, page: bytes) -> None:
         entry = self.catalog.index.get(page)
         for each in entry.objects if entry else ():
@@ -173,15 +196,19 @@ class Retention:
                 with suppress(OSError):
                     self.catalog.segments[each.segment].stamp(each.record, entry.stamp)
 
+    @off_lock
     def poison(self, each: StoredObject, reason: str = "digest") -> bool:
-        """Delete a bad object, so that the next write goes through. Under the lock.
+        """Delete a bad object, so that the next write goes through.
 
         False where this process has deleted too many of late: it may be what is bad itself. Then it alone forgets the
         object, which it finds no more.
         """
-        if not self._budget.spend(self.catalog.machine.now()):
-            self.catalog.index.remove([each])
-            self.counters.spared += 1
+        with self.lock:
+            may = self._budget.spend(self.catalog.machine.now())
+            if not may:
+                self.catalog.index.remove([each])
+                self.counters.spared += 1
+        if not may:
             return False
         self.catalog.delete([each])
         if reason not in GIVEN_BACK:

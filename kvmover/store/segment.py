@@ -11,18 +11,17 @@ import errno
 import fcntl
 import os
 import re
-import struct
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvmover.store.files import close_quietly, is_gone, open_shared
-from kvmover.store.index import StoredObject
 from kvmover.store.machine import NO_BOOT
 from kvmover.store.record import (
     DEAD,
@@ -39,18 +38,20 @@ from kvmover.store.record import (
     encode_mark,
     next_whole,
 )
+from kvmover.store.stored import Places, StoredObject
 
 HEAD, DATA = ".head", ".data"
 _HEADS = re.compile(r"([0-9a-f]{16}-[0-9]{8})\.head")
 
 #: Of a head that are read at a time: some milliseconds.
-_SOME_BYTES = 2 << 20
+_SOME_BYTES = 512 << 10
 
 #: Records with less between them are read at once.
 _NEAR_BYTES = 4096
 
 #: State and stamp of a record, which follow each other.
-_STATE = struct.Struct("<II")
+_STATE_BYTES = 8
+_DEAD = DEAD.to_bytes(4, "little")
 
 _PUNCH, _KEEP_SIZE = 2, 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -272,12 +273,6 @@ class Segment:
                 return 0
             raise
 
-    def dead(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Which objects, by the places of their records, do not live any more. Raises OSError."""
-        with self.opened() as fd:
-            words = np.frombuffer(os.pread(fd, self.parsed, 0), "<u4", self.parsed // 4)
-        return records[words[(records + STATE_AT) // 4] != LIVE]
-
     def digests(self, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
         """Digests of `cells` cells of the object of each record, of (record, cells) pairs, as they are in the file.
 
@@ -305,21 +300,32 @@ class Segment:
             first = stop
         return found
 
-    def states(self, records: Sequence[int]) -> list[tuple[bool, int]]:
-        """Whether the object of each record is alive, and its stamp. Nothing lives in a segment that was removed.
-
-        Raises OSError where the system does not say.
+    def states(self, records: Places) -> tuple[npt.NDArray[np.bool_], Places]:
+        """Whether the object of each record is alive, and its stamp; records rise. Nothing lives in a segment that was
+        removed. Raises OSError where the system does not say.
         """
+        words = np.zeros((len(records), 2), np.uint32)
         try:
             with self.opened() as fd:
                 linked = os.fstat(fd).st_nlink > 0
-                found = self._near(fd, [(record + STATE_AT, 8) for record in records])
+                far = (np.diff(records) > _NEAR_BYTES) | (np.diff(records // _SOME_BYTES) != 0)
+                edges = [0, *(np.flatnonzero(far) + 1).tolist(), len(records)] if len(records) else []
+                for first, stop in pairwise(edges):
+                    start = int(records[first]) + STATE_AT
+                    data = os.pread(fd, int(records[stop - 1]) + STATE_AT + _STATE_BYTES - start, start)
+                    found = np.frombuffer(data, "<u4", len(data) // 4)
+                    places = (records[first:stop] + STATE_AT - start) // 4
+                    whole = places[places + 1 < len(found)]
+                    words[first : first + len(whole), 0], words[first : first + len(whole), 1] = (
+                        found[whole],
+                        found[whole + 1],
+                    )
         except OSError as error:
-            if is_gone(error):
-                return [(False, 0)] * len(records)
-            raise
-        words = (_STATE.unpack(raw) if len(raw) == _STATE.size else (DEAD, 0) for raw in found)
-        return [(linked and state == LIVE, stamp) for state, stamp in words]
+            if not is_gone(error):
+                raise
+            words[:] = DEAD
+            linked = False
+        return (words[:, 0] == LIVE) & linked, words[:, 1].astype(np.int64)
 
     def state_anew(self, record: int) -> tuple[bool, int]:
         """As `state`, by a descriptor that is opened for it: a network file system then asks who has the file."""
@@ -336,9 +342,11 @@ class Segment:
 
     def kill(self, records: Iterable[int]) -> None:
         """Nobody finds these objects from here on; processes that know them are told by the caller. Raises OSError."""
+        write = os.pwrite
         with self.opened() as fd:
             for record in records:
-                _whole(fd, DEAD.to_bytes(4, "little"), record + STATE_AT)
+                if write(fd, _DEAD, record + STATE_AT) < len(_DEAD):
+                    _whole(fd, _DEAD, record + STATE_AT)
 
     def stamp(self, record: int, second: int) -> None:
         """Write second `second` of a use into an object's header, in place. Raises OSError."""

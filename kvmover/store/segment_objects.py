@@ -8,16 +8,14 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from kvmover.errors import StoreError
-from kvmover.store.catalog import GIVEN_BACK, MISSING
 from kvmover.store.fetch import SegmentFailure, SegmentRead, fetch
 from kvmover.store.files import FileRun, Files, OpenFile, reason_of
-from kvmover.store.index import Page, StoredObject, padded
 from kvmover.store.machine import Machine
 from kvmover.store.objects import ObjectDraft, Objects, Verdict, Watcher
 from kvmover.store.part import PagePart, PartKey
@@ -25,12 +23,17 @@ from kvmover.store.policy import Policy
 from kvmover.store.record import table
 from kvmover.store.results import Collected, Recovered, Stat, Verified
 from kvmover.store.retention import Retention
+from kvmover.store.second_look import GIVEN_BACK, MISSING, look_again
+from kvmover.store.stored import Page, StoredObject, padded
 from kvmover.store.verify import suspects
 from kvmover.store.writer import FileOffset, Header
 from kvmover.transport import Memory
 
 #: What a disk says that is full, or a user who may have no more of it.
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+
+#: Objects that are looked up under one hold of the lock, to be read and compared.
+_VERIFIED = 1024
 
 
 class _Draft(msgspec.Struct, frozen=True, gc=False):
@@ -62,8 +65,9 @@ class SegmentObjects(Retention, Objects[StoredObject]):
         """The caller gives up `files`. Raises OSError."""
         super().__init__(folder, namespace, policy, files, machine)
         self.catalog.read_heads()
-        self.catalog.recover()
-        self.catalog.index.sort()
+        self.takeover.recover()
+        with self.lock:
+            self.catalog.index.sort()
         stat = self.stat()
         self.recovered = Recovered(stat.segments, stat.objects, dict(self.catalog.dropped))
 
@@ -81,24 +85,22 @@ class SegmentObjects(Retention, Objects[StoredObject]):
         return self.files.view(address, nbytes)
 
     def parts_of(self, pages: Sequence[bytes]) -> list[tuple[PartKey, ...]]:
+        self.catalog.refresh()
         with self.lock:
-            self._refresh()
+            self.expire()
             there, stale = self.catalog.index.parts_of(pages), self.stale(pages)
         if not stale:
             return there
         return [() if page in stale else parts for page, parts in zip(pages, there, strict=True)]
 
     def find(self, pages: Sequence[bytes]) -> Sequence[Page | None]:
+        self.catalog.refresh()
         with self.lock:
-            self._refresh()
+            self.expire()
             entries, stale = self.catalog.index.get_many(pages), self.stale(pages)
         if not stale:
             return entries
         return [None if page in stale else entry for page, entry in zip(pages, entries, strict=True)]
-
-    def _refresh(self) -> None:
-        self.catalog.refresh()
-        self.expire()
 
     # Writing
 
@@ -197,6 +199,8 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             for item, (draft, reason) in failed.items():
                 batch.reasons[item] = reason
                 self.catalog.free(draft.place.segment, draft.place.offset, padded(size))
+        if failed:
+            self.catalog.sweep()
 
     # Reading
 
@@ -205,14 +209,14 @@ class SegmentObjects(Retention, Objects[StoredObject]):
 
     def judge(self, each: StoredObject) -> tuple[Verdict, str]:
         try:
-            verdict, reason = self.catalog.look_again(each)
+            verdict, reason = look_again(self.folder, each)
         except OSError as error:
             return Verdict.UNKNOWN, reason_of(error)
-        with self.lock:
-            if verdict is Verdict.GONE:
+        if verdict is Verdict.GONE:
+            with self.lock:
                 self.catalog.index.remove([each])
-            elif verdict is Verdict.BAD and not self.poison(each, reason):
-                return Verdict.SPARED, reason
+        elif verdict is Verdict.BAD and not self.poison(each, reason):
+            return Verdict.SPARED, reason
         return (Verdict.GONE if reason in GIVEN_BACK else verdict), reason
 
     def used(self, pages: Sequence[bytes]) -> None:
@@ -228,8 +232,8 @@ class SegmentObjects(Retention, Objects[StoredObject]):
     def evict(self, nbytes: int) -> int:
         """Evict the least recently read pages, whole, until `nbytes` bytes are free; the bytes freed."""
         with self.writing:
+            self.catalog.refresh()
             with self.lock:
-                self.catalog.refresh()
                 goal = max(0, self.catalog.held_bytes - nbytes)
             return self.evict_to(goal)
 
@@ -242,9 +246,11 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             index, counters = self.catalog.index, self.counters
             held, evicted = index.held_bytes, counters.evicted_pages
             self.write_stamps()
-            adopted, expired = self.catalog.recover(), 0
-            while step := self._expire_some():
-                expired += step
+            adopted = self.takeover.recover()
+            before = counters.expired_pages
+            while self._expire_some():
+                pass
+            expired = counters.expired_pages - before
             with self.writing:
                 self.make_room(0)
             with self.lock:
@@ -254,7 +260,9 @@ class SegmentObjects(Retention, Objects[StoredObject]):
 
     def _expire_some(self) -> int:
         with self.lock:
-            return self.expire()
+            looked = self.expire()
+        self.catalog.sweep()
+        return looked
 
     def flush(self) -> None:
         """Make all pages safe from a power cut that were written here, or were there already when they were put.
@@ -271,22 +279,25 @@ class SegmentObjects(Retention, Objects[StoredObject]):
 
     def clear(self) -> int:
         """Delete every page of this namespace, and nothing else; how many. Raises StoreError."""
-        with self.writing, self.lock:
+        with self.writing:
             self.catalog.refresh()
-            pages = len(self.catalog.index)
-            self.writer.abandon()
+            with self.lock:
+                pages = len(self.catalog.index)
+                self.writer.abandon()
+                segments = list(self.catalog.segments.values())
             try:
-                for segment in list(self.catalog.segments.values()):
+                for segment in segments:
                     segment.unlink()
-                    self.catalog.forget(segment.name)
+                    with self.lock:
+                        self.catalog.forget(segment.name)
             except OSError as error:
                 raise StoreError(f"cannot clear {self.folder}: {error.strerror}") from error
             return pages
 
     def stat(self) -> Stat:
         """What the namespace holds now, objects of other processes included."""
+        self.catalog.refresh()
         with self.lock:
-            self.catalog.refresh()
             index = self.catalog.index
             oldest_s, newest_s = index.span_s
             return Stat(
@@ -305,30 +316,36 @@ class SegmentObjects(Retention, Objects[StoredObject]):
 
         Raises OSError where a file is there and cannot be opened: nothing is deleted for that.
         """
+        self.catalog.refresh()
         with self.lock:
-            self.catalog.refresh()
             names = list(self.catalog.segments)
         count, nbytes, bad = 0, 0, Counter[str]()
-        for name in names:
-            with self.lock:
-                objects = self.catalog.index.objects(name)
-            for each, is_suspect in suspects(self.catalog, name, objects):
-                if is_suspect and (reason := self._condemned(each)):
-                    bad[reason] += 1
-                count += 1
-                nbytes += each.nbytes
-                if progress:
-                    progress(each.nbytes)
+        for each, is_suspect in (found for name in names for found in self._suspects(name)):
+            if is_suspect and (reason := self._condemned(each)):
+                bad[reason] += 1
+            count += 1
+            nbytes += each.nbytes
+            if progress:
+                progress(each.nbytes)
         return Verified(count, nbytes, dict(bad))
+
+    def _suspects(self, name: str) -> Iterator[tuple[StoredObject, bool]]:
+        """Each object of a segment, some at a time, and whether it was not what its digests say. Raises OSError."""
+        index = self.catalog.index
+        with self.lock:
+            records = index.records(name).tolist()
+        for first in range(0, len(records), _VERIFIED):
+            with self.lock:
+                found = [index.at(name, record) for record in records[first : first + _VERIFIED]]
+            yield from suspects(self.catalog, name, [each for each in found if each])
 
     def _condemned(self, each: StoredObject) -> str:
         """Look at an object again, and delete it where it is bad: the reason, or ""."""
-        verdict, reason = self.catalog.look_again(each)
+        verdict, reason = look_again(self.folder, each)
         if verdict is not Verdict.BAD:
             return ""
         self.counters.poisoned[reason] += 1
-        with self.lock:
-            self.catalog.delete([each])
+        self.catalog.delete([each])
         return reason
 
     def close(self) -> None:
@@ -337,6 +354,5 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             if self.catalog.segments:
                 self.write_stamps()
             self.writer.close()
-            with self.lock:
-                self.catalog.close()
+            self.catalog.close()
             self.files.close()

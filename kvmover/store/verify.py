@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from kvmover.store.catalog import Catalog
-from kvmover.store.index import StoredObject
 from kvmover.store.record import holds
+from kvmover.store.stored import StoredObject
 
 #: Bytes of a read; the next ones are on their way meanwhile.
 _READ_BYTES = 8 << 20

@@ -10,10 +10,10 @@ import msgspec
 
 from kvmover.store.catalog import Catalog
 from kvmover.store.files import close_quietly, reason_of
-from kvmover.store.index import StoredObject, padded
 from kvmover.store.part import PartKey
 from kvmover.store.record import FIXED_BYTES, Preamble, encode_object
 from kvmover.store.segment import Life, Segment, WritesLost, settle, sync_folder
+from kvmover.store.stored import StoredObject, padded
 
 
 class FileOffset(msgspec.Struct, frozen=True, gc=False):
@@ -183,9 +183,10 @@ class Writer:
         with self._catalog.lock:
             if segment is self._current:
                 self.abandon()
-            lost = [e for e in self._catalog.index.objects(segment.name) if e.offset + e.nbytes > segment.synced]
-            self._catalog.delete(lost)
+            placed = self._catalog.index.placed_in(segment.name)
             self._unsynced.pop(segment.name, None)
+        lost = placed.offsets + placed.held > segment.synced
+        self._catalog.delete_at(segment.name, placed.records[lost])
 
     def _finish(self, segment: Segment) -> None:
         """Seal a segment that is full, once all of it is written and synced."""
@@ -193,8 +194,9 @@ class Writer:
             if segment.awaited or segment.name in self._unsynced or segment.name not in self._catalog.segments:
                 return
             segment.seal()
-            self._catalog.reclaim(segment)
+            self._catalog.discard(segment.name)
             self._named.discard(segment.name)
+        self._catalog.sweep()
 
     def close(self) -> None:
         """Write no more: sync and seal what can be. A disk that fails is no error here: readers check every byte."""

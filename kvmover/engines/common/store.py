@@ -12,7 +12,10 @@ from typing import Generic, TypeVar
 
 from kvmover.config.settings import StoreSettings
 from kvmover.errors import StoreError
-from kvmover.store import Namespace, PageStore, files_for
+from kvmover.store import Namespace, PageStore, clear_unused, files_for
+
+#: Unused namespaces are looked for this often at most.
+_LOOK_S = 3600.0
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +32,16 @@ def open_store(settings: StoreSettings, space: Namespace) -> PageStore:
 class Upkeep:
     """A thread that looks after a store until it is closed, whether or not anybody moves pages.
 
-    Quota, TTL and times of reading every `upkeep_s`, a flush every `flush_s`: see `PageStore.collect`. The engine's own
-    threads wait for none of it.
+    Quota, TTL and times of reading every `upkeep_s`, a flush every `flush_s`: see `PageStore.collect`. Namespaces that
+    nobody uses are emptied where `namespace_ttl_s` says so. The engine's own threads wait for none of it.
     """
 
     def __init__(self, store: PageStore, settings: StoreSettings, before: Callable[[], None] | None = None) -> None:
         """`before` is called first each time. Close it before the store."""
-        self._store, self._before = store, before
+        self._store, self._before, self._settings = store, before, settings
         self._every_s = {self._collect: settings.upkeep_s, self._flush: settings.flush_s}
+        if settings.namespace_ttl_s is not None:
+            self._every_s[self._clear_unused] = min(_LOOK_S, settings.namespace_ttl_s / 4)
         self._over = Event()
         self._thread = Thread(target=self._run, daemon=True, name="kvmover-upkeep")
         self._thread.start()
@@ -69,6 +74,10 @@ class Upkeep:
 
     def _flush(self) -> None:
         self._store.flush()
+
+    def _clear_unused(self) -> None:
+        if self._settings.namespace_ttl_s is not None:
+            clear_unused(self._settings.location(), self._settings.namespace_ttl_s, self._store.name)
 
 
 class StoreWorker(Generic[Job]):

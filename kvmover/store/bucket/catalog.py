@@ -20,8 +20,9 @@ from kvmover.store.bucket.compaction import decode_catalog, segments_within
 from kvmover.store.bucket.sealed import DATA, DEAD, HEAD, Dead, SealedSegment, decode_uses, read_head, segment_name
 from kvmover.store.bucket.service import BucketEntry, ObjectBucket
 from kvmover.store.files import reason_of
-from kvmover.store.index import Index, StoredObject
+from kvmover.store.index import Index
 from kvmover.store.machine import Machine
+from kvmover.store.stored import StoredObject
 
 #: The youngest segments are looked for so often, and all of them.
 _LOOK_S, _SURVEY_S = 3.0, 300.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Sequence
 
 from kvmover.errors import StoreError
 from kvmover.store.bucket.objects import BucketObjects
@@ -44,6 +46,29 @@ def bucket_namespaces(location: str) -> list[Found]:
     finally:
         bucket.close()
     return in_order([Found(f"{bucket.location}/{name}", manifest) for name, manifest in known if manifest])
+
+
+def empty_unused(location: str, names: Sequence[str], unused_s: float, spare: str) -> set[str]:
+    """Remove what nobody has written or read for `unused_s` of the namespaces in folders `names`, but of `spare`, and
+    leave the manifests: which had any. Raises StoreError or OSError.
+
+    What is put at every use has the service's time; the youngest of all says how late it is there.
+    """
+    bucket = ObjectBucket.open(location)
+    try:
+        listings = {name: bucket.list(name) for name in names}
+        youngest = {name: max((each.modified_s for each in all_), default=0.0) for name, all_ in listings.items()}
+        before_s = min(time.time(), max(youngest.values(), default=0.0)) - unused_s
+        emptied = set[str]()
+        for name, entries in listings.items():
+            gone = [each.name for each in entries if not each.name.endswith(MANIFEST)]
+            if name == spare or youngest[name] >= before_s or not gone:
+                continue
+            bucket.delete_all(sorted(gone, key=lambda path: not path.endswith(HEAD)))  # data without a head is nobody's
+            emptied.add(name)
+        return emptied
+    finally:
+        bucket.close()
 
 
 def _manifest(bucket: ObjectBucket, folder: str) -> Manifest | None:

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from kvmover.store.index import StoredObject, padded
 from kvmover.store.machine import NO_BOOT
 from kvmover.store.namespace import HASH_BYTES
 from kvmover.store.part import PartKey
@@ -33,6 +32,7 @@ from kvmover.store.record import (
     encode_mark,
     encode_object,
 )
+from kvmover.store.stored import StoredObject, padded
 
 HEAD, DATA, DEAD, USED = ".head", ".data", ".dead", ".used"
 _NAME = re.compile(r"([0-9a-f]{16}-[0-9]{8})(\.head|\.data|\.dead)")

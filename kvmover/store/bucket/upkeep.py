@@ -18,8 +18,8 @@ from kvmover.store.bucket.reader import BucketReader
 from kvmover.store.bucket.sealed import DEAD, HEAD, USED, USES, Dead, SealedSegment, encode_uses
 from kvmover.store.bucket.service import PutMode
 from kvmover.store.bucket.writer import BucketWriter, SentPayload
-from kvmover.store.index import Page, StoredObject
 from kvmover.store.record import holds
+from kvmover.store.stored import Page, StoredObject
 
 #: Pages that are looked at under the lock to choose a segment: some 20 ms.
 _COLD_PAGES = 8192

@@ -17,8 +17,8 @@ from threading import Lock
 from kvmover.store.bucket.catalog import BucketCatalog, KeptSegment
 from kvmover.store.bucket.sealed import DATA, HEAD, FillingSegment, segment_name
 from kvmover.store.bucket.service import PutMode
-from kvmover.store.index import StoredObject, padded
 from kvmover.store.part import PartKey
+from kvmover.store.stored import StoredObject, padded
 
 log = logging.getLogger(__name__)
 

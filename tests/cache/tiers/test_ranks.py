@@ -127,10 +127,9 @@ def test_ranks_that_do_different_things_are_found_out():
 def lose_page(rank, page_hash):
     """One object of a page is found to be bad, and deleted."""
     segments = segments_of(rank.store)
-    with segments.lock:
-        found = segments.catalog.index.get(page_hash)
-        assert found is not None
-        segments.poison(found.objects[0])
+    found = segments.catalog.index.get(page_hash)
+    assert found is not None
+    segments.poison(found.objects[0])
 
 
 def test_a_page_that_one_rank_lacks_is_lost_to_all_and_the_ledger_says_so(tmp_path):

@@ -41,10 +41,9 @@ def test_a_page_that_another_process_deleted_is_taken_back_when_this_one_learns_
     rank, events = heard
     with PageStore.open(tmp_path, rank.space) as other:
         page = rank.hashes(PROMPT)[3]
-        with segments_of(other).lock:
-            entry = segments_of(other).catalog.index.get(page)
-            assert entry is not None
-            segments_of(other).catalog.delete(list(entry.objects))
+        entry = segments_of(other).catalog.index.get(page)
+        assert entry is not None
+        segments_of(other).catalog.delete(list(entry.objects))
     rank.forget()
     rank.serve(PROMPT)  # looks into storage
     rank.controller.poll()

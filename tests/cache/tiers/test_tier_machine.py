@@ -93,10 +93,9 @@ class Machine(RuleBasedStateMachine):
         """A page goes bad in storage."""
         store = self.mine.store
         for page_hash in self.mine.hashes(prompt)[-1:] if store else ():
-            with segments_of(store).lock:
-                entry = segments_of(store).catalog.index.get(page_hash)
-                if entry:
-                    segments_of(store).poison(entry.objects[0])
+            entry = segments_of(store).catalog.index.get(page_hash)
+            if entry:
+                segments_of(store).poison(entry.objects[0])
 
     @rule()
     def clear(self) -> None:
