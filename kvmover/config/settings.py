@@ -40,7 +40,8 @@ class ExchangeSettings:
 class StoreSettings(Policy):
     """A page store's policy; where the stores are, the same on all ranks; and how often one is kept.
 
-    `root`: a directory, as a path, or a prefix of an object store, as text: `s3://bucket/prefix`.
+    `root`: a directory, as a path, or as text a prefix of an object store, `s3://bucket/prefix`, or a pool of memory,
+    `mooncake://HOST:PORT`.
 
     `upkeep_s`: how often quota and TTL are. `flush_s`: how often pages are made safe from a power cut and visible to
     other machines.
@@ -295,7 +296,7 @@ TEXTS: Mapping[str, str] = {
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
     "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
-    "store.root": "Directory of page stores or `s3://bucket/prefix`, one for all ranks; `none`: vLLM stores nothing.",
+    "store.root": "Directory, `s3://bucket/prefix` or `mooncake://HOST:PORT`, for all ranks; `none`: vLLM has no store.",
     "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",
     "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
     "logging.level": "The lowest level that is logged; `none` leaves it to the engine.",

@@ -35,7 +35,7 @@ class PartView:
         """Whether every object that this part needs of a page is complete. Raises StoreError for what is no hash."""
         for page in pages:
             check_page(page)
-        return [self._plan(parts) is not None for parts in self._objects.parts_of(pages)]
+        return [self._plan(parts) is not None for parts in self._objects.parts_of(pages, self._key)]
 
     def leading(self, pages: Sequence[bytes]) -> int:
         """How many pages exist before the first that does not."""
@@ -106,7 +106,7 @@ class PartView:
         """Which of `pages` are to be written here; the others have their answer, or are twins of one that is."""
         todo: dict[bytes, int] = {}
         owed: list[object] = []
-        for item, (page, found) in enumerate(zip(pages, self._objects.find(pages), strict=True)):
+        for item, (page, found) in enumerate(zip(pages, self._objects.find(pages, self._key), strict=True)):
             if found and (plan := self._plan(found.parts)):
                 results[item] = _PRESENT
                 owed += [found.objects[share.number] for share in plan]
@@ -119,7 +119,8 @@ class PartView:
 
     def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[ObjectRead[Any]]:
         reads: list[ObjectRead[Any]] = []
-        for item, found in zip(pending, self._objects.find([pages[item] for item in pending]), strict=True):
+        asked = self._objects.find([pages[item] for item in pending], self._key)
+        for item, found in zip(pending, asked, strict=True):
             plan = self._plan(found.parts) if found else None
             if found and plan:
                 for each in plan:

@@ -80,7 +80,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
     def memory_at(self, address: int, nbytes: int) -> memoryview:
         return self.files.view(address, nbytes)
 
-    def parts_of(self, pages: Sequence[bytes]) -> list[tuple[PartKey, ...]]:
+    def parts_of(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
         with self.lock:
             self._refresh()
             there, stale = self.catalog.index.parts_of(pages), self.stale(pages)
@@ -88,7 +88,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             return there
         return [() if page in stale else parts for page, parts in zip(pages, there, strict=True)]
 
-    def find(self, pages: Sequence[bytes]) -> Sequence[Page | None]:
+    def find(self, pages: Sequence[bytes], wanted: PartKey) -> Sequence[Page | None]:
         with self.lock:
             self._refresh()
             entries, stale = self.catalog.index.get_many(pages), self.stale(pages)
