@@ -296,7 +296,7 @@ TEXTS: Mapping[str, str] = {
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
     "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
-    "store.root": "Directory, `s3://bucket/prefix` or `mooncake://HOST:PORT`, for all ranks; `none`: vLLM has no store.",
+    "store.root": "Directory, `s3://bucket/prefix` or `mooncake://HOST:PORT`, for all ranks; `none`: vLLM has none.",
     "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",
     "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
     "logging.level": "The lowest level that is logged; `none` leaves it to the engine.",

@@ -14,6 +14,8 @@ from kvmover.store.part import PagePart, PartKey
 from kvmover.store.results import Got, GotResult, Put, PutResult
 
 _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))
+#: A page is read no more often than this, whatever a service says is gone and then there again.
+_ROUNDS = 16
 _READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
 
 
@@ -66,7 +68,9 @@ class PartView:
         results: dict[int, GotResult] = {}
         again: set[int] = set()
         pending: Sequence[int] = range(len(pages))
-        while pending:
+        for _ in range(_ROUNDS):
+            if not pending:
+                break
             reads = self._reads(pending, pages, addresses)
             failures = objects.read(self.part, reads) if reads else []
             failed = {failure.read.item: self._judge(failure, again) for failure in failures}
@@ -76,7 +80,7 @@ class PartView:
                 results.setdefault(item, _ABSENT)
             results.update(dict.fromkeys(done, _READ))
             results.update({item: answer for item, (answer, _) in failed.items()})
-            # What was bad is gone, and what is well is read once more, so that this ends.
+            # What was bad is gone, and what is well is read once more.
             pending = sorted(item for item, (_, retry) in failed.items() if retry)
         objects.counters.gots.update(results[item].outcome for item in range(len(pages)))
         objects.counters.read_bytes += self._size * sum(result.ok for result in results.values())

@@ -42,6 +42,7 @@ class PoolProcesses:
 
     def start_master(self) -> None:
         flags = {"rpc_port": self.port, "metrics_port": free_port(), "rpc_thread_num": 2, "client_ttl": 3}
+        flags |= {"put_start_discard_timeout_sec": 2, "put_start_release_timeout_sec": 3}
         flags |= {"rpc_address": "127.0.0.1", "metrics_host": "127.0.0.1", "enable_metric_reporting": "false"}
         words = [str(self._binary), *(f"--{name}={value}" for name, value in flags.items())]
         self.master = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 _HEADER = "damaged header"
+#: Bad objects that are remembered. Who finds more of them is what is bad.
+_SPARED = 1 << 16
+#: For as long as the master waits for who began: half a minute where it is not told otherwise.
+_BEGUN = "somebody else began to put it, and has not ended"
 
 
 class PoolObject(msgspec.Struct, frozen=True, gc=False):
@@ -70,6 +74,7 @@ class MooncakeObjects(Objects[PoolObject]):
         self._pool, self._folder = pool, folder
         self._boxes = BoxesInUse(pool, folder)
         self._memory = HostMemory()
+        self._spared: set[tuple[bytes, PartKey]] = set()
         self._watchers: WeakSet[Watcher] = WeakSet()
         self._budget, self._lock = DeletionBudget(time.time()), Lock()
 
@@ -120,7 +125,14 @@ class MooncakeObjects(Objects[PoolObject]):
                 return self._look(pages, wanted)
         each = len(parts)
         rows = [answers[item * each : (item + 1) * each] for item in range(len(pages))]
-        return [tuple(part for part, there in zip(parts, row, strict=True) if there) for row in rows]
+        found = [tuple(part for part, there in zip(parts, row, strict=True) if there) for row in rows]
+        if not self._spared:
+            return found
+        spared = self._spared
+        return [
+            tuple(part for part in parts if (page, part) not in spared)
+            for page, parts in zip(pages, found, strict=True)
+        ]
 
     def lag(self, error: OSError) -> None:
         """The pool did not say: a miss."""
@@ -150,7 +162,10 @@ class MooncakeObjects(Objects[PoolObject]):
             payload = self.memory_at(draft.address, part.nbytes)
             digests = table(payload, part.box.cells)
             objects.append((encode_header(draft.page, key, part.nbytes, stamp, digests), payload))
-        return self._pool.put([object_key(self._folder, draft.page, key) for draft in drafts], objects)
+        keys = [object_key(self._folder, draft.page, key) for draft in drafts]
+        reasons = self._pool.put(keys, objects)
+        there = self._pool.exists(keys)  # Mooncake says 0 for a key that somebody else has begun to put, too
+        return [reason or ("" if is_there else _BEGUN) for reason, is_there in zip(reasons, there, strict=True)]
 
     def owe(self, objects: Sequence[PoolObject]) -> None:
         """What is there is as safe as it will be."""
@@ -219,10 +234,17 @@ class MooncakeObjects(Objects[PoolObject]):
         except OSError as error:
             return Verdict.UNKNOWN, reason_of(error)
         if not may_delete:
-            self.counters.spared += 1
+            self._spare(each)
             return Verdict.SPARED, reason
         self.counters.poisoned[reason] += 1
         return Verdict.BAD, reason
+
+    def _spare(self, each: PoolObject) -> None:
+        """Leave a bad object to others: this process does not see it any more."""
+        self.counters.spared += 1
+        if len(self._spared) >= _SPARED:
+            self._spared.clear()
+        self._spared.add((each.page, each.part))
 
     def _flaw(self, key: str, each: PoolObject) -> str:
         """Read an object whole: why it is bad, or not there, or "". Raises OSError where the pool does not say."""

@@ -27,12 +27,16 @@ class ShortList:
 
     def add(self, entry: bytes) -> dict[int, bytes]:
         """Put an entry that is not there yet; the whole list. Raises OSError, ENOSPC where no number is free."""
-        for _ in range(ENTRIES):
+        tried = set[int]()
+        while True:
             entries = self.read()
             if entry in entries.values():
                 return entries
-            free = next((number for number in range(ENTRIES) if number not in entries), None)
+            taken = tried | entries.keys()
+            free = next((number for number in range(ENTRIES) if number not in taken), None)
             if free is None:
                 break
-            self._pool.put_entry(self.keys[free], entry)  # of two writers the first wins, and this one looks again
+            # Of two writers the first wins, and one that died at it keeps the number for a while: look again.
+            self._pool.put_entry(self.keys[free], entry)
+            tried.add(free)
         raise OSError(errno.ENOSPC, f"all {ENTRIES} entries of a list of the pool are taken")
