@@ -63,7 +63,7 @@ class PoolAddress:
     @property
     def master(self) -> str:
         """As Mooncake writes it."""
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def location(self) -> str:

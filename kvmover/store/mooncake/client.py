@@ -34,10 +34,12 @@ _ENTRIES_BYTES = 1 << 20
 
 NO_OBJECT = "not in the pool"
 #: Mooncake's numbers, where what is done depends on them.
-_NO_OBJECT, _NO_ROOM, _OUT_OF_RANGE, _NOT_MOVED, _MASTER_LOST, _MASTER_LATE = -704, -200, -600, -800, -900, -901
+_NO_OBJECT, _BEGUN, _NO_ROOM, _OUT_OF_RANGE = -704, -703, -200, -600
+_NOT_MOVED, _MASTER_LOST, _MASTER_LATE = -800, -900, -901
 SILENT_MASTER, SILENT_DONOR = "the pool's master does not answer", "a donor of the pool does not answer"
 _REASONS = {
     _NO_OBJECT: NO_OBJECT,
+    _BEGUN: "somebody else began to put it, and has not ended",
     _NO_ROOM: "the pool has no room",
     _OUT_OF_RANGE: f"{SHORT} fewer bytes than its box has",
     _NOT_MOVED: SILENT_DONOR,
@@ -51,11 +53,26 @@ Buffer: TypeAlias = bytes | memoryview
 class MooncakeClient(Protocol):
     """The calls of a MooncakeDistributedStore that are used, so that a test may stand in for it."""
 
-    def register_buffer(self, address: int, nbytes: int, /) -> int: ...
-    def unregister_buffer(self, address: int, /) -> int: ...
-    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
-    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]: ...
-    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]: ...
+    def register_buffer(self, address: int, nbytes: int, /) -> int:
+        """Let bytes go to and from memory; 0 for success."""
+        ...
+
+    def unregister_buffer(self, address: int, /) -> int:
+        """The opposite."""
+        ...
+
+    def batch_is_exist(self, keys: list[str], /) -> list[int]:
+        """1, 0, or a negative code of each key."""
+        ...
+
+    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
+        """Put objects from registered memory; 0 or a negative code of each."""
+        ...
+
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
+        """Get objects whole; bytes or a negative code of each."""
+        ...
+
     def get_into_ranges(
         self,
         addresses: list[int],
@@ -64,13 +81,33 @@ class MooncakeClient(Protocol):
         sources: list[list[list[int]]],
         sizes: list[list[list[int]]],
         /,
-    ) -> list[list[list[int]]]: ...
-    def get_batch(self, keys: list[str], /) -> list[bytes]: ...
-    def get_size(self, key: str, /) -> int: ...
-    def put(self, key: str, value: bytes, config: Any, /) -> int: ...
-    def remove(self, key: str, force: Literal[True], /) -> int: ...
-    def remove_by_regex(self, pattern: str, force: Literal[True], /) -> int: ...
-    def close(self) -> int: ...
+    ) -> list[list[list[int]]]:
+        """Get ranges of objects: by buffer, object and range, bytes or a negative code."""
+        ...
+
+    def get_batch(self, keys: list[str], /) -> list[bytes]:
+        """Objects whole, in memory of Mooncake's own; empty for what is not there."""
+        ...
+
+    def get_size(self, key: str, /) -> int:
+        """Bytes of an object, or a negative code."""
+        ...
+
+    def put(self, key: str, value: bytes, config: Any, /) -> int:
+        """Put a small object; 0 or a negative code."""
+        ...
+
+    def remove(self, key: str, force: Literal[True], /) -> int:
+        """0 or a negative code."""
+        ...
+
+    def remove_by_regex(self, pattern: str, force: Literal[True], /) -> int:
+        """How many objects were removed, or a negative code."""
+        ...
+
+    def close(self) -> int:
+        """Leave the pool."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

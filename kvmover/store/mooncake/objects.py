@@ -37,8 +37,6 @@ Item = TypeVar("Item")
 _HEADER = "damaged header"
 #: Bad objects that are remembered. Who finds more of them is what is bad.
 _SPARED = 1 << 16
-#: For as long as the master waits for who began: half a minute where it is not told otherwise.
-_BEGUN = "somebody else began to put it, and has not ended"
 
 
 class PoolObject(msgspec.Struct, frozen=True, gc=False):
@@ -164,8 +162,24 @@ class MooncakeObjects(Objects[PoolObject]):
             objects.append((encode_header(draft.page, key, part.nbytes, stamp, digests), payload))
         keys = [object_key(self._folder, draft.page, key) for draft in drafts]
         reasons = self._pool.put(keys, objects)
-        there = self._pool.exists(keys)  # Mooncake says 0 for a key that somebody else has begun to put, too
-        return [reason or ("" if is_there else _BEGUN) for reason, is_there in zip(reasons, there, strict=True)]
+        there = self._pool.exists(keys)
+        return [
+            reason or ("" if is_there else self._why_absent(key))
+            for key, reason, is_there in zip(keys, reasons, there, strict=True)
+        ]
+
+    def _why_absent(self, key: str) -> str:
+        """Mooncake said that an object was put, and it is not there: "" where it is evicted already.
+
+        It says so, too, of a key that somebody else has begun to put, and forgets the object if that never ends.
+        """
+        try:
+            self._pool.size(key)
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return reason_of(error)
+        return ""
 
     def owe(self, objects: Sequence[PoolObject]) -> None:
         """What is there is as safe as it will be."""
