@@ -69,6 +69,13 @@ def _given(location: str) -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def _moto() -> Iterator[tuple[Any, str]]:
+    with moto_server() as location:
+        yield ObjectBucket.open(location)._store, location
+
+
+@contextmanager
+def moto_server() -> Iterator[str]:
+    """The location of an empty prefix on moto's server, in a process of its own, which the environment then names."""
     server = subprocess.Popen([sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdin
     assert server.stdout
@@ -77,7 +84,7 @@ def _moto() -> Iterator[tuple[Any, str]]:
     os.environ |= {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "anything"}
     with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/bench", method="PUT")):
         pass
-    yield ObjectBucket.open("s3://bench/prefix")._store, "s3://bench/prefix"
+    yield "s3://bench/prefix"
     server.stdin.close()
     server.wait()
 

@@ -40,7 +40,8 @@ class ExchangeSettings:
 class StoreSettings(Policy):
     """A page store's policy; where the stores are, the same on all ranks; and how often one is kept.
 
-    `root`: a directory, as a path, or a prefix of an object store, as text: `s3://bucket/prefix`.
+    `root`: a directory, as a path, or as text a prefix of an object store, `s3://bucket/prefix`, or a pool of memory,
+    `mooncake://HOST:PORT`.
 
     `namespace_ttl_s`: namespaces under `root` that nobody has used for so long are emptied, whoever's they were.
 
@@ -303,7 +304,7 @@ TEXTS: Mapping[str, str] = {
     "store.ttl_s": "Seconds without a read after which a page is deleted; `none`: never.",
     "store.segment_bytes": "Size at which a new data file is begun, in bytes.",
     "store.stamp_s": "Last-read times in object headers are updated at most every so many seconds.",
-    "store.root": "Directory of page stores or `s3://bucket/prefix`, one for all ranks; `none`: vLLM stores nothing.",
+    "store.root": "Directory, `s3://bucket/prefix` or `mooncake://HOST:PORT`, for all ranks; `none`: vLLM has none.",
     "store.namespace_ttl_s": "Seconds without use after which other namespaces under `store.root`, of replaced weights"
     " for example, are emptied; `none`: never.",
     "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",

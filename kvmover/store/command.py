@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvmover.errors import StoreError
-from kvmover.store.bucket.namespaces import bucket_namespaces
 from kvmover.store.manifest import Found, namespaces
 from kvmover.store.page_store import PageStore
 from kvmover.store.policy import Policy
+from kvmover.store.remote import remote_namespaces
 from kvmover.store.results import Recovered, Stat, Verified
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class StoreRow:
 
 
 def _namespaces(root: Path | str) -> list[Found]:
-    return bucket_namespaces(root) if isinstance(root, str) else namespaces(root)
+    return remote_namespaces(root) if isinstance(root, str) else namespaces(root)
 
 
 def chosen_stores(root: Path | str, name: str | None) -> list[Found]:

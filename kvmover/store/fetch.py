@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -13,11 +13,20 @@ from kvmover.store.catalog import Catalog
 from kvmover.store.cover import CellRun
 from kvmover.store.files import SHORT, FileRun, OpenFile, reason_of
 from kvmover.store.objects import DIGEST, EIO, Failure, Fault, ObjectRead
-from kvmover.store.part import PagePart
+from kvmover.store.part import PagePart, PartKey
 from kvmover.store.record import holds
 from kvmover.store.second_look import MISSING
 from kvmover.store.stored import StoredObject
 
+
+class _Boxed(Protocol):
+    """An object of any engine, which says of what part it is."""
+
+    @property
+    def part(self) -> PartKey: ...
+
+
+Boxed = TypeVar("Boxed", bound=_Boxed)
 SegmentRead: TypeAlias = ObjectRead[StoredObject]
 SegmentFailure: TypeAlias = Failure[StoredObject]
 
@@ -118,7 +127,7 @@ def _tokens(file: OpenFile, read: SegmentRead, digests: bytes, part: PagePart, m
     return ""
 
 
-def scatter(read: SegmentRead, run: CellRun, payload: memoryview, part: PagePart, memory: memoryview) -> None:
+def scatter(read: ObjectRead[Boxed], run: CellRun, payload: memoryview, part: PagePart, memory: memoryview) -> None:
     """Copy the tokens that are wanted of a run's cells, which were checked, to their places in the part's `memory`."""
     held = read.each.part.box.tokens.tokens
     sources, targets = (list(places) for places in zip(*read.source.piece.tokens, strict=True))

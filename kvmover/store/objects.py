@@ -126,12 +126,15 @@ class Objects(Protocol[Named]):
         """Registered memory as it is, no copy. Raises DescriptorError outside of all."""
         ...
 
-    def parts_of(self, pages: Sequence[bytes]) -> list[tuple[PartKey, ...]]:
-        """Of each page the parts whose objects are there; () of one that is absent or too old."""
+    def parts_of(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
+        """Of each page the parts whose objects are there; () of one that is absent or too old.
+
+        All that `wanted` may be made of are among them: what can't list asks for no others.
+        """
         ...
 
-    def find(self, pages: Sequence[bytes]) -> Sequence[FoundPage[Named] | None]:
-        """The pages of these hashes, None where one is absent or too old."""
+    def find(self, pages: Sequence[bytes], wanted: PartKey) -> Sequence[FoundPage[Named] | None]:
+        """The pages of these hashes, None where one is absent or too old, with what `wanted` may be made of."""
         ...
 
     def put(self, part: PagePart, key: PartKey, drafts: Sequence[ObjectDraft], keep: Collection[bytes]) -> list[str]:

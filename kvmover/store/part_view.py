@@ -14,6 +14,8 @@ from kvmover.store.part import PagePart, PartKey
 from kvmover.store.results import Got, GotResult, Put, PutResult
 
 _WRITTEN, _PRESENT, _ELSEWHERE = (PutResult(put) for put in (Put.WRITTEN, Put.PRESENT, Put.ELSEWHERE))
+#: A page is read no more often than this, whatever a service says is gone and then there again.
+_ROUNDS = 16
 _READ, _ABSENT = GotResult(Got.READ), GotResult(Got.ABSENT)
 
 
@@ -35,7 +37,7 @@ class PartView:
         """Whether every object that this part needs of a page is complete. Raises StoreError for what is no hash."""
         for page in pages:
             check_page(page)
-        return [self._plan(parts) is not None for parts in self._objects.parts_of(pages)]
+        return [self._plan(parts) is not None for parts in self._objects.parts_of(pages, self._key)]
 
     def leading(self, pages: Sequence[bytes]) -> int:
         """How many pages exist before the first that does not."""
@@ -66,7 +68,9 @@ class PartView:
         results: dict[int, GotResult] = {}
         again: set[int] = set()
         pending: Sequence[int] = range(len(pages))
-        while pending:
+        for _ in range(_ROUNDS):
+            if not pending:
+                break
             reads = self._reads(pending, pages, addresses)
             failures = objects.read(self.part, reads) if reads else []
             failed = {failure.read.item: self._judge(failure, again) for failure in failures}
@@ -76,7 +80,7 @@ class PartView:
                 results.setdefault(item, _ABSENT)
             results.update(dict.fromkeys(done, _READ))
             results.update({item: answer for item, (answer, _) in failed.items()})
-            # What was bad is gone, and what is well is read once more, so that this ends.
+            # What was bad is gone, and what is well is read once more.
             pending = sorted(item for item, (_, retry) in failed.items() if retry)
         objects.counters.gots.update(results[item].outcome for item in range(len(pages)))
         objects.counters.read_bytes += self._size * sum(result.ok for result in results.values())
@@ -106,7 +110,7 @@ class PartView:
         """Which of `pages` are to be written here; the others have their answer, or are twins of one that is."""
         todo: dict[bytes, int] = {}
         owed: list[object] = []
-        for item, (page, found) in enumerate(zip(pages, self._objects.find(pages), strict=True)):
+        for item, (page, found) in enumerate(zip(pages, self._objects.find(pages, self._key), strict=True)):
             if found and (plan := self._plan(found.parts)):
                 results[item] = _PRESENT
                 owed += [found.objects[share.number] for share in plan]
@@ -119,7 +123,8 @@ class PartView:
 
     def _reads(self, pending: Sequence[int], pages: Sequence[bytes], addresses: Sequence[int]) -> list[ObjectRead[Any]]:
         reads: list[ObjectRead[Any]] = []
-        for item, found in zip(pending, self._objects.find([pages[item] for item in pending]), strict=True):
+        asked = self._objects.find([pages[item] for item in pending], self._key)
+        for item, found in zip(pending, asked, strict=True):
             plan = self._plan(found.parts) if found else None
             if found and plan:
                 for each in plan:

@@ -84,7 +84,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
     def memory_at(self, address: int, nbytes: int) -> memoryview:
         return self.files.view(address, nbytes)
 
-    def parts_of(self, pages: Sequence[bytes]) -> list[tuple[PartKey, ...]]:
+    def parts_of(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
         self.catalog.refresh()
         with self.lock:
             self.expire()
@@ -93,7 +93,7 @@ class SegmentObjects(Retention, Objects[StoredObject]):
             return there
         return [() if page in stale else parts for page, parts in zip(pages, there, strict=True)]
 
-    def find(self, pages: Sequence[bytes]) -> Sequence[Page | None]:
+    def find(self, pages: Sequence[bytes], wanted: PartKey) -> Sequence[Page | None]:
         self.catalog.refresh()
         with self.lock:
             self.expire()

@@ -95,6 +95,12 @@ def test_an_option_that_cannot_be_is_named_with_where_it_was_given(parse: Parse,
         parse({"root": "/kv"} | {row.option: [1]})
 
 
+@pytest.mark.parametrize("parse", [sglang.parse, vllm.parse])
+@pytest.mark.parametrize("location", ["s3://bucket/prefix", "mooncake://host:50051/chat?donate=8GiB"])
+def test_a_store_that_is_no_directory_is_reached_by_the_same_option(parse: Parse, location: str) -> None:
+    assert parse({"root": location})[1].store.location() == location
+
+
 def test_a_configured_store_is_left_alone_by_an_engine_that_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVMOVER_STORE_ROOT", "/kv")
     assert vllm.parse({"root": "none"})[1].store.root is None

@@ -1,4 +1,4 @@
-"""A service of buckets, started once a run for the tests that ask for one."""
+"""A service of buckets and a pool of memory, started once a run for the tests that ask for one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from bucket_stores import bucket_environment
+from pool_processes import PoolProcesses
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,13 @@ def bucket(bucket_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"bucket-{uuid.uuid4().hex[:12]}"
     with urllib.request.urlopen(urllib.request.Request(f"{bucket_endpoint}/{name}", method="PUT")):
         return f"s3://{name}/some/prefix"
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[PoolProcesses]:
+    """A pool of memory with one donor, over TCP."""
+    pytest.importorskip("mooncake.store", reason="needs kvmover[mooncake]", exc_type=ImportError)
+    processes = PoolProcesses()
+    processes.donate()
+    yield processes
+    processes.close()

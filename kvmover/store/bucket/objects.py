@@ -80,13 +80,13 @@ class BucketObjects(Objects[StoredObject]):
     def memory_at(self, address: int, nbytes: int) -> memoryview:
         return self._memory.view(address, nbytes)
 
-    def parts_of(self, pages: Sequence[bytes]) -> list[tuple[PartKey, ...]]:
+    def parts_of(self, pages: Sequence[bytes], wanted: PartKey) -> list[tuple[PartKey, ...]]:
         self.catalog.refresh()
         with self.lock:
             there, stale = self.catalog.index.parts_of(pages), self._stale(pages)
         return [() if page in stale else parts for page, parts in zip(pages, there, strict=True)]
 
-    def find(self, pages: Sequence[bytes]) -> Sequence[Page | None]:
+    def find(self, pages: Sequence[bytes], wanted: PartKey) -> Sequence[Page | None]:
         self.catalog.refresh()
         with self.lock:
             entries, stale = self.catalog.index.get_many(pages), self._stale(pages)

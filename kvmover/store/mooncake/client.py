@@ -1,0 +1,346 @@
+"""A PoolClient is this process's membership in a pool of memory: the only file that imports mooncake.
+
+All bytes go by way of memory of its own, which is registered once: what comes late then comes into nobody's pages.
+Whatever Mooncake says becomes an OSError or a reason of few words, so that counters have few names. Its calls release
+Python's lock, but for `setup`, so a master is first seen to be alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import socket
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, Protocol, TypeAlias
+
+from kvmover.errors import StoreError
+from kvmover.store.files import SHORT
+from kvmover.store.mooncake.address import PoolAddress
+from kvmover.store.mooncake.call_lane import CallLane
+
+#: No scheduler waits longer for an answer of the master; nobody waits longer for bytes.
+_ASK_S, _MOVE_S = 1.0, 20.0
+#: How long a master may take to answer before we join, and members to be told that we leave.
+_ALIVE_S, _LEAVE_S = 2.0, 5.0
+
+#: Memory that bytes go by way of, in each direction; more where one object is longer.
+STAGING_BYTES = 16 << 20
+#: Memory for entries of lists, which Mooncake allocates itself.
+_ENTRIES_BYTES = 1 << 20
+
+NO_OBJECT = "not in the pool"
+#: Mooncake's numbers, where what is done depends on them.
+_NO_OBJECT, _BEGUN, _NO_ROOM, _OUT_OF_RANGE = -704, -703, -200, -600
+_NOT_MOVED, _MASTER_LOST, _MASTER_LATE = -800, -900, -901
+SILENT_MASTER, SILENT_DONOR = "the pool's master does not answer", "a donor of the pool does not answer"
+_REASONS = {
+    _NO_OBJECT: NO_OBJECT,
+    _BEGUN: "somebody else began to put it, and has not ended",
+    _NO_ROOM: "the pool has no room",
+    _OUT_OF_RANGE: f"{SHORT} fewer bytes than its box has",
+    _NOT_MOVED: SILENT_DONOR,
+    _MASTER_LOST: SILENT_MASTER,
+    _MASTER_LATE: SILENT_MASTER,
+}
+
+Buffer: TypeAlias = bytes | memoryview
+
+
+class MooncakeClient(Protocol):
+    """The calls of a MooncakeDistributedStore that are used, so that a test may stand in for it."""
+
+    def register_buffer(self, address: int, nbytes: int, /) -> int:
+        """Let bytes go to and from memory; 0 for success."""
+        ...
+
+    def unregister_buffer(self, address: int, /) -> int:
+        """The opposite."""
+        ...
+
+    def batch_is_exist(self, keys: list[str], /) -> list[int]:
+        """1, 0, or a negative code of each key."""
+        ...
+
+    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
+        """Put objects from registered memory; 0 or a negative code of each."""
+        ...
+
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]:
+        """Get objects whole; bytes or a negative code of each."""
+        ...
+
+    def get_into_ranges(
+        self,
+        addresses: list[int],
+        keys: list[list[str]],
+        targets: list[list[list[int]]],
+        sources: list[list[list[int]]],
+        sizes: list[list[list[int]]],
+        /,
+    ) -> list[list[list[int]]]:
+        """Get ranges of objects: by buffer, object and range, bytes or a negative code."""
+        ...
+
+    def get_batch(self, keys: list[str], /) -> list[bytes]:
+        """Objects whole, in memory of Mooncake's own; empty for what is not there."""
+        ...
+
+    def get_size(self, key: str, /) -> int:
+        """Bytes of an object, or a negative code."""
+        ...
+
+    def put(self, key: str, value: bytes, config: Any, /) -> int:
+        """Put a small object; 0 or a negative code."""
+        ...
+
+    def remove(self, key: str, force: Literal[True], /) -> int:
+        """0 or a negative code."""
+        ...
+
+    def remove_by_regex(self, pattern: str, force: Literal[True], /) -> int:
+        """How many objects were removed, or a negative code."""
+        ...
+
+    def close(self) -> int:
+        """Leave the pool."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRanges:
+    """Ranges (offset, bytes) that are wanted of an object, which has `nbytes` bytes."""
+
+    key: str
+    nbytes: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """One range, which is all: several such objects are asked for at once."""
+        return self.ranges == ((0, self.nbytes),)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Of all ranges."""
+        return sum(nbytes for _, nbytes in self.ranges)
+
+
+class _Staging:
+    """Registered memory of our own, in one direction. Who holds the lane has it alone.
+
+    It grows by doubling, and is kept until we leave: what a transfer that failed still writes must hit nobody.
+    """
+
+    def __init__(self, client: MooncakeClient) -> None:
+        """Raises OSError."""
+        self._client = client
+        self._buffers: list[mmap.mmap] = []
+        self._addresses: list[int] = []
+        self._grow(STAGING_BYTES)
+
+    def reserve(self, nbytes: int) -> memoryview:
+        """At least so many bytes. While no call is under way. Raises OSError."""
+        if nbytes > len(self._buffers[-1]):
+            self._grow(max(nbytes, 2 * len(self._buffers[-1])))
+        return memoryview(self._buffers[-1])
+
+    def _grow(self, nbytes: int) -> None:
+        buffer = mmap.mmap(-1, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        if code := self._client.register_buffer(self.address, nbytes):
+            raise OSError(errno.ENOMEM, f"Mooncake does not register {nbytes} bytes of memory ({code})")
+        self._buffers.append(buffer)
+        self._addresses.append(self.address)
+
+    def release(self) -> None:
+        """Before the client leaves. Raises nothing."""
+        for address in self._addresses:
+            self._client.unregister_buffer(address)
+
+
+class PoolClient:
+    """Safe for one thread that asks, one that reads and one that writes. Every call ends: see `CallLane`."""
+
+    def __init__(self, location: str, client: MooncakeClient, kept: Any = None) -> None:
+        """`kept`: Mooncake's configuration of a put that its master does not evict. Raises OSError."""
+        self.location = location
+        self._client, self._kept = client, kept
+        self._incoming, self._outgoing = _Staging(client), _Staging(client)
+        self._asks = CallLane("kvmover-pool-asks", _ASK_S, SILENT_MASTER)
+        self._reads = CallLane("kvmover-pool-reads", _MOVE_S, SILENT_DONOR)
+        self._writes = CallLane("kvmover-pool-writes", _MOVE_S, SILENT_DONOR)
+        self._is_open = True
+
+    @classmethod
+    def open(cls, address: PoolAddress) -> PoolClient:
+        """Join the pool. Raises StoreError where Mooncake is not installed, or its master is not there."""
+        _see_alive(address)
+        try:
+            mooncake: Any = import_module("mooncake.store")
+        except ImportError as error:
+            raise StoreError(f"{address.location} needs Mooncake: pip install 'kvmover[mooncake]' ({error})") from error
+        client, kept = mooncake.MooncakeDistributedStore(), mooncake.ReplicateConfig()
+        kept.with_hard_pin, kept.replica_num = True, 2
+        here = (_own_host(address), address.metadata, address.donate_bytes, _ENTRIES_BYTES)
+        code = client.setup(*here, address.protocol, "", address.master)
+        if code:
+            raise StoreError(f"cannot join {address.location}: Mooncake's setup says {code}")
+        try:
+            return cls(address.location, client, kept)
+        except OSError as error:
+            client.close()
+            raise StoreError(f"cannot join {address.location}: {error.strerror}") from error
+
+    # Questions
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        """Which objects are there, by one question to the master. Raises OSError."""
+        codes = self._ask(lambda: self._client.batch_is_exist(list(keys)))
+        if failed := next((code for code in codes if code < 0), 0):
+            raise OSError(errno.EREMOTEIO, _REASONS.get(failed, SILENT_MASTER))
+        return [code == 1 for code in codes]
+
+    def entries(self, keys: Sequence[str]) -> list[bytes]:
+        """Small objects, whole; b"" for one that is not there. Raises OSError."""
+        return self._ask(lambda: self._client.get_batch(list(keys)))
+
+    def size(self, key: str) -> int:
+        """Bytes of an object. Raises OSError, FileNotFoundError where there is none."""
+        return _checked(self._ask(lambda: self._client.get_size(key)))
+
+    def remove(self, key: str) -> None:
+        """Remove an object, whoever reads it. Raises OSError; one that is gone is no matter."""
+        with suppress(FileNotFoundError):
+            _checked(self._ask(lambda: self._client.remove(key, True)))
+
+    def remove_all(self, folder: str) -> int:
+        """Remove everything whose key begins with the folder; how many. Raises OSError."""
+        pattern = "^" + folder.replace(".", "[.]") + "/"
+        return _checked(self._move(self._writes, lambda: self._client.remove_by_regex(pattern, True)))
+
+    # Bytes
+
+    @contextmanager
+    def reading(self, wanted: Sequence[ObjectRanges]) -> Generator[list[list[memoryview] | str]]:
+        """The ranges of each object, or why they did not come, for as long as the block lasts.
+
+        The memory is unchecked, and the next `reading` writes there. Raises OSError.
+        """
+        size = sum(each.wanted_bytes for each in wanted)
+        answers = self._move(self._reads, lambda: self._read(self._incoming.reserve(size), wanted))
+        yield answers
+
+    def _read(self, memory: memoryview, wanted: Sequence[ObjectRanges]) -> list[list[memoryview] | str]:
+        """Objects that are wanted whole in one call, which is faster, and ranges of the others in another."""
+        places: list[list[int]] = []
+        at = 0
+        for each in wanted:
+            places.append([])
+            for _, nbytes in each.ranges:
+                places[-1].append(at)
+                at += nbytes
+        whole = [item for item, each in enumerate(wanted) if each.is_whole]
+        some = [item for item, each in enumerate(wanted) if not each.is_whole]
+        codes: dict[int, list[int]] = {}
+        base = self._incoming.address
+        if whole:
+            addresses, sizes = [base + places[item][0] for item in whole], [wanted[item].nbytes for item in whole]
+            came = self._client.batch_get_into([wanted[item].key for item in whole], addresses, sizes)
+            codes.update((item, [code]) for item, code in zip(whole, came, strict=True))
+        if some:
+            keys, targets = [wanted[item].key for item in some], [places[item] for item in some]
+            sources = [[offset for offset, _ in wanted[item].ranges] for item in some]
+            lengths = [[nbytes for _, nbytes in wanted[item].ranges] for item in some]
+            [parts] = self._client.get_into_ranges([base], [keys], [targets], [sources], [lengths])
+            codes.update(zip(some, parts, strict=True))
+        return [_pieces(memory, each, places[item], codes[item]) for item, each in enumerate(wanted)]
+
+    def put(self, keys: Sequence[str], objects: Sequence[Sequence[Buffer]]) -> list[str]:
+        """Write objects whole, each from its pieces: why one is not there, or "". The first of two writers wins.
+
+        Raises OSError.
+        """
+        sizes = [sum(map(len, pieces)) for pieces in objects]
+        return self._move(self._writes, lambda: self._write(keys, objects, sizes))
+
+    def _write(self, keys: Sequence[str], objects: Sequence[Sequence[Buffer]], sizes: Sequence[int]) -> list[str]:
+        memory, at, addresses = self._outgoing.reserve(sum(sizes)), 0, list[int]()
+        for pieces in objects:
+            addresses.append(self._outgoing.address + at)
+            for piece in pieces:
+                memory[at : at + len(piece)] = piece
+                at += len(piece)
+        codes = self._client.batch_put_from(list(keys), addresses, list(sizes))
+        return ["" if code >= 0 else _REASONS.get(code, f"Mooncake says {code}") for code in codes]
+
+    def put_entry(self, key: str, data: bytes) -> None:
+        """Write a small object that is not evicted, twice where two donors are. Raises OSError."""
+        _checked(self._move(self._writes, lambda: self._client.put(key, data, self._kept)))
+
+    def close(self) -> None:
+        """Leave the pool, with what this process gave to it. Safe to call twice, and raises nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        lanes = (self._asks, self._reads, self._writes)
+        if not any(lane.is_busy for lane in lanes):  # Mooncake's client must outlive the calls of it
+            leaving = CallLane("kvmover-pool-leaves", _LEAVE_S, SILENT_MASTER)
+            with suppress(OSError):
+                leaving.call(self._leave)
+            leaving.close()
+        for lane in lanes:
+            lane.close()
+
+    def _leave(self) -> None:
+        self._incoming.release()
+        self._outgoing.release()
+        self._client.close()
+
+    def _ask(self, make: Callable[[], Any]) -> Any:
+        return self._move(self._asks, make)
+
+    def _move(self, lane: CallLane, make: Callable[[], Any]) -> Any:
+        if not self._is_open:
+            raise OSError(errno.EBADF, f"{self.location} was left")
+        return lane.call(make)
+
+
+def _pieces(memory: memoryview, each: ObjectRanges, places: Sequence[int], codes: Sequence[int]) -> Any:
+    for (_, nbytes), code in zip(each.ranges, codes, strict=True):
+        if code != nbytes:
+            return _REASONS.get(code, f"Mooncake says {code}") if code < 0 else f"{SHORT} {code} of {nbytes} bytes"
+    return [memory[at : at + nbytes] for at, (_, nbytes) in zip(places, each.ranges, strict=True)]
+
+
+def _checked(code: int) -> int:
+    if code == _NO_OBJECT:
+        raise FileNotFoundError(errno.ENOENT, NO_OBJECT)
+    if code < 0:
+        raise OSError(errno.EREMOTEIO, _REASONS.get(code, f"Mooncake says {code}"))
+    return code
+
+
+def _see_alive(address: PoolAddress) -> None:
+    """Raise StoreError unless the master answers: Mooncake's setup would hold Python's lock for minutes.
+
+    A master that lives hangs up on what is no request. One that is stopped has a kernel that takes the connection, and
+    says nothing.
+    """
+    try:
+        with socket.create_connection((address.host, address.port), _ALIVE_S) as connection:
+            connection.settimeout(_ALIVE_S)
+            connection.sendall(bytes(64))
+            with suppress(ConnectionResetError):
+                connection.recv(64)
+    except OSError as error:
+        raise StoreError(f"cannot join {address.location}: {SILENT_MASTER} ({error})") from error
+
+
+def _own_host(address: PoolAddress) -> str:
+    """Under which address others reach this process: that of its way to the master."""
+    with socket.create_connection((address.host, address.port), _ALIVE_S) as connection:
+        return str(connection.getsockname()[0])
