@@ -13,9 +13,7 @@ import msgspec
 from kvmover.errors import PlanError, ProtocolError
 from kvmover.migrate.rounds import Round
 from kvmover.transfer.arguments import request_name
-from kvmover.transfer.protocol.wire import MAX_AUX_BYTES, MAX_RANKS
-
-Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+from kvmover.transfer.protocol.wire import MAX_AUX_BYTES, MAX_RANKS, Natural, Positive
 
 #: Of a payload beside what an announcement says itself.
 MAX_PAYLOAD_BYTES = MAX_AUX_BYTES - 256
@@ -49,7 +47,7 @@ class Migration(msgspec.Struct, frozen=True):
     generation: Natural
     source: Party
     target: Party
-    tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
+    tokens: Positive
     payload: bytes = b""
 
     def __post_init__(self) -> None:

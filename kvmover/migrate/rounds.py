@@ -8,6 +8,7 @@ import msgspec
 
 from kvmover.errors import PlanError
 from kvmover.fields import check_positive, settle_whole
+from kvmover.transfer.protocol.wire import Natural
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -15,9 +16,9 @@ class Round(msgspec.Struct, frozen=True):
     it is announced before its last tokens are computed.
     """
 
-    number: int
-    start: int
-    stop: int
+    number: Natural
+    start: Natural
+    stop: Natural
     last: bool = False
 
     def check(self) -> None:
