@@ -25,11 +25,11 @@ from kvmover.migrate.arrival import (
 from kvmover.migrate.departure import Withdraw
 from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Announcement, Decision, Migration
-from kvmover.migrate.partners import partners_of, said_in
+from kvmover.migrate.partners import AGAIN_S, has_failed, partners_of, said_in
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
 from kvmover.transfer.mover import Mover
-from kvmover.transfer.result import Transfer
+from kvmover.transfer.result import Cause, Transfer
 
 #: Characters of a reason that are told to the source.
 MAX_REASON_CHARACTERS = 1000
@@ -59,6 +59,7 @@ class ArrivingRank:
         self._mover, self._config, self._clock = mover, config or MigrationConfig(), clock
         self._agree = agree or LocalConsensus()
         self._partners = partners_of(mover, migration.source)
+        self._has_states = any(component.states for component in self._partners[0].components)
         self._pages, self._room_tokens = pages, migration.tokens
         self._pending: Round | None = None
         self._rounds: list[Transfer] = []
@@ -66,7 +67,8 @@ class ArrivingRank:
         self._announcement: Transfer | None = None
         self._answer: Transfer | None = None
         self._decision: Decision | None = None
-        self._decided_at = np.inf
+        self._decided_at, self._say_at = np.inf, -np.inf
+        self._reachable, self._unasked = False, False
         self._fault: str | None = None
         self.payload, self.payload_tokens = migration.payload, migration.tokens
         self.settled = False
@@ -85,8 +87,12 @@ class ArrivingRank:
 
     @property
     def landed_tokens(self) -> int:
-        """Tokens from the request's beginning whose rows are in the pages."""
-        return self._state.landed_tokens
+        """Tokens from the request's beginning whose rows are in the pages. States are those of the last round alone:
+        of a model that has some, nothing counts before that.
+        """
+        state = self._state
+        whole = state.round.last and state.landed_tokens == state.round.stop
+        return state.landed_tokens if whole or not self._has_states else 0
 
     @property
     def pages_for(self) -> int:
@@ -115,7 +121,7 @@ class ArrivingRank:
         if agreed is None:
             return self.phase
         number, other = self._state.round.number, -int(agreed[1])
-        landed, sound, announced, lives, quiet, heard, patient = map(bool, agreed[2:].tolist())
+        landed, sound, announced, lives, quiet, heard, patient, asked = map(bool, agreed[2:].tolist())
         if int(agreed[0]) == other == number:  # not of a round that is over, where ranks agree late
             self._look_at_round(landed, sound, announced)
         if not lives and not self._state.ended:
@@ -126,7 +132,7 @@ class ArrivingRank:
             self._step(Acknowledged())
         elif not patient:
             self._step(PatienceOver())
-        self.settled = self._state.ended and (heard or not lives)
+        self.settled = self._state.ended and (heard or not lives or not asked)
         self._speak()
         return self.phase
 
@@ -143,7 +149,8 @@ class ArrivingRank:
         quiet = not listens and not self.holds_pages
         patient = self._clock() < self._decided_at + self._config.patience_s
         number = self._state.round.number
-        return np.array([number, -number, landed, sound, announced, lives, quiet, heard, patient], np.int64)
+        row = [number, -number, landed, sound, announced, lives, quiet, heard, patient, not self._unasked]
+        return np.array(row, np.int64)
 
     def _look_at_round(self, landed: bool, sound: bool, announced: bool) -> None:
         """What became of the round on all ranks, and whether all have heard of the next one."""
@@ -224,10 +231,20 @@ class ArrivingRank:
                 self._mover.abort(transfer, reason)
 
     def _speak(self) -> None:
-        """Say the decision until the source has heard it: who waits for it may ask late, or again."""
-        answer, decision = self._answer, self._decision
-        if decision is None or self.settled or (answer is not None and (answer.result is None or answer.result.landed)):
+        """Say the decision until the source has heard it. One that can be reached, and does not ask, knows it: who has
+        handed a request over asks on and on.
+        """
+        if self._answer is not None and not has_failed(self._answer):
             return
+        now, decision, source = self._clock(), self._decision, self.migration.source
+        reachable = len(self._mover.ranks(source.engine)) == source.ranks
+        if self._answer is not None:
+            late = self._answer.result is not None and self._answer.result.cause is Cause.DEADLINE
+            self._unasked = self._unasked or (late and reachable and self._reachable)
+            self._answer, self._say_at = None, now + AGAIN_S
+        if decision is None or self.settled or self._unasked or now < self._say_at:
+            return
+        self._reachable = reachable
         said = Decision(decision.taken, decision.reason[:MAX_REASON_CHARACTERS]).encode()
         nothing: list[list[int]] = [[] for _ in self._pages]
         self._answer = self._mover.send(

@@ -25,14 +25,11 @@ from kvmover.migrate.departure import (
 )
 from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
 from kvmover.migrate.migration import Announcement, Decision, Migration, check_payload
-from kvmover.migrate.partners import partners_of, said_in
+from kvmover.migrate.partners import AGAIN_S, has_failed, partners_of, said_in
 from kvmover.migrate.rounds import MigrationConfig, Round
 from kvmover.transfer.events import Cancel
 from kvmover.transfer.mover import Mover
 from kvmover.transfer.result import Gate, Passed, Transfer
-
-#: Between two tries to hear the decision of a target that refused to say.
-ASK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,11 +192,13 @@ class DepartingRank:
             if asked is not None and not asked.ended:
                 self._mover.abort(asked, "the target is dead, or has not said for too long")
             return
-        target, name = self.migration.target, self.migration.decision_name
-        waits = asked is not None and not asked.ended
-        if waits or now < self._ask_at or len(self._mover.ranks(target.engine)) < target.ranks:
+        if asked is not None and not has_failed(asked):
             return
-        self._ask_at = now + ASK_AGAIN_S
+        if asked is not None:
+            self._decision, self._ask_at = None, now + AGAIN_S
+        target, name = self.migration.target, self.migration.decision_name
+        if now < self._ask_at or len(self._mover.ranks(target.engine)) < target.ranks:
+            return
         self._decision = self._mover.receive(
             name, target.engine, range(0), None, target.everyone, self._config.patience_s
         )

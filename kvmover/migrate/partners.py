@@ -8,6 +8,9 @@ from kvmover.transfer.mover import Mover
 from kvmover.transfer.peers.processes import PeerProcess
 from kvmover.transfer.result import Transfer
 
+#: From an attempt to tell, or to hear, that failed until the next: names come again only after a poll.
+AGAIN_S = 0.5
+
 
 def partners_of(mover: Mover, party: Party) -> tuple[PeerProcess, ...]:
     """The processes of the other side as they are now. Raises PeerUnknown where not all of them are connected."""
@@ -22,3 +25,8 @@ def said_in(transfer: Transfer) -> bytes:
     """What every rank of the other side has handed over beside a transfer that landed: each the same."""
     payloads = transfer.landed().aux
     return payloads[min(payloads)]
+
+
+def has_failed(transfer: Transfer) -> bool:
+    """Whether it ended without landing."""
+    return transfer.result is not None and not transfer.result.landed

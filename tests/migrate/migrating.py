@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,30 +108,34 @@ class Move:
     def now(self, rank: int) -> Checkpoint:
         return Checkpoint(self.tokens, self.part(self.source, rank, self.tokens), self.payload())
 
-    def begin(self, config: MigrationConfig | None = None) -> None:
+    def begin(self, config: MigrationConfig | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Both sides, all ranks."""
         self.generation += 1
         parties = (Party(engine.name, engine.fleet.size) for engine in (self.source, self.target))
         migration = Migration("r", self.generation, *parties, self.tokens, self.payload())
         leave, come = Meeting(self.source.fleet.size), Meeting(self.target.fleet.size)
         self.departing = [
-            DepartingRank(mover, migration, self.now(rank), config, leave)
+            DepartingRank(mover, migration, self.now(rank), config, leave, clock)
             for rank, mover in enumerate(self.source.movers)
         ]
         arriving = Migration.decode(migration.encode())
         self.arriving = [
-            ArrivingRank(mover, arriving, self.part(self.target, rank, self.tokens), config, come)
+            ArrivingRank(mover, arriving, self.part(self.target, rank, self.tokens), config, come, clock)
             for rank, mover in enumerate(self.target.movers)
         ]
 
     def step(self) -> None:
         """The request computes a token where it may, and everybody is polled."""
-        if self.departing and self.departing[0].may_write and self.tokens < MOST_TOKENS:
+        if self.departing and self.departing[0].may_write and self._writes():
             self.tokens += 1
             self.write()
             for rank, departing in enumerate(self.departing):
                 departing.wrote(self.now(rank))
         self.turn()
+
+    def _writes(self) -> bool:
+        """Near its end a request writes only what was announced."""
+        return self.tokens < MOST_TOKENS - 8 or self.departing[0].phase is DeparturePhase.STOPPING
 
     def turn(self) -> None:
         """Everybody is polled, and named the pages that are missing."""

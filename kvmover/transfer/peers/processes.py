@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvmover.layout.component import Component
 from kvmover.shared_memory import HostProcess
 from kvmover.transfer.protocol.handshake import Rank
 
 
 @dataclass(frozen=True, slots=True)
 class PeerProcess:
-    """What sits at `rank` of `engine` now. It stays this process when it is lost and another one sits there."""
+    """What sits at `rank` of `engine` now, with pools of `components`. It stays this process when it is lost and
+    another one sits there.
+    """
 
     engine: str
     rank: int
+    components: tuple[Component, ...]
     _generation: int = field(repr=False)
     _local: HostProcess | None = field(repr=False)
     _dead: Mapping[int, int] = field(repr=False)
@@ -26,7 +30,8 @@ class PeerProcess:
         """
         place = card.place
         local = card.process if machine and card.machine == machine else None
-        return cls(place.engine, place.rank, place.generation, local, dead)
+        components = tuple(pool.component for pool in card.pools)
+        return cls(place.engine, place.rank, components, place.generation, local, dead)
 
     def has_ended(self) -> bool:
         """Whether it is known to be dead: the kernel of this host says so, or `Mover.forget` was told."""
