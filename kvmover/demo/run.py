@@ -2,13 +2,13 @@
 
 A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
 together. `Lives`: fleets that live one after another over a page store, and keep KV for each other, not for themselves.
+`Migrations` (in a module of its own): a running request moves from one fleet to another while it decodes.
 What is restored is compared row by row with what some rank computed.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
 import socket
@@ -26,10 +26,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvmover.cache.prefix import PrefixTree
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
+from kvmover.demo.migrations import Migrations
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
+from kvmover.demo.paged_engine import POOL_TOKENS, PagedEngine
 from kvmover.demo.processes import Crew, Member, ask, ask_all
 from kvmover.demo.rank import Digests, Seat, Served, TieredSeat
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
@@ -46,31 +47,6 @@ from kvmover.plan.fleet_text import FleetText
 from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transport import nixl_version
 
-#: Pages for this many tokens in every pool: the prompts of a run, kept for later turns.
-POOL_TOKENS = 16384
-
-
-class Engine:
-    """One fleet as its scheduler sees it: seated processes, free pages, and the prefixes it keeps."""
-
-    def __init__(self, name: str, members: Sequence[Member], fleet: FleetText) -> None:
-        self.name, self.members, self.fleet = name, members, fleet
-        self.page_tokens = fleet.fleet.page_tokens
-        self.pages = POOL_TOKENS // self.page_tokens
-        self.free = list(range(self.pages))
-        random.Random(name).shuffle(self.free)  # neighbours in a request are no neighbours in the pool
-        self.tree = PrefixTree(self.page_tokens)
-
-    def take(self, tokens: int) -> list[int]:
-        """Pages for `tokens` tokens, from the oldest prefixes where none are free."""
-        count = -(-tokens // self.page_tokens)
-        if count > len(self.free):
-            self.free += self.tree.evict(count - len(self.free)).page_ids().tolist()
-        if count > len(self.free):
-            raise KvmoverError(f"{self.name}: {tokens} tokens do not fit {self.pages} pages of {self.page_tokens}")
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
-
 
 class ScenarioRun:
     """One scenario on its two fleets, with the one-process model that says what the answers must be."""
@@ -78,8 +54,8 @@ class ScenarioRun:
     def __init__(self, scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> None:
         settings, device = options.settings, options.device
         sizes = scenario.src.fleet.size, scenario.dst.fleet.size
-        self.src = Engine("prefill", crew.members[: sizes[0]], scenario.src)
-        self.dst = Engine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
+        self.src = PagedEngine("prefill", crew.members[: sizes[0]], scenario.src)
+        self.dst = PagedEngine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
         self.scenario = scenario
         seats = [
             Seat(
@@ -434,6 +410,8 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
             place.mkdir()
             if seeded.lives:
                 stage = Lives(seeded, crew, place, options.requests_each, settings)
+            elif seeded.answer_tokens:
+                stage = Migrations(seeded, crew.members, place, options.seed, settings)
             else:
                 stage = ScenarioRun(seeded, crew, place, options)
             reports.append(_play(stage, requests, step))
@@ -471,7 +449,9 @@ def _ended_by_a_signal() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _play(stage: ScenarioRun | Lives, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
+def _play(
+    stage: ScenarioRun | Lives | Migrations, requests: Chats | Traced, step: Callable[[str, int], None]
+) -> ScenarioReport:
     """All requests of one scenario, in order of arrival."""
     scenario = stage.scenario
     ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.lives or (scenario.src, scenario.dst))

@@ -100,6 +100,11 @@ class ArrivingRank:
         return self._pending.stop if self._pending is not None else 0
 
     @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Of the rounds that were asked for so far, in order."""
+        return tuple(self._rounds)
+
+    @property
     def holds_pages(self) -> bool:
         """Whether a transfer may still write the pages that were named."""
         return any(not transfer.ended or transfer.held for transfer in self._rounds)

@@ -94,9 +94,9 @@ class DepartingRank:
         return self._state.may_write
 
     @property
-    def rounds(self) -> int:
-        """How many there were so far."""
-        return self._state.round.number + 1
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Of the rounds so far, in order."""
+        return tuple(self._rounds)
 
     @property
     def holds_pages(self) -> bool:

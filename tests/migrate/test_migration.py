@@ -60,7 +60,7 @@ def test_the_request_pauses_at_the_token_that_was_announced_and_nowhere_else():
         if move.tokens == before:
             stops.add(move.tokens)
     assert len(stops) == 1
-    assert move.departing[0].rounds == 3
+    assert len(move.departing[0].transfers) == 3
     assert move.departing[0].may_write == 0
 
 
