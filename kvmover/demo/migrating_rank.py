@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvmover.demo.rank import DemoRank, Digests, Seat
 from kvmover.errors import KvmoverError
-from kvmover.migrate import ArrivalPhase, ArrivingRank, Checkpoint, DepartingRank, Migration, MigrationConfig
+from kvmover.migrate import ArrivalPhase, ArrivingRank, Checkpoint, DepartingRank, Migration, MigrationConfig, Party
 from kvmover.transfer.result import Result, Transfer
 
 #: Between two looks at a migration while there is no token to compute.
@@ -48,15 +48,6 @@ class AnswerShare:
 class MigratingRank(DemoRank):
     """A seated process on either side of a migration. All ranks of a fleet are asked alike, and agree at each step."""
 
-    def meet(self, engine: str, ranks: int) -> None:
-        """Wait until so many ranks of another fleet are connected."""
-        until = time.monotonic() + GREETING_S
-        while len(self._mover.ranks(engine)) < ranks:
-            if time.monotonic() > until:
-                raise KvmoverError(f"{engine} has {ranks} ranks, of which {sorted(self._mover.ranks(engine))} came")
-            if not self._mover.poll():
-                time.sleep(PAUSE_S)
-
     def depart(self, migration: Migration, answer: list[int], count: int, pages: list[int]) -> AnswerShare:
         """Go on with an answer, for `count` more tokens at most, until it has moved; one that ends first stays."""
         answer, first, cache = list(answer), len(self._model.gaps), self._cache(pages)
@@ -66,6 +57,7 @@ class MigratingRank(DemoRank):
         def now() -> Checkpoint:
             return Checkpoint(prompt_tokens + len(answer) - 1, [pages], json.dumps(answer).encode())
 
+        self._meet(migration.target)
         departing = DepartingRank(self._mover, migration, now(), CONFIG, self._agree)
         while not departing.settled:
             if departing.may_write and len(answer) < most:
@@ -102,6 +94,19 @@ class MigratingRank(DemoRank):
         return AnswerShare(
             here, answer, [], arriving.landed_tokens, _results(arriving.transfers), reason=arriving.reason
         )
+
+    def _meet(self, party: Party) -> None:
+        """Wait until all ranks of a fleet have introduced themselves, who poll meanwhile."""
+        until = time.monotonic() + GREETING_S
+        while len(self._mover.ranks(party.engine)) < party.ranks:
+            if time.monotonic() > until:
+                raise KvmoverError(f"of {party} only {sorted(self._mover.ranks(party.engine))} are connected")
+            if not self._mover.poll():
+                time.sleep(PAUSE_S)
+
+    def catch_up(self, tokens: tuple[int, ...], landed: int, pages: list[int]) -> int:
+        """Compute the rows of `tokens` that had not landed when the fleet that had them died: the token behind them."""
+        return self._model.prefill(tokens, self._cache(pages), landed)
 
     def digests(self, pages: list[int], tokens: int) -> Digests:
         """Of the rows of a request's first tokens."""

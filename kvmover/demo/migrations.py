@@ -38,8 +38,6 @@ class Migrations:
         everyone = [*self.src.members, *self.dst.members]
         ask(everyone, "seat", [(seat,) for seat in seats])
         ask_all(self.dst.members, "connect", ask_all(self.src.members, "card"))
-        met = [(self.dst.name, sizes[1])] * sizes[0] + [(self.src.name, sizes[0])] * sizes[1]
-        ask(everyone, "meet", met)
         self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
 
     def close(self) -> None:
