@@ -62,6 +62,12 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
         f"{grown} ms",
         f"sent when all is computed: {whole_}",
     )
+    moved, stopped = (_one("migrate", way=way) for way in ("copied while it runs", "stopped and copied"))
+    yield (
+        f"a running request of {int(moved['tokens']):,} tokens moves to another process: its pause, p50 and p99",
+        f"{moved['pause_p50_ms']} and {moved['pause_p99_ms']} ms",
+        f"stopped and copied: {stopped['pause_p50_ms']} and {stopped['pause_p99_ms']}",
+    )
     plan = _one("bench_plan", what="plan and lower, packed", layers="80", page_tokens="64")
     every = _one("bench_plan", what="list every row, direct", layers="80", page_tokens="64")
     yield (
@@ -125,6 +131,7 @@ def numbers() -> str:
         _transfer,
         _equal,
         _growth,
+        _migrate,
         _request,
         _waiting,
         _plan,
@@ -315,6 +322,27 @@ def _growth() -> list[str]:
         f" ({_about(about)}):",
         ("", "ms, median (10th to 90th percentile)"),
         ((row["way"], f"{row['after_last_chunk_ms']} ({row['low_ms']} to {row['high_ms']})") for row in rows),
+    )
+
+
+def _migrate() -> list[str]:
+    rows = read("migrate")
+    about = rows[0]
+    return _table(
+        f"**A running request that moves**, {int(about['tokens']):,} tokens of {int(about['token_bytes']) // 1024} KiB and one"
+        f" more every {about['step_ms']} ms, two processes over NIXL: from its last token at the source to its next at the"
+        f" target ({_about(about)}):",
+        ("", "moves", "pause in ms, p50 and p99", "in token steps", "tokens computed meanwhile, median"),
+        (
+            (
+                row["way"],
+                row["moves"],
+                f"{row['pause_p50_ms']}, {row['pause_p99_ms']}",
+                f"{row['pause_p50_steps']}, {row['pause_p99_steps']}",
+                row["computed_meanwhile"],
+            )
+            for row in rows
+        ),
     )
 
 

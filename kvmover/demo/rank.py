@@ -95,7 +95,7 @@ class DemoRank:
         self._pool = Pool.shared(spec) if shared else Pool.zeros(spec, seat.device)
         comm = Gloo.join(FileStore(seat.store, fleet.size), seat.rank, fleet.tp, fleet.pp)
         share = ModelShard.of_rank(seat.scenario.model, fleet.tp, fleet.pp, at.tp, at.pp)
-        self._model = Transformer(seat.scenario.model, share, comm)
+        self._model, self._agree = Transformer(seat.scenario.model, share, comm), Grouped(comm.group)
         model = Model(seat.scenario.name, (component,))
         place = Place(seat.engine, fleet, seat.rank)
         self._mover = Mover(NixlTransport(f"{seat.engine}-{seat.rank}"), model, place, [self._pool], config)

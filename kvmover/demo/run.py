@@ -1,7 +1,8 @@
 """In the demo prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed.
 
 A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
-together. Those that live one after another are `Lives`, those that are replaced while others serve `Rolling`.
+together. Those that live one after another are `Lives`, those that are replaced while others serve `Rolling`, and those
+whose answers move from one to the other while they are computed `Migrations`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
 from kvmover.demo.engine import POOL_TOKENS, Asked, Engine, serve
 from kvmover.demo.lives import LIFE_POOL_TOKENS, Lives
+from kvmover.demo.migrations import Migrations
 from kvmover.demo.model import Alone, ModelShard, Transformer
 from kvmover.demo.processes import Crew, ask, ask_all
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, show
@@ -72,6 +74,9 @@ class ScenarioRun:
         name = f"{self.scenario.name}-{number}"
         return serve(self.scenario, self.src, self.dst, self.alone, Asked(name, prompt, answer_tokens))
 
+
+#: What serves the requests of a scenario.
+Stage = ScenarioRun | Lives | Rolling | Migrations
 
 #: Processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
@@ -257,12 +262,14 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
     return RunReport.of(reports, time.monotonic() - began)
 
 
-def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> ScenarioRun | Lives | Rolling:
+def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> Stage:
     if scenario.lives:
         root = folder if options.store is None else store_location(options.store)
         return Lives(scenario, crew, folder, root, options.requests_each, options.settings)
     if scenario.replaced:
         return Rolling(scenario, crew, folder, options.settings)
+    if scenario.answer_tokens:
+        return Migrations(scenario, crew.members, folder, options.seed, options.settings)
     return ScenarioRun(scenario, crew, folder, options)
 
 
@@ -297,9 +304,7 @@ def _ended_by_a_signal() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _play(
-    stage: ScenarioRun | Lives | Rolling, requests: Chats | Traced, step: Callable[[str, int], None]
-) -> ScenarioReport:
+def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
     """All requests of one scenario, in order of arrival."""
     scenario = stage.scenario
     ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.lives or (scenario.src, scenario.dst))

@@ -31,6 +31,8 @@ class Scenario:
     #: What the fleets tolerate where they store the cache in other forms, and how far a logit's gap may move for it.
     lossy: float = 0.0
     gap_tolerance: float = GAP_TOLERANCE
+    #: How long answers are of which each moves from the first fleet to the second while it is computed (0: none does).
+    answer_tokens: int = 0
 
     @property
     def processes(self) -> int:
@@ -125,6 +127,16 @@ SCENARIOS = (
         ),
         lossy=0.0625,
         gap_tolerance=0.5,
+    ),
+    replace(
+        Scenario.of(
+            "migrate",
+            "GQA, 4 KV heads: an answer begins on TP2 and goes on on TP1 with pages of 64, moved while it is computed",
+            replace(GQA, kv_heads=4),
+            "tp=2,page=16,order=NHD",
+            "tp=1,page=64,order=HND",
+        ),
+        answer_tokens=64,
     ),
     Scenario.stored(
         "storage",

@@ -12,6 +12,7 @@ from kvmover.faces import public
 if TYPE_CHECKING:
     from kvmover.transfer.config import Integrity, MoverConfig, Pace
     from kvmover.transfer.mover import Mover
+    from kvmover.transfer.peers.processes import PeerProcess
     from kvmover.transfer.protocol.auth import Key, Keys
     from kvmover.transfer.protocol.handshake import Model, Place
     from kvmover.transfer.result import Cause, Ending, Gate, Result, Transfer
@@ -32,6 +33,7 @@ _HOME = {
     "Mover": "mover",
     "MoverConfig": "config",
     "Pace": "config",
+    "PeerProcess": "peers.processes",
     "Place": "protocol.handshake",
     "Progress": "threads.progress",
     "Result": "result",
@@ -52,6 +54,7 @@ __all__ = [
     "Mover",
     "MoverConfig",
     "Pace",
+    "PeerProcess",
     "Place",
     "Progress",
     "Result",

@@ -44,6 +44,7 @@ from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.registrations import Registrations, Renewals
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
 from kvmover.transfer.peers.connections import Connections, Reconnector
+from kvmover.transfer.peers.processes import PeerProcess
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import MessageAuth, Unverified
@@ -93,16 +94,12 @@ class Mover:
             place = msgspec.structs.replace(place, generation=time.time_ns())
         self._core = assembled(transport, place, pools, self._config, clock)
         _check_own_card(model, self._core)
+        registrations = Registrations(self._core)
         self._writes = Writes(
-            self._core,
-            lambda job, event: self._source.ended(job, event),
-            InFlight(transport),
-            Registrations(self._core),
+            self._core, lambda job, event: self._source.ended(job, event), InFlight(transport), registrations
         )
         self._source = SourceDriver(self._core, self._writes)
-        self._reads = Reads(
-            self._core, lambda reading, event: self._destination.read(reading, event), InFlight(transport)
-        )
+        self._reads = Reads(self._core, lambda read, event: self._destination.read(read, event), InFlight(transport))
         quarantine = Quarantine()
         self._destination = DestinationDriver(
             self._core,
@@ -225,6 +222,10 @@ class Mover:
         """The ranks of an engine that are connected now. Empty for one that nobody connected, or that was lost."""
         return self._core.peers.ranks(engine)
 
+    def processes(self, engine: str) -> tuple[PeerProcess, ...]:
+        """The processes of an engine that are connected now, by rank: each can be asked whether it is known dead."""
+        return self._core.peers.processes(engine, self._core.mappings.machine)
+
     def send(
         self,
         request: str,
@@ -335,6 +336,7 @@ class Mover:
         """
         self._check_thread()
         seat, reason = (engine, rank), f"rank {rank} of {engine} is dead, this side was told"
+        self._core.peers.bury(engine, rank)
         self._destination.forget(seat, reason)
         name = self._core.peers.seated(seat)
         if name is not None:

@@ -27,6 +27,7 @@ PACKAGES = (
     "kvmover.transport",
     "kvmover.transfer",
     "kvmover.transfer.rendezvous",
+    "kvmover.migrate",
     "kvmover.store",
     "kvmover.cache.prefix",
     "kvmover.cache.ledger",

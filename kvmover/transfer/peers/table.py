@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvmover.errors import PeerRefused, PeerReplaced, PeerUnknown
 from kvmover.layout.fleet import Fleet
+from kvmover.transfer.peers.processes import PeerProcess
 from kvmover.transfer.protocol.chunks import End
 from kvmover.transfer.protocol.handshake import Rank
 
@@ -35,13 +36,15 @@ MAX_ENGINES = 65536
 @dataclass(slots=True)
 class _Incarnation:
     """What was seen of an engine: the fleet of its newest process, the newest generation of that fleet and of any
-    fleet before it, and by rank the newest (generation, transport name).
+    fleet before it, and by rank the newest (generation, transport name). `dead` [rank]: the newest generation there
+    that this side was told is dead.
     """
 
     fleet: Fleet
     newest: int
     outdated: int = -1
     ranks: dict[int, tuple[int, str]] = field(default_factory=dict[int, "tuple[int, str]"])
+    dead: dict[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(slots=True)
@@ -85,7 +88,7 @@ class Peers:
             seen = _Incarnation(place.fleet, place.generation)
         elif seen.fleet != place.fleet:
             replaced += [name for (engine, _), name in self._by_place.items() if engine == place.engine]
-            seen = _Incarnation(place.fleet, place.generation, seen.newest)
+            seen = _Incarnation(place.fleet, place.generation, seen.newest, dead=seen.dead)
         seen.newest = max(seen.newest, place.generation)
         seen.ranks[place.rank] = place.generation, peer.name
         self._seen[place.engine] = seen
@@ -140,6 +143,17 @@ class Peers:
         if name is None:
             raise PeerUnknown(f"rank {rank} of {engine} is not connected")
         return self._by_name[name]
+
+    def bury(self, engine: str, rank: int) -> None:
+        """Whoever has sat there is dead, as this side was told."""
+        seen = self._seen.get(engine)
+        if seen is not None:
+            seen.dead[rank] = seen.ranks.get(rank, (seen.outdated, ""))[0]
+
+    def processes(self, engine: str, machine: str) -> tuple[PeerProcess, ...]:
+        """What sits at the ranks of an engine now, in their order, as a process on `machine` sees it."""
+        cards = [self._by_name[self._by_place[engine, rank]].card for rank in sorted(self.ranks(engine))]
+        return tuple(PeerProcess.behind(card, machine, self._seen[engine].dead) for card in cards)
 
     def seated(self, seat: tuple[str, int]) -> str | None:
         """Who sits at a place, by name."""

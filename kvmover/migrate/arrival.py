@@ -1,0 +1,145 @@
+"""The side that is to get the request, as a pure state machine: `step(state, event)`.
+
+It lands what is announced, round by round. When the last round is here whole, with the hand-over beside it, the request
+is this side's, and it says so until the source has heard. Whatever fails before, it declines: it says so, and goes on
+listening. For as long as the source has not confirmed that it heard, the source may be dead; and if that is known, the
+request is this side's after all, with as many tokens in its pages as have landed. So one side has it while one lives,
+and never both.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+from msgspec.structs import replace
+
+from kvmover.migrate.departure import Withdraw
+from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
+from kvmover.migrate.migration import Decision
+from kvmover.migrate.rounds import Round
+from kvmover.transfer.events import Cancel
+
+
+class ArrivalPhase(StrEnum):
+    """How far a migration is at the target."""
+
+    COPYING = "copying"
+    DECLINING = "declining"
+    HERE = "here"
+    DECLINED = "declined"
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """The source has said which tokens come next."""
+
+    round: Round
+
+
+class Acknowledged(msgspec.Struct, frozen=True):
+    """Every rank of the source has our answer."""
+
+
+class PatienceOver(msgspec.Struct, frozen=True):
+    """The source has not confirmed our answer for too long, and is not known to be dead."""
+
+
+class AskRound(msgspec.Struct, frozen=True):
+    """Ask for a round's tokens."""
+
+    round: Round
+
+
+class ListenFor(msgspec.Struct, frozen=True):
+    """Ask for the announcement of a round."""
+
+    number: int
+
+
+class SayDecision(msgspec.Struct, frozen=True):
+    """Decision the source, until it has heard."""
+
+    decision: Decision
+
+
+ArrivalEvent = Announced | RoundLanded | RoundFailed | PartnerEnded | Acknowledged | PatienceOver | Cancel
+ArrivalAction = AskRound | ListenFor | SayDecision | Withdraw
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """The first `landed_tokens` tokens are in the pages. `round` was asked for last. `reason`: why it is declined."""
+
+    round: Round
+    landed_tokens: int = 0
+    phase: ArrivalPhase = ArrivalPhase.COPYING
+    reason: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known whose the request is."""
+        return self.phase in (ArrivalPhase.HERE, ArrivalPhase.DECLINED)
+
+    def check(self) -> None:
+        """Raise AssertionError where rounds leave a hole, or a request that is to be given up has no reason for it."""
+        self.round.check()
+        assert self.landed_tokens in (self.round.start, self.round.stop), "a round does not begin where one ended"
+        declines = self.phase in (ArrivalPhase.DECLINING, ArrivalPhase.DECLINED)
+        assert not declines or self.reason is not None, "declined for no reason"
+        whole = self.round.last and self.landed_tokens == self.round.stop
+        assert not whole or self.phase is ArrivalPhase.HERE, "all is here, and it is not taken"
+
+
+Arrived = tuple[Arrival, list[ArrivalAction]]
+
+
+def begin(first: Round) -> Arrived:
+    """Ask for the first round, and to be told of the next."""
+    return Arrival(first), [ListenFor(first.number + 1), AskRound(first)]
+
+
+def step(state: Arrival, event: ArrivalEvent) -> Arrived:
+    """Advance by one event. What comes after the end changes nothing."""
+    match event:
+        case _ if state.ended:
+            return state, []
+        case RoundLanded(number):
+            return _landed(state, number)
+        case Announced(following):
+            return _announced(state, following)
+        case PartnerEnded():
+            return _taken(state)
+        case RoundFailed(reason) | Cancel(reason):
+            return _decline(state, reason)
+        case Acknowledged() | PatienceOver():
+            declined = state.phase is ArrivalPhase.DECLINING
+            return (replace(state, phase=ArrivalPhase.DECLINED) if declined else state), []
+
+
+def _landed(state: Arrival, number: int) -> Arrived:
+    if state.phase is not ArrivalPhase.COPYING or number != state.round.number:
+        return state, []
+    state = replace(state, landed_tokens=state.round.stop)
+    return _taken(state) if state.round.last else (state, [])
+
+
+def _announced(state: Arrival, following: Round) -> Arrived:
+    """One that does not begin where the last one ended was announced by nobody who knows what is here."""
+    if state.phase is not ArrivalPhase.COPYING:
+        return state, []
+    done = state.round
+    fits = following.number == done.number + 1 and following.start == state.landed_tokens == done.stop
+    if done.last or not fits or following.stop <= following.start:
+        return _decline(state, f"{following} was announced after {done}, of which {state.landed_tokens} tokens landed")
+    listen: list[ArrivalAction] = [] if following.last else [ListenFor(following.number + 1)]
+    return replace(state, round=following), [*listen, AskRound(following)]
+
+
+def _taken(state: Arrival) -> Arrived:
+    return replace(state, phase=ArrivalPhase.HERE, reason=None), [SayDecision(Decision(taken=True))]
+
+
+def _decline(state: Arrival, reason: str) -> Arrived:
+    if state.phase is not ArrivalPhase.COPYING:
+        return state, []
+    decision = Decision(taken=False, reason=reason)
+    return replace(state, phase=ArrivalPhase.DECLINING, reason=reason), [Withdraw(reason), SayDecision(decision)]

@@ -1,0 +1,213 @@
+"""DepartingRank: a rank of the engine that has a running request, and its Mover, move it to another engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmover.cache.tiers import Consensus, LocalConsensus
+from kvmover.errors import PlanError
+from kvmover.migrate import departure
+from kvmover.migrate.departure import (
+    AnnounceRound,
+    CopyRound,
+    Decided,
+    DepartureAction,
+    DepartureEvent,
+    DeparturePhase,
+    HandOver,
+    Withdraw,
+    Wrote,
+)
+from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
+from kvmover.migrate.migration import Announcement, Decision, Migration, check_payload
+from kvmover.migrate.partners import AGAIN_S, has_failed, partners_of, said_in
+from kvmover.migrate.rounds import MigrationConfig, Round
+from kvmover.transfer.events import Cancel
+from kvmover.transfer.mover import Mover
+from kvmover.transfer.result import Gate, Passed, Transfer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A running request between two steps: rows of its first `tokens` tokens are in `pages`, one table a component from
+    the request's beginning, once `event` has passed (None: it has). `payload`: what another engine needs to go on.
+    """
+
+    tokens: int
+    pages: Sequence[npt.ArrayLike]
+    payload: bytes = b""
+    event: Passed | None = None
+
+
+class DepartingRank:
+    """A migration at one rank of the source. All ranks make the same calls in the same order; `agree` is theirs.
+
+    Poll the mover as ever, and then this, once a step, until it is `settled`. Between two steps say what was written
+    (`wrote`), and compute no more tokens than `may_write`. When `phase` is GONE the request is the target's; when it is
+    BACK, for `reason`, it is this engine's again, or still, and nothing was lost. The request's pages are read while
+    `holds_pages`: a page that is given up for another meanwhile, as windows do, must not be reused before.
+    Raises PeerUnknown where a rank of the target is not connected.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        migration: Migration,
+        now: Checkpoint,
+        config: MigrationConfig | None = None,
+        agree: Consensus | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        _check_begins(migration, now)
+        self.migration = migration
+        self._mover, self._config, self._clock = mover, config or MigrationConfig(), clock
+        self._agree = agree or LocalConsensus()
+        self._partners = partners_of(mover, migration.target)
+        self._now = now
+        self._rounds: list[Transfer] = []
+        self._announcements: list[Transfer] = []
+        self._decision: Transfer | None = None
+        self._ask_at, self._back_at = -np.inf, np.inf
+        self.settled = False
+        self._state, actions = departure.begin(now.tokens)
+        self._listen()
+        self._act(actions)
+
+    @property
+    def phase(self) -> DeparturePhase:
+        """Whose the request is, and how far its copy."""
+        return self._state.phase
+
+    @property
+    def reason(self) -> str | None:
+        """Why the request came back."""
+        return self._state.reason
+
+    @property
+    def may_write(self) -> int:
+        """How many tokens more may be computed here now."""
+        return self._state.may_write
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Of the rounds so far, in order."""
+        return tuple(self._rounds)
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether a transfer may still read the request's pages."""
+        return any(not transfer.ended or transfer.held for transfer in self._rounds)
+
+    def wrote(self, now: Checkpoint) -> None:
+        """A step ended. Raises PlanError for more tokens than may be written, and for fewer than were."""
+        check_payload(now.payload)
+        before, self._now = self._now, now
+        self._step(Wrote(now.tokens))
+        if self._state.round.last and not self._rounds[-1].ended and now.tokens > before.tokens:
+            more = [np.asarray(b)[len(np.asarray(a)) :] for a, b in zip(before.pages, now.pages, strict=True)]
+            self._mover.produced(self._rounds[-1], Gate(now.event, tokens=now.tokens), more)
+
+    def keep(self, reason: str) -> None:
+        """The engine wants the request back, or it has ended: nothing more is copied. Once it was handed over the
+        target's decision stands.
+        """
+        self._step(Cancel(reason))
+
+    def poll(self) -> DeparturePhase:
+        """Look at what has come of it, and go on. One round of `agree`."""
+        if self.settled:
+            return self.phase
+        agreed = self._agree.minimum(self._votes())
+        if agreed is None:
+            return self.phase
+        number, other = self._state.round.number, -int(agreed[1])
+        landed, sound, decided, lives, patient = map(bool, agreed[2:].tolist())
+        if not int(agreed[0]) == other == number:
+            pass  # of a round that is over: ranks agree late
+        elif landed:
+            self._step(RoundLanded(number))
+        elif not sound:
+            self._step(RoundFailed(_why(self._rounds[-1])))
+        if decided:
+            assert self._decision is not None
+            self._step(Decided(Decision.decode(said_in(self._decision))))
+        elif not lives:
+            self._step(PartnerEnded(f"{self.migration.target.engine} is dead"))
+        if self.phase is DeparturePhase.BACK:
+            self._back_at = min(self._back_at, self._clock())
+        self.settled = self._state.ended and (decided or not lives or not patient)
+        if not decided:
+            self._listen()
+        return self.phase
+
+    def _votes(self) -> npt.NDArray[np.int64]:
+        """What the least of over all ranks is true of all of them, behind the round that it is of."""
+        current, decision = self._rounds[-1].result, self._decision.result if self._decision else None
+        lives = not any(process.has_ended() for process in self._partners)
+        patient = self._clock() < self._back_at + self._config.patience_s
+        landed, decided = (each is not None and each.landed for each in (current, decision))
+        number, sound = self._state.round.number, current is None or landed
+        return np.array([number, -number, landed, sound, decided, lives, patient], np.int64)
+
+    def _step(self, event: DepartureEvent) -> None:
+        self._state, actions = departure.step(self._config, self._state, event)
+        self._state.check()
+        self._act(actions)
+
+    def _act(self, actions: Sequence[DepartureAction]) -> None:
+        for action in actions:
+            match action:
+                case CopyRound(round_):
+                    self._copy(round_)
+                case AnnounceRound(round_):
+                    now, name = self._now, self.migration.announcement_name(round_.number)
+                    said = Announcement(round_, now.tokens, now.payload).encode()
+                    self._announcements.append(self._mover.send(name, self._no_pages, [], said))
+                case HandOver():
+                    if not self._rounds[-1].ended:
+                        self._mover.attach(self._rounds[-1], self._now.payload)
+                case Withdraw(reason):
+                    for transfer in (*self._rounds, *self._announcements):
+                        if not transfer.ended:
+                            self._mover.abort(transfer, reason)
+
+    @property
+    def _no_pages(self) -> list[list[int]]:
+        return [[] for _ in self._now.pages]
+
+    def _copy(self, round_: Round) -> None:
+        now, name = self._now, self.migration.round_name(round_.number)
+        gate, aux = Gate(now.event, tokens=now.tokens), None if round_.last else b""
+        self._rounds.append(self._mover.send(name, now.pages, [gate], aux))
+
+    def _listen(self) -> None:
+        """Ask for the decision, again where that failed: who has handed a request over has to know."""
+        asked, now = self._decision, self._clock()
+        if self.settled:
+            if asked is not None and not asked.ended:
+                self._mover.abort(asked, "the target is dead, or has not said for too long")
+            return
+        if asked is not None and not has_failed(asked):
+            return
+        if asked is not None:
+            self._decision, self._ask_at = None, now + AGAIN_S
+        target, name = self.migration.target, self.migration.decision_name
+        if now < self._ask_at or len(self._mover.ranks(target.engine)) < target.ranks:
+            return
+        self._decision = self._mover.receive(
+            name, target.engine, range(0), None, target.everyone, self._config.patience_s
+        )
+
+
+def _why(transfer: Transfer) -> str:
+    return (transfer.result.reason if transfer.result else None) or "a round failed on another rank"
+
+
+def _check_begins(migration: Migration, now: Checkpoint) -> None:
+    if now.tokens != migration.tokens:
+        raise PlanError(f"{migration.request} has {now.tokens} tokens, and its migration begins at {migration.tokens}")

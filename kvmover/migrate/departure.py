@@ -1,0 +1,181 @@
+"""The side that has the request, as a pure state machine: `step(config, state, event)`.
+
+It copies what is written, round by round, while the request goes on. The last round ends at a token that is announced
+before it is computed. When the request has come to it, it stops, and the hand-over goes out beside the last rows: from
+then on the target decides, and this side waits for its answer, or to know that it is dead. Before that this side may
+take the request back by itself at any moment, since nobody has what the hand-over says.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+from msgspec.structs import replace
+
+from kvmover.errors import PlanError
+from kvmover.migrate.events import PartnerEnded, RoundFailed, RoundLanded
+from kvmover.migrate.migration import Decision
+from kvmover.migrate.rounds import MigrationConfig, Round, next_round
+from kvmover.transfer.events import Cancel
+
+#: A request that nothing holds back may write so many tokens more.
+UNBOUNDED = 1 << 62
+
+
+class DeparturePhase(StrEnum):
+    """How far a migration is at the source."""
+
+    COPYING = "copying"
+    STOPPING = "stopping"
+    HANDING_OVER = "handing over"
+    GONE = "gone"
+    BACK = "back"
+
+
+class Wrote(msgspec.Struct, frozen=True):
+    """A step of the request ended: rows of `tokens` tokens are in the pages, or will be when its event has passed."""
+
+    tokens: int
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """The target has said whose the request is."""
+
+    decision: Decision
+
+
+class CopyRound(msgspec.Struct, frozen=True):
+    """Offer a round's tokens, those that are written now and the others as they are."""
+
+    round: Round
+
+
+class AnnounceRound(msgspec.Struct, frozen=True):
+    """Tell the target which tokens the round has that was offered just now."""
+
+    round: Round
+
+
+class HandOver(msgspec.Struct, frozen=True):
+    """Give the target what it needs to go on. There is no way back from here but by its answer or its death."""
+
+
+class Withdraw(msgspec.Struct, frozen=True):
+    """Abort what is under way."""
+
+    reason: str
+
+
+DepartureEvent = Wrote | RoundLanded | RoundFailed | Decided | PartnerEnded | Cancel
+DepartureAction = CopyRound | AnnounceRound | HandOver | Withdraw
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """`tokens` are written. `round` is under way, and everything before its start is in the target's pages. `reason`:
+    why the request came back, or is to.
+    """
+
+    tokens: int
+    round: Round
+    phase: DeparturePhase = DeparturePhase.COPYING
+    reason: str | None = None
+
+    @property
+    def may_write(self) -> int:
+        """How many tokens more may be computed here now."""
+        match self.phase:
+            case DeparturePhase.COPYING | DeparturePhase.BACK:
+                return UNBOUNDED
+            case DeparturePhase.STOPPING:
+                return self.round.stop - self.tokens
+            case DeparturePhase.HANDING_OVER | DeparturePhase.GONE:
+                return 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known whose the request is."""
+        return self.phase in (DeparturePhase.GONE, DeparturePhase.BACK)
+
+    def check(self) -> None:
+        """Raise AssertionError where this side would write what it has given away, or has given away what is not."""
+        self.round.check()
+        phase, stopped = self.phase, self.tokens == self.round.stop
+        assert phase is not DeparturePhase.COPYING or not self.round.last, "the last round is copied while it grows"
+        assert phase is not DeparturePhase.STOPPING or (self.round.last and self.tokens < self.round.stop), (
+            f"stopping at {self.round.stop}, with {self.tokens} tokens written"
+        )
+        assert phase is not DeparturePhase.HANDING_OVER or (self.round.last and stopped), (
+            f"handing over {self.tokens} tokens of {self.round}"
+        )
+        assert self.may_write >= 0, "written past where it was to stop"
+        assert phase is not DeparturePhase.BACK or self.reason is not None, "back for no reason"
+
+
+Departed = tuple[Departure, list[DepartureAction]]
+
+
+def begin(tokens: int) -> Departed:
+    """`tokens` are written: copy them."""
+    first = Round(0, 0, tokens)
+    return Departure(tokens, first), [CopyRound(first)]
+
+
+def step(config: MigrationConfig, state: Departure, event: DepartureEvent) -> Departed:
+    """Advance by one event. Raises PlanError for tokens that were written where none may be."""
+    match event:
+        case Wrote(tokens):
+            return _wrote(state, tokens)
+        case RoundLanded(number):
+            return _landed(config, state, number)
+        case Decided(decision):
+            return _decided(state, decision)
+        case PartnerEnded(reason):
+            return (state, []) if state.ended else _back(state, reason)
+        case RoundFailed(reason):
+            return _retract(state, reason, [])
+        case Cancel(reason):
+            return _retract(state, reason, [Withdraw(reason)])
+
+
+def _wrote(state: Departure, tokens: int) -> Departed:
+    if tokens < state.tokens or tokens - state.tokens > state.may_write:
+        raise PlanError(
+            f"{tokens} tokens are written where {state.tokens} were, and {state.may_write} more may be:"
+            f" {state.phase.value}"
+        )
+    state = replace(state, tokens=tokens)
+    if state.phase is DeparturePhase.STOPPING and tokens == state.round.stop:
+        return replace(state, phase=DeparturePhase.HANDING_OVER), [HandOver()]
+    return state, []
+
+
+def _landed(config: MigrationConfig, state: Departure, number: int) -> Departed:
+    """That the last one has landed says what the target will answer, and its answer says more."""
+    if state.phase is not DeparturePhase.COPYING or number != state.round.number:
+        return state, []
+    following = next_round(config, state.round, state.tokens)
+    phase = DeparturePhase.STOPPING if following.last else DeparturePhase.COPYING
+    return replace(state, round=following, phase=phase), [CopyRound(following), AnnounceRound(following)]
+
+
+def _decided(state: Departure, decision: Decision) -> Departed:
+    """What the target says of itself counts before the hand-over too: it may have been told that we are dead."""
+    if state.phase is DeparturePhase.GONE or (state.phase is DeparturePhase.BACK and not decision.taken):
+        return state, []
+    if decision.taken:
+        return replace(state, phase=DeparturePhase.GONE, reason=None), []
+    return _back(state, decision.reason)
+
+
+def _retract(state: Departure, reason: str, actions: list[DepartureAction]) -> Departed:
+    """Until the hand-over the request is ours. After it a transfer that failed here may have landed there."""
+    if state.ended:
+        return state, []
+    if state.phase is DeparturePhase.HANDING_OVER:
+        return replace(state, reason=state.reason or reason), actions
+    return _back(state, reason)
+
+
+def _back(state: Departure, reason: str) -> Departed:
+    return replace(state, phase=DeparturePhase.BACK, reason=reason), [Withdraw(reason)]

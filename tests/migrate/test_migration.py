@@ -1,0 +1,178 @@
+"""A running request moves between two engines of unlike shape while it writes, or comes back, in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from migrating import ATTENTION, HYBRID, Move
+
+from kvmover.errors import PeerUnknown, PlanError, ProtocolError
+from kvmover.layout import Component, Fleet
+from kvmover.migrate import ArrivalPhase, DepartingRank, DeparturePhase, Migration, MigrationConfig, Party
+from kvmover.migrate.migration import MAX_PAYLOAD_BYTES
+from kvmover.plan.cost import Route
+from kvmover.transfer.protocol.wire import Verb
+from tests.transfer.mover_fleets import CONFIG
+
+FLEETS = [
+    (Fleet(tp=2, page_tokens=4), Fleet(tp=1, page_tokens=8)),
+    (Fleet(tp=1, page_tokens=8), Fleet(tp=2, page_tokens=4)),
+    (Fleet(tp=1, pp=2, page_tokens=3), Fleet(tp=2, page_tokens=4)),
+    (Fleet(tp=1, cp=2, page_tokens=4), Fleet(tp=1, page_tokens=4)),
+    (Fleet(tp=4, page_tokens=4), Fleet(tp=2, page_tokens=4)),
+]
+
+
+@pytest.mark.parametrize("components", [ATTENTION, HYBRID], ids=["attention", "hybrid"])
+@pytest.mark.parametrize(("src", "dst"), FLEETS, ids=str)
+def test_a_request_that_goes_on_writing_arrives_whole(src: Fleet, dst: Fleet, components: tuple[Component, ...]):
+    move = Move.between(src, dst, components)
+    move.begin()
+    move.until_settled()
+    assert {each.phase for each in move.departing} == {DeparturePhase.GONE}
+    for arriving in move.arriving:
+        assert arriving.phase is ArrivalPhase.HERE
+        assert arriving.landed_tokens == arriving.payload_tokens == move.tokens > 20
+        assert arriving.payload == move.payload()
+    move.assert_target_holds(move.tokens)
+    move.bench.turn()
+    assert not any(each.holds_pages for each in (*move.departing, *move.arriving))
+    move.bench.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("route", [Route.PACKED, Route.DIRECT])
+@pytest.mark.parametrize("verb", Verb)
+def test_it_moves_by_every_route_and_verb(route: Route, verb: Verb):
+    move = Move.between(*FLEETS[0], HYBRID, replace(CONFIG, route=route, verb=verb))
+    move.begin()
+    move.until_settled()
+    assert {each.phase for each in move.arriving} == {ArrivalPhase.HERE}
+    move.assert_target_holds(move.tokens)
+
+
+def test_the_request_pauses_at_the_token_that_was_announced_and_nowhere_else():
+    move, stops = Move.between(*FLEETS[0]), set[int]()
+    move.begin(MigrationConfig(tail_tokens=0, ahead_tokens=2, most_rounds=3))
+    while move.departing[0].phase is not DeparturePhase.GONE:
+        before = move.tokens
+        move.step()
+        if move.tokens == before:
+            stops.add(move.tokens)
+    assert len(stops) == 1
+    assert len(move.departing[0].transfers) == 3
+    assert move.departing[0].may_write == 0
+
+
+def test_an_engine_that_keeps_its_request_has_it_at_once_and_the_target_lets_its_pages_go():
+    move = Move.between(*FLEETS[0])
+    move.begin()
+    move.step()
+    for departing in move.departing:
+        departing.keep("it has ended")
+    assert {(each.phase, each.reason) for each in move.departing} == {(DeparturePhase.BACK, "it has ended")}
+    move.until_settled()
+    assert {each.phase for each in move.arriving} == {ArrivalPhase.DECLINED}
+    assert "it has ended" in str(move.arriving[0].reason)
+    move.bench.turn()
+    assert not move.arriving[0].holds_pages
+    move.bench.assert_nothing_is_left()
+
+
+def test_a_target_without_room_declines_and_the_request_goes_on_where_it_is():
+    move = Move.between(*FLEETS[1])
+    move.begin()
+    move.step()
+    for arriving in move.arriving:
+        arriving.decline("no pages are free")
+    move.until_settled()
+    assert {each.phase for each in move.arriving} == {ArrivalPhase.DECLINED}
+    assert {(each.phase, each.reason) for each in move.departing} == {(DeparturePhase.BACK, "no pages are free")}
+    assert move.departing[0].may_write > 1000
+
+
+def test_a_request_that_came_back_moves_at_the_next_try_under_the_same_name():
+    move = Move.between(*FLEETS[0])
+    move.begin()
+    move.step()
+    for departing in move.departing:
+        departing.keep("not now")
+    move.until_settled()
+    move.begin()
+    move.until_settled()
+    assert {each.phase for each in move.arriving} == {ArrivalPhase.HERE}
+    move.assert_target_holds(move.tokens)
+
+
+@pytest.mark.parametrize("steps", range(0, 24, 2))
+def test_a_source_that_is_known_to_be_dead_leaves_its_request_to_the_target(steps: int):
+    """At any moment: with the tokens that have landed, and the words of its engine as of more of them."""
+    move = Move.between(*FLEETS[0])
+    move.begin()
+    for _ in range(steps):
+        move.step()
+    for mover in move.source.movers:
+        move.bench.network.leave(mover._transport.name)
+        move.bench.movers.remove(mover)
+    for mover in move.target.movers:
+        for rank in range(move.source.fleet.size):
+            mover.forget("a", rank)
+    move.departing = []
+    move.until_settled()
+    (arriving,) = move.arriving
+    assert arriving.phase is ArrivalPhase.HERE
+    assert 0 <= arriving.landed_tokens <= arriving.payload_tokens <= move.tokens
+    assert arriving.payload == f"{arriving.payload_tokens} tokens".encode()
+    move.assert_target_holds(arriving.landed_tokens)
+
+
+@pytest.mark.parametrize("steps", range(0, 24, 2))
+def test_a_target_that_is_known_to_be_dead_leaves_the_request_where_it_was(steps: int):
+    move = Move.between(*FLEETS[0])
+    move.begin()
+    for _ in range(steps):
+        move.step()
+    gone = move.departing[0].phase is DeparturePhase.GONE
+    for mover in move.target.movers:
+        move.bench.network.leave(mover._transport.name)
+        move.bench.movers.remove(mover)
+    for mover in move.source.movers:
+        mover.forget("b", 0)
+    move.arriving = []
+    move.until_settled()
+    assert {each.phase for each in move.departing} == {DeparturePhase.GONE if gone else DeparturePhase.BACK}
+    assert gone or move.departing[0].may_write > 1000
+
+
+def test_a_source_that_is_only_silent_is_not_taken_for_dead():
+    """After the hand-over neither side has the request until they hear of each other: never both."""
+    move = Move.between(*FLEETS[0], config=replace(CONFIG, deadline_s=0.2, drain_s=0.1, silence_s=0.2, ping_s=0.05))
+    move.begin(MigrationConfig(patience_s=0.3))
+    while move.departing[0].phase is not DeparturePhase.STOPPING:
+        move.step()
+    names = [mover._transport.name for mover in move.source.movers]
+    for name in names:
+        move.bench.network.cut(name)
+    while move.arriving[0].phase is ArrivalPhase.COPYING:
+        move.step()
+    assert move.arriving[0].phase is ArrivalPhase.DECLINING
+    assert move.departing[0].phase in (DeparturePhase.HANDING_OVER, DeparturePhase.BACK)
+
+
+def test_what_cannot_be_is_refused_by_its_values():
+    parties = Party("a", 1), Party("b", 1)
+    with pytest.raises(PlanError, match=f"a payload of {MAX_PAYLOAD_BYTES + 1} bytes is over the limit"):
+        Migration("r", 1, *parties, 1, bytes(MAX_PAYLOAD_BYTES + 1))
+    with pytest.raises(PlanError, match="r has 0 tokens"):
+        Migration("r", 1, *parties, 0)
+    with pytest.raises(PlanError, match="name has 26[0-9] characters"):
+        Migration("r" * 250, 1, *parties, 1)
+    with pytest.raises(PlanError, match="a migration has ahead_tokens = 0; it must be at least 1"):
+        MigrationConfig(ahead_tokens=0)
+    with pytest.raises(ProtocolError, match="no Migration in 3 bytes"):
+        Migration.decode(b"abc")
+    move = Move.between(*FLEETS[0])
+    with pytest.raises(PeerUnknown, match=r"ranks \[\] of c are connected, which has 2"):
+        DepartingRank(move.source.movers[0], Migration("r", 1, Party("a", 2), Party("c", 2), 20), move.now(0))
+    with pytest.raises(PlanError, match="r has 20 tokens, and its migration begins at 21"):
+        DepartingRank(move.source.movers[0], Migration("r", 1, Party("a", 2), Party("b", 1), 21), move.now(0))
