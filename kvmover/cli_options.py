@@ -135,7 +135,8 @@ class DemoArguments:
     store: Annotated[
         str | None,
         typer.Option(
-            help="Where the page store of `storage` is made: a directory, or s3://bucket/prefix.", metavar="LOCATION"
+            help="Where the page store of `storage` is made: a directory, s3://bucket/prefix or mooncake://HOST:PORT.",
+            metavar="LOCATION",
         ),
     ] = None
     as_json: Json = False

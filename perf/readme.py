@@ -111,6 +111,35 @@ def _exchanged() -> Iterator[tuple[str, str, str]]:
         yield asked, f"{same:,} of {requests:,}", "not offered"
 
 
+#: What each place of perf/results/places.csv survives, in words.
+_SURVIVES = {
+    "host memory": "nothing: it is the process's",
+    "tmpfs": "the process, on its machine",
+    "disk": "a power cut, once flushed",
+    "S3, moto": "the machine, once flushed",
+    "Mooncake, loopback TCP": "the process that wrote it, as long as its donor lives",
+}
+
+
+def places() -> str:
+    """The table of where KV can live: a row a place that was measured."""
+    lines = [
+        "**Where KV can live, and what it survives there.** Pages of 1 MiB through the page store, digests checked,\n"
+        "a flush after each put; the process's own memory beside them is a plain copy, in the same run:",
+        "",
+        "| Place | put, GB/s | get, GB/s | get, of the copy | one page got | it survives |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = {(row["place"], row["what"]): row for row in read("places")}
+    for place in dict.fromkeys(name for name, _ in rows):
+        put, got = rows[place, "put"], rows[place, "get"]
+        cells = (put["gb_per_s"], got["gb_per_s"], got["of_memcpy"], f"{got['page_p50_ms']} ms", _SURVIVES[place])
+        lines.append(f"| {place} | {' | '.join(cells)} |")
+    about = next(iter(rows.values()))
+    lines += ["", f"moto is a server of tests, in Python: no measure of any service. {about['hardware']}.", ""]
+    return "\n".join(lines)
+
+
 def best_clone() -> float:
     """GB/s of the fastest copy of dense bytes in all runs on the GPU: the one beside a move is too noisy a measure."""
     clones = [row["gb_per_s"] for row in read("bench_kernels") if row["what"] == "clone"]
@@ -484,7 +513,7 @@ def _about(row: dict[str, str]) -> str:
 
 
 #: The pages with numbers, and the block that goes between the markers of each.
-PAGES = {README: headline, MEASUREMENTS: numbers, LIVE: scenarios}
+PAGES = {README: lambda: headline() + "\n" + places(), MEASUREMENTS: numbers, LIVE: scenarios}
 
 
 def updated(text: str, block: str) -> str:
