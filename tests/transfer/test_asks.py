@@ -32,7 +32,7 @@ def test_the_fewest_pages_that_any_rank_holds_count() -> None:
             return 5 + number
 
         mover.asks.holder = held
-    ended = list[int]()
+    ended = list[int | None]()
     asker.movers[0].asks.begin("r", "holder", 2, HASHES, 1.0, ended.append)
     bench.settle(lambda: bool(ended))
     assert ended == [5]
@@ -48,17 +48,17 @@ def test_nobody_holds_more_than_was_asked_for() -> None:
     holder, asker = fleets(bench)
     for mover in holder.movers:
         mover.asks.holder = lambda place, ask: 1 << 40
-    ended = list[int]()
+    ended = list[int | None]()
     asker.movers[0].asks.begin("r", "holder", 2, HASHES, 1.0, ended.append)
     bench.settle(lambda: bool(ended))
     assert ended == [10]
 
 
-def test_who_says_nothing_is_asked_again_and_holds_nothing_in_the_end() -> None:
+def test_who_says_nothing_is_asked_again_and_in_the_end_nobody_counts() -> None:
     clock = HandClock()
     bench = Bench((KV,), clock=clock)
     holder, asker = fleets(bench)
-    ended = list[int]()
+    ended = list[int | None]()
     (mover,) = asker.movers
     mover.asks.begin("r", "holder", 0, HASHES, 2.5, ended.append)
     mover.poll()
@@ -73,14 +73,14 @@ def test_who_says_nothing_is_asked_again_and_holds_nothing_in_the_end() -> None:
     assert not ended
     clock.now += 1.5
     mover.poll()
-    assert ended == [0]
+    assert ended == [None]
     assert not mover._core.liveness.awaited
 
 
 def test_a_peer_that_is_lost_holds_nothing() -> None:
     bench = Bench((KV,))
     _, asker = fleets(bench)
-    ended = list[int]()
+    ended = list[int | None]()
     asker.movers[0].asks.begin("r", "holder", 0, HASHES, 60.0, ended.append)
     asker.movers[0].disconnect("holder", 2)
     assert ended == [0]
@@ -91,10 +91,22 @@ def test_a_peer_that_is_lost_holds_nothing() -> None:
 def test_a_side_that_keeps_nothing_says_so_and_a_name_is_asked_for_once() -> None:
     bench = Bench((KV,))
     _, asker = fleets(bench)
-    ended = list[int]()
+    ended = list[int | None]()
     asks = asker.movers[0].asks
     asks.begin("r", "holder", 0, HASHES, 60.0, ended.append)
     with pytest.raises(PlanError, match="already"):
         asks.begin("r", "holder", 0, HASHES, 60.0, ended.append)
     bench.settle(lambda: bool(ended))
     assert ended == [0]
+
+
+def test_an_offer_that_is_not_wanted_is_given_back_to_every_rank() -> None:
+    bench = Bench((KV,))
+    holder, asker = fleets(bench)
+    heard = list[wire.Query]()
+    for mover in holder.movers:
+        mover.asks.holder = lambda place, ask: heard.append(ask) or 0
+    asker.movers[0].asks.decline("r", "holder")
+    asker.movers[0].asks.decline("r", "stranger")
+    bench.turn()
+    assert heard == [wire.Query("r", b"")] * 4

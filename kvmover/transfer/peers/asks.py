@@ -1,7 +1,7 @@
 """Asks: which pages of a prompt another engine holds, asked of each rank that a plan needs, answered by whoever knows.
 
 An answer is a number of pages, and an offer: what is held may be received under the name that was asked by. Every rank
-of a source answers for itself, so the least of them counts. Who does not answer in time, or is lost, holds nothing.
+of a source answers for itself, so the least of them counts. Who is lost holds nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Holder = Callable[[Place, wire.Query], int]
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """One question. `waits`: peers that have not answered; `pages`: what all others hold, None before the first.
+    """One question. `waits`: peers that have not answered; `pages`: what all others hold, None where that is nobody.
 
     `until`: when it is over. `again`: when it is said again to those.
     """
@@ -61,9 +61,9 @@ def heard(state: Asking, peer: str, pages: int) -> Asking:
 
 
 def ticked(state: Asking, now: float, resend_s: float) -> tuple[Asking, frozenset[str]]:
-    """Time has passed: the state, and whom to ask again. Whoever has not answered at the end holds nothing."""
+    """Time has passed: the state, and whom to ask again. Where somebody has not answered at the end, nobody counts."""
     if now >= state.until:
-        return replace(state, waits=frozenset(), pages=0), frozenset()
+        return replace(state, waits=frozenset(), pages=None), frozenset()
     if now >= state.again:
         return replace(state, again=now + resend_s), state.waits
     return state, frozenset()
@@ -75,7 +75,7 @@ class _Question:
 
     ask: wire.Query
     state: Asking
-    ended: Callable[[int], None]
+    ended: Callable[[int | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -97,9 +97,9 @@ class Asks:
         first: int,
         hashes: Sequence[bytes],
         within_s: float,
-        ended: Callable[[int], None],
+        ended: Callable[[int | None], None],
     ) -> None:
-        """Ask every rank of `engine` that would send to this one. `ended` hears the least answer, 0 after `within_s`.
+        """Ask every rank of `engine` that would send to this one. `ended` hears the least answer; None: too late.
 
         `hashes`: of the prompt's pages from number `first` on, of the page size of `engine`. Raises PeerUnknown where
         one of those ranks is not connected, and PlanError where `request` is being asked for.
@@ -117,6 +117,12 @@ class Asks:
             core.say(name, ask)
             core.awaits(name)
         self._settle(question)
+
+    def decline(self, request: str, engine: str) -> None:
+        """What `engine` offers as `request` is not wanted: it need not keep the offer. Who is gone has none."""
+        for name in map(self.core.peers.seated, ((engine, rank) for rank in self.core.peers.ranks(engine))):
+            if name is not None:
+                self.core.say(name, wire.Query(request, b""))
 
     def hear(self, peer: Peer, message: wire.Query | wire.Holding) -> None:
         """A question is answered at once; an answer to none of ours is late."""
@@ -153,7 +159,7 @@ class Asks:
         """Nothing is held by anybody."""
         for question in list(self._open.values()):
             self._waits_no_more(question.state.waits)
-            self._end(question, 0)
+            self._end(question, None)
 
     def _answered(self, question: _Question, name: str, pages: int) -> None:
         question.state = heard(question.state, name, pages)
@@ -167,11 +173,11 @@ class Asks:
     def _settle(self, question: _Question) -> None:
         if question.state.over:
             self._waits_no_more(question.state.waits)
-            self._end(question, question.state.pages or 0)
+            self._end(question, question.state.pages)
         else:
             self.core.timers.set((TimerKind.ASK, question.ask.request), question.state.due)
 
-    def _end(self, question: _Question, pages: int) -> None:
+    def _end(self, question: _Question, pages: int | None) -> None:
         self.core.timers.cancel((TimerKind.ASK, question.ask.request))
         del self._open[question.ask.request]
         question.ended(pages)
