@@ -118,7 +118,7 @@ class LendingEngine:
             wire = SharedTransport(network, f"{name}-{rank}")
             return PeerTier(wire, "model rev-1", Place(name, fleet, rank), pools, terms, config)
 
-        more = {"model": PLAIN, **more}
+        more = {"model": PLAIN, "pages": (32, 64), **more}
         self.ranks = [
             LendingRank(root, fleet=fleet, rank=rank, peers=partial(lends, rank), **more) for rank in range(fleet.size)
         ]
