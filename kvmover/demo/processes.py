@@ -73,6 +73,15 @@ class Crew:
             self._kill()
             raise
 
+    def revive(self) -> None:
+        """Put a new process in the place of each that was killed."""
+        with _undisturbed():
+            for number, member in enumerate(self.members):
+                if not member.process.is_alive():
+                    member.pipe.close()
+                    self._spawn()
+                    self.members[number] = self.members.pop()
+
     def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()

@@ -1,8 +1,7 @@
 """In the demo prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed.
 
-A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
-together. `Lives`: fleets that live one after another over a page store, and keep KV for each other, not for themselves.
-What is restored is compared row by row with what some rank computed.
+A scenario runs on its fleets, request by request, against the model in one process: two fleets that live together, or
+those of `keepers`, which keep KV for each other.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmover.cache.prefix import PrefixTree
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
+from kvmover.demo.keepers import LIFE_POOL_TOKENS, Lenders, Lives
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
 from kvmover.demo.processes import Crew, Member, ask, ask_all
-from kvmover.demo.rank import Digests, Seat, Served, TieredSeat
+from kvmover.demo.rank import Seat
 from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
 from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale
-from kvmover.demo.scenarios import GAP_TOLERANCE, Scenario, choose
+from kvmover.demo.scenarios import Scenario, choose
 from kvmover.errors import KvmoverError, need
 from kvmover.observe import top
 from kvmover.observe.report import write_report
@@ -166,92 +166,6 @@ def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:
         for place, digest in digests.items():
             truth.setdefault(place, set()).add(digest)
     return all(truth[place] == {digest} for _, digests in landed for place, digest in digests.items())
-
-
-#: The same of fleets that live one after another.
-LIFE_POOL_TOKENS = 4096
-
-#: What a row must be, by the tokens up to its page's end and its place in the model.
-Truth = dict[tuple[tuple[int, ...], int, int, int], str]
-
-
-class Lives:
-    """A stage whose requests are dealt to its fleets in their order: each is gone before the next begins."""
-
-    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, requests: int, settings: Settings) -> None:
-        self.scenario, self._folder, self._requests, self._settings = scenario, folder, requests, settings
-        self._waiting = list(crew.members)
-        (folder / "store").mkdir()
-        self._life = -1
-        self._members: list[Member] = []
-        self._truth: Truth = {}
-        self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
-
-    def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
-        """Ask the fleet whose turn it is, and compare."""
-        fleet = self._fleet(number)
-        name = f"{self.scenario.name}-{number}"
-        served: list[Served] = ask_all(self._members, "serve", name, prompt, answer_tokens)
-        first = served[0]
-        self.alone.gaps.clear()
-        expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
-        near = all(abs(a - b) < GAP_TOLERANCE for a, b in zip(first.gaps, self.alone.gaps, strict=True))
-        tokens, page_tokens = (*prompt, *first.answer[:-1]), fleet.fleet.page_tokens
-        same = all(self._same(tokens, page_tokens, each.restored) for each in served)
-        for each in served:
-            self._learn(tokens, page_tokens, each.kept)
-        alike = all((each.answer, each.hits) == (first.answer, first.hits) for each in served)
-        hit, wire = first.restored_tokens, _wire(served)
-        return RequestReport(name, len(prompt), hit, first.answer, expected, near and alike, same, wire, first.hits)
-
-    def close(self) -> None:
-        """End the fleet that lives, if one does."""
-        if self._members:
-            ask_all(self._members, "close")
-
-    def _fleet(self, number: int) -> FleetText:
-        """The fleet that serves request `number`, seated; the one before it ends when it does."""
-        lives = self.scenario.lives
-        life = number * len(lives) // max(self._requests, len(lives))
-        fleet = lives[life]
-        if life != self._life:
-            self.close()
-            size = fleet.fleet.size
-            self._life, self._members, self._waiting = life, self._waiting[:size], self._waiting[size:]
-            meet, root = str(self._folder / f"life-{life}"), str(self._folder / "store")
-            pages = LIFE_POOL_TOKENS // fleet.fleet.page_tokens
-            seats = [TieredSeat(self.scenario, fleet, rank, pages, meet, root, self._settings) for rank in range(size)]
-            ask(self._members, "seat", [(seat,) for seat in seats])
-        return fleet
-
-    def _same(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> bool:
-        return all(
-            self._truth.get(place) == digest for place, digest in self._places(tokens, page_tokens, rows).items()
-        )
-
-    def _learn(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> None:
-        for place, digest in self._places(tokens, page_tokens, rows).items():
-            self._truth.setdefault(place, digest)
-
-    def _places(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> Truth:
-        layers, places = self.scenario.model.layers, Truth()
-        for (number, plane, head), digest in rows.items():
-            page, layer = divmod(number, layers)
-            places[tuple(tokens[: (page + 1) * page_tokens]), layer, plane, head] = digest
-        return places
-
-
-def _wire(served: Sequence[Served]) -> Wire:
-    """What was read from the store, by all ranks; the slowest rank counts."""
-    return Wire(
-        nbytes=sum(each.read_bytes for each in served),
-        legs=sum(each.read_pages > 0 for each in served),
-        descriptors_direct=0,
-        descriptors_packed=sum(each.read_pages for each in served),
-        routes=["storage"],
-        seconds=max(each.seconds for each in served),
-        sent_bytes=[each.read_bytes for each in served],
-    )
 
 
 #: Processes of one machine that move a few MB.
@@ -434,9 +348,12 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
             place.mkdir()
             if seeded.lives:
                 stage = Lives(seeded, crew, place, options.requests_each, settings)
+            elif seeded.lenders:
+                stage = Lenders(seeded, crew, place, options.requests_each, settings)
             else:
                 stage = ScenarioRun(seeded, crew, place, options)
             reports.append(_play(stage, requests, step))
+            crew.revive()
     return RunReport.of(reports, time.monotonic() - began)
 
 
@@ -471,10 +388,12 @@ def _ended_by_a_signal() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _play(stage: ScenarioRun | Lives, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
+def _play(
+    stage: ScenarioRun | Lives | Lenders, requests: Chats | Traced, step: Callable[[str, int], None]
+) -> ScenarioReport:
     """All requests of one scenario, in order of arrival."""
     scenario = stage.scenario
-    ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.lives or (scenario.src, scenario.dst))
+    ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.fleets)
     step(f"{scenario.name}: {ranks} ranks", 0)
     done: list[RequestReport] = []
     for number, (prompt, answer_tokens) in enumerate(requests):
@@ -491,5 +410,5 @@ def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced:
             raise TraceError(f"--scale {options.scale} has no meaning without --trace")
         return Chats.seeded(options.seed, options.requests_each)
     scale = TraceScale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
-    most = LIFE_POOL_TOKENS if scenario.lives else POOL_TOKENS
+    most = LIFE_POOL_TOKENS if scenario.lives or scenario.lenders else POOL_TOKENS
     return Traced.read(options.trace, scale, options.requests_each, most)

@@ -83,7 +83,10 @@ class PeerLook:
 
 @dataclass(slots=True, eq=False)
 class PeerRead:
-    """One read. `ended` hears the bytes that came, or why they did not; `stopping` is asked for as long as it runs."""
+    """One read. `ended` hears the bytes that came, or why they did not; `stopping` is asked for as long as it runs.
+
+    What has ended without its bytes may write to its pages until it is `over`.
+    """
 
     stopping: Callable[[], bool]
     ended: Callable[[int | BaseException], None]
@@ -92,11 +95,14 @@ class PeerRead:
     stopped: bool = False
 
     @property
+    def known(self) -> bool:
+        """Whether it has ended."""
+        return self.error is not None or (self.transfer is not None and self.transfer.ended)
+
+    @property
     def over(self) -> bool:
         """Whether its pages are nobody's but the reader's."""
-        if self.error is not None:
-            return True
-        return self.transfer is not None and self.transfer.ended and not self.transfer.held
+        return self.known and (self.transfer is None or not self.transfer.held)
 
 
 class PeerTier:
@@ -197,7 +203,7 @@ class PeerTier:
     ) -> None:
         """Read `positions` of what engine number `source` has offered as `request` into pages of the host.
 
-        `tables`: one a pool, from the prompt's first page on. The pages belong to the read until it has ended.
+        `tables`: one a pool, from the prompt's first page on. The pages belong to the read until it is over.
         """
         engine = self.terms.engines[source]
         name = _name(self.engine, request, engine)
@@ -231,7 +237,7 @@ class PeerTier:
         while self._over:
             self._over.popleft()()
         for read in list(self._reads):
-            if read.over:
+            if read.known:
                 self._reads.remove(read)
                 read.ended(_outcome(read))
             elif read.stopping() and not read.stopped and read.transfer is not None:

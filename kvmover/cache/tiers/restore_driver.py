@@ -71,6 +71,7 @@ class Restore:
     hashes: Sequence[bytes] = ()
     anchor: int = 0
     request: str = ""
+    borrow: PeerRead | None = None
     #: Pages of the host that are being read into, by the tree's operation.
     reads: tuple[int, Sequence[int]] = (0, ())
     #: Of the last time that the tree was asked.
@@ -127,7 +128,8 @@ _LOSS = {Got.POISONED: Loss.POISONED, Got.EVICTED: Loss.CAPACITY_EVICTED, Got.AB
 class Restores:
     """Of one rank. `reused` hears of a node, and from which page on its path is loaded from the host.
 
-    `open`: those that are not done; `leaving`: those that were given up, and whose operation has not ended.
+    `open`: those that are not done; `leaving`: those that were given up, and whose operation has not ended; `held`:
+    reads that have ended, and may still write to the host.
     """
 
     allocator: PageAllocator
@@ -141,6 +143,7 @@ class Restores:
     peers: PeerTier | None = None
     open: list[Restore] = field(default_factory=list[Restore])
     leaving: list[Restore] = field(default_factory=list[Restore])
+    held: list[tuple[PeerRead, CollectiveOp]] = field(default_factory=list["tuple[PeerRead, CollectiveOp]"])
     loads: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     borrows: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     terms: RestoreTerms = field(init=False)
@@ -175,6 +178,9 @@ class Restores:
 
     def poll(self) -> None:
         """A round begins."""
+        for read, collective in [each for each in self.held if each[0].over]:
+            self.held.remove((read, collective))
+            collective.done(1)
         for restore in list(self.open):
             self.tell(restore, restore_machine.TimePassed())
 
@@ -220,6 +226,8 @@ class Restores:
             case restore_machine.EndCopy(op, pages):
                 self._lend(restore, op, pages)
                 self.allocator.apply(self.allocator.tree.end(op, pages))
+            case restore_machine.Abandon(op):
+                self._abandon(restore, op)
             case restore_machine.Rematch():
                 return self._rematch(restore)
             case restore_machine.Secure():
@@ -374,7 +382,23 @@ class Restores:
         table = [0] * pages.start + list(ids)  # what is before is not read into
         tables = [table] * len(self.allocator.tiered_pools)
         positions = range(pages.start * page_tokens, pages.stop * page_tokens)
-        self._peers.read(restore.request, source, positions, tables, PeerRead(lambda: collective.stopping, ended))
+        restore.borrow = PeerRead(lambda: collective.stopping, ended)
+        self._peers.read(restore.request, source, positions, tables, restore.borrow)
+
+    def _abandon(self, restore: Restore, op: int) -> None:
+        """A peer that hangs may be read from for long after the request has gone on; no rank's pages come back before
+        all ranks' do, or their trees would differ.
+        """
+        read, restore.borrow = restore.borrow, None
+        collective = self.collectives.begin(lambda agreed: self._abandoned(op))
+        if read is None or read.over:
+            collective.done(1)
+        else:
+            self.held.append((read, collective))
+
+    def _abandoned(self, op: int) -> None:
+        if op:
+            self.allocator.apply(self.allocator.tree.end(op, 0))
 
     def _lend(self, restore: Restore, op: int, pages: int) -> None:
         """What was read to the host is there for peers too. What the tree does not keep of it is freed behind this."""

@@ -185,6 +185,14 @@ class EndCopy(msgspec.Struct, frozen=True):
     pages: int
 
 
+class Abandon(msgspec.Struct, frozen=True):
+    """A read from a peer came to nothing, on all ranks: begin an operation that ends once no rank's pages can be
+    written any more, and then tell the tree that nothing of `op` came. 0: this rank took none.
+    """
+
+    op: int
+
+
 class Rematch(msgspec.Struct, frozen=True):
     """Match again, and lock what is found on both tiers unless it waits: Rematched."""
 
@@ -198,7 +206,18 @@ class LetGo(msgspec.Struct, frozen=True):
 
 
 RestoreAction: TypeAlias = (
-    LookUp | BeginFetch | Decline | BeginLoad | BeginNothing | Vote | AskToStop | EndCopy | Rematch | Secure | LetGo
+    LookUp
+    | BeginFetch
+    | Decline
+    | BeginLoad
+    | BeginNothing
+    | Vote
+    | AskToStop
+    | EndCopy
+    | Abandon
+    | Rematch
+    | Secure
+    | LetGo
 )
 RestoreStep: TypeAlias = tuple[Restoring, list[RestoreAction]]
 
@@ -388,6 +407,10 @@ def _agreed(state: Restoring, answer: Sequence[int]) -> RestoreStep:
     pages = agreed_count(answer, state.terms.partial)
     if op:
         state = _short(state, Loss.RANK_MINIMUM, (mine - pages) * state.terms.page_tokens)
+    lent = phase is RestorePhase.READ and state.reading is not None and state.reading.source != STORAGE
+    if lent and not pages:
+        ends.append(Abandon(op))
+    elif op:
         ends.append(EndCopy(op, pages))
     if state.done:
         return state, ends

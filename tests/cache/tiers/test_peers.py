@@ -8,7 +8,7 @@ from rig import HYBRID, LATENT, PLAIN, SPARSE, until
 
 from kvmover.cache.ledger import Loss
 from kvmover.cache.peers import PeerTerms
-from kvmover.cache.prefix import FULL, WriteBack
+from kvmover.cache.prefix import FULL, Tier, WriteBack
 from kvmover.cache.tiers import TierError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
@@ -168,6 +168,32 @@ def test_a_peer_that_dies_while_it_lends_costs_a_miss(network):
     second.forget()
     for restore in second.serve(PROMPT):  # nobody is there to be asked
         assert (restore.tokens, restore.lost) == (0, {})
+    first.close()
+    second.close()
+
+
+def test_a_peer_that_hangs_costs_a_miss_and_what_it_may_still_write_is_nobody_elses(network):
+    terms = PeerTerms(("first",), ask_s=5.0, read_s=0.2)
+    first, second = pair(network, terms=terms, pages=(32, 40))
+    first.serve(PROMPT)
+    network.hold()
+    restores = begun(second)
+    reads_held(network, second)
+    until(second.ranks, lambda: all(restore.done for restore in restores))
+    for rank, restore in zip(second.ranks, restores, strict=True):
+        assert (restore.tokens, restore.lost) == (0, {Loss.READ_FAILED: 64})
+        assert rank.controller._restores.held
+        assert len(rank.allocator.host[FULL]) == 40 - 16, "no rank has them back"
+        rank.compute(PROMPT, restore)
+    until(second.ranks, lambda: all(rank.tree.sizes(FULL, Tier.HOST).protected == 16 for rank in second.ranks))
+    for rank in second.ranks:
+        rank.poison_free()
+    network.deliver()  # and the late bytes hit nothing that is used
+    second.settle()
+    for rank in second.ranks:
+        rank.evict(100)
+    for restore in second.serve(PROMPT):
+        assert restore.credit.host_tokens == 64
     first.close()
     second.close()
 
