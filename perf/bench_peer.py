@@ -91,9 +91,12 @@ class Bench:
         names = ("unlike", "alike", "own")
         for number, (name, fleet) in enumerate(zip(names, SCENARIO.lenders, strict=True)):
             size, pages = fleet.fleet.size, POOL_TOKENS // fleet.fleet.page_tokens
-            root = str(store) if number == OWN else ""
+            root = store if number == OWN else None
             peers, meet = (("unlike", "alike") if number == OWN else ("own",)), str(folder / name)
-            seats = [TimedSeat(SCENARIO, fleet, rank, pages, meet, root, settings, name, peers) for rank in range(size)]
+            seats = [
+                TimedSeat(SCENARIO, fleet, rank, pages, meet, root, "bench", settings, name, peers)
+                for rank in range(size)
+            ]
             self.fleets.append(list(crew.members[at : at + size]))
             ask(self.fleets[-1], "seat", [(seat,) for seat in seats])
             at += size

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from peer_rig import LendingEngine, SharedNetwork
+from peer_rig import CONFIG, LendingEngine, SharedNetwork
 from rig import HYBRID, LATENT, PLAIN, SPARSE, until
 
 from kvmover.cache.ledger import Loss
@@ -12,6 +14,7 @@ from kvmover.cache.prefix import FULL, Tier, WriteBack
 from kvmover.cache.tiers import TierError
 from kvmover.layout import Fleet
 from kvmover.layout.fleet import CpOrder
+from kvmover.plan.cost import Route
 from kvmover.transfer.peers.asks import Asks
 
 PROMPT = list(range(65))
@@ -174,7 +177,8 @@ def test_a_peer_that_dies_while_it_lends_costs_a_miss(network):
 
 def test_a_peer_that_hangs_costs_a_miss_and_what_it_may_still_write_is_nobody_elses(network):
     terms = PeerTerms(("first",), ask_s=5.0, read_s=0.2)
-    first, second = pair(network, terms=terms, pages=(32, 40))
+    direct = replace(CONFIG, route=Route.DIRECT)  # so that what is late is written into pages, not into an arena
+    first, second = pair(network, terms=terms, pages=(32, 40), config=direct)
     first.serve(PROMPT)
     network.hold()
     restores = begun(second)

@@ -1,0 +1,67 @@
+"""Lives are fleets of the demo that live one after another over a page store: they keep KV for each other."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+from kvmover.config.settings import Settings
+from kvmover.demo.judge import Judge
+from kvmover.demo.processes import Crew, Member, ask, ask_all
+from kvmover.demo.rank import Served, TieredSeat
+from kvmover.demo.report import RequestReport
+from kvmover.demo.scenarios import Scenario
+from kvmover.store import Namespace, PageStore
+
+#: Pages for this many tokens in every pool.
+LIFE_POOL_TOKENS = 4096
+
+
+class Lives:
+    """A stage whose requests are dealt to its fleets in their order: each is gone before the next begins."""
+
+    def __init__(
+        self, scenario: Scenario, crew: Crew, folder: Path, root: Path | str, requests: int, settings: Settings
+    ) -> None:
+        """`folder`: where a fleet meets. `root`: where their page store is, whose pages are deleted at the end."""
+        self.scenario, self._folder, self._root = scenario, folder, root
+        self._requests, self._settings, self._run = requests, settings, uuid.uuid4().hex[:8]
+        self._waiting = list(crew.members)
+        self._life = -1
+        self._members: list[Member] = []
+        self._spaces = set[Namespace]()
+        self._judge = Judge.of(scenario)
+
+    def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
+        """Ask the fleet whose turn it is, and compare."""
+        self._begin_life(number)
+        name = f"{self.scenario.name}-{number}"
+        served: list[Served] = ask_all(self._members, "serve", name, prompt, answer_tokens)
+        return self._judge.report(number, prompt, answer_tokens, served)
+
+    def close(self) -> None:
+        """End the fleet that lives, if one does, and delete what all stored."""
+        self._end()
+        for space in self._spaces:
+            with PageStore.open(self._root, space) as store:
+                store.clear()
+
+    def _end(self) -> None:
+        if self._members:
+            ask_all(self._members, "close")
+
+    def _begin_life(self, number: int) -> None:
+        """Seat the fleet that serves request `number`; the one before it ends when it does."""
+        lives = self.scenario.lives
+        life = number * len(lives) // max(self._requests, len(lives))
+        fleet = lives[life]
+        if life != self._life:
+            self._end()
+            size = fleet.fleet.size
+            self._life, self._members, self._waiting = life, self._waiting[:size], self._waiting[size:]
+            meet, pages = str(self._folder / f"life-{life}"), LIFE_POOL_TOKENS // fleet.fleet.page_tokens
+            first = TieredSeat(self.scenario, fleet, 0, pages, meet, self._root, self._run, self._settings)
+            self._spaces.add(first.namespace)
+            seats = [replace(first, rank=rank) for rank in range(size)]
+            ask(self._members, "seat", [(seat,) for seat in seats])
