@@ -1,4 +1,4 @@
-"""A Judge compares what fleets of the demo that keep KV answer, and what they restore, with the model in one process."""
+"""A Judge compares what fleets of the demo that keep KV answer and restore with the model in one process."""
 
 from __future__ import annotations
 
