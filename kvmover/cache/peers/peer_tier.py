@@ -24,8 +24,8 @@ from kvmover.transfer import Ending, Model, Mover, MoverConfig, Pace, Place, Pro
 from kvmover.transfer.protocol.wire import Query, Verb
 from kvmover.transport import Transport
 
-#: A loan begins in a poll, and nobody who calls knows of it: a thread with nothing to do looks so often all the same.
-_PACE = Pace(idle_s=0.005)
+#: Whoever asks waits for a thread that has nothing else to do: it looks more often than one whose engine calls it.
+_PACE = Pace(idle_s=0.002)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,10 @@ class PeerTier:
         self._looks = 0
         self._reads: list[PeerRead] = []
         self._mover = Mover(transport, Model(model, components), place, pools, config)
-        self._mover.asks.holder = self._answer
         self._mover.watch(self._ended)
+        asks = self._mover.asks
         self._progress = Progress(self._mover, _PACE)
+        asks.holder = self._answer
 
     # Peers
 
@@ -215,14 +216,16 @@ class PeerTier:
                     mover.asks.decline(_name(self.engine, request, other), other)
             return mover.receive(name, engine, positions, tables, deadline_s=self.terms.read_s)
 
-        def begun(mover: Mover) -> None:
-            read.transfer = begin(mover)
-
-        def failed(error: BaseException) -> None:
-            read.error = error
+        def begun(future: Future[Transfer]) -> None:
+            read.error = future.exception()
+            if read.error is None:
+                read.transfer = future.result()
             self._news.set()
 
-        self._call(begun, failed)
+        try:
+            self._progress.begin(begin).add_done_callback(begun)
+        except TransportError as error:
+            read.error = error
 
     def decline(self, request: str) -> None:
         """Nothing that was offered as `request` will be read."""
@@ -287,14 +290,17 @@ class PeerTier:
 
     def _lend(self, loan: Loan) -> bool:
         table = [-1] * loan.first + list(loan.ids)
-        tables = [table] * self._pools
-        try:
-            self._sent[loan.request] = self._mover.send(loan.request, tables, deadline_s=self.terms.lend_s)
-        except PlanError:  # another request of this name has not ended
-            with self._lock:
-                self._loans.over(loan.request)
+        tables, seconds = [table] * self._pools, self.terms.lend_s
+        begun = self._progress.begin(lambda mover: mover.send(loan.request, tables, deadline_s=seconds))
+        error = begun.exception()  # known already: this is the thread
+        if error is None:
+            self._sent[loan.request] = begun.result()
+            return True
+        with self._lock:
+            self._loans.over(loan.request)
+        if isinstance(error, PlanError):  # another request of this name has not ended
             return False
-        return True
+        raise error
 
     def _recall(self, mover: Mover, names: set[str]) -> None:
         for name in names:
