@@ -19,7 +19,7 @@ PURE = {"c_core", "deprecated", "errors", "exposition", "faces", "fields", "shar
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
 KEEPING = PURE | {"cache.ledger", "cache.prefix"}
-SERVING = MOVING | KEEPING | {"bounce", "store", "cache.tiers"}
+SERVING = MOVING | KEEPING | {"bounce", "store", "cache.peers", "cache.tiers"}
 
 #: What each part may import of the others.
 MAY_IMPORT = {
@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "bounce": {"layout", "regions", "store"} | PURE,
     "cache.tiers": SERVING - {"cache.tiers"},
     "migrate": {"cache.tiers", "transfer"} | PURE,
+    "cache.peers": MOVING | KEEPING,
     "cache.replay": KEEPING,
     "advise": {"cache.replay", "layout", "observe", "plan"} | PURE,
     "testing": SERVING,
@@ -65,7 +66,8 @@ MUST_REACH = {
     "bounce": {"regions", "store"},
     "regions": {"kernels", "plan"},
     "plan": {"layout"},
-    "cache.tiers": {"bounce", "cache.ledger", "cache.prefix", "kernels", "store"},
+    "cache.peers": {"cache.prefix", "transfer"},
+    "cache.tiers": {"bounce", "cache.ledger", "cache.peers", "cache.prefix", "kernels", "store"},
     "cache.replay": {"cache.ledger", "cache.prefix"},
     "observe": {"cache.ledger", "config", "plan", "transfer"},
     "engines.common": {"bounce", "cache.ledger", "store"},
@@ -90,7 +92,8 @@ MUST_REACH = {
 
 #: Parts of which nothing but the face, their `__init__`, is imported from outside: from other packages and other rooms.
 FACED = {
-    *("cache", "cache.ledger", "cache.prefix", "cache.replay", "cache.tiers", "engines.common", "store", "transport"),
+    *("cache", "cache.ledger", "cache.peers", "cache.prefix", "cache.replay", "cache.tiers"),
+    *("engines.common", "store", "transport"),
 }
 
 #: Who reaches behind which face still.

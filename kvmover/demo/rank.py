@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvmover.cache.ledger import Account, Credit, Ledger, LedgerCollector
+from kvmover.cache.peers import PeerTerms, PeerTier
 from kvmover.cache.prefix import PrefixTree, WriteThrough
 from kvmover.cache.tiers import (
     Controller,
@@ -301,6 +303,12 @@ class Watched:
 #: Host pages for each page of the device.
 _HOST_RATIO = 2
 
+#: How often who is to die looks whether it lends.
+_LOOK_S = 0.0005
+
+#: Who was killed is given up so soon; who is slow, as all are on a busy machine, has the time to answer.
+_SILENCE_S, _DRAIN_S, _PING_S, _ASK_S = 2.0, 0.5, 0.2, 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -320,17 +328,22 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class TieredSeat:
-    """Which rank of a fleet a process is to be. `meet`: a file in which the fleet meets; `root`: where the store is;
-    `run`: its namespace's own word, so that nothing is found there that another run left."""
+    """Which rank of a fleet a process is to be. `meet`: a file in which the fleet meets; `root`: where the store is, if
+    there is one; `run`: its namespace's own word, so that nothing is found there that another run left; `peers`: whose
+    pages it borrows, as a rank of `engine`, if any. `first_port`: as of Seat.
+    """
 
     scenario: Scenario
     fleet: FleetText
     rank: int
     pages: int
     meet: str
-    root: Path | str
+    root: Path | str | None
     run: str
     settings: Settings
+    engine: str = "keeper"
+    peers: tuple[str, ...] = ()
+    first_port: int = 0
 
     @property
     def namespace(self) -> Namespace:
@@ -350,7 +363,7 @@ class TieredRank:
         from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
         fleet, component, model = seat.fleet.fleet, seat.scenario.component, seat.scenario.model
-        at, self._page = fleet.coordinate(seat.rank), fleet.page_tokens
+        at, self._page, self._unit = fleet.coordinate(seat.rank), fleet.page_tokens, seat.scenario.unit_tokens
         self._shard = fleet.shard(component, seat.rank, fleet.page_tokens)
         spec = PoolSpec.dense(component, self._shard, seat.pages, fleet.page_tokens, seat.fleet.order)
         self._pool = Pool.zeros(spec)
@@ -359,13 +372,13 @@ class TieredRank:
         self._model = Transformer(model, share, comm)
         tiered_pool = TieredPool.of(component, fleet, seat.rank, self._pool, HostTier(seat.pages * _HOST_RATIO))
         space = seat.namespace
-        self._store = PageStore.open(seat.root, space)
-        storage = Storage(self._store, space, [tiered_pool], fleet, seat.rank)
+        self._store = PageStore.open(seat.root, space) if seat.root is not None else None
+        storage = Storage(self._store, space, [tiered_pool], fleet, seat.rank) if self._store else None
         config = ControllerConfig(TierPolicy(prefetch=Wait(), least_tokens=1), Grouped(comm.group))
-        self._controller = Controller(
-            PrefixTree(fleet.page_tokens, tiers=WriteThrough()), [tiered_pool], storage, config
-        )
-        self._watched = Watched(seat.settings, "keeper", seat.rank)
+        self._peers = _peers(seat, tiered_pool.host) if seat.peers else None
+        tree = PrefixTree(fleet.page_tokens, tiers=WriteThrough())
+        self._controller = Controller(tree, [tiered_pool], storage, config, peers=self._peers)
+        self._watched = Watched(seat.settings, seat.engine, seat.rank, seat.first_port)
         self._keeps_accounts = seat.rank == 0  # all ranks see the same requests
         self._ledger = Ledger(sink=self._account)
         ledgers = [LedgerCollector(self._ledger)] if self._keeps_accounts else []
@@ -374,6 +387,29 @@ class TieredRank:
     def _account(self, account: Account) -> None:
         if self._keeps_accounts:
             self._watched.account(account)
+
+    def card(self) -> bytes:
+        """What borrowers connect with."""
+        assert self._peers is not None
+        return self._peers.card
+
+    def connect(self, cards: list[bytes]) -> None:
+        """Connect with all that may be borrowed from."""
+        assert self._peers is not None
+        for card in cards:
+            self._peers.connect(card)
+
+    def die_lending(self) -> None:
+        """Be killed as soon as a peer has been promised pages."""
+        peers = self._peers
+        assert peers is not None
+
+        def wait() -> None:
+            while not peers.counts().loans:
+                time.sleep(_LOOK_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=wait, daemon=True).start()
 
     def serve(self, request: str, prompt: tuple[int, ...], answer_tokens: int) -> Served:
         """Restore what any tier has, compute the rest, answer, and keep all of it on every tier."""
@@ -403,14 +439,15 @@ class TieredRank:
         controller.wait()
         self._watched.look()
         counts = controller.meter.counts
-        hits = {tier: getattr(account, f"{tier}_tokens") for tier in ("device", "host", "storage")}
+        tiers = ("device", "host", "storage", "peer") if self._peers else ("device", "host", "storage")
+        hits = {tier: getattr(account, f"{tier}_tokens") for tier in tiers}
         return Served(
             answer,
             list(self._model.gaps),
             hits,
             restore.tokens,
-            counts[TierCount.FETCHED_BYTES] - before[TierCount.FETCHED_BYTES],
-            counts[TierCount.FETCHED_PAGES] - before[TierCount.FETCHED_PAGES],
+            sum(counts[each] - before[each] for each in (TierCount.FETCHED_BYTES, TierCount.BORROWED_BYTES)),
+            sum(counts[each] - before[each] for each in (TierCount.FETCHED_PAGES, TierCount.BORROWED_PAGES)),
             restored_s,
             digests,
             whole * self._page,
@@ -420,7 +457,10 @@ class TieredRank:
     def close(self) -> dict[str, Any]:
         """The ledger's sums of this fleet's life."""
         self._controller.close()
-        self._store.close()
+        if self._peers is not None:
+            self._peers.close()
+        if self._store is not None:
+            self._store.close()
         self._watched.close()
         return asdict(self._ledger.total().first)
 
@@ -433,14 +473,27 @@ class TieredRank:
         return PagedCache(planes, pages, self._page)
 
     def _digests(self, pages: Sequence[int]) -> Digests:
-        """Of every page's rows, by (layer, kv, head) and page number: the layer's number counts pages above it."""
-        layers = self._pool.spec.component.layers
+        """Of every unit's rows, by (layer, kv, head) and the unit's number: the layer's number counts units above it.
+
+        A unit is as many tokens as pages of all fleets are whole numbers of.
+        """
+        layers, units = self._pool.spec.component.layers, self._page // self._unit
         digests: Digests = {}
         for number, layer in enumerate(self._shard.layers):
             for plane in range(self._pool.spec.component.kv):
                 view = self._pool.plane(number, plane)
-                for place, page in enumerate(pages):
+                for place, (page, unit) in enumerate((page, unit) for page in pages for unit in range(units)):
+                    tokens = slice(unit * self._unit, (unit + 1) * self._unit)
                     for local, head in enumerate(self._shard.heads):
-                        rows = view[page, :, local].contiguous().numpy().tobytes()
+                        rows = view[page, tokens, local].contiguous().numpy().tobytes()
                         digests[place * layers + layer, plane, head] = hashlib.sha256(rows).hexdigest()
         return digests
+
+
+def _peers(seat: TieredSeat, host: Pool) -> PeerTier:
+    """Of a rank whose fleet borrows from others, and lends."""
+    model = seat.scenario.model
+    place, name = Place(seat.engine, seat.fleet.fleet, seat.rank), f"{model.name}, seed {model.seed}"
+    config = replace(seat.settings.mover_config(), silence_s=_SILENCE_S, drain_s=_DRAIN_S, ping_s=_PING_S)
+    wire = NixlTransport(f"{seat.engine}-{seat.rank}")
+    return PeerTier(wire, name, place, [host], PeerTerms(seat.peers, ask_s=_ASK_S), config)

@@ -143,6 +143,8 @@ class RunReport:
         hits = sum(request.hit_tokens for request in wired)
         stored = sum(request.hits.get("storage", 0) for request in self.requests)
         read = f" Fleets that started empty read {stored} prompt tokens from the page store." if stored else ""
+        lent = sum(request.hits.get("peer", 0) for request in self.requests)
+        read += f" {lent} prompt tokens came from another fleet's host; one was killed as it lent." if lent else ""
         again = sum(request.tries > 1 for request in self.requests)
         died = f" {again} of them outlived an engine that was killed." if again else ""
         wrong = [r.name for r in self.requests if not (r.tokens_identical and r.bytes_identical)]
@@ -183,13 +185,20 @@ class RunReport:
         }
 
 
+def _moved_tokens(request: RequestReport) -> int:
+    """Tokens whose KV came over the wire, or from the store."""
+    if not request.hits:
+        return request.prompt_tokens - request.hit_tokens
+    return request.hits["storage"] + request.hits.get("peer", 0)
+
+
 def _request_data(request: RequestReport) -> dict[str, Any]:
     data = asdict(request)
     wire = data.pop("wire")
     wire["bytes"] = wire.pop("nbytes")
     return {
         **data,
-        "moved_tokens": request.hits.get("storage", request.prompt_tokens - request.hit_tokens),
+        "moved_tokens": _moved_tokens(request),
         "tokens_identical": request.tokens_identical,
         **wire,
         "gb_per_s": request.wire.gb_per_s,

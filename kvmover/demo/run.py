@@ -2,7 +2,8 @@
 
 A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
 together. Those that live one after another are `Lives`, those that are replaced while others serve `Rolling`, and those
-whose answers move from one to the other while they are computed `Migrations`.
+whose answers move from one to the other while they are computed `Migrations`. Those that lend each other pages are
+`Lenders`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
 from kvmover.demo.engine import POOL_TOKENS, Asked, Engine, serve
+from kvmover.demo.lenders import Lenders
 from kvmover.demo.lives import LIFE_POOL_TOKENS, Lives
 from kvmover.demo.migrations import Migrations
 from kvmover.demo.model import Alone, ModelShard, Transformer
@@ -76,7 +78,7 @@ class ScenarioRun:
 
 
 #: What serves the requests of a scenario.
-Stage = ScenarioRun | Lives | Rolling | Migrations
+Stage = ScenarioRun | Lives | Lenders | Rolling | Migrations
 
 #: Processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
@@ -266,6 +268,8 @@ def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -
     if scenario.lives:
         root = folder if options.store is None else store_location(options.store)
         return Lives(scenario, crew, folder, root, options.requests_each, options.settings)
+    if scenario.lenders:
+        return Lenders(scenario, crew, folder, options.requests_each, options.settings)
     if scenario.replaced:
         return Rolling(scenario, crew, folder, options.settings)
     if scenario.answer_tokens:
@@ -307,7 +311,7 @@ def _ended_by_a_signal() -> Generator[None]:
 def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
     """All requests of one scenario, in order of arrival."""
     scenario = stage.scenario
-    ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.lives or (scenario.src, scenario.dst))
+    ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.fleets)
     step(f"{scenario.name}: {ranks} ranks", 0)
     done: list[RequestReport] = []
     for number, (prompt, answer_tokens) in enumerate(requests):
@@ -324,5 +328,5 @@ def _requests(options: DemoOptions, scenario: Scenario) -> Chats | Traced:
             raise TraceError(f"--scale {options.scale} has no meaning without --trace")
         return Chats.seeded(options.seed, options.requests_each)
     scale = TraceScale(scenario.model.vocab, SCALE if options.scale is None else options.scale)
-    most = LIFE_POOL_TOKENS if scenario.lives else POOL_TOKENS
+    most = LIFE_POOL_TOKENS if scenario.lives or scenario.lenders else POOL_TOKENS
     return Traced.read(options.trace, scale, options.requests_each, most)

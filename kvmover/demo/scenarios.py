@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from kvmover.demo.model import GQA, LATENT, ModelConfig
@@ -26,6 +27,8 @@ class Scenario:
     route: Route | None = None
     #: Fleets that serve one after another over a page store, where nothing moves between two that live together.
     lives: tuple[FleetText, ...] = ()
+    #: Fleets that live together, serve in turn and lend each other what they keep on the host.
+    lenders: tuple[FleetText, ...] = ()
     #: Engines of each fleet, each of which is replaced while the others serve; 0: one of each, for the whole run.
     replaced: int = 0
     #: What the fleets tolerate where they store the cache in other forms, and how far a logit's gap may move for it.
@@ -38,7 +41,17 @@ class Scenario:
     def processes(self) -> int:
         """How many it takes: every fleet has processes of its own, those that live later too."""
         engines = 2 * self.replaced or 1
-        return engines * sum(fleet.fleet.size for fleet in self.lives or (self.src, self.dst))
+        return engines * sum(fleet.fleet.size for fleet in self.fleets)
+
+    @property
+    def fleets(self) -> tuple[FleetText, ...]:
+        """All that take part, in order."""
+        return self.lives or self.lenders or (self.src, self.dst)
+
+    @property
+    def unit_tokens(self) -> int:
+        """Rows are compared by so many tokens: every fleet's pages are whole numbers of them."""
+        return math.gcd(*(fleet.fleet.page_tokens for fleet in self.fleets))
 
     @classmethod
     def of(cls, name: str, title: str, model: ModelConfig, src: str, dst: str) -> Scenario:
@@ -50,6 +63,12 @@ class Scenario:
         """Fleets in the order of their lives."""
         fleets = tuple(FleetText.parse(text) for text in lives)
         return cls(name, title, model, fleets[0], fleets[-1], lives=fleets)
+
+    @classmethod
+    def lent(cls, name: str, title: str, model: ModelConfig, *lenders: str) -> Scenario:
+        """Fleets in the order in which they serve."""
+        fleets = tuple(FleetText.parse(text) for text in lenders)
+        return cls(name, title, model, fleets[0], fleets[-1], lenders=fleets)
 
     @property
     def component(self) -> Component:
@@ -145,6 +164,14 @@ SCENARIOS = (
         "tp=4,page=16,order=NHD",
         "tp=2,page=16,order=HND",
         "tp=4,page=16,order=NHD",
+    ),
+    Scenario.lent(
+        "peer",
+        "GQA, 8 KV heads, TP4, TP2 and TP1 by turns, each from the others' hosts; TP4 is killed as it lends",
+        replace(GQA, kv_heads=8),
+        "tp=4,page=16,order=NHD",
+        "tp=2,page=32,order=HND",
+        "tp=1,page=64,order=NHD",
     ),
     replace(
         Scenario.of(

@@ -57,6 +57,7 @@ class TimerKind(StrEnum):
     FAREWELL = "a Want and its Done to who has not answered"
     QUARANTINE = "memory that a peer may still write"
     TOMBSTONES = "what is remembered of the past"
+    ASK = "what peers are asked, and have not answered"
 
 
 #: A TimerKind, and the peer, attempt or request.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy.typing as npt
 
-from kvmover.errors import KvmoverError, LayoutError, PeerRefused, ProtocolError
+from kvmover.errors import KvmoverError, LayoutError, ProtocolError
 from kvmover.layout.pool import Pool
 from kvmover.plan.calibration import Calibration
 from kvmover.transfer import nvtx_ranges as ranges
@@ -35,7 +35,7 @@ from kvmover.transfer.arguments import (
     transfer_of,
 )
 from kvmover.transfer.config import MoverConfig, Pace
-from kvmover.transfer.core import Core, TimerKind, assembled
+from kvmover.transfer.core import TimerKind, assembled
 from kvmover.transfer.destination.attempts import ReceiveRequest
 from kvmover.transfer.destination.driver import DestinationDriver
 from kvmover.transfer.destination.quarantine import Quarantine, WriteLeases
@@ -43,12 +43,13 @@ from kvmover.transfer.destination.reads import Reads
 from kvmover.transfer.memory.in_flight import InFlight
 from kvmover.transfer.memory.registrations import Registrations, Renewals
 from kvmover.transfer.meter import Count, Gauge, Meter, Snapshot
-from kvmover.transfer.peers.connections import Connections, Reconnector
+from kvmover.transfer.peers.asks import Asks
+from kvmover.transfer.peers.connections import Connections, Reconnector, check_own_card
 from kvmover.transfer.peers.processes import PeerProcess
 from kvmover.transfer.peers.table import Peer
 from kvmover.transfer.protocol import wire
 from kvmover.transfer.protocol.auth import MessageAuth, Unverified
-from kvmover.transfer.protocol.handshake import Model, Place, read_card, write_card
+from kvmover.transfer.protocol.handshake import Model, Place
 from kvmover.transfer.result import Ending, Gate, Transfer
 from kvmover.transfer.source.driver import SourceDriver
 from kvmover.transfer.source.writes import Writes
@@ -93,12 +94,13 @@ class Mover:
         if not place.generation:
             place = msgspec.structs.replace(place, generation=time.time_ns())
         self._core = assembled(transport, place, pools, self._config, clock)
-        _check_own_card(model, self._core)
+        check_own_card(model, self._core)
         registrations = Registrations(self._core)
         self._writes = Writes(
             self._core, lambda job, event: self._source.ended(job, event), InFlight(transport), registrations
         )
         self._source = SourceDriver(self._core, self._writes)
+        self.asks = Asks(self._core)
         self._reads = Reads(self._core, lambda read, event: self._destination.read(read, event), InFlight(transport))
         quarantine = Quarantine()
         self._destination = DestinationDriver(
@@ -130,6 +132,7 @@ class Mover:
             TimerKind.REQUEST: self._source.end_of_time,
             TimerKind.EARLY: self._source.drop_early,
             TimerKind.TOMBSTONES: self._forget_the_past,
+            TimerKind.ASK: self.asks.tick,
         }
 
     @property
@@ -396,6 +399,7 @@ class Mover:
         """Fail what is open with `reason`, and close the transport: registrations, peers and handles."""
         self._destination.close(reason)
         self._source.close(reason)
+        self.asks.close()
         self._core.flush()
         for name in list(self._core.liveness.awaited):
             self._lose(name, reason, logging.INFO)
@@ -458,6 +462,8 @@ class Mover:
             self._core.say(peer.name, wire.Pong(self._core.stamp_us()))
         elif isinstance(message, wire.Registered):
             self._writes.registrations.heard(peer.name, message)
+        elif isinstance(message, wire.Query | wire.Holding):
+            self.asks.hear(peer, message)
         elif isinstance(message, wire.ToSource):
             self._source.hear(peer, message)
         elif isinstance(message, wire.ToDestination):
@@ -491,11 +497,4 @@ class Mover:
         self._connections.part(name, reason, level)
         self._destination.lost(name, reason)
         self._source.lost(name, reason)
-
-
-def _check_own_card(model: Model, core: Core) -> None:
-    """Raise LayoutError for what peers would refuse us for."""
-    try:
-        read_card(model, write_card(model, core.card))
-    except PeerRefused as error:
-        raise LayoutError(str(error)) from error
+        self.asks.lost(name)

@@ -32,6 +32,7 @@ PACKAGES = (
     "kvmover.cache.prefix",
     "kvmover.cache.ledger",
     "kvmover.cache.tiers",
+    "kvmover.cache.peers",
     "kvmover.cache.replay",
     "kvmover.advise",
     "kvmover.config",
@@ -117,6 +118,7 @@ TEXTS = {
     "kvmover.cache.tiers.ALL_PAGES": "A prefix needs every page.",
     "kvmover.cache.tiers.LAST_PAGE": "A prefix needs its last page only: states.",
     "kvmover.cache.tiers.SOLE": "The share of a rank that has its host pool to itself.",
+    "kvmover.cache.peers.MOST_LOANS": "Loans of one rank at a time.",
     "kvmover.cache.tiers.Prefetch": "A BestEffort, a Wait, a Timeout or a CostAware.",
     "kvmover.config.settings": "Every setting, by its name.",
 }

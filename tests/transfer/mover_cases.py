@@ -31,6 +31,8 @@ def kinds_of_messages(requests: list[str] | None = None) -> dict[type, st.Search
         wire.Ping: (),
         wire.Pong: (),
         wire.Registered: (st.binary(max_size=64), numbers),
+        wire.Query: (about[0], st.binary(max_size=96), numbers),
+        wire.Holding: (about[0], numbers),
         wire.Want: (*about, numbers, numbers, *choices, st.booleans(), st.lists(ranks, max_size=2).map(tuple)),
         wire.Noted: (*about, numbers),
         wire.Offered: (*about, ranges, tables),

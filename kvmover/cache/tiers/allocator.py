@@ -130,6 +130,8 @@ class PageAllocator:
         self.tree, self.tiered_pools, self.copies = tree, tuple(tiered_pools), copies
         #: Hears of what was evicted to the host, once it is there.
         self.copied_out: Callable[[CopyOut], None] = lambda action: None
+        #: Hears of pages of attention KV on the host before they can be used again.
+        self.host_freed: Callable[[list[int]], None] = lambda ids: None
         names = [FULL, *(component.name for component in tree.config.components)]
         self.free: dict[tuple[str, Tier], DevicePages] = {}
         self.host: dict[str, FreeList] = {}
@@ -178,6 +180,9 @@ class PageAllocator:
 
     def give(self, name: str, tier: Tier, ids: Iterable[int]) -> None:
         """Ids that nobody uses any more. Raises TierError for one that is free, or none of the pool's."""
+        ids = list(ids)
+        if tier is Tier.HOST and name == FULL:
+            self.host_freed(ids)
         self.free[name, tier].give(ids)
 
     def room(self, name: str, tier: Tier) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvmover.cache.peers import PeerTier
 from kvmover.cache.prefix import (
     FULL,
     CopyOut,
@@ -46,7 +47,7 @@ class Due:
 
 @dataclass(slots=True)
 class Backups:
-    """Of one rank. `events` tells routers what has come to storage."""
+    """Of one rank. `events` tells routers what has come to storage, `peers` lend what has come to the host."""
 
     allocator: PageAllocator
     storage: Storage | None
@@ -55,6 +56,7 @@ class Backups:
     policy: TierPolicy
     meter: TierMeter
     events: StorageEvents | None = None
+    peers: PeerTier | None = None
     #: Pages on their way to storage, by the tree's operation.
     _writes: dict[int, int] = field(default_factory=dict[int, int])
     #: What is to be stored once it is on the host.
@@ -154,9 +156,20 @@ class Backups:
 
     def _backed(self, node: int, transfer: TierCopy, agreed: VoteRow) -> None:
         done = agreed_count(agreed, self.allocator.partial)
+        if done and self.peers is not None:
+            self._lend(self.peers, node, transfer, done)
         self.allocator.apply(self.allocator.tree.end(transfer.op, done))
         if done and self.policy.store is Store.BACKED and self.storage is not None:
             self._due.append(Due(node, transfer.first_page))
+
+    def _lend(self, peers: PeerTier, node: int, transfer: TierCopy, done: int) -> None:
+        """Attention KV that has come to the host. What the tree does not keep of it is freed behind this."""
+        hashes = self.allocator.tree.page_hashes(node)
+        for leg in transfer.legs:
+            if leg.component == FULL:
+                pairs = zip(_ints(leg.positions), _ints(leg.dst_page_ids), strict=True)
+                came = [(hashes[at], page_id) for at, page_id in pairs if at < transfer.first_page + done]
+                peers.came([page_hash for page_hash, _ in came], [page_id for _, page_id in came])
 
     def _store(self, due: Due) -> None:
         """Raises StaleHandle for a node that is gone."""

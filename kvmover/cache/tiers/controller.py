@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from kvmover.cache.peers import PeerTier
 from kvmover.cache.prefix import (
     DEFAULT_NAMESPACE,
     FULL,
@@ -67,7 +68,7 @@ class ControllerConfig:
 class Controller:
     """Keeps the KV of one rank on its tiers.
 
-    The tree is this controller's; the pools and the store stay the caller's, and outlive it.
+    The tree is this controller's; the pools, the store and the tier of peers stay the caller's, and outlive it.
 
     A request: `restore` and `poll` until it is ready; `take` pages for the rest of its prompt; compute; `keep`; and
     `release` what was restored.
@@ -83,9 +84,13 @@ class Controller:
         storage: Storage | None = None,
         config: ControllerConfig | None = None,
         device_pages: Mapping[str, DevicePages] = MappingProxyType({}),
+        peers: PeerTier | None = None,
     ) -> None:
         self.config = config or ControllerConfig()
         policy, clock, sink = self.config.policy, self.config.clock, self.config.sink
+        if peers is not None:
+            _check_lends(tree)
+        self.peers = peers
         if policy.inclusion is Inclusion.EXCLUSIVE and not isinstance(tree.config.tiers, WriteBack):
             raise TierError(f"exclusive tiers take a tree that writes back, and this one has {tree.config.tiers}")
         rates = {Urgency.READ: policy.read_rate, Urgency.WRITE: policy.write_rate}
@@ -98,12 +103,14 @@ class Controller:
         )
         self.allocator = PageAllocator(tree, tiered_pools, self.copies, device_pages)
         hands = self.allocator, storage, self.worker, self.collectives, policy, self.meter
+        if peers is not None:
+            self.allocator.host_freed = peers.freed
         self._events = StorageEvents(sink, storage.whole) if storage is not None and sink is not None else None
         if storage is not None and self._events is not None:
             storage.store.watch(self._events)
-        self._backups = Backups(*hands, self._events)
+        self._backups = Backups(*hands, self._events, peers)
         self.allocator.copied_out = self._backups.copied_out
-        self._restores = Restores(*hands, clock, self._backups.reused)
+        self._restores = Restores(*hands, clock, self._backups.reused, peers)
         self.loads = GatedLoads(self.allocator, self.collectives, self.meter, self._backups.reused)
 
     @property
@@ -235,6 +242,8 @@ class Controller:
         """What has ended on this rank."""
         self.copies.poll()
         self.worker.poll()
+        if self.peers is not None:
+            self.peers.poll()
         self._restores.poll()
 
     def _go_on(self) -> None:
@@ -254,12 +263,14 @@ class Controller:
         """Poll until `restore` is done, or until all is. Ranks that wait together stop waiting together."""
         while not (self.idle if restore is None else restore.done):
             self.poll()
-            if self.worker.queued:
+            if self.peers is not None and self.peers.queued:
+                self.peers.wait(_NAP_S)
+            elif self.worker.queued:
                 self.worker.wait(_NAP_S)
 
     def snapshot(self) -> TierSnapshot:
         """Counts, times and gauges of this moment, as a copy."""
-        free = self.allocator.free
+        free, lent = self.allocator.free, self.peers.counts() if self.peers is not None else None
         gauges = {
             TierGauge.OPEN_OPERATIONS: len(self.collectives.open),
             TierGauge.OPEN_RESTORES: len(self._restores.open),
@@ -268,6 +279,8 @@ class Controller:
             TierGauge.FREE_HOST_PAGES: len(free[FULL, Tier.HOST]),
             TierGauge.READING_PAGES: self._restores.reading_pages,
             TierGauge.WRITING_PAGES: self._backups.writing_pages,
+            TierGauge.LENDABLE_PAGES: lent.pages if lent else 0,
+            TierGauge.OPEN_LOANS: lent.loans if lent else 0,
         }
         return TierSnapshot(self.config.engine, self.config.rank, self.meter.copy(), gauges)
 
@@ -283,7 +296,16 @@ class Controller:
         self._restores.check()
         self._backups.check()
         self.loads.check()
+        if self.peers is not None:
+            self.peers.check()
 
     def close(self) -> None:
         """Stop the thread. What is on its way to storage is dropped: `wait` before, to have it written."""
         self.worker.close()
+
+
+def _check_lends(tree: PrefixTree) -> None:
+    """Raise TierError for a tree whose pages on the host have no hash by which a peer could ask for them."""
+    if isinstance(tree.config.tiers, WriteBack) or tree.config.components:
+        held = [tree.config.tiers, *(component.name for component in tree.config.components)]
+        raise TierError(f"peers share attention KV alone, of trees that write through; this one has {held}")

@@ -27,6 +27,8 @@ class TierCount(StrEnum):
     FETCHED_BYTES = "fetched_bytes"
     LOOKED_UP_PAGES = "looked_up_pages"
     FOUND_PAGES = "found_pages"
+    BORROWED_PAGES = "borrowed_pages"
+    BORROWED_BYTES = "borrowed_bytes"
 
 
 class TierStage(StrEnum):
@@ -35,6 +37,8 @@ class TierStage(StrEnum):
     BACKUP = "backup"
     LOAD = "load"
     LOOK = "look"
+    ASK = "ask"
+    BORROW = "borrow"
     FETCH = "fetch"
     STORE = "store"
     RESTORE = "restore"
@@ -51,6 +55,8 @@ class TierGauge(StrEnum):
     FREE_HOST_PAGES = "free_host_pages"
     READING_PAGES = "reading_pages"
     WRITING_PAGES = "writing_pages"
+    LENDABLE_PAGES = "lendable_pages"
+    OPEN_LOANS = "open_loans"
 
 
 def _empty() -> dict[TierStage, DurationHistogram]:
@@ -100,6 +106,8 @@ METRICS: Mapping[StrEnum, Metric] = {
             TierCount.FETCHED_BYTES: "Bytes read from storage to the host.",
             TierCount.LOOKED_UP_PAGES: "Pages that storage was asked for.",
             TierCount.FOUND_PAGES: "Pages that storage has and nearer tiers do not, as far as they make a prefix.",
+            TierCount.BORROWED_PAGES: "Pages read from the host of another engine.",
+            TierCount.BORROWED_BYTES: "Bytes read from the host of another engine.",
         },
     ),
     **named(
@@ -113,6 +121,8 @@ METRICS: Mapping[StrEnum, Metric] = {
             TierGauge.FREE_HOST_PAGES: "Pages of attention KV on the host that nobody uses.",
             TierGauge.READING_PAGES: "Pages on the host that are being read into.",
             TierGauge.WRITING_PAGES: "Pages that wait to be written to storage, or are being written.",
+            TierGauge.LENDABLE_PAGES: "Pages on the host that peers may ask for.",
+            TierGauge.OPEN_LOANS: "Prefixes that peers may read at this moment.",
         },
     ),
     **named(
@@ -122,6 +132,8 @@ METRICS: Mapping[StrEnum, Metric] = {
             TierStage.BACKUP: "From the start of a copy to the host until it is there.",
             TierStage.LOAD: "From the start of a copy to the device until it is there.",
             TierStage.LOOK: "From a look-up's queueing until its answer.",
+            TierStage.ASK: "From asking peers until all have answered, or are not waited for.",
+            TierStage.BORROW: "From the start of a read from a peer until its end.",
             TierStage.FETCH: "From a read's queueing until its end.",
             TierStage.STORE: "From a write's queueing until its end.",
             TierStage.RESTORE: "From a request's coming until its prefix is on the device, on all ranks.",

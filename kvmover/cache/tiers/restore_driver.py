@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import structs
 
 from kvmover.cache.ledger import Credit, Loss
+from kvmover.cache.peers import PeerPrefix, PeerRead, PeerTier
 from kvmover.cache.prefix import (
     FULL,
     NO_IDS,
@@ -32,7 +33,8 @@ from kvmover.cache.tiers.allocator import PageAllocator
 from kvmover.cache.tiers.layerwise_copier import LayerGate
 from kvmover.cache.tiers.metrics import TierCount, TierMeter, TierStage
 from kvmover.cache.tiers.policy import Speed, ThroughputEstimator, TierPolicy
-from kvmover.cache.tiers.restore_machine import RestoreEvent, RestorePhase, RestoreTerms, Restoring
+from kvmover.cache.tiers.restore_machine import RestoreEvent
+from kvmover.cache.tiers.restore_state import STORAGE, RestorePhase, RestoreTerms, Restoring
 from kvmover.cache.tiers.storage import (
     PageRef,
     Stopwatch,
@@ -65,9 +67,13 @@ class Restore:
     held: tuple[tuple[str, PageArray], ...] = ()
     handle: LockHandle | None = None
     gate: LayerGate | None = None
-    #: Of all pages that storage is asked for, and how many of them are on the host.
+    #: Of all pages that are asked for, and how many of them are on the host; by which name peers offer them.
     hashes: Sequence[bytes] = ()
     anchor: int = 0
+    request: str = ""
+    borrow: PeerRead | None = None
+    #: Pages of the host that are being read into, by the tree's operation.
+    reads: tuple[int, Sequence[int]] = (0, ())
     #: Of the last time that the tree was asked.
     match: Match | None = None
     #: Locks of what was found, until what is brought is locked too.
@@ -105,6 +111,15 @@ class Restore:
         return self.state.lost
 
 
+@dataclass(slots=True)
+class _Answers:
+    """To one look: what storage has and what peers have, while `waits` of them are awaited."""
+
+    waits: int
+    pages: Sequence[int] = (0,)
+    peers: tuple[int, ...] = ()
+
+
 #: Why a read ended early, as the ledger says it.
 _LOSS = {Got.POISONED: Loss.POISONED, Got.EVICTED: Loss.CAPACITY_EVICTED, Got.ABSENT: Loss.CAPACITY_EVICTED}
 
@@ -113,7 +128,8 @@ _LOSS = {Got.POISONED: Loss.POISONED, Got.EVICTED: Loss.CAPACITY_EVICTED, Got.AB
 class Restores:
     """Of one rank. `reused` hears of a node, and from which page on its path is loaded from the host.
 
-    `open`: those that are not done; `leaving`: those that were given up, and whose operation has not ended.
+    `open`: those that are not done; `leaving`: those that were given up, and whose operation has not ended; `held`:
+    reads that have ended, and may still write to the host.
     """
 
     allocator: PageAllocator
@@ -124,16 +140,19 @@ class Restores:
     meter: TierMeter
     clock: Callable[[], float]
     reused: Callable[[int, int], None]
+    peers: PeerTier | None = None
     open: list[Restore] = field(default_factory=list[Restore])
     leaving: list[Restore] = field(default_factory=list[Restore])
+    held: list[tuple[PeerRead, CollectiveOp]] = field(default_factory=list["tuple[PeerRead, CollectiveOp]"])
     loads: ThroughputEstimator = field(default_factory=ThroughputEstimator)
+    borrows: ThroughputEstimator = field(default_factory=ThroughputEstimator)
     terms: RestoreTerms = field(init=False)
 
     def __post_init__(self) -> None:
         page_tokens = self.allocator.tree.config.page_tokens
         token_bytes = sum(pool.part.nbytes for pool in self.allocator.tiered_pools) // page_tokens
-        stored = self.storage is not None
-        self.terms = RestoreTerms(page_tokens, token_bytes, self.policy, self.allocator.partial, stored)
+        stored, peers = self.storage is not None, len(self.peers.terms.engines) if self.peers is not None else 0
+        self.terms = RestoreTerms(page_tokens, token_bytes, self.policy, self.allocator.partial, stored, peers)
 
     @property
     def reading_pages(self) -> int:
@@ -159,6 +178,9 @@ class Restores:
 
     def poll(self) -> None:
         """A round begins."""
+        for read, collective in [each for each in self.held if each[0].over]:
+            self.held.remove((read, collective))
+            collective.done(1)
         for restore in list(self.open):
             self.tell(restore, restore_machine.TimePassed())
 
@@ -187,8 +209,10 @@ class Restores:
         match action:
             case restore_machine.LookUp(pages):
                 self._look(restore, pages)
-            case restore_machine.BeginFetch(pages):
-                return self._fetch(restore, pages)
+            case restore_machine.BeginFetch(pages, source):
+                return self._fetch(restore, pages, source)
+            case restore_machine.Decline():
+                self._peers.decline(restore.request)
             case restore_machine.BeginLoad(tokens):
                 return self._load(restore, tokens)
             case restore_machine.BeginNothing():
@@ -200,7 +224,10 @@ class Restores:
                 assert restore.collective is not None
                 restore.collective.stop = True
             case restore_machine.EndCopy(op, pages):
+                self._lend(restore, op, pages)
                 self.allocator.apply(self.allocator.tree.end(op, pages))
+            case restore_machine.Abandon(op):
+                self._abandon(restore, op)
             case restore_machine.Rematch():
                 return self._rematch(restore)
             case restore_machine.Secure():
@@ -220,17 +247,43 @@ class Restores:
         if restore in self.leaving:
             self.leaving.remove(restore)
 
-    # Storage
+    # Peers and storage
 
     def _look(self, restore: Restore, pages: int) -> None:
-        """Ask storage for what is not on the host, and for what a prefix that ends there needs of before."""
-        storage, tree, key, node = self._storage, self.allocator.tree, restore.key, restore.found.host_node
+        """Ask for what is not on the host, and storage for what a prefix that ends there needs of before."""
+        tree, key, node = self.allocator.tree, restore.key, restore.found.host_node
         restore.hashes = hashes = key.page_hashes(tree.config.page_words)[:pages]
         restore.anchor = anchor = len(tree.page_hashes(node)) if node != ROOT and tree.is_backed(node) else 0
+        self._join(restore, pages + 1 + self.terms.peers)
+        assert restore.collective is not None
+        restore.request = f"{restore.collective.serial}-{hashes[-1].hex()[:16]}"
+        answers = _Answers((self.storage is not None) + (self.terms.peers > 0))
+        if self.terms.peers:
+            self._ask(restore, anchor, pages, answers)
+        if self.storage is not None:
+            self._look_up(restore, self.storage, anchor, answers)
+
+    def _looked(self, restore: Restore, answers: _Answers) -> None:
+        """One more has answered."""
+        answers.waits -= 1
+        if not answers.waits:
+            ways = self._way(), self._peer_way()
+            self.tell(restore, restore_machine.LookedUp(answers.pages, ways[0], answers.peers, ways[1]))
+
+    def _ask(self, restore: Restore, anchor: int, pages: int, answers: _Answers) -> None:
+        page_tokens, watch = self.terms.page_tokens, Stopwatch()
+
+        def ended(tokens: Sequence[int]) -> None:
+            self.meter.stages[TierStage.ASK].add(watch.seconds)
+            answers.peers = tuple(min(pages, each // page_tokens) for each in tokens)
+            self._looked(restore, answers)
+
+        self._peers.look(restore.request, PeerPrefix(restore.key, anchor * page_tokens, pages * page_tokens), ended)
+
+    def _look_up(self, restore: Restore, storage: Storage, anchor: int, answers: _Answers) -> None:
         reach = max((pool.rule.reach_tokens or 0 for pool in self.allocator.tiered_pools), default=0)
         first = max(0, anchor - -(-reach // self.terms.page_tokens))
-        look, watch = StorageLookup(storage, hashes[first:]), Stopwatch()
-        self._join(restore, pages + 1)
+        look, watch = StorageLookup(storage, restore.hashes[first:]), Stopwatch()
 
         def ended(error: Exception | None) -> None:
             self.meter.stages[TierStage.LOOK].add(watch.seconds)
@@ -240,7 +293,8 @@ class Restores:
                 legal = np.flatnonzero(self._legal(storage, look, first, anchor)).tolist()
             nearer = restore.found.best_tokens // self.terms.page_tokens
             self.meter.counts[TierCount.FOUND_PAGES] += max(0, legal[-1] - nearer)
-            self.tell(restore, restore_machine.LookedUp(tuple(legal), self._way()))
+            answers.pages = tuple(legal)
+            self._looked(restore, answers)
 
         self.worker.begin(look, Urgency.LOOK, ended)
 
@@ -253,10 +307,15 @@ class Restores:
 
     def _way(self) -> tuple[Speed, ...]:
         """Speeds of the tiers between storage and the device, as far as they were measured."""
-        read, load = self._storage.reads.speed(), self.loads.speed()
+        read, load = self.storage.reads.speed() if self.storage is not None else None, self.loads.speed()
         return () if read is None else (read.within(self.policy.read_rate), *((load,) if load else ()))
 
-    def _fetch(self, restore: Restore, pages: int) -> RestoreEvent:
+    def _peer_way(self) -> tuple[Speed, ...]:
+        """The same between peers and the device."""
+        borrow, load = self.borrows.speed(), self.loads.speed()
+        return () if borrow is None else (borrow, *((load,) if load else ()))
+
+    def _fetch(self, restore: Restore, pages: int, source: int) -> RestoreEvent:
         allocator, tree, hashes, anchor = self.allocator, self.allocator.tree, restore.hashes, restore.anchor
         needs = {FULL: range(anchor, pages)}
         for pool in allocator.tiered_pools:
@@ -269,7 +328,11 @@ class Restores:
             return restore_machine.HostFull(pages * self.terms.page_tokens - restore.found.best_tokens)
         key = RadixKey(restore.key.data[: pages * tree.config.page_bytes], restore.key.namespace, restore.key.units)
         op = tree.begin_fetch(key, anchor, ids[FULL], {name: ids[name] for name in needs if name != FULL})
+        restore.reads = op, ids[FULL]
         self._join(restore, 3, [page for row in ids.values() for page in row])
+        if source != STORAGE:
+            self._borrow(restore, source, range(anchor, pages), ids[FULL])
+            return restore_machine.FetchBegun(op, pages - anchor)
         wanted = [
             (stored_pool, PageRef(max(0, position - anchor), hashes[position], ids[pool.name][place]))
             for stored_pool in self._storage.stored_pools
@@ -298,6 +361,55 @@ class Restores:
             self.tell(restore, restore_machine.FetchEnded(good, loss))
 
         self.worker.begin(read, Urgency.READ, ended)
+
+    def _borrow(self, restore: Restore, source: int, pages: range, ids: Sequence[int]) -> None:
+        """Read `pages` of the prompt from a peer: all of them, or none."""
+        collective, page_tokens, watch = restore.collective, self.terms.page_tokens, Stopwatch()
+        assert collective is not None
+
+        def ended(outcome: int | BaseException) -> None:
+            self.meter.stages[TierStage.BORROW].add(watch.seconds)
+            if isinstance(outcome, int):
+                self.meter.counts[TierCount.BORROWED_PAGES] += len(pages)
+                self.meter.counts[TierCount.BORROWED_BYTES] += outcome
+                self.borrows.add(outcome, watch.seconds)
+                self.tell(restore, restore_machine.FetchEnded(len(pages)))
+                return
+            loss = Loss.LATE if collective.stopping else Loss.READ_FAILED
+            self.meter.dropped["borrow", str(loss)] += len(pages)
+            self.tell(restore, restore_machine.FetchEnded(0, loss))
+
+        table = [0] * pages.start + list(ids)  # what is before is not read into
+        tables = [table] * len(self.allocator.tiered_pools)
+        positions = range(pages.start * page_tokens, pages.stop * page_tokens)
+        restore.borrow = PeerRead(lambda: collective.stopping, ended)
+        self._peers.read(restore.request, source, positions, tables, restore.borrow)
+
+    def _abandon(self, restore: Restore, op: int) -> None:
+        """A peer that hangs may be read from for long after the request has gone on; no rank's pages come back before
+        all ranks' do, or their trees would differ.
+        """
+        read, restore.borrow = restore.borrow, None
+        collective = self.collectives.begin(lambda agreed: self._abandoned(op))
+        if read is None or read.over:
+            collective.done(1)
+        else:
+            self.held.append((read, collective))
+
+    def _abandoned(self, op: int) -> None:
+        if op:
+            self.allocator.apply(self.allocator.tree.end(op, 0))
+
+    def _lend(self, restore: Restore, op: int, pages: int) -> None:
+        """What was read to the host is there for peers too. What the tree does not keep of it is freed behind this."""
+        if self.peers is not None and restore.reads[0] == op:
+            ids = list(restore.reads[1])[:pages]
+            self.peers.came(restore.hashes[restore.anchor : restore.anchor + len(ids)], ids)
+
+    @property
+    def _peers(self) -> PeerTier:
+        assert self.peers is not None
+        return self.peers
 
     @property
     def _storage(self) -> Storage:

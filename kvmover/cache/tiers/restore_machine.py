@@ -1,7 +1,8 @@
 """One restore on one rank as a pure state machine, `step(state, event, now)`: LOOK, READ, LOAD, READY.
 
-Each of the first three is an operation that all ranks begin, answer and end together. LOOK asks storage, and a rank
-votes for the prefix lengths that it can and would read. READ brings the longest that all voted for to the host. LOAD
+Each of the first three is an operation that all ranks begin, answer and end together. LOOK asks peers and storage, and
+a rank votes for the prefix lengths that it can and would read from each. READ brings the longest that all voted for to
+the host, from a peer where that has as much as storage; what one source fails to bring, the next one is read for. LOAD
 brings what the host has to the device. A rank that cannot begin its part, for want of room, votes for nothing, so that
 all end with nothing: no rank is waited for.
 
@@ -13,131 +14,31 @@ has ended on all ranks; its pages come back then.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
-from types import MappingProxyType
 from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from kvmover.cache.ledger import Credit, Loss
-from kvmover.cache.prefix import InvariantBroken
 from kvmover.cache.tiers.agreement import PartialWork, agreed_count, counted
-from kvmover.cache.tiers.policy import BestEffort, Speed, TierPolicy, patience_s, pays
-
-
-class RestorePhase(StrEnum):
-    """LOOK: asking storage. READ: from storage to the host. LOAD: to the device, or waiting for another's load."""
-
-    LOOK = "look"
-    READ = "read"
-    LOAD = "load"
-    READY = "ready"
-    ABORTED = "aborted"
-
-
-_ENDS = (RestorePhase.READY, RestorePhase.ABORTED)
-_NO_REASONS: Mapping[Loss, int] = MappingProxyType({})
-
-
-class RestoreTerms(msgspec.Struct, frozen=True):
-    """What all restores of a rank have in common. `token_bytes`: KV of one token that this rank holds.
-
-    `partial`: what becomes of pages that some rank alone has brought. `stored`: whether there is a storage to ask.
-    """
-
-    page_tokens: int
-    token_bytes: int
-    policy: TierPolicy
-    partial: PartialWork
-    stored: bool
-
-
-class Restoring(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one restore. Numbers of tokens count from the beginning of the prompt.
-
-    `device_tokens` and `best_tokens` were on the device, and on device or host, when the request came;
-    `reusable_tokens` on any tier. `asked`: the operation that all ranks are at, which outlasts an abort; `op`: this
-    rank's part of it in the tree, of `op_pages` pages, 0 where it has none; `done_pages`: this rank's answer, None
-    before it. `tokens`, `credit` and `lost` count when `phase` is READY.
-    """
-
-    terms: RestoreTerms
-    limit_tokens: int
-    began_s: float
-    device_tokens: int
-    best_tokens: int
-    reusable_tokens: int
-    phase: RestorePhase = RestorePhase.LOOK
-    asked: RestorePhase | None = None
-    op: int = 0
-    op_pages: int = 0
-    done_pages: int | None = None
-    patience_s: float | None = None
-    wanted: bool = False
-    stopped: bool = False
-    loads: int = 0
-    reasons: Mapping[Loss, int] = _NO_REASONS
-    tokens: int = 0
-    credit: Credit = Credit()
-    lost: Mapping[Loss, int] = _NO_REASONS
-
-    @property
-    def done(self) -> bool:
-        """Whether the request has its answer, or wants none any more."""
-        return self.phase in _ENDS
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing of it is under way: no event changes it any more."""
-        return self.done and self.asked is None
-
-    def check(self) -> None:
-        """Raise InvariantBroken for a state that cannot be. O(reasons)."""
-        page, phase = self.terms.page_tokens, self.phase
-        rules = {
-            "device, best and reusable prefix are each as long as the one before": (
-                0 <= self.device_tokens <= self.best_tokens <= self.reusable_tokens <= self.limit_tokens
-            ),
-            "prefixes end with a page": not any(
-                tokens % page for tokens in (self.device_tokens, self.best_tokens, self.reusable_tokens, self.tokens)
-            ),
-            "no reason explains less than nothing": min(self.reasons.values(), default=0) >= 0,
-            "only a load may have to wait before it is begun": (
-                phase in (*_ENDS, RestorePhase.LOAD) or self.asked is phase
-            ),
-            "a restore that is ready is at no operation": phase is not RestorePhase.READY or self.asked is None,
-            "an operation is of the phase, unless the restore was given up": (
-                self.asked is None or phase is RestorePhase.ABORTED or self.asked is phase
-            ),
-            "an operation of the tree is a read's or a load's": (
-                not self.op or self.asked in (RestorePhase.READ, RestorePhase.LOAD)
-            ),
-            "pages are on their way by an operation alone": (self.op != 0) >= (self.op_pages != 0),
-            "no more is answered than was begun": self.done_pages is None or 0 <= self.done_pages <= self.op_pages,
-            "nothing is answered that nobody asked": self.done_pages is None or self.asked is not None,
-            "one load is begun at most": self.loads <= 1,
-            "every reusable token is credited or lost, once": (
-                phase is not RestorePhase.READY
-                or self.reusable_tokens - sum(self.lost.values()) == self.tokens == self.credit.tokens
-            ),
-        }
-        for rule, holds in rules.items():
-            if not holds:
-                raise InvariantBroken(f"{rule}: {self}")
-
+from kvmover.cache.tiers.policy import BestEffort, Speed, patience_s, pays
+from kvmover.cache.tiers.restore_state import STORAGE, ReadSource, RestorePhase, RestoreTerms, Restoring
 
 # What happens to it.
 
 
 class LookedUp(msgspec.Struct, frozen=True):
-    """Storage has answered this rank. `pages`: ascending, the lengths of prefixes that could be read or are nearer.
+    """All have answered this rank. `pages`: ascending, the lengths of prefixes that storage has or that are nearer;
+    `peers`: how many first pages each peer has.
 
-    `way`: the measured speeds of the tiers to come by, none where they are not known. No pages after a failure.
+    `way` and `peer_way`: the measured speeds of the tiers to come by, none where they are not known. No pages after a
+    failure.
     """
 
     pages: Sequence[int]
     way: tuple[Speed, ...] = ()
+    peers: tuple[int, ...] = ()
+    peer_way: tuple[Speed, ...] = ()
 
 
 class FetchBegun(msgspec.Struct, frozen=True):
@@ -234,15 +135,25 @@ RestoreEvent: TypeAlias = (
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """Begin an operation of all ranks, and ask storage for the first `pages` pages. LookedUp when it has answered."""
+    """Begin an operation of all ranks, and ask peers and storage for the first `pages` pages. LookedUp when all have
+    answered.
+    """
 
     pages: int
 
 
 class BeginFetch(msgspec.Struct, frozen=True):
-    """Take host pages for the first `pages` pages, begin an operation of all ranks, read: FetchBegun, or HostFull."""
+    """Take host pages for the first `pages` pages, begin an operation of all ranks, read: FetchBegun, or HostFull.
+
+    `source`: of which peer, or STORAGE.
+    """
 
     pages: int
+    source: int = STORAGE
+
+
+class Decline(msgspec.Struct, frozen=True):
+    """Tell peers that nothing of what they offered will be read."""
 
 
 class BeginLoad(msgspec.Struct, frozen=True):
@@ -274,6 +185,14 @@ class EndCopy(msgspec.Struct, frozen=True):
     pages: int
 
 
+class Abandon(msgspec.Struct, frozen=True):
+    """A read from a peer came to nothing, on all ranks: begin an operation that ends once no rank's pages can be
+    written any more, and then tell the tree that nothing of `op` came. 0: this rank took none.
+    """
+
+    op: int
+
+
 class Rematch(msgspec.Struct, frozen=True):
     """Match again, and lock what is found on both tiers unless it waits: Rematched."""
 
@@ -287,7 +206,18 @@ class LetGo(msgspec.Struct, frozen=True):
 
 
 RestoreAction: TypeAlias = (
-    LookUp | BeginFetch | BeginLoad | BeginNothing | Vote | AskToStop | EndCopy | Rematch | Secure | LetGo
+    LookUp
+    | BeginFetch
+    | Decline
+    | BeginLoad
+    | BeginNothing
+    | Vote
+    | AskToStop
+    | EndCopy
+    | Abandon
+    | Rematch
+    | Secure
+    | LetGo
 )
 RestoreStep: TypeAlias = tuple[Restoring, list[RestoreAction]]
 
@@ -295,7 +225,7 @@ RestoreStep: TypeAlias = tuple[Restoring, list[RestoreAction]]
 def start(terms: RestoreTerms, limit_tokens: int, tokens: int, best_tokens: int, now: float) -> RestoreStep:
     """A request whose first `tokens` are on the device and `best_tokens` on device or host, and locked there.
 
-    Storage is asked for the rest of `limit_tokens` where that is not below the policy's threshold.
+    Peers and storage are asked for the rest of `limit_tokens` where that is not below the policy's threshold.
     """
     state = Restoring(
         terms=terms,
@@ -306,7 +236,7 @@ def start(terms: RestoreTerms, limit_tokens: int, tokens: int, best_tokens: int,
         reusable_tokens=best_tokens,
     )
     pages = limit_tokens // terms.page_tokens
-    if terms.stored and pages * terms.page_tokens - best_tokens >= max(1, terms.policy.least_tokens):
+    if (terms.stored or terms.peers) and pages * terms.page_tokens - best_tokens >= max(1, terms.policy.least_tokens):
         return _ask(state, RestorePhase.LOOK), [LookUp(pages)]
     return _load(state)
 
@@ -362,29 +292,61 @@ def _given_up(state: Restoring) -> RestoreStep:
 
 
 def _looked_up(state: Restoring, event: LookedUp) -> RestoreStep:
-    """This rank's vote, 1 for a number of pages that it can and would read; and why not for those it would not."""
-    page, policy, best = state.terms.page_tokens, state.terms.policy, state.best_tokens // state.terms.page_tokens
+    """This rank's vote: 1 for a number of pages that it can and would read from storage, and how many from each peer;
+    and why not for those it would not.
+    """
+    page, best = state.terms.page_tokens, state.best_tokens // state.terms.page_tokens
     beyond = [pages for pages in event.pages if pages > best]
-    most = beyond[-1] if beyond else 0
+    stored, lent = beyond[-1] if beyond else 0, max(event.peers, default=0)
+    most = max(stored, lent)
     state = replace(state, reusable_tokens=max(state.reusable_tokens, most * page))
-    tokens = most * page - state.best_tokens
-    pay = pays(policy.prefetch, tokens, state.terms.token_bytes, event.way)
-    if most and (tokens < policy.least_tokens or not pay):
-        state, beyond = _short(state, Loss.THRESHOLD, tokens), []
+    peers = tuple(pages if _would_read(state, pages, event.peer_way) else 0 for pages in event.peers)
+    if not _would_read(state, stored, event.way):
+        beyond = []
+    would = max((*beyond, *peers), default=0)
+    state = _short(state, Loss.THRESHOLD, (most - max(would, best)) * page)
     chosen = frozenset(beyond)
-    return state, [Vote(tuple(int(pages in chosen) for pages in range(state.limit_tokens // page + 1)))]
+    votes = (int(pages in chosen) for pages in range(state.limit_tokens // page + 1))
+    return state, [Vote((*votes, *peers, *(0,) * (state.terms.peers - len(peers))))]
+
+
+def _would_read(state: Restoring, pages: int, way: tuple[Speed, ...]) -> bool:
+    """Whether so many first pages are worth a read."""
+    policy, tokens = state.terms.policy, pages * state.terms.page_tokens - state.best_tokens
+    return tokens >= max(1, policy.least_tokens) and pays(policy.prefetch, tokens, state.terms.token_bytes, way)
 
 
 def _chosen(state: Restoring, answer: Sequence[int]) -> RestoreStep:
-    """Read the longest prefix that all ranks voted for; what this one would have read beyond is lost to the others."""
-    page, terms = state.terms.page_tokens, state.terms
-    pages = max((number for number, votes in enumerate(answer) if votes), default=0)
+    """Read the longest prefix that all ranks voted for, of a peer where storage has no more; what this one would have
+    read beyond is lost to the others.
+    """
+    page, best = state.terms.page_tokens, state.best_tokens // state.terms.page_tokens
+    lengths = state.limit_tokens // page + 1
+    stored = max((number for number, votes in enumerate(answer[:lengths]) if votes), default=0)
+    peers = (ReadSource(pages, number) for number, pages in enumerate(answer[lengths : lengths + state.terms.peers]))
+    sources = sorted((*peers, ReadSource(stored, STORAGE)), key=_longest_and_nearest)
+    state = replace(state, left=tuple(each for each in sources if each.pages > best))
+    pages = state.left[0].pages if state.left else best
     mine = state.reusable_tokens - state.reasons.get(Loss.THRESHOLD, 0)
-    state = _short(state, Loss.RANK_MINIMUM, mine - max(pages * page, state.best_tokens))
-    if not pages:
-        return _load(state)
-    patience = patience_s(terms.policy.prefetch, pages * page - state.best_tokens)
-    return replace(_ask(state, RestorePhase.READ), patience_s=patience), [BeginFetch(pages)]
+    state = _short(state, Loss.RANK_MINIMUM, mine - pages * page)
+    if state.left:
+        return _read_next(state)
+    state, actions = _load(state)
+    return state, [Decline(), *actions] if state.terms.peers else actions
+
+
+def _longest_and_nearest(each: ReadSource) -> tuple[int, int, int]:
+    return -each.pages, int(each.source == STORAGE), each.source
+
+
+def _read_next(state: Restoring) -> RestoreStep:
+    """Of the source that all ranks have next in line."""
+    chosen, *left = state.left
+    tokens = chosen.pages * state.terms.page_tokens - state.best_tokens
+    state = replace(_ask(state, RestorePhase.READ), reading=chosen, left=tuple(left))
+    state = replace(state, patience_s=patience_s(state.terms.policy.prefetch, tokens))
+    declined = [Decline()] if chosen.source == STORAGE and state.terms.peers else []
+    return state, [*declined, BeginFetch(chosen.pages, chosen.source)]
 
 
 def _fetched(state: Restoring, pages: int, loss: Loss) -> RestoreStep:
@@ -442,14 +404,32 @@ def _agreed(state: Restoring, answer: Sequence[int]) -> RestoreStep:
     if phase is RestorePhase.LOOK:
         return (state, []) if state.done else _chosen(state, answer)
     ends: list[RestoreAction] = []
+    pages = agreed_count(answer, state.terms.partial)
     if op:
-        pages = agreed_count(answer, state.terms.partial)
         state = _short(state, Loss.RANK_MINIMUM, (mine - pages) * state.terms.page_tokens)
+    lent = phase is RestorePhase.READ and state.reading is not None and state.reading.source != STORAGE
+    if lent and not pages:
+        ends.append(Abandon(op))
+    elif op:
         ends.append(EndCopy(op, pages))
     if state.done:
         return state, ends
-    state, actions = _load(state)
+    state, actions = _after_read(state, answer, pages) if phase is RestorePhase.READ else _load(state)
     return state, [*ends, *actions]
+
+
+def _after_read(state: Restoring, answer: Sequence[int], pages: int) -> RestoreStep:
+    """Load what came; where a rank began and not all came, what another source has is read instead."""
+    page, chosen, total = state.terms.page_tokens, state.reading, int(answer[1])
+    assert chosen is not None
+    reached = chosen.pages - total + pages
+    if chosen.source != STORAGE and pages:
+        state = replace(state, peer_tokens=reached * page)
+    state = replace(state, reading=None)
+    more = tuple(each for each in state.left if each.pages > reached)
+    if more and chosen.source != STORAGE and pages < total:
+        return _read_next(replace(state, left=more))
+    return _load(replace(state, left=()))
 
 
 # The account.
@@ -471,12 +451,13 @@ def _ready(state: Restoring, tokens: int) -> Restoring:
     here = tokens - more
     on_device = min(here, device)
     on_host = min(here, best) - on_device
+    lent = max(0, min(here, state.peer_tokens) - on_device - on_host)
     return replace(
         state,
         phase=RestorePhase.READY,
         reusable_tokens=reusable,
         tokens=tokens,
-        credit=Credit(on_device + more, on_host, here - on_device - on_host),
+        credit=Credit(on_device + more, on_host, here - on_device - on_host - lent, lent),
         lost=balanced(state.reasons, reusable - tokens),
     )
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvmover.errors import PeerRefused, PeerReplaced, TransportError
+from kvmover.errors import LayoutError, PeerRefused, PeerReplaced, TransportError
 from kvmover.transfer.config import Backoff
 from kvmover.transfer.core import Core, TimerKind
 from kvmover.transfer.destination.quarantine import WriteLeases
@@ -341,3 +341,11 @@ class Connections:
         core.outbox.pop(name, None)
         core.liveness.forget(name)
         core.transport.disconnect(name)
+
+
+def check_own_card(model: Model, core: Core) -> None:
+    """Raise LayoutError for what peers would refuse us for."""
+    try:
+        read_card(model, write_card(model, core.card))
+    except PeerRefused as error:
+        raise LayoutError(str(error)) from error

@@ -51,6 +51,10 @@ RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Tables = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_COMPONENTS)]
 Ranges = Annotated[tuple[tuple[Natural, Natural], ...], msgspec.Meta(max_length=MAX_CHUNKS)]
 
+#: Of one page's hash, and of all that one message asks for: 16,384 pages.
+PAGE_HASH_BYTES = 32
+MAX_ASKED_BYTES = 16384 * PAGE_HASH_BYTES
+
 #: First tokens, logprobs and the like: whatever an engine hands over with a request, from one rank.
 MAX_AUX_BYTES = 64 << 10
 
@@ -115,6 +119,23 @@ class Registered(Message, frozen=True):
 
     transport: bytes
     registration: Natural
+
+
+class Query(Message, frozen=True):
+    """Which pages do you hold? `hashes`: of pages one after the other, 32 bytes each, of the asked side's page size,
+    the first of them number `first` of a prompt. What is held may be received as `request`.
+    """
+
+    request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARACTERS)]
+    hashes: Annotated[bytes, msgspec.Meta(max_length=MAX_ASKED_BYTES)]
+    first: Natural = 0
+
+
+class Holding(Message, frozen=True):
+    """The prompt's pages before number `pages` are held, as far as they were asked for, and `request` is offered."""
+
+    request: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_CHARACTERS)]
+    pages: Natural
 
 
 class About(Message, frozen=True):
@@ -247,7 +268,7 @@ class Drained(About, frozen=True):
 
 ToSource = Want | Granted | Taken | Done
 ToDestination = Noted | Offered | Chunk | Staged | Aux | Kept | Drained
-AnyMessage = Hello | Ping | Pong | Registered | ToSource | ToDestination | Abort
+AnyMessage = Hello | Ping | Pong | Registered | Query | Holding | ToSource | ToDestination | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

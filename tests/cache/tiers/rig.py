@@ -68,7 +68,9 @@ class Rank:
         sink=None,
         keeps: StorePolicy | None = None,
         place: str = "cpu",
+        peers=None,
     ) -> None:
+        """`peers`: makes a tier of peers over pools of the host."""
         self.fleet, self.rank, self.model = fleet, rank, model
         self.page = page_tokens(fleet)
         self.tree = PrefixTree(self.page, components=[KINDS[name] for name in model if name != FULL], tiers=tiers)
@@ -87,7 +89,9 @@ class Rank:
         self.space = Namespace("model", "rev-1", self.page)
         self.store: Any = PageStore.open(root, self.space, keeps, files or PlainFiles()) if root else None
         storage = Storage(self.store, self.space, self.tiered_pools, fleet, rank) if self.store else None
-        self.controller = Controller(self.tree, self.tiered_pools, storage, setup or ControllerConfig(EAGER, sink=sink))
+        self.peers: Any = peers([each.host for each in self.tiered_pools]) if peers else None
+        setup = setup or ControllerConfig(EAGER, sink=sink)
+        self.controller = Controller(self.tree, self.tiered_pools, storage, setup, peers=self.peers)
         self.allocator = self.controller.allocator
 
     # Content
@@ -208,6 +212,8 @@ class Rank:
 
     def close(self) -> None:
         self.controller.close()
+        if self.peers:
+            self.peers.close()
         if self.store:
             self.store.close()
 

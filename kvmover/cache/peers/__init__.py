@@ -1,0 +1,17 @@
+"""Peers lend each other what they have on the host: fleets of any TP, page size, order and engine, for one model."""
+
+from kvmover.cache.peers.inventory import HostInventory
+from kvmover.cache.peers.loans import MOST_LOANS, Loan, Loans
+from kvmover.cache.peers.peer_tier import Lent, PeerPrefix, PeerRead, PeerTerms, PeerTier
+
+__all__ = [
+    "MOST_LOANS",
+    "HostInventory",
+    "Lent",
+    "Loan",
+    "Loans",
+    "PeerPrefix",
+    "PeerRead",
+    "PeerTerms",
+    "PeerTier",
+]
