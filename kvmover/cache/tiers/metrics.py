@@ -27,6 +27,7 @@ class TierCount(StrEnum):
     FETCHED_BYTES = "fetched_bytes"
     LOOKED_UP_PAGES = "looked_up_pages"
     FOUND_PAGES = "found_pages"
+    DEMOTED_PAGES = "demoted_pages"
 
 
 class TierStage(StrEnum):
@@ -100,6 +101,7 @@ METRICS: Mapping[StrEnum, Metric] = {
             TierCount.FETCHED_BYTES: "Bytes read from storage to the host.",
             TierCount.LOOKED_UP_PAGES: "Pages that storage was asked for.",
             TierCount.FOUND_PAGES: "Pages that storage has and nearer tiers do not, as far as they make a prefix.",
+            TierCount.DEMOTED_PAGES: "Pages of attention KV that left the device for the host because a hint said so.",
         },
     ),
     **named(
