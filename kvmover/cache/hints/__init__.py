@@ -17,7 +17,7 @@ from kvmover.cache.hints.actions import (
 )
 from kvmover.cache.hints.desk import HintDesk, HintedTiers
 from kvmover.cache.hints.export import PinCollector, PinGauges
-from kvmover.cache.hints.pins import Pin, PinLimits, Pins
+from kvmover.cache.hints.pins import Pin, PinLimits, PinnedPool, Pins, Prefix
 from kvmover.errors import HintError
 
 __all__ = [
@@ -37,8 +37,10 @@ __all__ = [
     "PinGauges",
     "PinHint",
     "PinLimits",
+    "PinnedPool",
     "Pins",
     "PrefetchHint",
+    "Prefix",
     "RetainHint",
     "ShareHint",
     "read_hints",

@@ -90,6 +90,7 @@ class HintRefusal(StrEnum):
     NO_STORE = "no_store"
     IN_USE = "in_use"
     BUSY = "busy"
+    OWN_ALONE = "own_alone"
     ABORTED = "aborted"
 
 

@@ -15,8 +15,8 @@ from kvmover.cache.hints.actions import (
     PrefetchHint,
     RetainHint,
 )
-from kvmover.cache.hints.pins import Pins
-from kvmover.cache.prefix import NO_IDS, PRIORITY, ROOT, PrefixTree, RadixKey
+from kvmover.cache.hints.pins import Pins, Prefix
+from kvmover.cache.prefix import NO_IDS, PRIORITY, ROOT, LockHandle, PrefixTree, RadixKey
 
 
 class HintedTiers(Protocol):
@@ -53,16 +53,19 @@ class HintDesk:
     <HintRefusal.NO_HOST: 'no_host'>
     """
 
-    def __init__(self, tree: PrefixTree, pins: Pins, tiers: HintedTiers | None = None) -> None:
+    def __init__(self, tree: PrefixTree, pins: Pins[LockHandle], tiers: HintedTiers | None = None) -> None:
         self._tree, self.pins, self.tiers = tree, pins, tiers
 
-    def carry_out(self, action: HintAction, key: RadixKey, now_s: float) -> HintAnswer:
-        """Do what `action` asks of the longest cached prefix of `key`. `now_s`: this rank's clock, of pins alone."""
+    def carry_out(self, action: HintAction, key: RadixKey, now_s: float, largest: int = 0) -> HintAnswer:
+        """Do what `action` asks of the longest cached prefix of `key`. Of pins alone: `now_s`, this rank's clock, and
+        `largest` as in `Pins.pin`.
+        """
         hint = action.hint
         if isinstance(hint, PinHint):
             if not hint.ttl_s:
                 return self.pins.unpin(action.name)
-            return self.pins.pin(action.name, self._tree.match(key).device_node, hint.ttl_s, now_s)
+            found = self._tree.match(key)
+            return self.pins.pin(action.name, Prefix(found.device_node, found.tokens), hint.ttl_s, now_s, largest)
         if isinstance(hint, RetainHint):
             return self._retain(action.name, hint.priority, key)
         if isinstance(hint, PrefetchHint):

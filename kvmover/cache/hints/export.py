@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 _PREFIXES = Metric("pinned_prefixes", MetricKind.GAUGE, "Prefixes that a hint keeps on the device.", ())
-_TOKENS = Metric("pinned_tokens", MetricKind.GAUGE, "Tokens whose KV they keep there, each counted once.", ())
+_PAGES = Metric("pinned_pages", MetricKind.GAUGE, "Pages of attention KV that they keep there, each once.", ())
 
 
 class PinGauges(Protocol):
@@ -20,8 +20,8 @@ class PinGauges(Protocol):
     def __len__(self) -> int: ...
 
     @property
-    def tokens(self) -> int:
-        """Tokens that are kept, each once."""
+    def pages(self) -> int:
+        """Pages that are kept, each once."""
         ...
 
 
@@ -33,7 +33,7 @@ class PinCollector:
 
     def collect(self) -> Iterator[Family]:
         """The metric families of docs/metrics.md. For prometheus_client."""
-        for metric, value in ((_PREFIXES, len(self._pins)), (_TOKENS, self._pins.tokens)):
+        for metric, value in ((_PREFIXES, len(self._pins)), (_PAGES, self._pins.pages)):
             family: Any = metric.family()
             family.add_metric((), value)
             yield family

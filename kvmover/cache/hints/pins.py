@@ -7,12 +7,32 @@ pins are over, and those end that are over everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvmover.cache.hints.actions import HintAnswer, HintMet, HintRefusal, HintRefused
-from kvmover.cache.prefix import FULL, ROOT, InvariantBroken, LockHandle, PrefixTree
+from kvmover.cache.prefix import FULL, InvariantBroken
 from kvmover.errors import HintError
+
+#: What a pool gives for a prefix that it keeps, and takes back.
+Handle = TypeVar("Handle")
+
+
+class PinnedPool(Protocol[Handle]):
+    """Pages that can be kept: a PrefixTree, or the blocks of an engine."""
+
+    def lock(self, prefix: Any, /) -> Handle:
+        """Keep the pages of a prefix until the handle is given back."""
+        ...
+
+    def unlock(self, handle: Handle, /) -> None:
+        """Give a handle back, once."""
+        ...
+
+    def locked_pages(self, handles: Iterable[Handle], /) -> Mapping[str, int]:
+        """Device pages, by component, that these handles keep, each counted once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +51,30 @@ class PinLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class Pin(Generic[Handle]):
     """One prefix, of `tokens` tokens, until `until_s` of this rank's clock."""
 
-    handle: LockHandle
+    handle: Handle
     tokens: int
     until_s: float
 
 
-class Pins:
-    """Of one rank's tree. `pages`: how many device pages there are of each component.
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What is to be pinned: its first `tokens` tokens are on the device, and the pool knows them `by` this."""
 
+    by: Any
+    tokens: int
+
+
+class Pins(Generic[Handle]):
+    """Of one rank's pool. `pages`: how many device pages there are of each component.
+
+    >>> from kvmover.cache.prefix import PrefixTree
     >>> tree = PrefixTree(page_tokens=2)
     >>> kept, other = tree.insert([1, 2, 3, 4], [10, 11]), tree.insert([5, 6], [12])
     >>> pins = Pins(tree, {FULL: 8}, PinLimits(share=0.25))
-    >>> pins.pin("session", kept.node, 30.0, now_s=0.0)
+    >>> pins.pin("session", Prefix(kept.node, 4), 30.0, now_s=0.0)
     HintMet(tokens=4)
     >>> tree.evict(3).page_ids().tolist()
     [12]
@@ -53,47 +82,46 @@ class Pins:
     (('session',), [10, 11])
     """
 
-    def __init__(self, tree: PrefixTree, pages: Mapping[str, int], limits: PinLimits) -> None:
-        self._tree, self._pages, self.limits = tree, dict(pages), limits
-        self._pins: dict[str, Pin] = {}
+    def __init__(self, pool: PinnedPool[Handle], pages: Mapping[str, int], limits: PinLimits) -> None:
+        self._pool, self._all, self.limits = pool, dict(pages), limits
+        self._pins: dict[str, Pin[Handle]] = {}
         #: Pages that they keep, each once, by component.
-        self._taken = dict.fromkeys(self._pages, 0)
+        self._taken: Mapping[str, int] = dict.fromkeys(self._all, 0)
 
     def __len__(self) -> int:
         return len(self._pins)
 
     @property
-    def tokens(self) -> int:
-        """Tokens whose attention KV they keep, each once."""
-        return self._taken[FULL] * self._tree.config.page_tokens
+    def pages(self) -> int:
+        """Pages of attention KV that they keep, each once."""
+        return self._taken[FULL]
 
-    def pin(self, name: str, node: int, ttl_s: float, now_s: float) -> HintAnswer:
-        """Keep the path to `node`, with what its end needs of further components, in place of an older pin of this
-        name, which stays where this one is refused.
+    def pin(self, name: str, prefix: Prefix, ttl_s: float, now_s: float, largest: int = 0) -> HintAnswer:
+        """Keep a prefix, with what its end needs of further components, in place of an older pin of this name, which
+        stays where this one is refused.
+
+        `largest`: pages of attention KV that the largest request takes which has come and not ended: it must be able to
+        run to its end beside all pins.
         """
         limits, before = self.limits, self._pins.get(name)
         if ttl_s > limits.longest_s:
-            return HintRefused(HintRefusal.TOO_LONG, f"{name}: a pin of {ttl_s} s; the longest is {limits.longest_s} s")
-        if node == ROOT:
+            words = f"{name}: a pin of {ttl_s} s; the longest is {limits.longest_s} s"
+            return HintRefused(HintRefusal.TOO_LONG, words)
+        if not prefix.tokens:
             return HintRefused(HintRefusal.ABSENT, f"{name}: no whole page of the prefix is on the device")
         if before is None and len(self._pins) >= limits.most:
-            return HintRefused(
-                HintRefusal.SHARE_TAKEN, f"{name}: {len(self._pins)} prefixes are pinned, of {limits.most}"
-            )
-        handle = self._tree.lock(node)
-        others = [pin.handle for other, pin in self._pins.items() if other != name]
-        taken = self._tree.locked_pages([*others, handle])
-        for component, pages in self._pages.items():
-            room = int(limits.share * pages)
-            if taken[component] > room:
-                self._tree.unlock(handle)
-                words = f"{taken[component]} pages of {component} with the other pins; they may have {room} of {pages}"
-                return HintRefused(HintRefusal.SHARE_TAKEN, f"{name}: {words}")
+            words = f"{name}: {len(self._pins)} prefixes are pinned, of {limits.most}"
+            return HintRefused(HintRefusal.SHARE_TAKEN, words)
+        handle = self._pool.lock(prefix.by)
+        taken = self._pool.locked_pages([*(pin.handle for other, pin in self._pins.items() if other != name), handle])
+        refused = self._refused(name, taken, largest)
+        if refused is not None:
+            self._pool.unlock(handle)
+            return refused
         if before is not None:
-            self._tree.unlock(self._pins.pop(name).handle)
-        tokens = len(self._tree.page_ids(node)) * self._tree.config.page_tokens
-        self._pins[name], self._taken = Pin(handle, tokens, now_s + ttl_s), taken
-        return HintMet(tokens)
+            self._pool.unlock(self._pins.pop(name).handle)
+        self._pins[name], self._taken = Pin(handle, prefix.tokens, now_s + ttl_s), taken
+        return HintMet(prefix.tokens)
 
     def unpin(self, name: str) -> HintAnswer:
         """End the pin of this name."""
@@ -119,36 +147,44 @@ class Pins:
     def give_way(self, pages: int) -> tuple[str, ...]:
         """End the oldest pins until a request of `pages` pages of attention KV could run beside the others, alone.
 
-        So no request waits for a pin for ever, and none costs one that fits beside them, or that could never run.
-        Returns the names.
+        So no request waits for a pin for ever, and none costs one that fits beside them. Returns the names.
         """
         given = list[str]()
-        if pages > self._pages[FULL]:
-            return ()
         for name in list(self._pins):
-            if pages + self._taken[FULL] <= self._pages[FULL]:
+            if min(pages, self._all[FULL]) + self._taken[FULL] <= self._all[FULL]:
                 break
             given += self._drop([name])
         return tuple(given)
 
     def forget(self) -> None:
-        """End all: the tree is to be reset."""
+        """End all: the pool is to be reset."""
         self._drop(list(self._pins))
 
     def check(self) -> None:
         """Raise InvariantBroken where what is counted is not what is locked, or more than pins may have. O(nodes)."""
-        taken = self._tree.locked_pages([pin.handle for pin in self._pins.values()])
-        if {name: taken[name] for name in self._pages} != {name: self._taken[name] for name in self._pages}:
+        taken = self._pool.locked_pages([pin.handle for pin in self._pins.values()])
+        if any(taken[name] != self._taken[name] for name in self._all):
             raise InvariantBroken(f"pins keep {taken} pages, and {self._taken} are counted")
         if len(self._pins) > self.limits.most:
             raise InvariantBroken(f"{len(self._pins)} prefixes are pinned, of {self.limits.most}")
-        for name, pages in self._pages.items():
+        for name, pages in self._all.items():
             if taken[name] > int(self.limits.share * pages):
                 raise InvariantBroken(f"pins keep {taken[name]} pages of {name}, of {pages} and {self.limits}")
 
+    def _refused(self, name: str, taken: Mapping[str, int], largest: int) -> HintRefused | None:
+        for component, pages in self._all.items():
+            room = int(self.limits.share * pages)
+            if taken[component] > room:
+                words = f"{taken[component]} pages of {component} with the other pins; they may have {room} of {pages}"
+                return HintRefused(HintRefusal.SHARE_TAKEN, f"{name}: {words}")
+        if taken[FULL] + min(largest, self._all[FULL]) > self._all[FULL]:
+            words = f"{taken[FULL]} pages pinned beside a request of {largest}; there are {self._all[FULL]}"
+            return HintRefused(HintRefusal.BUSY, f"{name}: {words}")
+        return None
+
     def _drop(self, names: Sequence[str]) -> tuple[str, ...]:
         for name in names:
-            self._tree.unlock(self._pins.pop(name).handle)
+            self._pool.unlock(self._pins.pop(name).handle)
         if names:
-            self._taken = self._tree.locked_pages([pin.handle for pin in self._pins.values()])
+            self._taken = self._pool.locked_pages([pin.handle for pin in self._pins.values()])
         return tuple(names)

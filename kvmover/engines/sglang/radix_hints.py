@@ -60,6 +60,8 @@ class RadixHints:
         self.pins = Pins(tree, pages, terms.limits if terms.consensus is not None else PinLimits(share=0.0))
         self._desk = HintDesk(tree, self.pins)
         self._accounts = accounts
+        #: By request that has come and not ended: pages that it takes, with its answer.
+        self._needs: dict[str, int] = {}
         self._requests = HintedRequests[Any](self._carry_out, self._told)
 
     def reach(self, tiers: HintedTiers) -> None:
@@ -70,32 +72,37 @@ class RadixHints:
         """SGLang looks a request up that waits; it may do so at every step."""
         if req.rid in self._requests:
             return
+        tokens = len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
+        pages = self._needs[req.rid] = -(-tokens // self._page_tokens) + 1
         if len(self.pins):
-            self._let_go(len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0))
+            self._let_go(pages)
         self._requests.came(req.rid, req, req.kv_hints, req.sampling_params.custom_params)
 
     def answered(self, req: Any) -> None:
         """The request has its answer, and the tree its pages."""
+        self._needs.pop(req.rid, None)
         self._requests.ended(req.rid, req)
 
     def aborted(self, rid: str) -> None:
         """The request ends without one, while it waits or runs."""
+        self._needs.pop(rid, None)
         self._requests.aborted(rid, None)
 
-    def _let_go(self, tokens: int) -> None:
-        """Pins whose time is over on all ranks, and those beside which a request of `tokens` could never run."""
+    def _let_go(self, pages: int) -> None:
+        """Pins whose time is over on all ranks, and those beside which a request of `pages` could never run."""
         assert self._consensus is not None
         agreed = self._consensus.minimum(np.array(self.pins.over(self._clock()), np.int64))
         if agreed is not None:
             self.pins.end(agreed.tolist())
-        self.pins.give_way(-(-tokens // self._page_tokens) + 1)
+        self.pins.give_way(pages)
 
     def _carry_out(self, req: Any, action: HintAction) -> HintAnswer:
         """On the prefix that it names, or the request's own: its prompt when it comes, with its answer at the end."""
         tokens: Any = action.hint.token_ids
         if tokens is None:
             tokens = req.origin_input_ids if action.is_due_at_once else req.full_untruncated_fill_ids
-        return self._desk.carry_out(action, self._keys.of_request(req, tokens), self._clock())
+        key = self._keys.of_request(req, tokens)
+        return self._desk.carry_out(action, key, self._clock(), max(self._needs.values(), default=0))
 
     def _told(self, req: Any, kind: str, answer: HintAnswer) -> None:
         if self._accounts is not None:

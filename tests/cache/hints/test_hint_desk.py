@@ -18,6 +18,7 @@ from kvmover.cache.hints import (
     PinLimits,
     Pins,
     PrefetchHint,
+    Prefix,
     RetainHint,
     ShareHint,
 )
@@ -82,11 +83,11 @@ def test_a_pinned_prefix_outlives_a_crowd_until_its_time_is_over() -> None:
     assert place.ask(PinHint(30.0), SESSION, now_s=100.0) == HintMet(4)
     place.keep(OTHER)
     place.tree.evict(100)
-    assert (place.cached(SESSION), place.cached(OTHER), place.pins.tokens) == (4, 0, 4)
+    assert (place.cached(SESSION), place.cached(OTHER), place.pins.pages) == (4, 0, 2)
     assert place.pins.end(place.pins.over(129.9)) == ()
     assert place.pins.end(place.pins.over(130.0)) == ("session",)
     place.tree.evict(100)
-    assert (place.cached(SESSION), place.pins.tokens) == (0, 0)
+    assert (place.cached(SESSION), place.pins.pages) == (0, 0)
 
 
 def test_a_pin_of_the_same_name_takes_the_place_of_the_one_before() -> None:
@@ -120,7 +121,7 @@ def test_pins_have_a_share_of_the_pool_and_shared_prefixes_count_once() -> None:
     assert third == HintRefused(
         HintRefusal.SHARE_TAKEN, "third: 5 pages of full with the other pins; they may have 4 of 16"
     )
-    assert place.pins.tokens == 8
+    assert place.pins.pages == 4
     # A pin that is refused leaves the older one of its name.
     place.keep([*range(20, 28)])
     assert why(place.ask(PinHint(9.0), [*range(20, 28)], "second")) is HintRefusal.SHARE_TAKEN
@@ -162,8 +163,17 @@ def test_pins_give_way_to_a_request_that_could_not_run_beside_them_oldest_first(
         place.ask(PinHint(600.0), [number + 10] * 4, f"pin {number}")
     assert place.pins.give_way(10) == ()
     assert place.pins.give_way(11) == ("pin 0",)
-    assert place.pins.give_way(17) == ()
-    assert place.pins.give_way(16) == ("pin 1", "pin 2")
+    # What is larger than the pool is cut to it by the engine.
+    assert place.pins.give_way(17) == ("pin 1", "pin 2")
+    place.pins.check()
+
+
+def test_nothing_is_pinned_that_a_request_which_has_come_could_not_run_beside() -> None:
+    place = Place(share=0.5)
+    place.keep([1] * 8)
+    prefix = Prefix(place.tree.look([1] * 8).device_node, 8)
+    assert why(place.pins.pin("late", prefix, 9.0, 0.0, largest=13)) is HintRefusal.BUSY
+    assert place.pins.pin("late", prefix, 9.0, 0.0, largest=12) == HintMet(8)
     place.pins.check()
 
 

@@ -81,7 +81,7 @@ def test_a_pin_of_a_requests_own_prefix_waits_for_its_end_and_has_its_answer() -
     req.full_untruncated_fill_ids = [*PROMPT, 90, 91, 92, 93]
     place.keep(req.full_untruncated_fill_ids)
     place.hints.answered(req)
-    assert (len(place.hints.pins), place.hints.pins.tokens) == (1, 16)
+    assert (len(place.hints.pins), place.hints.pins.pages) == (1, 4)
     assert place.told.counts == {("pin", "met"): 1}
 
 
@@ -89,7 +89,7 @@ def test_what_names_another_prefix_is_done_when_its_request_comes() -> None:
     place = Place()
     place.keep(PROMPT)
     place.hints.came(request("r", [50, 51], ("kv.pin", {"ttl_seconds": 30, "token_ids": PROMPT})))
-    assert place.hints.pins.tokens == 12
+    assert place.hints.pins.pages == 3
 
 
 def test_time_passes_when_a_request_comes_and_on_all_ranks() -> None:
@@ -115,6 +115,18 @@ def test_a_request_that_could_not_run_beside_the_pins_ends_them() -> None:
     assert len(place.hints.pins) == 0
 
 
+def test_nothing_is_pinned_that_a_request_which_runs_could_not_end_beside() -> None:
+    place = Place()
+    place.keep(PROMPT)
+    running = request("running", [51], max_new_tokens=62 * 4 - 2)
+    place.hints.came(running)
+    place.hints.came(request("r", [50], ("kv.pin", {"ttl_seconds": 30, "token_ids": PROMPT})))
+    assert place.told.counts == {("pin", "busy"): 1}
+    place.hints.answered(running)
+    place.hints.came(request("s", [50], ("kv.pin", {"ttl_seconds": 30, "token_ids": PROMPT})))
+    assert place.hints.pins.pages == 3
+
+
 def test_a_request_that_is_aborted_pins_nothing_and_its_hints_are_counted() -> None:
     place = Place()
     place.keep(PROMPT)
@@ -133,7 +145,7 @@ def test_custom_params_carry_the_same_envelope_and_nonsense_is_counted() -> None
         req = request(f"r{number}", PROMPT, custom_params={"kvmover_hints": said})
         place.hints.came(req)
         place.hints.answered(req)
-    assert place.hints.pins.tokens == 12
+    assert place.hints.pins.pages == 3
     assert place.told.counts == {("pin", "met"): 1, ("envelope", "malformed"): 2}
 
 
