@@ -184,7 +184,7 @@ HANDED = {
     "engines/sglang/pd.py": {"mover", "mover_config", "progress"},
     "engines/sglang/radix_tiers.py": {"hints"},
     "engines/sglang/storage.py": {"store"},
-    "engines/vllm/connector.py": {"exchange", "mover", "mover_config", "progress", "store"},
+    "engines/vllm/connector.py": {"exchange", "hints", "mover", "mover_config", "progress", "store"},
     "cli.py": {"store"},
     "observe/observers.py": {"logging", "metrics", "record"},
 }
