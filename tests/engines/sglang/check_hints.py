@@ -73,6 +73,14 @@ def test_a_pinned_state_stays_with_its_prefix() -> None:
     server.cache._hints.pins.check()
 
 
+def test_a_retained_session_goes_after_those_of_lower_priority() -> None:
+    server = Server(KvmoverRadixCache(parameters(4, 256, eviction_policy="priority")))
+    served(server, PROMPT, kv_hints=said("kv.retain", {"priority": 9}))
+    crowd(server)
+    assert server.match(server.request([*PROMPT, 7])) == len(PROMPT)
+    assert server.cache.protected_size() == 0
+
+
 def test_a_flush_ends_pins() -> None:
     server = Server(KvmoverRadixCache(parameters(4, 256)))
     served(server, PROMPT, kv_hints=said("kv.pin", {"ttl_seconds": 300}))
