@@ -73,6 +73,10 @@ class TierError(KvmoverError, ValueError):
     """Pools, policies or calls that make no sense together: the message names the values. Nothing was moved."""
 
 
+class HintError(KvmoverError, ValueError):
+    """A hint that says nothing that could be met: the message names the value. Nothing was changed."""
+
+
 class ConsensusBroken(KvmoverError):
     """Ranks that must act alike did not: another one has other operations under way, or other page ids in them."""
 

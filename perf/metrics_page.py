@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvmover.cache.hints import PinCollector, PinLimits, Pins
 from kvmover.cache.ledger import Ledger, LedgerCollector, Residency
+from kvmover.cache.prefix import FULL, PrefixTree
 from kvmover.cache.tiers import TierCollector
 from kvmover.observe.metrics import MoverCollector
 from kvmover.transfer.meter import Gauge, Meter, Snapshot
@@ -48,7 +50,8 @@ def page() -> str:
     movers = table(MoverCollector([Nothing()]).collect())
     ledger = table(LedgerCollector(Ledger(), {"device": Residency()}).collect())
     tiers = table(TierCollector().collect())
-    parts = (("Movers", movers), ("The hit ledger", ledger), ("Tiers", tiers))
+    pins = table(PinCollector(Pins(PrefixTree(1), {FULL: 1}, PinLimits())).collect())
+    parts = (("Movers", movers), ("The hit ledger", ledger), ("Tiers", tiers), ("Pins", pins))
     return "\n".join([HEAD, *(line for name, rows in parts for line in (f"## {name}", "", *rows, ""))])
 
 

@@ -41,6 +41,7 @@ GIVEN: dict[type, Any] = {
 
 #: What kvmover makes itself, for callers to read or for its own use.
 TOLD = {
+    "cache.hints.actions.HintRefused",
     "cache.prefix.copies.CopyRecord",
     "cache.tiers.storage.StorageRead",
     "demo.scenarios.Scenario",

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "kvmover"
 PURE = {"c_core", "deprecated", "errors", "exposition", "faces", "fields", "shared_memory", "vocabulary"}
 PLANNING = PURE | {"layout", "plan"}
 MOVING = PLANNING | {"kernels", "regions", "transfer", "transport"}
-KEEPING = PURE | {"cache.ledger", "cache.prefix"}
+KEEPING = PURE | {"cache.hints", "cache.ledger", "cache.prefix"}
 SERVING = MOVING | KEEPING | {"bounce", "store", "cache.peers", "cache.tiers"}
 
 #: What each part may import of the others.
@@ -36,16 +36,17 @@ MAY_IMPORT = {
     "cache": set(),
     "cache.prefix": PURE,
     "cache.ledger": PURE,
+    "cache.hints": {"cache.prefix"} | PURE,
     "plan": {"layout"} | PURE,
     "regions": {"kernels", "layout", "plan"} | PURE,
     "transport": PURE,
     "transfer": MOVING - {"transfer"},
     "store": {"layout", "transport"} | PURE,
     "bounce": {"layout", "regions", "store"} | PURE,
-    "cache.tiers": SERVING - {"cache.tiers"},
+    "cache.tiers": SERVING - {"cache.hints", "cache.tiers"},
     "migrate": {"cache.tiers", "transfer"} | PURE,
-    "cache.peers": MOVING | KEEPING,
-    "cache.replay": KEEPING,
+    "cache.peers": (MOVING | KEEPING) - {"cache.hints", "cache.peers"},
+    "cache.replay": KEEPING - {"cache.hints"},
     "advise": {"cache.replay", "layout", "observe", "plan"} | PURE,
     "testing": SERVING,
     "config": {"store", "transfer"} | PURE,
@@ -66,6 +67,7 @@ MUST_REACH = {
     "bounce": {"regions", "store"},
     "regions": {"kernels", "plan"},
     "plan": {"layout"},
+    "cache.hints": {"cache.prefix"},
     "cache.peers": {"cache.prefix", "transfer"},
     "cache.tiers": {"bounce", "cache.ledger", "cache.peers", "cache.prefix", "kernels", "store"},
     "cache.replay": {"cache.ledger", "cache.prefix"},
@@ -92,8 +94,18 @@ MUST_REACH = {
 
 #: Parts of which nothing but the face, their `__init__`, is imported from outside: from other packages and other rooms.
 FACED = {
-    *("cache", "cache.ledger", "cache.peers", "cache.prefix", "cache.replay", "cache.tiers"),
-    *("engines.common", "store", "transport"),
+    *(
+        "cache",
+        "cache.hints",
+        "cache.ledger",
+        "cache.peers",
+        "cache.prefix",
+        "cache.replay",
+        "cache.tiers",
+        "engines.common",
+        "store",
+        "transport",
+    ),
 }
 
 #: Who reaches behind which face still.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, EnumType, StrEnum
@@ -112,6 +113,20 @@ class MetricsSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HintSettings:
+    """What hints of an orchestrator may have."""
+
+    pin_share: float = 0.25
+    longest_pin_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pin_share <= 1:
+            raise ConfigError(f"pin_share = {self.pin_share}; a share is within 0 and 1")
+        if not 0 <= self.longest_pin_s < math.inf:
+            raise ConfigError(f"longest_pin_s = {self.longest_pin_s}; it must be a time of 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
 class RecordSettings:
     """What is kept of a run beside its metrics: the run log that `kvmover report` reads, and spans."""
 
@@ -145,6 +160,7 @@ class Settings:
     progress: Pace = field(default_factory=Pace)
     exchange: ExchangeSettings = field(default_factory=ExchangeSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
+    hints: HintSettings = field(default_factory=HintSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
@@ -309,6 +325,8 @@ TEXTS: Mapping[str, str] = {
     " for example, are emptied; `none`: never.",
     "store.upkeep_s": "Seconds between two checks of quota and TTL in an engine.",
     "store.flush_s": "Seconds between flushes. Flushed pages survive a power cut, and other machines see them.",
+    "hints.pin_share": "Fraction of the device's pages that pinned prefixes may take together; 0: nothing is pinned.",
+    "hints.longest_pin_s": "The longest time that a prefix may be pinned for, in seconds; longer pins are refused.",
     "logging.level": "The lowest level that is logged; `none` leaves it to the engine.",
     "logging.format": "text: a line a record; json: a JSON object a line, with the request's id.",
     "logging.file": "File that log lines are appended to; `none`: standard error.",

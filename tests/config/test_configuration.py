@@ -44,6 +44,7 @@ OTHERS = {
     "progress.open_s": "0.015",
     "progress.idle_s": "0.5",
     "store.root": "/srv/kv pages",
+    "hints.pin_share": "0.125",
     "logging.level": "debug",
     "logging.format": "json",
     "logging.file": '/var/log/kv\\mover "1".log',

@@ -19,7 +19,7 @@ import pytest
 import kvmover
 from kvmover import cli, config
 from kvmover.config import Loaded, Settings, keys, load
-from kvmover.engines.common import Upkeep
+from kvmover.engines.common import Upkeep, pin_limits
 from kvmover.engines.sglang.pd_exchange import Exchange
 from kvmover.layout import Component, Fleet, Pool, PoolSpec
 from kvmover.observe.checks import Status
@@ -159,8 +159,12 @@ def use_exchange(settings: Settings) -> None:
     assert Exchange.of(settings).meet("127.0.0.1:1", lambda _: None) is None
 
 
+def use_hints(settings: Settings) -> None:
+    assert pin_limits(settings.hints).share
+
+
 def test_every_key_is_read_by_a_part_of_kvmover(noted: Noted) -> None:
-    for use in (use_movers, use_store, use_commands, use_observers, use_exchange):
+    for use in (use_movers, use_store, use_commands, use_observers, use_exchange, use_hints):
         use(noted.settings)
     assert sorted(noted.read & NAMES) == sorted(NAMES)
 
@@ -178,8 +182,9 @@ def test_what_a_section_does_with_its_own_fields_is_no_reading(noted: Noted) -> 
 HANDED = {
     "engines/sglang/linker.py": {"store"},
     "engines/sglang/pd.py": {"mover", "mover_config", "progress"},
+    "engines/sglang/radix_tiers.py": {"hints"},
     "engines/sglang/storage.py": {"store"},
-    "engines/vllm/connector.py": {"exchange", "mover", "mover_config", "progress", "store"},
+    "engines/vllm/connector.py": {"exchange", "hints", "mover", "mover_config", "progress", "store"},
     "cli.py": {"store"},
     "observe/observers.py": {"logging", "metrics", "record"},
 }

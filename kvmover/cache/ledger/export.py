@@ -39,6 +39,12 @@ _PREDICTED = Metric(
     ("tenant", "model", "by", "outcome"),
 )
 _PREDICTIONS = Metric("predicted_requests", _COUNTER, "First attempts with a prediction.", ("tenant", "model", "by"))
+_HINTS = Metric(
+    "hints",
+    _COUNTER,
+    "Hints by what they ask for, and by `met` or why they were not.",
+    ("tenant", "model", "action", "outcome"),
+)
 _FAULTS = Metric("ledger_faults", _COUNTER, "Events that did not balance.", ())
 _NEVER = Metric("never_admitted", _COUNTER, "Requests that ended before they began.", ())
 _NEVER_RESUMED = Metric("never_resumed", _COUNTER, "Requests that ended between a retraction and the next attempt.", ())
@@ -81,6 +87,10 @@ class LedgerCollector:
                     count = getattr(sums, f"{outcome}_tokens")
                     predicted.add_metric((group.tenant, group.model, by, outcome), count)
         yield from (tokens, lost, attempts, saved, predicted, predictions)
+        hints: Any = _HINTS.family()
+        for (group, action, outcome), count in self._ledger.hints.items():
+            hints.add_metric((group.tenant, group.model, action, outcome), count)
+        yield hints
         for metric, count in (
             (_FAULTS, self._ledger.faults),
             (_NEVER, self._ledger.never_admitted),

@@ -7,7 +7,7 @@ was retracted and admitted again is in other sums.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -213,6 +213,8 @@ class Ledger:
         #: Requests that were retracted and ended before they were admitted again: their attempts are in the sums, and
         #: this end is in none.
         self.never_resumed = 0
+        #: Hints by what became of them: (group, action, `met` or why not).
+        self.hints = Counter[tuple[AccountGroup, str, str]]()
         self.window_s = window_s
         self._fault = member(FaultPolicy, fault, "a ledger's fault", LedgerError)
         self._sink, self._token_bytes = sink, token_bytes
@@ -292,6 +294,10 @@ class Ledger:
     def aborted(self, request: RequestId, now_s: float) -> Account | None:
         """The request is over without an answer, at any time after its first match."""
         return self._end(request, AttemptPhase.ABORTED, now_s)
+
+    def hinted(self, action: str, outcome: str, group: AccountGroup = EVERYBODY) -> None:
+        """A hint was met, or refused: `action` and `outcome` are of few words each, for they are labels."""
+        self.hints[group, action, outcome] += 1
 
     def total(self, group: AccountGroup | None = None) -> Book:
         """Sums of all ended attempts, of one group or of all, as a copy."""

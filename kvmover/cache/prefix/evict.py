@@ -44,6 +44,18 @@ class Eviction:
                 self._held(index, count)
         return self._outcome()
 
+    def path(self, end: Node) -> ActionList:
+        """Give up the device pages of a path from its end on, up to where others have their own below it, or it is
+        locked. What has no copy on the host, and finds no room for one, stays, and so does all above it.
+        """
+        at = end
+        while at.parent is not None and at.pages is not None and not (at.locks or at.device_children):
+            if at.host is None and not self._room_for(at.end - at.start):
+                break
+            self._give_up(at)
+            at = at.parent
+        return self._outcome()
+
     def _device(self, pages: int) -> None:
         forest, account, spared = self._forest, self._forest.device, list[Node]()
         aim = account.evictable - pages

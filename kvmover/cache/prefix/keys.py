@@ -61,6 +61,10 @@ class RadixKey(msgspec.Struct, frozen=True, eq=False, gc=False):
         """Units of the tree: tokens, or pairs of neighbours."""
         return len(self.data) // (WORD_BYTES * self.units)
 
+    def front(self, tokens: int) -> RadixKey:
+        """Of the first `tokens` units."""
+        return RadixKey(self.data[: tokens * WORD_BYTES * self.units], self.namespace, self.units)
+
     def page_hashes(self, page_words: int) -> list[bytes]:
         """Hash of each whole page of `page_words` 32-bit words, chained from the namespace, as the tree names it.
 

@@ -7,7 +7,7 @@ locked child. Other components are locked by page positions of the path, which n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 from kvmover.cache.prefix.components import FULL
@@ -97,6 +97,26 @@ class Locks:
             free = [each for each in path if each.end > segment.first]
             free = [each for each in free if (own := each.held[segment.index]).pages is not None and not own.locks]
             found[component.name] = sum(each.end - each.start if component.per_page else 1 for each in free)
+        return found
+
+    def pages(self, handles: Iterable[LockHandle]) -> dict[str, int]:
+        """See PrefixTree.locked_pages."""
+        config, forest = self._forest.config, self._forest
+        found, seen = {FULL: 0, **{component.name: 0 for component in config.components}}, set[tuple[int, int]]()
+        for locked in map(self.locked, handles):
+            whole = LockedSegment(-1, 0, locked.node.end)
+            for segment in (whole, *locked.segments):
+                at, index = locked.node, segment.index
+                while at.end > segment.first:
+                    if at.end <= segment.stop and (index, at.id) not in seen:
+                        seen.add((index, at.id))
+                        if forest.ids(at, Tier.DEVICE, index) is not None:
+                            per_page = index < 0 or config.components[index].per_page
+                            found[config.name(index)] += at.end - at.start if per_page else 1
+                    elif index < 0:
+                        break  # all above it was counted with it
+                    assert at.parent is not None
+                    at = at.parent
         return found
 
     def _handle(self, node: Node, tier: Tier, segments: tuple[LockedSegment, ...]) -> LockHandle:

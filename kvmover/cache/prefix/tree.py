@@ -7,7 +7,7 @@ operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvmover.cache.prefix.check import check
 from kvmover.cache.prefix.columns import ID_BYTES
@@ -200,6 +200,10 @@ class PrefixTree:
         """Give back the part that covers one component: decoding has left the window."""
         self._locks.release_component(handle, self.config.index(component))
 
+    def locked_pages(self, handles: Iterable[LockHandle]) -> dict[str, int]:
+        """Device pages, by component, that these locks keep, each counted once. O(nodes). Raises StaleHandle."""
+        return self._locks.pages(handles)
+
     # Keeping
 
     def insert(
@@ -300,6 +304,13 @@ class PrefixTree:
                 return given_up
         eviction = Eviction(self._forest, room)
         return eviction.pools({self.config.index(name): count for name, count in pages.items()})
+
+    def demote(self, node_id: int, *, room: PageIds = ()) -> ActionList:
+        """Give up the device pages at the end of a path that are on the host, or that `room` takes as in `evict`.
+
+        Nothing that is locked, that others have pages below, or that would be lost goes. Raises StaleHandle.
+        """
+        return Eviction(self._forest, room).path(self._forest.node(node_id))
 
     def evict_host(self, pages: int, component: str = FULL) -> ActionList:
         """Give up at least `pages` host pages of a component, or all that may go: from childless nodes of the host

@@ -240,6 +240,12 @@ class PageAllocator:
         self.apply(given)
         return given
 
+    def demote(self, node: int) -> ActionList:
+        """Move the end of a path to the host: see `PrefixTree.demote`. What was done is said, and has been done."""
+        given = self.tree.demote(node, room=self._room(FULL, len(self.tree.page_ids(node))))
+        self.apply(given)
+        return given
+
     def evict_pools(self, pages: Mapping[str, int]) -> ActionList:
         """Free so many device pages of each component, or all that may go: what goes with one counts for the others."""
         given = self.tree.evict_pools(pages, room=self._room(FULL, pages.get(FULL, 0)))

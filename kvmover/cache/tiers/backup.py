@@ -129,6 +129,14 @@ class Backups:
 
         self.allocator.copies.begin(batches, Tier.HOST, done)
 
+    def publish(self, node: int) -> bool:
+        """Store the whole path, whatever the policy says. False for a tree that copies on eviction alone."""
+        if self.storage is None or self.writes_back:
+            return False
+        self.back_up(node)
+        self._due.append(Due(node))
+        return True
+
     def reused(self, node: int, first: int) -> None:
         """The path's pages from `first` on are loaded from the host: their copies there proved useful."""
         if self.policy.store is Store.REUSED and self.storage is not None:

@@ -31,6 +31,7 @@ from kvmover.cache.prefix import (
 )
 from kvmover.cache.tiers.agreement import CollectiveOps, Consensus, LocalConsensus, VoteRow, checksum
 from kvmover.cache.tiers.allocator import DevicePages, PageAllocator
+from kvmover.cache.tiers.asked_moves import AskedMoves
 from kvmover.cache.tiers.backup import Backups, StorageEvents
 from kvmover.cache.tiers.gated_loads import GatedLoads
 from kvmover.cache.tiers.layerwise_copier import LayerwiseCopier
@@ -112,6 +113,14 @@ class Controller:
         self.allocator.copied_out = self._backups.copied_out
         self._restores = Restores(*hands, clock, self._backups.reused, peers)
         self.loads = GatedLoads(self.allocator, self.collectives, self.meter, self._backups.reused)
+        self._asked = AskedMoves(
+            self.allocator,
+            self.collectives,
+            self._backups,
+            self.loads,
+            self.meter,
+            lambda key: self._restores.begin(key, key.tokens, replace(self._to_the_host(key.tokens), least_tokens=1)),
+        )
 
     @property
     def tree(self) -> PrefixTree:
@@ -137,7 +146,10 @@ class Controller:
 
     def prefetch(self, key: RadixKey, limit_tokens: int) -> Restore:
         """As `restore`, as far as the host: what comes there is loaded when the request is admitted, or never."""
-        return self._restores.begin(key, limit_tokens, replace(self.config.policy, least_load_tokens=limit_tokens + 1))
+        return self._restores.begin(key, limit_tokens, self._to_the_host(limit_tokens))
+
+    def _to_the_host(self, limit_tokens: int) -> TierPolicy:
+        return replace(self.config.policy, least_load_tokens=limit_tokens + 1)
 
     def load(self, node: int) -> int | None:
         """Bring the path to `node` from the host to the device: see `GatedLoads.begin`. `loads.wait` is the gate."""
@@ -212,6 +224,32 @@ class Controller:
         """Forget what device and host hold. Raises PrefixError while a lock or an operation is out."""
         self.allocator.apply(self.tree.reset())
         self._backups.forget()
+        self._asked.forget()
+
+    # What nobody waits for
+
+    @property
+    def stores(self) -> bool:
+        """Whether there is storage that is written to."""
+        return self._backups.storage is not None
+
+    def publish(self, node: int) -> bool:
+        """Begin to copy the path to `node` to storage. False for a tree that copies on eviction alone."""
+        return self._backups.publish(node)
+
+    def demote(self, node: int) -> bool:
+        """Begin to move the end of the path to `node`, as far as nobody uses it, from the device to the host.
+
+        False where nothing of it can go. What is not on the host yet goes once it has been copied there.
+        """
+        return self._asked.demote(node)
+
+    def bring(self, key: RadixKey) -> bool:
+        """Begin to bring a prompt up: from storage to the host, and where the device has free pages, onto these.
+
+        Who reads those waits at the gates of `loads`. False where too many are on their way.
+        """
+        return self._asked.bring(key)
 
     # Progress
 
@@ -249,6 +287,7 @@ class Controller:
     def _go_on(self) -> None:
         """Begin what is due."""
         self._backups.poll()
+        self._asked.poll()
         if self._events is not None:
             self._events.poll()
         if self.config.policy.inclusion is Inclusion.EXCLUSIVE and self.idle:
@@ -257,7 +296,7 @@ class Controller:
     @property
     def idle(self) -> bool:
         """Whether no operation is open and none is due."""
-        return not (self.collectives.open or self._backups.due or self._restores.open)
+        return not (self.collectives.open or self._backups.due or self._restores.open or self._asked.open)
 
     def wait(self, restore: Restore | None = None) -> None:
         """Poll until `restore` is done, or until all is. Ranks that wait together stop waiting together."""

@@ -29,6 +29,7 @@ class TierCount(StrEnum):
     FOUND_PAGES = "found_pages"
     BORROWED_PAGES = "borrowed_pages"
     BORROWED_BYTES = "borrowed_bytes"
+    DEMOTED_PAGES = "demoted_pages"
 
 
 class TierStage(StrEnum):
@@ -108,6 +109,7 @@ METRICS: Mapping[StrEnum, Metric] = {
             TierCount.FOUND_PAGES: "Pages that storage has and nearer tiers do not, as far as they make a prefix.",
             TierCount.BORROWED_PAGES: "Pages read from the host of another engine.",
             TierCount.BORROWED_BYTES: "Bytes read from the host of another engine.",
+            TierCount.DEMOTED_PAGES: "Pages of attention KV that left the device for the host because a hint said so.",
         },
     ),
     **named(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvmover.engines.common.cards import CARDS_PATH, Cards, CardServer, EngineMake, fetch_cards
     from kvmover.engines.common.exchange import EXCHANGED_DTYPES, exchanged
     from kvmover.engines.common.first_token import FirstToken, ToldLogprobs, told_logprobs
+    from kvmover.engines.common.hinted_requests import HINTS_KEY, HintedRequests, outcome_of, pin_limits
     from kvmover.engines.common.options import STORE_KEYS, ContentOptions, read_options
     from kvmover.engines.common.pages import (
         BounceBuffer,
@@ -45,6 +46,12 @@ _HOMES = {
         "FirstToken",
         "ToldLogprobs",
         "told_logprobs",
+    ),
+    "hinted_requests": (
+        "HINTS_KEY",
+        "HintedRequests",
+        "outcome_of",
+        "pin_limits",
     ),
     "options": (
         "STORE_KEYS",
@@ -88,6 +95,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CARDS_PATH",
     "EXCHANGED_DTYPES",
+    "HINTS_KEY",
     "STORE_KEYS",
     "BounceBuffer",
     "CardServer",
@@ -98,6 +106,7 @@ __all__ = [
     "EngineMake",
     "EngineUnsupported",
     "FirstToken",
+    "HintedRequests",
     "InPlaceBackend",
     "Numbers",
     "PackedBackend",
@@ -117,7 +126,9 @@ __all__ = [
     "layers_of",
     "of_all",
     "open_store",
+    "outcome_of",
     "page_ids",
+    "pin_limits",
     "read_options",
     "told_logprobs",
 ]

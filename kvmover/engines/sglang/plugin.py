@@ -12,6 +12,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any
 
+from kvmover.config import load
 from kvmover.engines.sglang import SGLANG
 
 NAME = "kvmover"
@@ -74,7 +75,10 @@ def radix_cache(context: Any) -> Any:
     if context.enable_hierarchical_cache:
         return _module("radix_tiers").open_radix_cache(context)
     accounts = _module("radix_accounts").accounts_of()
-    return _module("radix_cache").KvmoverRadixCache(context.params, accounts)
+    place = engine.place()
+    group = engine.fleet_group(place, context.params) if place.pp_size == 1 else None
+    terms = _module("radix_hints").HintTerms.of(load().settings.hints, place, group)
+    return _module("radix_cache").KvmoverRadixCache(context.params, accounts, terms=terms)
 
 
 def class_of(known: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:

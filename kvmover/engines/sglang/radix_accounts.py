@@ -23,6 +23,7 @@ from kvmover.observe.observers import Observers
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
+    from kvmover.cache.hints import PinCollector
     from kvmover.cache.tiers import TierCollector
     from kvmover.config import Settings
 
@@ -62,7 +63,7 @@ class RadixAccounts:
         self._groups = TenantGroups(AccountGroup(model=model))
         self._attempts: dict[str, _Attempt] = {}
         self._lock = Lock()
-        self._beside: list[TierCollector] = []
+        self._beside: list[TierCollector | PinCollector] = []
         self._observers.serve(self)
 
     def close(self) -> None:
@@ -75,9 +76,9 @@ class RadixAccounts:
             found = list(LedgerCollector(self.ledger).collect())
         return [*found, *(family for collector in self._beside for family in collector.collect())]
 
-    def show(self, tiers: TierCollector) -> None:
+    def show(self, collector: TierCollector | PinCollector) -> None:
         """Serve these families too."""
-        self._beside.append(tiers)
+        self._beside.append(collector)
 
     def matched(self, request: str, lookup: Lookup, params: object = None) -> None:
         """A look-up of a request that waits. The last one before admission counts.
@@ -150,6 +151,12 @@ class RadixAccounts:
             if attempt.prefix_tokens is not None:
                 self.ledger.computed(request, _computed(attempt, done_tokens))
             self.ledger.aborted(request, time.time())
+
+    def hinted(self, kind: str, outcome: str, params: object) -> None:
+        """A hint of a request was met or refused; `params` are the request's own, which name its tenant."""
+        group = self._groups.of(hints_of(params, kind).kvmover_tenant)
+        with self._lock:
+            self.ledger.hinted(kind, outcome, group)
 
 
 def _computed(attempt: _Attempt, done_tokens: int) -> int:

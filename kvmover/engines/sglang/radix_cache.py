@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvmover.cache.hints import PinCollector
 from kvmover.cache.ledger import Credit
 from kvmover.cache.prefix import FULL as ATTENTION
 from kvmover.cache.prefix import (
@@ -27,8 +28,6 @@ from kvmover.cache.prefix import (
     KeyUnits,
     KVEvent,
     PageArray,
-    PrefixError,
-    PrefixNamespace,
     PrefixTree,
     RadixKey,
     SlidingWindow,
@@ -43,6 +42,8 @@ from kvmover.engines.sglang.engine_radix import FULL, MAMBA, SWA
 from kvmover.engines.sglang.event_publisher import CacheEvents
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts
 from kvmover.engines.sglang.radix_components import STATE, WINDOW, SnapshotSlots, StateSlots, WindowPages
+from kvmover.engines.sglang.radix_hints import HintTerms, RadixHints
+from kvmover.engines.sglang.radix_keys import RadixKeys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +65,13 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     `params`: SGLang's `CacheInitParams`. Its pools belong to SGLang. Nothing here waits for the device.
     """
 
-    def __init__(self, params: Any, accounts: RadixAccounts | None = None, tiers: Tiers | None = None) -> None:
+    def __init__(
+        self,
+        params: Any,
+        accounts: RadixAccounts | None = None,
+        tiers: Tiers | None = None,
+        terms: HintTerms | None = None,
+    ) -> None:
         """Raises EngineUnsupported for an eviction policy that the tree has not."""
         import torch
 
@@ -75,7 +82,6 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         allocator = params.token_to_kv_pool_allocator
         self._device = torch.device(allocator.device)
         self._accounts = accounts
-        self._lora_names: Any = params.kv_event_lora_names
         self._events: list[KVEvent] = []
         self._policy = engine_radix.policy_of(params.eviction_policy, params.eviction_policy_config or {})
         self.sliding_window_size: int | None = params.sliding_window_size
@@ -94,6 +100,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             units=KeyUnits.BIGRAM if params.is_eagle and not stateful else KeyUnits.PLAIN,
             sink=self._events.append if params.enable_kv_cache_events else None,
         )
+        self._keys = RadixKeys(self._tree, params.kv_event_lora_names)
         self._indices = _table(self._device, allocator.size_full, self.page_size)
         self._windows: WindowPages | None = None
         if window is not None:
@@ -104,12 +111,17 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
             self._states = kind(rows, _table(self._device, rows.mamba_allocator.size, 1))
         if params.enable_metrics:
             self.init_metrics_collector()
+        self._hints = RadixHints(self._tree, self._keys, self._pool_pages(), terms or HintTerms(), accounts)
+        if accounts is not None:
+            accounts.show(PinCollector(self._hints.pins))
 
     # Requests
 
     def match_prefix(self, params: Any) -> Any:
         """The longest prefix that is cached, in whole pages. Nothing is locked."""
-        match = self._tree.match(self._key(params.key))
+        if params.req is not None:
+            self._hints.came(params.req)
+        match = self._tree.match(self._keys.of(params.key))
         if self._accounts is not None and params.req is not None:
             lookup = self._lookup(params.req, params.key, match.best_tokens)
             self._accounts.matched(params.req.rid, lookup, params.req.sampling_params.custom_params)
@@ -131,7 +143,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def touch_prefix(self, key: Any) -> None:
         """The path of a request that waits is used: it goes later."""
-        self._tree.match(self._key(key))
+        self._tree.match(self._keys.of(key))
 
     def checkpoint(self, req: Any, *, up_to: int, **_options: Any) -> None:
         """Keep the request's pages up to `up_to` tokens, have its row name the tree's, and lock them instead of those
@@ -139,7 +151,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """
         kept, states = req.kv.cache_protected_len, self._states
         reach = up_to if states is None else min(up_to, states.reach(req, up_to))
-        key = self._key_of(req, req.full_untruncated_fill_ids, reach)
+        key = self._keys.of_request(req, req.full_untruncated_fill_ids, reach)
         end = key.tokens // self.page_size * self.page_size
         if end <= kept:
             if states is not None:
@@ -171,7 +183,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
         A slot with a state, `params.mamba_value`, stays the caller's where the tree has that state.
         """
-        key = self._key(params.key)
+        key = self._keys.of(params.key)
         end = key.tokens // self.page_size * self.page_size
         kept = min(params.prev_prefix_len // self.page_size * self.page_size, end)
         live = min(end, max(kept, params.get_evicted_seqlen(SWA)))
@@ -197,17 +209,21 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """SGLang has taken the request's pages back: it is answered, given up, or waits again."""
         if self._states is not None and not checkpointed:
             self._states.release(req)
-        if self._accounts is None:
-            return
         if not req.finished():
-            self._accounts.retracted(req.rid, req.kv.kv_committed_len)
+            if self._accounts is not None:
+                self._accounts.retracted(req.rid, req.kv.kv_committed_len)
         elif engine_radix.is_abort(req.finished_reason):
-            self._accounts.aborted(req.rid, req.kv.kv_committed_len)
+            self._hints.aborted(req.rid)
+            if self._accounts is not None:
+                self._accounts.aborted(req.rid, req.kv.kv_committed_len)
         else:
-            self._accounts.answered(req.rid)
+            self._hints.answered(req)
+            if self._accounts is not None:
+                self._accounts.answered(req.rid)
 
     def release_aborted_request(self, handle: Any) -> None:
         """SGLang has given up a request that waits."""
+        self._hints.aborted(handle.rid)
         if self._accounts is not None:
             self._accounts.aborted(handle.rid)
 
@@ -268,6 +284,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
 
     def reset(self) -> None:
         """Forget everything; SGLang clears its pools. Raises PrefixError while a request holds a lock."""
+        self._hints.pins.forget()
         given = self._tree.reset()
         self._indices.forget(given.page_ids())
         if self._windows is not None:
@@ -359,6 +376,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
     def check(self) -> None:
         """Raise InvariantBroken where the tree or its tables of indices are not sound. O(pages), for tests."""
         self._tree.check()
+        self._hints.pins.check()
         tables = {ATTENTION: self._indices, WINDOW: self._windows, STATE: self._states}
         for name, table in tables.items():
             if table is None:
@@ -368,6 +386,15 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
                 raise InvariantBroken(f"{len(table)} pages of {name} have indices, the tree has {sizes}")
 
     # Inside
+
+    def _pool_pages(self) -> dict[str, int]:
+        """Of each component, all that there are."""
+        pages = {ATTENTION: self.token_to_kv_pool_allocator.size_full // self.page_size}
+        if self._windows is not None:
+            pages[WINDOW] = self.token_to_kv_pool_allocator.size_swa // self.page_size
+        if self._states is not None:
+            pages[STATE] = self.req_to_token_pool.mamba_allocator.size
+        return pages
 
     def _room_for_state(self, node: int) -> None:
         """Give up a state, and not that of `node`."""
@@ -450,7 +477,7 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         """By priority, the answer goes before the prompt, as in SGLang's own cache; by others it is the leaf's end."""
         if self._policy is not PRIORITY or self._states is not None:
             return
-        key = self._key_of(req, req.origin_input_ids, None)
+        key = self._keys.of_request(req, req.origin_input_ids, None)
         pages = key.tokens // self.page_size
         if 0 < pages * self.page_size < end:
             raised = min((req.priority or 0) + 1, _HIGHEST)
@@ -461,39 +488,11 @@ class KvmoverRadixCache(engine_radix.BasePrefixCache):
         prompt = len(req.origin_input_ids) + len(req.output_ids)
         last = 0
         if prompt == len(key.token_ids) == found + self.page_size:
-            whole = self._key_from(key.token_ids, key.extra_key, key.cache_salt)
+            whole = self._keys.of_tokens(key.token_ids, key.extra_key, key.cache_salt)
             last = max(0, self._tree.look(whole).best_tokens - found)
         return Lookup(prompt, found, last)
-
-    def _key_of(self, req: Any, tokens: Any, limit: int | None) -> RadixKey:
-        return self._key_from(tokens, req.extra_key, req.cache_salt, limit)
-
-    def _key(self, key: Any) -> RadixKey:
-        """Of SGLang's RadixKey."""
-        return self._key_from(key.token_ids, key.extra_key, key.cache_salt, key.limit)
-
-    def _key_from(
-        self, tokens: Any, extra_key: str | None, cache_salt: str | None, limit: int | None = None
-    ) -> RadixKey:
-        """Of the first `limit` tokens; empty where 32 bits cannot hold one of them: such a request is not cached."""
-        namespace = self._namespace(extra_key, cache_salt)
-        if limit is not None and limit < len(tokens):
-            tokens = cast("list[int]", tokens)[:limit] if isinstance(tokens, list) else memoryview(tokens)[:limit]
-        try:
-            return self._tree.key(tokens, namespace)
-        except PrefixError:
-            return self._tree.key((), namespace)
-
-    def _namespace(self, extra_key: str | None, cache_salt: str | None) -> PrefixNamespace:
-        return _namespace(extra_key, cache_salt, self._lora_names.get(extra_key) or "")
 
 
 def _table(device: torch.device, tokens: int, page_tokens: int) -> DeviceIndices:
     to_device = partial(engine_radix.to_device, device=device)
     return DeviceIndices(page_tokens, device, to_device, tokens // page_tokens)
-
-
-@lru_cache(maxsize=4096)
-def _namespace(extra_key: str | None, cache_salt: str | None, lora_name: str) -> PrefixNamespace:
-    """SGLang tells no extra key from an empty one, and an empty salt is none. The LoRA's name is told in events."""
-    return PrefixNamespace(adapter=lora_name, salt=cache_salt or "", extra=() if extra_key is None else (extra_key,))

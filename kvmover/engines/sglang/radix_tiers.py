@@ -31,12 +31,14 @@ from kvmover.cache.prefix import (
     StaleHandle,
 )
 from kvmover.cache.tiers import Controller, DevicePages, FreeList, GatedLoad, Restore, TierCollector
+from kvmover.config import load
 from kvmover.engines.common import EngineUnsupported
 from kvmover.engines.sglang import engine_radix
 from kvmover.engines.sglang.options import TierFlags
 from kvmover.engines.sglang.radix_accounts import Lookup, RadixAccounts, accounts_of
 from kvmover.engines.sglang.radix_cache import KvmoverRadixCache
 from kvmover.engines.sglang.radix_components import STATE, WINDOW
+from kvmover.engines.sglang.radix_hints import HintTerms
 from kvmover.engines.sglang.tier_pools import EnginePages, EngineTiers, EngineWindows, LayerGates, open_tiers
 
 #: How old the tiers' counts may be that a scrape is answered with.
@@ -67,12 +69,18 @@ class TieredRadixCache(KvmoverRadixCache):
     hicache_storage_pass_prefix_keys = False
 
     def __init__(
-        self, params: Any, flags: TierFlags, tiers: EngineTiers, accounts: RadixAccounts | None = None
+        self,
+        params: Any,
+        flags: TierFlags,
+        tiers: EngineTiers,
+        accounts: RadixAccounts | None = None,
+        terms: HintTerms | None = None,
     ) -> None:
         """The host pools and the store of `tiers` are this cache's from here on."""
-        super().__init__(params, accounts, flags.tiers())
+        super().__init__(params, accounts, flags.tiers(), terms)
         self._tiers = tiers
         self._controller = Controller(self._tree, tiers.tiered_pools, tiers.storage, tiers.config, self._device_pages())
+        self._hints.reach(self._controller)
         self.token_to_kv_pool_host = HostRoom(self._controller.allocator.host[ATTENTION], self.page_size)
         self.gates = LayerGates(self._controller.loads, tiers.depths)
         #: By request: what it waits for from storage, and where that begins.
@@ -105,7 +113,7 @@ class TieredRadixCache(KvmoverRadixCache):
         if handle in self.ongoing_prefetch or not self.enable_storage:
             return False
         tokens = np.concatenate([np.asarray(matched_prefix_tokens, np.int64), np.asarray(new_input_tokens, np.int64)])
-        key = self._key_from(tokens, extra_key, cache_salt)
+        key = self._keys.of_tokens(tokens, extra_key, cache_salt)
         self.ongoing_prefetch[handle] = self._controller.prefetch(key, key.tokens)
         return True
 
@@ -142,7 +150,7 @@ class TieredRadixCache(KvmoverRadixCache):
             self._no_room.add(req.rid)
             return 0, req.last_node
         if self._states is not None:
-            key = self._key_of(req, req.full_untruncated_fill_ids, req.prefix_len + params.host_hit_length)
+            key = self._keys.of_request(req, req.full_untruncated_fill_ids, req.prefix_len + params.host_hit_length)
             state = dict(self._tree.look(key).held)[STATE]
             try:
                 self._states.start(req, state, partial(self._room_for_state, node))
@@ -183,6 +191,7 @@ class TieredRadixCache(KvmoverRadixCache):
 
     def reset(self) -> None:
         """Forget what device and host hold, not storage. Raises PrefixError while a request holds a lock."""
+        self._hints.pins.forget()
         self._controller.reset()
 
     def clear_storage_backend(self) -> bool:
@@ -385,8 +394,10 @@ def open_radix_cache(context: Any) -> TieredRadixCache:
         )
     params = context.params
     place = engine_radix.place()
-    tiers = open_tiers(params, flags, place, engine_radix.fleet_group(place, params), engine_radix.fences(context))
+    group = engine_radix.fleet_group(place, params)
+    tiers = open_tiers(params, flags, place, group, engine_radix.fences(context))
+    terms = HintTerms.of(load().settings.hints, place, group)
     kind = DecodeRadixCache if engine_radix.is_decode() else TieredRadixCache
-    cache = kind(params, flags, tiers, accounts_of())
+    cache = kind(params, flags, tiers, accounts_of(), terms)
     engine_radix.gate(context, cache.gates)
     return cache

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvmover.cache.ledger import AccountGroup
-from kvmover.engines.common import CardServer, EngineUnsupported, fetch_cards, layers_of
+from kvmover.engines.common import CardServer, EngineUnsupported, fetch_cards, layers_of, pin_limits
 from kvmover.engines.vllm import engine
 from kvmover.engines.vllm.block_store import BlockStore, OffloadWorker, StoredBlockEvents, StoreLookup
 from kvmover.engines.vllm.caches import (
@@ -25,6 +25,7 @@ from kvmover.engines.vllm.caches import (
 from kvmover.engines.vllm.connector_metadata import KvmoverConnectorMetadata, RankEnding, SaveSpec, Tally
 from kvmover.engines.vllm.options import parse
 from kvmover.engines.vllm.request_accounts import ExternalTokens, RequestAccounts
+from kvmover.engines.vllm.request_hints import RequestHints
 from kvmover.engines.vllm.scheduler import ConnectorScheduler, HeldBlocks, Home, Role, token_hashes
 from kvmover.engines.vllm.transfers import RequestTransfers
 from kvmover.engines.vllm.worker import ConnectorWorker, Ended, failed, marks, unbegun
@@ -331,7 +332,17 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Whose blocks they are: those that may still be written are kept from others."""
         engine.KVConnectorBase.bind_kv_cache_manager(self, kv_cache_manager)
-        self._held = HeldBlocks(engine.KvBlocks(kv_cache_manager))
+        blocks, may = engine.KvBlocks(kv_cache_manager), self._scheduler.role
+        self._held = HeldBlocks(blocks)
+        self._hints = RequestHints(
+            blocks,
+            [group.block_tokens for group in self._groups],
+            pin_limits(self._settings.hints),
+            lambda: self._lookup is not None and Role.TAKES in may,
+            lambda: self._lookup is not None and Role.GIVES in may,
+            self._accounts.hinted,
+        )
+        self._accounts.pins = self._hints.pins
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM has to go on stepping without requests: ranks tell with a step that blocks are free again."""
@@ -358,6 +369,7 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         """A request arrived at the scheduler."""
         self._scheduler.new(request)
+        self._hints.came(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the computed ones that come from elsewhere, and whether any do: they come between steps."""
@@ -419,14 +431,17 @@ class KvmoverConnector(engine.KVConnectorBase, engine.SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the request keeps its blocks until the ranks report it, and what its other half must know."""
         self._accounts.finished(request)
-        return self._scheduler.finished(request, block_ids, engine.outcome_of(request))
+        outcome = engine.outcome_of(request)
+        self._hints.ended(request, outcome)
+        return self._scheduler.finished(request, block_ids, outcome)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished_all_groups`, of a model with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
-        """Delete this model's stored pages."""
+        """Delete this model's stored pages, and end all pins."""
+        self._hints.pins.forget()
         if self._lookup:
             self._lookup.clear()
         return True

@@ -313,6 +313,15 @@ class KvBlocks:
         """All that it has, of every group."""
         return [block for group in self._manager.get_blocks(request).blocks for block in group]
 
+    @property
+    def total(self) -> int:
+        """All but the one that stands for no block."""
+        return self._manager.block_pool.num_gpu_blocks - 1
+
+    def cached(self, request: str) -> list[Any]:
+        """Those that another request with the same prompt would find."""
+        return [block for block in self.of(request) if not block.is_null and block.block_hash is not None]
+
 
 def outcome_of(request: Any) -> RequestOutcome:
     """How a request ended that the scheduler has finished."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from kvmover.cache.hints import HintAnswer, PinCollector, PinGauges
 from kvmover.cache.ledger import (
     Account,
     AccountGroup,
@@ -23,7 +24,7 @@ from kvmover.cache.ledger import (
     LedgerError,
     Loss,
 )
-from kvmover.engines.common import TenantGroups, hints_of
+from kvmover.engines.common import TenantGroups, hints_of, outcome_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -75,6 +76,8 @@ class RequestAccounts:
         self._requests: dict[str, Any] = {}
         self._promised: dict[str, Promised] = {}
         self._lock = Lock()
+        #: What hints keep, where anything may be kept.
+        self.pins: PinGauges | None = None
 
     def matched(self, request: Any, device: int, external: int | None) -> None:
         """vLLM found the first `device` tokens in its prefix cache, and the connector `external` behind them; None: it
@@ -126,10 +129,17 @@ class RequestAccounts:
             else:
                 self.ledger.aborted(name, self._clock())
 
-    def collect(self) -> Iterator[Family]:
-        """The ledger's metric families. For prometheus_client."""
+    def hinted(self, request: Any, kind: str, answer: HintAnswer) -> None:
+        """A hint of a request was met or refused."""
+        group = self._groups.of(hints_of(request.kv_transfer_params, request.request_id).kvmover_tenant)
         with self._lock:
-            return iter(list(LedgerCollector(self.ledger).collect()))
+            self.ledger.hinted(kind, outcome_of(answer), group)
+
+    def collect(self) -> Iterator[Family]:
+        """The ledger's metric families, and those of pins. For prometheus_client."""
+        with self._lock:
+            found = list(LedgerCollector(self.ledger).collect())
+        return iter([*found, *(PinCollector(self.pins).collect() if self.pins is not None else ())])
 
     def _admit(self, name: str, promised: Promised, start: int, now: float) -> None:
         """All below `start` is on the device. Of what was promised beyond, the last token of a prompt is computed for

@@ -122,6 +122,20 @@ def test_what_was_predicted_is_compared_with_what_was_delivered() -> None:
     assert ledger.total().first.as_data()["predictions"]["inventory"]["foreseen_tokens"] == 32
 
 
+def test_hints_are_counted_by_what_became_of_them() -> None:
+    prometheus = pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    ledger = Ledger()
+    for action, outcome in (("pin", "met"), ("pin", "met"), ("pin", "share_taken"), ("demote", "no_host")):
+        ledger.hinted(action, outcome, LLAMA)
+    ledger.check()
+    registry = prometheus.CollectorRegistry()
+    registry.register(LedgerCollector(ledger))
+    labels = {"tenant": "gold", "model": "llama"}
+    for action, outcome, count in (("pin", "met", 2), ("pin", "share_taken", 1), ("demote", "no_host", 1)):
+        found = {**labels, "action": action, "outcome": outcome}
+        assert registry.get_sample_value("kvmover_hints_total", found) == count
+
+
 @pytest.mark.parametrize("tokens", [-1, 101])
 def test_a_prediction_that_no_prompt_can_hold_is_refused_with_the_numbers(tokens: int) -> None:
     ledger = Ledger()

@@ -243,6 +243,17 @@ class Machine(RuleBasedStateMachine):
         if not self.components and self.tree.config.grain is EvictionGranularity.PAGE:
             assert freed <= pages
 
+    @rule(tokens=tokens_of, room=st.integers(0, 4))
+    def demote(self, tokens: list[int], room: int) -> None:
+        """What leaves the device is on the host, and nobody's end has lost what it stands on."""
+        node = self.tree.match(tokens).device_node
+        space = self.engine.free[FULL, Tier.HOST][:room] if self.model.back else []
+        device, host = self.model.at[FULL, Tier.DEVICE], self.model.at[FULL, Tier.HOST]
+        before = dict(device)
+        self.gave_up(self.tree.demote(node, room=space))
+        assert before.keys() - device.keys() <= host.keys()
+        assert self.hosted or before == device
+
     @precondition(lambda self: self.hosted)
     @rule(pages=st.integers(1, 6), which=st.integers(0, 2))
     def evict_host(self, pages: int, which: int) -> None:
@@ -359,6 +370,7 @@ class Machine(RuleBasedStateMachine):
             self.model.consistent()
             self.tree.check()
             self.model.hear_all(self.tree.resident())
+            self.locked_pages_are_those_of_the_model()
             for (name, tier), mine in self.model.at.items():
                 sizes = self.tree.sizes(name, tier)
                 assert sizes.evictable + sizes.protected == len(mine), (name, tier)
@@ -370,6 +382,15 @@ class Machine(RuleBasedStateMachine):
                 free, owned = self.engine.free[name, tier], self.engine.owned[name, tier]
                 assert len(set(free) | set(owned) | set(mine.values())) + waiting == PAGES
                 assert len(free) + len(owned) + len(mine) + waiting == PAGES
+
+    def locked_pages_are_those_of_the_model(self) -> None:
+        handles = [handle for handle in self.handles if handle.tier is Tier.DEVICE]
+        found, locks = self.tree.locked_pages(handles), [self.model.locks[handle.number] for handle in handles]
+        kept = {prefix for lock in locks for prefix in self.model.prefixes(lock.prefix)}
+        assert found[FULL] == len(kept & self.model.at[FULL, Tier.DEVICE].keys())
+        for name in self.components:
+            held = {page for lock in locks for page in lock.held.get(name, ())}
+            assert found[name] >= len(held & set(self.model.at[name, Tier.DEVICE].values()))
 
     def teardown(self) -> None:
         """Everything ends: nothing is locked, and everything comes back."""
@@ -452,6 +473,7 @@ def test_a_long_history(kind: str, seed: int) -> None:
         "lock": lambda: mine.lock(tokens()) if len(mine.handles) < 3 else None,
         "unlock": lambda: mine.unlock(rng.randrange(9)) if mine.handles else None,
         "evict": lambda: mine.evict(rng.randrange(1, 4), rng.randrange(3), rng.choice([0, 4, 8])),
+        "demote": lambda: mine.demote(tokens(), rng.choice([0, 4, 8])),
     }
     if mine.hosted:
         turns |= {

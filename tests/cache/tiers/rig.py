@@ -151,6 +151,7 @@ class Rank:
 
     def look_at(self, tokens: Sequence[int], restore) -> None:
         hashes = self.hashes(tokens)
+        self.controller.loads.wait(max(tiered_pool.part.component.layers for tiered_pool in self.tiered_pools) - 1)
         for page, page_hash in zip(restore.page_ids.tolist(), hashes, strict=False):
             self.check(FULL, page, page_hash)
         count = restore.tokens // self.page

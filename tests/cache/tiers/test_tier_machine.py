@@ -84,6 +84,22 @@ class Machine(RuleBasedStateMachine):
         tree, name = self.mine.tree, names[number % len(names)]
         self.mine.allocator.apply(tree.evict(pages, name) if tier is Tier.DEVICE else tree.evict_host(pages, name))
 
+    @rule(prompt=prompts)
+    def demote(self, prompt) -> None:
+        found = self.mine.tree.look(prompt)
+        if found.tokens:
+            self.mine.controller.demote(found.device_node)
+
+    @rule(prompt=prompts)
+    def publish(self, prompt) -> None:
+        found = self.mine.tree.look(prompt)
+        if found.best_tokens:
+            self.mine.controller.publish(found.best_node)
+
+    @rule(prompt=prompts)
+    def bring(self, prompt) -> None:
+        self.mine.controller.bring(self.mine.tree.key(prompt))
+
     @rule(prompt=prompts, cut=st.integers(0, 33))
     def split(self, prompt, cut) -> None:
         self.mine.tree.match([*prompt[:cut], 7])

@@ -510,8 +510,8 @@ def test_top_and_the_report_show_the_ledger_of_the_cache(tmp_path: Path) -> None
         assert any(row[:3] == ["lost:", str(reason), f"{tokens:,}"] for row in rows)
     (group,) = [row for row in rows if row[:3] == ["no", "tenant,", "m"]]
     assert group[3] == f"{totals.prompt_tokens:,}"
-    assert group[5:8] == [f"{totals.device_tokens:,}", "0", "0"]
-    assert group[8:10] == [f"{totals.computed_tokens:,}", f"{totals.abandoned_tokens:,}"]
+    assert group[5:9] == [f"{totals.device_tokens:,}", "0", "0", "0"]
+    assert group[9:11] == [f"{totals.computed_tokens:,}", f"{totals.abandoned_tokens:,}"]
     text = page(read_lines([log]))
     cells = f"<td>m</td><td>{totals.prompt_tokens:,}</td><td>{totals.device_tokens:,}</td>"
     assert cells in text.split("<h2>Tenants and models</h2>")[1].split("</section>")[0]

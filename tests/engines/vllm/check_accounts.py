@@ -176,5 +176,5 @@ def test_what_it_serves_is_what_top_shows(engines: Callable[..., Engine]) -> Non
     assert ["device", "96", "48.0%", "96", "48.0%"] in rows
     assert ["computed", "104", "52.0%", "104", "52.0%"] in rows
     (row,) = [row for row in rows if row[:1] == ["one,"]]
-    assert row[2:] == ["200", "48.0%", "96", "0", "0", "104", "0", "0"]
+    assert row[2:] == ["200", "48.0%", "96", "0", "0", "0", "104", "0", "0"]
     assert ["inventory", "2", "96", "96", "96", "0", "0"] in rows

@@ -1,0 +1,197 @@
+"""Hints say what an orchestrator wants of the KV of a prefix: share it, fetch it, keep it for a time, rank it, move it
+down.
+
+SGLang 0.5.23 and vLLM 0.33.0 carry them beside a request in the same envelope, KvHintsEnvelope, and leave it to whoever
+carries an action out to say what its payload is. These classes are the payloads: a field is a key of the same name,
+seconds are `ttl_seconds`, and a key that is none of them is refused, since nobody knows what it would change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from kvmover.errors import HintError
+
+#: What one envelope may ask, and what one action may name: whoever sends more is refused before any is carried out.
+MOST_ACTIONS = 16
+MOST_TOKENS = 1 << 20
+
+#: Of actions whose type is none of ours, in metrics: a client's own words are no label.
+OTHER = "other"
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Tokens = Annotated[tuple[_Token, ...], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
+
+
+class ShareHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Write the prefix to the page store, where other engines find it.
+
+    `token_ids`, here and below: another prefix than the request's own, in the request's namespace.
+    """
+
+    token_ids: _Tokens | None = None
+
+
+class PrefetchHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bring what the page store and the host have of the prefix up, before somebody asks for it."""
+
+    token_ids: _Tokens | None = None
+
+
+class PinHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"ttl_s": "ttl_seconds"}):
+    """Keep the prefix on the device for so many seconds, whatever else is evicted; 0: end the pin of this name."""
+
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)]
+    token_ids: _Tokens | None = None
+
+
+class RetainHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Let pages of lower priority go before those of the prefix."""
+
+    priority: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+    token_ids: _Tokens | None = None
+
+
+class DemoteHint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Move the prefix from the device to the host now: its session rests."""
+
+    token_ids: _Tokens | None = None
+
+
+Hint: TypeAlias = ShareHint | PrefetchHint | PinHint | RetainHint | DemoteHint
+
+#: By the type of the action that carries it.
+KINDS: Mapping[str, type[Hint]] = {
+    "kv.share": ShareHint,
+    "kv.prefetch": PrefetchHint,
+    "kv.pin": PinHint,
+    "kv.retain": RetainHint,
+    "kv.demote": DemoteHint,
+}
+
+
+class HintRefusal(StrEnum):
+    """Why a hint was not met."""
+
+    UNKNOWN = "unknown"
+    MALFORMED = "malformed"
+    ABSENT = "absent"
+    TOO_LONG = "too_long"
+    SHARE_TAKEN = "share_taken"
+    NO_PRIORITIES = "no_priorities"
+    NO_HOST = "no_host"
+    NO_STORE = "no_store"
+    IN_USE = "in_use"
+    BUSY = "busy"
+    OWN_ALONE = "own_alone"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class HintMet:
+    """It was done, or begun, for the first `tokens` tokens of the prefix."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HintRefused:
+    """It was not, and nothing was changed: `words` name the values."""
+
+    why: HintRefusal
+    words: str
+
+
+HintAnswer: TypeAlias = HintMet | HintRefused
+
+
+@dataclass(frozen=True, slots=True)
+class HintAction:
+    """One hint and its name. A pin of the same name takes the place of the one before."""
+
+    name: str
+    hint: Hint
+
+    @property
+    def kind(self) -> str:
+        """The type of its action, without the `kv.` before it."""
+        return next(kind for kind, made in KINDS.items() if made is type(self.hint)).removeprefix("kv.")
+
+    @property
+    def is_due_at_once(self) -> bool:
+        """Whether it is carried out when its request comes. What is said of the request's own KV waits for its end,
+        when that is there.
+        """
+        return self.hint.token_ids is not None or isinstance(self.hint, PrefetchHint)
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """An action that was refused as it was read. `kind` is that of `HintAction`, or OTHER."""
+
+    kind: str
+    answer: HintRefused
+
+
+class _Action(msgspec.Struct):
+    """As both engines write it; what else a later version has beside is left alone."""
+
+    action_id: _Text
+    action_type: str
+    action_version: str
+    payload: dict[str, Any] = {}
+
+
+class _Envelope(msgspec.Struct):
+    protocol_version: str
+    message_id: str
+    actions: list[Any] = []
+
+
+def read_hints(envelope: object) -> tuple[HintAction | Declined, ...]:
+    """The actions of an engine's KvHintsEnvelope, or of its JSON as a mapping, each by itself: one that is refused
+    spoils no other.
+
+    Raises HintError for what is no envelope, or has more than `MOST_ACTIONS`.
+
+    >>> pin = {"action_id": "turn 17", "action_type": "kv.pin", "action_version": "1.0", "payload": {"ttl_seconds": 30}}
+    >>> read_hints({"protocol_version": "0.1", "message_id": "m", "actions": [pin]})
+    (HintAction(name='turn 17', hint=PinHint(ttl_s=30.0, token_ids=None)),)
+    """
+    try:
+        said = msgspec.convert(msgspec.to_builtins(envelope), _Envelope)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise HintError(f"an envelope of hints: {error}") from error
+    if len(said.actions) > MOST_ACTIONS:
+        raise HintError(f"an envelope of {len(said.actions)} hints; it may have {MOST_ACTIONS}")
+    return tuple(_read(action) for action in said.actions)
+
+
+def _read(said: object) -> HintAction | Declined:
+    try:
+        action = msgspec.convert(said, _Action)
+    except msgspec.ValidationError as error:
+        return Declined(OTHER, HintRefused(HintRefusal.MALFORMED, f"an action: {error}"))
+    made = KINDS.get(action.action_type)
+    if made is None:
+        words = f"{action.action_id}: actions of type {action.action_type!r} are none of {', '.join(KINDS)}"
+        return Declined(OTHER, HintRefused(HintRefusal.UNKNOWN, words))
+    kind = action.action_type.removeprefix("kv.")
+    if action.action_version.partition(".")[0] != "1":
+        words = f"{action.action_id}: {action.action_type} of version {action.action_version!r}; known is 1"
+        return Declined(kind, HintRefused(HintRefusal.UNKNOWN, words))
+    try:
+        hint: Hint = msgspec.convert(action.payload, made)
+    except msgspec.ValidationError as error:
+        return Declined(kind, HintRefused(HintRefusal.MALFORMED, f"{action.action_id}: {action.action_type}: {error}"))
+    if isinstance(hint, PinHint) and not math.isfinite(hint.ttl_s):
+        words = f"{action.action_id}: {action.action_type}: ttl_seconds = {hint.ttl_s}"
+        return Declined(kind, HintRefused(HintRefusal.MALFORMED, words))
+    return HintAction(action.action_id, hint)

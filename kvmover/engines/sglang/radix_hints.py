@@ -1,0 +1,110 @@
+"""RadixHints carry out what an orchestrator says with SGLang's requests: `kv_hints` of `/generate`, or `kvmover_hints`
+in `custom_params`.
+
+Every rank hears of the same requests in the same order, so all do the same. Only time is each rank's own: when a
+request comes, the ranks say which pins are over, and those that are over on all of them end. A pool into which nobody
+comes needs no room, so nobody asks before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvmover.cache.hints import HintAction, HintAnswer, HintDesk, HintedTiers, PinLimits, Pins
+from kvmover.cache.prefix import PrefixTree
+from kvmover.cache.tiers import Consensus, Grouped, LocalConsensus
+from kvmover.engines.common import HintedRequests, ParallelRank, outcome_of, pin_limits
+from kvmover.engines.sglang.radix_keys import RadixKeys
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from kvmover.config.settings import HintSettings
+    from kvmover.engines.sglang.radix_accounts import RadixAccounts
+
+
+@dataclass(frozen=True, slots=True)
+class HintTerms:
+    """`consensus`: of all ranks that are called alike; None where stages run apart: there nothing is pinned."""
+
+    limits: PinLimits = field(default_factory=PinLimits)
+    consensus: Consensus | None = field(default_factory=LocalConsensus)
+
+    @classmethod
+    def of(cls, settings: HintSettings, place: ParallelRank, group: dist.ProcessGroup | None) -> HintTerms:
+        """For a rank at `place`, of `group` where there are others."""
+        if place.pp_size > 1:
+            return cls(pin_limits(settings), None)
+        return cls(pin_limits(settings), LocalConsensus() if group is None else Grouped(group))
+
+
+class RadixHints:
+    """Of one rank's cache. `pages`: of the pool, by the tree's component."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        keys: RadixKeys,
+        pages: Mapping[str, int],
+        terms: HintTerms,
+        accounts: RadixAccounts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._page_tokens, self._keys, self._clock = tree.config.page_tokens, keys, clock
+        self._consensus = terms.consensus
+        self.pins = Pins(tree, pages, terms.limits if terms.consensus is not None else PinLimits(share=0.0))
+        self._desk = HintDesk(tree, self.pins)
+        self._accounts = accounts
+        #: By request that has come and not ended: pages that it takes, with its answer.
+        self._needs: dict[str, int] = {}
+        self._requests = HintedRequests[Any](self._carry_out, self._told)
+
+    def reach(self, tiers: HintedTiers) -> None:
+        """There are tiers below the device."""
+        self._desk.tiers = tiers
+
+    def came(self, req: Any) -> None:
+        """SGLang looks a request up that waits; it may do so at every step."""
+        if req.rid in self._requests:
+            return
+        tokens = len(req.origin_input_ids) + (req.sampling_params.max_new_tokens or 0)
+        pages = self._needs[req.rid] = -(-tokens // self._page_tokens) + 1
+        if len(self.pins):
+            self._let_go(pages)
+        self._requests.came(req.rid, req, req.kv_hints, req.sampling_params.custom_params)
+
+    def answered(self, req: Any) -> None:
+        """The request has its answer, and the tree its pages."""
+        self._needs.pop(req.rid, None)
+        self._requests.ended(req.rid, req)
+
+    def aborted(self, rid: str) -> None:
+        """The request ends without one, while it waits or runs."""
+        self._needs.pop(rid, None)
+        self._requests.aborted(rid, None)
+
+    def _let_go(self, pages: int) -> None:
+        """Pins whose time is over on all ranks, and those beside which a request of `pages` could never run."""
+        assert self._consensus is not None
+        agreed = self._consensus.minimum(np.array(self.pins.over(self._clock()), np.int64))
+        if agreed is not None:
+            self.pins.end(agreed.tolist())
+        self.pins.give_way(pages)
+
+    def _carry_out(self, req: Any, action: HintAction) -> HintAnswer:
+        """On the prefix that it names, or the request's own: its prompt when it comes, with its answer at the end."""
+        tokens: Any = action.hint.token_ids
+        if tokens is None:
+            tokens = req.origin_input_ids if action.is_due_at_once else req.full_untruncated_fill_ids
+        key = self._keys.of_request(req, tokens)
+        return self._desk.carry_out(action, key, self._clock(), max(self._needs.values(), default=0))
+
+    def _told(self, req: Any, kind: str, answer: HintAnswer) -> None:
+        if self._accounts is not None:
+            params = None if req is None else req.sampling_params.custom_params
+            self._accounts.hinted(kind, outcome_of(answer), params)
