@@ -368,7 +368,7 @@ class ColumnShape:
         most = 16 // writes.size if overlap.elements[0] != "float4_e2m1fn_x2" else 16
         vecs = min(most, _vec(overlap.of, reads)), _vec(overlap.of, writes)
         wide = max(1, *(stream.size for stream in (reads, writes)))
-        # Narrow accesses: as many a thread as of wide ones, not as many bytes, whose addresses would fill its registers.
+        # Narrow accesses: as many a thread as of wide ones, not as many bytes: else addresses fill its registers.
         tile = config.block_bytes // WIDEST.value * min(WIDEST.value // wide, *vecs)
         rows = max(1, min(MOST_ROWS, tile // width))
         listed = tuple(int(even_distance(side.units) is None) for side in (overlap.of.src, overlap.of.dst))

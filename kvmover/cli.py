@@ -153,6 +153,7 @@ def demo(given: DemoArguments) -> int:
             report=given.report,
             watch=given.watch,
             device=given.device,
+            store=given.store,
         )
     )
 

@@ -17,7 +17,19 @@ HELP = {"help_option_names": ["-h", "--help"]}
 _MOST = 1 << 53
 
 #: What `--scenario`, `--policy`, `--write-policy` and `--format` take: the modules that have them load numpy and torch.
-SCENARIOS = ("gqa", "replicated-dst", "replicated-both", "uneven", "pipeline", "latent", "mapped", "fp8", "storage")
+SCENARIOS = (
+    "gqa",
+    "replicated-dst",
+    "replicated-both",
+    "uneven",
+    "pipeline",
+    "latent",
+    "mapped",
+    "fp8",
+    "migrate",
+    "storage",
+    "rolling",
+)
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 TRACE_FORMATS = ("mooncake", "mooncake-delta", "agentic-mooncake", "weka")
@@ -120,6 +132,12 @@ class DemoArguments:
         typer.Option(help="Also write its run log, as run.jsonl, and draw it, as run.html.", metavar="FILE.html"),
     ] = None
     device: Annotated[str, typer.Option(help="Where pools lie: cpu, or cuda for a GPU.", metavar="NAME")] = "cpu"
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the page store of `storage` is made: a directory, or s3://bucket/prefix.", metavar="LOCATION"
+        ),
+    ] = None
     as_json: Json = False
 
 

@@ -337,11 +337,21 @@ def test_the_demo_gets_its_options_and_gives_its_exit_status(command: Command, m
         return 1
 
     monkeypatch.setattr(run, "run_demo", run_demo)
-    words = "demo --json --trace t.jsonl --scale 0.5 --scenario gqa --scenario mla --requests 3 --seed 7"
+    words = (
+        "demo --json --trace t.jsonl --scale 0.5 --scenario gqa --scenario mla --requests 3 --seed 7 --store /srv/kv"
+    )
     assert command.run(*words.split()).status == 1
     assert command.run("demo").status == 1
     assert asked == [
-        run.DemoOptions(scenarios=("gqa", "mla"), requests=3, trace=Path("t.jsonl"), scale=0.5, seed=7, as_json=True),
+        run.DemoOptions(
+            scenarios=("gqa", "mla"),
+            requests=3,
+            trace=Path("t.jsonl"),
+            scale=0.5,
+            seed=7,
+            as_json=True,
+            store="/srv/kv",
+        ),
         run.DemoOptions(),
     ]
 

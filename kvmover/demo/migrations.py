@@ -8,9 +8,9 @@ from pathlib import Path
 from random import Random
 
 from kvmover.config.settings import Settings
+from kvmover.demo.engine import Engine
 from kvmover.demo.migrating_rank import AnswerShare, MigratingSeat
 from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
-from kvmover.demo.paged_engine import PagedEngine
 from kvmover.demo.processes import Member, ask, ask_all
 from kvmover.demo.rank import Digests
 from kvmover.demo.report import RequestReport, Wire
@@ -26,8 +26,8 @@ class Migrations:
     ) -> None:
         sizes = scenario.src.fleet.size, scenario.dst.fleet.size
         self.scenario, self._random = scenario, Random(f"cuts {seed}")
-        self.src = PagedEngine("leaving", members[: sizes[0]], scenario.src)
-        self.dst = PagedEngine("joining", members[sizes[0] : sum(sizes)], scenario.dst)
+        self.src = Engine("leaving", members[: sizes[0]], scenario.src)
+        self.dst = Engine("joining", members[sizes[0] : sum(sizes)], scenario.dst)
         seats = [
             MigratingSeat(
                 scenario, each.name, each.fleet, rank, each.pages, str(folder / each.name), settings, first_port

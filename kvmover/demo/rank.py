@@ -215,6 +215,8 @@ def main(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    for name in ("UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"):  # who is killed on purpose is no news; UCX would tell stdout of it
+        os.environ.setdefault(name, "FATAL")
     import torch
 
     torch.set_num_threads(1)
@@ -318,15 +320,23 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class TieredSeat:
-    """Which rank of a fleet a process is to be. `meet`: a file in which the fleet meets; `root`: the store's."""
+    """Which rank of a fleet a process is to be. `meet`: a file in which the fleet meets; `root`: where the store is;
+    `run`: its namespace's own word, so that nothing is found there that another run left."""
 
     scenario: Scenario
     fleet: FleetText
     rank: int
     pages: int
     meet: str
-    root: str
+    root: Path | str
+    run: str
     settings: Settings
+
+    @property
+    def namespace(self) -> Namespace:
+        """Where the pages of this run are."""
+        model = self.scenario.model
+        return Namespace(model.name, f"seed {model.seed}, run {self.run}", self.fleet.fleet.page_tokens)
 
     def sit(self) -> TieredRank:
         """Become that rank: pool, model, store and controller are made here."""
@@ -348,8 +358,8 @@ class TieredRank:
         share = ModelShard.of_rank(model, fleet.tp, fleet.pp, at.tp, at.pp)
         self._model = Transformer(model, share, comm)
         tiered_pool = TieredPool.of(component, fleet, seat.rank, self._pool, HostTier(seat.pages * _HOST_RATIO))
-        space = Namespace(model.name, f"seed {model.seed}", fleet.page_tokens)
-        self._store = PageStore.open(Path(seat.root), space)
+        space = seat.namespace
+        self._store = PageStore.open(seat.root, space)
         storage = Storage(self._store, space, [tiered_pool], fleet, seat.rank)
         config = ControllerConfig(TierPolicy(prefetch=Wait(), least_tokens=1), Grouped(comm.group))
         self._controller = Controller(

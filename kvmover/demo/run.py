@@ -1,9 +1,8 @@
 """In the demo prefill fleets make KV by real forward passes, kvmover moves it, decode fleets go on from what landed.
 
 A scenario runs on its fleets, request by request, against the model in one process. `ScenarioRun`: two fleets that live
-together. `Lives`: fleets that live one after another over a page store, and keep KV for each other, not for themselves.
-`Migrations` (in a module of its own): a running request moves from one fleet to another while it decodes.
-What is restored is compared row by row with what some rank computed.
+together. Those that live one after another are `Lives`, those that are replaced while others serve `Rolling`,
+those between which an answer moves while it is computed `Migrations`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -28,14 +26,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvmover.config import ConfigError, load
 from kvmover.config.settings import Settings
+from kvmover.demo.engine import POOL_TOKENS, Asked, Engine, serve
+from kvmover.demo.lives import LIFE_POOL_TOKENS, Lives
 from kvmover.demo.migrations import Migrations
-from kvmover.demo.model import Alone, ContiguousCache, ModelShard, Transformer
-from kvmover.demo.paged_engine import POOL_TOKENS, PagedEngine
-from kvmover.demo.processes import Crew, Member, ask, ask_all
-from kvmover.demo.rank import Digests, Seat, Served, TieredSeat
-from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, Wire, show
+from kvmover.demo.model import Alone, ModelShard, Transformer
+from kvmover.demo.processes import Crew, ask, ask_all
+from kvmover.demo.report import RequestReport, RunReport, ScenarioReport, show
 from kvmover.demo.requests import Chats, Traced, TraceError, TraceScale
-from kvmover.demo.scenarios import GAP_TOLERANCE, Scenario, choose
+from kvmover.demo.rolling import Rolling
+from kvmover.demo.scenarios import Scenario, choose
 from kvmover.errors import KvmoverError, need
 from kvmover.observe import top
 from kvmover.observe.report import write_report
@@ -43,7 +42,7 @@ from kvmover.observe.runlog import read_lines
 from kvmover.observe.tables import console
 from kvmover.observe.top import endpoints, fetch
 from kvmover.plan.cost import HOST
-from kvmover.plan.fleet_text import FleetText
+from kvmover.store import store_location
 from kvmover.transfer.config import Exports, MoverConfig
 from kvmover.transport import nixl_version
 
@@ -52,27 +51,16 @@ class ScenarioRun:
     """One scenario on its two fleets, with the one-process model that says what the answers must be."""
 
     def __init__(self, scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> None:
-        settings, device = options.settings, options.device
         sizes = scenario.src.fleet.size, scenario.dst.fleet.size
-        self.src = PagedEngine("prefill", crew.members[: sizes[0]], scenario.src)
-        self.dst = PagedEngine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
         self.scenario = scenario
-        seats = [
-            Seat(
-                scenario,
-                engine.name,
-                engine.fleet,
-                rank,
-                engine.pages,
-                str(folder / engine.name),
-                settings,
-                ports,
-                device,
-            )
-            for engine, ports in ((self.src, 0), (self.dst, sizes[0]))
-            for rank in range(len(engine.members))
-        ]
+        self.src = Engine("prefill", crew.members[: sizes[0]], scenario.src)
+        self.dst = Engine("decode", crew.members[sizes[0] : sum(sizes)], scenario.dst)
         everyone = [*self.src.members, *self.dst.members]
+        seats = [
+            seat
+            for engine, ports in ((self.src, 0), (self.dst, sizes[0]))
+            for seat in engine.seats(scenario, folder, options.settings, options.device, ports)
+        ]
         ask(everyone, "seat", [(seat,) for seat in seats])
         ask_all(self.dst.members, "connect", ask_all(self.src.members, "card"))
         self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
@@ -84,151 +72,11 @@ class ScenarioRun:
     def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
         """Prefill, move what the decode fleet does not have, decode, compare."""
         name = f"{self.scenario.name}-{number}"
-        match = self.dst.tree.match(prompt)
-        receipt = self.dst.tree.lock(match.device_node)
-        src_pages = self.src.take(len(prompt))
-        missing = len(prompt) + answer_tokens - match.tokens
-        dst_pages = [*match.page_ids.tolist(), *self.dst.take(missing)]
-        moved = range(match.tokens, len(prompt))
-        first, gap = ask_all(self.src.members, "prefill", prompt, src_pages)[0]
-        sent, landed = self._move(name, moved, src_pages, dst_pages)
-        rest, gaps = ask_all(self.dst.members, "decode", first, len(prompt), answer_tokens - 1, dst_pages)[0]
-        self.src.free += src_pages
-        answer = [first, *rest]
-        self._keep([*prompt, *answer[:-1]], dst_pages)
-        self.dst.tree.unlock(receipt)
-        self.alone.gaps.clear()
-        expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
-        moved_by, compared = _gaps_moved(answer, [gap, *gaps], expected, self.alone.gaps, self.scenario.gap_tolerance)
-        same, near = _same_bytes(sent, landed), moved_by < self.scenario.gap_tolerance
-        wire = Wire.of(sent, landed)
-        return RequestReport(
-            name, len(prompt), match.tokens, answer, expected, near, same, wire, gaps_moved=moved_by, compared=compared
-        )
-
-    def _move(self, name: str, moved: range, src_pages: list[int], dst_pages: list[int]) -> tuple[list[Any], list[Any]]:
-        """Both fleets at once: (result, digests) of every rank."""
-        for member in self.src.members:
-            member.tell("send", name, src_pages, moved)
-        landed = ask_all(self.dst.members, "receive", name, self.src.name, moved, dst_pages)
-        return [member.answer() for member in self.src.members], landed
-
-    def _keep(self, tokens: list[int], pages: list[int]) -> None:
-        """Keep the whole pages of what is cached now; free the rest, and what the tree has in other pages."""
-        whole = len(tokens) // self.dst.page_tokens
-        kept = self.dst.tree.insert(tokens, pages[:whole])
-        self.dst.free += [*kept.page_ids().tolist(), *pages[whole:]]
+        return serve(self.scenario, self.src, self.dst, self.alone, Asked(name, prompt, answer_tokens))
 
 
-def _gaps_moved(
-    answer: list[int], gaps: list[float], expected: list[int], others: list[float], tolerance: float
-) -> tuple[float, int]:
-    """How far the gaps of an answer are from those of another, at most, and over how many tokens.
-
-    A gap may fall below zero, and then another token wins: what comes after it answers another text.
-    """
-    moved = 0.0
-    for number, (token, gap, due, other) in enumerate(zip(answer, gaps, expected, others, strict=True)):
-        if token != due and gap + other < tolerance:
-            return max(moved, gap + other), number
-        moved = max(moved, abs(gap - other))
-    return moved, len(answer)
-
-
-def _same_bytes(sent: list[Any], landed: list[Any]) -> bool:
-    """Whether every row that any destination rank holds is the row that every source rank had."""
-    truth: dict[tuple[int, int, int], set[str]] = {}
-    for _, digests in sent:
-        for place, digest in digests.items():
-            truth.setdefault(place, set()).add(digest)
-    return all(truth[place] == {digest} for _, digests in landed for place, digest in digests.items())
-
-
-#: The same of fleets that live one after another.
-LIFE_POOL_TOKENS = 4096
-
-#: What a row must be, by the tokens up to its page's end and its place in the model.
-Truth = dict[tuple[tuple[int, ...], int, int, int], str]
-
-
-class Lives:
-    """A stage whose requests are dealt to its fleets in their order: each is gone before the next begins."""
-
-    def __init__(self, scenario: Scenario, crew: Crew, folder: Path, requests: int, settings: Settings) -> None:
-        self.scenario, self._folder, self._requests, self._settings = scenario, folder, requests, settings
-        self._waiting = list(crew.members)
-        (folder / "store").mkdir()
-        self._life = -1
-        self._members: list[Member] = []
-        self._truth: Truth = {}
-        self.alone = Transformer(scenario.model, ModelShard.of_rank(scenario.model, 1, 1, 0, 0), Alone())
-
-    def serve(self, number: int, prompt: tuple[int, ...], answer_tokens: int) -> RequestReport:
-        """Ask the fleet whose turn it is, and compare."""
-        fleet = self._fleet(number)
-        name = f"{self.scenario.name}-{number}"
-        served: list[Served] = ask_all(self._members, "serve", name, prompt, answer_tokens)
-        first = served[0]
-        self.alone.gaps.clear()
-        expected = self.alone.generate(prompt, answer_tokens, ContiguousCache())
-        near = all(abs(a - b) < GAP_TOLERANCE for a, b in zip(first.gaps, self.alone.gaps, strict=True))
-        tokens, page_tokens = (*prompt, *first.answer[:-1]), fleet.fleet.page_tokens
-        same = all(self._same(tokens, page_tokens, each.restored) for each in served)
-        for each in served:
-            self._learn(tokens, page_tokens, each.kept)
-        alike = all((each.answer, each.hits) == (first.answer, first.hits) for each in served)
-        hit, wire = first.restored_tokens, _wire(served)
-        return RequestReport(name, len(prompt), hit, first.answer, expected, near and alike, same, wire, first.hits)
-
-    def close(self) -> None:
-        """End the fleet that lives, if one does."""
-        if self._members:
-            ask_all(self._members, "close")
-
-    def _fleet(self, number: int) -> FleetText:
-        """The fleet that serves request `number`, seated; the one before it ends when it does."""
-        lives = self.scenario.lives
-        life = number * len(lives) // max(self._requests, len(lives))
-        fleet = lives[life]
-        if life != self._life:
-            self.close()
-            size = fleet.fleet.size
-            self._life, self._members, self._waiting = life, self._waiting[:size], self._waiting[size:]
-            meet, root = str(self._folder / f"life-{life}"), str(self._folder / "store")
-            pages = LIFE_POOL_TOKENS // fleet.fleet.page_tokens
-            seats = [TieredSeat(self.scenario, fleet, rank, pages, meet, root, self._settings) for rank in range(size)]
-            ask(self._members, "seat", [(seat,) for seat in seats])
-        return fleet
-
-    def _same(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> bool:
-        return all(
-            self._truth.get(place) == digest for place, digest in self._places(tokens, page_tokens, rows).items()
-        )
-
-    def _learn(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> None:
-        for place, digest in self._places(tokens, page_tokens, rows).items():
-            self._truth.setdefault(place, digest)
-
-    def _places(self, tokens: Sequence[int], page_tokens: int, rows: Digests) -> Truth:
-        layers, places = self.scenario.model.layers, Truth()
-        for (number, plane, head), digest in rows.items():
-            page, layer = divmod(number, layers)
-            places[tuple(tokens[: (page + 1) * page_tokens]), layer, plane, head] = digest
-        return places
-
-
-def _wire(served: Sequence[Served]) -> Wire:
-    """What was read from the store, by all ranks; the slowest rank counts."""
-    return Wire(
-        nbytes=sum(each.read_bytes for each in served),
-        legs=sum(each.read_pages > 0 for each in served),
-        descriptors_direct=0,
-        descriptors_packed=sum(each.read_pages for each in served),
-        routes=["storage"],
-        seconds=max(each.seconds for each in served),
-        sent_bytes=[each.read_bytes for each in served],
-    )
-
+#: What serves the requests of one scenario.
+Stage = ScenarioRun | Lives | Rolling | Migrations
 
 #: Processes of one machine that move a few MB.
 MOVER = MoverConfig(costs=HOST, arena_bytes=8 << 20, exports=Exports.POOLS)
@@ -248,8 +96,9 @@ class DemoOptions:
     """What to run: all scenarios when none is named; the requests of a trace, its lengths times `scale`, if given.
 
     `report`: a page of HTML to write at the end, with the run log beside it, as run.html and run.jsonl. `watch`: show
-    `kvmover top` of the demo's own ranks while it runs. `device`: where pools lie. `settings`: the configuration; what
-    that does not say of the mover is as `MOVER`.
+    `kvmover top` of the demo's own ranks while it runs. `device`: where pools lie. `store`: the location below which
+    the page store of a scenario is made, and cleared at its end; none, a folder that is deleted. `settings`: the
+    configuration; what that does not say of the mover is as `MOVER`.
     """
 
     scenarios: tuple[str, ...] = ()
@@ -261,6 +110,7 @@ class DemoOptions:
     report: Path | None = None
     watch: bool = False
     device: str = "cpu"
+    store: str | None = None
     settings: Settings = field(default_factory=lambda: Settings(mover=MOVER))
 
     @property
@@ -408,14 +258,19 @@ def run(options: DemoOptions, step: Callable[[str, int], None]) -> RunReport:
             seeded = replace(scenario, model=replace(scenario.model, seed=options.seed))
             place = Path(folder) / scenario.name
             place.mkdir()
-            if seeded.lives:
-                stage = Lives(seeded, crew, place, options.requests_each, settings)
-            elif seeded.answer_tokens:
-                stage = Migrations(seeded, crew.members, place, options.seed, settings)
-            else:
-                stage = ScenarioRun(seeded, crew, place, options)
-            reports.append(_play(stage, requests, step))
+            reports.append(_play(_stage(seeded, crew, place, options), requests, step))
     return RunReport.of(reports, time.monotonic() - began)
+
+
+def _stage(scenario: Scenario, crew: Crew, folder: Path, options: DemoOptions) -> Stage:
+    if scenario.lives:
+        root = folder if options.store is None else store_location(options.store)
+        return Lives(scenario, crew, folder, root, options.requests_each, options.settings)
+    if scenario.replaced:
+        return Rolling(scenario, crew, folder, options.settings)
+    if scenario.answer_tokens:
+        return Migrations(scenario, crew.members, folder, options.seed, options.settings)
+    return ScenarioRun(scenario, crew, folder, options)
 
 
 def _need_device(name: str) -> None:
@@ -449,9 +304,7 @@ def _ended_by_a_signal() -> Generator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _play(
-    stage: ScenarioRun | Lives | Migrations, requests: Chats | Traced, step: Callable[[str, int], None]
-) -> ScenarioReport:
+def _play(stage: Stage, requests: Chats | Traced, step: Callable[[str, int], None]) -> ScenarioReport:
     """All requests of one scenario, in order of arrival."""
     scenario = stage.scenario
     ranks = " + ".join(str(fleet.fleet.size) for fleet in scenario.lives or (scenario.src, scenario.dst))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +15,30 @@ from kvmover.demo import run as demo
 from kvmover.demo.run import DemoOptions, run
 from kvmover.demo.scenarios import choose
 from kvmover.plan.fleet_text import FleetText
+from kvmover.store.command import stat_stores
 
 
-@pytest.mark.timeout(100)
-def test_a_second_turn_is_served_from_storage_by_a_fleet_of_another_tp(crew: None, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scenario with two small fleets."""
     lives = tuple(FleetText.parse(text) for text in ("tp=2,page=16,order=NHD", "tp=1,page=16,order=HND"))
     small = tuple(replace(scenario, lives=lives) for scenario in choose(("storage",)))
     monkeypatch.setattr(demo, "choose", lambda names: small)
+
+
+@pytest.mark.timeout(100)
+def test_a_store_of_ones_own_serves_the_run_and_is_left_empty(crew: None, short: None, tmp_path: Path):
+    for _ in range(2):  # the second finds nothing of the first
+        report = run(DemoOptions(scenarios=("storage",), requests=2, store=str(tmp_path)), lambda what, requests: None)
+        first, second = report.scenarios[0].requests
+        assert report.identical
+        assert first.hits["storage"] == 0
+        assert second.hits["storage"] > 0
+    assert [(row.stat.pages, row.stat.objects) for row in stat_stores(tmp_path, None)] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.timeout(100)
+def test_a_second_turn_is_served_from_storage_by_a_fleet_of_another_tp(crew: None, short: None):
     report = run(DemoOptions(scenarios=("storage",), requests=2), lambda what, requests: None)
     first, second = report.scenarios[0].requests
     assert report.identical
