@@ -26,6 +26,7 @@ SCENARIOS = (
     "latent",
     "mapped",
     "fp8",
+    "migrate",
     "storage",
     "rolling",
 )

@@ -56,12 +56,6 @@ def _headlines() -> Iterator[tuple[str, str, str]]:
         f"{auto['gb_per_s']} GB/s (pools mapped)",
         f"raw NIXL, a descriptor a page and layer: {paged['gb_per_s']}; kvmover so: {direct['gb_per_s']}",
     )
-    grown, whole_ = (_one("growth", way=way)["after_last_chunk_ms"] for way in ("pushed, as computed", "pushed, whole"))
-    yield (
-        "256 MiB computed in 8 chunks: from the last one computed to landed",
-        f"{grown} ms",
-        f"sent when all is computed: {whole_}",
-    )
     moved, stopped = (_one("migrate", way=way) for way in ("copied while it runs", "stopped and copied"))
     yield (
         f"a running request of {int(moved['tokens']):,} tokens moves to another process: its pause, p50 and p99",
@@ -358,9 +352,9 @@ def _migrate() -> list[str]:
     rows = read("migrate")
     about = rows[0]
     return _table(
-        f"**A running request that moves**, {int(about['tokens']):,} tokens of {int(about['token_bytes']) // 1024} KiB and one"
-        f" more every {about['step_ms']} ms, two processes over NIXL: from its last token at the source to its next at the"
-        f" target ({_about(about)}):",
+        f"**A running request that moves**, {int(about['tokens']):,} tokens of {int(about['token_bytes']) // 1024} KiB"
+        f" and one more every {about['step_ms']} ms, two processes over NIXL: from its last token at the source to its"
+        f" next at the target ({_about(about)}):",
         ("", "moves", "pause in ms, p50 and p99", "in token steps", "tokens computed meanwhile, median"),
         (
             (
