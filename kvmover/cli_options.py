@@ -28,6 +28,7 @@ SCENARIOS = (
     "fp8",
     "migrate",
     "storage",
+    "peer",
     "rolling",
 )
 POLICIES = ("lru", "lfu", "slru", "fifo", "priority", "earned")
