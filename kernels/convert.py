@@ -129,6 +129,22 @@ def _read(table, at, plane, head, unit, token, live, grain, OF: tl.constexpr, CA
 
 
 @triton.jit
+def _to_blocks_of_fp4(x, amax, plane_scale, BLOCK: tl.constexpr, CASTS: tl.constexpr):
+    """Scales [row, block] in e4m3, and pairs of e2m1 [row, pair]. `amax` [row, block]."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    BLOCKS: tl.constexpr = WIDTH // BLOCK
+    own = tl.full([ROWS, BLOCKS], 1.0, tl.float32) * plane_scale
+    stored = tl.div_rn(tl.div_rn(amax, tl.full([ROWS, BLOCKS], 6.0, tl.float32)), own)
+    odd = tl.max(tl.where(x == x, 0.0, 1.0).reshape([ROWS, BLOCKS, BLOCK]), 2)
+    stored = tl.where(odd == 1.0, 0x7F, to_fp8(stored, CASTS)).to(tl.int8)
+    factors = as_float(stored, E4M3, CASTS) * own
+    y = _by_block(x, tl.where(factors == 0.0, float("inf"), factors), ROWS, WIDTH, BLOCK, 1)
+    low, high = tl.split(tl.reshape(to_fp4(tl.where(y == y, y, 0.0)), [ROWS, WIDTH // 2, 2]))
+    return stored, low | (high << 4)
+
+
+@triton.jit
 def _write(table, at, plane, head, unit, token, live, grain, x, OF: tl.constexpr, CASTS: tl.constexpr):
     """Numbers [row, number] in the form of the destination, their scales too."""
     KIND: tl.constexpr = OF[OF_DST_ELEMENT]
@@ -164,20 +180,13 @@ def _write(table, at, plane, head, unit, token, live, grain, x, OF: tl.constexpr
                 tl.store(scales, factors, mask=held)
                 tl.store(rows + number, to_fp8(_by_block(x, factors, ROWS, WIDTH, BLOCK, 1), CASTS), mask=here)
             else:
-                own = tl.full([ROWS, BLOCKS], 1.0, tl.float32) * _plane_scale(table, at + DST_PLANES, plane)
-                stored = tl.div_rn(tl.div_rn(amax, tl.full([ROWS, BLOCKS], 6.0, tl.float32)), own)
-                odd = tl.max(tl.where(blocks == blocks, 0.0, 1.0), 2)
-                stored = tl.where(odd == 1.0, 0x7F, to_fp8(stored, CASTS)).to(tl.int8)
+                stored, pairs = _to_blocks_of_fp4(x, amax, _plane_scale(table, at + DST_PLANES, plane), BLOCK, CASTS)
                 tl.store(scales, stored, mask=held)
-                factors = as_float(stored, E4M3, CASTS) * own
-                y = _by_block(x, tl.where(factors == 0.0, float("inf"), factors), ROWS, WIDTH, BLOCK, 1)
-                code = to_fp4(tl.where(y == y, y, 0.0))
-                low, high = tl.split(tl.reshape(code, [ROWS, WIDTH // 2, 2]))
                 pair = grain * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
                 whole = live[:, None]
                 if VALUES % WIDTH:
                     whole = whole & (pair * 2 < VALUES)
-                tl.store(rows + pair, low | (high << 4), mask=whole)
+                tl.store(rows + pair, pairs, mask=whole)
 
 
 @triton.jit

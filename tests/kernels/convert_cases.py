@@ -260,6 +260,23 @@ def test_conversions_of_any_kinds_share_a_call_under_any_budget(together: str, s
     run(TOGETHER[together], partial(convert.convert, config=RowConfig(4096, 4), sms=sms))
 
 
+@pytest.mark.parametrize(
+    ("together", "kinds"), family(product(TOGETHER, [(1, 1), (2, 2)]), few=[("misaligned", (1, 1)), ("pages", (2, 2))])
+)
+def test_a_kernel_for_narrower_accesses_and_units_given_otherwise_writes_the_same(
+    together: str, kinds: tuple[int, int]
+) -> None:
+    def narrowly(conversions: Sequence[Conversion]) -> None:
+        own = convert.standing_program(conversions, kinds, None)
+        shapes = {replace(shape, src_vec=1, dst_vec=1) for shape in own.shapes}
+        launch = convert.prepare(conversions, using=replace(own, shapes=tuple(shapes)))
+        assert launch is not None
+        assert set(launch.program.shapes) == shapes
+        launch.run()
+
+    run([case for case in TOGETHER[together] if case.units], narrowly)
+
+
 @pytest.mark.parametrize("writes", ["fp8", "half", "nvfp4", "f16", "k-v"])
 def test_every_pattern_of_bfloat16_is_converted_as_defined(writes: str) -> None:
     """Shuffled, so that blocks have all magnitudes."""

@@ -364,6 +364,30 @@ def test_what_is_compiled_when_a_peer_is_seated_is_what_its_copies_launch(name: 
     assert compiled_kernels() == len(seen)
 
 
+def test_digests_that_a_peer_asks_for_are_compiled_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Program] = []
+    monkeypatch.setattr(Program, "compile", lambda self, device: compiled.append(self))
+    src, dst = FLAGSHIPS["V3.2 bf16 to 656 B"].ends()
+    compiler = Compiler(GPU)
+    compiler.digested("decode-0")  # who is not connected
+    compiler.seated("decode-0", src, dst, memory_of(src, 1 << 50), replace(RULES, digests=False))
+    plain = compiler.programs("decode-0", Way.GATHER)
+    for _ in range(2):
+        compiler.digested("decode-0")
+    gather, scatter = (compiler.programs("decode-0", way) for way in Way)
+    assert plain is not None
+    assert gather is not None
+    assert scatter is not None
+    assert plain == replace(gather, digest=None, wire_digest=None)
+    assert {gather.digest, gather.wire_digest} < set(compiled)
+    assert sorted(map(id, compiled)) == sorted(map(id, set(compiled))), "each is compiled once"
+    assert set(compiled) == {*gather.all(), *scatter.all()}
+    compiler.parted("decode-0")
+    compiler.digested("decode-0")
+    assert compiler.programs("decode-0", Way.GATHER) is None
+    compiler.close()
+
+
 def test_counts_are_not_compiled_in() -> None:
     config = RowConfig()
     for kernel in KERNELS:

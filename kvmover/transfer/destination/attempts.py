@@ -342,6 +342,9 @@ def _want(
     core: Core, attempt: ReceiveAttempt, peer: str, cut: Cut, wanted: ReceiveRequest, leases: WriteLeases
 ) -> wire.Want:
     config, state, source = core.config, attempt.state, attempt.state.sources[peer]
+    digests = config.integrity is Integrity.DIGEST
+    if digests:
+        core.compiler.digested(peer)
     return wire.Want(
         state.request,
         state.generation,
@@ -353,7 +356,7 @@ def _want(
         encoded(attempt.pages) if source.writes_pages else (),
         cut.layers,
         source.verb,
-        config.integrity is Integrity.DIGEST,
+        digests,
         tuple(dict.fromkeys(wanted.aux_from)),
         leases.renewed(peer),
     )

@@ -131,12 +131,23 @@ def _pages(reads: Sequence[int], end: End) -> list[npt.NDArray[np.int64]]:
     return [np.arange(count, dtype=np.int64) % spec.pages for count, spec in zip(reads, end.pools, strict=True)]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seat:
+    """What the programs of a peer were last made from."""
+
+    own: End
+    theirs: End
+    memory: OwnMemory
+    rules: Rules
+
+
 @dataclass(slots=True, eq=False)
 class Compiler:
     """Programs by peer, compiled in one thread, each once. On a CPU there are none."""
 
     device: torch.device
     _thread: ThreadPoolExecutor | None = None
+    _seats: dict[str, _Seat] = field(default_factory=dict[str, "_Seat"])
     _begun: dict[tuple[str, Way], Future[Programs | None]] = field(
         default_factory=dict["tuple[str, Way]", "Future[Programs | None]"]
     )
@@ -148,8 +159,16 @@ class Compiler:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "kvmover-compiler")
+        self._seats[peer] = _Seat(own, theirs, memory, rules)
         for way, ends in ((Way.GATHER, (own, theirs)), (Way.SCATTER, (theirs, own))):
             self._begun[peer, way] = self._thread.submit(self._compile, way, *ends, memory, rules)
+
+    def digested(self, peer: str) -> None:
+        """Chunks have digests, which is the destination's to choose: begin to compile these where nobody has. Returns
+        at once."""
+        seat = self._seats.get(peer)
+        if seat is not None and not seat.rules.digests:
+            self.seated(peer, seat.own, seat.theirs, seat.memory, replace(seat.rules, digests=True))
 
     def _compile(self, way: Way, src: End, dst: End, memory: OwnMemory, rules: Rules) -> Programs | None:
         programs = programs_between(way, src, dst, memory.bound_anew(), rules)
@@ -171,6 +190,7 @@ class Compiler:
 
     def parted(self, peer: str) -> None:
         """A peer is gone. What is compiled stays."""
+        self._seats.pop(peer, None)
         for way in Way:
             self._begun.pop((peer, way), None)
 

@@ -295,6 +295,8 @@ def attempt_for(core: Core, request: Request, peer: Peer, want: wire.Want) -> Se
     plans = plans_between(core.components, fleet, theirs, range(want.start, want.stop), want.replicas)
     lane = Lane.between(plans, core.end, peer.end, Cut(want.chunk_bytes, want.chunk_layers))
     lane.check_route(want.route)
+    if want.digests:
+        core.compiler.digested(peer.name)
     direct = want.route is not Route.PACKED
     target = None
     mapped = None
