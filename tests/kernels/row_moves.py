@@ -395,5 +395,6 @@ FAR = [
     FarMove("head", head_bytes=17 << 30),
     FarMove("token", token_bytes=17 << 30, units=(0, _PAGE)),
     FarMove("token-of-one-unit", token_bytes=17 << 30, row_bytes=16384, heads=1),
+    FarMove("token-of-whole-units", token_bytes=5 << 30, units=(_PAGE, 0, 3 * _PAGE), tokens=4, row_bytes=1024),
     FarMove("unaligned-token", token_bytes=(9 << 30) + 1, row_bytes=3),
 ]

@@ -69,3 +69,4 @@ def test_any_tile_size_moves_the_same_bytes(block_bytes: int, first: int) -> Non
 @pytest.mark.parametrize("far", FAR, ids=str)
 def test_offsets_past_32_bits_reach_the_right_bytes(far: FarMove, sparse: torch.Tensor) -> None:
     far.run(sparse, rows.move)
+    far.run(sparse, partial(rows.move, config=BUDGETED))

@@ -80,8 +80,9 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
         return None
     pool, packed = int(LISTED.value), int(EVEN.value)  # pyright: ignore
     kinds = (pool, packed) if way is Way.GATHER else (packed, pool)
-    named = rules.engine is not CopyEngine.AUTO
-    engine = rules.engine if named else bulk.measured(regions, sms, work.digested[0].src.device)
+    engine = rules.engine
+    if engine is CopyEngine.AUTO:  # as the Copier chooses
+        engine = CopyEngine.ROWS if rules.digests else bulk.measured(regions, sms, work.digested[0].src.device)
     row_sms = None if engine is CopyEngine.GREEN else sms
     by_rows = regions and engine in (CopyEngine.ROWS, CopyEngine.GREEN)
     found = Programs(
@@ -89,7 +90,7 @@ def programs_between(way: Way, src: End, dst: End, memory: OwnMemory, rules: Rul
         convert=convert.standing_program(work.conversions, kinds, sms) if work.conversions else None,
     )
     if rules.digests and regions:
-        at_once = way is Way.GATHER and (engine is CopyEngine.ROWS or not named)
+        at_once = way is Way.GATHER and engine is CopyEngine.ROWS
         read, reads = (kinds, None) if at_once else ((pool, pool), work.end)
         copied = digest.standing_program(regions, logicals[: len(regions)], read, sms, reads)
         found = replace(found, digest=copied)
