@@ -118,7 +118,7 @@ def _without(part: _Rest, taken: _Rest) -> list[_Rest]:
 def _piece(source: int, taken: _Rest, held: PageBox, wanted: PageBox) -> CoverPiece:
     heads = Span(taken.heads.start, len(taken.heads))
     layers = Span(taken.layers.start, len(taken.layers))
-    if held.tokens == wanted.tokens:
+    if held.tokens == wanted.tokens and taken.tokens == _bits(wanted):
         return CoverPiece(source, heads, layers)
     tokens = [token for token in wanted.tokens if taken.tokens >> token & 1]
     return CoverPiece(source, heads, layers, tuple((held.tokens.index(t), wanted.tokens.index(t)) for t in tokens))

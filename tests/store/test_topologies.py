@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from store_rank import PAGE, SPACE, Rank, pages_of
 
@@ -142,6 +142,14 @@ def cells(box: PageBox) -> set[tuple[int, int, int]]:
 
 
 @given(wanted=boxes, held=st.lists(boxes, max_size=6).map(tuple))
+@example(  # the last holds all tokens, and one of them was taken from the box before
+    wanted=PageBox(Span(0, 4), Span(0, 1), Stripe(0, 1, 4, 4)),
+    held=(
+        PageBox(Span(0, 3), Span(0, 1), Stripe(0, 1, 4, 4)),
+        PageBox(Span(0, 4), Span(0, 1), Stripe(0, 1, 4, 1)),
+        PageBox(Span(3, 1), Span(0, 1), Stripe(0, 1, 4, 4)),
+    ),
+)
 def test_pieces_cover_a_box_once_each_or_it_is_not_covered(wanted: PageBox, held: tuple[PageBox, ...]) -> None:
     pieces = cover(wanted, held)
     available = set().union(*map(cells, held))

@@ -36,8 +36,7 @@ def main(rank: int, size: int, folder: Path) -> None:
         storage = mine.controller._backups.storage
         assert storage is not None
         view = storage.stored_pools[0].view
-        with segments_of(mine.store).lock:
-            entry = segments_of(mine.store).catalog.index.get(mine.hashes(PROMPT)[3])
+        entry = segments_of(mine.store).catalog.index.get(mine.hashes(PROMPT)[3])
         assert entry is not None
         plan = view._plan(entry.parts)
         assert plan is not None
